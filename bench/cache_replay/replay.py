@@ -98,8 +98,7 @@ def _serve(state: LedgerState, granter: BlockGranter, request: CacheRequest, res
         parent = content[index]
     if request.retention:
         _retain(state, request, table, len(hits))
-    for block in reversed(table):
-        state.release(block)
+    state.release(reversed(table))
     result.asked += len(prompt)
     result.found += len(hits)
     result.computed += fresh

@@ -16,7 +16,7 @@ from typing import Final
 from common.decisions.log_line import log_decision
 from common.decisions.query import DecisionQuery, concerned
 from common.limits import MAX_LISTED_BYTES, MAX_LISTED_DECISIONS, MAX_WATCHED_BYTES, MAX_WATCHED_DECISIONS
-from common.types import Candidate, Decision
+from common.types import Decision
 
 DEFAULT_LIMIT = 100
 DEFAULT_RING_BYTES: Final = 64 << 20
@@ -172,10 +172,8 @@ def record_bytes(decision: Decision) -> int:
     pairs = len(decision.signal_ages) + len(decision.figures)
     names = (decision.decision_id, decision.request_id, decision.tenant, decision.victim, decision.beneficiary)
     texts = sum(map(len, (*names, decision.chosen, decision.traceparent, *decision.reasons)))
-    candidates = sum(map(_candidate_bytes, decision.candidates))
-    return _RECORD_BYTES + pairs * _PAIR_BYTES + texts + candidates
-
-
-def _candidate_bytes(candidate: Candidate) -> int:
-    pairs = len(candidate.terms) + len(candidate.figures)
-    return _CANDIDATE_BYTES + pairs * _PAIR_BYTES + len(candidate.name) + len(candidate.rejected)
+    # One loop without calls: an eviction has eight candidates.
+    for each in decision.candidates:
+        pairs += len(each.terms) + len(each.figures)
+        texts += len(each.name) + len(each.rejected)
+    return _RECORD_BYTES + len(decision.candidates) * _CANDIDATE_BYTES + pairs * _PAIR_BYTES + texts

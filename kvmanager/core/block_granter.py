@@ -278,8 +278,7 @@ class BlockGranter(Evictor):
         sequence.waited += state.clock.monotonic() - sequence.queued_at
         sequence.block_table = list(plan.hits)
         sequence.n_shared = len(plan.hits)
-        for _ in range(plan.fresh):
-            state.append_block(pool.take(), sequence)
+        state.append_fresh(plan.fresh, sequence)
         state.start(sequence)
         return Admit(
             sequence.id,

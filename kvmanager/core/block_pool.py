@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from common.errors import ProtocolViolation
 from common.types import BlockId
 from kvmanager.core.block import Blocks, BlockState
 from kvmanager.core.eviction.interface import EvictionOrder
-from kvmanager.core.free_list import FreeList
 from kvmanager.core.retention import Retention
+
+
+class FreeBlocks(deque[BlockId]):
+    """The free blocks, the one that was freed first at the left. No block leaves from the middle."""
 
 
 class BlockPool:
@@ -20,8 +25,7 @@ class BlockPool:
         self.blocks = blocks
         # `marks` is empty while nobody uses retention, which then costs nothing else.
         self.retention, self.marks = retention, retention.marks
-        self.free = FreeList(len(blocks))
-        self.free.fill()
+        self.free = FreeBlocks(map(BlockId, range(len(blocks))))
         self.cached = cached
         self.leased = 0
 
@@ -88,19 +92,21 @@ class BlockPool:
         blocks.refs[block] = left
         if left:
             return False
-        if blocks.hash[block] is not None:
-            blocks.state[block] = BlockState.CACHED
-            self.cached.add(block)
-            if self.marks:
-                self.retention.cached(block)
-            return False
-        self._free(block)
-        return True
+        if blocks.hash[block] is None:
+            blocks.state[block] = BlockState.FREE
+            self.free.append(block)
+            return True
+        blocks.state[block] = BlockState.CACHED
+        self.cached.add(block)
+        if self.marks:
+            self.retention.cached(block)
+        return False
 
     def uncache(self) -> BlockId:
         """Free the cached block that is next in the order of eviction; the caller forgets its hash."""
         block = self.retention.pop() if self.marks else self.cached.pop()
-        self._free(block)
+        self.blocks.state[block] = BlockState.FREE
+        self.free.append(block)
         return block
 
     def free_cached(self, block: BlockId) -> None:

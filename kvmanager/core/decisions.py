@@ -12,13 +12,14 @@ Figures = dict[str, float]
 
 
 class DecisionLog:
-    """Makes records and keeps them until they are drained."""
+    """Makes records about one worker and keeps them until they are drained."""
 
-    __slots__ = ("_clock", "_ids", "_records")
+    __slots__ = ("_clock", "_ids", "_records", "_worker")
 
-    def __init__(self, clock: Clock, ids: Callable[[], str]) -> None:
+    def __init__(self, clock: Clock, ids: Callable[[], str], worker: str = "") -> None:
         self._clock = clock
         self._ids = ids
+        self._worker = worker
         self._records: list[Decision] = []
 
     def record(
@@ -40,6 +41,7 @@ class DecisionLog:
                 self._ids(), kind, self._clock.time_ns(), chosen, subject.request_id if subject else "", candidates,
                 reasons, figures=tuple(figures.items()), traceparent=subject.traceparent if subject else "",
                 beneficiary=subject.name if subject and kind is DecisionKind.EVICTION else beneficiary,
+                worker=self._worker,
             )
         )  # fmt: skip
 
@@ -55,7 +57,7 @@ class DecisionLog:
             Decision(
                 self._ids(), DecisionKind.PREEMPTION, self._clock.time_ns(), victim.name, victim.request_id, candidates,
                 reasons, victim=victim.name, beneficiary=beneficiary.name, figures=tuple(figures.items()),
-                traceparent=victim.traceparent,
+                traceparent=victim.traceparent, worker=self._worker,
             )
         )  # fmt: skip
 

@@ -71,12 +71,12 @@ class Evictor:
 
     def uncache(self, state: LedgerState, beneficiary: str) -> tuple[BlockId, int]:
         """Free the next block in the order of eviction; return it and the depth of what it held."""
-        state.retention.evicted = None
-        block = state.block_pool.uncache()
-        retention, fate = state.retention.evicted, ""
-        if retention is not None:
-            fate = retention.fate.value
-            state.totals.retained_evictions += retention.fate is Fate.RETAINED
-        depth = state.cache.evict(block, beneficiary, state.block_pool.cached.mark_of(block), fate)
+        pool, retention, fate = state.block_pool, state.retention, ""
+        retention.evicted = None
+        block = pool.uncache()
+        evicted = retention.evicted
+        if evicted is not None:
+            fate = evicted.fate.value
+            state.totals.retained_evictions += evicted.fate is Fate.RETAINED
         state.totals.evictions += 1
-        return block, depth
+        return block, state.cache.evict(block, beneficiary, pool.cached.mark_of(block), fate)

@@ -41,12 +41,6 @@ class FreeList:
         self._next, self._previous = [_ABSENT] * count + [count], [_ABSENT] * count + [count]
         self._length = 0
 
-    def fill(self) -> None:
-        """Hold every block, in the order of their ids."""
-        count = self._sentinel
-        self._next, self._previous = [*range(1, count + 1), 0], [count, *range(count)]
-        self._length = count
-
     def append(self, block: BlockId) -> None:
         """Put a block that is not in the list at its end. Raises ValueError when it is."""
         if self._next[block] != _ABSENT:

@@ -35,8 +35,10 @@ class Ledger:
         clock: Clock,
         decision_ids: Callable[[], str],
         policies: LedgerPolicies = DEFAULT_POLICIES,
+        worker: str = "",
     ) -> None:
-        self.state = LedgerState(config, clock, decision_ids)
+        """`worker` is the worker's id, for records."""
+        self.state = LedgerState(config, clock, decision_ids, worker)
         self.policies = policies
 
     # ------------------------------------------------------------ W -> M

@@ -5,7 +5,7 @@ The policies of `policies.py` decide which change happens when; each of them tak
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from common.clock import Clock
@@ -21,6 +21,7 @@ from kvmanager.core.counts import Totals
 from kvmanager.core.decisions import DecisionLog
 from kvmanager.core.eviction.choice import order_of
 from kvmanager.core.eviction.interface import NO_MARK
+from kvmanager.core.index_events import Stored
 from kvmanager.core.prefix_cache import PrefixCache
 from kvmanager.core.remembered_match import RememberedMatch
 from kvmanager.core.reset import ResetOrder
@@ -65,10 +66,10 @@ class LedgerState:
         "stalled", "steps", "tenants", "totals",
     )  # fmt: skip
 
-    def __init__(self, config: LedgerConfig, clock: Clock, decision_ids: Callable[[], str]) -> None:
+    def __init__(self, config: LedgerConfig, clock: Clock, decision_ids: Callable[[], str], worker: str = "") -> None:
         self.config, self.caches = config, config.caches
         self.clock = clock
-        self.decisions = DecisionLog(clock, decision_ids)
+        self.decisions = DecisionLog(clock, decision_ids, worker)
         self.totals = Totals()
         self.blocks = Blocks(config.num_blocks)
         self.cache = PrefixCache(self.blocks, config.ghosts or 4 * config.num_blocks)
@@ -178,7 +179,7 @@ class LedgerState:
 
     def live_stalled(self) -> list[SequenceId]:
         """Return the stalled sequences that still run; one that left must not block admission."""
-        return [each for each in self.stalled if self._runs(each)]
+        return [each for each in self.stalled if self._runs(each)] if self.stalled else []
 
     def _runs(self, sequence_id: SequenceId) -> bool:
         sequence = self.sequences.get(sequence_id)
@@ -213,55 +214,100 @@ class LedgerState:
         if index < len(sequence.block_hashes):
             self.expect(block, sequence, index)
 
+    def append_fresh(self, count: int, sequence: Sequence) -> None:
+        """Do what `append_block` does with the next free blocks. Raises IndexError when there are too few."""
+        blocks, take, table = self.blocks, self.block_pool.take, sequence.block_table
+        index_of, owner_of, parent_of = blocks.index, blocks.owner, blocks.parent
+        block_hashes, number = sequence.block_hashes, sequence.id
+        first, known = len(table), len(block_hashes)
+        shared = min(known, self.config.hits_of(sequence.num_tokens)) if self._shares_early(sequence) else 0
+        for index in range(first, first + count):
+            block = take()
+            index_of[block], owner_of[block] = index, number
+            parent_of[block] = ROOT if not index else block_hashes[index - 1] if index <= known else None
+            table.append(block)
+            if index < shared:
+                self.cache.expect(block, block_hashes[index])
+
     def expect(self, block: BlockId, sequence: Sequence, index: int) -> None:
         """Let others share a block that the sequence is about to fill, where its hash is known."""
-        if not self.caches or sequence.computes_all or index >= len(sequence.block_hashes):
+        if index >= len(sequence.block_hashes) or not self._shares_early(sequence):
             return
         if index < self.config.hits_of(sequence.num_tokens):
             self.cache.expect(block, sequence.block_hashes[index])
+
+    def _shares_early(self, sequence: Sequence) -> bool:
+        """Return whether others may share blocks that the sequence has not filled yet."""
+        return self.caches and not sequence.computes_all
 
     def may_publish(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> bool:
         """Return whether a block in use may be registered: after its parent, at its own depth, under a hash of its own.
 
         A block whose hash another content has is not shared, and nothing after it.
         """
-        cache = self.cache
-        if not self.caches or not cache.follows(block, parent):
+        cache, index = self.cache, self.blocks.index
+        if not self.caches:
             return False
-        if cache.is_ambiguous(block_hash, parent):
+        if parent:
+            above = cache.entries.get(parent)
+            if above is None or index[above] + 1 != index[block] or parent in cache.ambiguous:
+                return False
+        elif index[block]:
+            return False
+        if block_hash in cache.entries and cache.is_ambiguous(block_hash, parent):
             cache.forget_pending(block)
             return False
         return True
 
+    def publish_new(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> None:
+        """Do what `publish` does with a hash that no block has: nearly each seal is one."""
+        cache, blocks, above = self.cache, self.blocks, None
+        if blocks.pending[block] is not None:
+            cache.forget_pending(block)
+        if cache.watched:
+            cache.touch(block_hash)
+        blocks.hash[block], blocks.parent[block] = block_hash, parent
+        if parent:
+            above = cache.entries[parent]
+            blocks.children[above] += 1
+        cache.entries[block_hash] = block
+        cache.number += 1
+        cache.events.append(Stored(cache.number, block_hash, blocks.index[block]))
+        ghost = cache.ghosts.pop(block_hash, None)
+        self.eviction.registered(block, above, ghost[1] if ghost else NO_MARK)
+        if block in blocks.awaited:
+            self._count_awaited(block)
+
     def publish(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> None:
         """Register a block in use. A cached copy of its content is free from now on."""
-        cache, pool = self.cache, self.block_pool
+        cache, pool, entries = self.cache, self.block_pool, self.cache.entries
         ghost = cache.register(block, block_hash, parent)
-        before = cache.entries[parent] if parent else None
-        pool.cached.registered(block, before, ghost.mark if ghost else NO_MARK)
+        pool.cached.registered(block, entries[parent] if parent else None, ghost[1] if ghost else NO_MARK)
         if block in self.blocks.awaited:
             self._count_awaited(block)
-        first = cache.entries[block_hash]
-        if self.blocks.state[first] is BlockState.CACHED:
+        first = entries[block_hash]
+        if first != block and self.blocks.state[first] is BlockState.CACHED:
             cache.evict(first)
             pool.replace_cached(first, block)
 
-    def release(self, block: BlockId) -> None:
-        """Drop a reference. Of several blocks with one content, the one that is released last stays cached.
+    def release(self, released: Iterable[BlockId]) -> None:
+        """Drop a reference to each block. Of several with one content, the one that is released last stays cached.
 
         The others are in use then and come later in the order of eviction, so a parent still outlives its children.
         """
-        blocks, cache = self.blocks, self.cache
-        block_hash = blocks.hash[block]
-        if block_hash is not None and blocks.refs[block] == 1:
-            if cache.watched:
-                cache.touch(block_hash)
-            if block_hash in cache.copies:
-                cache.evict(block)
-        if self.block_pool.drop(block):
-            if blocks.pending[block] is not None:
-                cache.forget_pending(block)
-            blocks.awaited.pop(block, None)
+        blocks, cache, pool, copies = self.blocks, self.cache, self.block_pool, self.cache.copies
+        refs, hash_of, pending = blocks.refs, blocks.hash, blocks.pending
+        for block in released:
+            block_hash = hash_of[block]
+            if block_hash is not None and refs[block] == 1:
+                if cache.watched:
+                    cache.touch(block_hash)
+                if block_hash in copies:
+                    cache.evict(block)
+            if pool.drop(block):
+                if pending[block] is not None:
+                    cache.forget_pending(block)
+                blocks.awaited.pop(block, None)
 
     def _count_awaited(self, block: BlockId) -> None:
         """Count hits on a block that was not sealed when they were granted.

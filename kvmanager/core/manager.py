@@ -103,7 +103,8 @@ class Manager:
         if rejected is not None:
             return rejected
         self.identity = self.identity or attach.identity
-        ledger = Ledger(self._ledger_config(attach), self._clock, self._decision_ids, self._policies)
+        config, worker = self._ledger_config(attach), attach.worker_id
+        ledger = Ledger(config, self._clock, self._decision_ids, self._policies, worker)
         registration = WorkerRegistration(attach, ledger)
         self._registrations[attach.worker_id] = registration
         return registration

@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import NamedTuple
 
 from common.errors import ProtocolViolation
 from common.types import BlockHash, BlockId, MissReason
@@ -39,12 +38,12 @@ class PrefixMatch:
     retention: str = field(default="", compare=False)
 
 
-class Ghost(NamedTuple):
-    """What is kept of an evicted hash: who needed the room, the policy's mark, and the fate of its retention."""
+Ghost = tuple[str, Mark, str]
+"""What is kept of an evicted hash: who needed the room, the policy's mark, and the fate of its retention.
 
-    evicted_for: str
-    mark: Mark
-    retention: str = ""
+There are four for each block. The garbage collector walks over a plain tuple of texts and numbers once, and over an
+object of a class of its own at each of its rounds.
+"""
 
 
 class PrefixCache:
@@ -115,7 +114,8 @@ class PrefixCache:
             return PrefixMatch(hits, MissReason.CAPPED if full > limit else MissReason.FULL_HIT)
         ghost = self.ghosts.get(block_hashes[present])
         if ghost is not None:
-            return PrefixMatch(hits, MissReason.EVICTED, evicted_for=ghost.evicted_for, retention=ghost.retention)
+            evicted_for, _, retention = ghost
+            return PrefixMatch(hits, MissReason.EVICTED, evicted_for=evicted_for, retention=retention)
         if not present:
             return PrefixMatch(0, MissReason.NEVER_SEEN)
         return PrefixMatch(hits, MissReason.DIVERGED_AT, present)
@@ -140,14 +140,6 @@ class PrefixCache:
         self.number += 1
         self.events.append(Stored(self.number, block_hash, blocks.index[block]))
         return self.ghosts.pop(block_hash, None)
-
-    def follows(self, block: BlockId, parent: BlockHash) -> bool:
-        """Return whether `parent` is registered, or ROOT, and a block stands at the depth of its children."""
-        depth = self._blocks.index[block]
-        if not parent:
-            return depth == 0
-        above = self.entries.get(parent)
-        return above is not None and parent not in self.ambiguous and self._blocks.index[above] + 1 == depth
 
     def forget_ghosts(self, block_hashes: Items[BlockHash]) -> None:
         """Forget the eviction of those hashes that are registered again."""
@@ -191,7 +183,7 @@ class PrefixCache:
             blocks.children[above] -= 1
         self.number += 1
         self.events.append(Removed(self.number, block_hash, depth))
-        self.ghosts[block_hash] = Ghost(beneficiary, mark, retention)
+        self.ghosts[block_hash] = (beneficiary, mark, retention)
         if len(self.ghosts) > self._ghost_limit:
             self.ghosts.popitem(last=False)
         return depth
@@ -238,7 +230,8 @@ class PrefixCache:
     def expect(self, block: BlockId, block_hash: BlockHash) -> None:
         """Let others share a block that will hold `block_hash`; the first such block wins."""
         if block_hash not in self.pending:
-            self.touch(block_hash)
+            if self.watched:
+                self.touch(block_hash)
             self.pending[block_hash] = block
             self._blocks.pending[block] = block_hash
 
@@ -246,7 +239,8 @@ class PrefixCache:
         """Stop the sharing of an unsealed block, because it was sealed or freed."""
         block_hash = self._blocks.pending[block]
         if block_hash is not None:
-            self.touch(block_hash)
+            if self.watched:
+                self.touch(block_hash)
             del self.pending[block_hash]
             self._blocks.pending[block] = None
 

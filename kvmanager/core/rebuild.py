@@ -31,7 +31,7 @@ class InventoryLoader:
         Raises ProtocolViolation when the inventory contradicts itself.
         """
         state.empty()
-        state.block_pool.free.empty()
+        state.block_pool.free.clear()
         loaded = [(_register(state, entry), entry.block_table) for entry in inventory.sequences]
         tables = [(sequence, table) for sequence, table in loaded if sequence.phase is not SequencePhase.WAITING]
         for sequence, table in tables:

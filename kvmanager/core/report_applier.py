@@ -60,16 +60,17 @@ class ReportApplier:
     def bind(self, state: LedgerState, bindings: Iterable[tuple[SequenceId, BlockId]]) -> None:
         """Append leased blocks to block tables."""
         bound: dict[str, int] = {}
+        find, bind, append = state.sequences.get, state.block_pool.bind, state.append_block
         for sequence_id, block_id in bindings:
-            sequence = state.sequences.get(sequence_id)
+            sequence = find(sequence_id)
             if sequence is None or sequence.phase is SequencePhase.WAITING:
                 raise ProtocolViolation(
                     f"block {block_id} was bound to sequence {sequence_id}, which has no block table"
                 )
-            if not sequence.growth:
+            if len(sequence.block_table) >= sequence.max_blocks:
                 raise ProtocolViolation(f"sequence {sequence_id} grew beyond {sequence.max_blocks} blocks")
-            state.block_pool.bind(block_id)
-            state.append_block(block_id, sequence)
+            bind(block_id)
+            append(block_id, sequence)
             if sequence.phase is SequencePhase.RUNNING:
                 bound[sequence.tenant] = bound.get(sequence.tenant, 0) + 1
         for tenant, count in bound.items():
@@ -78,19 +79,30 @@ class ReportApplier:
 
     def seal(self, state: LedgerState, seals: Iterable[tuple[BlockId, BlockHash]]) -> None:
         """Register full, computed blocks whose parent is registered; count and ignore the others."""
-        blocks, pool = state.blocks, state.block_pool
+        blocks, sequences, pending, entries = state.blocks, state.sequences, state.blocks.pending, state.cache.entries
+        states, hash_of, parent_of = blocks.state, blocks.hash, blocks.parent
+        owner_of, depth_of = blocks.owner, blocks.index
+        may_publish, publish_new = state.may_publish, state.publish_new
         for block, block_hash in seals:
-            pool.check(block)
-            unsealed = blocks.state[block] is BlockState.IN_USE and blocks.hash[block] is None
-            parent = (blocks.parent[block] or state.parent_of(block)) if unsealed else None
-            if parent is None or not state.may_publish(block, block_hash, parent):
+            if not 0 <= block < len(states):
+                state.block_pool.check(block)
+            parent = None
+            if states[block] is BlockState.IN_USE and hash_of[block] is None:
+                parent = parent_of[block]
+                if parent is None:
+                    parent = state.parent_of(block)
+            expected = pending[block]
+            if parent is None or not may_publish(block, block_hash, parent):
                 state.totals.ignored_seals += 1
                 continue
-            if blocks.pending[block] not in (None, block_hash):
+            if expected is not None and expected != block_hash:
                 raise ProtocolViolation(f"block {block} was sealed with another hash than its prompt's")
-            state.publish(block, block_hash, parent)
-            owner = state.sequences.get(blocks.owner[block])
-            if owner is not None and blocks.index[block] == len(owner.block_hashes):
+            if block_hash in entries:
+                state.publish(block, block_hash, parent)
+            else:
+                publish_new(block, block_hash, parent)
+            owner = sequences.get(owner_of[block])
+            if owner is not None and depth_of[block] == len(owner.block_hashes):
                 owner.block_hashes.append(block_hash)
 
     def trim(self, state: LedgerState, trims: Iterable[tuple[SequenceId, int]]) -> None:
@@ -102,9 +114,9 @@ class ReportApplier:
             table = sequence.block_table
             if count > len(table):
                 raise ProtocolViolation(f"{count} blocks of a block table of {len(table)} were trimmed")
-            for index in range(sequence.trimmed, count):
-                self.release(state, table[index])
-                table[index] = TRIMMED
+            trimmed = range(sequence.trimmed, count)
+            self.release(state, [table[index] for index in trimmed])
+            table[sequence.trimmed : count] = [TRIMMED] * len(trimmed)
             held = sequence.own_blocks
             sequence.trimmed = max(sequence.trimmed, count)
             if sequence.phase is SequencePhase.RUNNING:
@@ -156,11 +168,9 @@ class ReportApplier:
         state.admitted -= 1
         if sequence.retention and state.caches:
             state.retention.mark(sequence)
-        for block in reversed(sequence.block_table):
-            if block != TRIMMED:
-                self.release(state, block)
+        self.release(state, [block for block in reversed(sequence.block_table) if block != TRIMMED])
         sequence.block_table = []
         sequence.trimmed = sequence.n_shared = 0
 
-    def release(self, state: LedgerState, block: BlockId) -> None:
-        state.release(block)
+    def release(self, state: LedgerState, blocks: Iterable[BlockId]) -> None:
+        state.release(blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from common.index_format import DiscoveredWorker
-from kvmanager.core.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
+from kvmanager.core.index_events import Cleared, IndexEvent, IndexSnapshot, Stored
 from kvmanager.index.net_changes import NetChanges
 from kvmanager.ports import WorkerEntry
 
@@ -39,27 +39,23 @@ class WorkerFeed:
 
     def push(self, events: Iterable[IndexEvent]) -> None:
         """Take events in their order; a gap in their numbers, a clear or an overflow leads to publishing all."""
+        if self.republish:
+            return
+        store, remove, number = self.changes.store, self.changes.remove, self._number
         for event in events:
-            if self.republish:
-                return
-            if event.number <= self._number:
+            if event.number <= number:
                 continue
-            self._take(event)
+            if event.number != number + 1 or isinstance(event, Cleared):
+                self.publish_all()
+                return
+            number += 1
+            if isinstance(event, Stored):
+                store(event.hash, event.depth)
+            else:
+                remove(event.hash, event.depth)
+        self._number = number
         if len(self.changes) > self._limit:
             self.publish_all()
-
-    def _take(self, event: IndexEvent) -> None:
-        if event.number != self._number + 1:
-            self.publish_all()
-            return
-        self._number = event.number
-        match event:
-            case Stored():
-                self.changes.store(event.hash, event.depth)
-            case Removed():
-                self.changes.remove(event.hash, event.depth)
-            case Cleared():
-                self.publish_all()
 
     def publish_all(self) -> None:
         """Forget the changes: the whole membership is to be published under a new generation."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import ProtocolViolation
@@ -97,7 +97,7 @@ class AttachedWorker:
     def settle(self, effects: Effects) -> None:
         """Pass on the other effects of a message. Call it after the answer has left."""
         for decision in effects.decisions:
-            self._sink.record(replace(decision, worker=self.attach.worker_id))
+            self._sink.record(decision)
         if isinstance(effects.message, Inventory):
             self._spans.opened(effects.message, effects.batch, effects.decisions)
             if self.current:

@@ -19,7 +19,10 @@ _POOLED = 60.0
 def bucket_of(age: int) -> int:
     """Return the bucket of an age: two for each power of two, and the last for all that is older."""
     bits = age.bit_length()
-    return min(_BUCKETS - 1, 2 * bits + (age >> (bits - 2) & 1)) if bits > 1 else bits + 1
+    if bits < 2:
+        return bits + 1
+    bucket = 2 * bits + (age >> (bits - 2) & 1)
+    return bucket if bucket < _BUCKETS else _BUCKETS - 1
 
 
 def _first_age(bucket: int) -> int:
@@ -31,13 +34,16 @@ _FIRST = [_first_age(bucket) for bucket in range(_BUCKETS + 1)]
 
 
 class Lifetimes:
-    """Uses by class and age. `worth[klass][bucket]` is current after each `learn`."""
+    """Uses by class and age. `worth[klass][bucket]` is current after each `learn`.
 
-    __slots__ = ("_evicted", "_reused", "worth")
+    Callers add 1 to `evicted[klass]` for each block that was evicted, as one that is never used.
+    """
+
+    __slots__ = ("_reused", "evicted", "worth")
 
     def __init__(self, classes: int) -> None:
         self._reused = [[0.0] * _BUCKETS for _ in range(classes)]
-        self._evicted = [0.0] * classes
+        self.evicted = [0.0] * classes
         self.worth = [[0.0] * _BUCKETS for _ in range(classes)]
         self.learn()
 
@@ -45,30 +51,26 @@ class Lifetimes:
         """Count a cached block that was used at this age."""
         self._reused[klass][bucket_of(age)] += 1.0
 
-    def evict(self, klass: int) -> None:
-        """Count a block that was evicted, as one that is never used."""
-        self._evicted[klass] += 1.0
-
     def regret(self, klass: int, age: int) -> None:
         """Count an evicted block whose content was wanted at this age after all."""
-        self._evicted[klass] -= 1.0
+        self.evicted[klass] -= 1.0
         self._reused[klass][bucket_of(age)] += 1.0
 
     def learn(self) -> None:
         """Compute the worth of all classes and ages anew, and let what was counted fade."""
         pooled = [_FLAT + sum(column) for column in zip(*self._reused, strict=True)]
-        never = _FLAT + sum(self._evicted)
+        never = _FLAT + sum(self.evicted)
         weight = _POOLED / (never + sum(pooled))
         prior = [each * weight for each in pooled]
         unknown = _worths(prior, never * weight)
         for klass, reused in enumerate(self._reused):
-            evicted = max(0.0, self._evicted[klass])
+            evicted = max(0.0, self.evicted[klass])
             if evicted + sum(reused) < 1.0:
                 self.worth[klass] = unknown
                 continue
             self.worth[klass] = _worths([a + b for a, b in zip(reused, prior, strict=True)], evicted + never * weight)
             self._reused[klass] = [each * _DECAY for each in reused]
-            self._evicted[klass] = evicted * _DECAY
+            self.evicted[klass] = evicted * _DECAY
 
 
 def _worths(reused: list[float], never: float) -> list[float]:

@@ -136,10 +136,11 @@ class PredictedUtility:
             raise IndexError("nothing is cached")
         number = self._least() if self._follower is None else self._follower
         self._leaves.remove(number)
+        # What `evict` does: a call more for each block would show.
         self._gone = self._released[number]
         self._released[number] = _ABSENT
         self._length -= 1
-        self._lifetimes.evict(self._klass[number])
+        self._lifetimes.evicted[self._klass[number]] += 1.0
         self._follower = self._expose(number)
         return number
 
@@ -155,24 +156,23 @@ class PredictedUtility:
         return bool(self._leaves)
 
     def evict(self, block: BlockId) -> None:
-        # As in `pop`, where a call more for each block would show.
         self._gone = self._released[block]
         self._released[block] = _ABSENT
         self._length -= 1
-        self._lifetimes.evict(self._klass[block])
+        self._lifetimes.evicted[self._klass[block]] += 1.0
         self._follower = self._expose(block)
 
     def _expose(self, number: BlockId) -> BlockId | None:
         """Make a leaf of the block before a popped one, if that was its last child; return it if it goes next."""
         over = self._blocks.parent[number]
         parent = self._entries.get(over) if over else None
-        if parent is None or self._blocks.children[parent] > 1 or self._released[parent] == _ABSENT:
+        if parent is None or self._blocks.children[parent] > 1:
             return None
-        if parent in self.withheld:
+        released = self._released[parent]
+        if released == _ABSENT or parent in self.withheld:
             return None
         self._leaves.add(parent)
-        alike = self._klass[parent] == self._klass[number] and self._released[parent] == self._gone
-        return parent if alike else None
+        return parent if released == self._gone and self._klass[parent] == self._klass[number] else None
 
     def _least(self) -> BlockId:
         """Return the leaf of the least worth among those that were kept and some that are picked at random."""
@@ -186,7 +186,7 @@ class PredictedUtility:
         if not picked:
             raise no_leaf()
         ranked = sorted(
-            (worths[classes[each]][bucket_of(now - released[each])], released[each], each) for each in picked
+            [(worths[classes[each]][bucket_of(now - released[each])], released[each], each) for each in picked]
         )
         self._kept = [each for _, _, each in ranked[1 : _KEPT + 1]]
         return ranked[0][2]

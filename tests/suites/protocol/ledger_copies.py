@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
-from typing import TypeVar
 
 from kvmanager.core.block import Blocks
 from kvmanager.core.block_pool import BlockPool
 from kvmanager.core.decisions import DecisionLog
 from kvmanager.core.eviction.interface import EvictionOrder
 from kvmanager.core.eviction.lru import LeastRecentlyUsed
-from kvmanager.core.free_list import FreeList
 from kvmanager.core.ledger import Ledger
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.prefix_cache import PrefixCache
 from kvmanager.core.retention import Retention
 from kvmanager.core.sequence import Sequence
 from kvmanager.core.waiting_queue import WaitingQueue
-
-FreeListT = TypeVar("FreeListT", bound=FreeList)
 
 
 def copy_ledger(ledger: Ledger) -> Ledger:
@@ -80,8 +76,8 @@ def _copy_blocks(old: Blocks) -> Blocks:
     return new
 
 
-def _copy_list(old: FreeListT) -> FreeListT:
-    new = type(old).__new__(type(old))
+def _copy_list(old: LeastRecentlyUsed) -> LeastRecentlyUsed:
+    new = LeastRecentlyUsed.__new__(LeastRecentlyUsed)
     new._sentinel, new._length = old._sentinel, old._length
     new._next, new._previous = old._next.copy(), old._previous.copy()
     return new
@@ -91,7 +87,7 @@ def _copy_pool(old: BlockPool, state: LedgerState) -> BlockPool:
     new = BlockPool.__new__(BlockPool)
     new.blocks, new.cached = state.blocks, state.eviction
     new.retention, new.marks = state.retention, state.retention.marks
-    new.free, new.leased = _copy_list(old.free), old.leased
+    new.free, new.leased = old.free.copy(), old.leased
     return new
 
 

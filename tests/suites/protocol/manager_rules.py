@@ -9,9 +9,8 @@ from typing import Any
 from common.lease import Admit, AttachOk, Copy, Inventory
 from common.types import BlockHash, BlockId, SequenceId
 from kvmanager.core.block_granter import BlockGranter
+from kvmanager.core.block_pool import FreeBlocks
 from kvmanager.core.config import LedgerConfig
-from kvmanager.core.eviction.lru import LeastRecentlyUsed
-from kvmanager.core.free_list import FreeList
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.manager import Manager, WorkerRegistration
 from kvmanager.core.policies import LedgerPolicies
@@ -49,8 +48,9 @@ class LetsTenantsTakeTurns(PreemptionPolicy):
 
 
 class LeavesPending(ReportApplier):
-    def release(self, state: LedgerState, block: BlockId) -> None:
-        state.block_pool.drop(block)
+    def release(self, state: LedgerState, blocks: Iterable[BlockId]) -> None:
+        for block in blocks:
+            state.block_pool.drop(block)
 
 
 class ReleasesFirst(ReportApplier):
@@ -115,8 +115,6 @@ def expect_the_last_block_too(config: LedgerConfig, num_tokens: int) -> int:
 
 # ---------------------------------------------------------------- another policy that the protocol allows
 
-_popleft = FreeList.popleft
-
 
 class EvictsTwoMore(BlockGranter):
     def make_free(self, state: LedgerState, count: int, beneficiary: ManagerSequence | None) -> int:
@@ -126,16 +124,12 @@ class EvictsTwoMore(BlockGranter):
         return evicted
 
 
-def grant_what_was_freed_last(free: FreeList) -> BlockId:
-    if isinstance(free, LeastRecentlyUsed):
-        return _popleft(free)
-    newest = list(free)[-1]
-    free.remove(newest)
-    return newest
+def grant_what_was_freed_last(free: FreeBlocks) -> BlockId:
+    return free.pop()
 
 
 EVICTING_AHEAD: tuple[Patch, ...] = (
     obey(granter=EvictsTwoMore()),
-    (FreeList, "popleft", grant_what_was_freed_last),
+    (FreeBlocks, "popleft", grant_what_was_freed_last),
 )
 """With today's order of free blocks no child ever outlives its parent at the worker; with this one it does."""

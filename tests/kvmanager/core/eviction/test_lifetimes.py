@@ -17,7 +17,7 @@ def learned(klass_ages: dict[int, list[int]], evicted: dict[int, int]) -> Lifeti
             lifetimes.reuse(klass, age)
     for klass, count in evicted.items():
         for _ in range(count):
-            lifetimes.evict(klass)
+            lifetimes.evicted[klass] += 1.0
     lifetimes.learn()
     return lifetimes
 
@@ -43,7 +43,7 @@ def test_a_block_is_worth_most_shortly_before_its_use_is_due() -> None:
 def test_a_regret_moves_an_eviction_to_the_uses() -> None:
     evicted, regretted = learned({}, {0: 400}), Lifetimes(3)
     for _ in range(400):
-        regretted.evict(0)
+        regretted.evicted[0] += 1.0
         regretted.regret(0, 300)
     regretted.learn()
     assert regretted.worth[0][bucket_of(200)] > 5 * evicted.worth[0][bucket_of(200)]
@@ -59,7 +59,7 @@ def test_what_was_counted_fades() -> None:
     before = lifetimes.worth[0][bucket_of(80)]
     for _ in range(60):
         for _ in range(100):
-            lifetimes.evict(0)
+            lifetimes.evicted[0] += 1.0
         lifetimes.learn()
     assert lifetimes.worth[0][bucket_of(80)] < before / 10
 

@@ -217,7 +217,7 @@ class Machine(RuleBasedStateMachine):
             self.naive.mark(key, asks, sequence.tenant, now)
         self.state.retention.mark(sequence)
         for block, key in zip(reversed(sequence.block_table), reversed(each.chain), strict=True):
-            self.state.release(BlockId(block))
+            self.state.release((BlockId(block),))
             self.naive.release(key, "ab", now)
 
     @rule(seconds=st.sampled_from((0.5, 1.0, 9.0, 40.0)))
