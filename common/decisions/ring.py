@@ -89,7 +89,11 @@ class DecisionRing:
         self._records.append(entry)
         self.bytes += size
         for request_id in concerned(decision):
-            self._by_request.setdefault(request_id, deque()).append(entry)
+            records = self._by_request.get(request_id)
+            if records is None:
+                self._by_request[request_id] = deque((entry,))
+            else:
+                records.append(entry)
         if self._copy is not None:
             self._copy(*entry)
         for told in self._listeners:

@@ -25,7 +25,8 @@ from common.wire.identity_codec import (
 from common.wire.retention_codec import blocks_from_proto, blocks_to_proto
 from quire.kvmanager.v1 import kvmanager_pb2
 
-LeftT, RightT = TypeVar("LeftT"), TypeVar("RightT")
+LeftT = TypeVar("LeftT")
+RightT = TypeVar("RightT")
 
 INCARNATION_BYTES: Final = 16
 _NO_SPACES: Final = re.compile(r"[\x21-\x7e]*")

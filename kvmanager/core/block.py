@@ -21,6 +21,10 @@ class BlockState(Enum):
     CACHED = "cached"
 
 
+# Python looks an enum's member up anew at each use, which shows where it is done for each block.
+FREE, LEASED, IN_USE, CACHED = BlockState.FREE, BlockState.LEASED, BlockState.IN_USE, BlockState.CACHED
+
+
 class Blocks:
     """State, references and content of all blocks: a column for each property, with the block's id as its index.
 

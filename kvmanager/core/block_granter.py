@@ -9,7 +9,7 @@ from common.lease import RETENTION_REASON, Admit, Copy
 from common.types import BlockHash, BlockId, DecisionKind, MissReason, SequencePhase
 from kvmanager.core import backfill, fork
 from kvmanager.core.backfill import Reservation
-from kvmanager.core.block import BlockState
+from kvmanager.core.block import CACHED
 from kvmanager.core.evictor import Evictor
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.prefix_cache import PrefixMatch
@@ -247,7 +247,7 @@ class BlockGranter(Evictor):
     def _match_anew(self, state: LedgerState, sequence: Sequence) -> RememberedMatch:
         hits, match = self.match(state, sequence.block_hashes, sequence.num_tokens, sequence.takes_hits)
         states = state.blocks.state
-        cached_hits = sum(states[block] is BlockState.CACHED for block in hits)
+        cached_hits = [states[block] for block in hits].count(CACHED)
         return RememberedMatch(sequence.id, sequence.num_tokens, hits, match, cached_hits)
 
     def copy_source(

@@ -6,7 +6,7 @@ from collections import deque
 
 from common.errors import ProtocolViolation
 from common.types import BlockId
-from kvmanager.core.block import Blocks, BlockState
+from kvmanager.core.block import CACHED, FREE, IN_USE, LEASED, Blocks
 from kvmanager.core.eviction.interface import EvictionOrder
 from kvmanager.core.retention import Retention
 
@@ -47,28 +47,28 @@ class BlockPool:
     def take(self) -> BlockId:
         """Take the first free block into a block table, with one reference. Raises IndexError when none is free."""
         block = self.free.popleft()
-        self.blocks.state[block], self.blocks.refs[block] = BlockState.IN_USE, 1
+        self.blocks.state[block], self.blocks.refs[block] = IN_USE, 1
         return block
 
     def lease(self) -> BlockId:
         """Lease the first free block to the worker. Raises IndexError when none is free."""
         block = self.free.popleft()
-        self.blocks.state[block] = BlockState.LEASED
+        self.blocks.state[block] = LEASED
         self.leased += 1
         return block
 
     def bind(self, block: BlockId) -> None:
         """Move a leased block into a block table, with one reference. Raises ProtocolViolation if it is not leased."""
         state = self.blocks.state
-        if not (0 <= block < len(state) and state[block] is BlockState.LEASED):
+        if not (0 <= block < len(state) and state[block] is LEASED):
             raise self._not_leased(block, "bound")
-        state[block], self.blocks.refs[block] = BlockState.IN_USE, 1
+        state[block], self.blocks.refs[block] = IN_USE, 1
         self.leased -= 1
 
     def give_back(self, block: BlockId) -> None:
         """Free a leased block that the worker returned. Raises ProtocolViolation when it is not leased."""
         state = self.blocks.state
-        if not (0 <= block < len(state) and state[block] is BlockState.LEASED):
+        if not (0 <= block < len(state) and state[block] is LEASED):
             raise self._not_leased(block, "returned")
         self.leased -= 1
         self._free(block)
@@ -76,11 +76,11 @@ class BlockPool:
     def hold(self, block: BlockId) -> None:
         """Add a reference to a block in use or in the cache."""
         blocks = self.blocks
-        if blocks.state[block] is BlockState.CACHED:
+        if blocks.state[block] is CACHED:
             self.cached.take(block)
             if self.marks:
                 self.retention.taken(block)
-            blocks.state[block] = BlockState.IN_USE
+            blocks.state[block] = IN_USE
         elif blocks.hash[block] is not None:
             self.cached.used(block)
         blocks.refs[block] += 1
@@ -93,10 +93,10 @@ class BlockPool:
         if left:
             return False
         if blocks.hash[block] is None:
-            blocks.state[block] = BlockState.FREE
+            blocks.state[block] = FREE
             self.free.append(block)
             return True
-        blocks.state[block] = BlockState.CACHED
+        blocks.state[block] = CACHED
         self.cached.add(block)
         if self.marks:
             self.retention.cached(block)
@@ -105,7 +105,7 @@ class BlockPool:
     def uncache(self) -> BlockId:
         """Free the cached block that is next in the order of eviction; the caller forgets its hash."""
         block = self.retention.pop() if self.marks else self.cached.pop()
-        self.blocks.state[block] = BlockState.FREE
+        self.blocks.state[block] = FREE
         self.free.append(block)
         return block
 
@@ -127,7 +127,7 @@ class BlockPool:
             self.free_cached(block)
 
     def _free(self, block: BlockId) -> None:
-        self.blocks.state[block] = BlockState.FREE
+        self.blocks.state[block] = FREE
         self.free.append(block)
 
     def _not_leased(self, block: BlockId, verb: str) -> ProtocolViolation:

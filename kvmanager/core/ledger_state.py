@@ -14,7 +14,7 @@ from common.lease import Reserve, blocks_needed
 from common.limits import MAX_WORKER_SEQUENCES
 from common.types import BlockHash, BlockId, DecisionKind, SequenceId, SequencePhase
 from kvmanager.core.backfill import Reservation
-from kvmanager.core.block import ROOT, Blocks, BlockState
+from kvmanager.core.block import CACHED, ROOT, Blocks
 from kvmanager.core.block_pool import BlockPool
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.counts import Totals
@@ -274,7 +274,7 @@ class LedgerState:
         cache.number += 1
         cache.events.append(Stored(cache.number, block_hash, blocks.index[block]))
         ghost = cache.ghosts.pop(block_hash, None)
-        self.eviction.registered(block, above, ghost[1] if ghost else NO_MARK)
+        self.eviction.registered(block, above, ghost[2:] if ghost else NO_MARK)
         if block in blocks.awaited:
             self._count_awaited(block)
 
@@ -282,11 +282,11 @@ class LedgerState:
         """Register a block in use. A cached copy of its content is free from now on."""
         cache, pool, entries = self.cache, self.block_pool, self.cache.entries
         ghost = cache.register(block, block_hash, parent)
-        pool.cached.registered(block, entries[parent] if parent else None, ghost[1] if ghost else NO_MARK)
+        pool.cached.registered(block, entries[parent] if parent else None, ghost[2:] if ghost else NO_MARK)
         if block in self.blocks.awaited:
             self._count_awaited(block)
         first = entries[block_hash]
-        if first != block and self.blocks.state[first] is BlockState.CACHED:
+        if first != block and self.blocks.state[first] is CACHED:
             cache.evict(first)
             pool.replace_cached(first, block)
 

@@ -38,11 +38,11 @@ class PrefixMatch:
     retention: str = field(default="", compare=False)
 
 
-Ghost = tuple[str, Mark, str]
-"""What is kept of an evicted hash: who needed the room, the policy's mark, and the fate of its retention.
+Ghost = tuple[str, str, *Mark]
+"""What is kept of an evicted hash: who needed the room, the fate of its retention, and the policy's mark.
 
-There are four for each block. The garbage collector walks over a plain tuple of texts and numbers once, and over an
-object of a class of its own at each of its rounds.
+There are up to four for each block. The garbage collector walks over a plain tuple of texts and numbers once, and over
+an object of a class of its own at each of its rounds.
 """
 
 
@@ -114,8 +114,7 @@ class PrefixCache:
             return PrefixMatch(hits, MissReason.CAPPED if full > limit else MissReason.FULL_HIT)
         ghost = self.ghosts.get(block_hashes[present])
         if ghost is not None:
-            evicted_for, _, retention = ghost
-            return PrefixMatch(hits, MissReason.EVICTED, evicted_for=evicted_for, retention=retention)
+            return PrefixMatch(hits, MissReason.EVICTED, evicted_for=ghost[0], retention=ghost[1])
         if not present:
             return PrefixMatch(0, MissReason.NEVER_SEEN)
         return PrefixMatch(hits, MissReason.DIVERGED_AT, present)
@@ -183,7 +182,7 @@ class PrefixCache:
             blocks.children[above] -= 1
         self.number += 1
         self.events.append(Removed(self.number, block_hash, depth))
-        self.ghosts[block_hash] = (beneficiary, mark, retention)
+        self.ghosts[block_hash] = (beneficiary, retention, *mark)
         if len(self.ghosts) > self._ghost_limit:
             self.ghosts.popitem(last=False)
         return depth

@@ -9,9 +9,11 @@ from typing import Any
 from common.errors import ProtocolViolation
 from common.lease import Report, Reserve
 from common.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase
-from kvmanager.core.block import BlockState
+from kvmanager.core.block import IN_USE
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.sequence import Sequence
+
+_WAITING, _RUNNING = SequencePhase.WAITING, SequencePhase.RUNNING
 
 Column = tuple[Callable[[Report], Any], Callable[[LedgerState, Any], None]]
 """How to read a column of a report, and how to apply its entries."""
@@ -63,7 +65,7 @@ class ReportApplier:
         find, bind, append = state.sequences.get, state.block_pool.bind, state.append_block
         for sequence_id, block_id in bindings:
             sequence = find(sequence_id)
-            if sequence is None or sequence.phase is SequencePhase.WAITING:
+            if sequence is None or sequence.phase is _WAITING:
                 raise ProtocolViolation(
                     f"block {block_id} was bound to sequence {sequence_id}, which has no block table"
                 )
@@ -71,7 +73,7 @@ class ReportApplier:
                 raise ProtocolViolation(f"sequence {sequence_id} grew beyond {sequence.max_blocks} blocks")
             bind(block_id)
             append(block_id, sequence)
-            if sequence.phase is SequencePhase.RUNNING:
+            if sequence.phase is _RUNNING:
                 bound[sequence.tenant] = bound.get(sequence.tenant, 0) + 1
         for tenant, count in bound.items():
             state.growth -= count
@@ -87,7 +89,7 @@ class ReportApplier:
             if not 0 <= block < len(states):
                 state.block_pool.check(block)
             parent = None
-            if states[block] is BlockState.IN_USE and hash_of[block] is None:
+            if states[block] is IN_USE and hash_of[block] is None:
                 parent = parent_of[block]
                 if parent is None:
                     parent = state.parent_of(block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from typing import get_args
 
@@ -141,3 +142,15 @@ def test_the_same_requests_give_the_same_evictions(policy: str) -> None:
         return [each.chosen for each in ledger.drain_decisions() if each.kind is DecisionKind.EVICTION]
 
     assert life() == life()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_kept_of_evicted_blocks_is_nothing_to_the_garbage_collector(policy: str) -> None:
+    """There may be millions of them; each walk over them would hold up grants."""
+    ledger = make_ledger(6, eviction=policy)
+    for number in range(4):
+        run_through(ledger, number, prompt(64, start=10_000 + 100 * number))
+    ghosts = ledger.state.cache.ghosts
+    assert ghosts
+    gc.collect()
+    assert not any(map(gc.is_tracked, ghosts.values()))
