@@ -207,11 +207,13 @@ class LedgerState:
         The block of the last known token is not shared. If a sharer filled that slot first, the sequence could never
         compute its logits, because a slot is written once. So it is with all blocks of one that computes all tokens.
         """
-        table = sequence.block_table
-        index = len(table)
-        self.describe(block, sequence, index)
+        blocks, table, block_hashes = self.blocks, sequence.block_table, sequence.block_hashes
+        index, known = len(table), len(block_hashes)
+        # What `describe` does.
+        blocks.index[block], blocks.owner[block] = index, sequence.id
+        blocks.parent[block] = ROOT if not index else block_hashes[index - 1] if index <= known else None
         table.append(block)
-        if index < len(sequence.block_hashes):
+        if index < known:
             self.expect(block, sequence, index)
 
     def append_fresh(self, count: int, sequence: Sequence) -> None:

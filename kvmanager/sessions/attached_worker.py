@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from common.errors import ProtocolViolation
 from common.lease import Attach, AttachOk, GrantBatch, Inventory, Report
@@ -24,8 +23,7 @@ class DecisionSink(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Effects:
+class Effects(NamedTuple):
     """What a message of the worker caused, and the message itself."""
 
     message: Report | Inventory
