@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from functools import partial
 
 from common.clock import Clock
-from common.lease import GrantBatch, Inventory, Preempt, Report
+from common.lease import Admit, Copy, GrantBatch, Inventory, Preempt, Report
 from common.types import BlockHash, BlockId, Decision, SequenceId
 from kvmanager.core import runway
 from kvmanager.core.audit import audit
@@ -60,17 +60,11 @@ class Ledger:
 
     def schedule(self) -> GrantBatch | None:
         """Decide what to grant and order; None when there is nothing to send. Call it after each report and rebuild."""
-        state, granter = self.state, self.policies.granter
-        pool = state.block_pool
+        state, granter, pool = self.state, self.policies.granter, self.state.block_pool
         terms, stalled = self._runway_terms()
         refill = runway.is_short(terms, pool.leased, stalled)
         lease = granter.lease(state, terms.want - pool.leased) if refill else []
-        preempt = self.policies.preemption.preempt(state)
-        copies, admits = granter.admit(state)
-        preempt = preempt or self._preempt_for_next()
-        if not preempt:
-            granter.backfill(state, copies, admits)
-        granter.explain(state)
+        copies, admits, preempt = self._admit_or_preempt()
         if admits or preempt:
             terms, _ = self._runway_terms()
         target = self._target(terms, refill)
@@ -82,6 +76,20 @@ class Ledger:
             return None
         state.last_sent_target = target
         return GrantBatch(target, tuple(copies), tuple(admits), tuple(lease), reset, preempt, cancel)
+
+    def _admit_or_preempt(self) -> tuple[list[Copy], list[Admit], tuple[Preempt, ...]]:
+        """Grant what the sequences that wait and those that are stalled need. After most reports there are none."""
+        state, granter = self.state, self.policies.granter
+        if not state.queue and not state.stalled:
+            state.blocked_by = ""
+            return [], [], ()
+        preempt = self.policies.preemption.preempt(state)
+        copies, admits = granter.admit(state)
+        preempt = preempt or self._preempt_for_next()
+        if not preempt:
+            granter.backfill(state, copies, admits)
+        granter.explain(state)
+        return copies, admits, preempt
 
     def _preempt_for_next(self) -> tuple[Preempt, ...]:
         """Order a preemption for the sequence that is next and cannot be admitted, if it is entitled to one."""
