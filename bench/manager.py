@@ -49,6 +49,7 @@ class Level:
         return {
             "grant_p50_ms": statistics.median(milliseconds),
             "grant_p99_ms": milliseconds[math.ceil(0.99 * len(milliseconds)) - 1],
+            "grant_p999_ms": milliseconds[math.ceil(0.999 * len(milliseconds)) - 1],
             "cpu_us_per_report": 1e6 * self.cpu / self.reports,
             "cpu_us_per_token": 1e6 * self.cpu / max(1, self.tokens),
             "cpu_us_per_admitted": 1e6 * self.cpu / max(1, self.admitted),
@@ -134,6 +135,7 @@ def main() -> None:
         "bytes_per_block_1m": "resident memory of a cached block then",
         "core_us_per_report_utility": "CPU of a report beside gRPC, 4 workers x 64 sequences",
         **{f"grant_p99_ms_{n}": f"report to grant, {n} workers x {args.sequences} sequences" for n in args.workers},
+        **{f"grant_p999_ms_{n}": "the same, all but one of a thousand" for n in args.workers},
         **{f"late_reports_{n}": f"part of reports sent late, of {n * RATE:.0f} a second" for n in args.workers},
     }
     report("manager", figures, notes, args.json)

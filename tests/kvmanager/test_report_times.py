@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvmanager.metrics import ReportTimes
@@ -12,7 +13,7 @@ class Exposed(Collector):
     def __init__(self, times: ReportTimes) -> None:
         self._times = times
 
-    def collect(self) -> list[object]:
+    def collect(self) -> list[Metric]:
         return [self._times.family()]
 
 
