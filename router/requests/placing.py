@@ -115,7 +115,7 @@ class Placer:
         """
         for running in [each for each in run.sequences if each.lost and not each.done]:
             reason, running.lost = running.lost, ""
-            if run.suspicion.guilty:
+            if await self._probation.is_guilty(run.suspicion):
                 what = f"{run.suspicion.breaks} workers broke with this request, which got no further each time"
                 raise EngineFailure(f"{what}; it is not tried again; the last one: {reason}")
             losses = running.attempt - running.drained

@@ -17,6 +17,8 @@ from router.core.suspicion import Breakdown, Suspicion
 TURN_SECONDS: Final = 5.0
 # Seconds that a request with tokens waits for those of its break that have none.
 HOLD_SECONDS: Final = 1.0
+# Seconds that a worker has to show that it lives after its connection broke: a few attempts to connect.
+VERDICT_SECONDS: Final = 5.0
 # Seconds that a suspect waits for its turn; then it goes with the others, and keeps the limit of moves alone.
 MAX_WAIT_SECONDS: Final = 10.0
 
@@ -48,6 +50,19 @@ class Probation:
         if (breakdown := suspicion.waits_for) is not None:
             await self._hold(breakdown, HOLD_SECONDS if suspicion.breaks < MAX_STRIKES else self._seconds)
         return await self._turn() if suspicion.apart else None
+
+    async def is_guilty(self, suspicion: Suspicion) -> bool:
+        """Return whether a request that has just lost a worker broke its workers itself.
+
+        Before that is said, the workers may show that they live. One that does not show it in time has ended.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(VERDICT_SECONDS):
+                while suspicion.guilty and (unsettled := suspicion.unsettled):
+                    settled = asyncio.Event()
+                    unsettled[0].when_settled(settled.set)
+                    await settled.wait()
+        return suspicion.guilty
 
     async def _hold(self, breakdown: Breakdown, seconds: float) -> None:
         clear = asyncio.Event()

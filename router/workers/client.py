@@ -42,6 +42,8 @@ from router.workers.codec import (
     refusal_from_proto,
     submit_to_proto,
 )
+from router.workers.confirmations import Confirmations
+from router.workers.open_breaks import OpenBreaks, is_severed
 from router.workers.orphan_queries import FoundOrphans, OrphanQueries
 from router.workers.outbox import Outbox
 
@@ -134,7 +136,7 @@ class WorkerClient:
         self._draining = False
         self._connection = secrets.randbits(63) + 1
         self._leaving = False
-        self._confirming: dict[int, asyncio.Future[None]] = {}
+        self._confirmations, self._breaks = Confirmations(), OpenBreaks()
         self.refused = False
         """Whether the latest attempt to connect found no process at the address."""
         # The identity of the pool as known so far; the worker gets it once it is complete.
@@ -180,18 +182,7 @@ class WorkerClient:
         self._outbox.put(pb.StreamRequest(adopt=pb.Adopt(handle=handle, sequence=sequence, timeout_seconds=timeout)))
         self._in_flight[handle] = _InFlight(sink, self._beats)
         self._last_handle = handle
-        confirmed = self._confirming[handle] = asyncio.get_running_loop().create_future()
-        return handle, confirmed
-
-    def _confirm(self, handle: int, error: QuireError | None = None) -> None:
-        confirmed = self._confirming.pop(handle, None)
-        if confirmed is None or confirmed.done():
-            return
-        if error is None:
-            confirmed.set_result(None)
-        else:
-            confirmed.set_exception(error)
-            confirmed.exception()  # whoever waited may have left
+        return handle, self._confirmations.expect(handle)
 
     def acknowledge(self, handle: int) -> None:
         """Let the worker forget a sequence that has ended: its request has left the router."""
@@ -208,7 +199,7 @@ class WorkerClient:
     def cancel(self, handle: int, reason: FinishReason) -> None:
         """Cancel a sequence at the worker; its sink gets no further event. Idempotent."""
         if self._in_flight.pop(handle, None) is not None and self._outbox is not None:
-            self._confirm(handle, Unavailable("the sequence was cancelled before the worker gave it"))
+            self._confirmations.settle(handle, Unavailable("the sequence was cancelled before the worker gave it"))
             self._tell_to_cancel(handle, reason)
 
     def take_back(self, handle: int, reason: str) -> None:
@@ -227,10 +218,13 @@ class WorkerClient:
         if self._outbox.cancel(pb.StreamRequest(cancel=cancel)):
             self._given_up.add(handle)
 
-    def abandon(self, reason: str, broken: bool = True) -> None:
-        """Cancel all sequences at the worker; each sink gets Lost. `broken` says that a sequence may be the cause."""
+    def abandon(self, reason: str, broken: bool = True, severed: bool = False) -> None:
+        """Cancel all sequences at the worker; each sink gets Lost. `broken` says that a sequence may be the cause.
+
+        `severed`: the connection broke, so that the worker may live.
+        """
         lost, self._in_flight = self._in_flight, {}
-        self._abandon(lost, reason, broken)
+        self._abandon(lost, reason, broken, severed)
 
     def abandon_silent(self, seconds: float, reason: str) -> None:
         """Cancel the sequences of which nothing has come for so many seconds; each sink gets Lost."""
@@ -240,12 +234,13 @@ class WorkerClient:
             del self._in_flight[handle]
         self._abandon(lost, reason, broken=False)
 
-    def _abandon(self, lost: dict[int, _InFlight], reason: str, broken: bool) -> None:
+    def _abandon(self, lost: dict[int, _InFlight], reason: str, broken: bool, severed: bool = False) -> None:
         for handle in lost if self._outbox is not None else ():
             self._tell_to_cancel(handle, FinishReason.CANCELLED)
-        breakdown = Breakdown()
+        breakdown = Breakdown(unsettled=broken and severed and bool(lost))
+        self._breaks.add(breakdown)
         for handle, each in lost.items():
-            self._confirm(handle, Unavailable(f"{self.address}: {reason}"))
+            self._confirmations.settle(handle, Unavailable(f"{self.address}: {reason}"))
             begun = broken and each.begun(self._beats)
             self._give(handle, each, Lost(f"{self.address}: {reason}", breakdown if begun else None))
 
@@ -282,10 +277,11 @@ class WorkerClient:
             raise
         finally:
             self._disconnect(Unavailable("the router uses it no longer"), broken)
+            self._breaks.gone()
 
     async def _session(self) -> int:
         """Open one stream and serve it until it breaks; return 1 when the worker answered, else 0."""
-        answered, broken = 0, True
+        answered, broken, severed = 0, True, False
         try:
             async with self._dial(self.address) as channel:
                 call: WorkerCall = rpc.GpuWorkerServiceStub(channel).Stream()
@@ -299,10 +295,12 @@ class WorkerClient:
             broken = not self._draining and not self._leaving
         except aio.AioRpcError as failed:
             error = error_from_rpc(failed)
-            self.refused = is_refused(failed)
+            self.refused, severed = is_refused(failed), is_severed(failed)
         except QuireError as refused:
             error = refused
-        self._disconnect(error, broken)
+        self._disconnect(error, broken, severed)
+        if self.refused:
+            self._breaks.gone()
         return answered
 
     async def _greet(self, call: WorkerCall) -> None:
@@ -324,7 +322,9 @@ class WorkerClient:
         if answer is None or answer.WhichOneof("message") != "hello":
             raise ProtocolViolation("the worker's first message was no hello")
         self._outbox, self._last_seq, self._draining, self.refused = Outbox(), 0, False, False
-        self._listener.connected(self, facts_from_proto(answer.hello.info))
+        facts = facts_from_proto(answer.hello.info)
+        self._breaks.greeted(facts.incarnation)
+        self._listener.connected(self, facts)
 
     async def _serve(self, call: WorkerCall) -> None:
         assert self._outbox is not None
@@ -350,13 +350,13 @@ class WorkerClient:
             case "found":
                 self._queries.answered(response.found)
             case "adopted":
-                self._confirm(response.adopted.handle)
+                self._confirmations.settle(response.adopted.handle)
             case "refused":
                 # Decoded first: if that fails, the sequence is still in flight, and is Lost with the stream.
                 handle, refusal = response.refused.handle, refusal_from_proto(response.refused)
                 refused = self._in_flight.pop(handle, None)
                 self._given_up.discard(handle)
-                self._confirm(handle, refusal.error)
+                self._confirmations.settle(handle, refusal.error)
                 if refused is not None:
                     self._give(handle, refused, refusal)
             case other:
@@ -381,13 +381,13 @@ class WorkerClient:
                 # A leftover of an earlier stream; the sequence has been submitted again since.
                 self._tell_to_cancel(handle, FinishReason.CANCELLED)
 
-    def _disconnect(self, error: QuireError, broken: bool) -> None:
+    def _disconnect(self, error: QuireError, broken: bool, severed: bool = False) -> None:
         """Inform the listener first: a sink that gets Lost must find this worker gone."""
         self._outbox = None
         self._given_up.clear()
         self._queries.lose(error)
         self._listener.disconnected(self, error)
-        self.abandon(str(error), broken)
+        self.abandon(str(error), broken, severed)
 
 
 def _failure(event: SequenceEvent, failed: Breakdown) -> Lost | Refused | None:

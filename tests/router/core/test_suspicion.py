@@ -106,3 +106,64 @@ def test_sequences_that_one_break_ends_count_once() -> None:
     for _ in range(3):
         made.accuse(breakdown, in_turn=False)
     assert made.breaks == 1
+
+
+def severed(suspects: list[Suspicion], tokens: list[int]) -> Breakdown:
+    """Break a connection under requests; whether its worker lives is not known yet."""
+    breakdown = Breakdown(unsettled=True)
+    for each, count in zip(suspects, tokens, strict=True):
+        each.placed()
+        each.sampled(count)
+        each.accuse(breakdown, in_turn=False)
+    return breakdown
+
+
+@pytest.mark.parametrize("excused", [0, 1])
+def test_a_break_whose_worker_lives_counts_for_nobody(excused: int) -> None:
+    made = Suspicion()
+    breakdowns = [severed([made], [0]), severed([made], [0])]
+    assert made.guilty
+    assert made.unsettled == breakdowns
+    breakdowns[excused].settle(lives=True)
+    assert (made.guilty, made.breaks, made.unsettled) == (False, 1, [breakdowns[1 - excused]])
+    breakdowns[1 - excused].settle(lives=False)
+    assert (made.guilty, made.breaks, made.unsettled) == (False, 1, [])
+    together([made], [0])
+    assert made.guilty
+
+
+def test_a_break_whose_worker_has_ended_counts() -> None:
+    made = Suspicion()
+    for breakdown in [severed([made], [4]), severed([made], [4])]:
+        breakdown.settle(lives=False)
+        breakdown.settle(lives=True)  # another process answers later
+    assert made.guilty
+
+
+def test_an_excused_request_goes_at_once_and_lets_the_others_go() -> None:
+    first, late = Suspicion(), Suspicion()
+    breakdown = severed([first, late], [0, 7])
+    told = [0]
+    breakdown.when_settled(lambda: told.append(1))
+    assert (first.apart, late.waits_for) == (True, breakdown)
+    breakdown.settle(lives=True)
+    assert (first.apart, late.waits_for, told) == (False, None, [0, 1])
+
+
+def test_of_two_that_were_there_twice_the_other_is_guilty_where_one_is_excused() -> None:
+    guilty, innocent = Suspicion(), Suspicion()
+    together([guilty], [3])
+    earlier = severed([innocent], [3])
+    together([guilty, innocent], [3, 3])
+    assert not guilty.guilty
+    earlier.settle(lives=True)
+    assert (guilty.guilty, innocent.guilty) == (True, False)
+
+
+def test_who_was_cleared_or_gone_since_is_not_excused_of_a_later_break() -> None:
+    made = Suspicion()
+    earlier = severed([made], [2])
+    assert made.sampled(3)
+    together([made], [0])
+    earlier.settle(lives=True)
+    assert made.breaks == 1
