@@ -24,6 +24,7 @@ class LiveSequence:
     """A sequence and the handle that its router's stream gave it; its grammar stays compiled meanwhile.
 
     `message` is the submit as it came, and `size` its bytes. `kept` is None where no other router may go on with it.
+    `handed_over`: its router lets it go on at another worker, which may not have it yet.
     """
 
     handle: int
@@ -34,6 +35,7 @@ class LiveSequence:
     grammar: Grammar | None = None
     spans: SequenceSpans | None = None
     deadline: asyncio.TimerHandle | None = None
+    handed_over: bool = False
     kept: KeptOutput | None = field(init=False)
 
     def __post_init__(self) -> None:

@@ -81,6 +81,11 @@ class Orphans:
         return self._bytes.total()
 
     @property
+    def handed_over(self) -> int:
+        """The number of ended sequences that were to go on at other workers, which may not have them."""
+        return sum(orphan.live.handed_over and orphan.live.ended for orphan in self._orphans.values())
+
+    @property
     def waits(self) -> bool:
         """Whether the engine's outputs concern any of these."""
         return bool(self._orphans or self._leaving)

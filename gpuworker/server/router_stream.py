@@ -96,6 +96,11 @@ class RouterStream:
         """The number of sequences whose constraints are being compiled; `sequences` does not contain them."""
         return 0 if self._compile_queue is None else len(self._compile_queue)
 
+    @property
+    def handed_over(self) -> int:
+        """The number of ended sequences that go on at other workers, which may not have them yet."""
+        return 0 if self.closed else sum(live.handed_over for live in self._ended)
+
     # ------------------------------------------------------------ from the router
 
     def submit(self, message: pb.Submit) -> None:
@@ -216,7 +221,9 @@ class RouterStream:
         """End a sequence at the router's request; unknown handles are ignored."""
         sequence = self._by_handle.get(message.handle)
         reason = finish_from_proto(message.reason, unknown=FinishReason.CANCELLED)
-        if reason is FinishReason.CANCELLED:
+        if message.hands_over and sequence is not None:
+            self._live[sequence].handed_over = True
+        elif reason is FinishReason.CANCELLED:
             self._forget_output(message.handle)
         if sequence is not None:
             self._engine.cancel(sequence, reason)

@@ -102,8 +102,9 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
 
     @property
     def live_sequences(self) -> int:
-        """Sequences that some router waits for, or may adopt."""
-        return len(self._owner) + sum(stream.compiling for stream in self._streams)
+        """Sequences that some router waits for, or may adopt; ended ones count until another worker has them."""
+        waiting = sum(stream.compiling + stream.handed_over for stream in self._streams)
+        return len(self._owner) + waiting + self.orphans.handed_over
 
     # ------------------------------------------------------------ engine -> routers
 

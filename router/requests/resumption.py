@@ -90,12 +90,16 @@ class _Answers:
         return any(answer.held for _, answer in self.found)
 
     def sequences(self) -> dict[int, Found]:
-        """Return the orphan of each index; of two, which a broken connection leaves behind, the longer one."""
+        """Return the orphan of each index.
+
+        A broken connection leaves two, and so does a move to another worker: then it is the longer one, and of equal
+        ones the one that runs.
+        """
         best: dict[int, Found] = {}
         for member, answer in self.found:
             for orphan in answer.orphans:
                 known = best.get(orphan.index)
-                if known is None or orphan.total > known.orphan.total:
+                if known is None or _rank(orphan) > _rank(known.orphan):
                     best[orphan.index] = Found(orphan, member.client, member.worker_id)
         return best
 
@@ -196,6 +200,10 @@ def check_resume(request: pb.GenerateRequest) -> None:
             wrong.append(FieldViolation(field.name, what))
     if wrong:
         raise InvalidRequest(*wrong)
+
+
+def _rank(orphan: Orphan) -> tuple[int, bool]:
+    return orphan.total, not orphan.ended
 
 
 def _complete(answers: _Answers) -> bool:

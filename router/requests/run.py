@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from common.clock import Clock
 from common.errors import Unavailable
@@ -63,18 +63,26 @@ class Running:
     drained: int = 0
     # Output tokens that the client had when the request was resumed here.
     received: int = 0
-    _last: tuple[WorkerClient, int] | None = None
+    # The places of this run and of those before it, whose workers may still keep what they put out.
+    _places: list[tuple[WorkerClient, int]] = field(default_factory=list)
 
     def place(self, client: WorkerClient, handle: int) -> None:
         """Take a place at a worker."""
         self.client, self.handle = client, handle
-        self._last = client, handle
+        self._places.append((client, handle))
+
+    def taken(self) -> None:
+        """Let the workers of earlier runs forget the sequence: the present one has it."""
+        self._acknowledge(self._places[:-1])
 
     def acknowledge(self) -> None:
-        """Let the last worker forget the sequence: its request leaves the router."""
-        if self._last is not None:
-            client, handle = self._last
+        """Let all workers forget the sequence: its request leaves the router."""
+        self._acknowledge(self._places)
+
+    def _acknowledge(self, places: list[tuple[WorkerClient, int]]) -> None:
+        for client, handle in places:
             client.acknowledge(handle)
+        self._places = self._places[len(places) :]
 
     def leave(self, reason: FinishReason | None) -> None:
         """Give up the place at the worker; with a reason, cancel the sequence there."""
@@ -165,6 +173,8 @@ class RequestRun:
             if not isinstance(event, _GOES_ON) and attempt == running.attempt:
                 running.end_run(event)
             if attempt == running.attempt:
+                if isinstance(event, SequenceAdmitted):
+                    running.taken()
                 self.log.follow(index, event)
                 self._follow(event)
             if not isinstance(event, SequenceStarted):  # nothing that the stream sends

@@ -185,7 +185,7 @@ class WorkerClient:
         return handle, self._confirmations.expect(handle)
 
     def acknowledge(self, handle: int) -> None:
-        """Let the worker forget a sequence that has ended: its request has left the router."""
+        """Let the worker forget a sequence that has ended: it has left the router, or another worker has it."""
         if self._outbox is not None:
             self._outbox.acknowledge(handle)
 
@@ -208,7 +208,7 @@ class WorkerClient:
         A sequence that was not sent yet is Lost with the reason.
         """
         if handle in self._in_flight and self._outbox is not None:
-            cancel = pb.Cancel(handle=handle, reason=finish_to_proto(FinishReason.CANCELLED))
+            cancel = pb.Cancel(handle=handle, reason=finish_to_proto(FinishReason.CANCELLED), hands_over=True)
             if not self._outbox.cancel(pb.StreamRequest(cancel=cancel)):
                 self._give(handle, self._in_flight.pop(handle), Lost(reason))
 

@@ -119,7 +119,7 @@ async def test_an_abort_together_with_the_workers_answer_ends_it() -> None:
     """The answer is not followed by a further adoption, whose sequence nobody would cancel."""
     async with silent(sequences=2) as held:
         (member,) = held.router.pool.members()
-        member.client._confirm(held.adoption.handle)
+        member.client._confirmations.settle(held.adoption.handle)
         held.router.frontend.abort("r1", "ana")
         assert isinstance(await held.error(), Cancelled)
         assert member.client._last_handle == held.adoption.handle

@@ -340,17 +340,23 @@ class Cancel(_message.Message):
 
     HANDLE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    HANDS_OVER_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
+    hands_over: _builtins.bool
+    """The sequence goes on at another worker. Until its Ack this worker keeps what the sequence put out, as it does for one
+    that has ended, and a drain waits for it. So another router can resume the request if this router dies meanwhile.
+    """
     def __init__(
         self,
         *,
         handle: _builtins.int = ...,
         reason: _types_pb2.FinishReason.ValueType = ...,
+        hands_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "hands_over", b"hands_over", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -358,8 +364,8 @@ Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 
 @_typing.final
 class Ack(_message.Message):
-    """Sequences that have ended, and whose requests have left the router, so that no client resumes them. Until then the
-    worker keeps what they put out.
+    """Sequences that have ended, and whose requests have left the router, so that no client resumes them; or that have
+    their blocks at another worker, where they go on. Until then the worker keeps what they put out.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
