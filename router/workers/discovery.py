@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -29,6 +30,8 @@ from router.core.identity import differences
 from router.core.worker_networks import LOOPBACK, WorkerNetworks
 
 log = logging.getLogger(__name__)
+
+_NUMBER: Final = re.compile(r"\d+")
 
 POLL_SECONDS = 1.0
 _QUOTED_CHARS = 64
@@ -158,7 +161,7 @@ class Discovery:
                 workers.append(self._worker(name, value))
             except ValueError as error:
                 refused[ascii(name.decode(errors="replace")[:_QUOTED_CHARS])] = str(error)
-        if new := {name: why for name, why in refused.items() if self._refused.get(name) != why}:
+        if new := {name: why for name, why in refused.items() if _kind(self._refused.get(name, "")) != _kind(why)}:
             log.warning("discovery passes over %d entries: %s", len(new), "; ".join(_named(new)))
         self._refused = refused
         return workers
@@ -195,6 +198,11 @@ class Discovery:
             log.info("worker %s serves another pool", worker_id, extra={"reason": why})
         self._passed_over = others
         return [worker for worker in workers if worker.worker_id not in others]
+
+
+def _kind(why: str) -> str:
+    """Return a reason without its numbers: the age of an entry is another one at each poll."""
+    return _NUMBER.sub("", why).replace("-", "")
 
 
 def _named(refused: dict[str, str]) -> Iterator[str]:

@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from redis.asyncio import Redis
 
-from common.clock import SystemClock
+from common.clock import ManualClock, SystemClock
 from common.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_to_value, discovery_key
 from common.limits import MAX_DISCOVERED_WORKERS
 from common.types import KvGeometry, PoolIdentity
-from router.workers.discovery import Discovery
+from router.workers.discovery import Discovery, EntryRules
 
 IDENTITY = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))
 PATIENCE_S = 60.0
@@ -139,3 +139,21 @@ async def test_what_is_passed_over_is_remembered_while_it_stands_there(
         assert len(discovery._passed_over) == 4
         assert len(discovery._refused) == 4
     assert len(caplog.records) == 5 * (4 + 1)
+
+
+async def test_entries_of_another_clock_are_logged_once_although_their_age_changes(
+    redis_client: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The clock of the manager is an hour ahead, and an hour behind later; it writes each entry again and again."""
+    caplog.set_level(logging.INFO, "router.workers.discovery")
+    clock, key = ManualClock(), b"k" * 32
+    discovery = Discovery(redis_client, Pool(), clock, rules=EntryRules(key))
+    await redis_client.sadd(DISCOVERY_WORKERS_KEY, "w0")
+    for jump in (3600.0, -3600.0):
+        for second in range(5):
+            written = clock.time_ns() / 1e9 + jump + second
+            value = discovered_to_value(DiscoveredWorker("w0", "127.0.0.1:7001", "00", IDENTITY), key, written)
+            await redis_client.set(discovery_key("w0"), value)
+            await discovery.poll()
+            assert "compare the clocks" in discovery.problem
+    assert len(caplog.records) == 1
