@@ -27,8 +27,8 @@ CA_DAYS: Final = 3650
 LEAF_DAYS: Final = 365
 # A leaf that ends earlier than this is renewed by `ensure`.
 RENEW_DAYS: Final = 30
-# Clocks of several machines differ a little.
-_SKEW: Final = timedelta(minutes=5)
+# Clocks of several machines differ. One that was set to the time of another zone is up to 26 hours behind.
+_SKEW: Final = timedelta(hours=26)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,12 @@ def test_what_was_written_comes_as_json_where_asked(tmp_path: Path, capsys: pyte
     assert {each["path"] for each in found["written"]} == {str(folder.role(role).path) for role in Role}
 
 
+def test_a_certificate_is_valid_for_a_clock_that_is_a_day_behind(folder: CertificateFolder) -> None:
+    behind = datetime.now(UTC) - timedelta(days=1)
+    for path in (folder.ca_cert, *(folder.role(role).cert for role in Role)):
+        assert x509.load_pem_x509_certificate(path.read_bytes()).not_valid_before_utc < behind
+
+
 def test_only_the_owner_reads_the_keys(folder: CertificateFolder) -> None:
     for key in (folder.ca_key, *(folder.role(role).key for role in Role)):
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
