@@ -1,5 +1,7 @@
 """Notices that a service's work stands still although nothing explains it, and measures the lag of its event loop.
 
+It also looks whether the process has file descriptors left (`open_files.py`).
+
 Each service says in its core what waits (`*/core/watchdog.py`). One task here looks once in a while, and reports a
 reason to health when the same work has waited for too long. It reports "" as soon as anything went on.
 
@@ -17,6 +19,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
+
+from common.process.open_files import OpenFiles
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +76,7 @@ class Watchdog:
     ) -> None:
         self._bound, self._look, self._report = bound, look, report
         self._clocks: dict[str, StallClock] = {}
+        self._files = OpenFiles()
         self._lag = Histogram(
             "quire:event_loop_lag_seconds",
             "How late a timer of the event loop fires.",
@@ -90,6 +95,7 @@ class Watchdog:
             now = loop.time()
             self._lag.observe(max(0.0, now - due))
             if period % _LOOK_EVERY == 0:
+                self._files.look()
                 await self.check(now)
 
     async def check(self, now: float) -> None:
