@@ -19,7 +19,7 @@ from grpc import aio
 
 from common.errors import QuireError
 from common.rpc.malformed import MessageCheck, TolerantDecoder
-from common.rpc.status import abort
+from common.rpc.status import abort, no_memory
 from quire.api.status import error_from_rpc
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class AroundInterceptor(aio.ServerInterceptor):
 class ErrorsToStatuses:
     """Around a handler: QuireErrors become statuses with details, bugs become INTERNAL without a word of their text.
 
+    A request for which no memory is left becomes UNAVAILABLE: the caller may send it again, and the others go on.
     Cancellation, and an RPC that the handler aborted by itself, pass untouched.
     """
 
@@ -72,6 +73,8 @@ class ErrorsToStatuses:
     ) -> None:
         if isinstance(error, aio.AioRpcError):
             error = error_from_rpc(error)
+        if isinstance(error, MemoryError):
+            error = no_memory()
         if isinstance(error, QuireError):
             await abort(self._context, error)
         if error is None or isinstance(error, aio.AbortError | asyncio.CancelledError | GeneratorExit):

@@ -1,7 +1,8 @@
 """Messages that cannot be decoded: the caller gets INVALID_ARGUMENT, and the log a line now and then.
 
 gRPC itself answers UNKNOWN, and writes a traceback for each such message. Here a failed decoding returns `Malformed`,
-which becomes an error inside the handler's interceptors. Streams check each message.
+which becomes an error inside the handler's interceptors. Streams check each message. A message for which there was no
+memory is no mistake of its caller: it becomes a MemoryError.
 """
 
 from __future__ import annotations
@@ -23,12 +24,20 @@ Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 _WHAT: Final = FieldViolation("message", "cannot be decoded; expected the protobuf message of this method")
 
 
+# What protobuf's decoder says where memory was refused; its error is that of a message which is no message.
+_NO_MEMORY: Final = "alloc failed"
+
+
 class Malformed:
     """Replaces a message that could not be decoded."""
 
 
+class NotDecoded:
+    """Replaces a message for which there was no memory."""
+
+
 class TolerantDecoder:
-    """A deserialiser that returns `Malformed` where the decoder of the message raises DecodeError."""
+    """A deserialiser that returns `Malformed` or `NotDecoded` where the decoder of the message fails."""
 
     def __init__(self, decode: Callable[[bytes], Any]) -> None:
         self._decode = decode
@@ -36,8 +45,10 @@ class TolerantDecoder:
     def __call__(self, data: bytes) -> Any:
         try:
             return self._decode(data)
-        except DecodeError:
-            return Malformed()
+        except MemoryError:
+            return NotDecoded()
+        except DecodeError as error:
+            return NotDecoded() if _NO_MEMORY in str(error) else Malformed()
 
 
 class MessageCheck:
@@ -48,12 +59,17 @@ class MessageCheck:
         self._lines = RareLines(MALFORMED_LINE_SECONDS)
 
     def __call__(self, request: Any, context: Context) -> Any:
-        """Return the request of a call, or its stream of requests. Raises InvalidRequest when it is malformed."""
+        """Return the request of a call, or its stream of requests.
+
+        Raises InvalidRequest when it is malformed, MemoryError when there was no memory to decode it.
+        """
         if self._streamed:
             return _CheckedStream(request, self, context)
         return self.checked(request, context)
 
     def checked(self, message: Any, context: Context) -> Any:
+        if isinstance(message, NotDecoded):
+            raise MemoryError
         if not isinstance(message, Malformed):
             return message
         held_back = self._lines.next()

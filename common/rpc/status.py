@@ -44,6 +44,11 @@ def code_of(error: errors.QuireError) -> grpc.StatusCode:
     return next(_CODES[each] for each in type(error).__mro__ if each in _CODES)
 
 
+def no_memory() -> errors.Unavailable:
+    """Return the error of a request for which no memory is left."""
+    return errors.Unavailable("no memory is left for this request; try again, or send a smaller one")
+
+
 def details_of(error: errors.QuireError) -> list[Message]:
     """Return the google.rpc details of an error, ErrorInfo first."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)

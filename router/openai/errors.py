@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from common import errors
+from common.rpc.status import no_memory
 from common.settings.pydantic_words import mistake
 
 Json = dict[str, Any]
@@ -117,6 +118,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(UnicodeEncodeError, _no_text)
+    app.add_exception_handler(MemoryError, _no_memory)
     app.add_exception_handler(Exception, _bug)
 
 
@@ -171,6 +173,11 @@ async def _no_text(request: Request, error: Exception) -> JSONResponse:
     message = "a text has half of a surrogate pair, which is no character; send whole ones"
     body = _body(400, message, None, errors.InvalidRequest.reason.lower())
     return _answer(request.scope, body, 400, {"x-should-retry": "false"})
+
+
+async def _no_memory(request: Request, error: Exception) -> JSONResponse:
+    """Answer a request for which no memory is left; the others go on."""
+    return response_to(no_memory(), request.scope)
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.message import DecodeError
 from grpc import aio
 from grpc_health.v1.health_pb2 import HealthCheckRequest as Request
 from opentelemetry.sdk.trace import TracerProvider
 
 from common.errors import NotFound
+from common.rpc.malformed import MessageCheck, TolerantDecoder
 from common.rpc.server import RpcServer, open_channel
 from common.telemetry.server_spans import server_spans
 
@@ -90,3 +94,32 @@ async def test_a_stream_is_served_up_to_the_garbage(channel: Any) -> None:
 async def test_a_handler_may_read_nothing_of_its_stream(channel: Any) -> None:
     with pytest.raises(aio.AioRpcError, match="not here"):
         await answers(channel, "stream_stream", GARBAGE, name="refusing")
+
+
+# Decodes 12 MB with the memory that the process has now.
+FULL = """
+import resource
+from pathlib import Path
+from common.rpc.malformed import NotDecoded, TolerantDecoder
+from quire.inference.v1 import inference_pb2 as pb
+body = pb.GenerateRequest(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=range(3_000_000)))).SerializeToString()
+size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 20), resource.getrlimit(resource.RLIMIT_AS)[1]))
+decoded = TolerantDecoder(pb.GenerateRequest.FromString)(body)
+assert isinstance(decoded, NotDecoded), type(decoded)
+"""
+
+
+def test_a_message_for_which_there_is_no_memory_is_no_mistake_of_its_caller() -> None:
+    done = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("error", [MemoryError(), DecodeError("Error parsing message: Arena alloc failed")])
+async def test_its_call_may_be_sent_again(error: Exception) -> None:
+    def decode(_: bytes) -> None:
+        raise error
+
+    check = MessageCheck("/test.Echo/unary_unary", streamed=False)
+    with pytest.raises(MemoryError):
+        check.checked(TolerantDecoder(decode)(b""), None)  # type: ignore[arg-type]

@@ -205,6 +205,17 @@ async def test_a_mismatch_carries_both_values_and_is_read_from_the_readers_side(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+async def test_a_request_without_memory_ends_and_may_be_sent_again(
+    channel: Channel, raising: Raising, kind: str
+) -> None:
+    raising.error = MemoryError()
+    failed = await failure(channel, kind)
+    assert failed.code() is grpc.StatusCode.UNAVAILABLE
+    assert isinstance(error_from_rpc(failed), errors.Unavailable)
+    assert failed.details() == "no memory is left for this request; try again, or send a smaller one"
+
+
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_bug_is_internal_logged_and_says_nothing(
     channel: Channel, raising: Raising, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -149,6 +149,16 @@ async def test_a_body_without_end_is_cut_off(api: Api) -> None:
     assert (answer.status_code, detail(answer)["code"]) == (413, "body_too_large")
 
 
+async def test_a_request_without_memory_ends_and_may_be_sent_again(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(api.frontend, "generate", full)
+    answer = await api.http.post("/v1/completions", json={"prompt": "a"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert detail(answer)["message"].startswith("no memory is left for this request")
+
+
 async def test_a_bug_is_an_error_of_the_server_that_discloses_nothing(
     api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
