@@ -7,12 +7,14 @@
 Two routers on one port, two simulated workers, the KV manager and Redis run. For each failure 64 streams start. When
 all have tokens, and as many as the plan says, the failure comes. A killed process (SIGKILL) is started again by the
 suite, as is a drained one (SIGTERM); workers drain with `--drain migrate`. A stopped one (SIGSTOP) goes on after 2 s, a
-frozen one after 20 s; freezes come only if `--kinds` names them. The other failures are a wipe of Redis, 16 further
-clients that hang up, and 16 whose deadline passes. A simulated worker's token is determined by seed and position, so
-each lost, repeated or wrong token is seen. A gap is the longest pause of one stream, from its first token to its last.
-`none` is a round without a failure. Failures inside a process (a step that fails, a task that ends) cannot be injected
-from outside: tests have them. Two managers at once are in `tests/suites/e2e/test_chaos.py`. `bench.soak` mixes all of
-this at random.
+frozen one after 20 s; freezes come only if `--kinds` names them. Redis is wiped, or all its values are overwritten.
+For 2 s a process has no file descriptor left, and 64 connections want one; or it can write to no file. Its wall clock
+jumps an hour ahead, then an hour back (Linux with a C compiler). 16 further clients hang up, and the deadline of 16
+passes. In a second suite, with two KV managers, the leader is killed; or it is stopped until the other one leads, and
+goes on beside it. A simulated worker's token is determined by seed and position, so each lost, repeated or wrong token
+is seen. A gap is the longest pause of one stream, from its first token to its last. `none` is a round without a
+failure. Failures inside a process (a step that fails, a task that ends, a request without memory) cannot be injected
+from outside: tests have them. `bench.soak` mixes most of this at random.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import asyncio
 import random
 import statistics
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -31,8 +34,9 @@ from typing import Final
 import uvloop
 
 from bench.attack.victim import Victim, victim
+from bench.fault_injection.clocks import Clocks, compiler, shiftable_clocks
 from bench.fault_injection.injection import Injector
-from bench.fault_injection.plan import FROZEN, Fault, Kind, planned, read, written
+from bench.fault_injection.plan import CLOCKS, FROZEN, LEADERS, WITHOUT_DISK, Fault, Kind, planned, read, written
 from bench.fault_injection.streams import RETRY, Stream, until_tokens
 from bench.lib.harness import end_with_json, parser, progress, report
 from bench.serve import suite_flags
@@ -128,12 +132,14 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
     ]
 
 
-async def inject_all(suite: Victim, plan: Sequence[Fault], args: argparse.Namespace) -> dict[str, Found]:
+async def inject_all(
+    suite: Victim, plan: Sequence[Fault], args: argparse.Namespace, clocks: Clocks | None
+) -> dict[str, Found]:
     async with AsyncExitStack() as stack:
         addresses = f"{suite.host}:{suite.grpc_port}"
         wanted = -(-args.streams // _STREAMS_A_CLIENT) + 1
         clients = [await stack.enter_async_context(AsyncClient(addresses, retry=RETRY, ca="")) for _ in range(wanted)]
-        injector = Injector(suite, clients[-1], prompts(random.Random(0), 8), WORKERS)
+        injector = Injector(suite, clients[-1], prompts(random.Random(0), 8), WORKERS, clocks)
         rounds, found = Rounds(clients, injector, args), dict[str, Found]()
         await injector.whole()
         for number, fault in enumerate(plan, start=1):
@@ -146,19 +152,39 @@ async def measure(args: argparse.Namespace) -> dict[str, Found]:
     kinds = [Kind(name) for name in args.kinds]
     plan = read(args.replay.read_text()) if args.replay else planned(args.seed, kinds, args.rounds, args.tokens // 2)
     print(f"plan: {written(plan)}", flush=True)
+    found: dict[str, Found] = {}
+    for managers in (1, 2):
+        part = [fault for fault in plan if (fault.kind in LEADERS) is (managers == 2)]
+        if part:
+            found |= await measure_part(part, managers, args)
+    return found
+
+
+async def measure_part(plan: Sequence[Fault], managers: int, args: argparse.Namespace) -> dict[str, Found]:
+    """Run the failures of a suite with so many managers."""
     options: dict[str, object] = {"model": DEMO, "simulate": args.simulate, "kv_blocks": 4096, "insecure": True}
     options |= {"max_num_seqs": 128, "trace_sample_ratio": 0.0, "drain": "migrate"}
-    async with victim(suite_flags(options), WORKERS, routers=2, drain_timeout=DRAIN_S) as suite:
-        return await inject_all(suite, plan, args)
+    async with AsyncExitStack() as stack:
+        jump = any(fault.kind in CLOCKS for fault in plan)
+        clocks = stack.enter_context(shiftable_clocks()) if jump else None
+        if any(fault.kind in WITHOUT_DISK for fault in plan):
+            options["decision_log"] = stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-decisions-"))
+        running = victim(suite_flags(options), WORKERS, routers=2, drain_timeout=DRAIN_S, managers=managers)
+        return await inject_all(await stack.enter_async_context(running), plan, args, clocks)
+
+
+def possible() -> list[Kind]:
+    """Return the kinds of failures that can be injected here: clocks jump where there is a compiler of C."""
+    return [each for each in Kind if each not in CLOCKS or compiler() is not None]
 
 
 def table(found: Mapping[str, Found]) -> None:
     """Print a line for each kind of failure."""
-    print(f"{'':<18} streams  broken  differing  leaked  gap p50 s  gap p99 s")
+    print(f"{'':<21} streams  broken  differing  leaked  gap p50 s  gap p99 s")
     for kind, one in sorted(found.items()):
         shown = one.figures()
         counts = f"{one.streams:>7}  {one.broken:>6}  {one.differing:>9}  {one.leaked:>6}"
-        print(f"{kind:<18} {counts}  {shown['gap_p50_s']:>9.3f}  {shown['gap_p99_s']:>9.3f}")
+        print(f"{kind:<21} {counts}  {shown['gap_p50_s']:>9.3f}  {shown['gap_p99_s']:>9.3f}")
 
 
 def flags() -> argparse.ArgumentParser:
@@ -169,8 +195,8 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument(
         "--kinds",
         nargs="+",
-        default=[each.value for each in Kind if each not in FROZEN],
-        choices=[each.value for each in Kind],
+        default=[each.value for each in possible() if each not in FROZEN],
+        choices=[each.value for each in possible()],
     )
     made.add_argument("--rounds", type=int, default=1, help="times that each failure comes")
     made.add_argument("--seed", type=int, default=0, help="of the plan and of the prompts")

@@ -8,9 +8,10 @@
 Two routers on one port, two simulated workers that drain with `--drain migrate`, the KV manager and Redis run. Clients
 send one request after the other: good ones, and among them some that are cancelled, that are refused, that are no
 messages at all, and that come over HTTP. Meanwhile processes are killed (SIGKILL), drained (SIGTERM), stopped for 2 s
-and for 20 s (SIGSTOP), Redis is wiped, clients hang up and deadlines pass. The next fault waits until the suite is
-whole again. The seed determines plan and requests; how they meet depends on the machine. Each token of a good request
-is compared with the one that must come. At the end no block may be held. The exit status is 1 if anything was wrong.
+and for 20 s (SIGSTOP), or have no file descriptor left; Redis is wiped and overwritten, clients hang up and deadlines
+pass. The next fault waits until the suite is whole again. The seed determines plan and requests; how they meet depends
+on the machine. Each token of a good request is compared with the one that must come. At the end no block may be held.
+The exit status is 1 if anything was wrong.
 
 The resident memory of every process is read once a second. Its slope is that of a straight line through the values of
 the last `--calm-minutes`, in which no fault comes. The standard error is that of means over blocks of time, because
@@ -43,7 +44,7 @@ from bench.attack import wire
 from bench.attack.kinds import Target, outcome, posted, streamed, unary
 from bench.attack.victim import Victim, victim
 from bench.fault_injection.injection import Injector
-from bench.fault_injection.plan import Fault, Kind, read, scattered, written
+from bench.fault_injection.plan import CLOCKS, LEADERS, WITHOUT_DISK, Fault, Kind, read, scattered, written
 from bench.fault_injection.streams import RETRY, Stream
 from bench.faults import DRAIN_S, prompts
 from bench.lib.harness import parser, progress, report
@@ -256,7 +257,8 @@ def _figures(load: Load, faults: Counter[str], leaked: int, memory: Mapping[str,
     return found | {f"faults_{kind}": count for kind, count in sorted(faults.items())} | dict(memory)
 
 
-_KINDS: Final = tuple(each for each in Kind if each is not Kind.NONE)
+# Those of `bench.faults` that need no suite of another form.
+_KINDS: Final = tuple(each for each in Kind if each not in {Kind.NONE} | CLOCKS | LEADERS | WITHOUT_DISK)
 
 
 def flags() -> argparse.ArgumentParser:

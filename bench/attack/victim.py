@@ -45,6 +45,23 @@ class Victim:
         return f"{self._stack.options.admin_host}:{self._stack.options.manager_port}"
 
     @property
+    def managers(self) -> dict[str, str]:
+        """HOST:PORT of each KV manager, by the name of its process."""
+        return {
+            name: child.program.address
+            for name, child in self._stack.children.items()
+            if child.program.service == "kvmanager"
+        }
+
+    def addresses_of(self, name: str) -> list[tuple[str, int]]:
+        """Return the ports of a process at which others connect: a router's are gRPC and HTTP."""
+        options, program = self._stack.options, self._stack.children[name].program
+        if program.service == "router":
+            return [(self.host, options.grpc_port), (self.host, options.port)]
+        host, _, port = program.address.rpartition(":")
+        return [(host, int(port))]
+
+    @property
     def admin_addresses(self) -> tuple[str, ...]:
         """HOST:PORT of the admin plane of each router."""
         options = self._stack.options
@@ -89,13 +106,19 @@ class Victim:
 
 @asynccontextmanager
 async def victim(
-    options: Sequence[str], workers: int, tenants: bool = False, routers: int = 1, drain_timeout: float = 2.0
+    options: Sequence[str],
+    workers: int,
+    tenants: bool = False,
+    routers: int = 1,
+    drain_timeout: float = 2.0,
+    managers: int = 1,
 ) -> AsyncIterator[Victim]:
     """Run a suite whose router measures its turns, with two tenants or none; `options` are flags of `quire serve`."""
     names = ("--grpc-port", "--port", "--admin-port", "--admin-http-port", "--manager-port")
-    ports = free_ports(len(names) + workers + routers)
+    ports = free_ports(len(names) + workers + routers + managers - 1)
     used, of_workers = ports[: len(names)], ports[len(names) : len(names) + workers]
-    of_routers = ports[len(names) + workers :] if routers > 1 else []
+    of_routers = ports[len(names) + workers :][:routers] if routers > 1 else []
+    of_standbys = ports[len(names) + workers + routers :]
     with tempfile.TemporaryDirectory(prefix="quire-attacks-") as name:
         folder = Path(name)
         flags = [word for name, port in zip(names, used, strict=True) for word in (name, str(port))]
@@ -109,6 +132,7 @@ async def victim(
             stack_options,
             worker_ports=tuple(of_workers),
             own_ports=tuple(of_routers),
+            standby_ports=tuple(of_standbys),
             router_flags=(*stack_options.router_flags, "--debug-loop-turns"),
         )
         async with Stack(stack_options, lambda _name, _line: None) as stack:

@@ -7,14 +7,17 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Final
 
 import grpc
 import redis.asyncio
 
 from bench.attack.victim import Victim
-from bench.fault_injection.plan import FREEZE_S, FROZEN, STOP_S, Fault, Kind
+from bench.fault_injection.clocks import Clocks
+from bench.fault_injection.limits import without_disk, without_files
+from bench.fault_injection.plan import CLOCKS, FREEZE_S, FROZEN, JUMP_S, STOP_S, WITHOUT_DISK, Fault, Kind
 from bench.fault_injection.streams import Stream
 from common.rpc.server import open_channel
 from quire.client import AsyncClient
@@ -24,33 +27,55 @@ from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 _PATIENCE_S: Final = 120.0
 _POLL_S: Final = 0.05
+_CALL_S: Final = 2.0
 _GONE_STREAMS: Final = 16
 _KILLED: Final = frozenset({Kind.MANAGER_KILLED, Kind.ROUTER_KILLED, Kind.WORKER_KILLED, Kind.REDIS_KILLED})
 _DRAINED: Final = frozenset({Kind.MANAGER_DRAINED, Kind.ROUTER_DRAINED, Kind.WORKER_DRAINED})
+_WITHOUT_FILES: Final = frozenset({Kind.MANAGER_WITHOUT_FILES, Kind.ROUTER_WITHOUT_FILES, Kind.WORKER_WITHOUT_FILES})
 _STOPPED: Final = frozenset({Kind.MANAGER_STOPPED, Kind.ROUTER_STOPPED, Kind.WORKER_STOPPED, Kind.REDIS_STOPPED})
 
 
 class Injector:
-    def __init__(self, suite: Victim, client: AsyncClient, prompts: Sequence[Sequence[int]], workers: int) -> None:
-        """`prompts` are those of streams that end early."""
+    def __init__(
+        self,
+        suite: Victim,
+        client: AsyncClient,
+        prompts: Sequence[Sequence[int]],
+        workers: int,
+        clocks: Clocks | None = None,
+    ) -> None:
+        """`prompts` are those of streams that end early. `clocks` are those of the suite's processes."""
         self._suite, self._client, self._prompts, self._workers = suite, client, prompts, workers
+        self._clocks = clocks
 
     async def inject(self, fault: Fault) -> None:
         """Let something fail; return when the cause is over, and killed processes are there again."""
-        if fault.kind in _KILLED:
-            await self._end(fault.victim, signal.SIGKILL)
-        elif fault.kind in _DRAINED:
-            await self._end(fault.victim, signal.SIGTERM)
-        elif fault.kind in _STOPPED | FROZEN:
-            await self._stop(fault.victim, FREEZE_S if fault.kind in FROZEN else STOP_S)
-        elif fault.kind is Kind.REDIS_WIPED:
-            async with redis.asyncio.Redis.from_url(self._suite.redis_url) as connection:
-                await connection.flushall()
-        elif fault.kind is Kind.CLIENTS_GONE:
-            await self._leave()
-        elif fault.kind is Kind.DEADLINES_PASSED:
-            streams = self._streams()
-            await asyncio.gather(*(stream.run(self._client, 2_000, timeout=0.3) for stream in streams))
+        for kinds, act in self._acts():
+            if fault.kind in kinds:
+                await act(fault.victim)
+
+    def _acts(self) -> Iterator[tuple[Collection[Kind], Callable[[str], Awaitable[None]]]]:
+        """Yield kinds of failures, and what makes them happen to a process."""
+        yield _KILLED, lambda name: self._end(name, signal.SIGKILL)
+        yield _DRAINED, lambda name: self._end(name, signal.SIGTERM)
+        yield _STOPPED, lambda name: self._stop(name, STOP_S)
+        yield FROZEN, lambda name: self._stop(name, FREEZE_S)
+        yield _WITHOUT_FILES, lambda name: self._limit(without_files(self._pid(name), self._suite.addresses_of(name)))
+        yield WITHOUT_DISK, lambda name: self._limit(without_disk(self._pid(name)))
+        yield CLOCKS, self._jump
+        yield (Kind.LEADER_KILLED,), self._kill_leader
+        yield (Kind.LEADER_FENCED,), self._fence
+        yield (Kind.REDIS_WIPED,), self._wipe
+        yield (Kind.REDIS_OVERWRITTEN,), self._overwrite
+        yield (Kind.CLIENTS_GONE,), self._leave
+        yield (Kind.DEADLINES_PASSED,), self._run_out
+
+    def _pid(self, name: str) -> int:
+        return self._suite.pids()[name]
+
+    async def _limit(self, lowered: AbstractContextManager[None]) -> None:
+        with lowered:
+            await asyncio.sleep(STOP_S)
 
     async def _end(self, name: str, number: signal.Signals) -> None:
         """End a process, and wait until the suite has started it again."""
@@ -68,11 +93,54 @@ class Injector:
         finally:
             os.kill(pid, signal.SIGCONT)
 
+    async def _wipe(self, _: str) -> None:
+        async with redis.asyncio.Redis.from_url(self._suite.redis_url) as connection:
+            await connection.flushall()
+
+    async def _overwrite(self, _: str) -> None:
+        """Put nonsense in the place of every value in Redis."""
+        async with redis.asyncio.Redis.from_url(self._suite.redis_url) as connection:
+            async for key in connection.scan_iter():
+                await connection.set(key, b"nonsense")
+
+    async def _jump(self, name: str) -> None:
+        """Set the wall clock of a process an hour ahead, then an hour back, then right."""
+        assert self._clocks is not None
+        for seconds in (JUMP_S, -JUMP_S, 0):
+            self._clocks.shift(self._pid(name), seconds)
+            await asyncio.sleep(STOP_S / 2)
+
+    async def _kill_leader(self, _: str) -> None:
+        await self._end(await self._leader(), signal.SIGKILL)
+
+    async def _fence(self, _: str) -> None:
+        """Stop the manager that leads until another one does, and let it go on: then there are two."""
+        first = await self._leader()
+        pid = self._pid(first)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await self._leader(but=first)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    async def _leader(self, but: str = "") -> str:
+        """Return the name of the manager that leads; `but` is not asked."""
+        async with asyncio.timeout(_PATIENCE_S):
+            while True:
+                for name, address in self._suite.managers.items():
+                    if name != but and await _leads(address):
+                        return name
+                await asyncio.sleep(_POLL_S)
+
     def _streams(self) -> list[Stream]:
         rng = random.Random(len(self._prompts))
         return [Stream(rng.randrange(1 << 30), rng.choice(self._prompts)) for _ in range(_GONE_STREAMS)]
 
-    async def _leave(self) -> None:
+    async def _run_out(self, _: str) -> None:
+        streams = self._streams()
+        await asyncio.gather(*(stream.run(self._client, 2_000, timeout=0.3) for stream in streams))
+
+    async def _leave(self, _: str) -> None:
         streams = self._streams()
         tasks = [asyncio.create_task(stream.run(self._client, 2_000)) for stream in streams]
         async with asyncio.timeout(_PATIENCE_S):
@@ -103,7 +171,7 @@ class Injector:
     async def leaked(self) -> int:
         """Return how many blocks are still held when nothing runs any more; the last requests have a minute to end."""
         end = time.monotonic() + _PATIENCE_S
-        async with open_channel(self._suite.manager_address) as channel:
+        async with open_channel(self._suite.managers[await self._leader()]) as channel:
             stub = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
             while True:
                 pools = (await stub.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=_PATIENCE_S)).pools
@@ -111,3 +179,19 @@ class Injector:
                 if (not held and len(pools) == self._workers) or time.monotonic() >= end:
                     return held
                 await asyncio.sleep(_POLL_S)
+
+
+async def _leads(address: str) -> bool:
+    """Return whether a manager says that it leads. One that is alone does."""
+    async with open_channel(address) as channel:
+        watch = kvmanager_pb2_grpc.KvManagerServiceStub(channel).WatchLeader(
+            kvmanager_pb2.WatchLeaderRequest(), timeout=_CALL_S
+        )
+        try:
+            async for state in watch:
+                return bool(state.leads)
+        except grpc.aio.AioRpcError:  # it is away, or is stopped
+            return False
+        finally:
+            watch.cancel()
+    return False

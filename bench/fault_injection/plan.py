@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Final
 
 STOP_S: Final = 2.0
+JUMP_S: Final = 3600
 FREEZE_S: Final = 20.0
 
 
@@ -34,6 +35,18 @@ class Kind(StrEnum):
     ROUTER_FROZEN = "router_frozen"
     WORKER_FROZEN = "worker_frozen"
     REDIS_FROZEN = "redis_frozen"
+    REDIS_OVERWRITTEN = "redis_overwritten"
+    MANAGER_WITHOUT_FILES = "manager_without_files"
+    ROUTER_WITHOUT_FILES = "router_without_files"
+    WORKER_WITHOUT_FILES = "worker_without_files"
+    MANAGER_WITHOUT_DISK = "manager_without_disk"
+    ROUTER_WITHOUT_DISK = "router_without_disk"
+    MANAGER_CLOCK = "manager_clock"
+    ROUTER_CLOCK = "router_clock"
+    WORKER_CLOCK = "worker_clock"
+    REDIS_CLOCK = "redis_clock"
+    LEADER_KILLED = "leader_killed"
+    LEADER_FENCED = "leader_fenced"
     NONE = "none"
 
 
@@ -56,8 +69,21 @@ VICTIMS: Final = {
     Kind.REDIS_KILLED: ("redis",),
     Kind.REDIS_STOPPED: ("redis",),
     Kind.REDIS_FROZEN: ("redis",),
+    Kind.MANAGER_WITHOUT_FILES: ("kvmanager",),
+    Kind.ROUTER_WITHOUT_FILES: _ROUTERS,
+    Kind.WORKER_WITHOUT_FILES: _WORKERS,
+    Kind.MANAGER_WITHOUT_DISK: ("kvmanager",),
+    Kind.ROUTER_WITHOUT_DISK: _ROUTERS,
+    Kind.MANAGER_CLOCK: ("kvmanager",),
+    Kind.ROUTER_CLOCK: _ROUTERS,
+    Kind.WORKER_CLOCK: _WORKERS,
+    Kind.REDIS_CLOCK: ("redis",),
 }
 FROZEN: Final = frozenset({Kind.MANAGER_FROZEN, Kind.ROUTER_FROZEN, Kind.WORKER_FROZEN, Kind.REDIS_FROZEN})
+# Their suites differ: clocks that jump, a decision log that cannot be written, two managers of which one leads.
+CLOCKS: Final = frozenset({Kind.MANAGER_CLOCK, Kind.ROUTER_CLOCK, Kind.WORKER_CLOCK, Kind.REDIS_CLOCK})
+WITHOUT_DISK: Final = frozenset({Kind.MANAGER_WITHOUT_DISK, Kind.ROUTER_WITHOUT_DISK})
+LEADERS: Final = frozenset({Kind.LEADER_KILLED, Kind.LEADER_FENCED})
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from bench.fault_injection.plan import FREEZE_S, FROZEN, VICTIMS, Fault, Kind, planned, read, scattered, written
+from bench.fault_injection.clocks import compiler, shiftable_clocks
+from bench.fault_injection.plan import (
+    FREEZE_S,
+    FROZEN,
+    JUMP_S,
+    VICTIMS,
+    Fault,
+    Kind,
+    planned,
+    read,
+    scattered,
+    written,
+)
 from tests.support.bench_process import run_benchmark
 
 
@@ -61,3 +76,61 @@ def test_failures_break_no_stream_and_change_no_token(tmp_path: Path) -> None:
     for name in ("streams_broken", "tokens_differing", "blocks_leaked"):
         assert figures[name] == 0, name
     assert figures["gap_p99_s"] >= figures["gap_p50_s"] > 0
+
+
+ROWS = [
+    Fault(Kind.REDIS_OVERWRITTEN, "", 2),
+    Fault(Kind.ROUTER_WITHOUT_FILES, "router-0", 2),
+    Fault(Kind.MANAGER_WITHOUT_FILES, "kvmanager", 2),
+    Fault(Kind.WORKER_WITHOUT_FILES, "worker-0", 2),
+    Fault(Kind.ROUTER_WITHOUT_DISK, "router-1", 2),
+    Fault(Kind.MANAGER_WITHOUT_DISK, "kvmanager", 2),
+]
+JUMPS = [
+    Fault(Kind.ROUTER_CLOCK, "router-0", 2),
+    Fault(Kind.MANAGER_CLOCK, "kvmanager", 2),
+    Fault(Kind.WORKER_CLOCK, "worker-1", 2),
+    Fault(Kind.REDIS_CLOCK, "redis", 2),
+]
+LED = [Fault(Kind.LEADER_KILLED, "", 2), Fault(Kind.LEADER_FENCED, "", 2)]
+
+
+@pytest.mark.parametrize("plan", [ROWS, JUMPS, LED], ids=["limits", "clocks", "two managers"])
+def test_what_a_service_lacks_breaks_no_stream_and_changes_no_token(tmp_path: Path, plan: list[Fault]) -> None:
+    if plan is JUMPS and compiler() is None:
+        pytest.skip("a clock that jumps needs a C compiler: none of cc, gcc and clang is on PATH, or this is no Linux")
+    (tmp_path / "plan.json").write_text(written(plan))
+    # Streams that outlast the failure, which lasts for 2 s and some more.
+    words = ["--replay", str(tmp_path / "plan.json"), "--streams", "6", "--tokens", "600"]
+    figures, _ = run_benchmark("faults", *words)
+    assert figures["streams"] == 6 * len(plan)
+    assert figures["faults_injected"] == len(plan)
+    for name in ("streams_broken", "tokens_differing", "blocks_leaked"):
+        assert figures[name] == 0, name
+
+
+@pytest.mark.skipif(compiler() is None, reason="a clock that jumps needs Linux and a C compiler")
+def test_a_clock_jumps_for_one_process_and_its_monotonic_one_does_not() -> None:
+    tell = "import sys, time\nfor _ in sys.stdin: print(time.time(), time.monotonic(), flush=True)"
+    with shiftable_clocks() as clocks:
+        process = subprocess.Popen(
+            [sys.executable, "-c", tell], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        ahead: list[float] = []
+        for seconds in (0, JUMP_S, -JUMP_S):
+            process.stdin.write("\n")
+            before = process.stdout.readline()
+            clocks.shift(process.pid, seconds)
+            process.stdin.write("\n")
+            wall, steady = (float(each) for each in process.stdout.readline().split())
+            assert float(before.split()[1]) <= steady <= time.monotonic()
+            ahead.append(wall - time.time())
+        process.stdin.close()
+        assert process.wait() == 0
+        process.stdout.close()
+        with pytest.raises(FileNotFoundError):
+            clocks.shift(1, 5)
+    # Half of a jump allows for a machine that stands still between two readings.
+    assert [round(each / JUMP_S) for each in ahead] == [0, 1, -1]
