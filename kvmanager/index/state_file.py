@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 from pathlib import Path
 from typing import Final
@@ -9,6 +11,10 @@ from typing import Final
 from common.errors import FieldViolation, InvalidConfig
 from common.limits import MAX_STORED_EPOCH
 
+log = logging.getLogger(__name__)
+
+# What passes: no room on the disk, for this user, or for a file of this size; no file descriptor.
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE})
 _LONGEST: Final = 64  # bytes; more than any epoch has
 
 
@@ -33,23 +39,42 @@ class EpochFile:
             raise InvalidConfig(FieldViolation("--state-dir", what)) from None
 
     def check(self) -> None:
-        """Raise InvalidConfig unless the epoch can be read and written."""
-        self.write(self.read())
+        """Raise InvalidConfig unless the epoch can be read and written, or could with a disk that has room.
+
+        A manager that ended on a full disk starts again: Redis and the workers know the epoch too.
+        """
+        epoch = self.read()
+        try:
+            self._store(epoch)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise self._unwritable(error) from None
+            log.error("the epoch cannot be stored until there is room: %s", error)
 
     def write(self, epoch: int) -> None:
         """Store an epoch. Raises InvalidConfig when the folder cannot be written."""
-        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._store(epoch)
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> InvalidConfig:
+        what = f"{self._path} cannot be written ({error}); expected a folder for files that outlive the process"
+        return InvalidConfig(FieldViolation("--state-dir", what))
+
+    def _store(self, epoch: int) -> None:
+        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
             with temporary.open("w") as file:
                 file.write(f"{epoch}\n")
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(self._path)
-            _sync(self._path.parent)
-        except OSError as error:
-            what = f"{self._path} cannot be written ({error}); expected a folder for files that outlive the process"
-            raise InvalidConfig(FieldViolation("--state-dir", what)) from None
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        temporary.replace(self._path)
+        _sync(self._path.parent)
 
 
 def _epoch_of(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import resource
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -97,7 +98,7 @@ async def test_workers_are_answered_although_the_epoch_cannot_be_stored(
     monkeypatch.setattr(os, "fsync", full_disk)
     assert await epochs.for_attach(2) == 3
     with pytest.raises(InvalidConfig, match="No space left"):
-        EpochFile(tmp_path).check()
+        EpochFile(tmp_path).write(3)
 
 
 async def test_epoch_does_not_fall_when_neither_disk_nor_redis_has_kept_it(
@@ -212,6 +213,24 @@ def test_state_file_leaves_nothing_else_behind(tmp_path: Path) -> None:
     file.write(12)
     assert file.read() == 12
     assert [path.name for path in (tmp_path / "made" / "on demand").iterdir()] == ["epoch"]
+
+
+def test_a_full_disk_keeps_no_manager_from_its_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The unmended manager refused its options, and nothing starts a process again that does."""
+    file = EpochFile(tmp_path)
+    file.write(12)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        file.check()
+        with pytest.raises(InvalidConfig, match="cannot be written"):
+            file.write(13)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "cannot be stored until there is room" in caplog.text
+    assert file.read() == 12
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch"]
+    file.check()
 
 
 def test_state_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
