@@ -6,6 +6,7 @@ One that is started here listens on 127.0.0.1, writes nothing to disk and ends w
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -118,6 +119,8 @@ class LocalRedis:
             "port": str(self.port),
             "bind": "127.0.0.1",
             "dir": tempfile.gettempdir(),
+            # Of any other name, such as dump.rdb, there may be a file: a server loads that at its start.
+            "dbfilename": f"quire-{secrets.token_hex(16)}.rdb",
             "save": "",
             "appendonly": "no",
             # The prefix index expects this of any Redis: under memory pressure, drop the keys that expire next.

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,13 @@ def test_it_answers_and_is_gone_after_the_block() -> None:
             assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "volatile-ttl"}
             assert client.config_get("save") == {"save": ""}
     assert ends(pidfd)
+
+
+def test_a_dump_that_another_server_left_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dump.rdb").write_bytes(b"of another kind of server")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with LocalRedis() as server, redis.Redis.from_url(server.url) as client:
+        assert client.dbsize() == 0
 
 
 def test_it_comes_back_empty_on_its_port_after_a_crash() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -59,7 +60,11 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene
     """Two workers, 1024 blocks each, float32, over a Redis without users."""
     flags = ("--kv-blocks", "1024", "--dtype", "float32", "--orphan-grace", "1")
     async with AsyncExitStack() as stack:
+        # What it saves stays in this folder.
+        monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("redis")))
         redis = stack.enter_context(LocalRedis())
+        monkeypatch.undo()
         options = StackOptions(model=CHECKPOINT, workers=WORKERS, worker_flags=flags, redis_url=redis.url)
         folder = tmp_path_factory.mktemp("resources")
         yield Scene(await stack.enter_async_context(running_suite(folder, options)), redis)
