@@ -357,3 +357,36 @@ async def test_another_connection_of_the_same_router_leaves_the_first_one_alone(
         runner.release()
         await first.until_finished(1)
         assert first.tokens == {1: [7] * 4}
+
+
+async def handed_over(worker: Served, runner: ManualRunner, router: RouterEnd) -> None:
+    """Let a router take a sequence with two tokens or more back, to let it go on elsewhere."""
+    await router.send(resumable(1, 40))
+    await worker.step_until(runner, lambda: bool(router.tokens.get(1)))
+    cancel = pb.Cancel(handle=1, reason=types.FINISH_REASON_CANCELLED, hands_over=True)
+    await router.send(pb.StreamRequest(cancel=cancel))
+    await worker.step_until(runner, lambda: 1 in router.finished)
+
+
+@pytest.mark.parametrize("acknowledged", [True, False])
+async def test_a_sequence_that_goes_on_elsewhere_is_kept_until_its_router_says_that_it_does(acknowledged: bool) -> None:
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=LONG) as worker:
+        async with router_of(worker, FIRST) as router:
+            reading = asyncio.create_task(_read(router))
+            await handed_over(worker, runner, router)
+            assert worker.servicer.live_sequences == 1
+            if acknowledged:
+                await router.send(pb.StreamRequest(ack=pb.Ack(handles=(1).to_bytes(4, "little"))))
+                await worker.until(lambda: not worker.servicer.live_sequences)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            router.call.cancel()
+        await worker.until(lambda: not worker.servicer._streams)
+        assert len(worker.servicer.orphans) == worker.servicer.live_sequences == (not acknowledged)
+        worker.servicer.orphans.close()
+        assert not worker.servicer.live_sequences
+
+
+async def _read(router: RouterEnd) -> None:
+    await router.until_finished(2)  # there is none: it reads until it is cancelled
