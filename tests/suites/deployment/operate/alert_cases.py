@@ -80,17 +80,30 @@ def _lookups(failed: str) -> Series:
 _GAPS = ("quire:inter_token_latency_seconds", 'job="router"')
 _LEASES = ("quire:lease_round_trip_seconds", 'job="gpuworker", instance="a"')
 _LAGS = ("quire:event_loop_lag_seconds", 'job="router", instance="a"')
+_FIRST, _SECOND = 'up{job="kvmanager", instance="a"}', 'up{job="kvmanager", instance="b"}'
+_LEADS = 'quire:manager_leads{{job="kvmanager", instance="{}"}}'
 _FILES = 'job="router", instance="a"'
 
 CASES: Final = (
     *_down("QuireRouterDown", "router"),
     *_down("QuireManagerDown", "kvmanager"),
+    # One of two: no page. Both: no ticket for each.
+    Case("QuireStandbyDown", {_SECOND: "1x10 0x400"}, {_SECOND: "1x10 0 1x400"}, "6m"),
+    Case("QuireStandbyDown", {_SECOND: "1x400", _FIRST: "1x10 0x400"}, {_SECOND: "1x400"}, "6m"),
+    Case("QuireManagerDown", {_SECOND: "1x10 0x400", _FIRST: "1x10 0x400"}, {_SECOND: "1x400"}, "6m"),
     *_down("QuireWorkerDown", "gpuworker"),
     _level('quire:workers_connected{job="router"}', "1x8 0x40", "1x8 0x6 1x40", "QuireNoWorkers", "5m"),
     _level('quire:manager_attached{job="gpuworker"}', "1x8 0x40", "1x8 0 0 1x40", "QuireWorkerDetached", "4m"),
     _level('quire:step_age_seconds{job="gpuworker"}', "0x8 15+15x40", "29x40", "QuireStepStuck", "5m"),
     _level('quire:manager_epoch{job="kvmanager"}', "1x8 0 2x4 0 3x80", "1x8 0 2x80", "QuireManagersCompete", "10m"),
     _level('quire:manager_leads{job="kvmanager"}', "1x8 0x40", "1x8 0 1x40", "QuireNoLeader", "4m"),
+    # The leader is gone for good, and the standby leads or does not.
+    Case(
+        "QuireNoLeader",
+        {_LEADS.format("a"): "1x8 stale", _LEADS.format("b"): "0x100"},
+        {_LEADS.format("a"): "1x8 stale", _LEADS.format("b"): "0x8 1x100"},
+        "5m",
+    ),
     _level(
         'quire:manager_takeovers_total{job="kvmanager"}', "0x8 2x4 4x80", "0x8 1x80", "QuireManagerTakeovers", "10m"
     ),

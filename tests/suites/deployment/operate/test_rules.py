@@ -107,10 +107,11 @@ def test_reasons_that_count_as_failures_of_ours_are_errors_that_exist() -> None:
 
 def test_what_is_scraped_are_the_services_of_the_stack_at_the_ports_that_they_have() -> None:
     """The names are compose's services; the ports are 1000 above those of gRPC, which the images name first."""
-    services = load_yaml(ROOT / "compose.yaml")["services"]
+    files = (ROOT / "compose.yaml", ROOT / "docker/standby.compose.yaml")
+    services = {name for file in files for name in load_yaml(file)["services"]}
     for job in load_yaml(PROMETHEUS / "prometheus.yml")["scrape_configs"]:
         for found in job.get("dns_sd_configs", []):
-            assert set(found["names"]) <= set(services)
+            assert set(found["names"]) <= services
             dockerfile = (ROOT / f"docker/{job['job_name']}.Dockerfile").read_text()
             (port,) = re.findall(r"^EXPOSE (\d+) \d+$", dockerfile, re.MULTILINE)
             assert found["port"] == metrics_port(None, int(port))
