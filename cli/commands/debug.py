@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,26 @@ _POLL_SECONDS = 0.02
 Record = dict[str, Any]
 
 
-def services(state_dir: Path, address: str | None) -> list[Record]:
-    """Return the entries of the processes that still run, in the order of their start. Raises NotFound."""
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A running process: the file that announces it, and what that file says."""
+
+    path: Path
+    entry: Record
+
+
+def services(state_dir: Path, address: str | None) -> list[Service]:
+    """Return the services that still run, in the order of their start. Raises NotFound."""
     folder = entry_path(state_dir, 0).parent
-    entries = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    running = sorted((each for each in entries if _runs(each)), key=lambda each: float(each["created"]))
-    found = [each for each in running if address in (None, each["address"])]
+    # Each further KV manager of `quire serve` has a state directory of its own below the suite's.
+    paths = [*folder.glob("*.json"), *folder.parent.glob(f"*/*/{folder.name}/*.json")]
+    known = [Service(path, json.loads(path.read_text())) for path in paths]
+    running = sorted((each for each in known if _runs(each.entry)), key=lambda each: float(each.entry["created"]))
+    found = [each for each in running if address in (None, each.entry["address"])]
     if not found:
-        known = ", ".join(each["address"] for each in running) or "none"
+        addresses = ", ".join(each.entry["address"] for each in running) or "none"
         raise NotFound(
-            f"no service{f' at {address}' if address else ''} has an entry in {folder} (running: {known}); "
+            f"no service{f' at {address}' if address else ''} has an entry in {folder} (running: {addresses}); "
             "name the folder with --state-dir, or send SIGUSR1 to the process and read its stderr"
         )
     return found
@@ -53,9 +64,9 @@ def _runs(entry: Record) -> bool:
         return False
 
 
-def dump(entry: Record, state_dir: Path, patience: float = _ANSWER_SECONDS) -> Record:
+def dump(service: Service, patience: float = _ANSWER_SECONDS) -> Record:
     """Return a service's entry with its dump, or with an `error` where it does not answer."""
-    path = dump_path(entry_path(state_dir, entry["pid"]))
+    path, entry = dump_path(service.path), service.entry
     path.unlink(missing_ok=True)
     os.kill(entry["pid"], signal.SIGUSR2)
     deadline = time.monotonic() + patience
@@ -106,8 +117,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
 
     async def body(console: Console) -> None:
-        for entry in services(args.state_dir, args.address):
-            found = dump(entry, args.state_dir)
+        for service in services(args.state_dir, args.address):
+            found = dump(service)
             if args.json:
                 sys.stdout.write(json.dumps(found) + "\n")
             else:

@@ -54,8 +54,8 @@ async def attacked(folder: Path) -> AsyncIterator[RouterUnderAttack]:
 
 async def turns(router: RouterUnderAttack, folder: Path) -> dict[str, float]:
     """Return the figures of the router's loop since they were last taken."""
-    (entry,) = [each for each in services(folder, None) if each["pid"] == router.process.pid]
-    found = await asyncio.to_thread(dump, entry, folder, PATIENCE_S)
+    (service,) = [each for each in services(folder, None) if each.entry["pid"] == router.process.pid]
+    found = await asyncio.to_thread(dump, service, PATIENCE_S)
     return dict(found["state"]["loop_turns"])
 
 

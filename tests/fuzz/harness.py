@@ -108,7 +108,7 @@ class Fuzzed:
 
     def _count_tasks(self) -> dict[str, int]:
         """Return the tasks of each service that are not gRPC's own."""
-        found = (dump(entry, self._state_dir, PATIENCE) for entry in services(self._state_dir, None))
+        found = (dump(service, PATIENCE) for service in services(self._state_dir, None))
         return {f"{each['service']} {each['pid']}": len(each["tasks"]) for each in found}
 
 

@@ -62,8 +62,8 @@ def process(folder: Path, tasks: int, how: str) -> Iterator[subprocess.Popen[str
 
 
 def only(folder: Path) -> dict[str, Any]:
-    (entry,) = services(folder, None)
-    return dump(entry, folder, patience=60.0)
+    (service,) = services(folder, None)
+    return dump(service, patience=60.0)
 
 
 def test_a_dump_has_threads_tasks_and_state(tmp_path: Path) -> None:
@@ -104,8 +104,16 @@ def test_sigusr1_writes_stacks_to_stderr_and_ends_nothing(tmp_path: Path) -> Non
 def test_a_stopped_service_is_said_to_give_no_answer(tmp_path: Path) -> None:
     with process(tmp_path, 1, "free") as running:
         running.send_signal(signal.SIGSTOP)
-        (entry,) = services(tmp_path, "127.0.0.1:9")
-        assert "no answer within 0.2 s" in dump(entry, tmp_path, patience=0.2)["error"]
+        (service,) = services(tmp_path, "127.0.0.1:9")
+        assert "no answer within 0.2 s" in dump(service, patience=0.2)["error"]
+
+
+def test_services_with_state_directories_below_that_of_their_suite_are_found(tmp_path: Path) -> None:
+    """Each further KV manager of a suite has one: `.quire/kvmanager/1`."""
+    with process(tmp_path, 1, "free") as first, process(tmp_path / "kvmanager" / "1", 1, "free") as second:
+        found = [dump(each, patience=60.0) for each in services(tmp_path, None)]
+        assert [each["pid"] for each in found] == [first.pid, second.pid]
+        assert [each["state"] for each in found] == 2 * [{"queued": 3}]
 
 
 def test_processes_that_ended_are_not_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
