@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command
-from cli.top.frame import REQUEST_SORTS, WORKER_SORTS, Choice, frame, sorted_requests
+from cli.top.frame import REQUEST_SORTS, WORKER_SORTS, Choice, frame, settled
 from cli.top.keys import DOWN, ENTER, UP, pressed
 from cli.top.snapshot import Snapshot, taken
 from cli.views.why import WhyView
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_frame(console: Console, snapshot: Snapshot) -> None:
-    for line in frame(snapshot, Choice(selected=-1), console.width, console.height)[:-1]:
+    for line in frame(snapshot, Choice(place=-1), console.width, console.height)[:-1]:
         console.print(line)
 
 
@@ -62,7 +62,7 @@ class _Screen:
 
     def __init__(self, channel: grpc.aio.Channel, console: Console, first: Snapshot) -> None:
         self._channel, self._console, self._snapshot = channel, console, first
-        self._choice = Choice()
+        self._choice = settled(first, Choice())
         self._opened: RenderableType | None = None
         self._trouble = ""
 
@@ -82,6 +82,7 @@ class _Screen:
     async def _look(self) -> None:
         try:
             self._snapshot, self._trouble = await taken(self._channel), ""
+            self._choice = settled(self._snapshot, self._choice)
         except grpc.aio.AioRpcError as error:
             self._trouble = f"no answer, these figures are old: {error.details()}"
 
@@ -89,22 +90,20 @@ class _Screen:
         if self._opened is not None:
             self._opened = None
             return
-        choice, most = self._choice, len(self._snapshot.ended) - 1
+        choice = self._choice
         if key == "s":
             self._choice = replace(choice, workers=_next(WORKER_SORTS, choice.workers))
         elif key == "r":
-            self._choice = replace(choice, requests=_next(REQUEST_SORTS, choice.requests))
+            sorted_anew = replace(choice, requests=_next(REQUEST_SORTS, choice.requests))
+            self._choice = settled(self._snapshot, sorted_anew)
         elif key in (UP, DOWN):
-            step = 1 if key == DOWN else -1
-            self._choice = replace(choice, selected=max(0, min(most, choice.selected + step)))
+            self._choice = settled(self._snapshot, choice, 1 if key == DOWN else -1)
         elif key == ENTER and self._snapshot.ended:
             self._opened = await self._why()
 
     async def _why(self) -> RenderableType:
-        found = sorted_requests(self._snapshot, self._choice)
-        chosen = found[min(self._choice.selected, len(found) - 1)]
         try:
-            return Group(WhyView(diagnose(await Gatherer(self._channel).story(chosen.request_id))), _BACK)
+            return Group(WhyView(diagnose(await Gatherer(self._channel).story(self._choice.selected))), _BACK)
         except (QuireError, grpc.aio.AioRpcError) as error:
             return Group(Text(str(error), "yellow"), _BACK)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from rich.text import Text
@@ -34,11 +34,16 @@ _REQUEST_HEAD: Final = ("tenant", "first token", "took", "tokens", "cached", "en
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How the tables are sorted, and which line of the requests is selected."""
+    """How the tables are sorted, and which request is selected.
+
+    `selected` is its id: the selection stays on the request when rows move. `place` is the row where it was last, and
+    is selected when the request is no longer there; -1 selects none.
+    """
 
     workers: str = "worker"
     requests: str = "first token"
-    selected: int = 0
+    selected: str = ""
+    place: int = 0
 
 
 def frame(snapshot: Snapshot, choice: Choice, width: int, height: int) -> list[Text]:
@@ -56,6 +61,16 @@ def frame(snapshot: Snapshot, choice: Choice, width: int, height: int) -> list[T
 
 def sorted_requests(snapshot: Snapshot, choice: Choice) -> list[Ended]:
     return sorted(snapshot.ended, key=lambda each: (REQUEST_SORTS[choice.requests](each), each.request_id))
+
+
+def settled(snapshot: Snapshot, choice: Choice, step: int = 0) -> Choice:
+    """Return the choice with the selection on a request that is there, and `step` rows further down."""
+    found = [each.request_id for each in sorted_requests(snapshot, choice)]
+    if not found or choice.place < 0:
+        return choice
+    place = found.index(choice.selected) if choice.selected in found else choice.place
+    place = max(0, min(len(found) - 1, place + step))
+    return replace(choice, selected=found[place], place=place)
 
 
 def _head(snapshot: Snapshot) -> Iterator[Text]:
@@ -107,11 +122,12 @@ def _figures(row: WorkerRow) -> tuple[str, ...]:
 
 
 def _requests(snapshot: Snapshot, choice: Choice, width: int, most: int) -> Iterator[Text]:
-    found = sorted_requests(snapshot, choice)[: most - 1]
+    first = max(0, choice.place - max(0, most - 2))  # the selected row is on the screen
+    found = sorted_requests(snapshot, choice)[first : first + most - 1]
     cells = [(cut(each.request_id, max(12, width - 58)), *_told(each)) for each in found]
     lines = _table((f"request by {choice.requests}", *_REQUEST_HEAD), cells, "")
-    for place, line in enumerate(lines):
-        if place == choice.selected + 1:
+    for place, line in enumerate(lines, first - 1):
+        if place == choice.place >= 0:
             line.stylize("reverse")
         yield line
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.top.frame import KEYS, REQUEST_SORTS, WORKER_SORTS, Choice, frame, sorted_requests
+from cli.top.frame import KEYS, REQUEST_SORTS, WORKER_SORTS, Choice, frame, settled
 from cli.top.keys import DOWN, ENTER, ESCAPE, UP, keys_of
 from cli.top.snapshot import Ended, Snapshot, WorkerRow
 from router.core.diagnosis.outcome import Outcome
@@ -88,12 +88,53 @@ def test_workers_are_sorted(sort: str, first: str) -> None:
      ("newest", ["gone-1", "a-request-", "chat-2"])],
 )  # fmt: skip
 def test_requests_are_sorted_and_the_selected_one_is_that_of_enter(sort: str, order: list[str]) -> None:
-    choice = Choice(requests=sort, selected=1)
+    choice = settled(SNAPSHOT, Choice(requests=sort), 1)
     shown = frame(SNAPSHOT, choice, 80, 24)
     assert [each[:10] for each in names([line.plain for line in shown], f"request by {sort}", 3)] == order
     (selected,) = [line.plain for line in shown if any(span.style == "reverse" for span in line.spans)]
-    assert sorted_requests(SNAPSHOT, choice)[1].request_id[:10] == selected.split()[0][:10]
+    assert choice.selected[:10] == selected.split()[0][:10] == order[1]
     assert sort in REQUEST_SORTS
+
+
+def reversed_rows(snapshot: Snapshot, choice: Choice, height: int = 24) -> list[str]:
+    shown = frame(snapshot, choice, 80, height)
+    return [line.plain.split()[0] for line in shown if any(span.style == "reverse" for span in line.spans)]
+
+
+def test_the_selection_stays_on_its_request_when_rows_move() -> None:
+    choice = settled(SNAPSHOT, Choice(), 1)
+    assert reversed_rows(SNAPSHOT, choice) == ["gone-1"]
+    slower = ended("chat-9", 7.0, 0.1, 0, "never_seen")
+    moved = replace(SNAPSHOT, ended=(slower, *SNAPSHOT.ended))
+    choice = settled(moved, choice)
+    assert (choice.selected, choice.place, reversed_rows(moved, choice)) == ("gone-1", 2, ["gone-1"])
+    choice = settled(moved, replace(choice, requests="newest"))
+    assert (choice.selected, choice.place, reversed_rows(moved, choice)) == ("gone-1", 0, ["gone-1"])
+
+
+def test_the_row_of_a_selected_request_that_is_gone_is_selected() -> None:
+    choice = settled(SNAPSHOT, Choice(), 1)
+    without = replace(SNAPSHOT, ended=tuple(each for each in SNAPSHOT.ended if each.request_id != "gone-1"))
+    choice = settled(without, choice)
+    assert (choice.selected, choice.place) == ("chat-1", 1)
+    nothing = replace(SNAPSHOT, ended=())
+    assert settled(nothing, choice, 1) == choice
+    one = replace(SNAPSHOT, ended=SNAPSHOT.ended[:1])
+    assert (settled(one, replace(choice, selected="", place=3)).selected, reversed_rows(one, settled(one, choice))) == (
+        "chat-1",
+        ["chat-1"],
+    )
+
+
+def test_the_selected_row_is_on_the_screen_and_none_is_selected_without_keys() -> None:
+    many = replace(
+        SNAPSHOT, ended=tuple(replace(SNAPSHOT.ended[0], request_id=f"r{number:03}") for number in range(100))
+    )
+    for height in (12, 24):
+        for steps in (0, 5, 57, 1000):
+            choice = settled(many, Choice(), steps)
+            assert reversed_rows(many, choice, height) == [f"r{min(steps, 99):03}"]
+    assert reversed_rows(many, Choice(place=-1)) == []
 
 
 def test_nothing_has_ended_yet() -> None:
