@@ -28,6 +28,7 @@ from common.settings.options import (
     ModelImpl,
     Port,
     Quantization,
+    Seconds,
     ServiceSettings,
     Settings,
     Speculative,
@@ -194,6 +195,9 @@ class GpuWorkerSettings(EngineSettings, ServiceSettings):
     worker_id: WorkerId | None = Field(None, description="name of this worker; unset: host name and port")
     manager: Annotated[Addresses, Field(min_length=1)] = Field(
         ("127.0.0.1:50052",), description="HOST:PORT of the KV manager, or of each manager of a group, with commas"
+    )
+    manager_patience: Seconds = Field(
+        60.0, description="seconds for which a worker that has lost its KV manager is ready; the same on routers"
     )
     model: str = Field(..., description="folder of the checkpoint, or a hub name where there is a network")
     revision: str | None = Field(None, description="branch, tag or commit of a model on the hub; unset: main")

@@ -35,6 +35,7 @@ from common.settings.config import load_or_exit
 from common.telemetry.provider import setup as setup_telemetry
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.core.lease_agent import LeaseAgent
+from gpuworker.core.manager_absence import ManagerAbsence
 from gpuworker.core.watchdog import waits_for_a_step
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.lease_client import LeaseClient
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 
 SERVICE = "quire.gpuworker.v1.GpuWorkerService"
 _POLL_SECONDS = 0.02
+_LOOK_SECONDS = 0.1
 _LAST_REPLIES_S = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -88,6 +90,8 @@ class Worker:
         self._metrics = MetricsServer(self._registry, lambda: not self._why_not_healthy(), self._why_not_healthy)
         self._supervisor = Supervisor(self._server.health.failing)
         self._watchdog = Watchdog(settings.stall_timeout, self._work, self._server.health.stalled, self._registry)
+        self._absence = ManagerAbsence(settings.manager_patience)
+        self._no_manager = self._absence.why_not_ready(False, time.monotonic())
         self._engine: Engine | None = None
         self._client: LeaseClient | None = None
         self._stop = asyncio.Event()
@@ -107,7 +111,7 @@ class Worker:
             return "a part of the worker has failed and begins anew; its log has the details"
         if self._engine is None:
             return "the worker is loading its model"
-        return self._watchdog.reason if self._attached() else "the worker has no KV manager"
+        return self._no_manager or self._watchdog.reason
 
     def _work(self) -> dict[str, Work]:
         return {} if self._engine is None else {"": work_of(self._engine.load())}
@@ -143,7 +147,8 @@ class Worker:
         await self._serve(plane, port)
         await self._until_attached()
         if not self._stop.is_set():
-            await self._server.ready()
+            await self._look_for_manager()
+            self._supervisor.run("readiness", self._follow_manager)
             self._servicer.beat()  # for routers that connected during the attach
             took = time.monotonic() - began
             print(f"READY {self._address} {plane.facts.device_words}, loaded in {took:.1f} s", flush=True)  # noqa: T201
@@ -207,6 +212,22 @@ class Worker:
     async def _until_attached(self) -> None:
         while not self._attached() and not self._stop.is_set():  # noqa: ASYNC110 - it changes on the engine's thread
             await asyncio.sleep(_POLL_SECONDS)
+
+    async def _follow_manager(self) -> None:
+        """Let health say whether the worker is ready for new requests."""
+        while True:
+            await self._look_for_manager()
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _look_for_manager(self) -> None:
+        before, self._no_manager = self._no_manager, self._absence.why_not_ready(self._attached(), time.monotonic())
+        if before == self._no_manager:
+            return
+        if self._no_manager:
+            log.error("not ready: %s", self._no_manager)
+            await self._server.health.not_ready()
+        else:
+            await self._server.ready()
 
     def _running(self) -> bool:
         """Whether any work remains that a drain must wait for."""

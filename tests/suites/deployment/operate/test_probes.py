@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from asyncio.subprocess import PIPE, STDOUT
+import urllib.error
+import urllib.request
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -12,8 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cli.demo_model import CHECKPOINT
 from cli.suite.stack import free_ports
+from common.process import die_with_parent
 from common.process.python import module_command
 from common.rpc.health import LIVE
+from tests.support.kvmanager.manager_child import manager_process
 from tests.support.suite import Suite
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -50,3 +57,68 @@ async def test_a_worker_that_waits_for_its_manager_is_alive_and_not_ready() -> N
     finally:
         worker.kill()
         await worker.wait()
+
+
+@asynccontextmanager
+async def running_worker(manager: int, patience: str) -> AsyncIterator[tuple[str, int]]:
+    """Run a simulated worker until the end of the block; yield its address and the port of /health."""
+    port, metrics = free_ports(2)
+    flags = ("--port", str(port), "--metrics-port", str(metrics), "--manager", f"127.0.0.1:{manager}")
+    flags += ("--kv-blocks", "16", "--advertise", f"127.0.0.1:{port}", "--manager-patience", patience)
+    command = module_command("gpuworker.main", "--model", str(CHECKPOINT), "--simulate", "base=1ms", *flags)
+    argv, environ = die_with_parent.command(command), os.environ | {"OMP_NUM_THREADS": "1"}
+    worker = await asyncio.create_subprocess_exec(*argv, stdout=DEVNULL, stderr=DEVNULL, env=environ)
+    try:
+        yield f"127.0.0.1:{port}", metrics
+    finally:
+        worker.kill()
+        await worker.wait()
+
+
+def page(port: int, path: str) -> tuple[int, str]:
+    """Return status and body of a page at the port for probes."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60.0) as found:
+            return found.status, found.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+async def is_attached(metrics: int) -> bool:
+    return "quire:manager_attached 0.0" not in (await asyncio.to_thread(page, metrics, "/metrics"))[1]
+
+
+async def until_health_is(address: str, wanted: int) -> None:
+    async with asyncio.timeout(120.0), grpc.aio.insecure_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest()
+        async for response in health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True):
+            if response.status == wanted:
+                return
+
+
+async def test_a_worker_whose_manager_stays_away_is_not_ready_until_one_is_back(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    async with running_worker(port, "1") as (address, metrics):
+        async with manager_process(tmp_path, port=port) as manager:
+            await until_health_is(address, SERVING)
+            await manager.stopped()
+            await until_health_is(address, NOT_SERVING)
+        assert await answer(address, LIVE) == SERVING
+        status, body = await asyncio.to_thread(page, metrics, "/health")
+        assert (status, "had no KV manager for 1 s (--manager-patience)" in body) == (503, True)
+        async with manager_process(tmp_path, port=port):
+            await until_health_is(address, SERVING)
+            assert (await asyncio.to_thread(page, metrics, "/health"))[0] == 200
+
+
+async def test_a_worker_is_ready_while_its_manager_is_away_for_less_than_the_patience(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    async with running_worker(port, "3600") as (address, metrics):
+        async with manager_process(tmp_path, port=port) as manager:
+            await until_health_is(address, SERVING)
+            await manager.stopped()
+            async with asyncio.timeout(120.0):
+                while await is_attached(metrics):  # noqa: ASYNC110 - another process
+                    await asyncio.sleep(0.05)
+        assert await answer(address, "") == SERVING
+        assert (await asyncio.to_thread(page, metrics, "/health"))[0] == 200
