@@ -46,17 +46,18 @@ class Manifests:
         return found
 
     def pods(self) -> dict[str, Manifest]:
-        """Return the pod template of each deployment."""
-        return {each["metadata"]["name"]: each["spec"]["template"] for each in self.of("Deployment")}
+        """Return the pod template of each deployment and stateful set."""
+        owners = [*self.of("Deployment"), *self.of("StatefulSet")]
+        return {each["metadata"]["name"]: each["spec"]["template"] for each in owners}
 
     def containers(self) -> Iterator[tuple[str, Manifest, Manifest]]:
-        """Yield name, pod specification and container of each deployment; each has one."""
+        """Yield name, pod specification and container of each deployment and stateful set; each has one."""
         for name, pod in self.pods().items():
             (container,) = pod["spec"]["containers"]
             yield name, pod["spec"], container
 
     def environment(self, name: str) -> dict[str, str]:
-        """Return the variables that a deployment's container gets, its pod's fields filled in."""
+        """Return the variables that the container of these pods gets, its pod's fields filled in."""
         (container,) = self.pods()[name]["spec"]["containers"]
         variables: dict[str, str] = {}
         for source in container.get("envFrom", []):
@@ -82,6 +83,15 @@ def _filled(value: str, variables: Mapping[str, str]) -> str:
 def variant(name: str) -> Manifests:
     """Return a variant, built once."""
     return Manifests(built(K8S / name))
+
+
+def with_components(folder: Path, *names: str) -> Manifests:
+    """Return the base with components, by a kustomization in `folder`. kubectl takes no absolute path in one."""
+    root = Path("../" * len(folder.resolve().relative_to("/").parts)) / K8S.relative_to("/")
+    components = ", ".join(f"{root}/components/{name}" for name in names)
+    text = f"resources: [{root}/base]\ncomponents: [{components}]\nnamespace: quire\n"
+    (folder / "kustomization.yaml").write_text(text)
+    return Manifests(built(folder))
 
 
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:

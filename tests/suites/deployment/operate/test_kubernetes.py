@@ -27,6 +27,7 @@ from tests.suites.deployment.operate.manifests import (
     built,
     selects,
     variant,
+    with_components,
 )
 from tests.suites.deployment.operate.network import NAMESPACE_NAME, Pod, edges
 
@@ -65,7 +66,7 @@ def test_a_build_is_always_the_same_and_all_in_one_namespace(name: str, manifest
 
 def test_every_folder_is_built_here() -> None:
     folders = {str(path.parent.relative_to(K8S)) for path in K8S.glob("**/kustomization.yaml")}
-    components = {f"components/{each}" for each in ("tracing", "cert-manager", "decision-log")}
+    components = {f"components/{each}" for each in ("tracing", "cert-manager", "decision-log", "standby")}
     assert folders == {*VARIANTS, *components}
 
 
@@ -243,13 +244,13 @@ def test_each_pod_has_the_secret_of_its_role_alone(manifests: Manifests) -> None
 
 
 def test_cert_manager_makes_a_certificate_of_each_role(tmp_path: Path) -> None:
-    made = _with_component(tmp_path, "cert-manager").of("Certificate")
+    made = with_components(tmp_path, "cert-manager").of("Certificate")
     leaves = {each["spec"]["secretName"]: each["spec"]["dnsNames"] for each in made if "dnsNames" in each["spec"]}
     assert leaves == {f"quire-{role}-tls": [dns_name(role)] for role in Role}
 
 
 def test_decision_logs_have_a_volume_with_room_for_them(tmp_path: Path) -> None:
-    manifests = _with_component(tmp_path, "decision-log")
+    manifests = with_components(tmp_path, "decision-log")
     for version in KUBERNETES:
         for each in manifests.all:
             kubernetes_validate.validate(each, version, strict=True)
@@ -265,14 +266,6 @@ def test_decision_logs_have_a_volume_with_room_for_them(tmp_path: Path) -> None:
         (limit,) = (each["emptyDir"]["sizeLimit"] for each in pod["volumes"] if each["name"] == volume)
         assert limit == "512Mi"
         assert settings.decision_log_size == 256 << 20
-
-
-def _with_component(tmp_path: Path, component: str) -> Manifests:
-    """Return the base with a component. kubectl takes no absolute path in a kustomization."""
-    root = Path("../" * len(tmp_path.resolve().relative_to("/").parts)) / K8S.relative_to("/")
-    text = f"resources: [{root}/base]\ncomponents: [{root}/components/{component}]\nnamespace: quire\n"
-    (tmp_path / "kustomization.yaml").write_text(text)
-    return Manifests(built(tmp_path))
 
 
 @each_variant
@@ -370,7 +363,7 @@ def test_dns_is_asked_over_udp_too(manifests: Manifests) -> None:
 
 
 def test_tracing_adds_one_edge_and_options_that_exist(tmp_path: Path) -> None:
-    traced = _with_component(tmp_path, "tracing")
+    traced = with_components(tmp_path, "tracing")
     sent = {(name, "prometheus", 4317) for name in SERVICES}  # represents every pod of that namespace
     assert all_edges(traced) - all_edges(variant("base")) == sent
     for name in SERVICES:
