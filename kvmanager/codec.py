@@ -7,6 +7,7 @@ from kvmanager.core.block_map import BlockMap, BlockView, SequenceUse
 from kvmanager.core.block_table import BlockTable
 from kvmanager.core.counts import PoolCounts
 from kvmanager.core.prefix_cache import PrefixMatch
+from kvmanager.ports import LeaderState
 from quire.kvmanager.v1 import kvmanager_pb2
 
 
@@ -30,7 +31,17 @@ def match_to_proto(worker_id: str, match: PrefixMatch) -> kvmanager_pb2.PrefixMa
     )
 
 
-def pool_to_proto(worker_id: str, counts: PoolCounts) -> kvmanager_pb2.Pool:
+def leader_to_proto(state: LeaderState, now: float) -> kvmanager_pb2.WatchLeaderResponse:
+    return kvmanager_pb2.WatchLeaderResponse(
+        owner=state.owner,
+        leads=state.leads,
+        term=state.term,
+        leader=state.leader,
+        state_seconds=max(0.0, now - state.since),
+    )
+
+
+def pool_to_proto(worker_id: str, counts: PoolCounts, stalled: str) -> kvmanager_pb2.Pool:
     """Return the message of a worker's pool; totals count since its session began."""
     return kvmanager_pb2.Pool(
         worker_id=worker_id,
@@ -50,6 +61,7 @@ def pool_to_proto(worker_id: str, counts: PoolCounts) -> kvmanager_pb2.Pool:
         misses_by_reason=counts.totals.misses_by_reason,
         retained=counts.retained,
         retained_evictions=counts.totals.retained_evictions,
+        stalled=stalled,
     )
 
 

@@ -9,7 +9,9 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, fields
+from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -101,7 +103,7 @@ class ManagerProcess:
     ) -> tuple[Leading, GroupMember | None]:
         settings = self.settings
         if settings.group is None or not settings.redis_url:
-            return Alone(source), None
+            return Alone(source, clock), None
         # An attempt that Redis does not answer ends before the next one is due.
         redis = open_redis(settings.redis_url, settings.group_lease / 4, settings.redis_ca)
         lease = RedisGroupLease(redis, settings.group, source)
@@ -127,7 +129,8 @@ class ManagerProcess:
         spans = server_spans(self._telemetry.tracer, untraced=(servicer.SESSION_METHOD,))
         services, identity = [servicer.SERVICE, decision_servicer.SERVICE], Identity.of(self.settings)
         server = RpcServer(services, [spans], tls=identity)
-        service = KvManagerServicer(self.attachments, figures.observe_report, _session_limits(self.settings))
+        limits, stalled = _session_limits(self.settings), lambda worker: self.watchdog.reasons.get(worker, "")
+        service = KvManagerServicer(self.attachments, figures.observe_report, limits, stalled)
         kvmanager_pb2_grpc.add_KvManagerServiceServicer_to_server(service, server.server)
         decision_pb2_grpc.add_DecisionServiceServicer_to_server(DecisionServicer(self.ring), server.server)
         return server
@@ -138,6 +141,8 @@ class ManagerProcess:
             return "the manager is shutting down"
         if self.supervisor.failing:
             return "a part of the manager has failed and begins anew; its log has the details"
+        if self.member is not None and not self.member.settled:
+            return "the manager knows of no leader of its group yet; it has to reach Redis"
         return ""
 
     def _work(self) -> dict[str, Work]:
@@ -146,7 +151,13 @@ class ManagerProcess:
 
     async def _show(self, failing: tuple[str, ...]) -> None:
         """Let health say whether all background tasks run."""
-        await (self.server.health.not_ready() if failing else self.server.health.ready())
+        await self.server.health.failing(failing)
+
+    async def _ready_while_settled(self, member: GroupMember) -> None:
+        """Let health say whether this manager leads its group or stands by."""
+        async with aclosing(member.states()) as states:
+            async for state in states:
+                await (self.server.health.ready() if state.settled else self.server.health.not_ready())
 
     async def start(self) -> str:
         """Listen and serve; return one line about it. Raises InvalidConfig when a port is taken."""
@@ -158,7 +169,9 @@ class ManagerProcess:
         if self.member is not None:
             # In the member's task: Redis's name may be unknown for long, and a signal has to end the process meanwhile.
             self.member.start(self.supervisor, lambda: self._announced(port))
-        await self.server.ready()
+            self.supervisor.run("readiness", partial(self._ready_while_settled, self.member))
+        else:
+            await self.server.ready()
         if self._log is not None:
             self._log.start(self.ring)
         index = _without_secrets(settings.redis_url) if settings.redis_url else "none (no Redis)"

@@ -77,13 +77,20 @@ class IndexStore(Protocol):
 class LeaderState:
     """Who leads, as one manager knows it. `owner` names that manager's process; `leader` is HOST:PORT ("": unknown).
 
-    `term` is that of the leader; 0 where it is unknown, or where there is no group.
+    `term` is that of the leader; 0 where it is unknown, or where there is no group. `since` is when this manager began
+    to lead, or to stand by, in seconds of its monotonic clock.
     """
 
     owner: str
     leads: bool = False
     term: int = 0
     leader: str = ""
+    since: float = 0.0
+
+    @property
+    def settled(self) -> bool:
+        """Whether this manager leads, or stands by a leader that it knows."""
+        return self.leads or bool(self.leader)
 
 
 class GroupLease(Protocol):

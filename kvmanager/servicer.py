@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import asdict
@@ -19,7 +20,7 @@ from common.rpc.interceptor import send
 from common.rpc.roles import peer_of
 from common.types import BlockHash, BlockId, SequenceId
 from common.wire.packing import unpack_hashes
-from kvmanager.codec import block_to_proto, map_to_proto, match_to_proto, pool_to_proto, table_to_proto
+from kvmanager.codec import block_to_proto, leader_to_proto, map_to_proto, match_to_proto, pool_to_proto, table_to_proto
 from kvmanager.core.block_table import BlockTable
 from kvmanager.core.ledger import Ledger
 from kvmanager.sessions.attachments import Attachments
@@ -39,12 +40,16 @@ _ID_BITS: Final = 63
 
 
 class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
-    """`observe` receives the seconds that each report took."""
+    """`observe` receives the seconds that each report took; `stalled` says what stands still in a worker's ledger."""
 
     def __init__(
-        self, attachments: Attachments, observe: Callable[[float], None], limits: SessionLimits = DEFAULT_LIMITS
+        self,
+        attachments: Attachments,
+        observe: Callable[[float], None],
+        limits: SessionLimits = DEFAULT_LIMITS,
+        stalled: Callable[[str], str] = lambda worker_id: "",
     ) -> None:
-        self._attachments, self._observe, self._limits = attachments, observe, limits
+        self._attachments, self._observe, self._limits, self._stalled = attachments, observe, limits, stalled
         self._watchers = WatcherLimit(MAX_LEADER_WATCHERS, "leader")
 
     # A coroutine that writes, not a generator: gRPC leaves a generator whose RPC is cancelled to the garbage collector.
@@ -65,7 +70,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         with self._watchers:
             async with aclosing(self._attachments.leading.states()) as states:
                 async for state in states:
-                    yield kvmanager_pb2.WatchLeaderResponse(**asdict(state))
+                    yield leader_to_proto(state, time.monotonic())
 
     async def Lookup(self, request: kvmanager_pb2.LookupRequest, context: _Context) -> kvmanager_pb2.LookupResponse:
         """Return the cached prefix of a prompt on each worker. It changes nothing, not even the order of eviction."""
@@ -95,7 +100,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         """Return what the blocks of each worker are used for."""
         await self._attachments.leading.confirmed()
         ledgers = self._attachments.ledgers(request.worker_id)
-        pools = [pool_to_proto(worker_id, ledger.pool()) for worker_id, ledger in ledgers]
+        pools = [pool_to_proto(worker_id, ledger.pool(), self._stalled(worker_id)) for worker_id, ledger in ledgers]
         return kvmanager_pb2.GetPoolResponse(epoch=self._attachments.index.epoch, pools=pools)
 
     async def GetBlockMap(

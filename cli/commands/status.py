@@ -1,4 +1,4 @@
-"""`quire status`: the router's queue, and the pool, load and measured rates of each worker."""
+"""`quire status`: the router's queue, which KV manager leads, and pool, load and measured rates of each worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import asdict
 from rich.console import Console
 
 from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command
-from cli.views.status import StatusView
+from cli.pools import pools_of, stalled
+from cli.views.status import Ledgers, StatusView
 from quire.client import Model, Status
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
@@ -26,9 +27,11 @@ def main(argv: Sequence[str]) -> int:
             stub = rpc.InferenceServiceStub(channel)
             model = Model.from_proto(await stub.GetModel(pb.GetModelRequest(), timeout=5.0))
             status = Status.from_proto(await stub.GetStatus(pb.GetStatusRequest(), timeout=5.0))
+            pools, manager_problem = await pools_of(channel)
+        ledgers = Ledgers(stalled(pools), manager_problem)
         if args.json:
-            print_json({"model": asdict(model), **asdict(status)})
+            print_json({"model": asdict(model), **asdict(status), "ledgers": asdict(ledgers)})
         else:
-            console.print(StatusView(model, status))
+            console.print(StatusView(model, status, ledgers))
 
     return run_command(body)

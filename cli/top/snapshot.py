@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import grpc
 
+from cli.pools import pools_of, stalled
 from cli.why.pages import Lister
 from common.types import DecisionKind
 from common.wire.decision_codec import decision_from_proto
-from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
-from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
+from quire.kvmanager.v1 import kvmanager_pb2
 from router.core.diagnosis.outcome import Outcome, outcome_of
 
 # Seconds of ended requests that the figures are about.
@@ -63,24 +64,15 @@ async def taken(channel: grpc.aio.Channel) -> Snapshot:
     stub, now_ns = rpc.InferenceServiceStub(channel), time.time_ns()
     status = await stub.GetStatus(pb.GetStatusRequest(), timeout=_PATIENCE_S)
     loads = await stub.GetLoads(pb.GetLoadsRequest(), timeout=_PATIENCE_S)
-    pools, failure = await _pools(channel)
+    pools, failure = await pools_of(channel)
     since = now_ns - int(WINDOW_S * 1e9)
     asked = decision_pb2.ListDecisionsRequest(kind=DecisionKind.OUTCOME, since_unix_nano=since)
     found = await Lister(channel).newest(asked, from_manager=False)
     ended = tuple(Ended(each.request_id, outcome_of(decision_from_proto(each))) for each in found.records)
     rows = tuple(_row(each, pools.get(each.worker_id)) for each in loads.workers)
     clock = time.strftime("%H:%M:%S", time.localtime(now_ns // 1_000_000_000))
-    troubles = tuple(_troubles(status, failure, found.silent_routers))
+    troubles = tuple(_troubles(status, failure, stalled(pools), found.silent_routers))
     return Snapshot(clock, status.version, status.queued_requests, status.running_requests, rows, ended, troubles)
-
-
-async def _pools(channel: grpc.aio.Channel) -> tuple[dict[str, kvmanager_pb2.Pool], str]:
-    stub = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
-    try:
-        answer = await stub.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=_PATIENCE_S)
-    except grpc.aio.AioRpcError as error:
-        return {}, str(error_from_rpc(error)).partition("\n")[0]
-    return {each.worker_id: each for each in answer.pools}, ""
 
 
 def _row(load: pb.WorkerLoad, pool: kvmanager_pb2.Pool | None) -> WorkerRow:
@@ -98,8 +90,10 @@ def _row(load: pb.WorkerLoad, pool: kvmanager_pb2.Pool | None) -> WorkerRow:
     )
 
 
-def _troubles(status: pb.GetStatusResponse, failure: str, silent: int) -> list[str]:
+def _troubles(status: pb.GetStatusResponse, failure: str, stalls: Mapping[str, str], silent: int) -> list[str]:
     found = [f"the KV manager: {failure}"] if failure else []
+    found += [f"the ledger of {worker} stands still: {why}" for worker, why in stalls.items()]
+    found += [f"KV manager {each.address} cannot be reached" for each in status.managers if not each.reachable]
     if not status.redis_connected:
         found.append("Redis is not connected: the router goes by load and its own memory")
     if status.draining:

@@ -7,7 +7,8 @@ worker-0  connected        2        0    2048  1980       5432   4.2 ms
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -21,11 +22,20 @@ from quire.client import Manager, Model, Status, Worker
 
 _LEAST_ID: Final = 8
 _ENDLESS: Final = 10_000  # columns
+_UNITS: Final = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Ledgers:
+    """What the KV manager says: what stands still in the ledger of a worker, or why it says nothing."""
+
+    stalled: Mapping[str, str] = field(default_factory=dict)
+    problem: str = ""
 
 
 class StatusView:
-    def __init__(self, model: Model, status: Status) -> None:
-        self._model, self._status = model, status
+    def __init__(self, model: Model, status: Status, ledgers: Ledgers) -> None:
+        self._model, self._status, self._ledgers = model, status, ledgers
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         status = self._status
@@ -34,6 +44,10 @@ class StatusView:
             yield Text(f"Workers in Redis that are passed over: {status.discovery_problem}")
         for manager in status.managers:
             yield Text(f"KV manager {manager.address} {_role(manager)}")
+        if self._ledgers.problem:
+            yield Text(f"The KV manager: {self._ledgers.problem}")
+        for worker, why in self._ledgers.stalled.items():
+            yield Text(f"The ledger of {worker} stands still: {why}")
         wide = wide_table(status)
         endless = options.update(width=_ENDLESS)
         if Measurement.get(console, endless, wide).maximum <= options.max_width:
@@ -93,9 +107,16 @@ def _placed(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
 
 
 def _role(manager: Manager) -> str:
+    since = _age(manager.state_seconds)
     if not manager.reachable:
-        return "cannot be reached"
-    return f"leads (term {manager.term})" if manager.leads else "stands by"
+        return f"has not been reached for {since}"
+    return f"has led for {since} (term {manager.term})" if manager.leads else f"has stood by for {since}"
+
+
+def _age(seconds: float) -> str:
+    """Return seconds in the largest unit of which there are two: 119 s, 2 min, 47 h, 2 d."""
+    unit, size = next((each for each in _UNITS if seconds >= 2 * each[1]), ("s", 1.0))
+    return f"{seconds // size:.0f} {unit}"
 
 
 def _manager(worker: Worker) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,12 +23,16 @@ _BACKOFF: Final = Backoff(first=0.1, longest=2.0, jitter=0.5)  # seconds between
 
 @dataclass(frozen=True, slots=True)
 class ManagerState:
-    """What a manager says of itself: whether it leads, and in which term. None of it where it is not `reachable`."""
+    """What a manager says of itself: whether it leads, and in which term. None of it where it is not `reachable`.
+
+    `since` is when it began to lead or to stand by, or when this process lost it, in seconds of the monotonic clock.
+    """
 
     address: str
     reachable: bool = False
     leads: bool = False
     term: int = 0
+    since: float = 0.0
 
 
 class LeaderWatch:
@@ -39,7 +44,8 @@ class LeaderWatch:
 
     def __init__(self, addresses: Sequence[str], dial: Dial, on_change: Callable[[], None] = lambda: None) -> None:
         self._addresses, self._dial, self._on_change = addresses, dial, on_change
-        self._states = {address: ManagerState(address) for address in self._addresses}
+        now = time.monotonic()
+        self._states = {address: ManagerState(address, since=now) for address in self._addresses}
         self._tasks: list[asyncio.Task[None]] = []
         self.leader: str | None = None
 
@@ -64,8 +70,10 @@ class LeaderWatch:
                     stub = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
                     async for response in stub.WatchLeader(kvmanager_pb2.WatchLeaderRequest()):
                         failures = 0
-                        self._note(ManagerState(address, True, response.leads, response.term))
-            self._note(ManagerState(address))
+                        since = time.monotonic() - response.state_seconds
+                        self._note(ManagerState(address, True, response.leads, response.term, since))
+            if self._states[address].reachable:
+                self._note(ManagerState(address, since=time.monotonic()))
             await asyncio.sleep(_BACKOFF.pause(max(1, failures), random.random()))
 
     def _note(self, state: ManagerState) -> None:

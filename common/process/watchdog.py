@@ -65,7 +65,7 @@ class StallClock:
 
 
 class Watchdog:
-    """Looks at the work of one service; `reason` is what it reported last."""
+    """Looks at the work of one service. `reasons` has why each part stands still, `reason` all of that in one line."""
 
     def __init__(
         self,
@@ -85,6 +85,7 @@ class Watchdog:
         )
         self._stalled = Gauge("quire:stalled", "1 while work waits and nothing goes on.", registry=registry)
         self.reason = ""
+        self.reasons: Mapping[str, str] = {}
 
     async def run(self) -> None:
         """Look until this task is cancelled."""
@@ -102,8 +103,9 @@ class Watchdog:
         """Look once, and report what has changed."""
         works = self._look()
         self._clocks = {name: self._clocks.get(name) or StallClock(self._bound) for name in works}
-        reasons = {name: self._clocks[name].look(work, now) for name, work in works.items()}
-        reason = "; ".join(f"{name}: {why}" if name else why for name, why in reasons.items() if why)
+        looked = {name: self._clocks[name].look(work, now) for name, work in works.items()}
+        self.reasons = {name: why for name, why in looked.items() if why}
+        reason = "; ".join(f"{name}: {why}" if name else why for name, why in self.reasons.items())
         if reason == self.reason:
             return
         before, self.reason = self.reason, reason

@@ -52,13 +52,18 @@ class GroupMember:
         self._wake, self._turn = asyncio.Event(), asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
         self._watched: Lease | None = None
-        self._state = LeaderState(leadership.owner)
+        self._state = LeaderState(leadership.owner, since=clock.monotonic())
 
     # ------------------------------------------------------------ questions
 
     @property
     def term(self) -> int:
         return self._core.term
+
+    @property
+    def settled(self) -> bool:
+        """Whether this manager leads, or stands by a leader that it knows."""
+        return self._state.settled
 
     def leads(self) -> bool:
         """Return whether this manager may grant blocks now."""
@@ -217,7 +222,8 @@ class GroupMember:
         serving = self._serving and self._core.term > 0
         address = self.address if serving else leader.address if leader is not None else ""
         term = self._core.term if serving else leader.term if leader is not None else 0
-        state = LeaderState(self._core.owner, serving, term, address)
+        since = self._state.since if serving == self._state.leads else self._clock.monotonic()
+        state = LeaderState(self._core.owner, serving, term, address, since)
         if state != self._state:
             self._state = state
             self._announce()
@@ -241,8 +247,8 @@ class Alone:
     takeovers = 0
     term = 0
 
-    def __init__(self, owner: str) -> None:
-        self._owner, self.address = owner, ""
+    def __init__(self, owner: str, clock: Clock) -> None:
+        self._owner, self._since, self.address = owner, clock.monotonic(), ""
 
     def leads(self) -> bool:
         return True
@@ -255,5 +261,5 @@ class Alone:
 
     async def states(self) -> AsyncGenerator[LeaderState, None]:
         """Yield that this manager leads; there is no change."""
-        yield LeaderState(self._owner, leads=True, leader=self.address)
+        yield LeaderState(self._owner, leads=True, leader=self.address, since=self._since)
         await asyncio.Event().wait()

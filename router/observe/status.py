@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from common.clock import Clock
 from common.errors import NotFound
@@ -42,9 +42,18 @@ class RouterStatus:
             redis_connected=self._redis_connected(),
             discovery_problem=self.discovery_problem(),
             draining=self._draining(),
-            managers=[pb.ManagerStatus(**asdict(each)) for each in self.managers()],
+            managers=[self._manager(each) for each in self.managers()],
             workers=[self._worker(member) for member in self._pool.members()],
             version=quire_version(),
+        )
+
+    def _manager(self, state: ManagerState) -> pb.ManagerStatus:
+        return pb.ManagerStatus(
+            address=state.address,
+            reachable=state.reachable,
+            leads=state.leads,
+            term=state.term,
+            state_seconds=max(0.0, self._clock.monotonic() - state.since),
         )
 
     def loads(self, worker_id: str = "") -> pb.GetLoadsResponse:

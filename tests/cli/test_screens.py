@@ -24,6 +24,8 @@ from quire.decision.v1 import decision_pb2 as decisions
 from quire.decision.v1 import decision_pb2_grpc as decisions_rpc
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
+from quire.kvmanager.v1 import kvmanager_pb2 as manager_pb
+from quire.kvmanager.v1 import kvmanager_pb2_grpc as manager_rpc
 from quire.types.v1 import types_pb2 as types
 from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
 from tests.support.fake_router import RouterDouble
@@ -44,6 +46,13 @@ WORKERS = [
         reason="model_fingerprint is 0f3a, expected 77b1",
     ),
 ]  # fmt: skip
+
+
+MANAGERS = [
+    pb.ManagerStatus(address="10.244.1.5:50052", state_seconds=119.9),
+    pb.ManagerStatus(address="10.244.1.6:50052", reachable=True, leads=True, term=4, state_seconds=7200.0),
+    pb.ManagerStatus(address="10.244.1.7:50052", reachable=True, term=4, state_seconds=200_000.0),
+]
 
 
 def at(milliseconds: float) -> int:
@@ -159,8 +168,16 @@ class Router(RouterDouble):
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         return pb.GetStatusResponse(
-            version="0.1.0", redis_connected=True, queued_requests=2, running_requests=13, workers=WORKERS
-        )
+            version="0.1.0", redis_connected=True, queued_requests=2, running_requests=13, workers=WORKERS,
+            managers=MANAGERS,
+        )  # fmt: skip
+
+
+class Manager(manager_rpc.KvManagerServiceServicer):
+    async def GetPool(self, request: manager_pb.GetPoolRequest, context: Context) -> manager_pb.GetPoolResponse:
+        why = "3 sequences wait, none runs, 64 of 2048 blocks are free and none was granted, for more than 30 s"
+        pools = [manager_pb.Pool(worker_id="worker-0"), manager_pb.Pool(worker_id="worker-1", stalled=why)]
+        return manager_pb.GetPoolResponse(pools=pools)
 
 
 class Traces(decisions_rpc.DecisionServiceServicer):
@@ -197,6 +214,7 @@ async def admin() -> AsyncIterator[str]:
     server = grpc.aio.server()
     rpc.add_InferenceServiceServicer_to_server(Router(), server)
     decisions_rpc.add_DecisionServiceServicer_to_server(Traces(), server)
+    manager_rpc.add_KvManagerServiceServicer_to_server(Manager(), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield f"127.0.0.1:{port}"

@@ -154,12 +154,16 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Manager:
-    """One KV manager of a group; `term` rises with each one that takes the lead."""
+    """One KV manager of a group; `term` rises with each one that takes the lead.
+
+    `state_seconds` is for how long it has led, stood by or been out of reach.
+    """
 
     address: str
     reachable: bool
     leads: bool
     term: int
+    state_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,10 @@ def outcome(name: str, seconds: float) -> Decision:
 
 class Router(rpc.InferenceServiceServicer):
     async def GetStatus(self, request: pb.GetStatusRequest, context: object) -> pb.GetStatusResponse:
-        return pb.GetStatusResponse(version="0.9.0", redis_connected=True, queued_requests=3, running_requests=2)
+        lost = pb.ManagerStatus(address="10.0.0.9:50052")
+        return pb.GetStatusResponse(
+            version="0.9.0", redis_connected=True, queued_requests=3, running_requests=2, managers=[lost]
+        )
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: object) -> pb.GetLoadsResponse:
         workers = [
@@ -48,7 +51,8 @@ class Router(rpc.InferenceServiceServicer):
 class Manager(kvmanager_pb2_grpc.KvManagerServiceServicer):
     async def GetPool(self, request: kvmanager_pb2.GetPoolRequest, context: object) -> kvmanager_pb2.GetPoolResponse:
         pool = kvmanager_pb2.Pool(worker_id="worker-0", num_blocks=64, in_use=41, leased=7, cached=13, free=3)
-        return kvmanager_pb2.GetPoolResponse(pools=[pool])
+        stalled = kvmanager_pb2.Pool(worker_id="worker-2", stalled="nothing was granted")
+        return kvmanager_pb2.GetPoolResponse(pools=[pool, stalled])
 
 
 class Decisions(decisions_rpc.DecisionServiceServicer):
@@ -114,3 +118,8 @@ async def test_one_screen_and_json_for_programs(command: list[str]) -> None:
     first, second = json.loads(whole)["workers"]
     assert (first["in_use"], first["runway"], first["cached"], first["free"]) == (41, 7, 13, 3)
     assert second["in_use"] is None
+    troubles = json.loads(whole)["troubles"]
+    assert troubles == [
+        "the ledger of worker-2 stands still: nothing was granted",
+        "KV manager 10.0.0.9:50052 cannot be reached",
+    ]

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from cli.suite.programs import metrics_addresses
 from cli.suite.stack import StackOptions
-from cli.views.status import StatusView
+from cli.views.status import Ledgers, StatusView
 from quire.client import AsyncClient, Client, InvalidRequest, Model, Status
 from quire.decision.v1 import decision_pb2
 from quire.inference.v1 import inference_pb2 as pb
@@ -192,7 +192,7 @@ async def test_cards_and_status_say_that_the_pool_embeds(embedders: Suite, http:
     assert card["pooling"] == "mean, normalised"
     console = Console(file=io.StringIO(), width=200)
     status = await embedders.status()
-    console.print(StatusView(Model.from_proto(model), Status.from_proto(status)))
+    console.print(StatusView(Model.from_proto(model), Status.from_proto(status), Ledgers()))
     printed = console.file
     assert isinstance(printed, io.StringIO)
     assert "embeds (mean, normalised)" in printed.getvalue()

@@ -1120,6 +1120,7 @@ class ManagerStatus(_message.Message):
     REACHABLE_FIELD_NUMBER: _builtins.int
     LEADS_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
+    STATE_SECONDS_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """HOST:PORT."""
     reachable: _builtins.bool
@@ -1127,6 +1128,8 @@ class ManagerStatus(_message.Message):
     """One manager of a group leads, the others stand by."""
     term: _builtins.int
     """Rises with each manager that takes the lead."""
+    state_seconds: _builtins.float
+    """Seconds since it began to lead or to stand by; of one that is not reachable, since the router noticed."""
     def __init__(
         self,
         *,
@@ -1134,10 +1137,11 @@ class ManagerStatus(_message.Message):
         reachable: _builtins.bool = ...,
         leads: _builtins.bool = ...,
         term: _builtins.int = ...,
+        state_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "leads", b"leads", "reachable", b"reachable", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "leads", b"leads", "reachable", b"reachable", "state_seconds", b"state_seconds", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

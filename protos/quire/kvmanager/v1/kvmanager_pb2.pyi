@@ -194,6 +194,7 @@ class WatchLeaderResponse(_message.Message):
     LEADS_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     LEADER_FIELD_NUMBER: _builtins.int
+    STATE_SECONDS_FIELD_NUMBER: _builtins.int
     owner: _builtins.str
     """Names the process that answers; new at each start."""
     leads: _builtins.bool
@@ -202,6 +203,8 @@ class WatchLeaderResponse(_message.Message):
     """Rises with each manager that takes the lead; 0: unknown, or there is no group."""
     leader: _builtins.str
     """HOST:PORT of the leader; empty: unknown, or there is no group."""
+    state_seconds: _builtins.float
+    """Seconds since the process that answers began to lead, or to stand by."""
     def __init__(
         self,
         *,
@@ -209,10 +212,11 @@ class WatchLeaderResponse(_message.Message):
         leads: _builtins.bool = ...,
         term: _builtins.int = ...,
         leader: _builtins.str = ...,
+        state_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader", b"leader", "leads", b"leads", "owner", b"owner", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader", b"leader", "leads", b"leads", "owner", b"owner", "state_seconds", b"state_seconds", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -969,6 +973,7 @@ class Pool(_message.Message):
     MISSES_BY_REASON_FIELD_NUMBER: _builtins.int
     RETAINED_FIELD_NUMBER: _builtins.int
     RETAINED_EVICTIONS_FIELD_NUMBER: _builtins.int
+    STALLED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     num_blocks: _builtins.int
     free: _builtins.int
@@ -987,6 +992,8 @@ class Pool(_message.Message):
     retained: _builtins.int
     """Those of the cached blocks that a request retains, and those that were evicted nevertheless."""
     retained_evictions: _builtins.int
+    stalled: _builtins.str
+    """What stands still in this ledger, and for how long at least; empty if nothing does."""
     @_builtins.property
     def misses_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     def __init__(
@@ -1009,10 +1016,11 @@ class Pool(_message.Message):
         misses_by_reason: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         retained: _builtins.int = ...,
         retained_evictions: _builtins.int = ...,
+        stalled: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "evictions", b"evictions", "free", b"free", "in_use", b"in_use", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "pinned", b"pinned", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "retained", b"retained", "retained_evictions", b"retained_evictions", "running", b"running", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "evictions", b"evictions", "free", b"free", "in_use", b"in_use", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "pinned", b"pinned", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "retained", b"retained", "retained_evictions", b"retained_evictions", "running", b"running", "stalled", b"stalled", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
