@@ -59,11 +59,12 @@ class Attempt:
     seize: Mark | None = None
 
 
-def granted(lease: Lease | None, counter: int | None, owner: str, attempt: Attempt, jump: int) -> int | None:
+def granted(lease: Lease | None, counter: int | None, owner: str, attempt: Attempt, clock: int) -> int | None:
     """Return the term that an owner gets from Redis; None while another one holds the lease.
 
     A leader renews even a lease that was removed, as long as nobody has taken one since. Where there is no counter
-    (Redis is new, or was wiped), the term jumps: another manager may still hold the next number.
+    (Redis is new, or was wiped), terms go on at `clock`, in seconds since 1970. Takeovers are rarer than one a second,
+    so no manager holds a term as high: not even one that the caller has never met.
     """
     if lease is not None and lease.owner == owner:
         return lease.term
@@ -74,7 +75,7 @@ def granted(lease: Lease | None, counter: int | None, owner: str, attempt: Attem
         return attempt.term
     held = lease.term if lease is not None else 0
     term = 1 + max(attempt.least, counter or 0, held)
-    return term + jump if counter is None else term
+    return max(term, clock) if counter is None else term
 
 
 class Change(Enum):
@@ -162,14 +163,16 @@ class Leadership:
 
         A leader goes on if it has led up to now. It stands by if its process stood still past the end of its lease.
         A leader tries again soon and a standby late, so that the leader is mostly the first when Redis is back. A
-        standby then watches the lease for a whole `ttl` again: the leader could not renew it either.
+        standby then watches the lease for a whole `ttl` again: the leader could not renew it either. So a standby
+        takes the lease of a lost leader one renewal and one `ttl` after Redis is back, or before that.
         """
+        pause = _RENEW_SHARE * self._ttl
         if not self.leads(now):
             change = self._stand_by(now)
-            self._due, self._since = now + self._ttl, float("inf")
+            self._due, self._since = now + pause, float("inf")
             return change
         self._ends = max(self._ends, now + (1 - _MARGIN_SHARE) * self._ttl)
-        self._due = now + self._poll
+        self._due = now + min(self._poll, pause / 4)
         return Change.NONE
 
     def resigned(self, now: float) -> Change:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import secrets
+import time
 from collections.abc import Callable
 
 from redis.asyncio import Redis
 
 from common import index_format
+from common.limits import MAX_FOREIGN_EPOCH
 from kvmanager.core.leadership import Attempt, Lease
 from kvmanager.index import scripts
-from kvmanager.index.store import EPOCH_JUMP, unavailable
+from kvmanager.index.store import unavailable
 
 
 class RedisGroupLease:
-    """The lease of one group, for one owner. `jump` draws the step where Redis counts no term."""
+    """The lease of one group, for one owner. `clock` returns seconds since 1970: terms begin there."""
 
     def __init__(
         self,
         redis: Redis,
         group: str,
         owner: str,
-        jump: Callable[[], int] = lambda: secrets.randbelow(EPOCH_JUMP),
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self._redis, self._owner, self._jump = redis, owner, jump
+        self._redis, self._owner, self._clock = redis, owner, clock
         self._renewals = 0
         self._keys = index_format.group_keys(group)
         self._hold = redis.register_script(scripts.HOLD)
@@ -33,7 +34,8 @@ class RedisGroupLease:
         """Take or renew the lease; return the own term, or the lease of another owner. Raises IndexUnavailable."""
         self._renewals += 1  # also for one that fails: Redis may have carried it out
         seize = "" if attempt.seize is None else " ".join(map(str, attempt.seize))
-        own: list[str | int] = [self._owner, attempt.term, attempt.least, seize, self._jump()]
+        begin = min(int(self._clock()), MAX_FOREIGN_EPOCH)  # others take no higher number for a term
+        own: list[str | int] = [self._owner, attempt.term, attempt.least, seize, begin]
         with unavailable():
             mine, term, *rest = await self._hold(keys=self._keys, args=[*own, address, namespace, self._renewals])
         if mine:

@@ -1,7 +1,7 @@
 -- Takes or renews the lease of a group. The rules and their reasons are `granted` in core/leadership.py.
 -- KEYS: lease, counter of terms.
 -- The lease has no TTL: a full Redis evicts keys that have one, those that end first before all others.
--- ARGV: owner, own term (0: none), highest term seen, mark of a lease to seize ("": none), a random jump,
+-- ARGV: owner, own term (0: none), highest term seen, mark of a lease to seize ("": none), where terms begin,
 --       address of the owner, namespace of its index, number of this renewal.
 -- Returns {1, term} or {0, term, renewal, owner, address, namespace} of the lease that another owner holds.
 local text = redis.pcall('GET', KEYS[1])
@@ -21,7 +21,7 @@ elseif not held and tonumber(ARGV[2]) > 0 and counter == tonumber(ARGV[2]) then
   term = counter
 else
   term = 1 + math.max(least, counter or 0, held or 0)
-  if not counter then term = term + tonumber(ARGV[5]) end
+  if not counter then term = math.max(term, tonumber(ARGV[5])) end
   redis.call('SET', KEYS[2], string.format('%.0f', term))
 end
 local lease = string.format('%.0f', term) .. ' ' .. ARGV[8] .. ' ' .. ARGV[1] .. ' ' .. ARGV[6] .. ' ' .. ARGV[7]

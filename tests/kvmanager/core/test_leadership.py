@@ -28,12 +28,14 @@ def leader(term: int = 5, at: float = 0.0) -> Leadership:
 @pytest.mark.parametrize(
     ("lease", "counter", "attempt", "term"),
     [
-        (None, None, Attempt(0, 0), 501),  # new: the term jumps
+        (None, None, Attempt(0, 0), 500),  # new: the first term is the time
         (None, 4, Attempt(0, 0), 5),
         (None, 4, Attempt(0, 9), 10),  # above what the caller has seen
         (None, 4, Attempt(4, 4), 4),  # removed, and nobody has taken it since
         (None, 5, Attempt(4, 4), 6),  # removed, and somebody has
-        (None, None, Attempt(4, 4), 505),  # wiped
+        (None, None, Attempt(4, 4), 500),  # wiped
+        (None, None, Attempt(4, 900), 901),  # wiped, and the clock is behind
+        (OTHER, None, Attempt(0, 7, seize=(7, 2)), 500),  # the counter alone was lost
         (OTHER, 7, Attempt(0, 7), None),
         (OTHER, 7, Attempt(0, 7, seize=(6, 2)), None),  # another one has taken it meanwhile
         (OTHER, 7, Attempt(0, 7, seize=(7, 1)), None),  # it was renewed meanwhile
@@ -178,7 +180,24 @@ def test_a_leader_tries_soon_after_a_failure_and_a_standby_late() -> None:
     assert core.next_attempt(1.0) == POLL
     core = new()
     core.unreachable(1.0)
-    assert core.next_attempt(1.0) == TTL
+    assert core.next_attempt(1.0) == pytest.approx(TTL / 3)
+    short = Leadership("own", 0.3, POLL)
+    short.held(0.0, 5)
+    short.unreachable(0.1)
+    assert short.next_attempt(0.1) == pytest.approx(0.025)
+
+
+def test_a_standby_takes_over_within_a_life_and_a_renewal_after_redis_is_back() -> None:
+    core, now = new(), 0.0
+    core.refused(now, OTHER)
+    for _ in range(5):  # Redis is away
+        now += core.next_attempt(now)
+        core.unreachable(now)
+    back = now  # at once after the last failure
+    while core.attempt(now).seize is None:
+        now += core.next_attempt(now)
+        core.refused(now, OTHER)
+    assert now - back <= TTL + TTL / 3 + 1e-9
 
 
 def test_who_resigned_leads_no_more() -> None:

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from common import index_format
 from common.errors import StaleEpoch
 from common.lease import highest_plausible_epoch
+from common.limits import MAX_FOREIGN_EPOCH
 from common.process.redis_client import open_redis
 from common.process.redis_users import RedisUsers
 from kvmanager.core.leadership import Attempt, Lease, granted
@@ -21,7 +22,7 @@ from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
 from kvmanager.ports import IndexUnavailable
 
 LEASE, TERM = index_format.group_keys("g")
-NAMESPACE, JUMP = "{quire:m:t:16}", 500
+NAMESPACE, CLOCK = "{quire:m:t:16}", 500
 FAR = highest_plausible_epoch(0) + 1
 
 
@@ -32,7 +33,7 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
 
 
 def lease_of(stack: AsyncExitStack, url: str, owner: str = "own") -> RedisGroupLease:
-    lease = RedisGroupLease(open_redis(url, TIMEOUT_S), "g", owner, lambda: JUMP)
+    lease = RedisGroupLease(open_redis(url, TIMEOUT_S), "g", owner, lambda: CLOCK)
     stack.push_async_callback(lease.close)
     return lease
 
@@ -55,12 +56,22 @@ async def test_redis_grants_by_the_rules_of_the_core(
         if held is not None:
             await redis_client.set(LEASE, text_of(held))
         attempt = Attempt(term, least, seize)
-        expected = granted(held, counter, "own", attempt, JUMP)
+        expected = granted(held, counter, "own", attempt, CLOCK)
         found = await lease.hold(attempt, "me:2", "ns")
         assert found == (held if expected is None else expected)
         if expected is not None:
             assert await redis_client.get(LEASE) == text_of(Lease(expected, "own", "me:2", "ns", number)).encode()
             assert await redis_client.pttl(LEASE) == -1, "a full Redis evicts keys that have a TTL"
+
+
+async def test_a_clock_that_is_far_ahead_gives_a_term_that_others_believe(
+    stack: AsyncExitStack, redis_url: str
+) -> None:
+    ahead = RedisGroupLease(open_redis(redis_url, TIMEOUT_S), "g", "ahead", lambda: 1e12)
+    stack.push_async_callback(ahead.close)
+    term = await ahead.hold(Attempt(0, 0), "a:1", "")
+    seen = await lease_of(stack, redis_url).hold(Attempt(0, 0), "b:1", "")
+    assert (term, seen) == (MAX_FOREIGN_EPOCH, Lease(MAX_FOREIGN_EPOCH, "ahead", "a:1", "", 1))
 
 
 async def test_what_no_manager_wrote_counts_as_no_lease(
@@ -142,7 +153,7 @@ async def test_the_managers_user_may_hold_and_resign(
     execute: Any = redis_client.execute_command
     await execute("ACL", "SETUSER", "lessee", *acl.split()[2:], ">secret")
     lease = lease_of(stack, redis_url.replace("redis://", "redis://lessee:secret@"))
-    assert await lease.hold(Attempt(0, 0), "me:2", "") == 1 + JUMP
+    assert await lease.hold(Attempt(0, 0), "me:2", "") == CLOCK
     await lease.resign()
     await execute("ACL", "DELUSER", "lessee")
 
