@@ -27,7 +27,7 @@ class DecisionServicer(decision_pb2_grpc.DecisionServiceServicer):
         self, request: decision_pb2.ListDecisionsRequest, context: _Context
     ) -> decision_pb2.ListDecisionsResponse:
         """Return the newest records that match, oldest first."""
-        return page_of(self._ring, request)
+        return await page_of(self._ring, request)
 
     async def WatchDecisions(
         self, request: decision_pb2.WatchDecisionsRequest, context: _Context

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Final
 
@@ -10,6 +10,7 @@ from common.decisions.query import DecisionQuery
 from common.decisions.ring import DecisionRing, Numbered, Passed
 from common.decisions.watch import watched
 from common.errors import FieldViolation, InvalidRequest
+from common.process.turns import in_steps
 from common.types import DecisionKind
 from common.wire.decision_codec import decision_to_proto
 from quire.decision.v1 import decision_pb2 as pb
@@ -31,16 +32,20 @@ def query_of(request: pb.ListDecisionsRequest | pb.WatchDecisionsRequest) -> Dec
     return DecisionQuery(request.request_id, request.kind, request.tenant, request.worker, *times)
 
 
-def page_of(ring: DecisionRing, request: pb.ListDecisionsRequest) -> pb.ListDecisionsResponse:
-    """Return the records of one process that a call asks for, and the token of those before them."""
+async def page_of(ring: DecisionRing, request: pb.ListDecisionsRequest) -> pb.ListDecisionsResponse:
+    """Return the records of one process that a call asks for, and the token of those before them.
+
+    The records are chosen at once. Their messages are made in steps, because there may be a thousand of them.
+    """
     query, bounds = query_of(request), bounds_of(request.page_token)
     before = None if bounds is None else bounds.get(ring.source, 0)
     page = ring.page(query, request.limit, before)
     token = token_of({ring.source: page.records[0][0]}) if page.more else ""
+    complete_since = ring.complete_since_ns
     return pb.ListDecisionsResponse(
-        decisions=_messages(page.records),
+        decisions=await in_steps(_message, page.records),
         next_page_token=token,
-        complete_since_unix_nano=ring.complete_since_ns,
+        complete_since_unix_nano=complete_since,
         source=ring.source,
     )
 
@@ -82,16 +87,15 @@ def gone(source: str) -> pb.WatchDecisionsResponse:
 
 def _passed_to_proto(source: str, passed: Passed) -> pb.WatchDecisionsResponse:
     return pb.WatchDecisionsResponse(
-        decisions=_messages(passed.records),
+        decisions=map(_message, passed.records),
         position=pb.Position(source=source, sequence=passed.number),
         lost=passed.lost,
         lost_because=RING_MOVED_ON if passed.lost else "",
     )
 
 
-def _messages(records: Iterable[Numbered]) -> list[pb.DecisionRecord]:
-    messages = []
-    for number, decision in records:
-        messages.append(decision_to_proto(decision))
-        messages[-1].sequence = number
-    return messages
+def _message(record: Numbered) -> pb.DecisionRecord:
+    number, decision = record
+    message = decision_to_proto(decision)
+    message.sequence = number
+    return message

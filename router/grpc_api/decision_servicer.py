@@ -119,7 +119,7 @@ class DecisionServicer(decision_pb2_grpc.DecisionServiceServicer):
         self, request: decision_pb2.ListDecisionsRequest, alone: bool = False
     ) -> decision_pb2.ListDecisionsResponse:
         """Return the records of this process alone, or of all routers on its ports."""
-        own = self._kept_of(request) if request.kept else page_of(self._ring, request)
+        own = self._kept_of(request) if request.kept else await page_of(self._ring, request)
         if alone:
             return own
         others = await self._siblings.decisions(request)

@@ -13,7 +13,8 @@ from typing import Any, Final
 from common.clock import Clock
 from common.errors import InvalidRequest, NotFound, QuireError, Unavailable
 from common.process.small_http import Reply
-from router.page.loop_share import LoopShare, in_steps
+from common.process.turns import in_steps
+from router.page.loop_share import LoopShare
 from router.page.query import Query
 
 # Several tabs and several people share an answer for so long.

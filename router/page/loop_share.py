@@ -6,7 +6,7 @@ A step is what a coroutine does between two awaits. The pause is a multiple of t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from functools import partial
 from types import coroutine
 from typing import Any, Final, NamedTuple, TypeVar
@@ -17,11 +17,7 @@ from common.clock import Clock
 IDLE: Final = 9
 # A process that was stopped during a step need not make up for it.
 MOST_PAUSE_S: Final = 1.0
-# Records that one step turns into JSON, or into text: some 50 microseconds each.
-A_STEP: Final = 8
 
-ItemT = TypeVar("ItemT")
-MadeT = TypeVar("MadeT")
 ResultT = TypeVar("ResultT")
 
 
@@ -72,13 +68,3 @@ class LoopShare:
 
 def _has_ended(work: Coroutine[Any, Any, Any]) -> bool:
     return getattr(work, "cr_frame", None) is None
-
-
-async def in_steps(make: Callable[[ItemT], MadeT], items: Iterable[ItemT]) -> list[MadeT]:
-    """Return what `make` returns for each item; other tasks have a turn after every few."""
-    made = list[MadeT]()
-    for number, item in enumerate(items, 1):
-        made.append(make(item))
-        if number % A_STEP == 0:
-            await asyncio.sleep(0)
-    return made

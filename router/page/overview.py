@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from common.errors import QuireError
+from common.process.turns import in_steps
 from quire.inference.v1 import inference_pb2
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from router.core.diagnosis.outcome import Outcome
@@ -14,7 +15,6 @@ from router.grpc_api.manager_calls import ManagerCalls
 from router.grpc_api.servicer import Routers
 from router.observe.status import RouterStatus
 from router.page.history import History, Point
-from router.page.loop_share import in_steps
 from router.page.query import Query
 from router.page.records import MOST
 from router.page.requests import Requests, ended_of

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from common.process.turns import in_steps
 from common.types import Decision
 from common.wire.decision_codec import decision_from_proto
 from quire.decision.v1 import decision_pb2 as pb
 from router.grpc_api.decision_servicer import DecisionServicer
 from router.grpc_api.manager_calls import ManagerCalls
-from router.page.loop_share import in_steps
 from router.page.query import Query
 
 ROUTER, MANAGER = "router", "kvmanager"

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from common.errors import NotFound, QuireError
 from common.limits import MAX_ID_CHARS
+from common.process.turns import in_steps
 from common.types import DecisionKind
 from common.untrusted.ids import ID_WORDS, is_id
 from quire.decision.v1 import decision_pb2 as pb
@@ -17,7 +18,6 @@ from router.core.diagnosis.rules import diagnose
 from router.core.diagnosis.story import story_of
 from router.core.diagnosis.verdict import Diagnosis, advised
 from router.grpc_api.decision_servicer import DecisionServicer
-from router.page.loop_share import in_steps
 from router.page.query import Query, invalid
 from router.page.records import MANAGER, MOST, ROUTER, Records, known, record_of
 

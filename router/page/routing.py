@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.process.turns import in_steps
 from common.types import DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
 from router.core.diagnosis.calibration import actual_s, predicted_s
 from router.core.diagnosis.outcome import Outcome
-from router.page.loop_share import in_steps
 from router.page.query import Query
 from router.page.records import MOST, ROUTER, Records, known_or_none, record_of
 from router.page.requests import Requests

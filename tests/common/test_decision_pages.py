@@ -12,6 +12,7 @@ from common.decisions.ring import DecisionRing
 from common.decisions.watch import WatcherLimit, watched
 from common.errors import InvalidRequest, Overloaded
 from common.limits import MAX_WATCHED_DECISIONS
+from common.process.turns import A_STEP
 from common.types import Decision, DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
 
@@ -29,6 +30,10 @@ def ring_of(count: int, capacity: int = 100) -> DecisionRing:
     return ring
 
 
+def page(ring: DecisionRing, asked: pb.ListDecisionsRequest) -> pb.ListDecisionsResponse:
+    return asyncio.run(page_of(ring, asked))
+
+
 def ids(answer: pb.ListDecisionsResponse) -> list[str]:
     return [each.decision_id for each in answer.decisions]
 
@@ -36,7 +41,7 @@ def ids(answer: pb.ListDecisionsResponse) -> list[str]:
 def test_pages_have_each_record_once_the_newest_first() -> None:
     ring, asked, pages = ring_of(7), pb.ListDecisionsRequest(limit=3), []
     for _ in range(3):
-        answer = page_of(ring, asked)
+        answer = page(ring, asked)
         pages.append(ids(answer))
         asked.page_token = answer.next_page_token
         ring.record(record(100))  # what comes meanwhile is on none of the later pages
@@ -45,20 +50,34 @@ def test_pages_have_each_record_once_the_newest_first() -> None:
 
 
 def test_a_page_of_all_that_matches_has_no_token() -> None:
-    assert page_of(ring_of(3), pb.ListDecisionsRequest(limit=3)).next_page_token == ""
-    assert page_of(ring_of(3), pb.ListDecisionsRequest(limit=3)).source == "router-a"
+    assert page(ring_of(3), pb.ListDecisionsRequest(limit=3)).next_page_token == ""
+    assert page(ring_of(3), pb.ListDecisionsRequest(limit=3)).source == "router-a"
+
+
+async def test_other_tasks_have_turns_while_a_page_is_made() -> None:
+    """Records that come and go meanwhile change nothing of the page."""
+    ring, turns = ring_of(80, capacity=80), 0
+    making = asyncio.create_task(page_of(ring, pb.ListDecisionsRequest()))
+    while not making.done():
+        await asyncio.sleep(0)
+        turns += 1
+        ring.record(record(80 + turns))
+    answer = await making
+    assert turns >= 80 // A_STEP
+    assert ids(answer) == [f"d{number}" for number in range(1, 81)]
+    assert answer.complete_since_unix_nano == 5
 
 
 def test_records_keep_their_numbers_when_older_ones_go() -> None:
     ring = ring_of(10, capacity=4)
-    answer = page_of(ring, pb.ListDecisionsRequest())
+    answer = page(ring, pb.ListDecisionsRequest())
     assert [(each.decision_id, each.sequence) for each in answer.decisions] == [(f"d{n}", n) for n in (7, 8, 9, 10)]
     # The sixth, of the time 60, was the last to go.
     assert answer.complete_since_unix_nano == 61
-    assert page_of(ring_of(3), pb.ListDecisionsRequest()).complete_since_unix_nano == 5
-    assert ids(page_of(ring, pb.ListDecisionsRequest(page_token="router-a:7"))) == []
-    assert ids(page_of(ring, pb.ListDecisionsRequest(page_token="router-a:9"))) == ["d7", "d8"]
-    assert ids(page_of(ring, pb.ListDecisionsRequest(page_token="router-b:9"))) == []
+    assert page(ring_of(3), pb.ListDecisionsRequest()).complete_since_unix_nano == 5
+    assert ids(page(ring, pb.ListDecisionsRequest(page_token="router-a:7"))) == []
+    assert ids(page(ring, pb.ListDecisionsRequest(page_token="router-a:9"))) == ["d7", "d8"]
+    assert ids(page(ring, pb.ListDecisionsRequest(page_token="router-b:9"))) == []
 
 
 @pytest.mark.parametrize(
@@ -79,17 +98,17 @@ def test_filters(asked: pb.ListDecisionsRequest, found: list[str]) -> None:
     ring.record(record(3, tenant="red"))
     ring.record(record(4, DecisionKind.OUTCOME))
     ring.record(record(5, beneficiary="r9"))
-    assert ids(page_of(ring, asked)) == found
+    assert ids(page(ring, asked)) == found
 
 
 def test_pages_of_one_request() -> None:
     ring = DecisionRing(100, source="a")
     for number in range(6):
         ring.record(record(number, request_id="even" if number % 2 == 0 else "odd"))
-    first = page_of(ring, pb.ListDecisionsRequest(request_id="even", limit=2))
+    first = page(ring, pb.ListDecisionsRequest(request_id="even", limit=2))
     token = first.next_page_token
     assert ids(first) == ["d2", "d4"]
-    assert ids(page_of(ring, pb.ListDecisionsRequest(request_id="even", limit=2, page_token=token))) == ["d0"]
+    assert ids(page(ring, pb.ListDecisionsRequest(request_id="even", limit=2, page_token=token))) == ["d0"]
 
 
 @pytest.mark.parametrize("token", ["7", "a:", "a:x", ":7", "a:7,", "a:-1", "a:" + "9" * 30])

@@ -10,6 +10,7 @@ import pytest
 
 from common.decisions.ring import DecisionRing
 from common.errors import InvalidRequest, NotFound, Unavailable
+from common.process.turns import A_STEP
 from common.types import Candidate, Decision, DecisionKind
 from common.wire.decision_codec import decision_to_proto
 from quire.decision.v1 import decision_pb2
@@ -22,7 +23,6 @@ from router.observe.siblings import Siblings
 from router.observe.trace_store import TraceStore
 from router.page.answers import json_of
 from router.page.blocks import Blocks
-from router.page.loop_share import A_STEP
 from router.page.overview import columns, hits, slowest, troubles
 from router.page.query import Query
 from router.page.records import Records, record_of

@@ -9,7 +9,8 @@ from types import coroutine
 import pytest
 
 from common.clock import ManualClock
-from router.page.loop_share import A_STEP, IDLE, MOST_PAUSE_S, LoopShare, in_steps
+from common.process.turns import A_STEP, in_steps
+from router.page.loop_share import IDLE, MOST_PAUSE_S, LoopShare
 from tests.router.page.turns import counted_turns
 
 
