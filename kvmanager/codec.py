@@ -7,7 +7,6 @@ from kvmanager.core.block_map import BlockMap, BlockView, SequenceUse
 from kvmanager.core.block_table import BlockTable
 from kvmanager.core.counts import PoolCounts
 from kvmanager.core.prefix_cache import PrefixMatch
-from kvmanager.ports import LeaderState
 from quire.kvmanager.v1 import kvmanager_pb2
 
 
@@ -28,16 +27,6 @@ def match_to_proto(worker_id: str, match: PrefixMatch) -> kvmanager_pb2.PrefixMa
         hit_blocks=match.hit_blocks,
         miss_reason=miss_to_proto(match.miss_reason),
         diverged_at=match.diverged_at,
-    )
-
-
-def leader_to_proto(state: LeaderState, now: float) -> kvmanager_pb2.WatchLeaderResponse:
-    return kvmanager_pb2.WatchLeaderResponse(
-        owner=state.owner,
-        leads=state.leads,
-        term=state.term,
-        leader=state.leader,
-        state_seconds=max(0.0, now - state.since),
     )
 
 

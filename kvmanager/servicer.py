@@ -20,9 +20,10 @@ from common.rpc.interceptor import send
 from common.rpc.roles import peer_of
 from common.types import BlockHash, BlockId, SequenceId
 from common.wire.packing import unpack_hashes
-from kvmanager.codec import block_to_proto, leader_to_proto, map_to_proto, match_to_proto, pool_to_proto, table_to_proto
+from kvmanager.codec import block_to_proto, map_to_proto, match_to_proto, pool_to_proto, table_to_proto
 from kvmanager.core.block_table import BlockTable
 from kvmanager.core.ledger import Ledger
+from kvmanager.ports import LeaderState
 from kvmanager.sessions.attachments import Attachments
 from kvmanager.sessions.handler import DEFAULT_LIMITS, SessionHandler, SessionLimits
 from kvmanager.sessions.kv_event_codec import item_to_proto
@@ -70,7 +71,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         with self._watchers:
             async with aclosing(self._attachments.leading.states()) as states:
                 async for state in states:
-                    yield leader_to_proto(state, time.monotonic())
+                    yield _leader_to_proto(state, time.monotonic())
 
     async def Lookup(self, request: kvmanager_pb2.LookupRequest, context: _Context) -> kvmanager_pb2.LookupResponse:
         """Return the cached prefix of a prompt on each worker. It changes nothing, not even the order of eviction."""
@@ -175,3 +176,13 @@ def _tables(ledger: Ledger, request: kvmanager_pb2.GetBlockTableRequest) -> list
             return [table for table in ledger.block_tables() if table.request_id == request.request_id]
         case _:
             return list(ledger.block_tables())
+
+
+def _leader_to_proto(state: LeaderState, now: float) -> kvmanager_pb2.WatchLeaderResponse:
+    return kvmanager_pb2.WatchLeaderResponse(
+        owner=state.owner,
+        leads=state.leads,
+        term=state.term,
+        leader=state.leader,
+        state_seconds=max(0.0, now - state.since),
+    )

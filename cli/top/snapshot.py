@@ -9,7 +9,7 @@ from typing import Final
 
 import grpc
 
-from cli.pools import pools_of, stalled
+from cli.top.pools import pools_of, stalled
 from cli.why.pages import Lister
 from common.types import DecisionKind
 from common.wire.decision_codec import decision_from_proto
