@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from common.lease import GrantBatch, Report, Reserve
 from common.types import SequenceId
 from kvmanager.core.ledger import Ledger
+from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from tests.kvmanager.conftest import Connect, Running, Start
 from tests.support.kvmanager.fake_session import TIMEOUT_S
 
@@ -36,6 +37,14 @@ async def _until(manager: Running, stalled: bool) -> None:
             await asyncio.sleep(0.01)
 
 
+async def _stalled_pools(manager: Running) -> dict[str, str]:
+    """Return what the manager tells operators of each ledger."""
+    async with aio.insecure_channel(manager.address) as channel:
+        stub = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
+        found = await stub.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=TIMEOUT_S)
+    return {pool.worker_id: pool.stalled for pool in found.pools}
+
+
 async def test_sequences_that_wait_beside_free_blocks_are_shown_and_the_manager_stays_ready(
     start_manager: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -55,6 +64,7 @@ async def test_sequences_that_wait_beside_free_blocks_are_shown_and_the_manager_
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
         f"work stands still: {reason}"
     ]
+    assert await _stalled_pools(manager) == {"w0": reason.removeprefix("w0: ")}
     # It stays ready, so that this worker and all others reach it.
     assert "reason" not in json.loads(await asyncio.to_thread(_page, manager, "health"))
     async with aio.insecure_channel(manager.address) as channel:
@@ -65,3 +75,4 @@ async def test_sequences_that_wait_beside_free_blocks_are_shown_and_the_manager_
     assert [admit.sequence for admit in batch.admit] == [1]
     await _until(manager, stalled=False)
     assert manager.process.debug_state()["stalled"] == ""
+    assert await _stalled_pools(manager) == {"w0": ""}

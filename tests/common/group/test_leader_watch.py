@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -89,6 +90,24 @@ async def test_of_two_that_say_that_they_lead_the_higher_term_counts(managers: t
     first.say(False, 0)
     await until_leader(watch, news, None)
     assert [each.reachable for each in watch.managers] == [True, True, False]
+    await watch.close()
+    await supervisor.aclose()
+
+
+async def test_a_manager_says_since_when_and_one_that_is_lost_is_lost_since_then(
+    managers: tuple[FakeManager, FakeManager],
+) -> None:
+    """The clocks of two machines differ, so a manager sends an age."""
+    leader, _ = managers
+    leader.state.state_seconds = 1e6
+    news, supervisor, began = asyncio.Event(), Supervisor(), time.monotonic()
+    watch = LeaderWatch([leader.address, "127.0.0.1:1"], open_channel, news.set)
+    watch.start(supervisor)
+    await until_leader(watch, news, leader.address)
+    leading, lost = watch.managers
+    now = time.monotonic()
+    assert began - 1e6 <= leading.since <= now - 1e6
+    assert began <= lost.since <= now
     await watch.close()
     await supervisor.aclose()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from common.clock import SystemClock
+from common.group.leader_watch import ManagerState
 from common.rpc.server import RpcServer, open_channel
 from common.telemetry.server_spans import server_spans
 from common.types import FinishReason
@@ -102,6 +104,18 @@ def detail(error: aio.AioRpcError, kind: type) -> object:
 
 
 # ------------------------------------------------------------ answers
+
+
+async def test_the_status_names_the_managers_of_a_group_and_since_when() -> None:
+    async with served(FakeWorker()) as service:
+        now = time.monotonic()
+        states = ManagerState("a:1", True, leads=True, term=7, since=now - 1e6), ManagerState("b:1", since=now + 1e6)
+        service.status.managers = lambda: states
+        assert not (await service.stub.GetStatus(pb.GetStatusRequest())).managers  # clients see no addresses
+        leader, lost = service.status.status().managers
+        assert (leader.address, leader.reachable, leader.leads, leader.term) == ("a:1", True, True, 7)
+        assert 1e6 <= leader.state_seconds <= 1e6 + time.monotonic() - now
+        assert (lost.address, lost.reachable, lost.state_seconds) == ("b:1", False, 0.0)
 
 
 async def test_a_stream_is_one_admitted_then_tokens_then_one_finished() -> None:
