@@ -48,7 +48,12 @@ class Choice:
 
 def frame(snapshot: Snapshot, choice: Choice, width: int, height: int) -> list[Text]:
     """Return at most `height` lines of at most `width` columns; the last one has the keys."""
-    head = [*_head(snapshot), *(Text(f"! {each}", "yellow") for each in snapshot.troubles[:3]), Text()]
+    head = [
+        *_head(snapshot),
+        *map(Text, _managers(snapshot)),
+        *(Text(f"! {each}", "yellow") for each in snapshot.troubles[:3]),
+        Text(),
+    ]
     room = max(2, height - len(head) - 2)
     workers = list(_workers(snapshot, choice, width, max(2, min(len(snapshot.workers) + 1, room // 2))))
     requests = list(_requests(snapshot, choice, width, max(1, room - len(workers))))
@@ -93,6 +98,12 @@ def _head(snapshot: Snapshot) -> Iterator[Text]:
     times = f"first token p50 {_at(first, 0.5)}, p95 {_at(first, 0.95)}" if first else "no first token"
     failed, preempted = sum(bool(each.failure) for each in outcomes), sum(each.preemptions for each in outcomes)
     yield Text(f"{count(len(outcomes), 'request')} ended, {failed} failed; {times}; {count(preempted, 'preemption')}")
+
+
+def _managers(snapshot: Snapshot) -> Iterator[str]:
+    """Yield a line about the KV managers where there is a group of them."""
+    if snapshot.managers:
+        yield f"KV managers: {'; '.join(snapshot.managers)}"
 
 
 def _at(ordered: Sequence[float], share: float) -> str:

@@ -10,9 +10,11 @@ from typing import Final
 import grpc
 
 from cli.top.pools import pools_of, stalled
+from cli.views.status import role_of
 from cli.why.pages import Lister
 from common.types import DecisionKind
 from common.wire.decision_codec import decision_from_proto
+from quire.client import Status
 from quire.decision.v1 import decision_pb2
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
@@ -48,7 +50,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """`ended` are the requests that ended in the last WINDOW_S seconds, oldest first; `troubles` are in words."""
+    """`ended` are the requests that ended in the last WINDOW_S seconds, oldest first.
+
+    `managers` say in words which KV manager of a group leads, `troubles` what is wrong.
+    """
 
     clock: str
     version: str
@@ -57,6 +62,7 @@ class Snapshot:
     workers: tuple[WorkerRow, ...]
     ended: tuple[Ended, ...]
     troubles: tuple[str, ...] = ()
+    managers: tuple[str, ...] = ()
 
 
 async def taken(channel: grpc.aio.Channel) -> Snapshot:
@@ -72,7 +78,9 @@ async def taken(channel: grpc.aio.Channel) -> Snapshot:
     rows = tuple(_row(each, pools.get(each.worker_id)) for each in loads.workers)
     clock = time.strftime("%H:%M:%S", time.localtime(now_ns // 1_000_000_000))
     troubles = tuple(_troubles(status, failure, stalled(pools), found.silent_routers))
-    return Snapshot(clock, status.version, status.queued_requests, status.running_requests, rows, ended, troubles)
+    managers = tuple(f"{each.address} {role_of(each)}" for each in Status.from_proto(status).managers)
+    figures = (status.version, status.queued_requests, status.running_requests)
+    return Snapshot(clock, *figures, rows, ended, troubles, managers)
 
 
 def _row(load: pb.WorkerLoad, pool: kvmanager_pb2.Pool | None) -> WorkerRow:
@@ -93,7 +101,6 @@ def _row(load: pb.WorkerLoad, pool: kvmanager_pb2.Pool | None) -> WorkerRow:
 def _troubles(status: pb.GetStatusResponse, failure: str, stalls: Mapping[str, str], silent: int) -> list[str]:
     found = [f"the KV manager: {failure}"] if failure else []
     found += [f"the ledger of {worker} stands still: {why}" for worker, why in stalls.items()]
-    found += [f"KV manager {each.address} cannot be reached" for each in status.managers if not each.reachable]
     if not status.redis_connected:
         found.append("Redis is not connected: the router goes by load and its own memory")
     if status.draining:

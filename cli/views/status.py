@@ -43,7 +43,7 @@ class StatusView:
         if status.discovery_problem:
             yield Text(f"Workers in Redis that are passed over: {status.discovery_problem}")
         for manager in status.managers:
-            yield Text(f"KV manager {manager.address} {_role(manager)}")
+            yield Text(f"KV manager {manager.address} {role_of(manager)}")
         if self._ledgers.problem:
             yield Text(f"The KV manager: {self._ledgers.problem}")
         for worker, why in self._ledgers.stalled.items():
@@ -106,7 +106,8 @@ def _placed(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
         yield "  " + (cell.rjust(width) if place else cell.ljust(width))
 
 
-def _role(manager: Manager) -> str:
+def role_of(manager: Manager) -> str:
+    """Return in words whether a manager leads or stands by, and since when."""
     since = _age(manager.state_seconds)
     if not manager.reachable:
         return f"has not been reached for {since}"

@@ -35,7 +35,7 @@ def outcome(name: str, seconds: float) -> Decision:
 
 class Router(rpc.InferenceServiceServicer):
     async def GetStatus(self, request: pb.GetStatusRequest, context: object) -> pb.GetStatusResponse:
-        lost = pb.ManagerStatus(address="10.0.0.9:50052")
+        lost = pb.ManagerStatus(address="10.0.0.9:50052", state_seconds=7300.0)
         return pb.GetStatusResponse(
             version="0.9.0", redis_connected=True, queued_requests=3, running_requests=2, managers=[lost]
         )
@@ -119,7 +119,7 @@ async def test_one_screen_and_json_for_programs(command: list[str]) -> None:
     assert (first["in_use"], first["runway"], first["cached"], first["free"]) == (41, 7, 13, 3)
     assert second["in_use"] is None
     troubles = json.loads(whole)["troubles"]
-    assert troubles == [
-        "the ledger of worker-2 stands still: nothing was granted",
-        "KV manager 10.0.0.9:50052 cannot be reached",
-    ]
+    assert troubles == ["the ledger of worker-2 stands still: nothing was granted"]
+    line = "10.0.0.9:50052 has not been reached for 2 h"
+    assert json.loads(whole)["managers"] == [line]
+    assert f"KV managers: {line}" in screen
