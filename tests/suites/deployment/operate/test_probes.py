@@ -63,9 +63,9 @@ async def test_a_worker_that_waits_for_its_manager_is_alive_and_not_ready() -> N
 async def running_worker(manager: int, patience: str) -> AsyncIterator[tuple[str, int]]:
     """Run a simulated worker until the end of the block; yield its address and the port of /health."""
     port, metrics = free_ports(2)
-    flags = ("--port", str(port), "--metrics-port", str(metrics), "--manager", f"127.0.0.1:{manager}")
-    flags += ("--kv-blocks", "16", "--advertise", f"127.0.0.1:{port}", "--manager-patience", patience)
-    command = module_command("gpuworker.main", "--model", str(CHECKPOINT), "--simulate", "base=1ms", *flags)
+    ports = ("--port", str(port), "--metrics-port", str(metrics), "--advertise", f"127.0.0.1:{port}")
+    managed = ("--manager", f"127.0.0.1:{manager}", "--manager-patience", patience, "--kv-blocks", "16")
+    command = module_command("gpuworker.main", "--model", str(CHECKPOINT), "--simulate", "base=1ms", *ports, *managed)
     argv, environ = die_with_parent.command(command), os.environ | {"OMP_NUM_THREADS": "1"}
     worker = await asyncio.create_subprocess_exec(*argv, stdout=DEVNULL, stderr=DEVNULL, env=environ)
     try:
