@@ -78,8 +78,8 @@ class Victim:
     def turns(self) -> dict[str, float]:
         """Return the figures of the router's event loop since they were last taken; none of a router that is gone."""
         pid = self.pids().get(ROUTER)
-        entries = [each for each in services(self._folder, None) if each["pid"] == pid]
-        found = dump(entries[0], self._folder, _DUMP_SECONDS) if entries else {}
+        routers = [each for each in services(self._folder, None) if each.entry["pid"] == pid]
+        found = dump(routers[0], _DUMP_SECONDS) if routers else {}
         return dict(found.get("state", {}).get("loop_turns", {}))
 
     @asynccontextmanager
