@@ -1,9 +1,10 @@
 """Names and packing of the data that the KV manager writes to Redis and the router reads. Standard library only.
 
     {ns}:p:<16-byte hash>          string: an entry a worker, little-endian u16 slot and u32 generation; has a TTL
-    {ns}:w:<slot>                  hash: worker_id, incarnation (hex), address, generation; no TTL
+    {ns}:w:<slot>                  hash: worker_id, incarnation (hex), address, generation, session, group; no TTL
     {ns}:l:<slot>                  liveness of the slot's worker; has a TTL, renewed while the worker is attached
-    {ns}:epoch, {ns}:fence         counter of managers, and the epoch of the one that may write
+    {ns}:epoch                     counter of the epochs of all managers
+    {ns}:fence:<group>             epoch of the manager of a group that may write; {ns}:fence without a group
     {ns}:term:<group>              highest term of a group of managers in which one took an epoch; no TTL
     {group}:lease, {group}:term    lease of the manager that leads a group, and counter of terms; no TTL
     quire:discovery:workers        set of the ids of attached workers, and for a while of departed ones
@@ -11,7 +12,7 @@
 
 `ns` is `PoolIdentity.namespace`, a hash tag: all keys of an index lie in one cluster slot. `group` is a hash tag too.
 An entry counts only if its generation is that in `{ns}:w:<slot>`. The manager draws a new generation whenever it
-rebuilds or clears.
+rebuilds or clears. Several groups may write one index, each for its own workers (`kvmanager/core/slots.py`).
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ def liveness_key(namespace: str, slot: int) -> str:
 
 
 def epoch_key(namespace: str) -> str:
-    """Return the key that counts managers of a namespace."""
+    """Return the key that counts the epochs of a namespace; no two managers hold the same one, of whatever group."""
     return f"{namespace}:epoch"
 
 
-def fence_key(namespace: str) -> str:
-    """Return the key that holds the epoch of the only manager that may write."""
-    return f"{namespace}:fence"
+def fence_key(namespace: str, group: str = "") -> str:
+    """Return the key that holds the epoch of the only manager of a group that may write; "": of those in no group."""
+    return f"{namespace}:fence:{group}" if group else f"{namespace}:fence"
 
 
 def term_key(namespace: str, group: str) -> str:

@@ -191,7 +191,14 @@ class ManagerProcess:
         pools = {worker: asdict(ledger.pool()) for worker, ledger in self.attachments.ledgers()}
         leads, term = self.leading.leads(), self.leading.term
         epoch, draining = self.index.epoch, self.attachments.draining
-        state = {"epoch": epoch, "leads": leads, "term": term, "draining": draining, "pools": pools}
+        state = {
+            "group": self.leading.group,
+            "epoch": epoch,
+            "leads": leads,
+            "term": term,
+            "draining": draining,
+            "pools": pools,
+        }
         return state | {"stalled": self.watchdog.reason}
 
     async def stop(self) -> None:

@@ -66,11 +66,16 @@ class ReportTimes:
 
 
 class ManagerMetrics(Collector):
-    """Registers itself. `observe_report` takes the seconds from a report's arrival to its answer."""
+    """Registers itself. Figures that have no worker have the manager's group, if it is in one.
+
+    `observe_report` takes the seconds from a report's arrival to its answer."""
 
     def __init__(self, registry: CollectorRegistry, attachments: Attachments, block_size: int) -> None:
         self._attachments, self._block_size = attachments, block_size
         self._reports = ReportTimes()
+        group = attachments.leading.group
+        self._names: tuple[str, ...] = ("group",) if group else ()
+        self._values = (group,) if group else ()
         self.observe_report = self._reports.observe
         registry.register(self)
 
@@ -91,35 +96,39 @@ class ManagerMetrics(Collector):
 
     def _sessions(self) -> Iterable[Metric]:
         counts = self._attachments.counts
-        yield _gauge("workers", "Workers that are attached.", len(self._attachments.manager.workers()))
-        yield _gauge("manager_epoch", "Epoch of this manager.", self._attachments.index.epoch)
+        yield self._gauge("workers", "Workers that are attached.", len(self._attachments.manager.workers()))
+        yield self._gauge("manager_epoch", "Epoch of this manager.", self._attachments.index.epoch)
         leading = self._attachments.leading
-        yield _gauge("manager_leads", "1 while this manager leads, 0 while it stands by.", int(leading.leads()))
-        yield _counter("manager_takeovers", "Times that this manager became the leader.", leading.takeovers)
-        yield _counter("sessions", "Sessions that were opened.", counts.opened)
-        yield _counter("sessions_refused", "Attaches that were refused.", counts.refused)
-        yield _counter("quarantines", "Sessions that broke the protocol and were ended.", counts.quarantined)
+        yield self._gauge("manager_leads", "1 while this manager leads, 0 while it stands by.", int(leading.leads()))
+        yield self._counter("manager_takeovers", "Times that this manager became the leader.", leading.takeovers)
+        yield self._counter("sessions", "Sessions that were opened.", counts.opened)
+        yield self._counter("sessions_refused", "Attaches that were refused.", counts.refused)
+        yield self._counter("quarantines", "Sessions that broke the protocol and were ended.", counts.quarantined)
 
     def _index(self) -> Iterable[Metric]:
         publisher = self._attachments.index.publisher
         if publisher is None:
             return
         counts = publisher.counts
-        yield _gauge("index_queue", "Hashes whose change is not in the prefix index yet.", publisher.behind)
-        yield _gauge("index_reachable", "Whether Redis took the last write.", int(publisher.reachable))
-        yield _counter("index_calls", "Calls that changed the prefix index.", counts.calls)
-        yield _counter("index_added", "Hashes written to the prefix index.", counts.added)
-        yield _counter("index_removed", "Hashes removed from the prefix index.", counts.removed)
-        yield _counter("index_republished", "Times that a worker's whole cache was published.", counts.republished)
-        yield _counter("index_outages", "Times that the prefix index could not be reached.", counts.outages)
+        yield self._gauge("index_queue", "Hashes whose change is not in the prefix index yet.", publisher.behind)
+        elsewhere = "Workers that are attached here while another group publishes them."
+        yield self._gauge("index_elsewhere", elsewhere, publisher.elsewhere)
+        yield self._gauge("index_reachable", "Whether Redis took the last write.", int(publisher.reachable))
+        yield self._counter("index_calls", "Calls that changed the prefix index.", counts.calls)
+        yield self._counter("index_added", "Hashes written to the prefix index.", counts.added)
+        yield self._counter("index_removed", "Hashes removed from the prefix index.", counts.removed)
+        yield self._counter("index_republished", "Times that a worker's whole cache was published.", counts.republished)
+        yield self._counter("index_outages", "Times that the prefix index could not be reached.", counts.outages)
 
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        return self._labelled(GaugeMetricFamily(f"quire:{name}", text, labels=self._names), value)
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"quire:{name}", text, value)
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        return self._labelled(CounterMetricFamily(f"quire:{name}", text, labels=self._names), value)
 
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(f"quire:{name}", text, value)
+    def _labelled(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
+        family.add_metric(self._values, value)
+        return family
 
 
 def _pool_gauges(pools: dict[str, PoolCounts]) -> Iterator[Metric]:

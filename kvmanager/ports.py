@@ -9,6 +9,7 @@ from typing import Protocol
 from common.errors import QuireError
 from common.types import BlockHash
 from kvmanager.core.leadership import Attempt, Lease
+from kvmanager.core.slots import NoSlot
 
 
 class IndexUnavailable(QuireError):
@@ -33,18 +34,22 @@ class IndexCall:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEntry:
-    """A worker's entry in the index. `generation` is u32, drawn at each rebuild or clear."""
+    """A worker's entry in the index. `generation` is u32, drawn at each rebuild or clear.
+
+    `session` is the worker's count of attaches: a later one tells that another group publishes the worker now.
+    """
 
     worker_id: str
     incarnation: str
     address: str
     generation: int
+    session: int = 0
 
 
 class IndexStore(Protocol):
-    """The prefix index of one namespace. Every method raises IndexUnavailable when the index cannot be reached.
+    """The prefix index of one namespace, for one group. Every method raises IndexUnavailable when it cannot be reached.
 
-    Those that take an epoch do nothing and raise FenceLost or StaleEpoch when the fence holds another.
+    Those that take an epoch do nothing and raise FenceLost or StaleEpoch when the fence of the group holds another.
     """
 
     async def acquire(self, least: int, held: int) -> int:
@@ -54,16 +59,19 @@ class IndexStore(Protocol):
         """
         ...
 
-    async def register(self, epoch: int, worker: WorkerEntry) -> int | None:
-        """Give a worker its slot and generation; entries of earlier generations are dead. None: all slots are taken."""
+    async def register(self, epoch: int, worker: WorkerEntry) -> int | NoSlot:
+        """Give a worker its slot and generation; entries of earlier generations are dead."""
         ...
 
-    async def update(self, epoch: int, slot: int, generation: int, call: IndexCall) -> None:
-        """Remove and add entries of a slot, in one step."""
+    async def update(self, epoch: int, slot: int, generation: int, call: IndexCall) -> bool:
+        """Remove and add entries of a slot, in one step. Do nothing and return False when it has another generation."""
         ...
 
-    async def renew(self, epoch: int, slots: Mapping[int, str], discovery: Mapping[str, str]) -> None:
-        """Prolong liveness (worker id by slot) and discovery (value by worker id)."""
+    async def renew(self, epoch: int, slots: Mapping[int, int], discovery: Mapping[str, str]) -> frozenset[int]:
+        """Prolong liveness (generation by slot) and discovery (value by worker id).
+
+        Return the slots that have another generation: another group has taken them.
+        """
         ...
 
     async def retire(self, epoch: int, slot: int, generation: int, worker_id: str) -> None:
@@ -77,8 +85,8 @@ class IndexStore(Protocol):
 class LeaderState:
     """Who leads, as one manager knows it. `owner` names that manager's process; `leader` is HOST:PORT ("": unknown).
 
-    `term` is that of the leader; 0 where it is unknown, or where there is no group. `since` is when this manager began
-    to lead, or to stand by, in seconds of its monotonic clock.
+    `term` is that of the leader; 0 where it is unknown, or where there is no `group` (""). `since` is when this manager
+    began to lead, or to stand by, in seconds of its monotonic clock.
     """
 
     owner: str
@@ -86,6 +94,7 @@ class LeaderState:
     term: int = 0
     leader: str = ""
     since: float = 0.0
+    group: str = ""
 
     @property
     def settled(self) -> bool:
@@ -95,6 +104,8 @@ class LeaderState:
 
 class GroupLease(Protocol):
     """The lease of a group, for one owner. Every method but `close` raises IndexUnavailable."""
+
+    group: str
 
     async def hold(self, attempt: Attempt, address: str, namespace: str) -> int | Lease:
         """Take or renew the lease; return the own term, or the lease of another owner."""
@@ -108,9 +119,10 @@ class GroupLease(Protocol):
 
 
 class Leading(Protocol):
-    """Whether this manager leads. `address` is where others reach it."""
+    """Whether this manager leads its `group` ("": it is in none). `address` is where others reach it."""
 
     address: str
+    group: str
 
     @property
     def term(self) -> int: ...

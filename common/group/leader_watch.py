@@ -26,6 +26,7 @@ class ManagerState:
     """What a manager says of itself: whether it leads, and in which term. None of it where it is not `reachable`.
 
     `since` is when it began to lead or to stand by, or when this process lost it, in seconds of the monotonic clock.
+    `group` is what it said last; "": it is in none, or has not said anything yet.
     """
 
     address: str
@@ -33,6 +34,7 @@ class ManagerState:
     leads: bool = False
     term: int = 0
     since: float = 0.0
+    group: str = ""
 
 
 class LeaderWatch:
@@ -40,18 +42,33 @@ class LeaderWatch:
 
     `managers` has what each one said last, in the order of the addresses.
     A leader that hangs cannot say that it leads no more: of several that say so, the one of the highest term leads.
+    A pool may be split over several groups of managers. A worker has the addresses of one group, and follows `leader`;
+    a router has those of all groups, and asks `leaders`.
     """
 
     def __init__(self, addresses: Sequence[str], dial: Dial, on_change: Callable[[], None] = lambda: None) -> None:
         self._addresses, self._dial, self._on_change = addresses, dial, on_change
         now = time.monotonic()
         self._states = {address: ManagerState(address, since=now) for address in self._addresses}
+        self._heard: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self.leader: str | None = None
 
     @property
     def managers(self) -> tuple[ManagerState, ...]:
         return tuple(self._states.values())
+
+    def leaders(self) -> dict[str, str]:
+        """Return an address for each group that is known by now: of its leader, else of any of its managers.
+
+        A manager in no group counts as a group; its name is its address.
+        """
+        found: dict[str, ManagerState] = {}
+        for state in self._states.values():
+            name = state.group or state.address
+            if state.address in self._heard and (name not in found or _before(found[name], state)):
+                found[name] = state
+        return {name: state.address for name, state in found.items()}
 
     def start(self, supervisor: Supervisor) -> None:
         """Begin to follow the managers. Call `close` at the end."""
@@ -70,10 +87,12 @@ class LeaderWatch:
                     stub = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
                     async for response in stub.WatchLeader(kvmanager_pb2.WatchLeaderRequest()):
                         failures = 0
+                        self._heard.add(address)
                         since = time.monotonic() - response.state_seconds
-                        self._note(ManagerState(address, True, response.leads, response.term, since))
-            if self._states[address].reachable:
-                self._note(ManagerState(address, since=time.monotonic()))
+                        self._note(ManagerState(address, True, response.leads, response.term, since, response.group))
+            last = self._states[address]
+            if last.reachable:
+                self._note(ManagerState(address, since=time.monotonic(), group=last.group))
             await asyncio.sleep(_BACKOFF.pause(max(1, failures), random.random()))
 
     def _note(self, state: ManagerState) -> None:
@@ -83,3 +102,8 @@ class LeaderWatch:
         if leader != self.leader:
             self.leader = leader
             self._on_change()
+
+
+def _before(one: ManagerState, other: ManagerState) -> bool:
+    """Return whether the other one is rather the leader of the group of both."""
+    return (other.leads, other.reachable, other.term) > (one.leads, one.reachable, one.term)

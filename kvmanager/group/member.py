@@ -25,8 +25,8 @@ class GroupMember:
     """One manager of a group. `address` is where the others reach it; its task finds that out first.
 
     `lead` is awaited when this manager becomes the leader, with the namespace that the last leader wrote; `stand_by`
-    when it leads no more, with words about it. `replaced` is called when the index has a newer manager although this
-    one holds the lease: a manager outside the group serves the pool.
+    when it leads no more, with words about it. `replaced` is called when the index has a newer manager of this group
+    although this one holds the lease: somebody wrote over the lease or over the fence.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class GroupMember:
     ) -> None:
         self._core, self._lease, self._clock, self._dial = leadership, lease, clock, dial
         self._lead, self._stand_by, self._replaced = lead, stand_by, replaced
-        self.address = ""
+        self.address, self.group = "", lease.group
         self.takeovers = 0
         self._namespace = self._last_namespace = ""
         self._serving, self._leaving = False, False
@@ -52,7 +52,7 @@ class GroupMember:
         self._wake, self._turn = asyncio.Event(), asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
         self._watched: Lease | None = None
-        self._state = LeaderState(leadership.owner, since=clock.monotonic())
+        self._state = LeaderState(leadership.owner, since=clock.monotonic(), group=lease.group)
 
     # ------------------------------------------------------------ questions
 
@@ -223,7 +223,7 @@ class GroupMember:
         address = self.address if serving else leader.address if leader is not None else ""
         term = self._core.term if serving else leader.term if leader is not None else 0
         since = self._state.since if serving == self._state.leads else self._clock.monotonic()
-        state = LeaderState(self._core.owner, serving, term, address, since)
+        state = LeaderState(self._core.owner, serving, term, address, since, self.group)
         if state != self._state:
             self._state = state
             self._announce()
@@ -246,6 +246,7 @@ class Alone:
 
     takeovers = 0
     term = 0
+    group = ""
 
     def __init__(self, owner: str, clock: Clock) -> None:
         self._owner, self._since, self.address = owner, clock.monotonic(), ""

@@ -25,7 +25,7 @@ class RedisGroupLease:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._redis, self._owner, self._clock = redis, owner, clock
-        self._renewals = 0
+        self.group, self._renewals = group, 0
         self._keys = index_format.group_keys(group)
         self._hold = redis.register_script(scripts.HOLD)
         self._resign = redis.register_script(scripts.RESIGN)

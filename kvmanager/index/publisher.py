@@ -20,6 +20,7 @@ from common.clock import Clock
 from common.errors import StaleEpoch
 from common.index_format import DiscoveredWorker, discovered_to_value
 from kvmanager.core.index_events import IndexSnapshot
+from kvmanager.core.slots import NoSlot
 from kvmanager.index.epoch import EpochKeeper
 from kvmanager.index.worker_feed import WorkerFeed
 from kvmanager.ports import FenceLost, IndexStore, IndexUnavailable
@@ -78,9 +79,9 @@ class PrefixPublisher:
 
     # ------------------------------------------------------------ feeds
 
-    def open(self, worker: DiscoveredWorker, snapshot: Callable[[], IndexSnapshot]) -> WorkerFeed:
+    def open(self, worker: DiscoveredWorker, snapshot: Callable[[], IndexSnapshot], session: int = 0) -> WorkerFeed:
         """Begin to publish a worker, whose membership `snapshot` returns, under a new generation."""
-        feed = WorkerFeed(worker, snapshot, self._draw, QUEUE_HASHES)
+        feed = WorkerFeed(worker, snapshot, self._draw, QUEUE_HASHES, session)
         self._feeds.append(feed)
         self._renew_at = self._clock.monotonic()
         self.wake()
@@ -97,6 +98,11 @@ class PrefixPublisher:
         """Wake the writing task: a feed has changed."""
         self._settled.clear()
         self._wake.set()
+
+    @property
+    def elsewhere(self) -> int:
+        """Workers that another group publishes, although they are attached here."""
+        return sum(feed.elsewhere for feed in self._feeds)
 
     @property
     def behind(self) -> int:
@@ -183,12 +189,8 @@ class PrefixPublisher:
     # ------------------------------------------------------------ what is due
 
     async def _publish(self, epoch: int, feed: WorkerFeed) -> None:
-        if feed.republish and not feed.closed:
-            entry = feed.new_entry()
-            feed.begin(await self._store.register(epoch, entry), entry.generation)
-            self.counts.republished += 1
-            if feed.slot is None:
-                log.error("the prefix index has no slot left for worker %s", feed.worker.worker_id)
+        if feed.republish and not feed.closed and not feed.elsewhere:
+            await self._register(epoch, feed)
         if feed.slot is None or not len(feed.changes):
             return
         changes = feed.take()
@@ -196,7 +198,9 @@ class PrefixPublisher:
             for call in changes.calls(CALL_HASHES):
                 if feed.closed or self._stopping:
                     return
-                await self._store.update(epoch, feed.slot, feed.generation, call)
+                if not await self._store.update(epoch, feed.slot, feed.generation, call):
+                    self._lost(feed)
+                    return
                 changes.sent(call)
                 self.counts.calls += 1
                 self.counts.added += len(call.adds)
@@ -204,17 +208,44 @@ class PrefixPublisher:
         finally:
             feed.put_back(changes)
 
+    async def _register(self, epoch: int, feed: WorkerFeed) -> None:
+        entry = feed.new_entry()
+        slot = await self._store.register(epoch, entry)
+        if slot is NoSlot.ELSEWHERE:
+            if not feed.elsewhere:
+                log.error("another group of KV managers publishes worker %s; a worker has one group", entry.worker_id)
+            feed.elsewhere = True
+            return
+        feed.begin(None if isinstance(slot, NoSlot) else slot, entry.generation)
+        self.counts.republished += 1
+        if feed.slot is None:
+            log.error("the prefix index has no slot left for worker %s", entry.worker_id)
+
+    def _lost(self, feed: WorkerFeed) -> None:
+        """Publish a worker anew whose slot another group has taken."""
+        if not feed.closed:
+            log.warning("another group of KV managers has taken the slot of worker %s", feed.worker.worker_id)
+            feed.lose_slot()
+            self.wake()
+
     async def _renew(self, epoch: int) -> None:
         """Prolong leases, retire workers that did not come back, and write entries again before they expire."""
         now = self._clock.monotonic()
         if now < self._renew_at:
             return
-        slots = {feed.slot: feed.worker.worker_id for feed in self._feeds if feed.slot is not None}
+        slots = {feed.slot: feed for feed in self._feeds if feed.slot is not None}
         written = self._clock.time_ns() / 1e9
         discovery = {
-            feed.worker.worker_id: discovered_to_value(feed.worker, self._pool_key, written) for feed in self._feeds
+            feed.worker.worker_id: discovered_to_value(feed.worker, self._pool_key, written)
+            for feed in self._feeds
+            if not feed.elsewhere
         }
-        await self._store.renew(epoch, slots, discovery)
+        generations = {slot: feed.generation for slot, feed in slots.items()}
+        for slot in await self._store.renew(epoch, generations, discovery):
+            self._lost(slots[slot])
+        for feed in tuple(self._feeds):
+            if feed.elsewhere and not feed.closed:
+                await self._register(epoch, feed)
         await self._retire(epoch, until=now)
         if now - self._refresh_at > self._times.prefix_ttl / 2:
             self._refresh_at = now

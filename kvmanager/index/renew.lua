@@ -1,5 +1,13 @@
--- Prolongs the liveness of workers.
--- KEYS: fence, then liveness keys. ARGV: epoch, lease in ms, then one worker id for each key.
--- Returns {fence, number of keys}.
-for index = 2, #KEYS do redis.call('SET', KEYS[index], ARGV[index + 1], 'PX', ARGV[2]) end
-return {fence, #KEYS - 1}
+-- Prolongs the liveness of workers whose slots have the generations of this manager (`writable` in core/slots.py).
+-- KEYS: fence, then owner and liveness of each slot. ARGV: epoch, lease in ms, then the generation of each slot.
+-- Returns {fence, places}: which of the slots, from 1, have another generation.
+local others = {}
+for place = 1, (#KEYS - 1) / 2 do
+  local owner, alive = KEYS[2 * place], KEYS[2 * place + 1]
+  if redis.call('HGET', owner, 'generation') == ARGV[place + 2] then
+    redis.call('SET', alive, redis.call('HGET', owner, 'worker_id') or '', 'PX', ARGV[2])
+  else
+    others[#others + 1] = place
+  end
+end
+return {fence, others}

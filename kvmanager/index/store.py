@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 
 from common import index_format
 from common.errors import StaleEpoch
+from kvmanager.core.slots import NoSlot
 from kvmanager.index import scripts as index_scripts
 from kvmanager.ports import FenceLost, IndexCall, IndexUnavailable, WorkerEntry
 
@@ -22,12 +23,14 @@ TIMEOUT_S: Final = 2.0
 EPOCH_JUMP: Final = 1 << 16
 # Members of the set of workers that a renewal looks at; the set is clean after some renewals.
 _DRAWN: Final = 512
+_REFUSALS: Final = {-1: NoSlot.FULL, -2: NoSlot.ELSEWHERE}
 
 
 class RedisIndexStore:
     """The index of one namespace. Lifetimes in seconds; `jump` draws the step where Redis counts no epoch.
 
-    `term` is that of the manager in its `group`; 0: it is in no group.
+    `term` is that of the manager in its `group`; 0: it is in no group. Each group has a fence of its own, so several
+    groups may write one index, each for its own workers.
     """
 
     def __init__(
@@ -41,9 +44,10 @@ class RedisIndexStore:
         group: str = "",
     ) -> None:
         self._redis, self._namespace, self._jump, self._term = redis, namespace, jump, term
+        self._group = group
         self._terms = index_format.term_key(namespace, group)
         self._prefix_ms, self._lease_ms = round(1000 * prefix_ttl), round(1000 * lease_ttl)
-        self._fence = index_format.fence_key(namespace)
+        self._fence = index_format.fence_key(namespace, group)
         self._root = index_format.prefix_key_root(namespace)
         self._acquire = redis.register_script(index_scripts.ACQUIRE)
         self._register = redis.register_script(index_scripts.REGISTER)
@@ -59,7 +63,7 @@ class RedisIndexStore:
             raise StaleEpoch(f"a manager of epoch {epoch} has taken over from this one, of epoch {held}")
         return int(epoch)
 
-    async def register(self, epoch: int, worker: WorkerEntry) -> int | None:
+    async def register(self, epoch: int, worker: WorkerEntry) -> int | NoSlot:
         arguments: list[_Argument] = [
             self._namespace,
             worker.worker_id,
@@ -67,18 +71,21 @@ class RedisIndexStore:
             worker.address,
             worker.generation,
         ]
-        slot = await self._call(self._register, epoch, [], [*arguments, self._lease_ms, index_format.MAX_SLOTS])
-        return None if slot < 0 else slot
+        limits: list[_Argument] = [self._lease_ms, index_format.MAX_SLOTS, worker.session, self._group]
+        slot = int(await self._call(self._register, epoch, [], [*arguments, *limits]))
+        return _REFUSALS[slot] if slot < 0 else slot
 
-    async def update(self, epoch: int, slot: int, generation: int, call: IndexCall) -> None:
+    async def update(self, epoch: int, slot: int, generation: int, call: IndexCall) -> bool:
         keys = [self._root + key for key in (*call.removes, *call.adds)]
         owners = index_format.slot_key(self._namespace, 0)[:-1]
         entry = index_format.pack_entry(slot, generation)
-        await self._call(self._update, epoch, keys, [entry, self._prefix_ms, len(call.removes), owners])
+        written = await self._call(self._update, epoch, keys, [entry, self._prefix_ms, len(call.removes), owners])
+        return int(written) >= 0
 
-    async def renew(self, epoch: int, slots: Mapping[int, str], discovery: Mapping[str, str]) -> None:
-        keys = [index_format.liveness_key(self._namespace, slot) for slot in slots]
-        await self._call(self._renew, epoch, keys, [self._lease_ms, *slots.values()])
+    async def renew(self, epoch: int, slots: Mapping[int, int], discovery: Mapping[str, str]) -> frozenset[int]:
+        of_slot = index_format.slot_key, index_format.liveness_key
+        keys = [key(self._namespace, slot) for slot in slots for key in of_slot]
+        others = await self._call(self._renew, epoch, keys, [self._lease_ms, *slots.values()])
         with unavailable():
             async with self._redis.pipeline(transaction=False) as pipeline:
                 for worker_id, value in discovery.items():
@@ -87,6 +94,8 @@ class RedisIndexStore:
                     pipeline.sadd(index_format.DISCOVERY_WORKERS_KEY, *discovery)
                 await pipeline.execute()
             await self._forget_departed()
+        in_order = tuple(slots)
+        return frozenset(in_order[place - 1] for place in others)
 
     async def _forget_departed(self) -> None:
         """Take some workers without an entry out of the set: a manager that was killed could not retire its own."""
@@ -112,11 +121,11 @@ class RedisIndexStore:
 
     async def _call(
         self, script: AsyncScript, epoch: int, keys: Sequence[str | bytes], arguments: Sequence[_Argument]
-    ) -> int:
+    ) -> Any:
         with unavailable():
             fence, *result = await script(keys=[self._fence, *keys], args=[epoch, *arguments])
         if result:
-            return int(result[0])
+            return result[0]
         if fence > epoch:
             raise StaleEpoch(f"a manager of epoch {fence} has taken over from this one, of epoch {epoch}")
         found = fence or "gone, or no number that a manager can have written"

@@ -1,7 +1,8 @@
 -- Removes and adds entries of one worker. Entries of a dead generation on these keys are dropped too.
 -- KEYS: fence, then keys of block entries, those to remove from first.
 -- ARGV: epoch, own entry (6 bytes), lifetime in ms, number of removes, prefix of slot keys.
--- Returns {fence, number of keys}.
+-- Returns {fence, number of keys}; number -1, and nothing is written, when the slot has another generation than the own
+-- entry (`writable` in core/slots.py).
 local entry, lifetime, removes, owners = ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5]
 local own_slot, generations = string.sub(entry, 1, 2), {}
 
@@ -25,6 +26,7 @@ local function entries_of_others(value)
   return table.concat(kept)
 end
 
+if not is_live(entry) then return {fence, -1} end
 local values = #KEYS > 1 and redis.call('MGET', unpack(KEYS, 2)) or {}
 for index, value in ipairs(values) do
   local key = KEYS[index + 1]

@@ -14,6 +14,7 @@ class WorkerFeed:
     """Takes membership events in, gives changes out. Bounded: beyond `limit` hashes it falls back to publishing all.
 
     `slot` and `generation` are what the entries in the index are made of; a new generation voids all earlier ones.
+    `session` is the worker's count of attaches. `elsewhere` is set while another group publishes this worker.
     """
 
     def __init__(
@@ -22,13 +23,15 @@ class WorkerFeed:
         snapshot: Callable[[], IndexSnapshot],
         draw_generation: Callable[[], int],
         limit: int,
+        session: int = 0,
     ) -> None:
-        self.worker = worker
+        self.worker, self.session = worker, session
         self.slot: int | None = None
         self.generation = 0
         self.changes = NetChanges()
         self.republish = True
         self.closed = False
+        self.elsewhere = False
         self._snapshot, self._draw, self._limit = snapshot, draw_generation, limit
         self._number = self._taken = 0
 
@@ -62,14 +65,19 @@ class WorkerFeed:
         self.republish = True
         self.changes = NetChanges()
 
+    def lose_slot(self) -> None:
+        """Forget the slot, which another group has taken, for this worker or for another one."""
+        self.slot = None
+        self.publish_all()
+
     def new_entry(self) -> WorkerEntry:
         """Draw a generation and return how the worker is to be registered; then call `begin`."""
         worker = self.worker
-        return WorkerEntry(worker.worker_id, worker.incarnation, worker.address, self._draw())
+        return WorkerEntry(worker.worker_id, worker.incarnation, worker.address, self._draw(), self.session)
 
     def begin(self, slot: int | None, generation: int) -> None:
         """Make every member a pending change of a new generation, which is registered in the index by now."""
-        self.slot, self.generation = slot, generation
+        self.slot, self.generation, self.elsewhere = slot, generation, False
         snapshot = self._snapshot()
         self._number = snapshot.number
         self.republish, self.changes = False, NetChanges()

@@ -134,7 +134,7 @@ class IndexWriter:
             return None
         life = public_incarnation(attach.incarnation).hex()
         worker = DiscoveredWorker(attach.worker_id, attach.address, life, attach.identity)
-        return self.publisher.open(worker, snapshot)
+        return self.publisher.open(worker, snapshot, attach.session)
 
     def push(self, feed: WorkerFeed, events: tuple[IndexEvent, ...]) -> None:
         feed.push(events)

@@ -154,7 +154,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Manager:
-    """One KV manager of a group; `term` rises with each one that takes the lead.
+    """One KV manager of a group; `term` rises with each one that takes the lead there.
 
     `state_seconds` is for how long it has led, stood by or been out of reach.
     """
@@ -164,6 +164,7 @@ class Manager:
     leads: bool
     term: int
     state_seconds: float
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)

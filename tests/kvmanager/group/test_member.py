@@ -29,7 +29,7 @@ class OwnLease:
     """The lease of one owner, which nobody else wants; while `lost` is set, calls fail when a test lets them."""
 
     def __init__(self) -> None:
-        self.lost, self.failing, self.fail = False, asyncio.Event(), asyncio.Event()
+        self.group, self.lost, self.failing, self.fail = "g", False, asyncio.Event(), asyncio.Event()
 
     async def hold(self, attempt: Attempt, address: str, namespace: str) -> int | Lease:
         await self._answer()

@@ -124,7 +124,7 @@ async def test_an_old_term_takes_no_epoch_however_high_and_writes_nothing(
         with pytest.raises(StaleEpoch):
             await old.acquire(least, held)
     with pytest.raises(StaleEpoch):
-        await old.renew(first, {0: "w"}, {})
+        await old.renew(first, {0: 1}, {})
     assert {key: await redis_client.get(key) for key in await redis_client.keys()} == before
     assert await new.acquire(1, second) == second + 1
     assert await alone.acquire(1, 0) == second + 2  # a manager outside of any group takes over as ever

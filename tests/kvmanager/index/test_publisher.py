@@ -15,6 +15,7 @@ from common.errors import StaleEpoch
 from common.index_format import DiscoveredWorker
 from common.types import BlockHash
 from kvmanager.core.index_events import Cleared, IndexSnapshot, Removed, Stored
+from kvmanager.core.slots import NoSlot
 from kvmanager.index.epoch import EpochKeeper
 from kvmanager.index.publisher import PrefixPublisher, PublisherTimes
 from kvmanager.index.state_file import EpochFile
@@ -56,20 +57,22 @@ class ScriptedStore:
         self.epoch = max(self.epoch + 1, least)
         return self.epoch
 
-    async def register(self, epoch: int, worker: WorkerEntry) -> int | None:
+    async def register(self, epoch: int, worker: WorkerEntry) -> int | NoSlot:
         self.registered.append(worker.generation)
         await self._step(("register", worker.worker_id, worker.generation))
         self.members_of[0, worker.generation] = set()
         return 0
 
-    async def update(self, epoch: int, slot: int, generation: int, call: IndexCall) -> None:
+    async def update(self, epoch: int, slot: int, generation: int, call: IndexCall) -> bool:
         await self._step(call)
         members = self.members_of[slot, generation]
         members.difference_update(call.removes)
         members.update(call.adds)
+        return True
 
-    async def renew(self, epoch: int, slots: Mapping[int, str], discovery: Mapping[str, str]) -> None:
+    async def renew(self, epoch: int, slots: Mapping[int, int], discovery: Mapping[str, str]) -> frozenset[int]:
         await self._step(("renew", dict(slots), list(discovery)))
+        return frozenset()
 
     async def retire(self, epoch: int, slot: int, generation: int, worker_id: str) -> None:
         await self._step(("retire", slot, generation, worker_id))

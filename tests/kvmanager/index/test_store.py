@@ -15,6 +15,7 @@ from common import index_format
 from common.errors import StaleEpoch
 from common.process.redis_client import open_redis
 from common.types import BlockHash
+from kvmanager.core.slots import NoSlot
 from kvmanager.index import scripts
 from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
 from kvmanager.ports import FenceLost, IndexCall, IndexUnavailable, WorkerEntry
@@ -72,7 +73,7 @@ async def test_no_slot_is_left_when_all_are_taken_by_live_workers(
     store: RedisIndexStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_format, "MAX_SLOTS", 2)
-    assert [await store.register(1, worker(name)) for name in ("a", "b", "c")] == [0, 1, None]
+    assert [await store.register(1, worker(name)) for name in ("a", "b", "c")] == [0, 1, NoSlot.FULL]
 
 
 async def test_entries_of_several_workers_stand_side_by_side(store: RedisIndexStore, redis_client: Redis) -> None:
@@ -144,7 +145,7 @@ async def test_one_call_may_remove_and_add(store: RedisIndexStore, redis_client:
 WRITES = {
     "register": lambda store, epoch: store.register(epoch, worker("b")),
     "update": lambda store, epoch: store.update(epoch, 0, 10, IndexCall((H[0],), (H[1],))),
-    "renew": lambda store, epoch: store.renew(epoch, {0: "a"}, {}),
+    "renew": lambda store, epoch: store.renew(epoch, {0: 10}, {}),
     "retire": lambda store, epoch: store.retire(epoch, 0, 10, "a"),
 }
 
@@ -174,8 +175,8 @@ async def test_older_fence_of_a_restored_redis_is_a_refusal_too(store: RedisInde
 
 
 async def test_renewal_prolongs_liveness_and_discovery(store: RedisIndexStore, redis_client: Redis) -> None:
-    await store.register(1, worker("a"))
-    await store.renew(1, {0: "a"}, {"a": "{}"})
+    await store.register(1, worker("a", 10))
+    await store.renew(1, {0: 10}, {"a": "{}"})
     assert 4000 < await redis_client.pttl(index_format.liveness_key(NAMESPACE, 0)) <= 5000
     assert 4000 < await redis_client.pttl(index_format.discovery_key("a")) <= 5000
     assert await redis_client.smembers(index_format.DISCOVERY_WORKERS_KEY) == {b"a"}
@@ -190,7 +191,7 @@ async def test_workers_without_an_entry_leave_the_set(store: RedisIndexStore, re
 
 async def test_retired_worker_has_no_live_entries(store: RedisIndexStore, redis_client: Redis) -> None:
     await store.register(1, worker("a", 10))
-    await store.renew(1, {0: "a"}, {"a": "{}"})
+    await store.renew(1, {0: 10}, {"a": "{}"})
     await store.retire(1, 0, 10, "a")
     owner = await owner_of(redis_client, 0)
     assert replace(owner, generation=10) == index_format.SlotOwner("a", "a" * 8, "a:1", 10)

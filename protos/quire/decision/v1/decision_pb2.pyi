@@ -282,6 +282,7 @@ class ListDecisionsResponse(_message.Message):
     COMPLETE_SINCE_UNIX_NANO_FIELD_NUMBER: _builtins.int
     SILENT_ROUTERS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    SILENT_GROUPS_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """For the records before these; empty when there are none."""
     complete_since_unix_nano: _builtins.int
@@ -292,6 +293,10 @@ class ListDecisionsResponse(_message.Message):
     """The process that made the records; empty where several did."""
     @_builtins.property
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionRecord]: ...
+    @_builtins.property
+    def silent_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Groups of KV managers that did not answer; their records are missing."""
+
     def __init__(
         self,
         *,
@@ -300,10 +305,11 @@ class ListDecisionsResponse(_message.Message):
         complete_since_unix_nano: _builtins.int = ...,
         silent_routers: _builtins.int = ...,
         source: _builtins.str = ...,
+        silent_groups: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete_since_unix_nano", b"complete_since_unix_nano", "decisions", b"decisions", "next_page_token", b"next_page_token", "silent_routers", b"silent_routers", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete_since_unix_nano", b"complete_since_unix_nano", "decisions", b"decisions", "next_page_token", b"next_page_token", "silent_groups", b"silent_groups", "silent_routers", b"silent_routers", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1121,6 +1121,7 @@ class ManagerStatus(_message.Message):
     LEADS_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     STATE_SECONDS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     """HOST:PORT."""
     reachable: _builtins.bool
@@ -1130,6 +1131,8 @@ class ManagerStatus(_message.Message):
     """Rises with each manager that takes the lead."""
     state_seconds: _builtins.float
     """Seconds since it began to lead or to stand by; of one that is not reachable, since the router noticed."""
+    group: _builtins.str
+    """Each group owns some of the workers, and one of its managers leads; empty: in no group, or not known yet."""
     def __init__(
         self,
         *,
@@ -1138,10 +1141,11 @@ class ManagerStatus(_message.Message):
         leads: _builtins.bool = ...,
         term: _builtins.int = ...,
         state_seconds: _builtins.float = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "leads", b"leads", "reachable", b"reachable", "state_seconds", b"state_seconds", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "group", b"group", "leads", b"leads", "reachable", b"reachable", "state_seconds", b"state_seconds", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -195,6 +195,7 @@ class WatchLeaderResponse(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     LEADER_FIELD_NUMBER: _builtins.int
     STATE_SECONDS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     owner: _builtins.str
     """Names the process that answers; new at each start."""
     leads: _builtins.bool
@@ -205,6 +206,8 @@ class WatchLeaderResponse(_message.Message):
     """HOST:PORT of the leader; empty: unknown, or there is no group."""
     state_seconds: _builtins.float
     """Seconds since the process that answers began to lead, or to stand by."""
+    group: _builtins.str
+    """The group of the process that answers; empty: it is in none."""
     def __init__(
         self,
         *,
@@ -213,10 +216,11 @@ class WatchLeaderResponse(_message.Message):
         term: _builtins.int = ...,
         leader: _builtins.str = ...,
         state_seconds: _builtins.float = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader", b"leader", "leads", b"leads", "owner", b"owner", "state_seconds", b"state_seconds", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "leader", b"leader", "leads", b"leads", "owner", b"owner", "state_seconds", b"state_seconds", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -915,18 +919,25 @@ class GetPoolResponse(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
+    SILENT_GROUPS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
+    """Of several groups the highest; each has one of its own."""
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pool]: ...
+    @_builtins.property
+    def silent_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Groups of KV managers that did not answer the router; their pools are missing."""
+
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         pools: _abc.Iterable[Global___Pool] | None = ...,
+        silent_groups: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "pools", b"pools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "pools", b"pools", "silent_groups", b"silent_groups"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
