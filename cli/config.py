@@ -110,6 +110,9 @@ class UpSettings(EngineSettings, DecisionLogSettings):
     )
     manager_port: FixedPort = Field(50052, description="gRPC port of the KV manager")
     managers: Count = Field(1, description="KV manager processes; one leads, the others stand by and take over")
+    shards: Count = Field(
+        1, description="parts of the pool, each with --managers processes of its own and its share of the workers"
+    )
     standby_port: FixedPort = Field(
         50250, description="with several KV managers: gRPC port of the second one; the others follow"
     )
@@ -151,3 +154,13 @@ class UpSettings(EngineSettings, DecisionLogSettings):
         if self.managers > 1 and self.manager == "embedded":
             what = f"is {self.managers}, and --manager embedded starts none; leave out one of them"
             yield FieldViolation("--managers", what)
+        yield from self._shards()
+
+    def _shards(self) -> Iterator[FieldViolation]:
+        if self.shards == 1:
+            return
+        what = f"is {self.shards}, and "
+        if self.manager == "embedded":
+            yield FieldViolation("--shards", f"{what}--manager embedded starts no manager; leave out one of them")
+        elif isinstance(self.workers, int) and self.shards > self.workers:
+            yield FieldViolation("--shards", f"{what}there are {self.workers} workers; expected one for each at least")

@@ -135,8 +135,9 @@ def _ports(settings: UpSettings) -> Iterator[PortUse]:
     yield _use(settings.host, grpc, "--grpc-port")
     inner = [(admin, "--admin-port"), (metrics_port(settings.admin_http_port, grpc), "--admin-http-port")]
     inner += [(manager, "--manager-port"), (metrics_port(None, manager), "--manager-port")]
-    for standby in range(settings.standby_port, settings.standby_port + settings.managers - 1):
-        inner += [(standby, "--standby-port"), (metrics_port(None, standby), "--standby-port")]
+    others = settings.shards * settings.managers - 1
+    for other in range(settings.standby_port, settings.standby_port + others):
+        inner += [(other, "--standby-port"), (metrics_port(None, other), "--standby-port")]
     count = len(cpus_of_workers(settings.workers, here()))
     for worker in range(settings.worker_port, settings.worker_port + count):
         inner += [(worker, "--worker-port"), (metrics_port(None, worker), "--worker-port")]

@@ -45,7 +45,8 @@ class StackOptions:
     """The options of a suite. `worker_ports` has one port for each worker. A port of 0 is a free one (`ports.py`).
 
     Clients reach the router at `host`. Everything else listens on `admin_host`: the router's admin plane, KV manager,
-    workers. `standby_ports` has one port for each KV manager beside the first: one of them leads, the others stand by.
+    workers. `standby_ports` has one port for each KV manager beside the first. Manager i and worker i belong to group i
+    modulo `shards`; of each group one manager leads, the others stand by.
     `admin_port` and `admin_http_port` follow from `grpc_port` where they are None.
     `own_ports` has one port for each of several routers, which share the other ports; one router needs none.
     With `certs` the services verify each other by the certificates in that folder; without, they use plain text.
@@ -68,6 +69,7 @@ class StackOptions:
     admin_http_port: int | None = None
     manager_port: int = 50052
     standby_ports: tuple[int, ...] = ()
+    shards: int = 1
     worker_ports: tuple[int, ...] = (50053,)
     own_ports: tuple[int, ...] = ()
     redis_url: str | None = None
@@ -156,18 +158,31 @@ def _redis(service: str, url: str, pool_key: str = "") -> dict[str, str]:
     return found | ({f"QUIRE_{service}_POOL_KEY".upper(): pool_key} if pool_key else {})
 
 
+def manager_ports(options: StackOptions) -> tuple[int, ...]:
+    return (options.manager_port, *options.standby_ports)
+
+
 def _managers(options: StackOptions, redis_url: str) -> Iterator[Program]:
-    """Yield one manager, or a group of them."""
-    group = ("--group", f"{socket.gethostname()}-{options.manager_port}") if options.standby_ports else ()
-    for index, port in enumerate((options.manager_port, *options.standby_ports)):
+    """Yield one manager, or one group or several ones of them."""
+    for index, port in enumerate(manager_ports(options)):
         program = _manager(options, port, redis_url)
         state = ("--state-dir", str(options.state_dir / program.name / str(index))) if index else ()
         name = f"kvmanager-{index}" if index else program.name
-        yield replace(program, name=name, flags=(*program.flags, *state, *group))
+        yield replace(program, name=name, flags=(*program.flags, *state, *_group_flags(options, index)))
 
 
-def _manager_addresses(options: StackOptions) -> str:
-    ports = (options.manager_port, *options.standby_ports)
+def _group_flags(options: StackOptions, index: int) -> tuple[str, ...]:
+    if not options.standby_ports:
+        return ()
+    name = f"{socket.gethostname()}-{options.manager_port}"
+    return ("--group", name if options.shards == 1 else f"{name}-{index % options.shards}")
+
+
+def _manager_addresses(options: StackOptions, worker: int | None = None) -> str:
+    """Return the addresses of all managers, or of those of one worker's group."""
+    ports = manager_ports(options)
+    if worker is not None:
+        ports = ports[worker % options.shards :: options.shards]
     return ",".join(f"{options.admin_host}:{port}" for port in ports)
 
 
@@ -190,7 +205,7 @@ def _worker(options: StackOptions, index: int) -> Program:
     flags = (
         *_common(options, options.admin_host, leaf_of(options, Role.WORKER, worker_id)),
         *("--port", str(port), "--worker-id", worker_id, "--model", str(options.model), "--threads", str(threads)),
-        *("--manager", _manager_addresses(options)),
+        *("--manager", _manager_addresses(options, index)),
         *(() if cpus is None else ("--cpus", cpus)),
         *options.worker_flags,
     )

@@ -13,13 +13,15 @@ _PATIENCE_S: Final = 5.0
 
 
 async def pools_of(channel: grpc.aio.Channel) -> tuple[dict[str, kvmanager_pb2.Pool], str]:
-    """Return the pool of each worker, and "" or why there is none: the manager does not answer."""
+    """Return the pool of each worker, and "" or why some are missing: a manager does not answer."""
     stub = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
     try:
         answer = await stub.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=_PATIENCE_S)
     except grpc.aio.AioRpcError as error:
         return {}, str(error_from_rpc(error)).partition("\n")[0]
-    return {each.worker_id: each for each in answer.pools}, ""
+    silent = ", ".join(answer.silent_groups)
+    problem = f"no answer from group {silent}" if silent else ""
+    return {each.worker_id: each for each in answer.pools}, problem
 
 
 def stalled(pools: dict[str, kvmanager_pb2.Pool]) -> dict[str, str]:

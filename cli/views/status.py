@@ -42,8 +42,10 @@ class StatusView:
         yield from self._heading()
         if status.discovery_problem:
             yield Text(f"Workers in Redis that are passed over: {status.discovery_problem}")
+        groups = {manager.group for manager in status.managers if manager.group}
         for manager in status.managers:
-            yield Text(f"KV manager {manager.address} {role_of(manager)}")
+            of_group = f" of group {manager.group}" if len(groups) > 1 and manager.group else ""
+            yield Text(f"KV manager {manager.address}{of_group} {role_of(manager)}")
         if self._ledgers.problem:
             yield Text(f"The KV manager: {self._ledgers.problem}")
         for worker, why in self._ledgers.stalled.items():

@@ -91,11 +91,12 @@ class Gatherer:
         kept = (await self._source.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions
         wanted.kept, wanted.from_manager = False, True
         try:
-            of_manager = (await self._source.ListDecisions(wanted, timeout=_PATIENCE_S)).decisions
+            answer = await self._source.ListDecisions(wanted, timeout=_PATIENCE_S)
         except (grpc.aio.AioRpcError, Unavailable) as error:
             unread = f"the KV manager: {words_of(error)}"
             return _each_once(kept, newest), (unread, *self._source.missing())
-        return _each_once(kept, newest, of_manager), self._source.missing()
+        silent = (f"KV managers of group {each}: no answer" for each in sorted(answer.silent_groups))
+        return _each_once(kept, newest, answer.decisions), (*silent, *self._source.missing())
 
     async def trace(self, request_id: str) -> dict[str, object] | None:
         """Return the spans of a request as JSON has them; None when it was not sampled."""

@@ -28,6 +28,7 @@ class Records:
     records: tuple[pb.DecisionRecord, ...] = ()
     complete_since_ns: int = 0
     silent_routers: int = 0
+    silent_groups: frozenset[str] = frozenset()
     failure: str = ""
     bound: str = "--decision-ring"
     has_older: bool = False
@@ -47,6 +48,8 @@ class Listed:
             self.missing += (f"records of the {service} from before {moment}: none are kept ({found.bound})",)
         if found.silent_routers:
             self.missing += (f"{count(found.silent_routers, 'router')} did not answer",)
+        if found.silent_groups:
+            self.missing += (f"groups of KV managers that did not answer: {', '.join(sorted(found.silent_groups))}",)
         if found.failure:
             self.missing += (f"the KV manager: {found.failure}",)
 
@@ -78,6 +81,7 @@ class Lister:
                     records=(*page.decisions, *found.records),
                     complete_since_ns=max(found.complete_since_ns, page.complete_since_unix_nano),
                     silent_routers=max(found.silent_routers, page.silent_routers),
+                    silent_groups=found.silent_groups.union(page.silent_groups),
                     has_older=bool(page.next_page_token),
                 )
         except (grpc.aio.AioRpcError, Unavailable) as error:

@@ -2,24 +2,28 @@
 
 A reset of the prefix cache is the manager's decision, and the events of the caches are the manager's. Operators then
 need one address, the router's. Each call opens its channel: they are rare, and a renewed certificate counts at once.
+Where several groups of managers share the pool, all of them are asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any, Final
+from contextlib import aclosing
+from typing import Any, Final, TypeVar
 
 import grpc
 from grpc import aio
 
+from common.decisions.merged import merged
+from common.decisions.pages import bounds_of
+from common.decisions.ring import listed
 from common.errors import Unavailable
-from common.group.leader_watch import LeaderWatch, ManagerState
-from common.process.supervised import Supervisor
 from common.rpc.server import Dial
-from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
+from router.grpc_api.group_streams import DecisionFollower, EventFollower, Follower, Merged
+from router.grpc_api.manager_groups import ManagerGroups
 from router.serving.call_context import Context
 
 MANAGER: Final = "quire.kvmanager.v1.KvManagerService"
@@ -27,103 +31,91 @@ MANAGER: Final = "quire.kvmanager.v1.KvManagerService"
 _PATIENCE_S: Final = 30.0
 _LIST_PATIENCE_S: Final = 3.0
 
+T = TypeVar("T")
+
 
 class ManagerCalls:
-    """`addresses` are HOST:PORT of the KV manager, or of each manager of a group: the one that leads is called."""
+    """`addresses` are HOST:PORT of the KV manager, or of the managers of all groups: of each the leader is called."""
 
     def __init__(self, addresses: Sequence[str], dial: Dial) -> None:
-        self._first, self._dial = addresses[0], dial
-        self._watch = LeaderWatch(addresses, dial) if len(addresses) > 1 else None
-
-    def start(self, supervisor: Supervisor) -> None:
-        """Begin to follow which manager of a group leads; the supervisor ends that."""
-        if self._watch is not None:
-            self._watch.start(supervisor)
-
-    def managers(self) -> tuple[ManagerState, ...]:
-        """Return what each manager of a group says of itself; () where there is no group."""
-        return self._watch.managers if self._watch is not None else ()
-
-    @property
-    def _address(self) -> str:
-        return (self._watch.leader if self._watch is not None else None) or self._first
+        self._groups = ManagerGroups(addresses, dial)
+        self.start, self.managers = self._groups.start, self._groups.managers
 
     async def reset(
         self, request: pb.ResetPrefixCacheRequest, context: Context | None = None
     ) -> pb.ResetPrefixCacheResponse:
-        """Reset the prefix cache of all workers. Raises Unavailable when no manager answers."""
-        async with self._dial(self._address) as channel:
-            try:
-                return await rpc.KvManagerServiceStub(channel).ResetPrefixCache(request, timeout=_PATIENCE_S)
-            except aio.AioRpcError as error:
-                raise self._in_words(error) from None
+        """Reset the prefix cache of all workers. Raises Unavailable when a group does not answer; the others did it."""
+        answers = await self._groups.all(
+            lambda channel: rpc.KvManagerServiceStub(channel).ResetPrefixCache(request, timeout=_PATIENCE_S)
+        )
+        for name, failure in answers.failures.items():
+            raise Unavailable(f"the other groups were reset, and group {name} was not: {failure}")
+        return pb.ResetPrefixCacheResponse(
+            dropped_blocks=sum(each.dropped_blocks for each in answers.found),
+            workers=[worker for each in answers.found for worker in each.workers],
+            index_current=all(each.index_current for each in answers.found),
+        )
 
     async def decisions(self, request: decision_pb2.ListDecisionsRequest) -> decision_pb2.ListDecisionsResponse:
-        """Return the manager's decision records. Raises Unavailable when no manager answers."""
-        async with self._dial(self._address) as channel:
-            try:
-                stub = decision_pb2_grpc.DecisionServiceStub(channel)
-                return await stub.ListDecisions(request, timeout=_LIST_PATIENCE_S)
-            except aio.AioRpcError as error:
-                raise self._in_words(error) from None
+        """Return the decision records of all groups. Raises Unavailable when none answers."""
+        (answer,) = await self.all_decisions([request])
+        return answer
 
     async def all_decisions(
         self, requests: Sequence[decision_pb2.ListDecisionsRequest]
     ) -> Sequence[decision_pb2.ListDecisionsResponse]:
-        """Return the manager's records for several calls, in their order. Raises Unavailable when none answers."""
-        async with self._dial(self._address) as channel:
+        """Return the records of all groups for several calls, in their order. Raises Unavailable when none answers."""
+
+        async def ask(channel: aio.Channel) -> list[decision_pb2.ListDecisionsResponse]:
             stub = decision_pb2_grpc.DecisionServiceStub(channel)
             calls = [stub.ListDecisions(each, timeout=_LIST_PATIENCE_S) for each in requests]
-            try:
-                return [await call for call in calls]
-            except aio.AioRpcError as error:
-                raise self._in_words(error) from None
+            return [await call for call in calls]
+
+        answers = await self._groups.all(ask)
+        return [
+            _whole(request, [each[place] for each in answers.found], answers.silent)
+            for place, request in enumerate(requests)
+        ]
 
     async def watch(
         self, request: decision_pb2.WatchDecisionsRequest
     ) -> AsyncGenerator[decision_pb2.WatchDecisionsResponse, None]:
-        """Pass on the manager's decisions, as fast as the watcher reads them."""
-        async with self._dial(self._address) as channel:
-            call = decision_pb2_grpc.DecisionServiceStub(channel).WatchDecisions(request)
-            try:
-                async for response in call:
-                    yield response
-            except aio.AioRpcError as error:
-                raise self._in_words(error) from None
-            finally:
-                call.cancel()
+        """Pass on the decisions of all groups, as fast as the watcher reads them."""
+        async with aclosing(self._stream(DecisionFollower(self._groups, request))) as responses:
+            async for response in responses:
+                yield response
 
     async def pools(self, request: pb.GetPoolRequest, context: Context | None = None) -> pb.GetPoolResponse:
-        """Return what the blocks of each worker are used for. Raises Unavailable when no manager answers."""
-        async with self._dial(self._address) as channel:
-            try:
-                return await rpc.KvManagerServiceStub(channel).GetPool(request, timeout=_LIST_PATIENCE_S)
-            except aio.AioRpcError as error:
-                raise self._in_words(error) from None
+        """Return what the blocks of each worker are used for. Raises Unavailable when no group answers."""
+        answers = await self._groups.all(
+            lambda channel: rpc.KvManagerServiceStub(channel).GetPool(request, timeout=_LIST_PATIENCE_S)
+        )
+        return pb.GetPoolResponse(
+            epoch=max(each.epoch for each in answers.found),
+            pools=sorted((pool for each in answers.found for pool in each.pools), key=lambda pool: pool.worker_id),
+            silent_groups=answers.silent,
+        )
 
     async def block_map(self, request: pb.GetBlockMapRequest) -> pb.GetBlockMapResponse:
-        """Return how a page of a worker's blocks is used. Raises Unavailable when no manager answers, and NotFound."""
-        async with self._dial(self._address) as channel:
-            try:
-                return await rpc.KvManagerServiceStub(channel).GetBlockMap(request, timeout=_LIST_PATIENCE_S)
-            except aio.AioRpcError as error:
-                raise self._in_words(error) from None
+        """Return how a page of a worker's blocks is used. Raises Unavailable when no group answers, and NotFound."""
+        answers = await self._groups.all(
+            lambda channel: rpc.KvManagerServiceStub(channel).GetBlockMap(request, timeout=_LIST_PATIENCE_S)
+        )
+        return answers.found[0]
 
     async def block(self, request: pb.GetBlockRequest) -> pb.GetBlockResponse:
-        """Return everything about one block. Raises Unavailable when no manager answers, and NotFound."""
-        async with self._dial(self._address) as channel:
-            try:
-                return await rpc.KvManagerServiceStub(channel).GetBlock(request, timeout=_LIST_PATIENCE_S)
-            except aio.AioRpcError as error:
-                raise self._in_words(error) from None
+        """Return everything about one block. Raises Unavailable when no group answers, and NotFound."""
+        answers = await self._groups.all(
+            lambda channel: rpc.KvManagerServiceStub(channel).GetBlock(request, timeout=_LIST_PATIENCE_S)
+        )
+        return answers.found[0]
 
     async def block_tables(self, request: pb.GetBlockTableRequest) -> pb.GetBlockTableResponse:
-        """Return block tables of live sequences. Raises Unavailable when no manager answers, and NotFound."""
-        async with self._dial(self._address) as channel:
-            try:
-                return await rpc.KvManagerServiceStub(channel).GetBlockTable(request, timeout=_LIST_PATIENCE_S)
-            except aio.AioRpcError as error:
-                raise self._in_words(error) from None
+        """Return block tables of live sequences. Raises Unavailable when no group answers, and NotFound."""
+        answers = await self._groups.all(
+            lambda channel: rpc.KvManagerServiceStub(channel).GetBlockTable(request, timeout=_LIST_PATIENCE_S)
+        )
+        return pb.GetBlockTableResponse(tables=[table for each in answers.found for table in each.tables])
 
     async def reset_page(self) -> object:
         """Return the answer to a reset over HTTP."""
@@ -142,23 +134,17 @@ class ManagerCalls:
     async def events(
         self, request: pb.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[pb.SubscribeKvEventsResponse]:
-        """Pass on the manager's events, as fast as the subscriber reads them: the manager bounds what waits."""
-        async with self._dial(self._address) as channel:
-            call = rpc.KvManagerServiceStub(channel).SubscribeKvEvents(request)
-            try:
-                async for response in call:
-                    yield response
-            except aio.AioRpcError as error:
-                raise self._in_words(error) from None
-            finally:
-                call.cancel()
+        """Pass on the events of all groups, as fast as the subscriber reads them: each manager bounds what waits."""
+        async with aclosing(self._stream(EventFollower(self._groups, request))) as responses:
+            async for response in responses:
+                yield response
 
-    def _in_words(self, error: aio.AioRpcError) -> Exception:
-        found = error_from_rpc(error)
-        if isinstance(found, Unavailable) and "connect" in str(found).lower():
-            what = f"no KV manager answers at {self._address}; start one, or name it to the router with --manager"
-            return Unavailable(what)
-        return found
+    def _stream(self, follower: Follower[T]) -> AsyncGenerator[T, None]:
+        """Return the stream of the only manager, which ends as that one does, or those of all groups in one."""
+        names = self._groups.leaders()
+        if len(names) == 1 and not self._groups.managers():
+            return follower.open(*names)
+        return Merged(lambda: tuple(self._groups.leaders()), follower).messages()
 
     def add_to(self, server: aio.Server) -> None:
         """Serve three methods; gRPC answers UNIMPLEMENTED to the others of the service."""
@@ -174,3 +160,13 @@ class ManagerCalls:
             ),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(MANAGER, handlers),))
+
+
+def _whole(
+    request: decision_pb2.ListDecisionsRequest, answers: Sequence[decision_pb2.ListDecisionsResponse], silent: list[str]
+) -> decision_pb2.ListDecisionsResponse:
+    """Return one answer for those of all groups."""
+    alone = len(answers) == 1
+    answer = answers[0] if alone else merged(answers, bounds_of(request.page_token), listed(request.limit))
+    answer.silent_groups.extend(silent)
+    return answer

@@ -119,7 +119,9 @@ class TailKeeper:
         except QuireError as error:
             unread = f"the KV manager: {str(error).partition(chr(10))[0]}"
         for each, answer in zip(some, answers, strict=True):
-            self._build(each, tuple(known_decisions(answer.decisions)), unread)
+            silent = ", ".join(answer.silent_groups)
+            missing = unread or (f"groups of KV managers that did not answer: {silent}" if silent else "")
+            self._build(each, tuple(known_decisions(answer.decisions)), missing)
 
     def _build(self, kept: _Kept, more: tuple[Decision, ...], unread: str) -> None:
         self._records.add(kept.ended.request_id, more)

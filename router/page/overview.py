@@ -56,7 +56,9 @@ class Overview:
             found = await self._manager.pools(pb.GetPoolRequest())
         except QuireError as error:
             return {}, str(error).partition("\n")[0]
-        return {each.worker_id: each for each in found.pools}, ""
+        silent = ", ".join(found.silent_groups)
+        failure = f"no answer from group {silent}" if silent else ""
+        return {each.worker_id: each for each in found.pools}, failure
 
 
 def columns(points: Sequence[Point]) -> dict[str, list[float | None]]:

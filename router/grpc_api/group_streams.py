@@ -1,0 +1,179 @@
+"""One stream from those of all groups of KV managers.
+
+Each group's stream goes on when the reader has taken its last message: one message of each is held here, and no more. A
+stream that ends is opened again, at whichever manager leads the group then; the others go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from typing import Final, Generic, Protocol, TypeVar
+
+from common.decisions.pages import gone
+from common.errors import QuireError
+from quire.decision.v1 import decision_pb2, decision_pb2_grpc
+from quire.kvmanager.v1 import kvmanager_pb2 as pb
+from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
+from router.grpc_api.manager_groups import ManagerGroups
+
+# Seconds until a stream is opened again that has ended, and between two looks for groups that were not known before.
+AGAIN_S: Final = 1.0
+
+T = TypeVar("T")
+# Of a group: its message, or the error that ended its stream.
+_Arrival = tuple[str, T | QuireError]
+
+
+class Follower(Protocol[T]):
+    """What is read of each group, in all its streams."""
+
+    def open(self, group: str) -> AsyncGenerator[T, None]:
+        """Yield what a group streams until it ends, by an error."""
+        ...
+
+    def passed(self, group: str, message: T) -> bool:
+        """Note a message; return whether the reader is to have it."""
+        ...
+
+    def ended(self, group: str) -> Sequence[T]:
+        """Return what the reader is to be told about a stream that has ended."""
+        ...
+
+
+class Merged(Generic[T]):
+    """The streams of all `groups`, by name. Iterate over `messages` once."""
+
+    def __init__(self, groups: Callable[[], Sequence[str]], follower: Follower[T], again_s: float = AGAIN_S) -> None:
+        self._groups, self._follower, self._again_s = groups, follower, again_s
+        self._arrivals: asyncio.Queue[_Arrival[T]] = asyncio.Queue(maxsize=1)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._failing: set[str] = set()
+
+    async def messages(self) -> AsyncGenerator[T, None]:
+        """Yield the messages of all groups, also of those that come later. Raises the error of one if none answers."""
+        try:
+            while True:
+                for message in self._changed_groups():
+                    yield message
+                try:
+                    async with asyncio.timeout(self._again_s):
+                        group, arrived = await self._arrivals.get()
+                except TimeoutError:
+                    continue
+                for message in self._taken(group, arrived):
+                    yield message
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _changed_groups(self) -> Iterator[T]:
+        """Follow new groups; leave those whose name was not known before, or that are groups no more."""
+        wanted = self._groups()
+        for group in wanted:
+            if group not in self._tasks:
+                self._tasks[group] = asyncio.create_task(self._follow(group))
+        for group in self._tasks.keys() - set(wanted):
+            self._tasks.pop(group).cancel()
+            self._failing.discard(group)
+            yield from self._follower.ended(group)
+
+    def _taken(self, group: str, arrived: T | QuireError) -> Iterator[T]:
+        if group not in self._tasks:
+            return
+        if not isinstance(arrived, QuireError):
+            self._failing.discard(group)
+            if self._follower.passed(group, arrived):
+                yield arrived
+            return
+        yield from self._follower.ended(group)
+        self._failing.add(group)
+        if len(self._failing) == len(self._tasks):
+            raise arrived
+
+    async def _follow(self, group: str) -> None:
+        while True:
+            try:
+                async with aclosing(self._follower.open(group)) as messages:
+                    async for message in messages:
+                        await self._arrivals.put((group, message))
+            except QuireError as error:
+                await self._arrivals.put((group, error))
+            await asyncio.sleep(self._again_s)
+
+
+class DecisionFollower:
+    """The decisions of all groups. A stream that is opened again goes on after the last record that came."""
+
+    def __init__(self, groups: ManagerGroups, request: decision_pb2.WatchDecisionsRequest) -> None:
+        self._groups, self._request = groups, request
+        self._reached: dict[str, decision_pb2.Position] = {}
+
+    def open(self, group: str) -> AsyncGenerator[decision_pb2.WatchDecisionsResponse, None]:
+        asked = decision_pb2.WatchDecisionsRequest()
+        asked.CopyFrom(self._request)
+        reached = self._reached.get(group)
+        if reached is not None:
+            del asked.positions[:]
+            asked.positions.append(reached)
+        return self._groups.stream(
+            group, lambda channel: decision_pb2_grpc.DecisionServiceStub(channel).WatchDecisions(asked)
+        )
+
+    def passed(self, group: str, message: decision_pb2.WatchDecisionsResponse) -> bool:
+        self._reached[group] = message.position
+        return True
+
+    def ended(self, group: str) -> Sequence[decision_pb2.WatchDecisionsResponse]:
+        reached = self._reached.get(group)
+        return [] if reached is None else [gone(reached.source)]
+
+
+class EventFollower:
+    """The events of the caches of all groups' workers. A worker has one session, in one group.
+
+    A worker may come to another group before its old group has said that it left. So a message counts only if it is of
+    the latest session, and a worker whose group's stream ended is detached until a snapshot comes.
+    """
+
+    def __init__(self, groups: ManagerGroups, request: pb.SubscribeKvEventsRequest) -> None:
+        self._groups, self._request = groups, request
+        # By worker: the group that has its session, and the last message about it.
+        self._last: dict[str, tuple[str, pb.SubscribeKvEventsResponse]] = {}
+        self._met: set[str] = set()
+
+    def open(self, group: str) -> AsyncGenerator[pb.SubscribeKvEventsResponse, None]:
+        asked = pb.SubscribeKvEventsRequest(worker_id=self._request.worker_id)
+        asked.after.extend(each for each in self._request.after if each.worker_id not in self._met)
+        return self._groups.stream(group, lambda channel: rpc.KvManagerServiceStub(channel).SubscribeKvEvents(asked))
+
+    def passed(self, group: str, message: pb.SubscribeKvEventsResponse) -> bool:
+        worker = message.worker_id
+        known = self._last.get(worker)
+        if known is not None and known[0] != group and not _later(message.stream, known[1].stream):
+            return False
+        self._met.add(worker)
+        if message.HasField("detached"):
+            self._last.pop(worker, None)
+        else:
+            self._last[worker] = group, message
+        return True
+
+    def ended(self, group: str) -> Sequence[pb.SubscribeKvEventsResponse]:
+        lost = [message for owner, message in self._last.values() if owner == group]
+        for message in lost:
+            del self._last[message.worker_id]
+        return [
+            pb.SubscribeKvEventsResponse(
+                worker_id=each.worker_id, stream=each.stream, number=each.number, detached=pb.KvDetached()
+            )
+            for each in lost
+        ]
+
+
+def _later(one: str, other: str) -> bool:
+    """Return whether a session comes after another one. Sessions of two lives of a worker cannot be compared."""
+    (life, _, number), (other_life, _, other_number) = one.rpartition("-"), other.rpartition("-")
+    return life != other_life or int(number) > int(other_number)

@@ -1,0 +1,105 @@
+"""The leaders of the groups of KV managers that share a pool, asked all at once.
+
+Each group owns some of the workers and leads its own life: one that does not answer is left out of an answer, by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from grpc import aio
+
+from common.errors import NotFound, QuireError, Unavailable
+from common.group.leader_watch import LeaderWatch, ManagerState
+from common.process.supervised import Supervisor
+from common.rpc.server import Dial
+from quire.api.status import error_from_rpc
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Stream(Protocol[T_co]):
+    """A call whose responses are streamed."""
+
+    def __aiter__(self) -> AsyncIterator[T_co]: ...
+
+    def cancel(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answers(Generic[T]):
+    """What the groups answered, and what kept the others from it, by their names."""
+
+    found: tuple[T, ...]
+    failures: dict[str, QuireError]
+
+    @property
+    def silent(self) -> list[str]:
+        return sorted(self.failures)
+
+
+class ManagerGroups:
+    """`addresses` are HOST:PORT of every manager of every group; of each group the one that leads is asked."""
+
+    def __init__(self, addresses: Sequence[str], dial: Dial) -> None:
+        self._first, self._dial = addresses[0], dial
+        self._watch = LeaderWatch(addresses, dial) if len(addresses) > 1 else None
+
+    def start(self, supervisor: Supervisor) -> None:
+        """Begin to follow which managers lead; the supervisor ends that."""
+        if self._watch is not None:
+            self._watch.start(supervisor)
+
+    def managers(self) -> tuple[ManagerState, ...]:
+        """Return what each manager says of itself; () where there is one alone."""
+        return self._watch.managers if self._watch is not None else ()
+
+    def leaders(self) -> dict[str, str]:
+        """Return an address for each group; one at least."""
+        found = self._watch.leaders() if self._watch is not None else {}
+        return found or {"": self._first}
+
+    async def all(self, ask: Callable[[aio.Channel], Awaitable[T]]) -> Answers[T]:
+        """Ask every group. Raises the error of one if none answers; NotFound only if all others say that too.
+
+        A group that answers NOT_FOUND has answered: what was asked for belongs to another group.
+        """
+        leaders = self.leaders()
+        answers = await asyncio.gather(*(self._answer(address, ask) for address in leaders.values()))
+        failures = {name: each for name, each in zip(leaders, answers, strict=True) if isinstance(each, QuireError)}
+        found = tuple(each for each in answers if not isinstance(each, QuireError))
+        silent = {name: error for name, error in failures.items() if not isinstance(error, NotFound)}
+        if not found:
+            raise next(iter((silent or failures).values()))
+        return Answers(found, silent)
+
+    async def _answer(self, address: str, ask: Callable[[aio.Channel], Awaitable[T]]) -> T | QuireError:
+        try:
+            async with self._dial(address) as channel:
+                return await ask(channel)
+        except aio.AioRpcError as error:
+            return in_words(error, address)
+
+    async def stream(self, name: str, ask: Callable[[aio.Channel], Stream[T]]) -> AsyncGenerator[T, None]:
+        """Yield what the leader of a group streams, as fast as it is read. Raises what ends the stream."""
+        address = self.leaders().get(name, self._first)
+        async with self._dial(address) as channel:
+            call = ask(channel)
+            try:
+                async for response in call:
+                    yield response
+            except aio.AioRpcError as error:
+                raise in_words(error, address) from None
+            finally:
+                call.cancel()
+
+
+def in_words(error: aio.AioRpcError, address: str) -> QuireError:
+    found = error_from_rpc(error)
+    if isinstance(found, Unavailable) and "connect" in str(found).lower():
+        return Unavailable(f"no KV manager answers at {address}; start one, or name it to the router with --manager")
+    return found
