@@ -29,8 +29,8 @@ class FakeManager(rpc.KvManagerServiceServicer):
         self.sessions, self.opened = 0, asyncio.Event()
         self.address = ""
 
-    def say(self, leads: bool, term: int) -> None:
-        self.state = pb.WatchLeaderResponse(owner="o", leads=leads, term=term)
+    def say(self, leads: bool, term: int, group: str = "") -> None:
+        self.state = pb.WatchLeaderResponse(owner="o", leads=leads, term=term, group=group)
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 
@@ -148,3 +148,28 @@ async def test_two_changes_of_the_leader_at_once_end_one_attempt_to_attach() -> 
             client._watch.leader = "127.0.0.1:3"
             client._leader_changed()
             await client.close()
+
+
+async def test_a_router_follows_the_leader_of_each_group(managers: tuple[FakeManager, FakeManager]) -> None:
+    first, second = managers
+    first.say(True, 3, "a")
+    second.say(False, 0, "b")
+    supervisor = Supervisor()
+    watch = LeaderWatch([first.address, second.address, "127.0.0.1:1"], open_channel)
+    assert watch.leaders() == {}
+    watch.start(supervisor)
+    await until_leaders(watch, {"a": first.address, "b": second.address})  # nobody leads b: its manager says that
+    first.say(True, 3)  # in no group now: it is one by itself
+    await until_leaders(watch, {first.address: first.address, "b": second.address})
+    first.say(True, 9, "b")
+    await until_leaders(watch, {"b": first.address})
+    second.say(True, 10, "b")
+    await until_leaders(watch, {"b": second.address})
+    await watch.close()
+    await supervisor.aclose()
+
+
+async def until_leaders(watch: LeaderWatch, expected: dict[str, str]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while watch.leaders() != expected:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

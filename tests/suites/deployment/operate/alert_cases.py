@@ -107,6 +107,7 @@ CASES: Final = (
     _level(
         'quire:manager_takeovers_total{job="kvmanager"}', "0x8 2x4 4x80", "0x8 1x80", "QuireManagerTakeovers", "10m"
     ),
+    _level('quire:index_elsewhere{job="kvmanager"}', "0x8 1x40", "0x8 1 0x40", "QuireWorkerInTwoGroups", "5m"),
     _level('quire:quarantines_total{job="kvmanager"}', "0x20 1x80", "1x100", "QuireProtocolBroken", "10m"),
     Case(
         "QuireFilesRunOut",

@@ -1,0 +1,217 @@
+"""Calls of operators where several groups of KV managers share a pool: real servers that say what a test lets them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from grpc import StatusCode, aio
+
+from common.errors import NotFound, Unavailable
+from common.process.supervised import Supervisor
+from common.rpc.server import open_channel
+from quire.decision.v1 import decision_pb2, decision_pb2_grpc
+from quire.kvmanager.v1 import kvmanager_pb2 as pb
+from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
+from router.grpc_api.group_streams import DecisionFollower, EventFollower, Merged
+from router.grpc_api.manager_calls import ManagerCalls
+from router.grpc_api.manager_groups import ManagerGroups
+
+PATIENCE = 60.0
+SILENT = (StatusCode.UNAVAILABLE, "this KV manager stands by")
+
+
+class Manager(rpc.KvManagerServiceServicer, decision_pb2_grpc.DecisionServiceServicer):
+    """The leader of one group, with one worker. `silent`: it refuses every call but that of who leads."""
+
+    def __init__(self, group: str) -> None:
+        self.group, self.worker, self.silent, self.address = group, f"w-{group}", False, ""
+        self.events: asyncio.Queue[pb.SubscribeKvEventsResponse | None] = asyncio.Queue()
+        self.asked: list[Any] = []
+
+    async def _check(self, request: Any, context: Any) -> None:
+        self.asked.append(request)
+        if self.silent:
+            await context.abort(*SILENT)
+
+    async def WatchLeader(self, request: Any, context: Any) -> AsyncIterator[pb.WatchLeaderResponse]:
+        yield pb.WatchLeaderResponse(owner=self.group, leads=True, term=1, group=self.group)
+        await asyncio.Event().wait()
+
+    async def GetPool(self, request: pb.GetPoolRequest, context: Any) -> pb.GetPoolResponse:
+        await self._check(request, context)
+        return pb.GetPoolResponse(epoch=ord(self.group), pools=[pb.Pool(worker_id=self.worker, free=1)])
+
+    async def GetBlock(self, request: pb.GetBlockRequest, context: Any) -> pb.GetBlockResponse:
+        await self._check(request, context)
+        if request.worker_id != self.worker:
+            await context.abort(StatusCode.NOT_FOUND, f"no worker {request.worker_id} is attached")
+        return pb.GetBlockResponse()
+
+    async def ResetPrefixCache(self, request: Any, context: Any) -> pb.ResetPrefixCacheResponse:
+        await self._check(request, context)
+        workers = [pb.WorkerReset(worker_id=self.worker, dropped_blocks=3, confirmed=True)]
+        return pb.ResetPrefixCacheResponse(dropped_blocks=3, workers=workers, index_current=True)
+
+    async def ListDecisions(self, request: Any, context: Any) -> decision_pb2.ListDecisionsResponse:
+        await self._check(request, context)
+        record = decision_pb2.DecisionRecord(decision_id=f"{self.group}-1", sequence=1, time_unix_nano=ord(self.group))
+        return decision_pb2.ListDecisionsResponse(decisions=[record], source=self.group)
+
+    async def WatchDecisions(self, request: Any, context: Any) -> AsyncIterator[decision_pb2.WatchDecisionsResponse]:
+        await self._check(request, context)
+        at = max((each.sequence for each in request.positions if each.source == self.group), default=0) + 1
+        record = decision_pb2.DecisionRecord(decision_id=f"{self.group}-{at}")
+        position = decision_pb2.Position(source=self.group, sequence=at)
+        yield decision_pb2.WatchDecisionsResponse(decisions=[record], position=position)
+        await self.events.get()  # the end of the stream
+        await context.abort(*SILENT)
+
+    async def SubscribeKvEvents(self, request: Any, context: Any) -> AsyncIterator[pb.SubscribeKvEventsResponse]:
+        await self._check(request, context)
+        while (event := await self.events.get()) is not None:
+            yield event
+        await context.abort(*SILENT)
+
+
+@pytest.fixture
+async def managers() -> AsyncIterator[list[Manager]]:
+    """The leaders of groups a and b."""
+    both, servers = [Manager("a"), Manager("b")], []  # type: ignore[abstract]
+    for each in both:
+        server = aio.server()
+        rpc.add_KvManagerServiceServicer_to_server(each, server)
+        decision_pb2_grpc.add_DecisionServiceServicer_to_server(each, server)
+        each.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        servers.append(server)
+    yield both
+    for server in servers:
+        await server.stop(None)
+
+
+@pytest.fixture
+async def groups(managers: list[Manager]) -> AsyncIterator[ManagerGroups]:
+    """Both groups, known by name."""
+    supervisor = Supervisor()
+    found = ManagerGroups([each.address for each in managers], open_channel)
+    found.start(supervisor)
+    async with asyncio.timeout(PATIENCE):
+        while set(found.leaders()) != {"a", "b"}:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    yield found
+    await supervisor.aclose()
+
+
+@pytest.fixture
+def calls(groups: ManagerGroups, managers: list[Manager]) -> ManagerCalls:
+    found = ManagerCalls([each.address for each in managers], open_channel)
+    found._groups = groups
+    return found
+
+
+async def test_pools_and_decisions_of_all_groups_are_one_answer(calls: ManagerCalls) -> None:
+    pools = await calls.pools(pb.GetPoolRequest())
+    assert [each.worker_id for each in pools.pools] == ["w-a", "w-b"]
+    assert (pools.epoch, list(pools.silent_groups)) == (ord("b"), [])
+    found = await calls.decisions(decision_pb2.ListDecisionsRequest(limit=1))
+    assert [each.decision_id for each in found.decisions] == ["b-1"]
+    whole = await calls.decisions(decision_pb2.ListDecisionsRequest())
+    assert [each.decision_id for each in whole.decisions] == ["a-1", "b-1"]
+
+
+async def test_a_group_that_does_not_answer_is_named_and_the_others_are_shown(
+    calls: ManagerCalls, managers: list[Manager]
+) -> None:
+    managers[1].silent = True
+    pools = await calls.pools(pb.GetPoolRequest())
+    assert [each.worker_id for each in pools.pools] == ["w-a"]
+    assert list(pools.silent_groups) == ["b"]
+    found = await calls.decisions(decision_pb2.ListDecisionsRequest())
+    assert list(found.silent_groups) == ["b"]
+    managers[0].silent = True
+    with pytest.raises(Unavailable, match="stands by"):
+        await calls.pools(pb.GetPoolRequest())
+
+
+async def test_a_block_is_found_at_the_group_that_has_its_worker(calls: ManagerCalls, managers: list[Manager]) -> None:
+    assert await calls.block(pb.GetBlockRequest(worker_id="w-b")) == pb.GetBlockResponse()
+    with pytest.raises(NotFound, match="no worker w-c"):
+        await calls.block(pb.GetBlockRequest(worker_id="w-c"))
+    managers[1].silent = True  # it may have the worker
+    with pytest.raises(Unavailable):
+        await calls.block(pb.GetBlockRequest(worker_id="w-c"))
+
+
+async def test_a_reset_reaches_all_groups_or_says_which_it_did_not(
+    calls: ManagerCalls, managers: list[Manager]
+) -> None:
+    done = await calls.reset(pb.ResetPrefixCacheRequest())
+    assert (done.dropped_blocks, done.index_current) == (6, True)
+    assert [each.worker_id for each in done.workers] == ["w-a", "w-b"]
+    managers[0].silent = True
+    with pytest.raises(Unavailable, match="the other groups were reset, and group a was not"):
+        await calls.reset(pb.ResetPrefixCacheRequest())
+
+
+async def test_decisions_of_all_groups_are_watched_and_go_on_after_a_break(
+    groups: ManagerGroups, managers: list[Manager]
+) -> None:
+    follower = DecisionFollower(groups, decision_pb2.WatchDecisionsRequest())
+    merged = Merged(lambda: tuple(groups.leaders()), follower, again_s=0.01)
+    async with aclosing(merged.messages()) as messages, asyncio.timeout(PATIENCE):
+        first = [await anext(messages), await anext(messages)]
+        assert sorted(each.decisions[0].decision_id for each in first) == ["a-1", "b-1"]
+        managers[0].events.put_nowait(None)
+        gone = await anext(messages)
+        assert (gone.position.source, gone.lost_because) == ("a", "gone")
+        assert (await anext(messages)).decisions[0].decision_id == "a-2"
+
+
+def snapshot(worker: str, session: int) -> pb.SubscribeKvEventsResponse:
+    found = pb.SubscribeKvEventsResponse(worker_id=worker, stream=f"life-{session}", number=session)
+    found.snapshot.last = True
+    return found
+
+
+def left(worker: str, session: int) -> pb.SubscribeKvEventsResponse:
+    return pb.SubscribeKvEventsResponse(
+        worker_id=worker, stream=f"life-{session}", number=session, detached=pb.KvDetached()
+    )
+
+
+async def test_events_of_all_groups_come_in_one_stream_and_a_worker_may_move(
+    groups: ManagerGroups, managers: list[Manager]
+) -> None:
+    first, second = managers
+    follower = EventFollower(groups, pb.SubscribeKvEventsRequest())
+    merged = Merged(lambda: tuple(groups.leaders()), follower, again_s=0.01)
+    async with aclosing(merged.messages()) as messages, asyncio.timeout(PATIENCE):
+        first.events.put_nowait(snapshot("w", 1))
+        assert await anext(messages) == snapshot("w", 1)
+        second.events.put_nowait(snapshot("w", 2))  # it has moved; its old group says so later
+        assert await anext(messages) == snapshot("w", 2)
+        for late in (left("w", 1), snapshot("other", 1)):
+            first.events.put_nowait(late)
+        assert await anext(messages) == snapshot("other", 1)
+        first.events.put_nowait(None)  # its manager ends: its worker counts for nothing until it comes again
+        assert await anext(messages) == left("other", 1)
+        first.events.put_nowait(snapshot("other", 2))
+        assert await anext(messages) == snapshot("other", 2)
+        second.events.put_nowait(left("w", 2))
+        assert await anext(messages) == left("w", 2)
+
+
+async def test_a_stream_ends_with_the_error_when_no_group_answers(
+    groups: ManagerGroups, managers: list[Manager]
+) -> None:
+    for each in managers:
+        each.silent = True
+    follower = EventFollower(groups, pb.SubscribeKvEventsRequest())
+    merged = Merged(lambda: tuple(groups.leaders()), follower, again_s=0.01)
+    with pytest.raises(Unavailable, match="stands by"):
+        async with aclosing(merged.messages()) as messages, asyncio.timeout(PATIENCE):
+            await anext(messages)
