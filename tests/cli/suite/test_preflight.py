@@ -218,6 +218,28 @@ def test_embedded_managers_need_no_address_of_one(base: dict[str, str]) -> None:
     assert "kvmanager" not in programs(options)
 
 
+def test_shards_have_managers_and_workers_of_their_own(base: dict[str, str]) -> None:
+    options = suite_options(("--shards", "2", "--managers", "2", "--workers", "3", "--manager-port", "7000"), base)
+    found = programs(options)
+    managers = [load(KvManagerSettings, found[name].flags, base) for name in found if name.startswith("kvmanager")]
+    ports = [each.port for each in managers]
+    assert ports == [7000, 50250, 50251, 50252]
+    groups = [each.group for each in managers]
+    assert groups == groups[:2] * 2
+    assert len(set(groups)) == 2
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    for number in range(3):
+        worker = load(GpuWorkerSettings, found[f"worker-{number}"].flags, base)
+        assert worker.manager == (addresses[number % 2], addresses[number % 2 + 2])
+    assert load(RouterSettings, found["router"].flags, base).manager == tuple(addresses)
+
+
+def test_shards_without_managers_or_workers_are_refused(base: dict[str, str]) -> None:
+    found = refusals(("--shards", "3", "--workers", "2"), base)
+    assert found == {"--shards": "is 3, and there are 2 workers; expected one for each at least"}
+    assert refusals(("--shards", "2", "--workers", "2"), base | {"QUIRE_MANAGER": "embedded"}).keys() == {"--shards"}
+
+
 def test_dummy_weights_are_no_mismatch_between_worker_and_manager(base: dict[str, str]) -> None:
     found = programs(suite_options(("--load-format", "dummy", "--seed", "4"), base))
     manager = load(KvManagerSettings, found["kvmanager"].flags, base)

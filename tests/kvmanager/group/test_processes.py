@@ -59,7 +59,7 @@ async def until(child: ManagerChild, leads: bool) -> pb.WatchLeaderResponse:
 async def index_of(client: Redis) -> dict[str, object]:
     """Return fence, epoch and term of the index of the tests' identity."""
     space = IDENTITY.namespace
-    keys = (index_format.fence_key(space), index_format.epoch_key(space), index_format.term_key(space, "g"))
+    keys = (index_format.fence_key(space, "g"), index_format.epoch_key(space), index_format.term_key(space, "g"))
     return {key: await client.get(key) for key in keys}
 
 

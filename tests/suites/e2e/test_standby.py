@@ -106,7 +106,7 @@ async def ended_right(suite: Suite, asked: list[list[int]], tasks: list[asyncio.
 async def fences(suite: Suite) -> dict[object, object]:
     """Return fence and term of the index."""
     async with Redis.from_url(suite.stack.redis_url) as client:
-        names = [*await client.keys("*:fence"), *await client.keys("{quire:m*:term*")]
+        names = [*await client.keys("*:fence:*"), *await client.keys("{quire:m*:term*")]
         return {name: await client.get(name) for name in names}
 
 

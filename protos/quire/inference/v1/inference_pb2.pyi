@@ -1090,7 +1090,7 @@ class GetStatusResponse(_message.Message):
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
     def managers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ManagerStatus]:
-        """The KV managers of a group; none without a group, and on the router's port for clients."""
+        """The KV managers of all groups; none where there is one manager alone, and on the router's port for clients."""
 
     def __init__(
         self,
