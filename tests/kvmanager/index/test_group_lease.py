@@ -127,9 +127,7 @@ async def test_an_old_term_takes_no_epoch_however_high_and_writes_nothing(
         await old.renew(first, {0: 1}, {})
     assert {key: await redis_client.get(key) for key in await redis_client.keys()} == before
     assert await new.acquire(1, second) == second + 1
-    assert (
-        await alone.acquire(1, 0) == second + 2
-    )  # a manager outside of any group has another fence, and the same counter
+    assert await alone.acquire(1, 0) == second + 2  # one outside of any group: another fence, one counter
 
 
 async def test_a_group_of_another_name_counts_its_own_terms(
