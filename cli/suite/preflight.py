@@ -46,6 +46,8 @@ _TO_ROUTER: Final = ("seed", "open_schemas", "slo_ttft", "slo_itl")
 _TO_RECORD: Final = tuple(DecisionLogSettings.model_fields)
 _TEXT: Final = ("tokenizer", "chat_template", "tool_call_parser", "reasoning_parser")
 _PUBLIC_TLS: Final = ("public_tls_cert", "public_tls_key")
+# In place of the Redis that the suite starts later.
+_OWN_REDIS: Final = "redis://127.0.0.1:6379/0"
 _PORT_FLAGS: Final = {
     "router": "--port, --grpc-port, --admin-port, --admin-http-port or --own-port",
     "kvmanager": "--manager-port or --standby-port",
@@ -227,7 +229,8 @@ def _check_programs(
     options: StackOptions, services: Mapping[str, Reading], reading: Reading, environ: Mapping[str, str]
 ) -> None:
     """Raise InvalidConfig when the suite would overrule a service's own options, or a service cannot run here."""
-    control, rest = service_programs(with_picked_ports(options), RedisUrls.same(options.redis_url or ""))
+    own = _OWN_REDIS if options.redis_url is None and options.standby_ports else ""  # a group needs one
+    control, rest = service_programs(with_picked_ports(options), RedisUrls.same(options.redis_url or own))
     problems: list[FieldViolation] = []
     ports: list[tuple[Program, Listened]] = []
     for program in (*control, *rest):

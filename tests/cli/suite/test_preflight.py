@@ -221,7 +221,8 @@ def test_embedded_managers_need_no_address_of_one(base: dict[str, str]) -> None:
 def test_shards_have_managers_and_workers_of_their_own(base: dict[str, str]) -> None:
     options = suite_options(("--shards", "2", "--managers", "2", "--workers", "3", "--manager-port", "7000"), base)
     found = programs(options)
-    managers = [load(KvManagerSettings, found[name].flags, base) for name in found if name.startswith("kvmanager")]
+    kept = [found[name] for name in found if name.startswith("kvmanager")]
+    managers = [load(KvManagerSettings, each.flags, base | each.environment) for each in kept]
     ports = [each.port for each in managers]
     assert ports == [7000, 50250, 50251, 50252]
     groups = [each.group for each in managers]
@@ -232,6 +233,12 @@ def test_shards_have_managers_and_workers_of_their_own(base: dict[str, str]) -> 
         worker = load(GpuWorkerSettings, found[f"worker-{number}"].flags, base)
         assert worker.manager == (addresses[number % 2], addresses[number % 2 + 2])
     assert load(RouterSettings, found["router"].flags, base).manager == tuple(addresses)
+
+
+def test_several_managers_use_the_redis_that_the_suite_starts(base: dict[str, str]) -> None:
+    """The unmended check refused every suite with `--managers 2`, because no Redis runs before the suite."""
+    assert len(suite_options(("--managers", "2"), base).standby_ports) == 1
+    assert suite_options(("--shards", "2", "--workers", "2"), base).shards == 2
 
 
 def test_shards_without_managers_or_workers_are_refused(base: dict[str, str]) -> None:

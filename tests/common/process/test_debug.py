@@ -67,7 +67,7 @@ def only(folder: Path) -> dict[str, Any]:
 
 
 def test_managers_beside_the_first_are_found_in_their_own_folders(tmp_path: Path) -> None:
-    with process(tmp_path, 0, "free") as one, process(tmp_path / "kvmanager" / "1", 0, "free") as two:
+    with process(tmp_path, 1, "free") as one, process(tmp_path / "kvmanager" / "1", 1, "free") as two:
         found = services(tmp_path, None)
         assert {each["pid"] for each in found} == {one.pid, two.pid}
         assert [dump(each, tmp_path, patience=60.0)["state"] for each in found] == [{"queued": 3}] * 2
