@@ -66,16 +66,15 @@ class ReportTimes:
 
 
 class ManagerMetrics(Collector):
-    """Registers itself. Figures that have no worker have the manager's group, if it is in one.
+    """Registers itself. Figures that have no worker have the manager's group; "": it is in none.
 
-    `observe_report` takes the seconds from a report's arrival to its answer."""
+    `observe_report` takes the seconds from a report's arrival to its answer.
+    """
 
     def __init__(self, registry: CollectorRegistry, attachments: Attachments, block_size: int) -> None:
         self._attachments, self._block_size = attachments, block_size
+        self._group = attachments.leading.group
         self._reports = ReportTimes()
-        group = attachments.leading.group
-        self._names: tuple[str, ...] = ("group",) if group else ()
-        self._values = (group,) if group else ()
         self.observe_report = self._reports.observe
         registry.register(self)
 
@@ -121,13 +120,13 @@ class ManagerMetrics(Collector):
         yield self._counter("index_outages", "Times that the prefix index could not be reached.", counts.outages)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        return self._labelled(GaugeMetricFamily(f"quire:{name}", text, labels=self._names), value)
+        return self._labelled(GaugeMetricFamily(f"quire:{name}", text, labels=("group",)), value)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        return self._labelled(CounterMetricFamily(f"quire:{name}", text, labels=self._names), value)
+        return self._labelled(CounterMetricFamily(f"quire:{name}", text, labels=("group",)), value)
 
     def _labelled(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
-        family.add_metric(self._values, value)
+        family.add_metric((self._group,), value)
         return family
 
 

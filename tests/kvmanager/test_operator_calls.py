@@ -158,7 +158,7 @@ async def test_metrics_count_prefix_queries_reports_and_sessions(manager: Runnin
     assert values(text, "quire:prefix_cache_admissions_total") == {'{miss_reason="never_seen",worker="w0"}': 1.0}
     assert values(text, "quire:num_preemptions_total") == {'{worker="w0"}': 0.0}
     assert values(text, "quire:report_handling_seconds_count") == {"": 2.0}
-    assert values(text, "quire:sessions_total") == {"": 1.0}
+    assert values(text, "quire:sessions_total") == {'{group=""}': 1.0}
     assert values(text, "quire:num_requests_running") == {'{worker="w0"}': 1.0}
 
 
@@ -176,7 +176,7 @@ async def test_counters_do_not_fall_when_a_worker_attaches_again(manager: Runnin
     await connect(manager, session=2).attached()
     text = await scraped(manager)
     assert values(text, "quire:prefix_cache_queries_total") == {'{worker="w0"}': 32.0}
-    assert values(text, "quire:sessions_total") == {"": 2.0}
+    assert values(text, "quire:sessions_total") == {'{group=""}': 2.0}
 
 
 async def test_metrics_count_quarantines_and_refusals(manager: Running, connect: Connect) -> None:
@@ -187,8 +187,8 @@ async def test_metrics_count_quarantines_and_refusals(manager: Running, connect:
     with pytest.raises(aio.AioRpcError):
         await worker.receive()
     text = await scraped(manager)
-    assert values(text, "quire:quarantines_total") == {"": 1.0}
-    assert values(text, "quire:sessions_refused_total") == {"": 1.0}
+    assert values(text, "quire:quarantines_total") == {'{group=""}': 1.0}
+    assert values(text, "quire:sessions_refused_total") == {'{group=""}': 1.0}
 
 
 async def test_health_over_http_until_draining(manager: Running) -> None:
