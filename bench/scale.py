@@ -172,7 +172,7 @@ async def index_costs(entries: int) -> tuple[float, float]:
         store = RedisIndexStore(redis, _IDENTITY.namespace, 3600.0, 60.0)
         epoch = await store.acquire(1, 0)
         slot = await store.register(epoch, WorkerEntry("worker-0", "aa" * 16, "127.0.0.1:1", 7))
-        assert slot is not None
+        assert isinstance(slot, int)
         before = await _state(redis)
         rng = random.Random(0)
         for _ in range(0, entries, _CALL):

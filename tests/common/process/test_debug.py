@@ -66,13 +66,6 @@ def only(folder: Path) -> dict[str, Any]:
     return dump(service, patience=60.0)
 
 
-def test_managers_beside_the_first_are_found_in_their_own_folders(tmp_path: Path) -> None:
-    with process(tmp_path, 1, "free") as one, process(tmp_path / "kvmanager" / "1", 1, "free") as two:
-        found = services(tmp_path, None)
-        assert {each["pid"] for each in found} == {one.pid, two.pid}
-        assert [dump(each, tmp_path, patience=60.0)["state"] for each in found] == [{"queued": 3}] * 2
-
-
 def test_a_dump_has_threads_tasks_and_state(tmp_path: Path) -> None:
     with process(tmp_path, 2, "free") as running:
         found = only(tmp_path)

@@ -62,7 +62,7 @@ async def test_each_service_can_do_its_work(server: LocalRedis) -> None:
         slot = await store.register(epoch, WorkerEntry("w0", "00", "127.0.0.1:1", 7))
         assert slot == 0
         await store.update(epoch, slot, 7, IndexCall((), (HASH,)))
-        await store.renew(epoch, {slot: "w0"}, {"w0": "{}"})
+        await store.renew(epoch, {slot: 7}, {"w0": "{}"})
         assert await index.lookup([HASH]) == {"w0": 1}
         await store.update(epoch, slot, 7, IndexCall((HASH,), ()))
         await store.retire(epoch, slot, 7, "w0")

@@ -27,6 +27,8 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 class OthersLease:
     """A lease that another manager holds, or that cannot be reached."""
 
+    group = "one"
+
     def __init__(self) -> None:
         self.reachable = False
 
