@@ -62,6 +62,8 @@ DEFAULT_RETENTION_PRIORITY: Final = 35
 MAX_RETENTION_PRIORITY: Final = 100
 RETENTION_REASON: Final = "retention of the first evicted block: "
 """Begins the reason of a grant that says what had become of the retention of a block that was missing."""
+PARTIAL_REASON: Final = "partial block: "
+"""Begins the reason of a grant that says how much of a cached block is copied."""
 LAST_BLOCK: Final = (1 << 31) - 1
 """The end of a range without an end."""
 
@@ -128,7 +130,8 @@ class Reserve:
     cached. `fork_of` names a sequence with the same tokens at submission, whose partial last block may be copied.
     Tenants share the worker by their `weight`, which is above 0. A sequence that `computes_all` its tokens takes no
     hit, and shares a block only once that is sealed: nothing else may fill its slots. `retention` has ranges of its
-    blocks that the prefix cache keeps longer, or less long, than others.
+    blocks that the prefix cache keeps longer, or less long, than others. `partial_hashes` has three hashes for each
+    full block, of its leading quarter, half and three quarters, and then those of the last block; it may be empty.
     """
 
     sequence: SequenceId
@@ -143,6 +146,7 @@ class Reserve:
     weight: float = 1.0
     computes_all: bool = False
     retention: tuple[RetainedBlocks, ...] = ()
+    partial_hashes: tuple[BlockHash, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +234,8 @@ class Report:
     sequences that found no block, None when unchanged. `lease_want` is a level: blocks that running sequences will bind
     within the runway. `computed` gives computed lengths with what may cause a preemption, for the record of what that
     loses. A sequence has at most one `preempted` followed by one `finished`. `reset` confirms the order of that id; 0:
-    nothing to confirm.
+    nothing to confirm. `partials` gives the partial hashes of sealed blocks by their hashes. `copied` are sequences
+    whose copy of a part of a cached block has run.
     """
 
     step: int = 0
@@ -245,6 +250,8 @@ class Report:
     lease_want: int = 0
     computed: tuple[tuple[SequenceId, int], ...] = ()
     reset: int = 0
+    partials: tuple[tuple[BlockHash, tuple[BlockHash, ...]], ...] = ()
+    copied: tuple[SequenceId, ...] = ()
 
 
 # ---------------------------------------------------------------- M -> W
@@ -280,6 +287,9 @@ class Copy:
 class Admit:
     """Give a waiting sequence its block table. block_table[:n_shared] keep fill and hash; the worker resets the rest,
     except the destination of a copy.
+
+    `cached_tokens` are those of the shared blocks, and of the part of a cached block that a copy gives to the next one.
+    The worker reports such a copy once it has run.
     """
 
     sequence: SequenceId

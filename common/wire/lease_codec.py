@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
 from common.errors import ProtocolViolation
+from common.hashing import PARTIAL_HASHES
 from common.lease import Admit, Attach, AttachOk, AttachRejected, Copy, GrantBatch, Preempt, Report, Reserve
 from common.limits import MAX_ADDRESS_CHARS, MAX_REQUEST_ID_CHARS, MAX_TENANT_CHARS, MAX_TRACEPARENT_CHARS
 from common.types import BlockHash, BlockId, FinishReason, SequenceId
@@ -89,6 +90,7 @@ def reserve_to_proto(reserve: Reserve) -> kvmanager_pb2.Reserve:
         weight=reserve.weight,
         computes_all=reserve.computes_all,
         retention=blocks_to_proto(reserve.retention),
+        partial_hashes=packing.pack_hashes(reserve.partial_hashes),
     )
 
 
@@ -107,6 +109,7 @@ def reserve_from_proto(message: kvmanager_pb2.Reserve) -> Reserve:
         weight=valid_weight(message.weight),
         computes_all=message.computes_all,
         retention=blocks_from_proto(message.retention) if message.retention else (),
+        partial_hashes=packing.unpack_hashes(message.partial_hashes),
     )
 
 
@@ -135,6 +138,11 @@ def report_to_proto(report: Report) -> kvmanager_pb2.Report:
     message.trim_sequences, message.trim_counts = _pack_pairs(report.trim)
     message.preempted_sequences, message.preempted_num_tokens = _pack_pairs(report.preempted)
     message.computed_sequences, message.computed_lengths = _pack_pairs(report.computed)
+    if report.partials:
+        message.partial_of = packing.pack_hashes(of for of, _ in report.partials)
+        message.partial_hashes = packing.pack_hashes(each for _, parts in report.partials for each in parts)
+    if report.copied:
+        message.copied = packing.pack_sequences(report.copied)
     if report.stalled is not None:
         message.stalled.sequences = packing.pack_sequences(report.stalled)
     return message
@@ -163,6 +171,8 @@ def report_from_proto(message: kvmanager_pb2.Report) -> Report:
         message.lease_want,
         _unpack_pairs("computed", message.computed_sequences, message.computed_lengths) if computed else (),
         message.reset,
+        _unpack_partials(message) if message.partial_of or message.partial_hashes else (),
+        tuple(packing.unpack_sequences(message.copied)) if message.copied else (),
     )
 
 
@@ -182,6 +192,14 @@ def _unpack_binds(message: kvmanager_pb2.Report) -> tuple[tuple[SequenceId, Bloc
 
 def _unpack_seals(message: kvmanager_pb2.Report) -> tuple[tuple[BlockId, BlockHash], ...]:
     return _rows("seal", packing.unpack_blocks(message.seal_blocks), packing.unpack_hashes(message.seal_hashes))
+
+
+def _unpack_partials(message: kvmanager_pb2.Report) -> tuple[tuple[BlockHash, tuple[BlockHash, ...]], ...]:
+    of, parts = packing.unpack_hashes(message.partial_of), packing.unpack_hashes(message.partial_hashes)
+    each = [parts[at : at + PARTIAL_HASHES] for at in range(0, len(parts), PARTIAL_HASHES)]
+    if len(parts) != PARTIAL_HASHES * len(of):
+        raise ProtocolViolation(f"{len(of)} blocks have {len(parts)} partial hashes; expected {PARTIAL_HASHES} each")
+    return tuple(zip(of, each, strict=True))
 
 
 def _unpack_finished(message: kvmanager_pb2.Report) -> tuple[tuple[SequenceId, FinishReason], ...]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from common.errors import AlreadyExists, FieldViolation, InvalidRequest, NotFound
 from common.lease import Admit, Copy, GrantBatch, Inventory, InventorySequence, Report, blocks_needed
-from common.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase, Usage
+from common.types import TRIMMED, BlockId, FinishReason, SequenceId, SequencePhase, Usage
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.core.block_states import BlockStates, Content
 from gpuworker.core.draft_tally import DraftKind, DraftTally, added
@@ -20,6 +20,7 @@ from gpuworker.core.drafting import NO_PRICES, DraftPrices
 from gpuworker.core.grant_check import check_grants
 from gpuworker.core.invariants import violations
 from gpuworker.core.outcomes import AgentConfig, Applied, Completion, Counts, SequenceFinished
+from gpuworker.core.partial_copies import PartialCopies
 from gpuworker.core.report_builder import ReportBuilder, SessionState
 from gpuworker.core.sequence import NewSequence, Sequence
 from gpuworker.core.step_scheduler import StepScheduler
@@ -34,6 +35,7 @@ class LeaseAgent:
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
         self._hashing = config.prefix_caching and not config.window
+        self._partly = config.block_size >= config.min_partial_block
         self._block_shift = config.block_size.bit_length() - 1
         self._blocks = BlockStates(config.num_blocks)
         self._scheduler = StepScheduler(
@@ -48,6 +50,7 @@ class LeaseAgent:
         self._sequences: dict[SequenceId, Sequence] = {}
         self._in_flight: deque[StepPlan] = deque()
         self._copies: list[Copy] = []
+        self._partial_copies = PartialCopies()
         self._lease_target = 0
         self._want = 0  # at the last report, or at an admission since
         self._next_step = 1
@@ -70,7 +73,7 @@ class LeaseAgent:
         """Queue a sequence for blocks. Raises InvalidRequest with the numbers when it could never run."""
         self._check_id(new.sequence)
         hashed = self._hashing and not new.no_cache
-        sequence = Sequence(new, self._arrivals, hashed)
+        sequence = Sequence(new, self._arrivals, hashed, self._partly)
         self._refuse_impossible(sequence)
         self._arrivals += 1
         self._last_sequence = new.sequence
@@ -125,6 +128,8 @@ class LeaseAgent:
             self._copy(copy)
         copied = frozenset(copy.dst for copy in batch.copy)
         admitted = tuple([admit for admit in batch.admit if self._admit(admit, copied)])
+        if batch.copy:
+            self._partial_copies.granted(admitted, batch.copy, self.config.block_size)
         for block in batch.lease:
             self._blocks.lease(block)
         if batch.reset:
@@ -231,6 +236,8 @@ class LeaseAgent:
         tokens: dict[SequenceId, tuple[int, ...]] = {}
         drafts, shift, sequences = dict[DraftKind, DraftTally](), self._block_shift, self._sequences
         scored = self._score(plan) if plan.scored else ()
+        if plan.copies:
+            self._report.copied(self._partial_copies.ran(plan.copies))
         for row in plan.rows:
             sequence_id, start, length, blocks, samples, drafted = row
             sequence, end = sequences[sequence_id], start + length
@@ -312,14 +319,15 @@ class LeaseAgent:
         """
         if sequence.hashed:
             for index in range(row.start >> self._block_shift, min(end, len(sequence.tokens)) >> self._block_shift):
-                self._seal(row.blocks[index], sequence.block_hashes, index)
+                self._seal(row.blocks[index], sequence, index)
         if self.config.window:
             self._trim(sequence, end)
 
-    def _seal(self, block: BlockId, block_hashes: list[BlockHash], index: int) -> None:
+    def _seal(self, block: BlockId, sequence: Sequence, index: int) -> None:
+        block_hashes, parts = sequence.block_hashes, sequence.parts_of(index) if sequence.partly else ()
         parent = block_hashes[index - 1] if index else None
         self._blocks.content[block] = Content(block_hashes[index], parent, index, self._next_step - 1)
-        self._report.seal(block, block_hashes[index])
+        self._report.seal(block, block_hashes[index], parts)
 
     def _trim(self, sequence: Sequence, next_position: int) -> None:
         """Free leading blocks that no position from `next_position` on reads; steps in flight start there or later."""
@@ -357,6 +365,7 @@ class LeaseAgent:
         """Release the block table of a draining sequence, unless a step in flight contains it."""
         if not sequence.draining or sequence.in_flight:
             return
+        self._partial_copies.left(sequence.id)
         if sequence.block_table:
             self._blocks.let_go(sequence.block_table, self._next_step - 1)
             self._forgotten.append(sequence.id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from common.hashing import MIN_PARTIAL_BLOCK
 from common.lease import Admit, Preempt
 from common.types import FinishReason, SequenceId, Usage
 from gpuworker.core.draft_tally import DraftTallies, total
@@ -16,7 +17,8 @@ class AgentConfig:
 
     `block_size` is a power of two. `max_scored_tokens` bounds the positions of a step that score prompts: each takes a
     row of logits. `long_prefill_cap` bounds one prompt's share of a step while others run too; 0 is no
-    bound. `window` > 0 is the widest attention window of a model whose layers all have one.
+    bound. `window` > 0 is the widest attention window of a model whose layers all have one. Parts of blocks are
+    reused where a block has `min_partial_block` slots or more.
     """
 
     num_blocks: int
@@ -28,6 +30,7 @@ class AgentConfig:
     runway_slots: int = 32
     max_num_seqs: int = 256
     max_scored_tokens: int = 256
+    min_partial_block: int = MIN_PARTIAL_BLOCK
     new_drafter: NewDrafter | None = None
     """Makes the drafters of sequences that may draft; None: no step has drafts."""
     draft_prices: DraftPrices | None = None

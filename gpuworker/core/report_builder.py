@@ -55,6 +55,8 @@ class ReportBuilder:
         self._preempted: list[tuple[SequenceId, int]] = []
         self._finished: list[tuple[SequenceId, FinishReason]] = []
         self._reset = 0
+        self._partials: list[tuple[BlockHash, tuple[BlockHash, ...]]] = []
+        self._copied: list[SequenceId] = []
 
     def reserve(self, reserve: Reserve) -> None:
         if self.recording:
@@ -65,10 +67,17 @@ class ReportBuilder:
         if self.recording:
             self._bind.extend(bound)
 
-    def seal(self, block: BlockId, key: BlockHash) -> None:
-        """Record a block that is full and computed."""
+    def seal(self, block: BlockId, key: BlockHash, parts: tuple[BlockHash, ...] = ()) -> None:
+        """Record a block that is full and computed, and its partial hashes if it has any."""
         if self.recording:
             self._seal.append((block, key))
+            if parts:
+                self._partials.append((key, parts))
+
+    def copied(self, sequences: Iterable[SequenceId]) -> None:
+        """Record sequences whose copy of a part of a cached block has run."""
+        if self.recording:
+            self._copied.extend(sequences)
 
     def trim(self, sequence: SequenceId, blocks: int) -> None:
         """Record that the first `blocks` blocks of a sequence are outside every window."""
@@ -138,6 +147,8 @@ class ReportBuilder:
             lease_want=lease_want,
             computed=self._take_computed(),
             reset=self._reset,
+            partials=tuple(self._partials),
+            copied=tuple(self._copied),
         )
         self._clear_columns()
         self._told_stalled, self._told_want, self._applied = self.stalled, lease_want, False
@@ -169,4 +180,5 @@ class ReportBuilder:
             or self._returned
             or self._trim
             or self._reset
+            or self._copied
         )

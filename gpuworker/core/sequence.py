@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from common.hashing import block_hash_of, next_digest
+from common.hashing import PARTIAL_HASHES, block_hash_of, little_endian_int32, next_digest, partial_hashes
 from common.lease import Reserve, RetainedBlocks
 from common.types import BlockHash, BlockId, FinishReason, SequenceId, SequencePhase, Usage
 from gpuworker.core.draft_tally import DraftKind, DraftTallies, DraftTally, added, total
@@ -19,6 +19,7 @@ class NewSequence:
     `sequence` rises from one submission to the next. `block_hashes` are those of the prompt's full blocks;
     `parent_digest` is the 32-byte digest of the last of them, or the root. `max_len` bounds prompt and output together,
     in tokens. The logits at positions `score_from` to `score_until` - 1 give the log-probabilities of the next token.
+    `partial_hashes` are those of the prompt's blocks, three a full block; without them no part of a block is reused.
     """
 
     sequence: SequenceId
@@ -37,6 +38,7 @@ class NewSequence:
     score_from: int = 0
     score_until: int = 0
     retention: tuple[RetainedBlocks, ...] = ()
+    partial_hashes: tuple[BlockHash, ...] = ()
     speculation: Speculation | None = None
     """What the sequence drafts from; None where it may not draft."""
 
@@ -47,9 +49,11 @@ class Sequence:
     `num_computed_tokens` is the next position to compute; it includes steps in flight. `sampling` counts the tokens
     that steps in flight will sample, so `len(tokens) + sampling` tokens are known when the next step starts. Positions
     before `scored` need no log-probabilities any more; this run gives those from `score_from` on. `cached_tokens`
-    counts the prompt's tokens, in full blocks, that other sequences computed. A block that was granted as a hit does
-    not count where the sequence computes it after all. `announced_hits` are those of the grant, until all is planned.
-    `forced` are tokens that a constraint forces to follow `tokens`. `draft_kind` is that of the last guesses.
+    counts the prompt's tokens, in full blocks and in a copied part of a block, that other sequences computed. A block
+    that was granted as a hit does not count where the sequence computes it after all. `announced_hits` are those of the
+    grant, until all is planned; `granted_until` are those of the last grant. `partial_hashes` has three for each full
+    block, then those of the prompt's last block; it is empty where no part of a block is reused (`partly`). `forced`
+    are tokens that a constraint forces to follow `tokens`. `draft_kind` is that of the last guesses.
     """
 
     __slots__ = (
@@ -62,6 +66,7 @@ class Sequence:
         "drafter",
         "drafts",
         "forced",
+        "granted_until",
         "hashed",
         "id",
         "in_flight",
@@ -69,6 +74,8 @@ class Sequence:
         "new",
         "num_computed_tokens",
         "parent_digest",
+        "partial_hashes",
+        "partly",
         "phase",
         "preemptions",
         "prompt_tokens",
@@ -86,7 +93,7 @@ class Sequence:
         "trimmed",
     )
 
-    def __init__(self, new: NewSequence, arrival: int, hashed: bool) -> None:
+    def __init__(self, new: NewSequence, arrival: int, hashed: bool, partly: bool = False) -> None:
         self.new = new
         # Unique within the worker's incarnation.
         self.id = new.sequence
@@ -99,6 +106,9 @@ class Sequence:
         self.hashed = hashed
         self.block_hashes = list(new.block_hashes) if hashed else []
         self.parent_digest = new.parent_digest
+        # A prompt below a quarter of a block has no partial hash, and the blocks that it fills have some.
+        self.partly = hashed and partly and len(new.partial_hashes) >= PARTIAL_HASHES * len(self.block_hashes)
+        self.partial_hashes = list(new.partial_hashes) if self.partly else []
         self.phase = SequencePhase.WAITING
         self.block_table: list[BlockId] = []
         self.snapshot: tuple[BlockId, ...] | None = None
@@ -108,6 +118,7 @@ class Sequence:
         self.trimmed = 0
         self.cached_tokens = 0
         self.announced_hits: int | None = None
+        self.granted_until = 0
         self.reason = FinishReason.CANCELLED
         self.recomputed = 0
         self.recompute_below = 0
@@ -139,12 +150,14 @@ class Sequence:
         self.num_computed_tokens = 0
         self.trimmed = 0
         self.score_from = self.scored
+        self.granted_until = cached_tokens
 
     def skip(self, position: int, block_size: int) -> None:
         """Go on from `position`, because other sequences computed those before it."""
         full_blocks = (self.prompt_tokens - 1) // block_size * block_size
+        countable = max(full_blocks, min(self.granted_until, self.prompt_tokens))
         first = max(self.num_computed_tokens, self.recompute_below)
-        self.cached_tokens += max(0, min(position, full_blocks) - first)
+        self.cached_tokens += max(0, min(position, countable) - first)
         self.num_computed_tokens = position
 
     def settle_hits(self) -> int | None:
@@ -181,11 +194,22 @@ class Sequence:
         tokens.append(token)
         length = len(tokens)
         if self.hashed and length % block_size == 0:
-            self.parent_digest = next_digest(self.parent_digest, tokens[-block_size:])
-            self.block_hashes.append(block_hash_of(self.parent_digest))
+            self._close_hash(tokens[-block_size:])
         if length < self.limit and token not in self.stopping:
             return None  # by far most tokens
         return self.new.stop.ending(token, length - self.prompt_tokens, length, self.limit)
+
+    def _close_hash(self, block: list[int]) -> None:
+        """Add the hashes of a block that the last token has filled."""
+        if self.partly:
+            before, packed = block_hash_of(self.parent_digest), little_endian_int32(block)
+            self.partial_hashes[PARTIAL_HASHES * len(self.block_hashes) :] = partial_hashes(before, packed, len(block))
+        self.parent_digest = next_digest(self.parent_digest, block)
+        self.block_hashes.append(block_hash_of(self.parent_digest))
+
+    def parts_of(self, index: int) -> tuple[BlockHash, ...]:
+        """Return the partial hashes of a full block; empty where no part of a block is reused."""
+        return tuple(self.partial_hashes[PARTIAL_HASHES * index : PARTIAL_HASHES * (index + 1)])
 
     def follow(self, sampled: tuple[int, ...], new_drafter: NewDrafter) -> None:
         """Let the drafter see new tokens, which are accepted already; it is made with the first of them."""
@@ -244,6 +268,7 @@ class Sequence:
             weight=new.weight,
             computes_all=self.computes_all,
             retention=new.retention,
+            partial_hashes=tuple(self.partial_hashes),
         )
 
     def usage(self) -> Usage:

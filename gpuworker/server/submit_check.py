@@ -14,7 +14,16 @@ from functools import lru_cache
 from typing import Final
 
 from common.errors import FieldViolation, InvalidRequest
-from common.hashing import DIGEST_BYTES, KEY_BYTES, MAX_DOMAIN_BYTES, block_hash_of, packed_digests, root_digest
+from common.hashing import (
+    DIGEST_BYTES,
+    KEY_BYTES,
+    MAX_DOMAIN_BYTES,
+    MIN_PARTIAL_BLOCK,
+    all_partial_hashes,
+    block_hash_of,
+    packed_digests,
+    root_digest,
+)
 from common.limits import (
     MAX_CONSTRAINT_BYTES,
     MAX_CONTINUATION_BYTES,
@@ -94,6 +103,13 @@ class SubmitLimits:
         tokens = unpack_u32(message.prediction_token_ids)
         known = next((at for at, token in enumerate(tokens) if token >= self.vocab_size), len(tokens))
         return tuple(tokens[:known])
+
+    def partial_hashes(self, message: pb.Submit, block_hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
+        """Return the partial hashes of the prompt's blocks; none where blocks are too small, or nothing is cached."""
+        if message.no_cache or self.identity.block_size < MIN_PARTIAL_BLOCK or self.identity.kv_geometry.window:
+            return ()
+        root = _root(self.identity, message.cache_domain)
+        return all_partial_hashes(root, block_hashes, message.prompt_token_ids, self.identity.block_size)
 
     def chain(self, message: pb.Submit) -> tuple[tuple[BlockHash, ...], bytes]:
         """Return the hashes of the prompt's full blocks, and the digest that the next block's hash continues.

@@ -54,8 +54,12 @@ def _states(state: LedgerState) -> None:
 
 
 def _references(state: LedgerState) -> None:
-    """Check that references count block tables; a block in no table has no reference and, unless cached, no hash."""
+    """Check that references count block tables, and the sources of copies that have not run.
+
+    A block without a reference has no hash, unless it is cached.
+    """
     refs = Counter(block for sequence in state.sequences.values() for block in sequence.block_table if block != TRIMMED)
+    refs.update(each.copy_source for each in state.sequences.values() if each.copy_source is not None)
     blocks = state.blocks
     for block, (of, held, key) in enumerate(zip(blocks.state, blocks.refs, blocks.hash, strict=True)):
         _check(
@@ -86,6 +90,7 @@ def _prefix_map(state: LedgerState) -> None:
         not any(count for block, count in enumerate(blocks.children) if block not in first_copies),
         "a block that is no first copy counts children",
     )
+    _check(set(cache.partials.parts) <= set(cache.entries), "parts of a content are known that is not registered")
     for key, first in cache.entries.items():
         blocks_of = cache.copies_of(key)
         _check(blocks.children[first] == children[key], "the children of a hash are miscounted")

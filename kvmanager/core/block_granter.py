@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from common.lease import RETENTION_REASON, Admit, Copy
+from common.lease import PARTIAL_REASON, RETENTION_REASON, Admit, Copy
 from common.types import BlockHash, BlockId, DecisionKind, MissReason, SequencePhase
 from kvmanager.core import backfill, fork
 from kvmanager.core.backfill import Reservation
 from kvmanager.core.block import CACHED
 from kvmanager.core.evictor import Evictor
 from kvmanager.core.ledger_state import LedgerState
+from kvmanager.core.partial_copy import PartialCopy, learn, partial_copy
 from kvmanager.core.prefix_cache import PrefixMatch
 from kvmanager.core.remembered_match import RememberedMatch
 from kvmanager.core.sequence import Sequence
@@ -24,11 +25,15 @@ _IN_TURN = 7
 
 @dataclass(frozen=True, slots=True)
 class GrantPlan:
-    """How a sequence would be admitted: the blocks that it shares, how many it gets, and why there are no more hits."""
+    """How a sequence would be admitted: the blocks that it shares, how many it gets, and why there are no more hits.
+
+    `spare` blocks are left then, beside those that running sequences may need.
+    """
 
     hits: list[BlockId]
     fresh: int
     match: PrefixMatch
+    spare: int = 0
 
 
 class BlockGranter(Evictor):
@@ -73,12 +78,15 @@ class BlockGranter(Evictor):
         passes: bool = False,
     ) -> None:
         """Admit one sequence; it may pass the next one. `fresh` are the blocks that this batch grants."""
-        source = self.copy_source(state, sequence, plan, fresh)
-        admits.append(self.grant(state, sequence, plan, passes))
-        fresh.update(sequence.block_table[len(plan.hits) :])
+        source, size, shared = self.copy_source(state, sequence, plan, fresh), state.config.block_size, len(plan.hits)
+        part = self.partial_source(state, sequence, plan) if source is None else None
+        admits.append(self.grant(state, sequence, plan, passes, part))
+        fresh.update(sequence.block_table[shared:])
         if source is not None:
-            length = fork.copy_length(sequence.num_tokens, state.config.block_size)
-            copies.append(Copy(source, sequence.block_table[len(plan.hits)], length))
+            length = fork.copy_length(sequence.num_tokens, size)
+            copies.append(Copy(source, sequence.block_table[shared], length))
+        elif part is not None:
+            copies.append(Copy(part.source, sequence.block_table[shared], shared * size + part.slots))
 
     def backfill(self, state: LedgerState, copies: list[Copy], admits: list[Admit]) -> None:
         """Add to a batch those that pass the next sequence, which lacks blocks."""
@@ -233,7 +241,8 @@ class BlockGranter(Evictor):
         fresh = needed - len(hits)
         grows = needed < sequence.max_blocks
         slack = max(int(grows), config.watermark_blocks) if state.running else 0
-        return GrantPlan(hits, fresh, found.match), fresh + slack - (available - cached_hits)
+        missing = fresh + slack - (available - cached_hits)
+        return GrantPlan(hits, fresh, found.match, -missing), missing
 
     def _wanted(self, state: LedgerState, sequence: Sequence, hits: int) -> int:
         """Return the blocks with which a sequence is admitted, `hits` shared ones included."""
@@ -265,14 +274,31 @@ class BlockGranter(Evictor):
         source = fork.copy_source(parent, index)
         return None if source in fresh else source
 
+    def partial_source(self, state: LedgerState, sequence: Sequence, plan: GrantPlan) -> PartialCopy | None:
+        """Return the part of a cached block that is copied behind the hits; None when there is nothing to copy."""
+        return partial_copy(state, sequence, plan.hits, plan.spare)
+
     # ------------------------------------------------------------ the grant
 
-    def grant(self, state: LedgerState, sequence: Sequence, plan: GrantPlan, passes: bool = False) -> Admit:
-        """Give the sequence its block table. Hits are referenced before anything is evicted for the fresh blocks."""
+    def grant(
+        self,
+        state: LedgerState,
+        sequence: Sequence,
+        plan: GrantPlan,
+        passes: bool = False,
+        part: PartialCopy | None = None,
+    ) -> Admit:
+        """Give the sequence its block table. Hits are referenced before anything is evicted for the fresh blocks.
+
+        So is the block of which a part is copied.
+        """
         pool = state.block_pool
         state.remembered = None
         for block in plan.hits:
             pool.hold(block)
+        learn(state, sequence, plan.hits)
+        if part is not None:
+            state.hold_source(sequence, part.source)
         evicted = self.make_free(state, plan.fresh, sequence)
         state.queue.remove(sequence)
         sequence.waited += state.clock.monotonic() - sequence.queued_at
@@ -284,10 +310,10 @@ class BlockGranter(Evictor):
             sequence.id,
             tuple(sequence.block_table),
             n_shared=len(plan.hits),
-            cached_tokens=len(plan.hits) * state.config.block_size,
+            cached_tokens=len(plan.hits) * state.config.block_size + (part.slots if part is not None else 0),
             miss_reason=plan.match.miss_reason,
             diverged_at=plan.match.diverged_at,
-            decision_id=_record_grant(state, sequence, plan, evicted, passes),
+            decision_id=_record_grant(state, sequence, plan, evicted, passes, part),
         )
 
     # ------------------------------------------------------------ the lease pool
@@ -313,7 +339,9 @@ def _await(state: LedgerState, hits: list[BlockId]) -> int:
     return len(unsealed)
 
 
-def _record_grant(state: LedgerState, sequence: Sequence, plan: GrantPlan, evicted: int, passes: bool) -> str:
+def _record_grant(
+    state: LedgerState, sequence: Sequence, plan: GrantPlan, evicted: int, passes: bool, part: PartialCopy | None
+) -> str:
     match, hits = plan.match, len(plan.hits)
     awaited = _await(state, plan.hits[: match.hit_blocks]) if not sequence.recompute else 0
     asked = sequence.takes_hits and state.config.caches
@@ -322,6 +350,11 @@ def _record_grant(state: LedgerState, sequence: Sequence, plan: GrantPlan, evict
     reasons = [match.miss_reason.value]
     if match.miss_reason is MissReason.DIVERGED_AT:
         reasons.append(f"never seen from block {match.diverged_at} on")
+    if part is not None:
+        reasons.append(f"{PARTIAL_REASON}{part.slots} slots are copied from block {part.source}")
+        if not sequence.recompute:
+            state.totals.partial_hits += 1
+            state.totals.partial_hit_tokens += part.slots
     if match.retention:
         reasons.append(f"{RETENTION_REASON}{match.retention}")
     if sequence.computes_all:
@@ -337,6 +370,7 @@ def _record_grant(state: LedgerState, sequence: Sequence, plan: GrantPlan, evict
         "waiting": float(len(state.queue)),
         "waited_seconds": state.clock.monotonic() - sequence.queued_at,
         **({"passes": 1.0} if passes else {}),
+        **({"partial_tokens": float(part.slots)} if part is not None else {}),
     }
     chosen = f"{hits} shared and {plan.fresh} fresh blocks"
     kind = DecisionKind.GRANT

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 class Totals:
     """Rising counters. Prefix statistics count once a request, in blocks; recompute is counted apart.
 
-    A hit counts at admission, or when the block is sealed if another sequence was still to fill it.
+    A hit counts at admission, or when the block is sealed if another sequence was still to fill it. Partial hits are
+    admissions with a copy of a part of a cached block; their tokens are in no block that counts as a hit.
     """
 
     preemptions: int = 0
@@ -21,6 +22,8 @@ class Totals:
     retained_evictions: int = 0
     prefix_query_blocks: int = 0
     prefix_hit_blocks: int = 0
+    partial_hits: int = 0
+    partial_hit_tokens: int = 0
     recompute_query_blocks: int = 0
     recompute_hit_blocks: int = 0
     misses_by_reason: dict[str, int] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from common.clock import Clock
 from common.errors import ProtocolViolation
+from common.hashing import PARTIAL_HASHES, PARTIAL_PARTS
 from common.lease import Reserve, blocks_needed
 from common.limits import MAX_WORKER_SEQUENCES
 from common.types import BlockHash, BlockId, DecisionKind, SequenceId, SequencePhase
@@ -113,6 +114,7 @@ class LedgerState:
             raise ProtocolViolation(
                 f"sequence {reserve.sequence} has {len(reserve.block_hashes)} hashes for {reserve.num_tokens} tokens"
             )
+        self._check_partial_hashes(reserve)
         if len(self.sequences) >= MAX_WORKER_SEQUENCES:
             raise ProtocolViolation(f"the worker has more than {MAX_WORKER_SEQUENCES} sequences at once")
         sequence = Sequence(reserve, arrival, self.config.block_size, self.clock.monotonic())
@@ -121,6 +123,12 @@ class LedgerState:
         use = self.tenants.get(sequence.tenant) or TenantUse(sequence.weight)
         self.tenants[sequence.tenant] = use._replace(weight=sequence.weight, live=use.live + 1)
         return sequence
+
+    def _check_partial_hashes(self, reserve: Reserve) -> None:
+        count, size = len(reserve.partial_hashes), self.config.block_size
+        if count > PARTIAL_HASHES * (reserve.num_tokens // size + 1) or (count and size % PARTIAL_PARTS):
+            what = f"{count} partial hashes for {reserve.num_tokens} tokens in blocks of {size}"
+            raise ProtocolViolation(f"sequence {reserve.sequence} has {what}; expected {PARTIAL_HASHES} a block")
 
     def forget(self, sequence: Sequence) -> None:
         """Remove a live sequence, whose block table was released or never granted."""
@@ -310,6 +318,17 @@ class LedgerState:
                 if pending[block] is not None:
                     cache.forget_pending(block)
                 blocks.awaited.pop(block, None)
+
+    def hold_source(self, sequence: Sequence, block: BlockId) -> None:
+        """Hold the source of a sequence's copy."""
+        self.block_pool.hold(block)
+        sequence.copy_source = block
+
+    def release_source(self, sequence: Sequence) -> None:
+        """Stop holding the source of a sequence's copy, if it holds one."""
+        source, sequence.copy_source = sequence.copy_source, None
+        if source is not None:
+            self.release((source,))
 
     def _count_awaited(self, block: BlockId) -> None:
         """Count hits on a block that was not sealed when they were granted.

@@ -21,6 +21,7 @@ from common.types import BlockHash, BlockId, MissReason
 from kvmanager.core.block import ROOT, Blocks
 from kvmanager.core.eviction.interface import NO_MARK, Mark
 from kvmanager.core.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
+from kvmanager.core.partial_index import PartialIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class PrefixCache:
     """Registered and pending hashes, the ghosts of evicted ones, and the events that follow from changes."""
 
     __slots__ = (
-        "_blocks", "_ghost_limit", "ambiguous", "copies", "entries", "events", "ghosts", "number", "pending", "watched",
+        "_blocks", "_ghost_limit", "ambiguous", "copies", "entries", "events", "ghosts", "number", "partials",
+        "pending", "watched",
     )  # fmt: skip
 
     def __init__(self, blocks: Blocks, ghost_limit: int) -> None:
@@ -60,6 +62,8 @@ class PrefixCache:
         self.entries: dict[BlockHash, BlockId] = {}
         self.copies: dict[BlockHash, list[BlockId]] = {}
         self.pending: dict[BlockHash, BlockId] = {}
+        # What is known of the parts of registered hashes.
+        self.partials = PartialIndex()
         # Hashes that two contents have; nothing more is registered after them.
         self.ambiguous: set[BlockHash] = set()
         # Hashes whose blocks have not changed since they were given; empty after a change. See `RememberedMatch`.
@@ -173,6 +177,7 @@ class PrefixCache:
             self._drop_copy(block, block_hash)
             return depth
         del self.entries[block_hash]
+        self.partials.forget(block_hash)
         blocks.children[block] = 0
         parent = blocks.parent[block]
         if parent:
@@ -206,6 +211,7 @@ class PrefixCache:
             for block in self.copies.get(block_hash, (first,)):
                 blocks.hash[block] = None
         self.entries.clear()
+        self.partials.clear()
         self.copies.clear()
         self.ghosts.clear()
         self.ambiguous.clear()
@@ -216,6 +222,7 @@ class PrefixCache:
     def rebase(self) -> None:
         """Start again; the caller clears the blocks. The membership is cleared; event numbers and ghosts are kept."""
         self.pending.clear()
+        self.partials.clear()
         self.ambiguous.clear()
         self.copies.clear()
         self.watched = frozenset()

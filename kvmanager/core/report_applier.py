@@ -31,6 +31,8 @@ class ReportApplier:
             (attrgetter("reserve"), self.reserve),
             (attrgetter("bind"), self.bind),
             (attrgetter("seal"), self.seal),
+            (attrgetter("partials"), self.index_parts),
+            (attrgetter("copied"), self.copied),
             (attrgetter("trim"), self.trim),
             (attrgetter("returned"), self.take_back),
             (attrgetter("preempted"), self.requeue),
@@ -107,6 +109,19 @@ class ReportApplier:
             if owner is not None and depth_of[block] == len(owner.block_hashes):
                 owner.block_hashes.append(block_hash)
 
+    def index_parts(self, state: LedgerState, partials: Iterable[tuple[BlockHash, tuple[BlockHash, ...]]]) -> None:
+        """Note the partial hashes of sealed blocks; those of a block whose seal was ignored are ignored too."""
+        for block_hash, parts in partials:
+            if block_hash in state.cache.entries:
+                state.cache.partials.add(block_hash, parts)
+
+    def copied(self, state: LedgerState, sequences: Iterable[SequenceId]) -> None:
+        """Stop holding the sources of copies that have run; a sequence that left holds none."""
+        for sequence_id in sequences:
+            sequence = state.sequences.get(sequence_id)
+            if sequence is not None:
+                state.release_source(sequence)
+
     def trim(self, state: LedgerState, trims: Iterable[tuple[SequenceId, int]]) -> None:
         """Release leading blocks that left every layer's window; the block table keeps their places."""
         for sequence_id, count in trims:
@@ -164,15 +179,22 @@ class ReportApplier:
     # ------------------------------------------------------------ releases
 
     def release_table(self, state: LedgerState, sequence: Sequence) -> None:
-        """Drop every reference of a block table, tail first, so that children are evicted before their parents."""
+        """Drop every reference of a block table, tail first, so that children are evicted before their parents.
+
+        The source of a copy that was not reported stands behind the shared blocks, so it comes before them.
+        """
         state.halt(sequence, SequencePhase.WAITING)
         state.preempting.discard(sequence.id)
         state.admitted -= 1
         if sequence.retention and state.caches:
             state.retention.mark(sequence)
+        self.release_source(state, sequence)
         self.release(state, [block for block in reversed(sequence.block_table) if block != TRIMMED])
         sequence.block_table = []
         sequence.trimmed = sequence.n_shared = 0
+
+    def release_source(self, state: LedgerState, sequence: Sequence) -> None:
+        state.release_source(sequence)
 
     def release(self, state: LedgerState, blocks: Iterable[BlockId]) -> None:
         state.release(blocks)

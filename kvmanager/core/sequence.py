@@ -14,7 +14,8 @@ class Sequence:
     that the worker reported last, for records and traces. `recompute` is set by a preemption: the next admission is
     then not a new query of the prefix cache. `started_at` is the worker's step of its admission (`LedgerState.steps`),
     `waited` its seconds in the queue before that. A sequence that was admitted `by_age` is not preempted for a higher
-    priority.
+    priority. `partial_hashes` are those of its reserve. `copy_source` is the block that it holds beside its block table
+    until the worker has reported the copy.
     """
 
     __slots__ = (
@@ -25,12 +26,14 @@ class Sequence:
         "cacheable",
         "computed",
         "computes_all",
+        "copy_source",
         "fork_of",
         "id",
         "max_blocks",
         "max_len",
         "n_shared",
         "num_tokens",
+        "partial_hashes",
         "phase",
         "preemptions",
         "priority",
@@ -64,6 +67,8 @@ class Sequence:
         self.queued_at, self.waited = queued_at, 0.0
         self.phase = SequencePhase.WAITING
         self.block_table: list[BlockId] = []
+        self.partial_hashes = reserve.partial_hashes
+        self.copy_source: BlockId | None = None
         self.n_shared = 0
         self.trimmed = 0
         self.computed = self.started_at = 0

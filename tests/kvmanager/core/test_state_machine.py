@@ -28,18 +28,21 @@ class LedgerLife(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(5, 10),
-        block_size=st.sampled_from([1, 2, 2, 4]),
+        block_size=st.sampled_from([1, 2, 2, 4, 4]),
         prompts=st.lists(TOKENS, min_size=1, max_size=4),
         reach=st.sampled_from([32, 128]),
         runway=st.sampled_from(["auto", "auto", "max"]),
         window=st.sampled_from([0, 0, 0, 4]),
         max_num_seqs=st.integers(2, 5),
         eviction=st.sampled_from(get_args(EvictionName)),
+        partly=st.booleans(),
     )
-    def start(self, num_blocks: int, block_size: int, window: int, prompts: list[list[int]], **options: Any) -> None:
+    def start(
+        self, num_blocks: int, block_size: int, window: int, prompts: list[list[int]], partly: bool, **options: Any
+    ) -> None:
         options["runway_reach"] = options.pop("reach")
         self.ledger = make_ledger(num_blocks, block_size, window=window, **options)
-        self.worker = FakeWorker(num_blocks, block_size, window=window)
+        self.worker = FakeWorker(num_blocks, block_size, window=window, partly=partly)
         self.replica = IndexReplica()
         self.resets = 0
         # What the blocks held that the last reset dropped: a list of its own for each time that a block is emptied.

@@ -7,13 +7,16 @@ from typing import TypeVar
 from common.types import SequenceId
 from gpuworker.core.block_states import BlockStates
 from gpuworker.core.lease_agent import LeaseAgent
+from gpuworker.core.partial_copies import PartialCopies
 from gpuworker.core.report_builder import ReportBuilder
 from gpuworker.core.sequence import Sequence
 from gpuworker.core.step_scheduler import StepScheduler
 from tests.suites.protocol.scenario import Guesser
 
 T = TypeVar("T")
-_COLUMNS = ("_reserve", "_bind", "_seal", "_trim", "_returned", "_preempted", "_finished")
+_COLUMNS = (
+    "_reserve", "_bind", "_seal", "_partials", "_copied", "_trim", "_returned", "_preempted", "_finished",
+)  # fmt: skip
 
 
 def shallow(thing: T) -> T:
@@ -31,6 +34,8 @@ def copy_agent(agent: LeaseAgent) -> LeaseAgent:
     twin._report = _copy_report(agent._report)
     twin._in_flight = agent._in_flight.copy()
     twin._copies = agent._copies.copy()
+    twin._partial_copies = PartialCopies()
+    twin._partial_copies._by_sequence = agent._partial_copies._by_sequence.copy()
     twin._finished, twin._preempted = agent._finished.copy(), agent._preempted.copy()
     twin._forgotten, twin._recounted = agent._forgotten.copy(), agent._recounted.copy()
     return twin
@@ -44,6 +49,8 @@ def agent_key(agent: LeaseAgent) -> tuple[object, ...]:
         _report_key(agent._report),
         tuple([plan.rows for plan in agent._in_flight]),
         tuple(agent._copies),
+        tuple(agent._partial_copies._by_sequence.items()),
+        tuple([plan.copies for plan in agent._in_flight]),
         (agent._lease_target, agent.reset),
     )
 
@@ -79,6 +86,7 @@ def _copy_sequence(old: Sequence) -> Sequence:
         setattr(twin, name, getattr(old, name))
     twin.tokens = old.tokens.copy()
     twin.block_hashes = old.block_hashes.copy()
+    twin.partial_hashes = old.partial_hashes.copy()
     twin.block_table = old.block_table.copy()
     if isinstance(old.drafter, Guesser):
         twin.drafter = old.drafter.copy()
@@ -104,6 +112,8 @@ def _report_key(report: ReportBuilder) -> tuple[object, ...]:
         tuple(report._reserve),
         tuple(report._bind),
         tuple(report._seal),
+        tuple(report._partials),
+        tuple(report._copied),
         tuple(report._trim.items()),
         tuple(report._returned),
         tuple(report._preempted),

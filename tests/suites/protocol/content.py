@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from common.hashing import block_hash_of, next_digest
+from common.hashing import all_partial_hashes, block_hash_of, little_endian_int32, next_digest
 from common.types import BlockHash
 
 NOTHING = 0
@@ -68,6 +68,14 @@ def link(node: int, block_size: int) -> bytes:
 def key(node: int, block_size: int) -> BlockHash:
     """Return the hash of the block that ends a prefix of whole blocks."""
     return block_hash_of(link(node, block_size))
+
+
+@cache
+def partial_keys(tokens: tuple[int, ...], block_size: int) -> tuple[BlockHash, ...]:
+    """Return the partial hashes of the blocks of a sequence of tokens."""
+    nodes = path(tokens)
+    keys = [key(nodes[end - 1], block_size) for end in range(block_size, len(tokens) + 1, block_size)]
+    return all_partial_hashes(ROOT_LINK, keys, little_endian_int32(tokens), block_size)
 
 
 def parent_key(of: BlockHash, block_size: int) -> BlockHash | None:

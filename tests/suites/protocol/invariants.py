@@ -1,4 +1,4 @@
-"""The invariants I1 to I11 of the lease protocol, checked on a world after every event."""
+"""The invariants I1 to I12 of the lease protocol, checked on a world after every event."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def check(world: World) -> None:
     link = world.link
     if link is not None and link.served is not None and world.managers[link.manager].core.current(link.served):
         _registered_content_is_true(world, link.served.ledger)
+        _sources_are_held(world, link.served.ledger)
     if world.scenario.with_index:
         _index_is_true(world)
     _stalls_are_short(world)
@@ -92,6 +93,14 @@ def _registered_content_is_true(world: World, ledger: Ledger) -> None:
         block = BlockId(number)
         if fill[block] != world.scenario.block_size or world.device.block_key(block) != key:
             raise Violation("I4", f"block {block} is registered and does not hold what its hash says")
+
+
+def _sources_are_held(world: World, ledger: Ledger) -> None:
+    """I12: the manager holds the source of a copy that it granted in this session until the copy has run."""
+    for sequence, copy in world.held_sources():
+        known = ledger.state.sequences.get(sequence)
+        if known is None or known.copy_source != copy.src:
+            raise Violation("I12", f"the copy of sequence {sequence} has not run, and its source is not held")
 
 
 def _map_is_prefix_closed(ledger: Ledger, block_size: int) -> None:

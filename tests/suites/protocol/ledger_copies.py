@@ -40,6 +40,7 @@ def ledger_key(ledger: Ledger) -> tuple[object, ...]:
         state.last_sent_target,
         state.lease_want,
         state.resets.key(),
+        tuple(sorted(state.cache.partials.first.items())),
     )
 
 
@@ -106,6 +107,9 @@ def _copy_cache(old: PrefixCache, blocks: Blocks) -> PrefixCache:
     new.entries, new.copies = old.entries.copy(), {key: copies.copy() for key, copies in old.copies.items()}
     new.pending, new.ghosts, new.ambiguous = old.pending.copy(), old.ghosts.copy(), old.ambiguous.copy()
     new.events, new.number = old.events.copy(), old.number
+    partials = new.partials
+    partials.parts, partials.first = old.partials.parts.copy(), old.partials.first.copy()
+    partials.others = {part: others.copy() for part, others in old.partials.others.items()}
     return new
 
 
@@ -143,4 +147,5 @@ def _sequence_key(each: Sequence) -> tuple[object, ...]:
     return (
         each.id, each.num_tokens, each.max_blocks, each.priority, each.tenant, tuple(each.block_hashes), each.cacheable,
         each.fork_of, each.phase.value, tuple(each.block_table), each.n_shared, each.trimmed, each.recompute,
+        each.copy_source,
     )  # fmt: skip

@@ -8,11 +8,12 @@ from typing import Any
 
 from common.lease import Admit, AttachOk, Copy, Inventory
 from common.types import BlockHash, BlockId, SequenceId
-from kvmanager.core.block_granter import BlockGranter
+from kvmanager.core.block_granter import BlockGranter, GrantPlan
 from kvmanager.core.block_pool import FreeBlocks
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.manager import Manager, WorkerRegistration
+from kvmanager.core.partial_copy import PartialCopy, partial_copy
 from kvmanager.core.policies import LedgerPolicies
 from kvmanager.core.preemption import PreemptionPolicy
 from kvmanager.core.prefix_cache import PrefixCache
@@ -56,8 +57,8 @@ class LeavesPending(ReportApplier):
 class ReleasesFirst(ReportApplier):
     def __init__(self) -> None:
         super().__init__()
-        reserve, bind, seal, trim, take_back, requeue, finish = self.columns
-        self.columns = (reserve, requeue, finish, bind, seal, trim, take_back)
+        reserve, bind, seal, parts, copied, trim, take_back, requeue, finish = self.columns
+        self.columns = (reserve, requeue, finish, bind, seal, parts, copied, trim, take_back)
 
 
 class CountsEveryStall(ReportApplier):
@@ -68,6 +69,52 @@ class CountsEveryStall(ReportApplier):
 class AdmitsWhenNoneEverStalled(BlockGranter):
     def admit(self, state: LedgerState) -> tuple[list[Copy], list[Admit]]:
         return ([], []) if state.stalled else super().admit(state)
+
+
+class RemembersTheSource(BlockGranter):
+    """It chooses the source of a copy when a sequence is first tried, and never looks again.
+
+    The choice stands in a field that nothing else reads.
+    """
+
+    def plan(self, state: LedgerState, sequence: ManagerSequence) -> GrantPlan | None:
+        found: Any = sequence.traceparent
+        if not isinstance(found, PartialCopy):
+            found = partial_copy(state, sequence, self._found(state, sequence).hits, spare=1)
+            sequence.traceparent = found or ""  # type: ignore[assignment]
+        return super().plan(state, sequence)
+
+    def partial_source(self, state: LedgerState, sequence: ManagerSequence, plan: GrantPlan) -> PartialCopy | None:
+        found: Any = sequence.traceparent
+        whole = len(plan.hits) * state.config.block_size
+        if isinstance(found, PartialCopy) and whole + found.slots < sequence.num_tokens:
+            return found
+        return super().partial_source(state, sequence, plan)
+
+
+class ExpectsTheSource(BlockGranter):
+    """The block into which another one is copied is shared by those that want the source's content."""
+
+    def grant(
+        self,
+        state: LedgerState,
+        sequence: ManagerSequence,
+        plan: GrantPlan,
+        passes: bool = False,
+        part: PartialCopy | None = None,
+    ) -> Admit:
+        content = state.blocks.hash[part.source] if part is not None else None
+        granted = super().grant(state, sequence, plan, passes, part)
+        if content is not None:
+            block = sequence.block_table[len(plan.hits)]
+            state.cache.forget_pending(block)
+            state.cache.expect(block, content)
+        return granted
+
+
+class KeepsTheSource(ReportApplier):
+    def release_source(self, state: LedgerState, sequence: ManagerSequence) -> None:
+        """Leave the source held when the sequence gives up its block table."""
 
 
 class AssumesTheTargetIsKnown(InventoryLoader):
@@ -95,6 +142,10 @@ def publish_beside_a_cached_copy(state: LedgerState, block: BlockId, key: BlockH
 def complete_without_reset(manager: Manager, registration: WorkerRegistration, inventory: Inventory) -> AttachOk:
     registration.attach = replace(registration.attach, reset=manager.last_reset)
     return _complete(manager, registration, inventory)
+
+
+def hold_no_source(_state: LedgerState, _sequence: ManagerSequence, _block: BlockId) -> None:
+    """The source of a copy may be evicted at once."""
 
 
 def copy_all_known(num_tokens: int, _block_size: int) -> int:

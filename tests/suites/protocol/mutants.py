@@ -13,12 +13,14 @@ import time
 from gpuworker.core.block_states import BlockStates
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
+from gpuworker.core.partial_copies import PartialCopies
 from gpuworker.core.sequence import Sequence
 from gpuworker.core.step_scheduler import StepScheduler
 from kvmanager.core import epochs, fork
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.manager import Manager
+from kvmanager.core.partial_index import PartialIndex
 from kvmanager.core.prefix_cache import PrefixCache
 from tests.suites.protocol.edge_rules import break_without_loss_of_session, keep_the_generation, no_jump, resume
 from tests.suites.protocol.index import Index
@@ -28,15 +30,19 @@ from tests.suites.protocol.manager_rules import (
     AssumesTheTargetIsKnown,
     CountsEveryStall,
     EvictsShallowestFirst,
+    ExpectsTheSource,
+    KeepsTheSource,
     LeavesPending,
     LetsTenantsTakeTurns,
     ReleasesFirst,
     ReleasesOnTheOrder,
+    RemembersTheSource,
     admit_whole_prompts,
     complete_without_reset,
     copy_all_known,
     count_by_redis_alone,
     expect_the_last_block_too,
+    hold_no_source,
     obey,
     one_block_a_hash,
     publish_beside_a_cached_copy,
@@ -48,12 +54,16 @@ from tests.suites.protocol.worker_rules import (
     apply_what_was_buffered,
     attach_without_a_target,
     compute_a_refused_draft,
+    copy_all_that_is_there,
     copy_what_will_be_there,
+    copy_with_the_claim,
     keep_content,
     keep_the_claim_until_bound,
     leave_out_draining,
     lose_the_blocks_of_drafts,
     obey_one_preemption,
+    report_by_sequence,
+    report_copies_at_once,
     report_the_release_at_once,
     reset_only_when_it_waits,
     reuse_ids,
@@ -327,6 +337,69 @@ MUTANTS = (
         ((LedgerConfig, "admission_blocks", admit_whole_prompts),),
         Exhaustive("window"),
         ("I10",),
+    ),
+    Mutant(
+        "38",
+        "a copy of a part counts all slots that its source has",
+        ((BlockStates, "copy", copy_all_that_is_there),),
+        Exhaustive("partial"),
+        ("I3",),
+    ),
+    Mutant(
+        "39",
+        "a block into which another one was copied claims that one's hash",
+        ((BlockStates, "copy", copy_with_the_claim),),
+        Exhaustive("partial"),
+        ("I4",),
+    ),
+    Mutant(
+        "40",
+        "a block into which another one is copied is expected to have that one's hash",
+        (obey(granter=ExpectsTheSource()),),
+        Walks("partial", faults=CALM),
+        ("I2", "I3"),
+    ),
+    Mutant(
+        "41",
+        "the source of a copy was chosen before the sequence waited, and is evicted or used again",
+        (obey(granter=RemembersTheSource()),),
+        Walks("partial", faults=CALM),
+        ("I1", "I3"),
+    ),
+    Mutant(
+        "42",
+        "the source of a copy is not held",
+        ((LedgerState, "hold_source", hold_no_source),),
+        Exhaustive("partial"),
+        ("I12",),
+    ),
+    Mutant(
+        "43",
+        "a sequence that leaves before its copy keeps the source",
+        (obey(reports=KeepsTheSource()),),
+        Exhaustive("partial"),
+        ("I1", "I8"),
+    ),
+    Mutant(
+        "44",
+        "a copy is reported when it is granted",
+        ((LeaseAgent, "apply", report_copies_at_once),),
+        Exhaustive("partial"),
+        ("I12",),
+    ),
+    Mutant(
+        "45",
+        "whichever copy has run, the copies of all sequences count as run",
+        ((PartialCopies, "ran", report_by_sequence),),
+        Walks("partial", faults=CALM),
+        ("I12",),
+    ),
+    Mutant(
+        "46",
+        "contents that were evicted stay in the index of parts",
+        ((PartialIndex, "forget", nothing),),
+        Exhaustive("partial"),
+        ("I1",),
     ),
 )
 

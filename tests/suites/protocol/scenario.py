@@ -52,7 +52,10 @@ def _outputs(request: Request) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Sizes and requests of one world. `faults` bounds each kind; `max_faults` all of them together."""
+    """Sizes and requests of one world. `faults` bounds each kind; `max_faults` all of them together.
+
+    `partly`: parts of cached blocks are reused, although blocks are small.
+    """
 
     requests: tuple[Request, ...]
     num_blocks: int
@@ -63,6 +66,7 @@ class Scenario:
     runway_reach: int = 4
     max_num_seqs: int = 8
     window: int = 0
+    partly: bool = False
     with_index: bool = False
     max_faults: int = 0
     faults: dict[str, int] = field(default_factory=dict, hash=False)

@@ -29,6 +29,9 @@ TWO_TENANTS = (Request((0, 1, 0), 2, tenant="red"), Request((1, 1), 2, tenant="b
 DRAFTING = (Request((0, 1, 0), 5, drafts=True), Request((0, 1, 1), 4, drafts=True))
 """Both draft, and may accept none, one or two of their guesses."""
 
+DIVERGING = (Request((0, 1, 0, 0), 2), Request((0, 1, 0, 1, 0), 1), Request((0, 1, 1), 1))
+"""Three prompts that part within the first block of four; the third may copy two slots of either block."""
+
 TINY: dict[str, Scenario] = {
     "peace": Scenario(TWO_SHARERS, 3),
     "pressure": Scenario((Request((0, 1), 4), Request((0, 1, 1), 3)), 4, budget=3),
@@ -54,6 +57,10 @@ TINY: dict[str, Scenario] = {
     "drafts_pressure": Scenario(DRAFTING, 5, budget=4),
     "window": Scenario(
         (Request((0, 1, 0, 1, 1, 0, 0, 1, 0, 0), 2), Request((1,), 2)), 4, window=4, max_faults=1, faults={"cancel": 1}
+    ),
+    "partial": Scenario(DIVERGING, 4, block_size=4, partly=True, max_faults=1, faults={"cancel": 1}),
+    "partial_break": Scenario(
+        DIVERGING[:2], 3, block_size=4, budget=6, partly=True, max_faults=2, faults={"stream_break": 1, "cancel": 1}
     ),
     "index": Scenario((Request((0, 1, 0), 1),), 3, with_index=True, max_faults=2, faults={"wipe": 1, "hand_over": 1}),
 }
@@ -88,6 +95,11 @@ _LONG_PROMPTS = tuple(Request((*SHARED, *SHARED, *SHARED[: 1 + n]), 5, priority=
 
 _DRAFTING = tuple(replace(each, drafts=number % 3 != 1) for number, each in enumerate(_MIXED))
 
+_DIVERGING = tuple(
+    Request((*SHARED, *SHARED[: 1 + n % 5], n % 2, n // 2 % 2), 2 + 2 * (n % 3), priority=int(n == 6)) for n in range(9)
+)
+"""They part at many places within the second block and the third."""
+
 LARGE: dict[str, Scenario] = {
     "mixed": Scenario(_MIXED, 12, budget=6, with_index=True, runway_slots=4, runway_reach=8),
     "tight": Scenario(_MIXED, 8, budget=4),
@@ -102,6 +114,9 @@ LARGE: dict[str, Scenario] = {
     "drafts": Scenario(_DRAFTING, 12, budget=12, with_index=True, runway_slots=4, runway_reach=8),
     "drafts_tight": Scenario(_DRAFTING, 9, block_size=4, budget=6),
     "drafts_window": Scenario(tuple(Request((*SHARED, n % 2), 9, drafts=n < 3) for n in range(4)), 9, window=4),
+    "partial": Scenario(_DIVERGING, 9, block_size=4, budget=6, partly=True, with_index=True),
+    "partial_mixed": Scenario(_MIXED, 6, block_size=4, budget=5, runway_slots=4, runway_reach=4, partly=True),
+    "partial_drafts": Scenario(_DRAFTING, 9, block_size=4, budget=6, partly=True),
     "window": Scenario(tuple(Request((*SHARED, n % 2), 9) for n in range(4)), 9, window=4, budget=5),
     "window_tight": Scenario(_LONG_PROMPTS, 6, window=4, budget=9),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from common.lease import Attach, AttachOk, GrantBatch, Inventory, Report
+from common.lease import Attach, AttachOk, Copy, GrantBatch, Inventory, Report
 from common.types import BlockId, FinishReason, SequenceId
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.core.lease_agent import LeaseAgent
@@ -100,6 +100,8 @@ class State:
     # Resets of the prefix cache so far, and the blocks that the last one dropped and no step has written since.
     resets: int
     dropped: frozenset[BlockId]
+    # The copy of a part of a block that a sequence was granted last and that has not run, and the session of the grant.
+    copying: dict[SequenceId, tuple[Copy, int]]
 
     @property
     def agent(self) -> LeaseAgent:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from common.lease import Admit, GrantBatch, Inventory
+from common.lease import Admit, Copy, GrantBatch, Inventory
 from common.types import BlockHash, BlockId, SequenceId, SequencePhase
 from gpuworker.core.batch_plan import ScheduledRow
 from gpuworker.core.block_states import BlockStates, Content
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
 from gpuworker.core.outcomes import Applied
+from gpuworker.core.partial_copies import PartialCopies
 from gpuworker.core.report_builder import SessionState
 from gpuworker.core.sequence import Sequence as WorkerSequence
 from gpuworker.core.step_scheduler import Composition, StepScheduler
@@ -18,6 +20,7 @@ from tests.suites.protocol.world import World
 
 _admit, _inventory, _apply = LeaseAgent._admit, LeaseAgent.inventory, LeaseAgent.apply
 _close_blocks, _advance = LeaseAgent._close_blocks, WorkerSequence.advance
+_copy = BlockStates.copy
 _take, _leave_if_idle = StepScheduler._take, LeaseAgent._leave_if_idle
 
 
@@ -67,6 +70,30 @@ def keep_the_claim_until_bound(blocks: BlockStates, block: BlockId) -> None:
 def copy_what_will_be_there(blocks: BlockStates, _src: BlockId, dst: BlockId, slots: int) -> None:
     blocks.drop_claim(dst)
     blocks.fill[dst] = slots
+
+
+def copy_all_that_is_there(blocks: BlockStates, src: BlockId, dst: BlockId, _slots: int) -> None:
+    blocks.drop_claim(dst)
+    blocks.fill[dst] = blocks.fill[src]
+
+
+def copy_with_the_claim(blocks: BlockStates, src: BlockId, dst: BlockId, slots: int) -> None:
+    _copy(blocks, src, dst, slots)
+    if src in blocks.content:
+        blocks.content[dst] = blocks.content[src]
+
+
+def report_copies_at_once(agent: LeaseAgent, batch: GrantBatch) -> Applied:
+    applied = _apply(agent, batch)
+    agent._report.copied([admit.sequence for admit in applied.admitted])
+    return applied
+
+
+def report_by_sequence(copies: PartialCopies, _ran: Iterable[Copy]) -> tuple[SequenceId, ...]:
+    """Whatever has run, the copies of all sequences count as run."""
+    found = tuple(copies._by_sequence)
+    copies._by_sequence.clear()
+    return found
 
 
 def keep_content(agent: LeaseAgent) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from common.hashing import block_hash_of
-from common.lease import Attach, AttachOk, Inventory
+from common.hashing import MIN_PARTIAL_BLOCK, block_hash_of
+from common.lease import Attach, AttachOk, Copy, Inventory
 from common.types import TRIMMED, FinishReason, KvGeometry, PoolIdentity, SequenceId
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.core.drafting import NO_PRICES, Speculation, verified
@@ -38,6 +38,7 @@ class WorkerSide(State):
             max_num_seqs=sizes.max_num_seqs,
             new_drafter=Guesser if any(each.drafts for each in sizes.requests) else None,
             draft_prices=NO_PRICES,
+            min_partial_block=sizes.block_size if sizes.partly else MIN_PARTIAL_BLOCK,
         )
         geometry = KvGeometry(1, 1, 1, 1, "float32", sizes.window)
         identity = PoolIdentity("model", "tokenizer", sizes.block_size, geometry)
@@ -50,6 +51,7 @@ class WorkerSide(State):
         self.request_of: dict[SequenceId, int] = {}
         self.flights: tuple[tuple[StepPlan, StepResult], ...] = ()
         self.next_sequence = 0
+        self.copying: dict[SequenceId, tuple[Copy, int]] = {}
 
     def submit(self, _: int) -> bool:
         """The next request comes to the worker, with the tokens that an earlier incarnation delivered."""
@@ -74,6 +76,7 @@ class WorkerSide(State):
             fork_of=None if self.delivered[number] else fork_of,
             no_cache=request.no_cache,
             tenant=request.tenant,
+            partial_hashes=content.partial_keys(tokens, size) if self.scenario.partly else (),
             speculation=Speculation() if request.drafts else None,
         )
         self.paths[sequence], self.request_of[sequence] = nodes, number
@@ -138,8 +141,10 @@ class WorkerSide(State):
 
     def complete(self, _: int) -> bool:
         """Deliver the results of the oldest step."""
-        (_plan, result), *rest = self.flights
+        (plan, result), *rest = self.flights
         self.flights = tuple(rest)
+        ran = set(map(id, plan.copies))
+        self.copying = {each: of for each, of in self.copying.items() if id(of[0]) not in ran}
         self._settle(self.agent.complete(result))
         return True
 
@@ -188,6 +193,11 @@ class WorkerSide(State):
                 self.device.copy_block(each.src, each.dst)
                 self.dropped -= {each.dst}
             for admit in applied.admitted:
+                self.copying.pop(admit.sequence, None)
+                if admit.cached_tokens > admit.n_shared * self.scenario.block_size:
+                    target = admit.block_table[admit.n_shared]
+                    copy = next(each for each in message.copy if each.dst == target)
+                    self.copying[admit.sequence] = (copy, link.session)
                 num_tokens = self.agent.tokens_of(admit.sequence)
                 if len(num_tokens) != len(self.paths[admit.sequence]):
                     raise Violation("delivery", f"sequence {admit.sequence} lost a token that was drawn")

@@ -8,8 +8,8 @@ delivered. So commands that were buffered before a break come late, as do report
 from __future__ import annotations
 
 from common.errors import ProtocolViolation
-from common.lease import Attach, Inventory, Report
-from common.types import BlockId, FinishReason
+from common.lease import Attach, Copy, Inventory, Report
+from common.types import BlockId, FinishReason, SequenceId
 from kvmanager.core.manager import WorkerRegistration
 from tests.suites.protocol.agent_copies import agent_key, copy_agent, shallow
 from tests.suites.protocol.index import Index
@@ -141,6 +141,7 @@ class World(WorkerSide, ManagerSide):
         twin.worker = shallow(self.worker)
         twin.worker.agent = copy_agent(self.worker.agent)
         twin.paths = {sequence: nodes.copy() for sequence, nodes in self.paths.items()}
+        twin.copying = self.copying.copy()
         twin.request_of, twin.faults_left = self.request_of.copy(), self.faults_left.copy()
         twin.delivered, twin.ended = [tokens.copy() for tokens in self.delivered], self.ended.copy()
         renewed: dict[int, WorkerRegistration] = {}
@@ -160,7 +161,17 @@ class World(WorkerSide, ManagerSide):
             (self.index.counter, self.index.fence, self.index.generation, self.index.entries),
             (self.unsubmitted, tuple(self.ended), self.faults_in_all, tuple(self.faults_left.items())),
             (self.resets, self.dropped),
+            tuple(self.held_sources()),
         )
+
+    def held_sources(self) -> list[tuple[SequenceId, Copy]]:
+        """Return copies that were granted in this session and have not run, of sequences that keep their blocks."""
+        live, session = self.agent._sequences, self.worker.session
+        return [
+            (each, copy)
+            for each, (copy, granted_in) in self.copying.items()
+            if granted_in == session and each in live and copy.dst in live[each].block_table
+        ]
 
     def _link_key(self, link: Link) -> tuple[object, ...]:
         current = link.served is not None and self.managers[link.manager].session() is link.served

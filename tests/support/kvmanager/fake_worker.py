@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.hashing import block_digests, block_hash_of, next_digest
+from common.hashing import (
+    PARTIAL_HASHES,
+    PARTIAL_PARTS,
+    all_partial_hashes,
+    block_digests,
+    block_hash_of,
+    little_endian_int32,
+    next_digest,
+)
 from common.lease import Admit, CachedBlock, Copy, GrantBatch, Inventory, InventorySequence, Report, Reserve
 from common.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase
 from tests.support.kvmanager.ledgers import ROOT
@@ -41,6 +49,12 @@ class Live:
             self.contents.append(hash((before, self.tokens[len(self.contents)])))
         return self.contents[position]
 
+    def parts(self, block_size: int) -> tuple[BlockHash, ...]:
+        """Return the partial hashes of all blocks, as far as the tokens are there."""
+        full = len(self.tokens) // block_size
+        keys = tuple(block_hash_of(self.block_digest(index, block_size)) for index in range(full))
+        return partial_hashes_of(self.tokens, keys, block_size)
+
     def block_digest(self, index: int, block_size: int) -> bytes:
         """Return the digest of a full block."""
         while len(self.digests) <= index:
@@ -51,11 +65,21 @@ class Live:
 
 
 class FakeWorker:
-    """The block tables, lease pool and content of one worker. Every method leaves the worker between two steps."""
+    """The block tables, lease pool and content of one worker. Every method leaves the worker between two steps.
+
+    `partly`: the worker reports partial hashes, so the manager may have it copy parts of blocks.
+    """
 
     def __init__(
-        self, num_blocks: int, block_size: int, vocabulary: int = 2, window: int = 0, runway: int = 32
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocabulary: int = 2,
+        window: int = 0,
+        runway: int = 32,
+        partly: bool = False,
     ) -> None:
+        self.partly = partly and not window and block_size % PARTIAL_PARTS == 0
         self.block_size, self.vocabulary, self.window, self.runway = block_size, vocabulary, window, runway
         self.content: list[list[int]] = [[] for _ in range(num_blocks)]
         self.hash: dict[BlockId, tuple[BlockHash, BlockHash | None]] = {}
@@ -74,6 +98,8 @@ class FakeWorker:
         self.sealed: list[tuple[BlockId, BlockHash]] = []
         self.trimmed: list[tuple[SequenceId, int]] = []
         self.confirms = 0
+        self.partials: list[tuple[BlockHash, tuple[BlockHash, ...]]] = []
+        self.copied: list[SequenceId] = []
         self.ended: list[tuple[SequenceId, FinishReason]] = []
         self.stalled: set[SequenceId] = set()
 
@@ -91,7 +117,8 @@ class FakeWorker:
         number = SequenceId(self.next_id)
         self.next_id += 1
         keys = tuple(map(block_hash_of, block_digests(ROOT, tokens, self.block_size))) if cached else ()
-        reserve = Reserve(number, len(tokens), max_len, priority, keys, fork_of, f"r{number}")
+        parts = partial_hashes_of(tokens, keys, self.block_size) if self.partly and cached else ()
+        reserve = Reserve(number, len(tokens), max_len, priority, keys, fork_of, f"r{number}", partial_hashes=parts)
         self.live[number] = Live(reserve, number, list(tokens))
         self.reserved.append(reserve)
         return number
@@ -145,6 +172,10 @@ class FakeWorker:
         live = self.live.get(admit.sequence)
         if live is not None and live.phase is WAITING:
             live.block_table, live.phase, live.pos, live.trimmed = list(admit.block_table), RUNNING, 0, 0
+            if admit.cached_tokens > admit.n_shared * self.block_size:
+                slots = admit.cached_tokens - admit.n_shared * self.block_size
+                assert len(copied[admit.block_table[admit.n_shared]]) == slots < self.block_size
+                self.copied.append(admit.sequence)
 
     def _reset(self, block: BlockId) -> None:
         self.content[block] = []
@@ -217,6 +248,9 @@ class FakeWorker:
         block, key = live.block_table[index], block_hash_of(live.block_digest(index, self.block_size))
         self.hash[block] = (key, block_hash_of(live.block_digest(index - 1, self.block_size)) if index else None)
         self.sealed.append((block, key))
+        if self.partly:
+            first = PARTIAL_HASHES * index
+            self.partials.append((key, live.parts(self.block_size)[first : first + PARTIAL_HASHES]))
 
     def _draw(self, live: Live) -> None:
         if len(live.tokens) >= live.reserve.max_len - 1:  # the last token is never computed
@@ -257,6 +291,8 @@ class FakeWorker:
             stalled=tuple(sorted(self.stalled)),
             lease_want=self._lease_want(),
             reset=self.confirms,
+            partials=tuple(self.partials),
+            copied=tuple(self.copied),
         )
         stalled = self.stalled
         self.drop_report()
@@ -302,5 +338,19 @@ class FakeWorker:
         cacheable = bool(old.block_hashes) or old.num_tokens < size
         full = range(len(live.tokens) // size if cacheable else 0)
         keys = tuple(block_hash_of(live.block_digest(index, size)) for index in full)
-        now = Reserve(old.sequence, len(live.tokens), old.max_len, old.priority, keys, old.fork_of, old.request_id)
+        now = Reserve(
+            old.sequence,
+            len(live.tokens),
+            old.max_len,
+            old.priority,
+            keys,
+            old.fork_of,
+            old.request_id,
+            partial_hashes=live.parts(size) if self.partly and cacheable else (),
+        )
         return InventorySequence(now, live.phase, live.arrival, tuple(live.block_table))
+
+
+def partial_hashes_of(tokens: Sequence[int], keys: tuple[BlockHash, ...], block_size: int) -> tuple[BlockHash, ...]:
+    """Return the partial hashes of all blocks of a prompt."""
+    return all_partial_hashes(ROOT, keys, little_endian_int32(tokens), block_size)

@@ -367,6 +367,7 @@ class Reserve(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     COMPUTES_ALL_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
+    PARTIAL_HASHES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     num_tokens: _builtins.int
     max_len: _builtins.int
@@ -382,6 +383,10 @@ class Reserve(_message.Message):
     weight: _builtins.float
     computes_all: _builtins.bool
     """The sequence computes all its tokens: it takes no hit, and shares a block only once that is sealed."""
+    partial_hashes: _builtins.bytes
+    """16-byte hashes of the leading quarter, half and three quarters of each full block, then of the last block as far as
+    its tokens exist. Empty: nothing is known of parts of blocks.
+    """
     @_builtins.property
     def retention(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetainedBlocks]:
         """How long the prefix cache keeps blocks of the sequence."""
@@ -401,10 +406,11 @@ class Reserve(_message.Message):
         weight: _builtins.float = ...,
         computes_all: _builtins.bool = ...,
         retention: _abc.Iterable[Global___RetainedBlocks] | None = ...,
+        partial_hashes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "fork_of", b"fork_of"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "block_hashes", b"block_hashes", "computes_all", b"computes_all", "fork_of", b"fork_of", "max_len", b"max_len", "num_tokens", b"num_tokens", "priority", b"priority", "request_id", b"request_id", "retention", b"retention", "sequence", b"sequence", "tenant", b"tenant", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "block_hashes", b"block_hashes", "computes_all", b"computes_all", "fork_of", b"fork_of", "max_len", b"max_len", "num_tokens", b"num_tokens", "partial_hashes", b"partial_hashes", "priority", b"priority", "request_id", b"request_id", "retention", b"retention", "sequence", b"sequence", "tenant", b"tenant", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fork_of: _TypeAlias = _typing.Literal["fork_of"]  # noqa: Y015
     _WhichOneofArgType__fork_of: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of"]  # noqa: Y015
@@ -446,7 +452,7 @@ Global___RetainedBlocks: _TypeAlias = RetainedBlocks  # noqa: Y015
 
 @_typing.final
 class Report(_message.Message):
-    """Columns are applied in the order: reserve, bind, seal, trim, return, preempted, finished, stalled."""
+    """Columns are applied in the order: reserve, bind, seal, partial, copied, trim, return, preempted, finished, stalled."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -468,6 +474,9 @@ class Report(_message.Message):
     COMPUTED_SEQUENCES_FIELD_NUMBER: _builtins.int
     COMPUTED_LENGTHS_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
+    PARTIAL_OF_FIELD_NUMBER: _builtins.int
+    PARTIAL_HASHES_FIELD_NUMBER: _builtins.int
+    COPIED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     bind_sequences: _builtins.bytes
     """Parallel arrays, in order of binding."""
@@ -488,6 +497,13 @@ class Report(_message.Message):
     computed_lengths: _builtins.bytes
     reset: _builtins.int
     """Confirms the reset of this id; 0: nothing to confirm."""
+    partial_of: _builtins.bytes
+    """Sealed blocks that have partial hashes: their 16-byte hashes, and three 16-byte hashes each, of their leading
+    quarter, half and three quarters.
+    """
+    partial_hashes: _builtins.bytes
+    copied: _builtins.bytes
+    """Sequences whose copy of a part of a cached block has run; the manager holds its source until then."""
     @_builtins.property
     def reserve(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reserve]: ...
     @_builtins.property
@@ -517,10 +533,13 @@ class Report(_message.Message):
         computed_sequences: _builtins.bytes = ...,
         computed_lengths: _builtins.bytes = ...,
         reset: _builtins.int = ...,
+        partial_of: _builtins.bytes = ...,
+        partial_hashes: _builtins.bytes = ...,
+        copied: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "stalled", b"stalled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "bind_blocks", b"bind_blocks", "bind_sequences", b"bind_sequences", "computed_lengths", b"computed_lengths", "computed_sequences", b"computed_sequences", "finished_reasons", b"finished_reasons", "finished_sequences", b"finished_sequences", "lease_want", b"lease_want", "preempted_num_tokens", b"preempted_num_tokens", "preempted_sequences", b"preempted_sequences", "reserve", b"reserve", "reset", b"reset", "returned", b"returned", "seal_blocks", b"seal_blocks", "seal_hashes", b"seal_hashes", "stalled", b"stalled", "step", b"step", "trim_counts", b"trim_counts", "trim_sequences", b"trim_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "bind_blocks", b"bind_blocks", "bind_sequences", b"bind_sequences", "computed_lengths", b"computed_lengths", "computed_sequences", b"computed_sequences", "copied", b"copied", "finished_reasons", b"finished_reasons", "finished_sequences", b"finished_sequences", "lease_want", b"lease_want", "partial_hashes", b"partial_hashes", "partial_of", b"partial_of", "preempted_num_tokens", b"preempted_num_tokens", "preempted_sequences", b"preempted_sequences", "reserve", b"reserve", "reset", b"reset", "returned", b"returned", "seal_blocks", b"seal_blocks", "seal_hashes", b"seal_hashes", "stalled", b"stalled", "step", b"step", "trim_counts", b"trim_counts", "trim_sequences", b"trim_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stalled: _TypeAlias = _typing.Literal["stalled"]  # noqa: Y015
     _WhichOneofArgType__stalled: _TypeAlias = _typing.Literal["_stalled", b"_stalled"]  # noqa: Y015
@@ -696,6 +715,7 @@ class Admit(_message.Message):
     """int32 block ids; the first n_shared keep their content."""
     n_shared: _builtins.int
     cached_tokens: _builtins.int
+    """Of the shared blocks, and of a copied part of the block behind them."""
     miss_reason: _types_pb2.MissReason.ValueType
     diverged_at: _builtins.int
     decision_id: _builtins.str
