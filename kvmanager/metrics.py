@@ -26,6 +26,8 @@ _TOTALS: Final = {
     "rejections": "Sequences that no pool of this size can hold.",
     "prefix_cache_queries": "Tokens of prompts that were looked up, in full blocks, once a request.",
     "prefix_cache_hits": "Tokens of prompts that were found, in full blocks, once a request.",
+    "prefix_cache_partial_hits": "Admissions with a copy of a part of a cached block, once a request.",
+    "prefix_cache_partial_hit_tokens": "Tokens of those parts; they are not among the hits in full blocks.",
     "recompute_cache_queries": "Tokens that were looked up again after a preemption, in full blocks.",
     "recompute_cache_hits": "Tokens that were found again after a preemption, in full blocks.",
     "prefix_cache_reset_blocks": "Cached blocks that resets of the prefix cache dropped.",
@@ -36,6 +38,8 @@ _FIELDS: Final = {
     "kv_evictions": "evictions",
     "kv_retained_evictions": "retained_evictions",
     "prefix_cache_reset_blocks": "reset_blocks",
+    "prefix_cache_partial_hits": "partial_hits",
+    "prefix_cache_partial_hit_tokens": "partial_hit_tokens",
 }
 # The ledgers count blocks. vLLM's counters of these names, which dashboards read, count tokens.
 _BLOCK_FIELDS: Final = {

@@ -77,6 +77,7 @@ reserves = st.builds(
     request_id=text,
     traceparent=text,
     retention=tuples_of(retained_blocks, 3),
+    partial_hashes=tuples_of(hashes),
 )
 reports = st.builds(
     lease.Report,
@@ -92,6 +93,8 @@ reports = st.builds(
     lease_want=u32,
     computed=tuples_of(st.tuples(sequences, u32)),
     reset=u64,
+    partials=tuples_of(st.tuples(hashes, st.tuples(hashes, hashes, hashes))),
+    copied=tuples_of(sequences),
 )
 batches = st.builds(
     lease.GrantBatch,

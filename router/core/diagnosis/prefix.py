@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from common.lease import RETENTION_REASON
+from common.lease import PARTIAL_REASON, RETENTION_REASON
 from router.core.diagnosis.causes import Cause, advice_for
 from router.core.diagnosis.outcome import Outcome
 from router.core.diagnosis.story import Option, Placement, Story
@@ -86,7 +86,7 @@ def _words(cause: Cause, story: Story, outcome: Outcome) -> str:
         return f"{placement.worker} was expected to hold {promised} and did not, because the index was stale"
     if cause is Cause.EVICTED:
         return f"{outcome.worker} had more of it, and evicted that{_evicted_for(story)}{_retention(story)}"
-    return _plain_words(cause, outcome)
+    return _plain_words(cause, outcome) + _partial(story)
 
 
 def _plain_words(cause: Cause, outcome: Outcome) -> str:
@@ -134,6 +134,13 @@ def _retention(story: Story) -> str:
     reasons = story.grants[0].reasons if story.grants else ()
     found = (each.removeprefix(RETENTION_REASON) for each in reasons if each.startswith(RETENTION_REASON))
     return "".join(f" ({each})" for each in found)
+
+
+def _partial(story: Story) -> str:
+    """Return how much of a cached block was copied; "" where nothing was."""
+    reasons = story.grants[0].reasons if story.grants else ()
+    found = (each.removeprefix(PARTIAL_REASON) for each in reasons if each.startswith(PARTIAL_REASON))
+    return "".join(f" (partial block: {each})" for each in found)
 
 
 def _evidence(story: Story, outcome: Outcome) -> tuple[str, ...]:

@@ -213,6 +213,13 @@ def test_an_address_that_spoils_log_lines_is_a_protocol_violation(address: str) 
         lease_codec.attach_from_proto(message, 1)
 
 
+@pytest.mark.parametrize("parts", [0, 2, 4])
+def test_partial_hashes_that_are_not_three_a_block_are_a_protocol_violation(parts: int) -> None:
+    message = kvmanager_pb2.Report(partial_of=bytes(16), partial_hashes=bytes(16 * parts))
+    with pytest.raises(ProtocolViolation, match=f"1 blocks have {parts} partial hashes; expected 3 each"):
+        lease_codec.report_from_proto(message)
+
+
 def test_texts_that_no_router_sends_are_cut() -> None:
     reserve = lease.Reserve(SequenceId(1), 5, 9, request_id="r" * 1000, traceparent="t" * 1000, tenant="n" * 1000)
     received = lease_codec.reserve_from_proto(lease_codec.reserve_to_proto(reserve))

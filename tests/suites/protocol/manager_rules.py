@@ -81,7 +81,7 @@ class RemembersTheSource(BlockGranter):
         found: Any = sequence.traceparent
         if not isinstance(found, PartialCopy):
             found = partial_copy(state, sequence, self._found(state, sequence).hits, spare=1)
-            sequence.traceparent = found or ""  # type: ignore[assignment]
+            sequence.traceparent = found or ""
         return super().plan(state, sequence)
 
     def partial_source(self, state: LedgerState, sequence: ManagerSequence, plan: GrantPlan) -> PartialCopy | None:

@@ -11,7 +11,14 @@ from types import TracebackType
 
 from cli.suite.embedded import EmbeddedChannel
 from common.clock import Clock, SystemClock
-from common.hashing import block_digests, block_hash_of, root_digest
+from common.hashing import (
+    MIN_PARTIAL_BLOCK,
+    all_partial_hashes,
+    block_digests,
+    block_hash_of,
+    little_endian_int32,
+    root_digest,
+)
 from common.lease import Attach, LeaseChannel
 from common.types import FinishReason, KvGeometry, PoolIdentity, SamplingParams, SequenceId, TokenLogprobs, Usage
 from gpuworker.core.batch_plan import StepRunner
@@ -105,12 +112,16 @@ class EngineDriver:
     ) -> SequenceId:
         """Submit a sequence of at most `count` output tokens; the last `output_before` of its prompt are output too."""
         sequence = SequenceId(next(self._ids))
-        digests = block_digests(self._root, prompt, self.config.block_size)
+        size = self.config.block_size
+        digests = block_digests(self._root, prompt, size)
+        hashes = tuple(map(block_hash_of, digests))
+        packed = little_endian_int32(prompt)
         new = NewSequence(
             sequence=sequence,
             request_id=f"r{sequence}",
             tokens=tuple(prompt),
-            block_hashes=tuple(block_hash_of(parent_digest) for parent_digest in digests),
+            block_hashes=hashes,
+            partial_hashes=all_partial_hashes(self._root, hashes, packed, size) if size >= MIN_PARTIAL_BLOCK else (),
             parent_digest=digests[-1] if digests else self._root,
             max_len=len(prompt) + count,
             stop=StopRule(count, sampling.min_tokens, frozenset(eos), frozenset(sampling.stop_token_ids)),

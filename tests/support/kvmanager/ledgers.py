@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.clock import ManualClock
-from common.hashing import block_digests, block_hash_of
+from common.hashing import PARTIAL_HASHES, all_partial_hashes, block_digests, block_hash_of, little_endian_int32
 from common.lease import Admit, GrantBatch, Inventory, Report, Reserve
 from common.types import BlockHash, BlockId, FinishReason, SequenceId
 from kvmanager.core.config import LedgerConfig
@@ -41,6 +41,17 @@ def make_ledger(
 def hashes(tokens: Sequence[int], block_size: int = 16, root: bytes = ROOT) -> tuple[BlockHash, ...]:
     """Return the hashes of the full blocks of `tokens`."""
     return tuple(map(block_hash_of, block_digests(root, tokens, block_size)))
+
+
+def parts(tokens: Sequence[int], block_size: int = 64) -> tuple[BlockHash, ...]:
+    """Return the partial hashes of all blocks of `tokens`."""
+    return all_partial_hashes(ROOT, hashes(tokens, block_size), little_endian_int32(tokens), block_size)
+
+
+def sealed_parts(tokens: Sequence[int], block_size: int = 64) -> tuple[tuple[BlockHash, tuple[BlockHash, ...]], ...]:
+    """Return the partial hashes of the full blocks of `tokens` as a report has them."""
+    known, contents = parts(tokens, block_size), hashes(tokens, block_size)
+    return tuple((each, known[PARTIAL_HASHES * n : PARTIAL_HASHES * (n + 1)]) for n, each in enumerate(contents))
 
 
 def prompt(length: int, start: int = 0) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.lease import RETENTION_REASON
+from common.lease import PARTIAL_REASON, RETENTION_REASON
 from common.types import Candidate, Decision, DecisionKind, ShortfallReason
 from router.core.diagnosis.causes import Cause
 from router.core.diagnosis.outcome import Outcome, Phase, figures_of, outcome_of, texts_of
@@ -274,6 +274,16 @@ def test_a_miss_of_what_was_retained_says_what_had_become_of_that() -> None:
     found = asked(replace(UNSEEN, miss="evicted"), routed(), grant).prefix
     assert found is not None
     assert "evicted that to make room for r5 (its retention was over)." in found.sentence
+
+
+def test_a_prompt_that_diverges_within_a_block_says_how_much_of_it_was_copied() -> None:
+    grant = granted(0.0)
+    grant = replace(grant, reasons=(*grant.reasons, f"{PARTIAL_REASON}12 slots are copied from block 7"))
+    outcome = replace(UNSEEN, miss="diverged_at", cached_tokens=60, diverged_at=3)
+    found = asked(outcome, routed(), grant).prefix
+    assert found is not None
+    assert found.sentence.startswith("60 of 100 prompt tokens were cached: ")
+    assert found.sentence.endswith("from token 48 on (partial block: 12 slots are copied from block 7).")
 
 
 def test_a_worker_that_was_full_and_held_the_prefix_is_named() -> None:

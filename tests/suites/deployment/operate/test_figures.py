@@ -100,6 +100,7 @@ async def test_every_figure_of_ours_is_looked_at(exposed: dict[str, Exposed]) ->
         "quire:workers",
         "quire:kept_requests",  # by rule: read when a bad request has no trace
         "quire:kept_requests_left_out",
+        "quire:prefix_cache_partial_hit_tokens",  # the dashboard has how often a part of a block was copied
         "quire:kv_retained_blocks",  # a part of the cached blocks; the dashboard has those that went all the same
         "quire:decision_log_records",  # of a log that is an option; docker/OPERATING.md says what a drop means
         "quire:decision_log_dropped",
