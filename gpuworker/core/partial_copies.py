@@ -14,7 +14,7 @@ from common.types import SequenceId
 
 
 class PartialCopies:
-    """The copies by the sequences that hold their destinations."""
+    """The copies by the sequences that hold their destinations, at most one each."""
 
     __slots__ = ("_by_sequence",)
 
@@ -25,10 +25,9 @@ class PartialCopies:
         """Note the copies of admissions that count more tokens as cached than their shared blocks have."""
         targets = {copy.dst: copy for copy in copies}
         for admit in admits:
-            if admit.cached_tokens > admit.n_shared * block_size:
-                copy = targets.get(admit.block_table[admit.n_shared])
-                if copy is not None:
-                    self._by_sequence[admit.sequence] = copy
+            own = admit.block_table[admit.n_shared :]
+            if own and own[0] in targets and admit.cached_tokens > admit.n_shared * block_size:
+                self._by_sequence[admit.sequence] = targets[own[0]]
 
     def left(self, sequence: SequenceId) -> None:
         """Forget the copy of a sequence whose block table is released: the manager learns that from the release."""
@@ -41,6 +40,3 @@ class PartialCopies:
         for sequence in found:
             del self._by_sequence[sequence]
         return found
-
-    def __bool__(self) -> bool:
-        return bool(self._by_sequence)

@@ -50,7 +50,10 @@ class BlockMap:
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """One block; `references` counts all block tables that hold it, `holders` are the first of their sequences."""
+    """One block; `references` counts all block tables that hold it, and copies of it that have not run.
+
+    `holders` are the first of the sequences of these block tables.
+    """
 
     block: BlockId
     use: BlockUse

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from common.errors import ProtocolViolation
 from common.hashing import all_partial_hashes, little_endian_int32, root_digest
 from common.lease import Admit, Copy, GrantBatch, Report
 from common.types import BlockId, SequenceId
@@ -165,6 +168,23 @@ def test_a_sequence_that_was_cancelled_before_the_grant_reports_no_copy() -> Non
     made.step()
     report = made.agent.take_report()
     assert report is None or report.copied == ()
+
+
+def test_a_grant_that_counts_more_as_cached_than_it_shares_and_copies_is_no_failure() -> None:
+    """Only what is filled counts. The first admission shares its whole table, and the copy is of the second one."""
+    made = one_is_computed()
+    submit(made, 1, FIRST[:12])
+    submit(made, 2, SECOND)
+    taken(made)
+    whole = Admit(TWO, blocks([0, 1]), 2, 10_000)
+    with pytest.raises(ProtocolViolation, match="all of its tokens"):
+        made.agent.apply(GrantBatch(0, admit=(whole,)))
+    short = Admit(TWO, blocks([0]), 1, 10_000)
+    other = Admit(SequenceId(2), blocks([0, 4, 5]), 1, SIZE)
+    made.agent.apply(GrantBatch(0, copy=(Copy(BlockId(1), BlockId(4), SIZE + 6),), admit=(short, other)))
+    made.step()
+    assert made.agent.usage(TWO).cached_tokens == SIZE
+    assert taken(made).copied == ()
 
 
 def test_small_blocks_have_no_parts() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 import httpx
 
-from cli.suite.programs import metrics_addresses
 from cli.suite.stack import StackOptions
+from common.process.metrics import metrics_port
 from quire.inference.v1 import inference_pb2 as pb
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy
 from tests.support.load import kill
@@ -45,13 +45,11 @@ def cached_tokens(outcome: Outcome) -> int:
 
 
 async def counted(suite: Suite, name: str) -> float:
-    """Return the sum of a metric over the services."""
-    found = 0.0
+    """Return the sum of a metric of the manager over its workers."""
+    port = metrics_port(None, suite.stack.options.manager_port)
     async with httpx.AsyncClient(timeout=PATIENCE) as client:
-        for address in metrics_addresses(suite.stack.options):
-            lines = (await client.get(f"http://{address}/metrics")).text.splitlines()
-            found += sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
-    return found
+        lines = (await client.get(f"http://127.0.0.1:{port}/metrics")).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 async def test_prompts_that_part_inside_a_block_share_quarters_of_it(tmp_path: Path) -> None:
