@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from common.errors import InvalidRequest, ProtocolViolation
-from common.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
+from common.hashing import block_digests, block_hash_of, little_endian_int32, partial_hashes, root_digest
 from common.lease import LAST_BLOCK, RetainedBlocks
 from common.types import Constraint, ConstraintKind, KvGeometry, PoolIdentity, SamplingParams, SequenceId
 from common.wire.retention_codec import MOST_RANGES
@@ -56,6 +56,35 @@ def test_a_submit_becomes_a_sequence_with_its_chain() -> None:
     assert (new.max_len, new.priority, new.fork_of, new.traceparent) == (18, -5, 1, "t")
     assert (new.stop.max_tokens, new.stop.eos_ids) == (8, frozenset({2, 5}))
     assert (request.prompt_tokens, request.traced) == (10, True)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "window", "no_cache", "count"),
+    [(64, 0, False, 3 + 2), (32, 0, False, 0), (64, 128, False, 0), (64, 0, True, 0)],
+)
+def test_prompts_in_blocks_of_64_slots_get_partial_hashes(
+    block_size: int, window: int, no_cache: bool, count: int
+) -> None:
+    """There are a full block and two quarters; the first block's hashes chain to the root of the cache domain."""
+    prompt, root = [5] * 100, root_digest("model", "tokenizer", block_size, b"domain")
+    links = block_digests(root, prompt, block_size)
+    hashes, packed = tuple(map(block_hash_of, links)), little_endian_int32(prompt)
+    message = submit(
+        prompt_token_ids=packed,
+        block_hashes=b"".join(hashes),
+        parent_digest=links[-1],
+        cache_domain=b"domain",
+        no_cache=no_cache,
+    )
+    geometry = KvGeometry(1, 1, 1, 1, "float32", window)
+    limits = SubmitLimits(256, 100, PoolIdentity("model", "tokenizer", block_size, geometry))
+    new = engine_request(message, SEQUENCE, None, limits, "").new
+    assert len(new.partial_hashes) == count
+    if count:
+        assert new.partial_hashes[:3] == partial_hashes(block_hash_of(root), packed, block_size)
+        assert new.partial_hashes[3:] == partial_hashes(hashes[0], packed[4 * block_size :], block_size)
+        assert Sequence(new, 0, hashed=True, partly=True).reserve().partial_hashes == new.partial_hashes
+        assert Sequence(new, 0, hashed=True).reserve().partial_hashes == ()
 
 
 def test_retained_tokens_become_blocks_in_the_reservation() -> None:
