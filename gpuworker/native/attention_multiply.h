@@ -39,7 +39,8 @@ struct Scores {
   }
 
  private:
-  using Row = decltype(Numbers::load(static_cast<const Number*>(nullptr)));
+  using Row = decltype(Numbers::template load<0, 1>(static_cast<const Number*>(nullptr)));
+  using Parts = UpTo<Numbers::kParts>;
 
   // A function for each of the usual head sizes, `Dim`, where it is not 0: with a loop over columns, or inside of a larger
   // function, GCC 12 keeps sums in memory.
@@ -64,8 +65,8 @@ struct Scores {
       steps<S>(rows, queries, acc, UpTo<Dim / kWidth>());
     } else {
       int column = 0;
-      for (; column + kWidth <= dim; column += kWidth) step<S>(rows, column, kWidth, queries, acc, UpTo<S>(), UpTo<Q>());
-      if (column < dim) step<S>(rows, column, dim - column, queries, acc, UpTo<S>(), UpTo<Q>());
+      for (; column + kWidth <= dim; column += kWidth) step<S>(rows, column, kWidth, queries, acc, Parts());
+      if (column < dim) step<S>(rows, column, dim - column, queries, acc, Parts());
     }
     deliver<S>(acc, to, UpTo<Q * S / kUnit>());
   }
@@ -73,7 +74,7 @@ struct Scores {
   template <int S, int N, int Q, int... Step>
   static QUIRE_INLINE void steps(const Number* const (&rows)[S], const float* const (&queries)[Q], Acc (&acc)[N],
                                  Places<Step...>) {
-    (step<S>(rows, Step * kWidth, kWidth, queries, acc, UpTo<S>(), UpTo<Q>()), ...);
+    (step<S>(rows, Step * kWidth, kWidth, queries, acc, Parts()), ...);
   }
 
   template <int N, int... I>
@@ -81,13 +82,21 @@ struct Scores {
     ((acc[I] = Numbers::zero()), ...);
   }
 
-  // Adds the products of `count` columns to the sums of all slots and queries.
-  template <int S, int N, int Q, int... Ss, int... Qs>
+  // Adds the products of `count` columns to the sums of all slots and queries, one vector of each row after the other.
+  template <int S, int N, int Q, int... Part>
   static QUIRE_INLINE void step(const Number* const (&rows)[S], int column, int count, const float* const (&queries)[Q],
+                                Acc (&acc)[N], Places<Part...>) {
+    (part<S, Part>(rows, column, count, queries, acc, UpTo<S>(), UpTo<Q>()), ...);
+  }
+
+  template <int S, int Part, int N, int Q, int... Ss, int... Qs>
+  static QUIRE_INLINE void part(const Number* const (&rows)[S], int column, int count, const float* const (&queries)[Q],
                                 Acc (&acc)[N], Places<Ss...>, Places<Qs...> all) {
-    const decltype(Numbers::query(nullptr, 0)) query[] = {Numbers::query(queries[Qs], column)...};
-    (add<S, Ss>(count == kWidth ? Numbers::load(rows[Ss] + column) : Numbers::load(rows[Ss] + column, count), query, acc,
-                all),
+    using Query = decltype(Numbers::template query<Part>(nullptr, 0));
+    const Query query[] = {Numbers::template query<Part>(queries[Qs], column)...};
+    (add<S, Ss>(count == kWidth ? Numbers::template load<Part, Q>(rows[Ss] + column)
+                                : Numbers::template load<Part, Q>(rows[Ss] + column, count),
+                query, acc, all),
      ...);
   }
 
@@ -116,12 +125,13 @@ struct Scores {
   }
 };
 
-// Multiplies floats; numbers of type T are widened as they are read.
+// Multiplies floats; numbers of type T are widened as they are read. Sums of values lie in the order of their vectors.
 template <typename T>
 struct Wide : WideNumbers<T>, Scores<WideNumbers<T>> {
   using Number = T;
-  static constexpr int kWidth = kLanes;   // columns of `accumulate`
-  static constexpr int kFetches = kTile;  // how often it fetches
+  using Numbers = WideNumbers<T>;
+  static constexpr int kWidth = Numbers::kColumns;  // columns of `accumulate`
+  static constexpr int kParts = Numbers::kParts;
 #if defined(__AVX512F__)
   static constexpr int columns_at_once(int lanes) { return std::min(4, 16 / lanes); }
 #elif defined(__AVX2__)
@@ -129,37 +139,46 @@ struct Wide : WideNumbers<T>, Scores<WideNumbers<T>> {
 #else
   static constexpr int columns_at_once(int) { return 1; }
 #endif
+  // How often it fetches: for each slot, or each four of them, where it adds few columns at once.
+  static constexpr int kFetches = kParts == 1 ? kTile : kRuns;
 
   // Adds weights · values to `acc`, for `Columns` times kWidth columns from `column`.
   template <int Q, int Columns, bool Whole>
   static __attribute__((noinline)) void accumulate(const T* const* runs, int dim, int column, const Lanes<Q>& lanes,
                                                    Fetcher& fetcher) {
-    accumulate<Whole>(runs, dim, column, lanes, fetcher, UpTo<Q>(), UpTo<Columns>(), UpTo<Q * Columns>());
+    constexpr int V = Columns * kParts;
+    accumulate<Whole>(runs, dim, column, lanes, fetcher, UpTo<Q>(), UpTo<V>(), UpTo<Q * V>());
   }
 
-  template <bool Whole, int Q, int... Qs, int... Cs, int... Is>
+  // One vector of values after the other: at AVX2 it, the weights of a slot and the sums fill the registers.
+  template <bool Whole, int Q, int... Qs, int... Vs, int... Is>
   static QUIRE_INLINE void accumulate(const T* const* runs, int dim, int column, const Lanes<Q>& lanes, Fetcher& fetcher,
-                                      Places<Qs...> all, Places<Cs...>, Places<Is...>) {
-    constexpr int C = sizeof...(Cs);
-    Vec sum[] = {Vec::load(lanes.acc[Is / C] + column + Is % C * kLanes) * Vec::all(lanes.keep[Is / C])...};
+                                      Places<Qs...> all, Places<Vs...>, Places<Is...>) {
+    constexpr int V = sizeof...(Vs);
+    FloatSums sum[] = {load_sums(lanes.acc[Is / V] + column + Is % V * kFloats, lanes.keep[Is / V])...};
     for (int run = 0; run < kRuns; ++run) {
+      if (kFetches == kRuns) fetcher.some();
 #pragma GCC unroll 4
       for (int slot = 0; slot < kRun; ++slot) {
-        fetcher.some();
+        if (kFetches == kTile) fetcher.some();
         const T* row = runs[run] + slot * dim + column;
         const float* weights = lanes.weights + run * kRun + slot;
-        (add<C, Cs>(Whole ? Vec::load(row + Cs * kLanes) : load_first(row, dim - column), weights, sum, all), ...);
+        const Floats weight[] = {all_floats(weights[Qs * kTile])...};
+        (add<V, Vs>(Whole ? Numbers::template load<Vs % kParts, Q>(row + Vs / kParts * kWidth)
+                          : Numbers::template load<Vs % kParts, Q>(row, dim - column),
+                    weight, sum, all),
+         ...);
       }
     }
-    (sum[Is].store(lanes.acc[Is / C] + column + Is % C * kLanes), ...);
+    (store_sums(sum[Is], lanes.acc[Is / V] + column + Is % V * kFloats), ...);
   }
 
-  template <int C, int c, int N, int... Qs>
-  static QUIRE_INLINE void add(Vec v, const float* weights, Vec (&sum)[N], Places<Qs...>) {
-    ((sum[Qs * C + c] = fma(Vec::all(weights[Qs * kTile]), v, sum[Qs * C + c])), ...);
+  template <int V, int v, int N, int Q, int... Qs>
+  static QUIRE_INLINE void add(Floats value, const Floats (&weight)[Q], FloatSums (&sum)[N], Places<Qs...>) {
+    ((sum[Qs * V + v] = dot_floats(sum[Qs * V + v], weight[Qs], value)), ...);
   }
 
-  static void put_in_order(float*, int) {}
+  static void put_in_order(float* acc, int dim) { Numbers::put_in_order(acc, dim); }
 };
 
 #if defined(__AVX512F__) || defined(__AVX2__)
@@ -213,8 +232,8 @@ struct Pairs : Numbers, Scores<Numbers> {
   // The numbers of a slot and of the next one.
   template <bool Whole>
   static QUIRE_INLINE Interleaved pair(const Number* a, int dim, int rest) {
-    return Whole ? interleave(Numbers::load(a), Numbers::load(a + dim))
-                 : interleave(Numbers::load(a, rest), Numbers::load(a + dim, rest));
+    return Whole ? interleave(Numbers::template load<0, 1>(a), Numbers::template load<0, 1>(a + dim))
+                 : interleave(Numbers::template load<0, 1>(a, rest), Numbers::template load<0, 1>(a + dim, rest));
   }
 
   template <int C, int first, int N, int... Qs>

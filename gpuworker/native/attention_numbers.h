@@ -1,10 +1,11 @@
 // How attention of few queries multiplies the numbers of a cache: as floats, to which any type is widened; as pairs of
 // bf16; or as pairs of 16-bit integers (int8: query and weights are rounded to 16 bits, which is finer than bf16).
 //
-// Each struct has: a row's vectors (`load`, all kColumns numbers or the first `count`), a packed query (`query`), sums of
-// products (`dot`, `reduce`), and the packing of a query, which returns the step of a packed integer, or 1, and of the
-// weights of 64 slots, where kStepped as integers with so many steps to 1. The numbers of levels: AVX-512 and AVX2 multiply
-// integers in pairs, AVX-512 with bf16 dot products bf16 too. A level that has none of these widens.
+// Each struct has: the kParts vectors of kColumns numbers of a row (`load`: all of them, or the first `count`; for how many
+// lanes) and of a packed query (`query`), sums of products (`dot`, `reduce`), and the packing of a query, which returns the
+// step of a packed integer, or 1, and of the weights of 64 slots, where kStepped as integers with so many steps to 1. The
+// numbers of levels: AVX-512 and AVX2 multiply integers in pairs, AVX-512 with bf16 dot products bf16 too. A level that has
+// none of these widens.
 //
 // Where `dot` is an instruction by name, GCC 12 would copy each sum twice a round, or add the products of a row up apart
 // from its sum, which takes more registers than there are.
@@ -39,6 +40,9 @@ using Floats = Vec;
 inline Floats floats(Vec x) { return x; }
 inline FloatSums dot_floats(FloatSums acc, Vec a, Vec b) { return _mm512_fmadd_ps(a.v, b.v, acc); }
 inline FloatSums no_floats() { return _mm512_setzero_ps(); }
+inline Floats all_floats(float x) { return Vec::all(x); }
+inline FloatSums load_sums(const float* p, float factor) { return (Vec::load(p) * Vec::all(factor)).v; }
+inline void store_sums(FloatSums x, float* p) { _mm512_storeu_ps(p, x); }
 
 template <typename Add>
 QUIRE_INLINE __m512 add_four(__m512 a, __m512 b, __m512 c, __m512 d, Add add) {
@@ -66,10 +70,25 @@ using FloatSums = __m256;
 constexpr int kFloats = 8;  // that are multiplied at once
 using Floats = __m256;
 inline Floats floats(Vec x) { return x.a; }
-inline FloatSums dot_floats(FloatSums acc, __m256 a, __m256 b) { return _mm256_fmadd_ps(a, b, acc); }
+inline FloatSums dot_floats(FloatSums acc, __m256 a, __m256 b) {
+  asm("vfmadd231ps %2, %1, %0" : "+x"(acc) : "x"(a), "x"(b));
+  return acc;
+}
 inline FloatSums no_floats() { return _mm256_setzero_ps(); }
+inline Floats all_floats(float x) { return _mm256_set1_ps(x); }
+inline FloatSums load_sums(const float* p, float factor) { return _mm256_mul_ps(_mm256_loadu_ps(p), all_floats(factor)); }
+inline void store_sums(FloatSums x, float* p) { _mm256_storeu_ps(p, x); }
+// Neighbours added, of two vectors or of four, as by the instruction that does it, which takes longer.
+template <typename Add>
+QUIRE_INLINE __m256 add_pairs(__m256 a, __m256 b, Add add) {
+  return add(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
+}
+template <typename Add>
+QUIRE_INLINE __m256 add_four(__m256 a, __m256 b, __m256 c, __m256 d, Add add) {
+  return add_pairs(add_pairs(a, b, add), add_pairs(c, d, add), add);
+}
 QUIRE_INLINE void reduce_floats(const FloatSums* a, float* to) {
-  const __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
+  const __m256 four = add_four(a[0], a[1], a[2], a[3], [](__m256 x, __m256 y) { return _mm256_add_ps(x, y); });
   _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)));
 }
 
@@ -82,38 +101,84 @@ using Floats = Vec;
 inline Floats floats(Vec x) { return x; }
 inline FloatSums dot_floats(FloatSums acc, Vec a, Vec b) { return fma(a, b, acc); }
 inline FloatSums no_floats() { return Vec::zero(); }
+inline Floats all_floats(float x) { return Vec::all(x); }
+inline FloatSums load_sums(const float* p, float factor) { return Vec::load(p) * Vec::all(factor); }
+inline void store_sums(FloatSums x, float* p) { x.store(p); }
 QUIRE_INLINE void reduce_floats(const FloatSums* a, float* to) { *to = a->sum(); }
 
 #endif
 
-// Numbers of type T, widened as they are read.
+// Numbers of type T, widened as they are read. AVX2 reads 16 of them as two vectors: the first and the last eight, or of
+// bf16, the even and the odd ones, each widened by one instruction.
 template <typename T>
 struct WideNumbers {
   using Number = T;
   using Acc = FloatSums;
-  static constexpr int kColumns = kFloats;
+  static constexpr int kColumns = kLanes, kParts = kLanes / kFloats;
   static constexpr bool kScaled = std::is_same<T, int8_t>::value;
   static Acc zero() { return no_floats(); }
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  static Floats load(const float* p) { return _mm256_loadu_ps(p); }
+  template <int Part, int>
+  static Floats load(const float* p) { return _mm256_loadu_ps(p + Part * kFloats); }
+  template <int Part, int Lanes>
   static Floats load(const bf16* p) {
-    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+    const __m256i_u& both = *reinterpret_cast<const __m256i_u*>(p);
+    if constexpr (Part == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(&both), 16));
+    if constexpr (Lanes != 3) return _mm256_and_ps(_mm256_loadu_ps(reinterpret_cast<const float*>(&both)), odd_ones());
+    // Three lanes have 12 sums. So neither the numbers nor the mask may lie in a register meanwhile: both are read again.
+    alignas(32) static constexpr uint32_t kUpper[8] = {kOdd, kOdd, kOdd, kOdd, kOdd, kOdd, kOdd, kOdd};
+    __m256 odd;
+    asm("vmovdqu %1, %0\n\tvpand %2, %0, %0" : "=&x"(odd) : "m"(both), "m"(*reinterpret_cast<const __m256i*>(kUpper)));
+    return odd;
   }
-  static Floats load(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+  template <int Part, int>
+  static Floats load(const f16* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + Part * kFloats)));
+  }
+  template <int Part, int>
+  static Floats load(const T* p, int count) {
+    T padded[kColumns] = {};
+    for (int i = 0; i < count; ++i) padded[i] = p[i];
+    return load<Part, 1>(padded);
+  }
+  template <int Part>
   static Floats query(const float* q, int column) {
-    __m256 eight = _mm256_loadu_ps(q + column);
+    __m256 eight = _mm256_loadu_ps(q + column + Part * kFloats);
     asm("" : "+x"(eight));  // read once, and not again for each slot
     return eight;
   }
+  static constexpr uint32_t kOdd = 0xffff0000;
+  static __m256 odd_ones() { return _mm256_castsi256_ps(_mm256_set1_epi32(kOdd)); }
+  static constexpr bool kEvenFirst = std::is_same<T, bf16>::value;
+  static float pack_query(float* query, int dim) {
+    for (int i = 0; kEvenFirst && i < dim; i += kColumns) {
+      const __m256 a = _mm256_loadu_ps(query + i), b = _mm256_loadu_ps(query + i + kFloats);
+      const __m256 low = _mm256_permute2f128_ps(a, b, 0x20), high = _mm256_permute2f128_ps(a, b, 0x31);
+      _mm256_storeu_ps(query + i, _mm256_shuffle_ps(low, high, 0x88));
+      _mm256_storeu_ps(query + i + kFloats, _mm256_shuffle_ps(low, high, 0xdd));
+    }
+    return 1.0f;
+  }
+  static void put_in_order(float* acc, int dim) {
+    for (int i = 0; kEvenFirst && i < dim; i += kColumns) {
+      const __m256 even = _mm256_loadu_ps(acc + i), odd = _mm256_loadu_ps(acc + i + kFloats);
+      const __m256 low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
+      _mm256_storeu_ps(acc + i, _mm256_permute2f128_ps(low, high, 0x20));
+      _mm256_storeu_ps(acc + i + kFloats, _mm256_permute2f128_ps(low, high, 0x31));
+    }
+  }
 #else
+  template <int, int>
   static Floats load(const T* p) { return Vec::load(p); }
-  static Floats query(const float* q, int column) { return Vec::load(q + column); }
-#endif
+  template <int, int>
   static Floats load(const T* p, int count) { return floats(load_first(p, count)); }
+  template <int>
+  static Floats query(const float* q, int column) { return Vec::load(q + column); }
+  static float pack_query(float*, int) { return 1.0f; }
+  static void put_in_order(float*, int) {}
+#endif
   static Acc dot(Acc acc, Floats k, Floats q) { return dot_floats(acc, k, q); }
   static QUIRE_INLINE void reduce(const Acc* a, float* to) { reduce_floats(a, to); }
-  static float pack_query(float*, int) { return 1.0f; }
   static constexpr bool kStepped = false;
   static QUIRE_INLINE void pack_weights(const Vec (&p)[4], Vec, float* to) {
     for (int i = 0; i < 4; ++i) p[i].store(to + i * kLanes);
@@ -125,11 +190,14 @@ struct WideNumbers {
 struct Bf16Numbers {
   using Number = bf16;
   using Acc = __m512;
-  static constexpr int kColumns = 32;
+  static constexpr int kColumns = 32, kParts = 1;
   static constexpr bool kScaled = false;
   static Acc zero() { return _mm512_setzero_ps(); }
+  template <int, int>
   static __m512i load(const bf16* p, int count) { return _mm512_maskz_loadu_epi16(first32(count), p); }
+  template <int, int>
   static __m512i load(const bf16* p) { return _mm512_loadu_si512(p); }
+  template <int>
   static __m512i query(const float* q, int column) { return _mm512_loadu_si512(q + column / 2); }
   static Acc dot(Acc acc, __m512i a, __m512i b) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
@@ -184,14 +252,17 @@ struct Int8Numbers {
 
 #if defined(__AVX512F__)
   using Acc = __m512i;
-  static constexpr int kColumns = 32;
+  static constexpr int kColumns = 32, kParts = 1;
   static Acc zero() { return _mm512_setzero_si512(); }
+  template <int, int>
   static __m512i load(const int8_t* p, int count) {
     return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(first32(count), p));
   }
+  template <int, int>
   static __m512i load(const int8_t* p) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
+  template <int>
   static __m512i query(const float* q, int column) { return _mm512_loadu_si512(q + column / 2); }
   static Acc sum(Acc a, Acc b) { return _mm512_add_epi32(a, b); }
 #if defined(QUIRE_BYTE_DOTS)
@@ -216,18 +287,23 @@ struct Int8Numbers {
   }
 #else
   using Acc = __m256i;
-  static constexpr int kColumns = 16;
+  static constexpr int kColumns = 16, kParts = 1;
   static Acc zero() { return _mm256_setzero_si256(); }
+  template <int, int>
   static __m256i load(const int8_t* p, int count) {
     int8_t padded[kColumns] = {};
     std::memcpy(padded, p, std::min(count, kColumns));
-    return load(padded);
+    return load<0, 1>(padded);
   }
+  template <int, int>
   static __m256i load(const int8_t* p) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
+  template <int>
   static __m256i query(const float* q, int column) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + column / 2));
+    __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + column / 2));
+    asm("" : "+x"(pairs));  // read once, and not again for each slot
+    return pairs;
   }
   static Acc sum(Acc a, Acc b) { return _mm256_add_epi32(a, b); }
   static Acc dot(Acc acc, __m256i a, __m256i b) {
@@ -235,7 +311,11 @@ struct Int8Numbers {
     return acc;
   }
   static QUIRE_INLINE void reduce(const Acc* a, float* to) {
-    const __m256i four = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
+    const __m256i four = _mm256_castps_si256(
+        add_four(_mm256_castsi256_ps(a[0]), _mm256_castsi256_ps(a[1]), _mm256_castsi256_ps(a[2]), _mm256_castsi256_ps(a[3]),
+                 [](__m256 x, __m256 y) {
+                   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_castps_si256(y)));
+                 }));
     const __m128i whole = _mm_add_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
     _mm_storeu_ps(to, _mm_cvtepi32_ps(whole));
   }

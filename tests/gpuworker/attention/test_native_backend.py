@@ -252,6 +252,22 @@ def test_deterministic_bits_depend_on_nothing_but_the_sequence(
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), (cuts, beside, threads)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bits_of_a_head_do_not_depend_on_the_heads_beside_it(
+    library: ctypes.CDLL, kv_dtype: str, head_dim: int
+) -> None:
+    """Kernels have functions of their own for these sizes and for one to four heads that share a K/V head."""
+    case = Case(((70, 1), (63, 1)), 16, num_heads=8, num_kv_heads=1, head_dim_k=head_dim, head_dim_v=head_dim, layers=1)
+    layer = LayerAttention(layer=0, scale=head_dim**-0.5)
+    step = in_type(random_step(case), kv_dtype)
+    expected = attend(library, step, layer)
+    np.testing.assert_allclose(expected, reference(step, layer), atol=tolerance(step, layer, kv_dtype), rtol=0)
+    for heads in range(1, 8):
+        found = attend(library, replace(step, query=step.query[:, :heads].contiguous()), layer)
+        assert torch.equal(found.view(torch.int32), expected[:, :heads].contiguous().view(torch.int32)), heads
+
+
 def test_without_it_the_same_step_gives_the_same_bits(library: ctypes.CDLL) -> None:
     step = in_type(random_step(BITS), "bfloat16")
     first = attend(library, step, ONE_LAYER, threads=3)
