@@ -68,6 +68,12 @@ MAX_SALT_CHARS: Final = 256
 # beginning of the chat is rendered and made tokens of once more.
 MAX_RETENTION_RANGES: Final = 16
 MAX_RETENTION_MESSAGE_RANGES: Final = 4
+# Prefixes that operators pin, and the blocks of all of them: 1 MiB of hashes in Redis. A ledger looks at each of them
+# when one changes, which takes some 30 ms of the largest number.
+MAX_PINS: Final = 256
+MAX_PINNED_BLOCKS: Final = 65_536
+# Characters of a pin's name.
+MAX_PIN_NAME_CHARS: Final = 64
 # Characters of a traceparent, 55 today; a longer one is ignored, as the standard asks of a malformed one.
 MAX_TRACEPARENT_CHARS: Final = 256
 # Characters of a client's text that an error quotes.

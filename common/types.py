@@ -136,6 +136,7 @@ class DecisionKind(StrEnum):
     MIGRATION = "migration"
     REJECTION = "rejection"
     RESET = "reset"
+    PIN = "pin"
     QUEUED = "queued"
     SHORTFALL = "shortfall"
     OUTCOME = "outcome"

@@ -9,6 +9,7 @@ from common.lease import DEFAULT_RETENTION_PRIORITY
 from common.types import TRIMMED, BlockId, SequencePhase
 from kvmanager.core.block import ROOT, BlockState
 from kvmanager.core.ledger_state import LedgerState
+from kvmanager.core.retention import PINNED_PRIORITY
 
 
 class InvariantBroken(ProtocolViolation):
@@ -168,14 +169,24 @@ def _retention(state: LedgerState) -> None:
     """Check that marks are those of registered contents, and that every marked cached block stands out of the order."""
     retention, blocks = state.retention, state.blocks
     _check(set(retention.marks) <= set(state.cache.entries), "a content is marked that is not registered")
-    marks = {block: retention.marks.get(blocks.hash[block] or ROOT) for block in state.block_pool.cached}
+    contents = {block: blocks.hash[block] or ROOT for block in state.block_pool.cached}
+    marks = {block: retention.pinned.get(each) or retention.marks.get(each) for block, each in contents.items()}
     marked = {block for block, mark in marks.items() if mark is not None and mark.terms}
     _check(set(retention.held) == marked, "the held blocks are not the marked ones of the cached blocks")
-    raised = Counter(each.mark.tenant for each in retention.held.values() if each.priority > DEFAULT_RETENTION_PRIORITY)
+    raised = Counter(
+        each.mark.tenant
+        for each in retention.held.values()
+        if DEFAULT_RETENTION_PRIORITY < each.priority < PINNED_PRIORITY
+    )
     for tenant, count in raised.items():
         _check(retention.count(tenant) == count, f"the retained blocks of {tenant!r} are miscounted")
         _check(count <= state.config.retention_limits.most_blocks, f"{tenant!r} retains {count} blocks")
     _check(retention.count() == raised.total(), "the retained blocks are miscounted")
-    _check(retention.count() <= state.config.retention_limits.most_of_all, "too many blocks are retained")
+    most = max(0, state.config.retention_limits.most_of_all - len(retention.pinned))
+    _check(retention.count() <= most, "too many blocks are retained")
+    pinned = {block for block, each in contents.items() if each in retention.pinned}
+    _check(retention.pinned_cached == len(pinned), "the cached blocks that are pinned are miscounted")
     for block, each in retention.held.items():
+        held_as = each.priority == PINNED_PRIORITY
+        _check(held_as == (block in pinned), f"block {block} is held with priority {each.priority}")
         _check(blocks.hash[block] == each.hash, f"block {block} is held for another content")

@@ -18,13 +18,13 @@ class FreeBlocks(deque[BlockId]):
 class BlockPool:
     """FREE + LEASED + IN_USE + CACHED = all blocks, after each method."""
 
-    __slots__ = ("blocks", "cached", "free", "leased", "marks", "retention")
+    __slots__ = ("blocks", "cached", "free", "leased", "marks", "pinned", "retention")
 
     def __init__(self, blocks: Blocks, cached: EvictionOrder, retention: Retention) -> None:
         """Make a pool of blocks that are all free; `cached` is empty, and `retention` follows it."""
         self.blocks = blocks
-        # `marks` is empty while nobody uses retention, which then costs nothing else.
-        self.retention, self.marks = retention, retention.marks
+        # Both are empty while nobody uses retention, which then costs nothing else.
+        self.retention, self.marks, self.pinned = retention, retention.marks, retention.pinned
         self.free = FreeBlocks(map(BlockId, range(len(blocks))))
         self.cached = cached
         self.leased = 0
@@ -78,7 +78,7 @@ class BlockPool:
         blocks = self.blocks
         if blocks.state[block] is CACHED:
             self.cached.take(block)
-            if self.marks:
+            if self.marks or self.pinned:
                 self.retention.taken(block)
             blocks.state[block] = IN_USE
         elif blocks.hash[block] is not None:
@@ -98,13 +98,13 @@ class BlockPool:
             return True
         blocks.state[block] = CACHED
         self.cached.add(block)
-        if self.marks:
+        if self.marks or self.pinned:
             self.retention.cached(block)
         return False
 
     def uncache(self) -> BlockId:
         """Free the cached block that is next in the order of eviction; the caller forgets its hash."""
-        block = self.retention.pop() if self.marks else self.cached.pop()
+        block = self.retention.pop() if self.marks or self.pinned else self.cached.pop()
         self.blocks.state[block] = FREE
         self.free.append(block)
         return block
@@ -117,7 +117,7 @@ class BlockPool:
     def replace_cached(self, old: BlockId, by: BlockId) -> None:
         """Free a cached block whose content a block in use has."""
         self.cached.replaced(old, by)
-        if self.marks:
+        if self.marks or self.pinned:
             self.retention.replaced(old)
         self._free(old)
 

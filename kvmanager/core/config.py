@@ -15,6 +15,7 @@ DEFAULT_EVICTION: Final[EvictionName] = "utility"
 DEFAULT_MAX_WAIT: Final = 30.0
 """Seconds."""
 DEFAULT_RETENTION_SHARE: Final = 0.25
+DEFAULT_PIN_SHARE: Final = 0.25
 DEFAULT_MAX_RETENTION: Final = 3600.0
 """Seconds."""
 MOST_RETAINED: Final = 0.5

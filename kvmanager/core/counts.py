@@ -20,6 +20,7 @@ class Totals:
     ignored_seals: int = 0
     reset_blocks: int = 0
     retained_evictions: int = 0
+    pinned_evictions: int = 0
     prefix_query_blocks: int = 0
     prefix_hit_blocks: int = 0
     partial_hits: int = 0
@@ -48,7 +49,7 @@ class PoolCounts:
     """One worker's pool now. Of the waiting sequences, `capacity` lack blocks and `deferred` were not tried yet.
 
     `pinned` counts blocks under a transfer beside the compute stream; nothing makes such transfers yet. `retained` are
-    those of the cached blocks that leave last.
+    those of the cached blocks that leave last, and `kept_pinned` those that an operator's pins keep even longer.
     """
 
     num_blocks: int
@@ -65,3 +66,4 @@ class PoolCounts:
     capacity: int
     totals: Totals
     retained: int = 0
+    kept_pinned: int = 0

@@ -6,7 +6,7 @@ from typing import Final
 
 from common.types import BlockId, Candidate, DecisionKind
 from kvmanager.core.ledger_state import LedgerState
-from kvmanager.core.retention import Fate
+from kvmanager.core.retention_terms import Fate
 from kvmanager.core.sequence import Sequence
 
 _NAMED: Final = 8
@@ -21,7 +21,8 @@ class Evictor:
         missing = count - len(state.block_pool.free)
         if missing <= 0:
             return 0
-        name, retained = beneficiary.name if beneficiary else "", state.totals.retained_evictions
+        name, totals = beneficiary.name if beneficiary else "", state.totals
+        retained, pinned = totals.retained_evictions, totals.pinned_evictions
         evicted, fates = list[Candidate](), dict[Fate, list[str]]()
         for _ in range(min(missing, _NAMED)):
             evicted.append(self.evict(state, name))
@@ -32,8 +33,10 @@ class Evictor:
         figures = {"evicted": float(missing), "cached": float(len(state.block_pool.cached)), "wanted": float(count)}
         order = state.block_pool.cached
         reasons: tuple[str, ...] = ("no block is free", order.reason, f"policy {order.name}")
-        if retained := state.totals.retained_evictions - retained:
+        if retained := totals.retained_evictions - retained:
             figures["retained"] = float(retained)
+        if pinned := totals.pinned_evictions - pinned:
+            figures["pinned"] = float(pinned)
         reasons += tuple(f"{', '.join(names)}: {fate.value}" for fate, names in fates.items())
         named = ", ".join(each.name for each in evicted) + (" and more" if missing > _NAMED else "")
         state.decisions.record(DecisionKind.EVICTION, named, beneficiary, reasons, figures, tuple(evicted))
@@ -78,5 +81,6 @@ class Evictor:
         if evicted is not None:
             fate = evicted.fate.value
             state.totals.retained_evictions += evicted.fate is Fate.RETAINED
+            state.totals.pinned_evictions += evicted.fate is Fate.PINNED
         state.totals.evictions += 1
         return block, state.cache.evict(block, beneficiary, pool.cached.mark_of(block), fate)

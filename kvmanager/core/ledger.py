@@ -8,7 +8,7 @@ from functools import partial
 
 from common.clock import Clock
 from common.lease import Admit, Copy, GrantBatch, Inventory, Preempt, Report
-from common.types import BlockHash, BlockId, Decision, SequenceId
+from common.types import BlockHash, BlockId, Decision, DecisionKind, SequenceId
 from kvmanager.core import runway
 from kvmanager.core.audit import audit
 from kvmanager.core.block_map import BlockMap, BlockView, map_of, view_of
@@ -17,6 +17,7 @@ from kvmanager.core.config import LedgerConfig
 from kvmanager.core.counts import PoolCounts
 from kvmanager.core.index_events import IndexEvent, IndexSnapshot
 from kvmanager.core.ledger_state import LedgerState
+from kvmanager.core.pins import Fitting, Pin, fitting
 from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
 from kvmanager.core.prefix_cache import PrefixMatch
 
@@ -134,6 +135,24 @@ class Ledger:
         self.state.resets.wanted = number
         return self.policies.granter.drop_cached(self.state)
 
+    def pin(self, pins: Items[Pin], share: float, why: str = "") -> Fitting:
+        """Pin what these pins name, as far as it fits, and nothing else; `why` begins the record, "" makes none.
+
+        A content that is not cached now is kept once a sequence has computed it.
+        """
+        found = fitting(pins, self.state.config.num_blocks, share)
+        retention = self.state.retention
+        retention.pin(found.contents if self.state.caches else {})
+        if why:
+            figures = {"pins": float(len(pins)), "pinned": float(len(found.contents))}
+            figures["cached"] = float(retention.pinned_cached)
+            reasons = (
+                "an operator pins prefixes",
+                *(f"{name} is left out: {what}" for name, what in found.left_out.items()),
+            )
+            self.state.decisions.record(DecisionKind.PIN, why, None, reasons, figures)
+        return found
+
     @property
     def reset_pending(self) -> bool:
         """Whether the worker has still to confirm the latest reset."""
@@ -169,7 +188,7 @@ class Ledger:
         return PoolCounts(
             state.config.num_blocks, len(pool.free), pool.leased, pool.in_use, len(pool.cached), 0, state.running,
             waiting, len(state.preempting), state.last_sent_target or 0, waiting - capacity, capacity,
-            state.totals.clone(), state.retention.count(),
+            state.totals.clone(), state.retention.count(), state.retention.pinned_cached,
         )  # fmt: skip
 
     def drain_index_events(self) -> tuple[IndexEvent, ...]:

@@ -19,12 +19,14 @@ from kvmanager.core.config import (
     DEFAULT_EVICTION,
     DEFAULT_MAX_RETENTION,
     DEFAULT_MAX_WAIT,
+    DEFAULT_PIN_SHARE,
     DEFAULT_RETENTION_SHARE,
     EvictionName,
     LedgerConfig,
     Runway,
 )
 from kvmanager.core.ledger import Ledger
+from kvmanager.core.pins import Fitting, PinBook
 from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
 
 
@@ -45,6 +47,7 @@ class ManagerConfig:
     max_wait: float = DEFAULT_MAX_WAIT
     retention_share: float = DEFAULT_RETENTION_SHARE
     max_retention: float = DEFAULT_MAX_RETENTION
+    pin_share: float = DEFAULT_PIN_SHARE
     max_workers: int = 512
     max_blocks_per_worker: int = 1 << 20
     max_blocks: int = 1 << 23
@@ -82,6 +85,7 @@ class Manager:
         self._registrations: dict[str, WorkerRegistration] = {}
         self.identity = config.identity
         self.epoch = epoch
+        self.pins = PinBook(config.pin_share)
         # The id of the latest reset of the prefix cache; 0: there was none.
         self.last_reset = 0
 
@@ -170,12 +174,14 @@ class Manager:
             raise ValueError(
                 f"worker {attach.worker_id} has accepted epoch {attach.epoch_seen}; take a higher one than {self.epoch}"
             )
+        registration.ledger.pin(self.pins.pins, self.pins.share)
         yield from registration.ledger.rebuilding(inventory)
 
     def rebuilt(self, registration: WorkerRegistration) -> AttachOk:
         """Count a worker whose ledger is rebuilt as attached, and return the answer."""
         if self.last_reset and registration.attach.reset != self.last_reset:
             registration.ledger.reset_cache(self.last_reset)
+        registration.ledger.pin(self.pins.pins, self.pins.share)  # those may have changed since the rebuild began
         registration.ready = True
         return AttachOk(self.epoch, registration.ledger.lease_target(refill=False))
 
@@ -210,6 +216,14 @@ class Manager:
     def reset_worker(self, worker_id: str) -> int:
         """Carry out the latest reset at one worker, and return how many blocks went. Raises NotFound."""
         return self.ledger(worker_id).reset_cache(self.last_reset)
+
+    def pin_at(self, worker_id: str, why: str) -> Fitting:
+        """Let one worker keep what the pins of now name. Raises NotFound."""
+        return self.ledger(worker_id).pin(self.pins.pins, self.pins.share, why)
+
+    def pool_sizes(self) -> dict[str, int]:
+        """Return the number of blocks of each attached worker."""
+        return {worker: each.attach.num_blocks for worker, each in self._registrations.items() if each.ready}
 
     def ledger(self, worker_id: str) -> Ledger:
         """Return the ledger of an attached worker. Raises NotFound."""

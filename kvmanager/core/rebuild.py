@@ -53,6 +53,11 @@ class InventoryLoader:
         for sequence, table in tables:
             _restore_content(state, sequence, table)
         yield from self._restore_order(state, cached, entries)
+        pinned = list(state.retention.pinned)
+        for first in range(0, len(pinned), STEP_BLOCKS):
+            for block_hash in pinned[first : first + STEP_BLOCKS]:
+                state.retention.hold_pinned(block_hash)
+            yield
         yield from _restore_free(state)
         # The worker keeps its present runway until its first report.
         state.lease_want = len(inventory.pool)

@@ -7,58 +7,35 @@ eviction has it.
 
 Only leaves leave, whatever their priority. A retained block would therefore hold the blocks before it. So they get at
 least its priority for at least its time, and count as retained too.
+
+An operator pins whole prefixes (`pins.py`). Their cached blocks leave after all others, without an end. What requests
+say of the same contents is kept beside that, and counts once the pin is gone. Requests retain what pins leave of the
+share of all tenants.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from itertools import pairwise
 from typing import Final
 
 from common.clock import Clock
-from common.lease import DEFAULT_RETENTION_PRIORITY
+from common.lease import DEFAULT_RETENTION_PRIORITY, MAX_RETENTION_PRIORITY
 from common.types import TRIMMED, BlockHash, BlockId
-from kvmanager.core.block import Blocks
+from kvmanager.core.block import Blocks, BlockState
 from kvmanager.core.config import RetentionLimits
 from kvmanager.core.eviction.interface import EvictionOrder
 from kvmanager.core.holdings import Holdings
+from kvmanager.core.retention_terms import Fate, Mark, Term, merged, renew, segments
 from kvmanager.core.sequence import Sequence
 
 _USUAL: Final = DEFAULT_RETENTION_PRIORITY
+PINNED_PRIORITY: Final = MAX_RETENTION_PRIORITY + 1
+"""Of blocks that an operator pinned: no request can give it."""
 _SPARE: Final = 64
 """Stale items that a heap may have beside as many as there are held blocks."""
-_MOST_TERMS: Final = 4
-"""Of one content. Each release compares them with its own."""
-
-Term = tuple[int, float]
-"""A priority, and the time at which it ends."""
-Terms = tuple[Term, ...]
-"""Of falling priority and rising end: all above 35, or one below it."""
-
-
-class Fate(StrEnum):
-    """What became of a mark by the time its block was evicted."""
-
-    RETAINED = "no block without retention was left"
-    OVER = "its retention was over"
-    BEYOND = "its tenant retained more than its share of the pool"
-    CROWDED = "all tenants retained more than half of the pool"
-    LOWERED = "its request gave it a low priority"
-
-
-class Mark:
-    """What requests said of contents: terms, and who said so last. `fate` is set once there is no term left.
-
-    Contents share a mark that one request made: it changes by time alone.
-    """
-
-    __slots__ = ("fate", "tenant", "terms")
-
-    def __init__(self, terms: Terms, tenant: str, fate: Fate | None = None) -> None:
-        self.terms, self.tenant, self.fate = terms, tenant, fate
 
 
 class Held:
@@ -81,14 +58,14 @@ class Evicted:
 class Retention:
     """The marks of registered contents, and the cached blocks that they hold outside of the usual order.
 
-    `marks` is empty while no request asks for retention; callers look at it before they call anything else here. A
-    tenant's retained blocks are bounded, and those of all tenants. Beyond a bound, the block falls back to the usual
-    order that was released first: of that tenant, or of the one that retains the most.
+    `marks` is empty while no request asks for retention, `pinned` while no operator pins; callers look at both before
+    they call anything else here. A tenant's retained blocks are bounded, and those of all tenants. Beyond a bound, the
+    block falls back to the usual order that was released first: of that tenant, or of the one that retains the most.
     """
 
     __slots__ = (
         "_blocks", "_clock", "_due", "_early", "_entries", "_holdings", "_late", "_limits", "_order", "_stamp",
-        "evicted", "held", "marks",
+        "evicted", "held", "marks", "pinned", "pinned_cached",
     )  # fmt: skip
 
     def __init__(
@@ -102,6 +79,9 @@ class Retention:
         self._blocks, self._entries, self._clock = blocks, entries, clock
         self._limits, self._holdings = limits, Holdings()
         self.marks: dict[BlockHash, Mark] = {}
+        # The contents that an operator pinned, registered or not, and how many of their blocks are cached.
+        self.pinned: dict[BlockHash, Mark] = {}
+        self.pinned_cached = 0
         self.held: dict[BlockId, Held] = {}
         # Leaves that leave before, and after, the usual order: (priority, stamp, block). Stale items are skipped.
         self._early: list[tuple[int, int, BlockId]] = []
@@ -118,10 +98,15 @@ class Retention:
         self._order, order.withheld = order, self.held
 
     def clear(self) -> None:
-        """Forget all marks."""
-        for each in (self.marks, self.held, self._early, self._late, self._due, self._holdings):
-            each.clear()
+        """Forget all marks, and all blocks. What is pinned stays pinned."""
+        self.marks.clear()
+        self._forget_held()
         self.evicted = None
+
+    def _forget_held(self) -> None:
+        for each in (self.held, self._early, self._late, self._due, self._holdings):
+            each.clear()
+        self.pinned_cached = 0
 
     # ------------------------------------------------------------ what requests say
 
@@ -132,7 +117,7 @@ class Retention:
         compared once for all of them.
         """
         now, table, blocks, marks = self._clock.monotonic(), sequence.block_table, self._blocks, self.marks
-        for first, end, terms in _segments(self._asked(sequence, now)):
+        for first, end, terms in segments(self._asked(sequence, now)):
             fresh, low = Mark(terms, sequence.tenant), terms[0][0] < _USUAL
             known: dict[Mark | None, Mark] = {None: fresh}
             for block in table[first:end]:
@@ -143,7 +128,7 @@ class Retention:
                 mark = known.get(old)
                 if mark is None:
                     assert old is not None
-                    mark = known[old] = _merged(old, fresh, now)
+                    mark = known[old] = merged(old, fresh, now)
                 if mark is not old:
                     marks[block_hash] = mark
 
@@ -166,20 +151,24 @@ class Retention:
     # ------------------------------------------------------------ what happens to blocks
 
     def cached(self, block: BlockId) -> None:
-        """Hold a block that was just added to the usual order, if its content is marked."""
+        """Hold a block of the usual order, if its content is pinned or marked."""
         block_hash = self._blocks.hash[block]
-        mark = self.marks.get(block_hash) if block_hash is not None else None
-        if block_hash is None or mark is None:
+        if block_hash is None:
+            return
+        mark = self.pinned.get(block_hash) or self.marks.get(block_hash)
+        if mark is None:
             return
         now = self._clock.monotonic()
         self._expire(now)
-        if not _renew(mark, now):
+        if not renew(mark, now):
             return
         self._stamp += 1
         held = self.held[block] = Held(block_hash, mark, mark.terms[0][0], self._stamp)
         self._order.withhold(block)
         self._await(block, held)
-        if held.priority > _USUAL:
+        if held.priority == PINNED_PRIORITY:
+            self.pinned_cached += 1
+        elif held.priority > _USUAL:
             self._retain(block, mark.tenant)
         self._compact()
 
@@ -188,24 +177,33 @@ class Retention:
         holdings, limits, fate = self._holdings, self._limits, Fate.BEYOND
         holdings.add(tenant, block)
         if holdings.count(tenant) <= limits.most_blocks:
-            if holdings.total <= limits.most_of_all:
+            if holdings.total <= self._most_of_all:
                 return
             tenant, fate = holdings.largest(tenant), Fate.CROWDED
-        first = holdings.first(tenant)
+        self._fall_back(tenant, fate)
+
+    @property
+    def _most_of_all(self) -> int:
+        """The blocks that requests of all tenants may retain: those that pins leave, whether cached or not."""
+        return max(0, self._limits.most_of_all - len(self.pinned))
+
+    def _fall_back(self, tenant: str, fate: Fate) -> None:
+        """Let the retained block of a tenant go back that was released first."""
+        first = self._holdings.first(tenant)
         self.marks[self.held[first].hash] = Mark((), tenant, fate)
         self._let_go(first)
 
     def taken(self, block: BlockId) -> None:
-        """Let a cached block go that is used again. It stays marked if it was retained."""
-        held = self._drop(block)
+        """Let a cached block go that is used again. It stays marked if a request retained it."""
+        self._drop(block)
         block_hash = self._blocks.hash[block]
-        if block_hash is not None and (held is None or held.priority < _USUAL):
-            self.marks.pop(block_hash, None)
+        mark = self.marks.get(block_hash) if block_hash is not None else None
+        if block_hash is not None and mark is not None and (not mark.terms or mark.terms[0][0] < _USUAL):
+            del self.marks[block_hash]
 
     def forget_cached(self) -> None:
         """Forget the marks of all cached blocks, because they were freed, although not for room."""
-        for each in (self.held, self._early, self._late, self._due, self._holdings):
-            each.clear()
+        self._forget_held()
         for block_hash in [each for each in self.marks if each not in self._entries]:
             del self.marks[block_hash]
 
@@ -224,7 +222,7 @@ class Retention:
             held = self.held.get(block)
             if held is None or held.stamp != stamp:
                 continue
-            if _renew(held.mark, now):
+            if renew(held.mark, now):
                 held.priority = held.mark.terms[0][0]
                 self._await(block, held)
             else:
@@ -246,6 +244,46 @@ class Retention:
     def count(self, tenant: str | None = None) -> int:
         """Return how many cached blocks are retained, of one tenant or of all."""
         return self._holdings.total if tenant is None else self._holdings.count(tenant)
+
+    # ------------------------------------------------------------ what operators say
+
+    def pin(self, wanted: Mapping[BlockHash, str]) -> None:
+        """Let these contents be pinned from now on, each for a tenant, and no others."""
+        for block_hash in [each for each in self.pinned if each not in wanted]:
+            del self.pinned[block_hash]
+            self._unpin(block_hash)
+        marks = dict[str, Mark]()
+        for block_hash, tenant in wanted.items():
+            if block_hash not in self.pinned:
+                mark = marks.get(tenant)
+                if mark is None:
+                    mark = marks[tenant] = Mark(((PINNED_PRIORITY, math.inf),), tenant)
+                self.pinned[block_hash] = mark
+                self.hold_pinned(block_hash)
+        while self._holdings.total > self._most_of_all:
+            self._fall_back(self._holdings.largest(""), Fate.CROWDED)
+
+    def hold_pinned(self, block_hash: BlockHash) -> None:
+        """Hold the block of a pinned content if it is cached. Nothing happens where it is held as such already."""
+        block = self._entries.get(block_hash)
+        if block is None or self._blocks.state[block] is not BlockState.CACHED:
+            return
+        held = self.held.get(block)
+        if held is not None and held.priority == PINNED_PRIORITY:
+            return
+        if held is not None:
+            self._drop(block)
+        self.cached(block)
+
+    def _unpin(self, block_hash: BlockHash) -> None:
+        """Let the block of a content that is pinned no more go back to its place, or to the one that requests want."""
+        block = self._entries.get(block_hash)
+        held = self.held.get(block) if block is not None else None
+        if block is None or held is None or held.priority != PINNED_PRIORITY:
+            return
+        self.marks.setdefault(block_hash, Mark((), held.mark.tenant, Fate.UNPINNED))
+        self._let_go(block)
+        self.cached(block)
 
     # ------------------------------------------------------------ within
 
@@ -275,7 +313,9 @@ class Retention:
 
     def _drop(self, block: BlockId) -> Held | None:
         held = self.held.pop(block, None)
-        if held is not None and held.priority > _USUAL:
+        if held is not None and held.priority == PINNED_PRIORITY:
+            self.pinned_cached -= 1
+        elif held is not None and held.priority > _USUAL:
             self._holdings.remove(held.mark.tenant, block)
         return held
 
@@ -285,7 +325,7 @@ class Retention:
         mark = self.marks.pop(block_hash, None) if block_hash is not None else None
         self.evicted = None
         if held is not None:
-            self.evicted = Evicted(Fate.RETAINED if held.priority > _USUAL else Fate.LOWERED, held.priority)
+            self.evicted = Evicted(_fate_of(held.priority), held.priority)
         elif mark is not None and mark.fate is not None:
             self.evicted = Evicted(mark.fate)
         parent = self._blocks.parent[block]
@@ -306,42 +346,8 @@ class Retention:
                     self._offer(block, each)
 
 
-def _segments(asked: list[tuple[int, int, Term]]) -> Iterator[tuple[int, int, Terms]]:
-    """Yield the blocks between the ends of ranges, and the terms that all blocks of such a part get."""
-    cuts = sorted({cut for first, end, _ in asked for cut in (first, end)})
-    for first, end in pairwise(cuts):
-        terms = [term for begin, until, term in asked if begin <= first and end <= until]
-        raised = _needed(each for each in terms if each[0] > _USUAL)
-        if terms:
-            yield first, end, raised or (terms[-1],)
-
-
-def _needed(raised: Iterable[Term]) -> Terms:
-    """Return the terms that say more than others do, in their order. Of many, the highest and the longest stay."""
-    kept = list[Term]()
-    for each in sorted(raised, reverse=True):
-        if not kept or each[1] > kept[-1][1]:
-            kept.append(each)
-    return tuple(kept if len(kept) <= _MOST_TERMS else (*kept[: _MOST_TERMS - 1], kept[-1]))
-
-
-def _merged(old: Mark, fresh: Mark, now: float) -> Mark:
-    """Return the mark of contents that have an old one. What is retained stays so, whatever another request says."""
-    raised = tuple(each for each in old.terms if each[1] > now and each[0] > _USUAL)
-    if not raised:
-        return fresh
-    if fresh.terms[0][0] < _USUAL:
-        return old
-    terms = _needed((*raised, *fresh.terms))
-    if terms == raised:
-        return old
-    return fresh if terms == fresh.terms else Mark(terms, fresh.tenant)
-
-
-def _renew(mark: Mark, now: float) -> bool:
-    """Drop the terms of a mark that are over, and return whether one is left."""
-    if mark.terms and mark.terms[0][1] <= now:
-        mark.terms = tuple(each for each in mark.terms if each[1] > now)
-        if not mark.terms:
-            mark.fate = Fate.OVER
-    return bool(mark.terms)
+def _fate_of(priority: int) -> Fate:
+    """Return why a held block of this priority was evicted."""
+    if priority == PINNED_PRIORITY:
+        return Fate.PINNED
+    return Fate.RETAINED if priority > _USUAL else Fate.LOWERED

@@ -71,7 +71,7 @@ class EvictionOrder(Protocol):
         ...
 
     def withhold(self, block: BlockId) -> None:
-        """Note that a block is withheld from now on, which was added just now."""
+        """Note that a cached block is withheld from now on."""
         ...
 
     def offer(self, block: BlockId) -> None:

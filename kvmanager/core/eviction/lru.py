@@ -86,7 +86,7 @@ class LeastRecentlyUsed(FreeList):
     def can_pop(self) -> bool:
         """Return whether there is a leaf that is not withheld; set the blocks aside that stand before it."""
         ready, aside, children = self._ready, self._aside, self._blocks.children
-        while ready and aside.get(ready[0][1]) != ready[0][0]:
+        while ready and (aside.get(ready[0][1]) != ready[0][0] or ready[0][1] in self.withheld):
             heapq.heappop(ready)
         if ready:
             return True

@@ -148,6 +148,8 @@ class PredictedUtility:
     def withhold(self, block: BlockId) -> None:
         if block in self._leaves:
             self._leaves.remove(block)
+        if block == self._follower:
+            self._follower = None
 
     def offer(self, block: BlockId) -> None:
         if not self._blocks.children[block]:

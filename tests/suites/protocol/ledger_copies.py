@@ -54,7 +54,7 @@ def _copy_state(old: LedgerState) -> LedgerState:
     new.totals, new.blocks = old.totals.clone(), _copy_blocks(old.blocks)
     new.cache = _copy_cache(old.cache, new.blocks)
     new.eviction = _copy_order(old, new)
-    # No model retains blocks, so there are no marks to copy.
+    # No model retains or pins blocks, so there are no marks to copy.
     limits = old.config.retention_limits
     new.retention = Retention(new.blocks, new.cache.entries, new.eviction, new.clock, limits)
     new.block_pool = _copy_pool(old.block_pool, new)
@@ -87,7 +87,8 @@ def _copy_list(old: LeastRecentlyUsed) -> LeastRecentlyUsed:
 def _copy_pool(old: BlockPool, state: LedgerState) -> BlockPool:
     new = BlockPool.__new__(BlockPool)
     new.blocks, new.cached = state.blocks, state.eviction
-    new.retention, new.marks = state.retention, state.retention.marks
+    new.retention = state.retention
+    new.marks, new.pinned = state.retention.marks, state.retention.pinned
     new.free, new.leased = old.free.copy(), old.leased
     return new
 

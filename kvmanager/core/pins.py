@@ -1,0 +1,119 @@
+"""Prefixes that an operator pins: their bounds, and which of them fit one worker's pool.
+
+A pin is a list of block hashes from the first block of a prompt on, never its text. Every worker that computes these
+blocks keeps them cached. A tenant's pins take at most a share of a worker's blocks, those of all tenants half of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from common.errors import FieldViolation, InvalidRequest, NotFound
+from common.limits import MAX_PINNED_BLOCKS, MAX_PINS
+from common.types import BlockHash
+from kvmanager.core.config import MOST_RETAINED
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A pinned prefix. `expires` is in seconds since 1970; None: never."""
+
+    name: str
+    tenant: str
+    block_hashes: tuple[BlockHash, ...]
+    num_tokens: int
+    expires: float | None = None
+
+    @property
+    def owner(self) -> str:
+        """The tenant in words."""
+        return f"tenant {self.tenant}" if self.tenant else "callers without a tenant"
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """The contents that are pinned at one worker, each for a tenant, and the pins that do not fit there, with why."""
+
+    contents: dict[BlockHash, str]
+    left_out: dict[str, str]
+
+
+def fitting(pins: Iterable[Pin], num_blocks: int, share: float) -> Fitting:
+    """Return which pins a pool of so many blocks takes, the oldest first. A content counts once, for its first pin."""
+    contents, left_out, used = dict[BlockHash, str](), dict[str, str](), Counter[str]()
+    most, most_of_all = int(share * num_blocks), int(MOST_RETAINED * num_blocks)
+    for pin in pins:
+        fresh = [each for each in dict.fromkeys(pin.block_hashes) if each not in contents]
+        if used[pin.tenant] + len(fresh) > most:
+            what = f"{pin.owner} has {used[pin.tenant]} pinned of at most {most}, {share:g} of {num_blocks} blocks"
+        elif len(contents) + len(fresh) > most_of_all:
+            what = f"all pins have {len(contents)} of at most {most_of_all}, half of {num_blocks} blocks"
+        else:
+            used[pin.tenant] += len(fresh)
+            contents.update(dict.fromkeys(fresh, pin.tenant))
+            continue
+        left_out[pin.name] = f"it needs {len(fresh)} blocks more; {what}"
+    return Fitting(contents, left_out)
+
+
+class PinBook:
+    """All pins by name, the oldest first. `share` is that of a worker's blocks which one tenant's pins may take."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self._pins: dict[str, Pin] = {}
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    @property
+    def pins(self) -> tuple[Pin, ...]:
+        return tuple(self._pins.values())
+
+    def with_pin(self, pin: Pin, pools: Mapping[str, int]) -> tuple[Pin, ...]:
+        """Return all pins with this one, which replaces one of its name. Nothing is changed.
+
+        `pools` has the number of blocks of each attached worker; the pin must fit each of them. Raises InvalidRequest.
+        """
+        others = [each for each in self.pins if each.name != pin.name]
+        replaced = self._pins.get(pin.name)
+        if replaced is not None and replaced.tenant != pin.tenant:
+            what = f"is {pin.name}, which {replaced.owner} has; choose another name, or unpin that one"
+            raise InvalidRequest(FieldViolation("name", what))
+        if len(others) >= MAX_PINS:
+            what = f"would be pin {len(others) + 1}; at most {MAX_PINS} are kept: unpin one (`quire pins` lists them)"
+            raise InvalidRequest(FieldViolation("prompt", what))
+        blocks = len({each for kept in others for each in kept.block_hashes} | set(pin.block_hashes))
+        if blocks > MAX_PINNED_BLOCKS:
+            what = f"would make {blocks} pinned blocks; at most {MAX_PINNED_BLOCKS} are kept: unpin something"
+            raise InvalidRequest(FieldViolation("prompt", what))
+        for worker_id, num_blocks in sorted(pools.items(), key=lambda each: each[1]):
+            left_out = fitting([*others, pin], num_blocks, self.share).left_out
+            if pin.name in left_out:
+                what = f"does not fit worker {worker_id}: {left_out[pin.name]}; unpin something, or raise --pin-share"
+                raise InvalidRequest(FieldViolation("prompt", what))
+        return (*others, pin)
+
+    def without(self, name: str) -> tuple[Pin, ...]:
+        """Return all pins but this one. Nothing is changed. Raises NotFound."""
+        if name not in self._pins:
+            raise NotFound(f"there is no pin {name}; `quire pins` lists them")
+        return tuple(each for each in self.pins if each.name != name)
+
+    def live(self, now: float) -> tuple[Pin, ...]:
+        """Return the pins that are not over."""
+        return tuple(each for each in self.pins if each.expires is None or each.expires > now)
+
+    def next_end(self) -> float | None:
+        """Return when the next pin is over; None: none ends."""
+        return min((each.expires for each in self.pins if each.expires is not None), default=None)
+
+    def set(self, pins: Iterable[Pin]) -> None:
+        """Keep these pins from now on. Those beyond the bounds are left out: somebody else may have written them."""
+        self._pins, blocks = {}, set[BlockHash]()
+        for pin in pins:
+            if len(self._pins) < MAX_PINS and len(blocks | set(pin.block_hashes)) <= MAX_PINNED_BLOCKS:
+                blocks.update(pin.block_hashes)
+                self._pins[pin.name] = pin
