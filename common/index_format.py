@@ -5,6 +5,7 @@
     {ns}:l:<slot>                  liveness of the slot's worker; has a TTL, renewed while the worker is attached
     {ns}:epoch                     counter of the epochs of all managers
     {ns}:fence:<group>             epoch of the manager of a group that may write; {ns}:fence without a group
+    {ns}:pins:<group>              prefixes that operators pin: a StoredPins of kvmanager.proto; no TTL
     {ns}:term:<group>              highest term of a group of managers in which one took an epoch; no TTL
     {group}:lease, {group}:term    lease of the manager that leads a group, and counter of terms; no TTL
     quire:discovery:workers        set of the ids of attached workers, and for a while of departed ones
@@ -82,6 +83,11 @@ def epoch_key(namespace: str) -> str:
 def fence_key(namespace: str, group: str = "") -> str:
     """Return the key that holds the epoch of the only manager of a group that may write; "": of those in no group."""
     return f"{namespace}:fence:{group}" if group else f"{namespace}:fence"
+
+
+def pins_key(namespace: str, group: str = "") -> str:
+    """Return the key of the prefixes that operators pin at the workers of a group; "": of those in no group."""
+    return f"{namespace}:pins:{group}" if group else f"{namespace}:pins"
 
 
 def term_key(namespace: str, group: str) -> str:

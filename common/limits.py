@@ -72,8 +72,11 @@ MAX_RETENTION_MESSAGE_RANGES: Final = 4
 # when one changes, which takes some 30 ms of the largest number.
 MAX_PINS: Final = 256
 MAX_PINNED_BLOCKS: Final = 65_536
-# Characters of a pin's name.
+# Characters of a pin's name, and of its tenant: a tenant's name, or an address where callers have no keys.
 MAX_PIN_NAME_CHARS: Final = 64
+MAX_PINNED_TENANT_CHARS: Final = 128
+# Seconds of a pin that has an end; some 300 years.
+MAX_PIN_SECONDS: Final = 1e10
 # Characters of a traceparent, 55 today; a longer one is ignored, as the standard asks of a malformed one.
 MAX_TRACEPARENT_CHARS: Final = 256
 # Characters of a client's text that an error quotes.

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from common.errors import FieldViolation, InvalidRequest
+from common.hashing import KEY_BYTES
+from common.limits import MAX_PIN_NAME_CHARS, MAX_PIN_SECONDS, MAX_PINNED_TENANT_CHARS
+from common.types import BlockHash
+from common.untrusted.ids import is_id
 from common.wire.enum_codec import miss_to_proto, phase_to_proto
+from common.wire.packing import unpack_hashes
 from kvmanager.core.block_map import BlockMap, BlockView, SequenceUse
 from kvmanager.core.block_table import BlockTable
 from kvmanager.core.counts import PoolCounts
+from kvmanager.core.pins import Pin
 from kvmanager.core.prefix_cache import PrefixMatch
+from kvmanager.sessions.pins import PinAtWorker
 from quire.kvmanager.v1 import kvmanager_pb2
 
 
@@ -51,6 +62,48 @@ def pool_to_proto(worker_id: str, counts: PoolCounts, stalled: str) -> kvmanager
         retained=counts.retained,
         retained_evictions=counts.totals.retained_evictions,
         stalled=stalled,
+        kept_pinned=counts.kept_pinned,
+        pinned_evictions=counts.totals.pinned_evictions,
+    )
+
+
+def hashes_from_proto(packed: bytes) -> tuple[BlockHash, ...]:
+    """Raises InvalidRequest for a part of a hash."""
+    if len(packed) % KEY_BYTES:
+        what = f"is {len(packed)} bytes long; expected {KEY_BYTES} for each full block of the prompt"
+        raise InvalidRequest(FieldViolation("block_hashes", what))
+    return unpack_hashes(packed)
+
+
+def pin_from_proto(request: kvmanager_pb2.PinPrefixRequest) -> tuple[str, str, tuple[BlockHash, ...], float | None]:
+    """Return name, tenant, hashes and seconds of a pin. Raises InvalidRequest with everything that is wrong."""
+    wrong, name, tenant = list[FieldViolation](), request.name, request.tenant
+    if len(name) > MAX_PIN_NAME_CHARS or not is_id(name):
+        what = f"is not 1 to {MAX_PIN_NAME_CHARS} printable ASCII characters without spaces"
+        wrong.append(FieldViolation("name", what))
+    if len(tenant) > MAX_PINNED_TENANT_CHARS:
+        what = f"has {len(tenant)} characters; expected at most {MAX_PINNED_TENANT_CHARS}"
+        wrong.append(FieldViolation("tenant", what))
+    seconds = request.duration if request.HasField("duration") else None
+    if seconds is not None and not 0.0 < seconds <= MAX_PIN_SECONDS:
+        what = f"is {seconds:g}; expected seconds above 0, at most {MAX_PIN_SECONDS:g}, or nothing for no end"
+        wrong.append(FieldViolation("duration", what))
+    if not request.block_hashes:
+        what = "is empty; expected at least one full block: a shorter prompt is never cached"
+        wrong.append(FieldViolation("block_hashes", what))
+    if wrong:
+        raise InvalidRequest(*wrong)
+    return name, tenant, hashes_from_proto(request.block_hashes), seconds
+
+
+def pinned_to_proto(pin: Pin, workers: Iterable[PinAtWorker]) -> kvmanager_pb2.PinnedPrefix:
+    return kvmanager_pb2.PinnedPrefix(
+        name=pin.name,
+        tenant=pin.tenant,
+        num_tokens=pin.num_tokens,
+        num_blocks=len(pin.block_hashes),
+        expires=pin.expires,
+        workers=[kvmanager_pb2.PinAtWorker(**asdict(each)) for each in workers],
     )
 
 

@@ -32,6 +32,7 @@ from kvmanager.core.config import (
     DEFAULT_EVICTION,
     DEFAULT_MAX_RETENTION,
     DEFAULT_MAX_WAIT,
+    DEFAULT_PIN_SHARE,
     DEFAULT_RETENTION_SHARE,
     EvictionName,
     Runway,
@@ -88,6 +89,11 @@ class KvManagerSettings(PoolSettings, DecisionLogSettings):
         DEFAULT_RETENTION_SHARE,
         description="share of a worker's blocks that one tenant may retain in the cache by cache_retention; 0: none; "
         "all tenants together may retain half",
+    )
+    pin_share: Fraction = Field(
+        DEFAULT_PIN_SHARE,
+        description="share of a worker's blocks that prefixes of one tenant may have which an operator pins; 0: none; "
+        "all pins together may have half",
     )
     max_retention: float = Field(
         DEFAULT_MAX_RETENTION, ge=0.0, description="seconds that a block may be retained; longer durations are lowered"

@@ -55,6 +55,7 @@ from kvmanager.ports import IndexStore, Leading
 from kvmanager.servicer import KvManagerServicer
 from kvmanager.sessions.attachments import Attachments
 from kvmanager.sessions.handler import SessionLimits
+from kvmanager.sessions.pins import OperatorPins
 from quire.decision.v1 import decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2_grpc
 
@@ -96,6 +97,8 @@ class ManagerProcess:
         self.attachments = Attachments(
             manager, self.index, self.ring, self._telemetry.tracer, self.leading, configured_identity(settings)
         )
+        self.pins = OperatorPins(manager, self.index, self.leading, clock)
+        self.attachments.attaching = self.pins.wake
         self.server = self._server()
 
     def _membership(
@@ -130,7 +133,7 @@ class ManagerProcess:
         services, identity = [servicer.SERVICE, decision_servicer.SERVICE], Identity.of(self.settings)
         server = RpcServer(services, [spans], tls=identity)
         limits, stalled = _session_limits(self.settings), lambda worker: self.watchdog.reasons.get(worker, "")
-        service = KvManagerServicer(self.attachments, figures.observe_report, limits, stalled)
+        service = KvManagerServicer(self.attachments, figures.observe_report, self.pins, limits, stalled)
         kvmanager_pb2_grpc.add_KvManagerServiceServicer_to_server(service, server.server)
         decision_pb2_grpc.add_DecisionServiceServicer_to_server(DecisionServicer(self.ring), server.server)
         return server
@@ -165,6 +168,7 @@ class ManagerProcess:
         port = await self.server.start(settings.host, settings.port)
         metrics = await self.metrics.start(settings.host, metrics_port(settings.metrics_port, settings.port))
         self.supervisor.run("watchdog", self.watchdog.run)
+        self.supervisor.run("pins", self.pins.run)
         self.leading.address = settings.group_address or f"{settings.host}:{port}"
         if self.member is not None:
             # In the member's task: Redis's name may be unknown for long, and a signal has to end the process meanwhile.
@@ -251,6 +255,7 @@ def _manager_config(settings: KvManagerSettings) -> ManagerConfig:
         max_wait=settings.max_wait,
         retention_share=settings.retention_share,
         max_retention=settings.max_retention,
+        pin_share=settings.pin_share,
         max_workers=settings.max_workers,
         max_blocks_per_worker=settings.max_blocks_per_worker,
         max_blocks=settings.max_blocks,

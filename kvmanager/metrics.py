@@ -22,6 +22,7 @@ _TOTALS: Final = {
     "num_preemptions": "Sequences whose blocks were taken back.",
     "kv_evictions": "Cached blocks that were forgotten for others.",
     "kv_retained_evictions": "Those of them that a request retained, because no others were left.",
+    "kv_pinned_evictions": "Those of them that an operator had pinned, because no others were left.",
     "admissions": "Sequences that were admitted.",
     "rejections": "Sequences that no pool of this size can hold.",
     "prefix_cache_queries": "Tokens of prompts that were looked up, in full blocks, once a request.",
@@ -37,6 +38,7 @@ _FIELDS: Final = {
     "num_preemptions": "preemptions",
     "kv_evictions": "evictions",
     "kv_retained_evictions": "retained_evictions",
+    "kv_pinned_evictions": "pinned_evictions",
     "prefix_cache_reset_blocks": "reset_blocks",
     "prefix_cache_partial_hits": "partial_hits",
     "prefix_cache_partial_hit_tokens": "partial_hit_tokens",
@@ -104,6 +106,7 @@ class ManagerMetrics(Collector):
         leading = self._attachments.leading
         yield self._gauge("manager_leads", "1 while this manager leads, 0 while it stands by.", int(leading.leads()))
         yield self._counter("manager_takeovers", "Times that this manager became the leader.", leading.takeovers)
+        yield self._gauge("pinned_prefixes", "Prefixes that operators pinned.", len(self._attachments.manager.pins))
         yield self._counter("sessions", "Sessions that were opened.", counts.opened)
         yield self._counter("sessions_refused", "Attaches that were refused.", counts.refused)
         yield self._counter("quarantines", "Sessions that broke the protocol and were ended.", counts.quarantined)
@@ -142,6 +145,11 @@ def _pool_gauges(pools: dict[str, PoolCounts]) -> Iterator[Metric]:
     retained = GaugeMetricFamily(
         "quire:kv_retained_blocks", "Cached blocks that a request retains: they leave last.", labels=("worker",)
     )
+    kept = GaugeMetricFamily(
+        "quire:kv_kept_pinned_blocks",
+        "Cached blocks that an operator pinned: they leave last.",
+        labels=("worker",),
+    )
     running = GaugeMetricFamily("quire:num_requests_running", "Sequences that hold a block table.", labels=("worker",))
     waiting = GaugeMetricFamily("quire:num_requests_waiting", "Sequences that wait.", labels=("worker", "reason"))
     for worker, pool in pools.items():
@@ -149,10 +157,11 @@ def _pool_gauges(pools: dict[str, PoolCounts]) -> Iterator[Metric]:
             blocks.add_metric((worker, state), getattr(pool, state))
         usage.add_metric((worker,), (pool.in_use + pool.leased + pool.pinned) / pool.num_blocks)
         retained.add_metric((worker,), pool.retained)
+        kept.add_metric((worker,), pool.kept_pinned)
         running.add_metric((worker,), pool.running)
         waiting.add_metric((worker, "capacity"), pool.capacity)
         waiting.add_metric((worker, "deferred"), pool.deferred)
-    yield from (blocks, usage, retained, running, waiting)
+    yield from (blocks, usage, retained, kept, running, waiting)
 
 
 def _value(totals: Totals, name: str, block_size: int) -> int:

@@ -78,6 +78,18 @@ class IndexStore(Protocol):
         """Make a generation's entries dead and forget the worker, if the generation is still the slot's."""
         ...
 
+    async def read_pins(self) -> bytes | None:
+        """Return what `write_pins` wrote last; None: nothing."""
+        ...
+
+    async def size_of_pins(self) -> int:
+        """Return the number of bytes that `read_pins` would return."""
+        ...
+
+    async def write_pins(self, epoch: int, value: bytes) -> None:
+        """Keep the pins of operators."""
+        ...
+
     async def close(self) -> None: ...
 
 

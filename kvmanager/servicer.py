@@ -14,13 +14,20 @@ from grpc import aio
 
 from common.decisions.watch import WatcherLimit
 from common.errors import FieldViolation, InvalidRequest, NotFound
-from common.hashing import KEY_BYTES
 from common.limits import MAX_LEADER_WATCHERS, MAX_MAPPED_BLOCKS, MAX_MAPPED_SEQUENCES, MAX_SHOWN_HOLDERS
 from common.rpc.interceptor import send
 from common.rpc.roles import peer_of
-from common.types import BlockHash, BlockId, SequenceId
-from common.wire.packing import unpack_hashes
-from kvmanager.codec import block_to_proto, map_to_proto, match_to_proto, pool_to_proto, table_to_proto
+from common.types import BlockId, SequenceId
+from kvmanager.codec import (
+    block_to_proto,
+    hashes_from_proto,
+    map_to_proto,
+    match_to_proto,
+    pin_from_proto,
+    pinned_to_proto,
+    pool_to_proto,
+    table_to_proto,
+)
 from kvmanager.core.block_table import BlockTable
 from kvmanager.core.ledger import Ledger
 from kvmanager.ports import LeaderState
@@ -28,6 +35,7 @@ from kvmanager.sessions.attachments import Attachments
 from kvmanager.sessions.handler import DEFAULT_LIMITS, SessionHandler, SessionLimits
 from kvmanager.sessions.kv_event_codec import item_to_proto
 from kvmanager.sessions.kv_events import Position
+from kvmanager.sessions.pins import OperatorPins
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 SERVICE = "quire.kvmanager.v1.KvManagerService"
@@ -47,10 +55,12 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         self,
         attachments: Attachments,
         observe: Callable[[float], None],
+        pins: OperatorPins,
         limits: SessionLimits = DEFAULT_LIMITS,
         stalled: Callable[[str], str] = lambda worker_id: "",
     ) -> None:
         self._attachments, self._observe, self._limits, self._stalled = attachments, observe, limits, stalled
+        self._pins = pins
         self._watchers = WatcherLimit(MAX_LEADER_WATCHERS, "leader")
 
     # A coroutine that writes, not a generator: gRPC leaves a generator whose RPC is cancelled to the garbage collector.
@@ -76,7 +86,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
     async def Lookup(self, request: kvmanager_pb2.LookupRequest, context: _Context) -> kvmanager_pb2.LookupResponse:
         """Return the cached prefix of a prompt on each worker. It changes nothing, not even the order of eviction."""
         await self._attachments.leading.confirmed()
-        block_hashes = _block_hashes(request.block_hashes)
+        block_hashes = hashes_from_proto(request.block_hashes)
         ledgers = self._attachments.ledgers(request.worker_id)
         matches = [
             match_to_proto(worker_id, ledger.lookup(block_hashes, request.num_tokens)) for worker_id, ledger in ledgers
@@ -145,6 +155,30 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
             index_current=current,
         )
 
+    async def PinPrefix(
+        self, request: kvmanager_pb2.PinPrefixRequest, context: _Context
+    ) -> kvmanager_pb2.PinPrefixResponse:
+        """Keep a prefix cached on every worker that computes it. Raises InvalidRequest beyond a bound."""
+        name, tenant, hashes, seconds = pin_from_proto(request)
+        pin = await self._pins.pin(name, tenant, hashes, request.num_tokens, seconds)
+        (workers,) = await self._pins.at_workers([pin])
+        return kvmanager_pb2.PinPrefixResponse(pin=pinned_to_proto(pin, workers), durable=self._pins.durable)
+
+    async def ListPins(
+        self, request: kvmanager_pb2.ListPinsRequest, context: _Context
+    ) -> kvmanager_pb2.ListPinsResponse:
+        """Return the pins, the oldest first, and what each worker has of them."""
+        pins = await self._pins.pins()
+        found = map(pinned_to_proto, pins, await self._pins.at_workers(pins))
+        return kvmanager_pb2.ListPinsResponse(pins=found, durable=self._pins.durable)
+
+    async def UnpinPrefix(
+        self, request: kvmanager_pb2.UnpinPrefixRequest, context: _Context
+    ) -> kvmanager_pb2.UnpinPrefixResponse:
+        """Let a pinned prefix be evicted as any other. Raises NotFound."""
+        await self._pins.unpin(request.name)
+        return kvmanager_pb2.UnpinPrefixResponse()
+
     async def SubscribeKvEvents(
         self, request: kvmanager_pb2.SubscribeKvEventsRequest, context: _Context
     ) -> AsyncIterator[kvmanager_pb2.SubscribeKvEventsResponse]:
@@ -158,13 +192,6 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
                 yield item_to_proto(item)
         finally:
             hub.unsubscribe(subscription)
-
-
-def _block_hashes(packed: bytes) -> tuple[BlockHash, ...]:
-    if len(packed) % KEY_BYTES:
-        what = f"is {len(packed)} bytes long; expected {KEY_BYTES} for each full block of the prompt"
-        raise InvalidRequest(FieldViolation("block_hashes", what))
-    return unpack_hashes(packed)
 
 
 def _tables(ledger: Ledger, request: kvmanager_pb2.GetBlockTableRequest) -> list[BlockTable]:

@@ -43,6 +43,9 @@ CALLERS: Final[Mapping[str, frozenset[Role]]] = {
     "/quire.kvmanager.v1.KvManagerService/ResetPrefixCache": frozenset({Role.ROUTER, Role.OPERATOR}),
     "/quire.kvmanager.v1.KvManagerService/SubscribeKvEvents": frozenset({Role.ROUTER, Role.OPERATOR}),
     "/quire.kvmanager.v1.KvManagerService/GetPool": frozenset({Role.ROUTER, Role.OPERATOR}),
+    "/quire.kvmanager.v1.KvManagerService/PinPrefix": frozenset({Role.ROUTER, Role.OPERATOR}),
+    "/quire.kvmanager.v1.KvManagerService/ListPins": frozenset({Role.ROUTER, Role.OPERATOR}),
+    "/quire.kvmanager.v1.KvManagerService/UnpinPrefix": frozenset({Role.ROUTER, Role.OPERATOR}),
     "/quire.kvmanager.v1.KvManagerService/GetBlockMap": frozenset({Role.ROUTER, Role.OPERATOR}),
     "/quire.kvmanager.v1.KvManagerService/GetBlock": frozenset({Role.ROUTER, Role.OPERATOR}),
     "/quire.kvmanager.v1.KvManagerService/GetBlockTable": frozenset({Role.ROUTER, Role.OPERATOR}),
@@ -55,6 +58,7 @@ CALLERS: Final[Mapping[str, frozenset[Role]]] = {
     "/quire.inference.v1.InferenceService/GetLoads": frozenset({Role.ROUTER, Role.OPERATOR}),
     "/quire.inference.v1.InferenceService/GetModel": frozenset({Role.ROUTER, Role.OPERATOR}),
     "/quire.inference.v1.InferenceService/GetStatus": frozenset({Role.ROUTER, Role.OPERATOR}),
+    "/quire.inference.v1.InferenceService/Pin": _OPERATOR,
     # Spans of the other services.
     "/opentelemetry.proto.collector.trace.v1.TraceService/": frozenset({Role.WORKER, Role.MANAGER, Role.COLLECTOR}),
     "/grpc.health.v1.Health/": _ALL,

@@ -163,6 +163,12 @@ class Ledger:
         cacheable = bool(block_hashes) or num_tokens < self.state.config.block_size
         return self.policies.granter.match(self.state, block_hashes, num_tokens, cacheable)[1]
 
+    def leading_blocks(self, block_hashes: Items[BlockHash]) -> int:
+        """Return how many leading blocks of a prompt are registered."""
+        entries = self.state.cache.entries
+        absent = (at for at, each in enumerate(block_hashes) if each not in entries)
+        return next(absent, len(block_hashes))
+
     def block_table(self, sequence_id: SequenceId) -> BlockTable | None:
         """Return a sequence's block table; None when the sequence is unknown."""
         sequence = self.state.sequences.get(sequence_id)

@@ -54,6 +54,8 @@ class RedisIndexStore:
         self._update = redis.register_script(index_scripts.UPDATE)
         self._renew = redis.register_script(index_scripts.RENEW)
         self._retire = redis.register_script(index_scripts.RETIRE)
+        self._keep_pins = redis.register_script(index_scripts.PINS)
+        self._pins = index_format.pins_key(namespace)
 
     async def acquire(self, least: int, held: int) -> int:
         keys = [index_format.epoch_key(self._namespace), self._fence, self._terms]
@@ -115,6 +117,18 @@ class RedisIndexStore:
         if await self._call(self._retire, epoch, keys, [generation, secrets.randbits(32)]):
             with unavailable():
                 await self._redis.srem(index_format.DISCOVERY_WORKERS_KEY, worker_id)
+
+    async def read_pins(self) -> bytes | None:
+        with unavailable():
+            found: bytes | None = await self._redis.get(self._pins)
+        return found
+
+    async def size_of_pins(self) -> int:
+        with unavailable():
+            return int(await cast("Awaitable[int]", self._redis.strlen(self._pins)))
+
+    async def write_pins(self, epoch: int, value: bytes) -> None:
+        await self._call(self._keep_pins, epoch, [self._pins], [value])
 
     async def close(self) -> None:
         await self._redis.aclose()

@@ -97,6 +97,33 @@ class IndexWriter:
         """The publisher of the index; None without Redis, and before the first worker attaches."""
         return self._namespace.publisher if self._namespace else None
 
+    @property
+    def namespace(self) -> object | None:
+        """What is written now; another object after each change. None before the first attach, and after `stand_by`."""
+        return self._namespace
+
+    async def read_pins(self) -> bytes | None:
+        """Return the stored pins of the namespace; None without any, or without Redis. Raises IndexUnavailable."""
+        store = self._namespace.store if self._namespace else None
+        return await store.read_pins() if store is not None else None
+
+    async def size_of_pins(self) -> int | None:
+        """Return the bytes of the stored pins; None without Redis. Raises IndexUnavailable."""
+        store = self._namespace.store if self._namespace else None
+        return await store.size_of_pins() if store is not None else None
+
+    async def write_pins(self, value: bytes) -> None:
+        """Store the pins. Raises IndexUnavailable, FenceLost until the publisher has renewed the fence, StaleEpoch."""
+        namespace = self._namespace
+        if namespace is None or namespace.store is None:
+            return
+        try:
+            await namespace.store.write_pins(await namespace.epochs.fenced(), value)
+        except StaleEpoch as error:
+            if namespace is self._namespace:
+                self._stale(error)
+            raise
+
     async def epoch_for(self, attach: Attach) -> int:
         """Return the epoch for the answer to an Attach. Raises StaleEpoch, and Unavailable after `stand_by`.
 

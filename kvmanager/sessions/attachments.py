@@ -66,7 +66,7 @@ class Attachments:
     """Attached workers by id, around the core's registrations; `leading` says whether this manager leads.
 
     `configured` holds the parts of the identity that were configured; the first worker to attach fixes the rest, until
-    the last one has left.
+    the last one has left. `attaching` is called when a worker attaches and the namespace of the index is known.
     """
 
     manager: Manager
@@ -79,6 +79,7 @@ class Attachments:
     draining: bool = False
     past: PastTotals = field(default_factory=PastTotals)
     events: KvEventHub = field(default_factory=KvEventHub)
+    attaching: Callable[[], None] = lambda: None
     _opening: int = 0
     _live: dict[str, _Live] = field(default_factory=dict)
     _departure: asyncio.Event = field(default_factory=asyncio.Event)
@@ -117,6 +118,7 @@ class Attachments:
         self.manager.identity = self._expected(attach.identity)
         self.manager.adopt_epoch(await self.index.epoch_for(attach))
         self._leave_for(attach)
+        self.attaching()
         return self.manager.attach(attach)
 
     def close(self, worker: AttachedWorker) -> None:

@@ -22,7 +22,7 @@ async def test_a_manager_without_a_group_says_that_it_leads(manager: Running, ch
 
 
 async def test_one_watcher_too_many_is_refused_until_another_one_leaves(manager: Running) -> None:
-    service, context = KvManagerServicer(manager.attachments, lambda seconds: None), None
+    service, context = KvManagerServicer(manager.attachments, lambda seconds: None, manager.process.pins), None
 
     def watch() -> Any:
         return service.WatchLeader(pb.WatchLeaderRequest(), context)  # type: ignore[arg-type]

@@ -20,6 +20,99 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class PinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    COMPUTE_ON_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Whose prompts begin so; empty where callers have no keys."""
+    name: _builtins.str
+    """1 to 64 printable ASCII characters without spaces. Unset: one is made of the prompt, the same each time. A pin of a
+    name replaces the one that had it.
+    """
+    duration: _builtins.float
+    """Seconds; unset: the pin has no end."""
+    compute_on: _builtins.int
+    """Compute the prompt at once on so many workers, or on all if there are fewer. Others keep it once a request came."""
+    @_builtins.property
+    def prompt(self) -> Global___Prompt:
+        """A chat is pinned with its tools and messages, up to where the next message begins."""
+
+    @_builtins.property
+    def cache(self) -> Global___CacheOptions:
+        """The salt and the shared domain of these prompts; no_cache may not be set."""
+
+    def __init__(
+        self,
+        *,
+        prompt: Global___Prompt | None = ...,
+        tenant: _builtins.str = ...,
+        cache: Global___CacheOptions | None = ...,
+        name: _builtins.str = ...,
+        duration: _builtins.float | None = ...,
+        compute_on: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_duration", b"_duration", "cache", b"cache", "duration", b"duration", "prompt", b"prompt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_duration", b"_duration", "cache", b"cache", "compute_on", b"compute_on", "duration", b"duration", "name", b"name", "prompt", b"prompt", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__duration: _TypeAlias = _typing.Literal["duration"]  # noqa: Y015
+    _WhichOneofArgType__duration: _TypeAlias = _typing.Literal["_duration", b"_duration"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__duration) -> _WhichOneofReturnType__duration | None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class PinResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    EXPIRES_FIELD_NUMBER: _builtins.int
+    DURABLE_FIELD_NUMBER: _builtins.int
+    COMPUTED_ON_FIELD_NUMBER: _builtins.int
+    NOT_COMPUTED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    num_tokens: _builtins.int
+    """Tokens of the prompt, and its full blocks, which alone are pinned."""
+    num_blocks: _builtins.int
+    expires: _builtins.float
+    """Seconds since 1970."""
+    durable: _builtins.bool
+    """Whether the pin outlives the KV manager, which has it in Redis then."""
+    not_computed: _builtins.str
+    @_builtins.property
+    def computed_on(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers that computed the prompt for this call, and why there are fewer than were asked for."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        expires: _builtins.float | None = ...,
+        durable: _builtins.bool = ...,
+        computed_on: _abc.Iterable[_builtins.str] | None = ...,
+        not_computed: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expires", b"_expires", "expires", b"expires"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expires", b"_expires", "computed_on", b"computed_on", "durable", b"durable", "expires", b"expires", "name", b"name", "not_computed", b"not_computed", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expires: _TypeAlias = _typing.Literal["expires"]  # noqa: Y015
+    _WhichOneofArgType__expires: _TypeAlias = _typing.Literal["_expires", b"_expires"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expires) -> _WhichOneofReturnType__expires | None: ...
+
+Global___PinResponse: _TypeAlias = PinResponse  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

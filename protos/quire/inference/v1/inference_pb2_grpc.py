@@ -84,6 +84,11 @@ class InferenceServiceStub:
                 request_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.GetLoadsRequest.SerializeToString,
                 response_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.GetLoadsResponse.FromString,
                 _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/quire.inference.v1.InferenceService/Pin',
+                request_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.PinRequest.SerializeToString,
+                response_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.PinResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -159,6 +164,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pin(self, request, context):
+        """Keeps a prompt's full blocks cached, for all prompts of the tenant that begin so. On the admin plane alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -211,6 +223,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetLoads,
                     request_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.GetLoadsRequest.FromString,
                     response_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.GetLoadsResponse.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=quire_dot_inference_dot_v1_dot_inference__pb2.PinRequest.FromString,
+                    response_serializer=quire_dot_inference_dot_v1_dot_inference__pb2.PinResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -483,6 +500,33 @@ class InferenceService:
             '/quire.inference.v1.InferenceService/GetLoads',
             quire_dot_inference_dot_v1_dot_inference__pb2.GetLoadsRequest.SerializeToString,
             quire_dot_inference_dot_v1_dot_inference__pb2.GetLoadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.inference.v1.InferenceService/Pin',
+            quire_dot_inference_dot_v1_dot_inference__pb2.PinRequest.SerializeToString,
+            quire_dot_inference_dot_v1_dot_inference__pb2.PinResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,8 @@ class InferenceServiceStub:
     """The files of the tokenizer in use, for clients that tokenise by themselves."""
     GetLoads: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetLoadsRequest, _inference_pb2.GetLoadsResponse]
     """What each worker has to do, for other balancers. On the admin plane, and for admin tenants."""
+    Pin: _aio.UnaryUnaryMultiCallable[_inference_pb2.PinRequest, _inference_pb2.PinResponse]
+    """Keeps a prompt's full blocks cached, for all prompts of the tenant that begin so. On the admin plane alone."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -119,5 +121,13 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_pb2.GetLoadsRequest, _abc.Awaitable[_inference_pb2.GetLoadsResponse]],
     ) -> _abc.Awaitable[_inference_pb2.GetLoadsResponse]:
         """What each worker has to do, for other balancers. On the admin plane, and for admin tenants."""
+
+    @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _inference_pb2.PinRequest,
+        context: _aio.ServicerContext[_inference_pb2.PinRequest, _abc.Awaitable[_inference_pb2.PinResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.PinResponse]:
+        """Keeps a prompt's full blocks cached, for all prompts of the tenant that begin so. On the admin plane alone."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _aio.Server) -> None: ...

@@ -74,6 +74,21 @@ class KvManagerServiceStub:
                 request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.PinPrefix = channel.unary_unary(
+                '/quire.kvmanager.v1.KvManagerService/PinPrefix',
+                request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.PinPrefixRequest.SerializeToString,
+                response_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.PinPrefixResponse.FromString,
+                _registered_method=True)
+        self.ListPins = channel.unary_unary(
+                '/quire.kvmanager.v1.KvManagerService/ListPins',
+                request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ListPinsRequest.SerializeToString,
+                response_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ListPinsResponse.FromString,
+                _registered_method=True)
+        self.UnpinPrefix = channel.unary_unary(
+                '/quire.kvmanager.v1.KvManagerService/UnpinPrefix',
+                request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.UnpinPrefixRequest.SerializeToString,
+                response_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.UnpinPrefixResponse.FromString,
+                _registered_method=True)
         self.SubscribeKvEvents = channel.unary_stream(
                 '/quire.kvmanager.v1.KvManagerService/SubscribeKvEvents',
                 request_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.SubscribeKvEventsRequest.SerializeToString,
@@ -139,6 +154,27 @@ class KvManagerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PinPrefix(self, request, context):
+        """Keeps a prefix cached on every worker that computes it: its blocks are evicted after all others. A pin replaces that of
+        its name. INVALID_ARGUMENT says which bound it does not keep, with the numbers. The router's admin plane has `Pin`,
+        which makes the hashes of a prompt, and passes the other two on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPins(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinPrefix(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SubscribeKvEvents(self, request, context):
         """Membership of each worker's prefix cache: a snapshot, or what came since a number, and then every change. The
         router's admin plane passes this call on. Hashes of all tenants are in it, so it is for operators and routers alone.
@@ -189,6 +225,21 @@ def add_KvManagerServiceServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'PinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPrefix,
+                    request_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.PinPrefixRequest.FromString,
+                    response_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.PinPrefixResponse.SerializeToString,
+            ),
+            'ListPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPins,
+                    request_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ListPinsRequest.FromString,
+                    response_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ListPinsResponse.SerializeToString,
+            ),
+            'UnpinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinPrefix,
+                    request_deserializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.UnpinPrefixRequest.FromString,
+                    response_serializer=quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.UnpinPrefixResponse.SerializeToString,
             ),
             'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.SubscribeKvEvents,
@@ -412,6 +463,87 @@ class KvManagerService:
             '/quire.kvmanager.v1.KvManagerService/ResetPrefixCache',
             quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ResetPrefixCacheRequest.SerializeToString,
             quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.kvmanager.v1.KvManagerService/PinPrefix',
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.PinPrefixRequest.SerializeToString,
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.PinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.kvmanager.v1.KvManagerService/ListPins',
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ListPinsRequest.SerializeToString,
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.ListPinsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.kvmanager.v1.KvManagerService/UnpinPrefix',
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.UnpinPrefixRequest.SerializeToString,
+            quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2.UnpinPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -30,6 +30,13 @@ class KvManagerServiceStub:
     """Drops the cached blocks that no sequence uses, on all workers and in the index; running sequences go on. Answered once
     the workers have confirmed. The router's admin plane passes this call on.
     """
+    PinPrefix: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.PinPrefixRequest, _kvmanager_pb2.PinPrefixResponse]
+    """Keeps a prefix cached on every worker that computes it: its blocks are evicted after all others. A pin replaces that of
+    its name. INVALID_ARGUMENT says which bound it does not keep, with the numbers. The router's admin plane has `Pin`,
+    which makes the hashes of a prompt, and passes the other two on.
+    """
+    ListPins: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.ListPinsRequest, _kvmanager_pb2.ListPinsResponse]
+    UnpinPrefix: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.UnpinPrefixRequest, _kvmanager_pb2.UnpinPrefixResponse]
     SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_kvmanager_pb2.SubscribeKvEventsRequest, _kvmanager_pb2.SubscribeKvEventsResponse]
     """Membership of each worker's prefix cache: a snapshot, or what came since a number, and then every change. The
     router's admin plane passes this call on. Hashes of all tenants are in it, so it is for operators and routers alone.
@@ -99,6 +106,31 @@ class KvManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Drops the cached blocks that no sequence uses, on all workers and in the index; running sequences go on. Answered once
         the workers have confirmed. The router's admin plane passes this call on.
         """
+
+    @_abc_1.abstractmethod
+    def PinPrefix(
+        self,
+        request: _kvmanager_pb2.PinPrefixRequest,
+        context: _aio.ServicerContext[_kvmanager_pb2.PinPrefixRequest, _abc.Awaitable[_kvmanager_pb2.PinPrefixResponse]],
+    ) -> _abc.Awaitable[_kvmanager_pb2.PinPrefixResponse]:
+        """Keeps a prefix cached on every worker that computes it: its blocks are evicted after all others. A pin replaces that of
+        its name. INVALID_ARGUMENT says which bound it does not keep, with the numbers. The router's admin plane has `Pin`,
+        which makes the hashes of a prompt, and passes the other two on.
+        """
+
+    @_abc_1.abstractmethod
+    def ListPins(
+        self,
+        request: _kvmanager_pb2.ListPinsRequest,
+        context: _aio.ServicerContext[_kvmanager_pb2.ListPinsRequest, _abc.Awaitable[_kvmanager_pb2.ListPinsResponse]],
+    ) -> _abc.Awaitable[_kvmanager_pb2.ListPinsResponse]: ...
+
+    @_abc_1.abstractmethod
+    def UnpinPrefix(
+        self,
+        request: _kvmanager_pb2.UnpinPrefixRequest,
+        context: _aio.ServicerContext[_kvmanager_pb2.UnpinPrefixRequest, _abc.Awaitable[_kvmanager_pb2.UnpinPrefixResponse]],
+    ) -> _abc.Awaitable[_kvmanager_pb2.UnpinPrefixResponse]: ...
 
     @_abc_1.abstractmethod
     def SubscribeKvEvents(

@@ -12,7 +12,6 @@ from common.lease import LAST_BLOCK, CachedBlock, Inventory, RetainedBlocks
 from common.limits import MAX_PINNED_BLOCKS, MAX_PINS
 from common.types import BlockHash, DecisionKind, MissReason
 from kvmanager.core.config import EvictionName
-from kvmanager.core.ledger import Ledger
 from kvmanager.core.pins import Pin, PinBook, fitting
 from tests.kvmanager.core.eviction.test_retention import cached, others, serve
 from tests.support.kvmanager.ledgers import admit, hashes, make_ledger, prompt, reserve
@@ -47,7 +46,7 @@ def test_a_pinned_prefix_outlives_a_scan_until_it_is_unpinned(policy: str, befor
     others(ledger, 20, first=200)
     assert cached(ledger, prompt(32)) == 0
     found = ledger.lookup(hashes(prompt(32)), 33)
-    assert found.miss_reason is MissReason.EVICTED and found.retention == "its pin was removed or over"
+    assert (found.miss_reason, found.retention) == (MissReason.EVICTED, "its pin was removed or over")
 
 
 @pytest.mark.parametrize("policy", POLICIES)

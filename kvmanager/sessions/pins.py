@@ -1,0 +1,212 @@
+"""Operators' pins around the core: kept in Redis, carried out at every attached worker, ended when they are over.
+
+Redis has the pins of a namespace as one value, which the manager writes before it carries out a change. Until the value
+was read once after a start, no pin can be changed: the new value would lack the pins of the last manager.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from common.clock import Clock
+from common.errors import StaleEpoch, Unavailable
+from common.hashing import KEY_BYTES
+from common.limits import MAX_PIN_NAME_CHARS, MAX_PINNED_BLOCKS, MAX_PINNED_TENANT_CHARS, MAX_PINS
+from common.types import BlockHash
+from common.wire.packing import pack_hashes, unpack_hashes
+from kvmanager.core.manager import Manager
+from kvmanager.core.pins import Pin, fitting
+from kvmanager.index.writer import IndexWriter
+from kvmanager.ports import FenceLost, IndexUnavailable, Leading
+from quire.kvmanager.v1 import kvmanager_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+# Seconds between two looks at Redis: it may have been wiped, and has then to get the pins again.
+_LOOK_S: Final = 10.0
+_RETRY_S: Final = 1.0
+# A stored value with more bytes is none that a manager has written.
+_MOST_BYTES: Final = MAX_PINNED_BLOCKS * KEY_BYTES * 2 + MAX_PINS * 4 * (MAX_PIN_NAME_CHARS + MAX_PINNED_TENANT_CHARS)
+
+
+@dataclass(frozen=True, slots=True)
+class PinAtWorker:
+    """What a worker has of a pinned prefix; `left_out` says why it is not pinned there."""
+
+    worker_id: str
+    blocks_there: int
+    left_out: str = ""
+
+
+class OperatorPins:
+    """The pins of the namespace that the manager serves. `run` is its background task."""
+
+    def __init__(self, manager: Manager, index: IndexWriter, leading: Leading, clock: Clock) -> None:
+        self._manager, self._index, self._leading, self._clock = manager, index, leading, clock
+        self._changing = asyncio.Lock()
+        self._wake = asyncio.Event()
+        self._namespace: object | None = None  # of the pins in memory; None: they were not read yet
+        self._written = b""
+        self._unreachable = False
+
+    @property
+    def durable(self) -> bool:
+        """Whether there is a Redis that keeps the pins."""
+        return self._index.publisher is not None
+
+    def wake(self) -> None:
+        """Look at Redis and at the clock at once: a worker attaches, perhaps the first one."""
+        self._wake.set()
+
+    # ------------------------------------------------------------ operators
+
+    async def pin(
+        self, name: str, tenant: str, hashes: tuple[BlockHash, ...], tokens: int, seconds: float | None
+    ) -> Pin:
+        """Pin a prefix. Raises InvalidRequest beyond a bound, Unavailable when no worker or no Redis is there."""
+        async with self._changing:
+            await self._ready()
+            expires = None if seconds is None else self._now() + seconds
+            pin = Pin(name, tenant, hashes, tokens, expires)
+            pins = self._manager.pins.with_pin(pin, self._manager.pool_sizes())
+            await self._change(pins, f"pinned {name} of {pin.owner}: {len(hashes)} blocks")
+        return pin
+
+    async def unpin(self, name: str) -> None:
+        """Remove a pin. Raises NotFound, and Unavailable."""
+        async with self._changing:
+            await self._ready()
+            await self._change(self._manager.pins.without(name), f"unpinned {name}")
+
+    async def pins(self) -> tuple[Pin, ...]:
+        """Return the pins, the oldest first. Raises Unavailable."""
+        async with self._changing:
+            await self._ready()
+            return self._manager.pins.pins
+
+    async def at_workers(self, pins: Sequence[Pin]) -> list[list[PinAtWorker]]:
+        """Return what each attached worker has of each of these pins."""
+        book, found = self._manager.pins, [list[PinAtWorker]() for _ in pins]
+        for worker_id, num_blocks in sorted(self._manager.pool_sizes().items()):
+            left_out = fitting(book.pins, num_blocks, book.share).left_out
+            if worker_id in self._manager.pool_sizes():  # it may have left meanwhile
+                leading = self._manager.ledger(worker_id).leading_blocks
+                for pin, workers in zip(pins, found, strict=True):
+                    there = leading(pin.block_hashes)
+                    workers.append(PinAtWorker(worker_id, there, left_out.get(pin.name, "")))
+            await asyncio.sleep(0)  # many pins take some 30 ms: reports go between
+        return found
+
+    # ------------------------------------------------------------ the task
+
+    async def run(self) -> None:
+        """Read the pins once there is a namespace, end those that are over, and write them where Redis lost them."""
+        while True:
+            self._wake.clear()
+            pause = _LOOK_S
+            try:
+                async with self._changing:
+                    await self._round()
+                self._unreachable = False
+            except (IndexUnavailable, FenceLost, StaleEpoch, Unavailable) as error:
+                if not self._unreachable:
+                    log.warning("the pins cannot be read or written now: %s", error)
+                self._unreachable, pause = True, _RETRY_S
+            end = self._manager.pins.next_end()
+            if end is not None:
+                pause = min(pause, max(0.05, end - self._now()))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
+
+    async def _round(self) -> None:
+        if not self._leading.leads() or self._index.namespace is None:
+            return
+        await self._load()
+        book = self._manager.pins
+        over = {each.name for each in book.pins} - {each.name for each in book.live(self._now())}
+        if over:
+            await self._change(book.live(self._now()), f"over: {', '.join(sorted(over))}")
+        elif len(book) and await self._index.size_of_pins() not in (None, len(self._written)):
+            await self._index.write_pins(self._written)
+            log.warning("Redis had lost the pins; it has them again")
+
+    async def _ready(self) -> None:
+        """Make sure that the pins of the last manager are known. Raises Unavailable."""
+        await self._leading.confirmed()
+        if self._index.namespace is None:
+            raise Unavailable("no worker has attached yet, so that the model is unknown; try again when one is there")
+        try:
+            await self._load()
+        except IndexUnavailable as error:
+            raise Unavailable(f"Redis, which keeps the pins, cannot be reached: {error}") from None
+
+    async def _load(self) -> None:
+        """Read the pins once for each namespace. Raises IndexUnavailable."""
+        namespace = self._index.namespace
+        if namespace is self._namespace:
+            return
+        stored = _unpacked(await self._index.read_pins())
+        self._namespace, self._written = namespace, _packed(stored)
+        await self._carry_out(stored, f"read {len(stored)} pins" if stored else "")
+
+    async def _change(self, pins: tuple[Pin, ...], why: str) -> None:
+        """Write the pins, then carry them out. Raises Unavailable; nothing is changed then."""
+        value = _packed(pins)
+        try:
+            await self._index.write_pins(value)
+        except (IndexUnavailable, FenceLost, StaleEpoch) as error:
+            raise Unavailable(f"Redis, which keeps the pins, did not take the change: {error}") from None
+        self._written = value
+        await self._carry_out(pins, why)
+
+    async def _carry_out(self, pins: Iterable[Pin], why: str) -> None:
+        self._manager.pins.set(pins)
+        for worker_id in self._manager.workers():
+            if worker_id in self._manager.pool_sizes():  # it may have left meanwhile
+                self._manager.pin_at(worker_id, why)
+            await asyncio.sleep(0)  # many pins take some 30 ms: reports go between
+        if why:
+            log.info("pins: %s", why)
+
+    def _now(self) -> float:
+        return self._clock.time_ns() / 1e9
+
+
+def _packed(pins: Iterable[Pin]) -> bytes:
+    stored = pb.StoredPins()
+    for each in pins:
+        hashes = pack_hashes(each.block_hashes)
+        stored.pins.add(
+            name=each.name, tenant=each.tenant, block_hashes=hashes, num_tokens=each.num_tokens, expires=each.expires
+        )
+    return stored.SerializeToString(deterministic=True)
+
+
+def _unpacked(value: bytes | None) -> tuple[Pin, ...]:
+    """Return the pins of a stored value; none where no manager can have written it."""
+    if value is None or len(value) > _MOST_BYTES:
+        return ()
+    try:
+        stored = pb.StoredPins.FromString(value)
+    except DecodeError:
+        log.error("the pins in Redis are malformed, and are lost")
+        return ()
+    return tuple(
+        Pin(
+            each.name,
+            each.tenant,
+            unpack_hashes(each.block_hashes),
+            each.num_tokens,
+            each.expires if each.HasField("expires") else None,
+        )
+        for each in stored.pins
+        if len(each.block_hashes) % KEY_BYTES == 0
+    )
