@@ -36,7 +36,7 @@ from kvmanager.ports import IndexCall, WorkerEntry
 from router.core.fair_queue import ONE_FLOW
 from router.core.routing import PlacementRequest, Router
 from router.core.worker_model import Capacity, Load
-from router.requests.dispatcher import Job
+from router.requests.jobs import Job
 
 PROMPT, OUTPUT, SHARED_BLOCKS = 64, 64, 3
 _CAPACITY: Final = Capacity(4096, 16, 256, 1 << 20)

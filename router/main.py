@@ -53,6 +53,7 @@ from router.grpc_api.admin import DECISIONS, INFERENCE, AdminPlane
 from router.grpc_api.decision_servicer import DecisionServicer, PublicDecisionServicer
 from router.grpc_api.explanation import Explanations
 from router.grpc_api.manager_calls import ManagerCalls
+from router.grpc_api.pins import PinParts, Pins
 from router.grpc_api.servicer import InferenceServicer, Routers
 from router.kserve.servicer import KSERVE_SERVICE, KserveServicer
 from router.observe.kept_records import KeptRecords
@@ -234,7 +235,9 @@ class RouterProcess:
         decisions.explains(Explanations(explainer, self._validator, clock), self._authenticator.named)
         public = PublicDecisionServicer(decisions, calls)
         decision_pb2_grpc.add_DecisionServiceServicer_to_server(public, self._server.server)
-        self._admin.add(decisions, self._store, self.status, routers, manager)
+        named, identity, able = self._authenticator.named, lambda: self.pool.identity, lambda: len(self.pool.models())
+        parts = PinParts(self.frontend, self._validator, self._text, named, identity, able, clock)
+        self._admin.add(decisions, self._store, self.status, routers, manager, Pins(parts, manager))
         self._admin.http.add(pages(settings, folder, self.status.model, self.status.status))
         self._history = history_of(Sampler(metrics, admission, self.frontend, self.status), clock)
         site = site_of(decisions, manager, self.status, routers, self._history, clock, self._tls is None)

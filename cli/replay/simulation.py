@@ -28,7 +28,7 @@ from router.core.fair_queue import Flow
 from router.core.routing import PlacementRequest, Router
 from router.core.tenancy import Tenant
 from router.core.worker_model import Capacity
-from router.requests.dispatcher import Job
+from router.requests.jobs import Job
 from router.requests.reservation import LoadReservation
 
 HEARTBEAT_S = 0.1

@@ -11,6 +11,8 @@ from router.core.tenancy import Tenant, TenantQuotas
 
 # What the words of a deadline that cannot be met say of the prediction.
 PREDICTED = "the first token is predicted in"
+# What they say where the request has waited for a worker until then.
+ANY_WORKER = "even at a worker that is free, and none is"
 _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 30.0
 

@@ -56,6 +56,8 @@ class ValidatedRequest:
     prediction: tuple[int, ...] = ()
     # Which of its blocks are to stay cached for longer than others, or not for as long.
     retention: tuple[RetainedTokens, ...] = ()
+    # Workers that are not to serve it: they have computed the prompt.
+    avoids: frozenset[str] = frozenset()
 
     @property
     def tenant(self) -> str:

@@ -62,17 +62,23 @@ class PlacementRequest:
     traceparent: str = ""
     # Whether the tenant is below its share: its sequences may go to a worker whose places others hold.
     entitled: bool = False
+    # Workers that are not to serve it.
+    avoids: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A routing decision; `worker` is None unless the outcome is PLACED. `first_token_s` is predicted seconds."""
+    """A routing decision; `worker` is None unless the outcome is PLACED.
+
+    `first_token_s` is in predicted seconds. `work_s` is its part without what is before the request at the worker.
+    """
 
     outcome: Outcome
     decision: Decision
     worker: WorkerModel | None = None
     hit_blocks: int = 0
     first_token_s: float = 0.0
+    work_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +163,8 @@ class Router:
         )
         if best is None:
             return Choice(outcome, decision)
-        return Choice(outcome, decision, best.worker, best.hit_blocks, best.queue_delay + best.prefill)
+        first_token_s = best.queue_delay + best.prefill
+        return Choice(outcome, decision, best.worker, best.hit_blocks, first_token_s, best.prefill)
 
     def _pick(self, costs: list[WorkerCost], decision_id: str) -> tuple[WorkerCost, int]:
         """Return the cheapest worker, or one of those that tie with it at random, and how many tie."""
@@ -201,12 +208,28 @@ def verdict(worker: WorkerModel, placement: PlacementRequest, now: float) -> tup
     needed = blocks_needed(placement.prompt_tokens, placement.max_len, capacity.block_size, capacity.window)
     if needed > capacity.num_blocks:
         return Outcome.TOO_LARGE, f"{TOO_LARGE}: {needed} blocks of {capacity.num_blocks} in its pool"
+    if worker.worker_id in placement.avoids:
+        return Outcome.NO_WORKER, "another worker is wanted: it has computed the prompt"
     if trouble := worker.trouble(now):
         return Outcome.NO_WORKER, f"{trouble[0].value}: {trouble[1]}"
     limit = max(places_of(worker) * (ENTITLED if placement.entitled else 1), placement.sequences)
     if worker.sequences + placement.sequences > limit:
         return Outcome.WAIT, f"over limit: {worker.sequences} sequences of at most {limit}"
     return Outcome.PLACED, ""
+
+
+def soonest_first_token(
+    placement: PlacementRequest, workers: Sequence[WorkerModel], hits: Mapping[str, int], now: float, has_room: bool
+) -> float:
+    """Return the least predicted seconds to the first token at a worker that may serve it, now or later; 0: none may.
+
+    `has_room` leaves out what is before it there: what remains is its own work.
+    """
+    may_wait = (Outcome.PLACED, Outcome.WAIT)
+    able = [worker for worker in workers if verdict(worker, placement, now)[0] in may_wait]
+    others = _Others.of(workers)
+    costs = (_cost(worker, placement, hits.get(worker.worker_id, 0), others) for worker in able)
+    return min(((0.0 if has_room else each.queue_delay) + each.prefill for each in costs), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from router.config import RouterSettings
 from router.grpc_api.codec import model_to_proto
 from router.grpc_api.decision_servicer import DecisionServicer
 from router.grpc_api.manager_calls import MANAGER, ManagerCalls
+from router.grpc_api.pins import Pins
 from router.grpc_api.servicer import Routers, StatusSource
 from router.observe.otlp_receiver import OTLP, add_otlp_receiver
 from router.observe.siblings import asked_by_sibling
@@ -55,10 +56,11 @@ class AdminPlane:
         status: StatusSource,
         routers: Routers,
         manager: ManagerCalls,
+        pins: Pins,
     ) -> None:
         decision_pb2_grpc.add_DecisionServiceServicer_to_server(decisions, self.rpc.server)
         add_otlp_receiver(store, self.rpc.server)
-        _add_operators(_OperatorServicer(status, routers), self.rpc.server)
+        _add_operators(_OperatorServicer(status, routers, pins), self.rpc.server)
         manager.add_to(self.rpc.server)
         self.http.add_actions({"/reset_prefix_cache": manager.reset_page}, from_elsewhere=not self._asks_callers)
 
@@ -77,8 +79,9 @@ class AdminPlane:
 class _OperatorServicer:
     """The methods of InferenceService that operators and siblings call."""
 
-    def __init__(self, status: StatusSource, routers: Routers) -> None:
+    def __init__(self, status: StatusSource, routers: Routers, pins: Pins) -> None:
         self._status, self._routers = status, routers
+        self.pin = pins.pin
 
     async def model(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         return model_to_proto(self._status.model())
@@ -118,6 +121,9 @@ def _add_operators(servicer: _OperatorServicer, server: aio.Server) -> None:
         ),
         "Abort": grpc.unary_unary_rpc_method_handler(
             servicer.abort, pb.AbortRequest.FromString, pb.AbortResponse.SerializeToString
+        ),
+        "Pin": grpc.unary_unary_rpc_method_handler(
+            servicer.pin, pb.PinRequest.FromString, pb.PinResponse.SerializeToString
         ),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE, handlers),))

@@ -117,6 +117,30 @@ class ManagerCalls:
         )
         return pb.GetBlockTableResponse(tables=[table for each in answers.found for table in each.tables])
 
+    async def pin(self, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
+        """Pin a prefix. Raises Unavailable when no manager answers, and InvalidRequest beyond a bound."""
+        async with self._dial(self._address) as channel:
+            try:
+                return await rpc.KvManagerServiceStub(channel).PinPrefix(request, timeout=_LIST_PATIENCE_S)
+            except aio.AioRpcError as error:
+                raise self._in_words(error) from None
+
+    async def pins(self, request: pb.ListPinsRequest, context: Context | None = None) -> pb.ListPinsResponse:
+        """Return the pins. Raises Unavailable when no manager answers."""
+        async with self._dial(self._address) as channel:
+            try:
+                return await rpc.KvManagerServiceStub(channel).ListPins(request, timeout=_LIST_PATIENCE_S)
+            except aio.AioRpcError as error:
+                raise self._in_words(error) from None
+
+    async def unpin(self, request: pb.UnpinPrefixRequest, context: Context | None = None) -> pb.UnpinPrefixResponse:
+        """Remove a pin. Raises Unavailable when no manager answers, and NotFound."""
+        async with self._dial(self._address) as channel:
+            try:
+                return await rpc.KvManagerServiceStub(channel).UnpinPrefix(request, timeout=_LIST_PATIENCE_S)
+            except aio.AioRpcError as error:
+                raise self._in_words(error) from None
+
     async def reset_page(self) -> object:
         """Return the answer to a reset over HTTP."""
         answer = await self.reset(pb.ResetPrefixCacheRequest())
@@ -147,13 +171,19 @@ class ManagerCalls:
         return Merged(lambda: tuple(self._groups.leaders()), follower).messages()
 
     def add_to(self, server: aio.Server) -> None:
-        """Serve three methods; gRPC answers UNIMPLEMENTED to the others of the service."""
+        """Serve some methods; gRPC answers UNIMPLEMENTED to the others of the service."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "ResetPrefixCache": grpc.unary_unary_rpc_method_handler(
                 self.reset, pb.ResetPrefixCacheRequest.FromString, pb.ResetPrefixCacheResponse.SerializeToString
             ),
             "GetPool": grpc.unary_unary_rpc_method_handler(
                 self.pools, pb.GetPoolRequest.FromString, pb.GetPoolResponse.SerializeToString
+            ),
+            "ListPins": grpc.unary_unary_rpc_method_handler(
+                self.pins, pb.ListPinsRequest.FromString, pb.ListPinsResponse.SerializeToString
+            ),
+            "UnpinPrefix": grpc.unary_unary_rpc_method_handler(
+                self.unpin, pb.UnpinPrefixRequest.FromString, pb.UnpinPrefixResponse.SerializeToString
             ),
             "SubscribeKvEvents": grpc.unary_stream_rpc_method_handler(
                 self.events, pb.SubscribeKvEventsRequest.FromString, pb.SubscribeKvEventsResponse.SerializeToString

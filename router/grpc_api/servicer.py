@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Final, Protocol
 
-from common.errors import FieldViolation, InvalidRequest, NotFound, PermissionDenied
+from common.errors import FieldViolation, InvalidRequest, NotFound, PermissionDenied, Unsupported
 from common.limits import MAX_REPLY_BYTES
 from common.untrusted.ids import ID_WORDS, is_id
 from quire.inference.v1 import inference_pb2 as pb
@@ -172,6 +172,10 @@ class InferenceServicer(rpc.InferenceServiceServicer):
                     end_of_file=bool(piece.sha256),
                     sha256=piece.sha256,
                 )
+
+    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
+        """Raises Unsupported: the admin plane pins."""
+        raise Unsupported("Pin is for operators; ask the router's admin plane, as `quire pin` does")
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
         """Return each worker's load to an admin tenant: it shows what others do. Raises PermissionDenied."""

@@ -5,20 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from common.clock import Clock
 from common.errors import DeadlineExceeded, FieldViolation, InvalidRequest, QuireError, Unavailable
-from common.types import BlockHash, Candidate, Decision, DecisionKind, PoolIdentity
-from router.core.admission import check_deadline
+from common.types import Candidate, Decision, DecisionKind, PoolIdentity
+from router.core.admission import ANY_WORKER, PREDICTED, check_deadline
 from router.core.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_at
 from router.core.identity import is_complete
 from router.core.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
 from router.core.place_shares import PlaceShares
-from router.core.routing import TOO_LARGE, Choice, Outcome, PlacementRequest, Router, must_wait, places_of, verdict
+from router.core.routing import (
+    TOO_LARGE,
+    Choice,
+    Outcome,
+    PlacementRequest,
+    Router,
+    must_wait,
+    places_of,
+    soonest_first_token,
+    verdict,
+)
 from router.core.watchdog import waits_for_a_place
 from router.core.worker_model import WorkerModel
 from router.ports import DecisionSink, PrefixIndex
+from router.requests.jobs import Foresight, Job, Placement, WaitingJob
 from router.requests.reservation import LoadReservation
 from router.workers.client import WorkerClient
 from router.workers.pool import WorkerPool
@@ -29,73 +40,10 @@ log = logging.getLogger(__name__)
 PATIENCE_SECONDS = 10.0
 # Workers that the record of a wait names at most.
 _NAMED = 8
+# Seconds between two predictions of when a waiting job is hopeless.
+_LEAST_WAIT_S = 0.01
 # The id of a decision that is not taken.
 _FORESEEN = "foreseen"
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Sequences with the same tokens, to be placed at one worker.
-
-    `moved_because` says why they left their previous worker; it is empty for a new request. `owner` is that of the
-    caller.
-    """
-
-    request: PlacementRequest
-    block_hashes: Sequence[BlockHash]
-    priority: int
-    deadline: float | None
-    moved_because: str = ""
-    owner: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A worker for a job, with the load of each sequence reserved there; the caller submits them at once.
-
-    Every reservation must be released. `looked_up_ns` is when the prefix lookup ended; `index_answered` is False when
-    it had no answer.
-    """
-
-    worker_id: str
-    client: WorkerClient
-    reservations: tuple[LoadReservation, ...]
-    decision: Decision
-    looked_up_ns: int
-    index_answered: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Foresight:
-    """What would happen to a job that came now. It `leads` if it is served before the `before` jobs that wait."""
-
-    choice: Choice
-    leads: bool
-    before: int
-    index_answered: bool
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A job in the queue, the prefix hits that the index returned, and the future of its placement."""
-
-    job: Job
-    hits: Mapping[str, int] | None
-    looked_up_ns: int
-    placed: asyncio.Future[Placement] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.placed = asyncio.get_running_loop().create_future()
-
-    def fail(self, error: Exception) -> None:
-        if not self.placed.done():
-            self.placed.set_exception(error)
-
-    def discard(self) -> None:
-        """Release the placement; the caller is gone."""
-        if self.placed.done() and not self.placed.cancelled() and self.placed.exception() is None:
-            for reservation in self.placed.result().reservations:
-                reservation.release()
 
 
 class Dispatcher:
@@ -114,7 +62,7 @@ class Dispatcher:
         self._router, self._index, self._decisions = router, index, decisions
         self._clock, self._patience = clock, patience
         self._memory = OptimisticIndex()
-        self._queue: FairQueue[_Waiting] = FairQueue()
+        self._queue: FairQueue[WaitingJob] = FairQueue()
         self._in_use = PlaceShares()
         self._starving: asyncio.TimerHandle | None = None
         # The last choice by which a job had to wait: no worker could take it.
@@ -156,23 +104,59 @@ class Dispatcher:
         Unavailable when no worker has been usable for a while.
         """
         hits = await self._index.lookup(job.block_hashes) if job.block_hashes else None
-        waiting = _Waiting(job, hits, self._clock.time_ns())
+        waiting = WaitingJob(job, hits, self._clock.time_ns())
         ticket.sequences = job.request.sequences
         self._queue.join(ticket, waiting)
         self._serve_queue()
-        if not waiting.placed.done():
-            self._record_wait(job, ticket)
         try:
-            async with asyncio.timeout(self._seconds_left(job)):
-                return await waiting.placed
-        except BaseException as error:
+            if not waiting.placed.done():
+                self._check_wait(waiting, ticket)
+                self._record_wait(job, ticket)
+            return await self._placed_in_time(waiting)
+        except BaseException:
             self._queue.leave(ticket)
             # A placement may have come together with the timeout or the cancellation.
             waiting.discard()
             self._serve_queue()
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded("deadline exceeded while the request waited for a worker") from None
             raise
+
+    def _check_wait(self, waiting: WaitingJob, ticket: Ticket) -> None:
+        """Raise DeadlineExceeded for a new job that has to wait, if its first token is predicted to come too late.
+
+        The prediction has what is at the workers by now, which goes first unless the job has a higher priority than
+        most, or its tenant less than its share. A wait in the queue is not in it, and under load it is too short: what
+        it refuses would hardly have been in time (docs/decisions/0137).
+        """
+        job = waiting.job
+        if job.deadline is None or job.moved_because:
+            return
+        check_deadline(self._clock.monotonic(), job.deadline, self._soonest(waiting, self._passes(ticket)))
+
+    def _passes(self, ticket: Ticket) -> bool:
+        """Return whether a waiting job may go before sequences that are at the workers."""
+        shares = self._in_use.among(self._places(), self._queue.flows())
+        return ticket.priority > 0 or not shares.exceeded_by(ticket)
+
+    def _soonest(self, waiting: WaitingJob, has_room: bool) -> float:
+        job = waiting.job
+        hits, now = self._hits(job, waiting.hits), self._clock.monotonic()
+        return soonest_first_token(job.request, self._pool.models(), hits, now, has_room)
+
+    async def _placed_in_time(self, waiting: WaitingJob) -> Placement:
+        """Return the placement. Raises DeadlineExceeded once even a worker that is free would be too late."""
+        deadline = waiting.job.deadline
+        if deadline is None:
+            return await waiting.placed
+        while True:
+            left = deadline - self._clock.monotonic()
+            soonest = 0.0 if waiting.placed.done() else self._soonest(waiting, has_room=True)
+            if left <= 0.0 and not waiting.placed.done():
+                raise DeadlineExceeded("deadline exceeded while the request waited for a worker")
+            if soonest > left:
+                raise DeadlineExceeded(f"{left:.3f} s are left, and {PREDICTED} {soonest:.3f} s {ANY_WORKER}")
+            done, _ = await asyncio.wait([waiting.placed], timeout=max(left - soonest, _LEAST_WAIT_S))
+            if done:
+                return waiting.placed.result()
 
     async def foresee(self, job: Job, flow: Flow) -> Foresight:
         """Return what `place` would do with a job now. Nothing is queued, reserved, remembered or recorded."""
@@ -183,7 +167,9 @@ class Dispatcher:
         request = replace(job.request, entitled=not shares.exceeded_by(ticket))
         choice = self._choose(job, request, hits, _FORESEEN)
         leads, before = self._queue.leads(ticket, shares.exceeded_by), self._queue.before(job.priority)
-        return Foresight(choice, leads, before, hits is not None or not job.block_hashes)
+        passes = ticket.priority > 0 or not shares.exceeded_by(ticket)
+        soonest = self._soonest(WaitingJob(job, hits, 0), passes)
+        return Foresight(choice, leads, before, hits is not None or not job.block_hashes, soonest)
 
     def waits(self) -> tuple[str, object]:
         """Return in words what waits for a place that is free, and what differs after each placement."""
@@ -230,7 +216,7 @@ class Dispatcher:
                 waiting.fail(error)
         self._fed()
 
-    def _serve(self, ticket: Ticket, waiting: _Waiting, entitled: bool) -> bool:
+    def _serve(self, ticket: Ticket, waiting: WaitingJob, entitled: bool) -> bool:
         """Place one job; return False when it has to wait."""
         request = replace(waiting.job.request, entitled=entitled)
         choice = self._choose(waiting.job, request, waiting.hits)
@@ -282,14 +268,18 @@ class Dispatcher:
         decision_id: str = "",
         among: Sequence[WorkerModel] | None = None,
     ) -> Choice:
+        workers = self._pool.models() if among is None else among
+        return self._router.route(request, workers, self._hits(job, published), self._pool.absent(), decision_id)
+
+    def _hits(self, job: Job, published: Mapping[str, int] | None) -> dict[str, int]:
+        """Return the leading blocks that each worker has, as the index or the router's own memory says."""
         age = MEMORY_SECONDS if published is None else BURST_SECONDS
         hits = self._memory.lookup(job.block_hashes, self._clock.monotonic(), age)
         for name, blocks in (published or {}).items():
             hits[name] = max(blocks, hits.get(name, 0))
-        workers = self._pool.models() if among is None else among
-        return self._router.route(request, workers, hits, self._pool.absent(), decision_id)
+        return hits
 
-    def _settle(self, waiting: _Waiting, choice: Choice, flow: Flow) -> None:
+    def _settle(self, waiting: WaitingJob, choice: Choice, flow: Flow) -> None:
         """Record the decision; set the placement, or the error that refuses the job."""
         self._settled += 1
         job = waiting.job
@@ -302,7 +292,9 @@ class Dispatcher:
         try:
             if choice.worker is None:
                 raise _too_large(decision)
-            check_deadline(self._clock.monotonic(), job.deadline, choice.first_token_s)
+            # A higher priority passes most of what is at the worker.
+            predicted = choice.work_s if job.priority > 0 else choice.first_token_s
+            check_deadline(self._clock.monotonic(), job.deadline, predicted)
             client = self._pool.client(choice.worker)
         except QuireError as refused:
             waiting.fail(refused)
@@ -416,9 +408,6 @@ class Dispatcher:
         troubles = [(model.worker_id, model.trouble(now)) for model in self._pool.models()]
         known += [f"{name} is {trouble[0].value}: {trouble[1]}" for name, trouble in troubles if trouble]
         return Unavailable(f"no worker for {self._patience:g} s: {'; '.join(known) or 'none is known'}")
-
-    def _seconds_left(self, job: Job) -> float | None:
-        return None if job.deadline is None else max(0.0, job.deadline - self._clock.monotonic())
 
 
 def _too_large(decision: Decision) -> InvalidRequest:

@@ -14,7 +14,8 @@ from router.core.embedding import check_kind
 from router.core.events import ValidatedRequest
 from router.core.identity import is_complete
 from router.core.routing import TIE_SECONDS, Choice, Outcome
-from router.requests.dispatcher import Dispatcher, Foresight, Job, reasons_against
+from router.requests.dispatcher import Dispatcher, reasons_against
+from router.requests.jobs import Foresight, Job
 from router.requests.run import Prefix, placement_of
 
 
@@ -76,7 +77,7 @@ class Explainer:
         hashes = prefix.block_hashes if request.takes_hits else ()
         job = Job(placement_of(request, len(prefix.tokens), request.sampling.n), hashes, request.priority, None)
         foresight = await self._dispatcher.foresee(job, request.flow)
-        outcome, reason = self._refusal(request) or _foreseen(foresight) or self._lateness(foresight, seconds)
+        outcome, reason = self._refusal(request) or self._outcome(foresight, seconds, request.priority)
         return Explanation(outcome, reason, foresight, request, identity.block_size, len(hashes) * identity.block_size)
 
     def _refusal(self, request: ValidatedRequest) -> tuple[Foreseen, str] | None:
@@ -89,13 +90,19 @@ class Explainer:
             return Foreseen.REFUSED, f"{refused.violation.subject}: {refused.violation.description}"
         return None
 
-    def _lateness(self, foresight: Foresight, seconds: float | None) -> tuple[Foreseen, str]:
+    def _outcome(self, foresight: Foresight, seconds: float | None, priority: int) -> tuple[Foreseen, str]:
+        outcome, reason = _foreseen(foresight) or (Foreseen.PLACED, "")
+        choice = foresight.choice
+        at_once = choice.work_s if priority > 0 else choice.first_token_s
+        predicted = {Foreseen.PLACED: at_once, Foreseen.QUEUED: foresight.soonest_s}
+        if outcome not in predicted:
+            return outcome, reason
         now = self._clock.monotonic()
         try:
-            check_deadline(now, None if seconds is None else now + seconds, foresight.choice.first_token_s)
+            check_deadline(now, None if seconds is None else now + seconds, predicted[outcome])
         except DeadlineExceeded as late:
             return Foreseen.TOO_LATE, str(late)
-        return Foreseen.PLACED, ""
+        return outcome, reason
 
 
 def _foreseen(foresight: Foresight) -> tuple[Foreseen, str] | None:

@@ -11,7 +11,8 @@ from router.core.domains_seen import DomainsSeen
 from router.core.embedding import check_kind
 from router.core.worker_events import Lost
 from router.observe.recorder import Recorder
-from router.requests.dispatcher import Dispatcher, Job, Placement
+from router.requests.dispatcher import Dispatcher
+from router.requests.jobs import Job, Placement
 from router.requests.output_stream import EXPIRED
 from router.requests.probation import Probation
 from router.requests.run import Prefix, RequestRun, Running, of_sequence, placement_request_of, submission_of

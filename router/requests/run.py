@@ -29,8 +29,8 @@ from router.core.worker_events import (
 )
 from router.observe.request_tap import EndedSequence
 from router.observe.request_trace import RequestTrace
-from router.requests.dispatcher import Placement
 from router.requests.inbox import Aborted, Expired, Inbox, Revoked, Stopped, Turns
+from router.requests.jobs import Placement
 from router.requests.output_stream import OutputStream
 from router.requests.probation import Turn
 from router.requests.reservation import LoadReservation
@@ -328,6 +328,7 @@ def placement_of(
         max_tokens=request.max_len - tokens,
         sequences=sequences,
         traceparent=traceparent,
+        avoids=request.avoids,
     )
 
 

@@ -31,7 +31,7 @@ MODULES = {
 QUIET = 0.05
 # Answers of methods with these names come until the caller leaves.
 ENDLESS = ("Subscribe", "Watch")
-PASSED_ON = {"ResetPrefixCache", "SubscribeKvEvents"}
+PASSED_ON = {"ResetPrefixCache", "SubscribeKvEvents", "ListPins", "UnpinPrefix"}
 
 
 def methods(modules: list[Any]) -> list[Any]:
@@ -45,7 +45,8 @@ def name(method: Any) -> str:
 
 
 CASES = [(where, method) for where, modules in MODULES.items() for method in methods(modules)]
-# The admin plane passes these on to the KV manager.
+# The admin plane answers this one, and passes others on to the KV manager.
+CASES += [("admin", method) for method in methods([inference_pb2]) if method.name == "Pin"]
 CASES += [("admin", method) for method in methods([kvmanager_pb2]) if method.name in PASSED_ON]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from router.core.admission import PREDICTED
+from router.core.admission import ANY_WORKER, PREDICTED
 from router.core.diagnosis.causes import Cause, advice_for
 from router.core.diagnosis.outcome import Outcome
 from router.core.diagnosis.story import REFUSED_BY_MANAGER, Story
@@ -32,6 +32,13 @@ _BY_REASON: Final = {
     "UNAVAILABLE": Cause.NO_WORKER,
     "INVALID_REQUEST": Cause.TOO_LARGE,
 }
+
+
+def end_words(cause: Cause, outcome: Outcome) -> str:
+    """Return how the sentence about the end begins."""
+    if cause is Cause.HOPELESS_DEADLINE and ANY_WORKER in outcome.failure:
+        return "It waited for a worker until its deadline was hopeless,"
+    return END_WORDS[cause]
 
 
 def end_cause(outcome: Outcome) -> Cause | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from router.core.diagnosis.causes import NOTHING, Cause, advice_for
-from router.core.diagnosis.ends import END_WORDS, end_cause, refusal_verdict
+from router.core.diagnosis.ends import end_cause, end_words, refusal_verdict
 from router.core.diagnosis.narrative import steps_of
 from router.core.diagnosis.outcome import Outcome, Phase
 from router.core.diagnosis.phases import LABELS, WORK, cause_of, phrase, unknown_words
@@ -152,7 +152,7 @@ def _unknown_sentence(
 
 def _end_verdict(ended: Cause, story: Story, outcome: Outcome, phases: tuple[PhaseSpan, ...]) -> Verdict:
     """Return why a request ended early, and where its time went until then."""
-    words = f"{END_WORDS[ended]} after {duration(outcome.total_s)}"
+    words = f"{end_words(ended, outcome)} after {duration(outcome.total_s)}"
     if ended in (Cause.REFUSED, Cause.TOO_LARGE, Cause.HOPELESS_DEADLINE, Cause.NO_WORKER, Cause.FAILED):
         sentence = f"{words}: {outcome.failure}."
         return Verdict(ended, 0.0, sentence, _worth_saying(story, outcome, phases), advice_for(ended))

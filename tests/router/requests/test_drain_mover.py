@@ -9,8 +9,8 @@ import pytest
 
 from common.clock import ManualClock
 from router.core.worker_model import Capacity, Load, WorkerModel
-from router.requests.dispatcher import Placement
 from router.requests.drain_mover import DrainMover
+from router.requests.jobs import Placement
 from router.requests.placing import Placer
 from router.requests.run import RequestRun, Running
 from router.workers.pool import WorkerPool

@@ -12,7 +12,7 @@ from common.types import DecisionKind
 from router.core.fair_queue import PASSED_SECONDS
 from router.core.routing import PlacementRequest
 from router.core.worker_model import Capacity, Load, WorkerModel
-from router.requests.dispatcher import Job
+from router.requests.jobs import Job
 from router.requests.reservation import LoadReservation
 from router.workers.client import WorkerClient
 from tests.support.router.fake_worker import FakeWorker

@@ -208,6 +208,14 @@ def test_a_hopeless_deadline_says_the_prediction() -> None:
     assert found.sentence == f"Refused, because its deadline was hopeless, after 1.0 ms: {words}."
 
 
+def test_a_deadline_that_became_hopeless_in_the_queue_says_that_it_waited() -> None:
+    words = "0.100 s are left, and the first token is predicted in 2.300 s even at a worker that is free, and none is"
+    late = Outcome(ended="DEADLINE_EXCEEDED", failure=words, before=seconds(queue=4.0))
+    found = asked(late, routed()).verdict
+    assert found.cause is Cause.HOPELESS_DEADLINE
+    assert found.sentence == f"It waited for a worker until its deadline was hopeless, after 4.0 s: {words}."
+
+
 @pytest.mark.parametrize(
     ("reason", "failure", "cause"),
     [

@@ -1,0 +1,81 @@
+"""Sequences that want a worker: what they ask for, how they wait, and the place that they get."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from common.types import BlockHash, Decision
+from router.core.routing import Choice, PlacementRequest
+from router.requests.reservation import LoadReservation
+from router.workers.client import WorkerClient
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Sequences with the same tokens, to be placed at one worker.
+
+    `moved_because` says why they left their previous worker; it is empty for a new request. `owner` is that of the
+    caller.
+    """
+
+    request: PlacementRequest
+    block_hashes: Sequence[BlockHash]
+    priority: int
+    deadline: float | None
+    moved_because: str = ""
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A worker for a job, with the load of each sequence reserved there; the caller submits them at once.
+
+    Every reservation must be released. `looked_up_ns` is when the prefix lookup ended; `index_answered` is False when
+    it had no answer.
+    """
+
+    worker_id: str
+    client: WorkerClient
+    reservations: tuple[LoadReservation, ...]
+    decision: Decision
+    looked_up_ns: int
+    index_answered: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """What would happen to a job that came now. It `leads` if it is served before the `before` jobs that wait.
+
+    `soonest_s` are predicted seconds to its first token where it has to wait for a worker.
+    """
+
+    choice: Choice
+    leads: bool
+    before: int
+    index_answered: bool
+    soonest_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class WaitingJob:
+    """A job in the queue, the prefix hits that the index returned, and the future of its placement."""
+
+    job: Job
+    hits: Mapping[str, int] | None
+    looked_up_ns: int
+    placed: asyncio.Future[Placement] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.placed = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: Exception) -> None:
+        if not self.placed.done():
+            self.placed.set_exception(error)
+
+    def discard(self) -> None:
+        """Release the placement; the caller is gone."""
+        if self.placed.done() and not self.placed.cancelled() and self.placed.exception() is None:
+            for reservation in self.placed.result().reservations:
+                reservation.release()
