@@ -43,11 +43,15 @@ ASKS = st.builds(
 
 @dataclass
 class Content:
-    """What the second implementation knows of one hash. `released` is None while the content is in use."""
+    """What the second implementation knows of one hash. `released` is None while the content is in use.
+
+    `stamp` is when it was released, or unpinned while it was cached.
+    """
 
     parent: BlockHash
     users: int = 1
     released: int | None = None
+    stamp: int = 0
     terms: list[tuple[int, float, str]] = field(default_factory=list)
 
     def priority(self, now: float) -> int:
@@ -61,20 +65,24 @@ class Naive:
 
     def __init__(self) -> None:
         self.contents: dict[BlockHash, Content] = {}
+        self.pinned: list[BlockHash] = []
         self.time = 0
 
     def leaves(self) -> list[BlockHash]:
         parents = {each.parent for each in self.contents.values()}
         return [key for key, each in self.contents.items() if each.released is not None and key not in parents]
 
+    def rank(self, key: BlockHash, now: float) -> int:
+        return 101 if key in self.pinned else self.contents[key].priority(now)
+
     def victims(self, now: float) -> tuple[list[BlockHash], bool]:
         """Return the contents one of which goes next, and whether the policy chooses among them."""
-        ranked = {key: self.contents[key].priority(now) for key in self.leaves()}
+        ranked = {key: self.rank(key, now) for key in self.leaves()}
         early = [key for key, priority in ranked.items() if priority < 35]
         usual = [key for key, priority in ranked.items() if priority == 35]
         if usual and not early:
             return usual, True
-        first = min(early or ranked, key=lambda key: (ranked[key], self.contents[key].released))
+        first = min(early or ranked, key=lambda key: (ranked[key], self.contents[key].stamp))
         return [first], False
 
     def use(self, key: BlockHash, parent: BlockHash) -> None:
@@ -115,22 +123,70 @@ class Naive:
         if content.users:
             return
         self.time += 1
-        content.released = self.time
+        content.released = content.stamp = self.time
+        self._expire(now)
+        if key not in self.pinned and content.priority(now) > 35:
+            self._make_room(content.terms[0][2], tenants, now)
+
+    @property
+    def most_of_all(self) -> int:
+        return max(0, ALL_TENANTS - len(self.pinned))
+
+    def retained(self, now: float) -> list[Content]:
+        cached = [key for key, each in self.contents.items() if each.released is not None and key not in self.pinned]
+        return [self.contents[key] for key in cached if self.contents[key].priority(now) > 35]
+
+    def _expire(self, now: float) -> None:
         for each in self.contents.values():
             if each.released is not None:
                 each.terms = [term for term in each.terms if term[1] > now]
-        if content.priority(now) > 35:
-            self._make_room(content.terms[0][2], tenants, now)
+
+    def pin(self, keys: list[BlockHash], tenants: str, now: float) -> None:
+        """Pin these contents alone. One that is pinned no more, or pinned now, is as if it were cached just now."""
+        for key in [each for each in self.pinned if each not in keys]:
+            self.pinned.remove(key)
+            if self._stamped(key):
+                self._expire(now)
+                content = self.contents[key]
+                if content.priority(now) > 35:
+                    self._make_room(content.terms[0][2], tenants, now)
+        for key in keys:
+            if key not in self.pinned:
+                self.pinned.append(key)
+                if self._stamped(key):
+                    self._expire(now)
+
+    def _stamped(self, key: BlockHash) -> bool:
+        """Note the time of a content if it is cached, and return whether it is."""
+        content = self.contents.get(key)
+        if content is None or content.released is None:
+            return False
+        self.time += 1
+        content.stamp = self.time
+        return True
+
+    def surplus(self, tenants: str, now: float) -> list[Content]:
+        """Return the contents one of which falls back next because pins leave too little room; none: they fit."""
+        retained = self.retained(now)
+        if len(retained) <= self.most_of_all:
+            return []
+        of = {name: [each for each in retained if each.terms[0][2] == name] for name in tenants}
+        most = max(map(len, of.values()))
+        return [min(each, key=lambda content: content.stamp) for each in of.values() if len(each) == most]
 
     def _make_room(self, tenant: str, tenants: str, now: float) -> None:
-        retained = [each for each in self.contents.values() if each.released is not None and each.priority(now) > 35]
+        retained = self.retained(now)
         of = {name: [each for each in retained if each.terms[0][2] == name] for name in tenants}
         largest = max(tenants, key=lambda name: (len(of[name]), name == tenant))
         if len(of[tenant]) > MOST:
             largest = tenant
-        elif len(retained) <= ALL_TENANTS:
+        elif len(retained) <= self.most_of_all:
             return
-        min(of[largest], key=lambda each: each.released or 0).terms.clear()
+        min(of[largest], key=lambda each: each.stamp).terms.clear()
+
+
+def chain_of(path: list[int]) -> Chain:
+    return tuple(BlockHash(bytes(path[: depth + 1]).ljust(16, b".")) for depth in range(len(path)))
 
 
 @dataclass
@@ -165,7 +221,7 @@ class Machine(RuleBasedStateMachine):
         tenant=st.sampled_from("ab"),
     )
     def request_begins(self, path: list[int], asks: list[RetainedBlocks], tenant: str) -> None:
-        chain = tuple(BlockHash(bytes(path[: depth + 1]).ljust(16, b".")) for depth in range(len(path)))
+        chain = chain_of(path)
         state, now = self.state, self.clock.monotonic()
         pool, hits = state.block_pool, state.cache.longest(chain, len(chain))
         fresh = len(chain) - len(hits)
@@ -220,6 +276,22 @@ class Machine(RuleBasedStateMachine):
             self.state.release((BlockId(block),))
             self.naive.release(key, "ab", now)
 
+    @rule(path=st.lists(st.integers(0, 1), max_size=3), other=st.lists(st.integers(0, 1), max_size=1))
+    def operator_pins(self, path: list[int], other: list[int]) -> None:
+        """Pin the blocks of a prompt or two, and no others."""
+        now, chains = self.clock.monotonic(), [chain_of(path), chain_of(other)]
+        keys = list(dict.fromkeys(key for chain in chains for key in chain))
+        retention = self.state.retention
+        retention.expire()
+        retention.pin(dict.fromkeys(keys, "op"))
+        self.naive.pin(keys, "ab", now)
+        while candidates := self.naive.surplus("ab", now):
+            held = {each.hash for each in retention.held.values()}
+            contents = self.naive.contents
+            gone = [each for each in candidates if next(k for k in contents if contents[k] is each) not in held]
+            assert gone, "the first one falls back of a tenant that retains the most"
+            gone[0].terms.clear()
+
     @rule(seconds=st.sampled_from((0.5, 1.0, 9.0, 40.0)))
     def time_passes(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -231,7 +303,8 @@ class Machine(RuleBasedStateMachine):
         assert set(self.state.cache.entries) == set(self.naive.contents)
         cached = {key: each for key, each in self.naive.contents.items() if each.released is not None}
         assert {self.state.blocks.hash[block] for block in self.state.block_pool.cached} == set(cached)
-        expected = {key: each.priority(now) for key, each in cached.items() if each.priority(now) != 35}
+        ranked = {key: self.naive.rank(key, now) for key in cached}
+        expected = {key: priority for key, priority in ranked.items() if priority != 35}
         assert {each.hash: each.priority for each in self.state.retention.held.values()} == expected
         pool, blocks = self.state.block_pool, self.state.blocks
         assert len(pool.free) + len(pool.cached) + pool.in_use == len(blocks)
