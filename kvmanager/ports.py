@@ -82,8 +82,8 @@ class IndexStore(Protocol):
         """Return what `write_pins` wrote last; None: nothing."""
         ...
 
-    async def size_of_pins(self) -> int:
-        """Return the number of bytes that `read_pins` would return."""
+    async def has_pins(self) -> bool:
+        """Return whether `read_pins` would return something."""
         ...
 
     async def write_pins(self, epoch: int, value: bytes) -> None:

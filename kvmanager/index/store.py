@@ -123,9 +123,9 @@ class RedisIndexStore:
             found: bytes | None = await self._redis.get(self._pins)
         return found
 
-    async def size_of_pins(self) -> int:
+    async def has_pins(self) -> bool:
         with unavailable():
-            return int(await cast("Awaitable[int]", self._redis.strlen(self._pins)))
+            return bool(await self._redis.exists(self._pins))
 
     async def write_pins(self, epoch: int, value: bytes) -> None:
         await self._call(self._keep_pins, epoch, [self._pins], [value])

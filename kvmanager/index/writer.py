@@ -107,10 +107,10 @@ class IndexWriter:
         store = self._namespace.store if self._namespace else None
         return await store.read_pins() if store is not None else None
 
-    async def size_of_pins(self) -> int | None:
-        """Return the bytes of the stored pins; None without Redis. Raises IndexUnavailable."""
+    async def has_lost_pins(self) -> bool:
+        """Return whether Redis has no pins. Raises IndexUnavailable."""
         store = self._namespace.store if self._namespace else None
-        return await store.size_of_pins() if store is not None else None
+        return store is not None and not await store.has_pins()
 
     async def write_pins(self, value: bytes) -> None:
         """Store the pins. Raises IndexUnavailable, FenceLost until the publisher has renewed the fence, StaleEpoch."""

@@ -134,7 +134,7 @@ class OperatorPins:
         over = {each.name for each in book.pins} - {each.name for each in book.live(self._now())}
         if over:
             await self._change(book.live(self._now()), f"over: {', '.join(sorted(over))}")
-        elif len(book) and await self._index.size_of_pins() not in (None, len(self._written)):
+        elif len(book) and await self._index.has_lost_pins():
             await self._index.write_pins(self._written)
             log.warning("Redis had lost the pins; it has them again")
 

@@ -102,6 +102,8 @@ async def test_every_figure_of_ours_is_looked_at(exposed: dict[str, Exposed]) ->
         "quire:kept_requests_left_out",
         "quire:prefix_cache_partial_hit_tokens",  # the dashboard has how often a part of a block was copied
         "quire:kv_retained_blocks",  # a part of the cached blocks; the dashboard has those that went all the same
+        "quire:kv_kept_pinned_blocks",  # likewise, and `quire pins` shows them
+        "quire:pinned_prefixes",
         "quire:decision_log_records",  # of a log that is an option; docker/OPERATING.md says what a drop means
         "quire:decision_log_dropped",
         "quire:decision_log_bytes",
