@@ -11,7 +11,17 @@ import random
 
 from bench.lib.checkpoints import MAX_MODEL_LEN
 from bench.lib.harness import parser, report
-from cli.block_size.accounting import BLOCK_SIZES, Lengths, contiguous_waste, count_waste, paged_waste
+from cli.block_size.accounting import (
+    BLOCK_SIZES,
+    Lengths,
+    contiguous_waste,
+    count_pressed,
+    count_waste,
+    paged_waste,
+)
+
+# Of some 1,500 that the sequences of the mixed workload would use at once.
+PRESSED_BLOCKS = (400, 1000)
 
 
 def mixed_requests(count: int, seed: int) -> list[Lengths]:
@@ -46,6 +56,9 @@ def main() -> None:
         figures[f"runway_block{block_size}"] = waste.runway_share
         notes[f"waste_block{block_size}"] = "mixed workload: slots in rows without a token over slots with one"
         notes[f"runway_block{block_size}"] = "slots leased ahead of need over slots with a token"
+    for blocks in PRESSED_BLOCKS:
+        figures[f"runway_pressed_{blocks}"] = count_pressed(16, requests, blocks).runway_share
+        notes[f"runway_pressed_{blocks}"] = f"the same in blocks of 16, of which {blocks} make others wait for blocks"
     figures["naive_waste_fraction"] = waste.contiguous_share(MAX_MODEL_LEN)
     report("waste", figures, notes, args.json)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -55,12 +56,13 @@ def contiguous_waste(lengths: Sequence[int], maximum: int) -> int:
 
 @dataclass(slots=True)
 class Waste:
-    """Sums over all steps of a run, in slots; `rows` counts the sequences of each step."""
+    """Sums over all steps of a run, in slots; `rows` counts the sequences of each step, `steps` idle ones too."""
 
     used: int = 0
     in_rows: int = 0
     leased: int = 0
     rows: int = 0
+    steps: int = 0
 
     @property
     def share(self) -> float:
@@ -80,23 +82,43 @@ class Waste:
 def count_waste(block_size: int, requests: Sequence[Lengths]) -> Waste:
     """Serve requests of these lengths, MAX_NUM_SEQS at a time, and add the waste up over every step."""
     blocks = _slots([MAX_NUM_SEQS * (prompt + output + _LARGEST_BLOCK) for prompt, output in requests]) // block_size
+    return _served(block_size, requests, blocks)[0]
+
+
+def count_pressed(block_size: int, requests: Sequence[Lengths], blocks: int) -> Waste:
+    """Serve the same from a pool of so many blocks; add up the steps alone before which a sequence lacked blocks."""
+    return _served(block_size, requests, blocks)[1]
+
+
+def count_steps(block_size: int, requests: Sequence[Lengths], blocks: int, delay: int) -> int:
+    """Return the steps that it takes to serve them, where a report is answered so many steps later."""
+    return _served(block_size, requests, blocks, delay)[0].steps
+
+
+def _served(block_size: int, requests: Sequence[Lengths], blocks: int, delay: int = 0) -> tuple[Waste, Waste]:
+    """Return the waste of all steps, and of those before which a sequence lacked blocks."""
     agent = LeaseAgent(AgentConfig(blocks, block_size, max_num_seqs=MAX_NUM_SEQS))
     ledger = new_ledger(LedgerConfig(blocks, block_size, max_num_seqs=MAX_NUM_SEQS))
     agent.inventory()
     agent.attached(0)
     for index, lengths in enumerate(requests, start=1):
         agent.submit(_sequence(index, lengths))
-    waste = Waste()
+    waste, pressed, reports = Waste(), Waste(), deque[tuple[int, Report]]()
     while agent.has_work:
         if (said := agent.take_report()) is not None:
-            ledger.apply(said)
+            reports.append((waste.steps + delay, said))
+        while reports and reports[0][0] <= waste.steps:
+            ledger.apply(reports.popleft()[1])
             if (batch := ledger.schedule()) is not None:
                 agent.apply(batch)
         plan = agent.plan()
+        waste.steps += 1
         if plan is not None:
             _add_step(waste, plan, ledger, block_size)
+            if ledger.pool().capacity or ledger.state.live_stalled():
+                _add_step(pressed, plan, ledger, block_size)
             agent.complete(StepResult(plan.step, {row.sequence: (1,) for row in plan.rows if row.samples}))
-    return waste
+    return waste, pressed
 
 
 def _slots(needed: Sequence[int]) -> int:

@@ -113,7 +113,8 @@ class Ledger:
         """Return the bounds of the lease pool, and how many sequences are stalled."""
         state = self.state
         stalled = len(state.live_stalled())
-        return runway.runway_terms(state.config, state.lease_want, stalled, state.growth, state.running), stalled
+        growth, pressed = state.growth, state.blocked_by == "capacity"
+        return runway.runway_terms(state.config, state.lease_want, stalled, growth, state.running, pressed), stalled
 
     # ------------------------------------------------------------ operators
 

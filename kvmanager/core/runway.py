@@ -2,14 +2,17 @@
 
 The worker reports how many blocks its running sequences will bind within the next `runway_slots` slots. That many are
 leased, from free blocks and then by evicting. Up to `runway_reach` slots more come from free blocks alone, and only
-while no sequence waits for blocks.
+while no sequence waits for blocks. While one does, a third of the slots must do: the others are worth more to it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvmanager.core.config import LedgerConfig
+
+PRESSED: Final = 3
+"""The part of the worker's want that is leased while a sequence waits for blocks: one in so many."""
 
 
 class RunwayTerms(NamedTuple):
@@ -19,12 +22,16 @@ class RunwayTerms(NamedTuple):
     reach: int
 
 
-def runway_terms(config: LedgerConfig, lease_want: int, stalled: int, growth: int, running: int) -> RunwayTerms:
-    """Return the bounds of the lease pool.
+def runway_terms(
+    config: LedgerConfig, lease_want: int, stalled: int, growth: int, running: int, pressed: bool = False
+) -> RunwayTerms:
+    """Return the bounds of the lease pool. With `pressed`, a sequence waits for blocks.
 
     At least the number of stalled sequences, at most `growth`, the blocks by which all running sequences may still
     grow: so a request that needs the whole pool can run alone.
     """
+    if pressed:
+        lease_want = -(-lease_want // PRESSED)
     want = min(max(lease_want, stalled), growth)
     further = running * (config.runway_reach - config.runway_slots) // config.block_size
     return RunwayTerms(want, min(growth, want + further))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cli.block_size.accounting import Waste, contiguous_waste, count_waste, paged_waste
+from bench.waste import mixed_requests
+from cli.block_size.accounting import Waste, contiguous_waste, count_pressed, count_steps, count_waste, paged_waste
+from kvmanager.core import runway
 
 
 def test_three_sequences_waste_5288_contiguous_slots_and_424_paged_ones() -> None:
@@ -34,6 +36,27 @@ def test_a_small_workload_adds_up_by_hand() -> None:
 def test_a_pool_grows_with_the_longest_request() -> None:
     """200,000 tokens are more than the least pool has slots; a step takes 2048 of them."""
     assert count_waste(256, [(200_000, 1)]).rows == 98
+
+
+MIXED = mixed_requests(256, seed=0)
+
+
+@pytest.mark.parametrize("blocks", [400, 1000])
+def test_under_pressure_the_runway_is_at_most_three_percent(blocks: int) -> None:
+    """64 sequences would use some 1,500 blocks: others wait for blocks at most steps."""
+    pressed = count_pressed(16, MIXED, blocks)
+    assert pressed.rows > 0.8 * count_waste(16, MIXED).rows
+    assert pressed.runway_share <= 0.03
+
+
+@pytest.mark.parametrize(("blocks", "delay"), [(400, 3), (1000, 1)])
+def test_the_smaller_runway_under_pressure_costs_no_steps(
+    blocks: int, delay: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report is answered so many steps later."""
+    smaller = count_steps(16, MIXED, blocks, delay)
+    monkeypatch.setattr(runway, "PRESSED", 1)
+    assert smaller <= 1.02 * count_steps(16, MIXED, blocks, delay)
 
 
 def test_the_runway_is_counted_apart() -> None:

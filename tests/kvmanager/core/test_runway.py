@@ -23,6 +23,11 @@ def test_terms(want: int, stalled: int, growth: int, running: int, terms: Runway
     assert runway_terms(LedgerConfig(100, 16), want, stalled, growth, running) == terms
 
 
+@pytest.mark.parametrize(("want", "stalled", "leased"), [(9, 0, 3), (10, 0, 4), (1, 0, 1), (9, 5, 5), (0, 0, 0)])
+def test_a_third_of_the_want_must_do_while_a_sequence_waits_for_blocks(want: int, stalled: int, leased: int) -> None:
+    assert runway_terms(LedgerConfig(100, 16), want, stalled, 50, 2, pressed=True).want == leased
+
+
 @pytest.mark.parametrize(
     ("last_sent", "refill", "pressed", "leased", "target"),
     [
