@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from common.errors import FieldViolation, InvalidRequest, NotFound
-from common.limits import MAX_PINNED_BLOCKS, MAX_PINS
+from common.limits import MAX_PIN_NAME_CHARS, MAX_PINNED_BLOCKS, MAX_PINS
 from common.types import BlockHash
 from kvmanager.core.config import MOST_RETAINED
 
@@ -99,7 +99,7 @@ class PinBook:
     def without(self, name: str) -> tuple[Pin, ...]:
         """Return all pins but this one. Nothing is changed. Raises NotFound."""
         if name not in self._pins:
-            raise NotFound(f"there is no pin {name}; `quire pins` lists them")
+            raise NotFound(f"there is no pin {name[:MAX_PIN_NAME_CHARS]}; `quire pins` lists them")
         return tuple(each for each in self.pins if each.name != name)
 
     def live(self, now: float) -> tuple[Pin, ...]:

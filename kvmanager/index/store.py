@@ -120,8 +120,7 @@ class RedisIndexStore:
 
     async def read_pins(self) -> bytes | None:
         with unavailable():
-            found: bytes | None = await self._redis.get(self._pins)
-        return found
+            return cast("bytes | None", await self._redis.get(self._pins))
 
     async def has_pins(self) -> bool:
         with unavailable():

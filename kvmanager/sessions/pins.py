@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 # Seconds between two looks at Redis: it may have been wiped, and has then to get the pins again.
 _LOOK_S: Final = 10.0
 _RETRY_S: Final = 1.0
+_LEAST_PAUSE_S: Final = 0.05
 # A stored value with more bytes is none that a manager has written.
 _MOST_BYTES: Final = MAX_PINNED_BLOCKS * KEY_BYTES * 2 + MAX_PINS * 4 * (MAX_PIN_NAME_CHARS + MAX_PINNED_TENANT_CHARS)
 
@@ -110,21 +111,21 @@ class OperatorPins:
         """Read the pins once there is a namespace, end those that are over, and write them where Redis lost them."""
         while True:
             self._wake.clear()
-            pause = _LOOK_S
             try:
                 async with self._changing:
                     await self._round()
-                self._unreachable = False
+                self._unreachable, pause = False, self._until_next_end()
             except (IndexUnavailable, FenceLost, StaleEpoch, Unavailable) as error:
                 if not self._unreachable:
                     log.warning("the pins cannot be read or written now: %s", error)
                 self._unreachable, pause = True, _RETRY_S
-            end = self._manager.pins.next_end()
-            if end is not None:
-                pause = min(pause, max(0.05, end - self._now()))
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
+
+    def _until_next_end(self) -> float:
+        end = self._manager.pins.next_end()
+        return _LOOK_S if end is None else min(_LOOK_S, max(_LEAST_PAUSE_S, end - self._now()))
 
     async def _round(self) -> None:
         if not self._leading.leads() or self._index.namespace is None:

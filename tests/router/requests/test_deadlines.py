@@ -26,8 +26,8 @@ from tests.support.router.frontend_harness import CLOCK, Harness, frontend_over,
 FAR = 1000.0
 
 
-def due(seconds: float, **changes: int) -> Job:
-    return replace(job(), deadline=CLOCK.monotonic() + seconds, **changes)
+def due(seconds: float, priority: int = 0) -> Job:
+    return replace(job(), deadline=CLOCK.monotonic() + seconds, priority=priority)
 
 
 def measured(harness: Harness, prefill: float, step: float = 0.0, running: int = 2) -> WorkerModel:
