@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
 from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command
-from cli.prompts import chat_of, text_of, token_ids_of
 from cli.views.explain import ExplainView
 from common.errors import FieldViolation, InvalidRequest
 from quire.client import Message, Options
@@ -23,6 +26,8 @@ from quire.decision.v1 import decision_pb2_grpc as rpc
 _PATIENCE_S: Final = 30.0
 # Fields of a request that have a flag.
 _FLAGS: Final = frozenset({"max_tokens", "n", "priority", "salt", "tenant", "deadline_seconds"})
+# Keys of a body of /v1/chat/completions that count here.
+_OF_BODY: Final = ("tools", "max_tokens", "n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,6 +75,39 @@ def _prompt_of(args: argparse.Namespace) -> tuple[str | list[int] | list[Message
         return text, {}
     system = [Message(role="system", content=args.system)] if args.system else []
     return [*system, Message(role="user", content=text)], {}
+
+
+def text_of(flag: str, word: str) -> str:
+    """Return a flag's text: its own, that of a file (@FILE), or standard input (-)."""
+    try:
+        return sys.stdin.read() if word == "-" else Path(word[1:]).read_text() if word.startswith("@") else word
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+        raise InvalidRequest(FieldViolation(flag, f"{word.lstrip('@')} cannot be read: {why}")) from None
+
+
+def token_ids_of(text: str) -> list[int]:
+    """Return the numbers in a text. Raises InvalidRequest."""
+    words = [word for word in re.split(r"[\s,\[\]]+", text) if word]
+    wrong = next((word for word in words if not re.fullmatch(r"\d{1,9}", word)), None)
+    if wrong is not None or not words:
+        what = f"has {wrong[:40]!r}" if wrong is not None else "is empty"
+        raise InvalidRequest(FieldViolation("--token-ids", f"{what}; expected numbers such as 12 7 530"))
+    return [int(word) for word in words]
+
+
+def chat_of(text: str) -> tuple[list[Message], dict[str, Any]]:
+    """Return the messages in a text, and the options that stand beside them. Raises InvalidRequest."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest(FieldViolation("--chat", f"is no JSON: {error}")) from None
+    options = {name: found[name] for name in _OF_BODY if name in found} if isinstance(found, Mapping) else {}
+    messages = found.get("messages") if isinstance(found, Mapping) else found
+    if not isinstance(messages, list) or not messages:
+        what = 'has no messages; expected [{"role": "user", "content": "..."}], or an object with "messages"'
+        raise InvalidRequest(FieldViolation("--chat", what))
+    return messages, options
 
 
 def named_by_flags(error: InvalidRequest) -> InvalidRequest:

@@ -14,7 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
 from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command
-from cli.prompts import chat_of, text_of, token_ids_of
+from cli.commands.explain import chat_of, text_of, token_ids_of
 from common.errors import FieldViolation, InvalidRequest
 from quire.client import Message, Options
 from quire.client.request import request_of

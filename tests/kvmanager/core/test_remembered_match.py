@@ -67,7 +67,7 @@ def test_a_hit_that_is_evicted_while_the_sequence_waits_is_no_hit() -> None:
     ledger = waiting_ledger()
     finish(ledger, 1)
     held = ledger.pool().free
-    play(ledger, lease_want=held + 1)  # evicts the last of the three
+    play(ledger, lease_want=3 * (held + 1))  # a third is leased, which evicts the last of the three
     assert ledger.state.remembered is not None
     assert len(ledger.state.remembered.hits) == 2
     ledger.check_invariants()
