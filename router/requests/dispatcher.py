@@ -147,16 +147,15 @@ class Dispatcher:
         deadline = waiting.job.deadline
         if deadline is None:
             return await waiting.placed
-        while True:
+        while not waiting.placed.done():
             left = deadline - self._clock.monotonic()
-            soonest = 0.0 if waiting.placed.done() else self._soonest(waiting, has_room=True)
-            if left <= 0.0 and not waiting.placed.done():
+            if left <= 0.0:
                 raise DeadlineExceeded("deadline exceeded while the request waited for a worker")
+            soonest = self._soonest(waiting, has_room=True)
             if soonest > left:
                 raise DeadlineExceeded(f"{left:.3f} s are left, and {PREDICTED} {soonest:.3f} s {ANY_WORKER}")
-            done, _ = await asyncio.wait([waiting.placed], timeout=max(left - soonest, _LEAST_WAIT_S))
-            if done:
-                return waiting.placed.result()
+            await asyncio.wait([waiting.placed], timeout=max(left - soonest, _LEAST_WAIT_S))
+        return waiting.placed.result()
 
     async def foresee(self, job: Job, flow: Flow) -> Foresight:
         """Return what `place` would do with a job now. Nothing is queued, reserved, remembered or recorded."""

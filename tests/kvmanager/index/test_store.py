@@ -215,10 +215,21 @@ async def test_redis_that_is_not_there_is_named_unavailable() -> None:
 async def test_every_script_loads_in_redis_and_is_part_of_the_package(redis_url: str) -> None:
     """Redis compiles a script when it is loaded; a script that is missing from the package fails before that."""
     names = sorted(each.name for each in files("kvmanager.index").iterdir() if each.name.endswith(".lua"))
-    scripts_in_use = ["acquire", "epoch_in", "fenced", "hold", "register", "renew", "resign", "retire", "update"]
+    scripts_in_use = [
+        "acquire",
+        "epoch_in",
+        "fenced",
+        "hold",
+        "pins",
+        "register",
+        "renew",
+        "resign",
+        "retire",
+        "update",
+    ]
     assert names == [f"{name}.lua" for name in scripts_in_use]
     async with open_redis(redis_url, TIMEOUT_S) as redis:
-        of_the_index = scripts.ACQUIRE, scripts.REGISTER, scripts.UPDATE, scripts.RENEW, scripts.RETIRE
+        of_the_index = scripts.ACQUIRE, scripts.REGISTER, scripts.UPDATE, scripts.RENEW, scripts.RETIRE, scripts.PINS
         for source in (*of_the_index, scripts.HOLD, scripts.RESIGN):
             digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
             assert await redis.script_load(source) == digest
