@@ -29,7 +29,7 @@ class Pin:
     @property
     def owner(self) -> str:
         """The tenant in words."""
-        return f"tenant {self.tenant}" if self.tenant else "callers without a tenant"
+        return f"tenant {self.tenant}" if self.tenant else "no tenant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ def fitting(pins: Iterable[Pin], num_blocks: int, share: float) -> Fitting:
     for pin in pins:
         fresh = [each for each in dict.fromkeys(pin.block_hashes) if each not in contents]
         if used[pin.tenant] + len(fresh) > most:
-            what = f"{pin.owner} has {used[pin.tenant]} pinned of at most {most}, {share:g} of {num_blocks} blocks"
+            what = f"pinned for {pin.owner}: {used[pin.tenant]} of at most {most}, {share:g} of {num_blocks} blocks"
         elif len(contents) + len(fresh) > most_of_all:
-            what = f"all pins have {len(contents)} of at most {most_of_all}, half of {num_blocks} blocks"
+            what = f"pinned in all: {len(contents)} of at most {most_of_all}, half of {num_blocks} blocks"
         else:
             used[pin.tenant] += len(fresh)
             contents.update(dict.fromkeys(fresh, pin.tenant))
             continue
-        left_out[pin.name] = f"it needs {len(fresh)} blocks more; {what}"
+        left_out[pin.name] = f"blocks needed: {len(fresh)}; {what}"
     return Fitting(contents, left_out)
 
 
@@ -80,7 +80,7 @@ class PinBook:
         others = [each for each in self.pins if each.name != pin.name]
         replaced = self._pins.get(pin.name)
         if replaced is not None and replaced.tenant != pin.tenant:
-            what = f"is {pin.name}, which {replaced.owner} has; choose another name, or unpin that one"
+            what = f"is {pin.name}, the name of a pin of {replaced.owner}; choose another name, or unpin that one"
             raise InvalidRequest(FieldViolation("name", what))
         if len(others) >= MAX_PINS:
             what = f"would be pin {len(others) + 1}; at most {MAX_PINS} are kept: unpin one (`quire pins` lists them)"

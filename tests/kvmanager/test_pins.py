@@ -138,7 +138,7 @@ async def test_a_pin_over_its_tenants_share_is_refused_with_the_numbers(
 ) -> None:
     await connect(manager).attached()
     operator = operator_of(manager, channel_to)
-    with pytest.raises(InvalidRequest, match=r"needs 3 blocks more; tenant acme has 0 pinned of at most 2, 0\.25 of 8"):
+    with pytest.raises(InvalidRequest, match=r"needed: 3; pinned for tenant acme: 0 of at most 2, 0\.25 of 8"):
         await operator.pin(hashes=b"".join(HASHES[:3]), tenant="acme")
     assert await operator.names() == []
 

@@ -165,7 +165,7 @@ def test_a_change_is_recorded_with_what_was_left_out() -> None:
     assert (decision.kind, decision.chosen) == (DecisionKind.PIN, "pinned b")
     assert dict(decision.figures) == {"pins": 2.0, "pinned": 2.0, "cached": 2.0}
     assert decision.reasons[1] == (
-        "b is left out: it needs 1 blocks more; callers without a tenant has 2 pinned of at most 2, 0.25 of 8 blocks"
+        "b is left out: blocks needed: 1; pinned for no tenant: 2 of at most 2, 0.25 of 8 blocks"
     )
 
 
@@ -184,9 +184,9 @@ def test_a_tenant_has_its_share_and_all_tenants_half() -> None:
     pins = [Pin(f"p{at}", f"t{at // 2}", numbered(10 * at, 10), 160) for at in range(8)]
     found = fitting(pins, 100, 0.25)
     assert (list(found.left_out), len(found.contents)) == (["p5", "p6", "p7"], 50)
-    assert found.left_out["p6"] == "it needs 10 blocks more; all pins have 50 of at most 50, half of 100 blocks"
+    assert found.left_out["p6"] == "blocks needed: 10; pinned in all: 50 of at most 50, half of 100 blocks"
     (left_out,) = fitting([Pin("a", "t", numbered(0, 26), 416)], 100, 0.25).left_out.values()
-    assert left_out == "it needs 26 blocks more; tenant t has 0 pinned of at most 25, 0.25 of 100 blocks"
+    assert left_out == "blocks needed: 26; pinned for tenant t: 0 of at most 25, 0.25 of 100 blocks"
 
 
 def test_a_common_beginning_counts_once() -> None:
@@ -205,7 +205,7 @@ def test_a_pin_is_refused_over_a_bound_with_the_numbers() -> None:
     book = PinBook(0.25)
     book.set(book.with_pin(Pin("a", "t", numbered(0, 20), 320), {"w0": 100, "w1": 80}))
     said = refusal(book, Pin("b", "t", numbered(50, 1), 16), w0=100, w1=80)
-    assert "does not fit worker w1: it needs 1 blocks more; tenant t has 20 pinned of at most 20" in said
+    assert "does not fit worker w1: blocks needed: 1; pinned for tenant t: 20 of at most 20" in said
     assert "--pin-share" in said
     assert len(book.with_pin(Pin("a", "t", numbered(50, 20), 320), {"w1": 80})) == 1, "it replaces that of its name"
     assert "another name" in refusal(book, Pin("a", "u", numbered(0, 1), 16))
