@@ -94,8 +94,9 @@ async def test_a_chat_is_pinned_up_to_where_the_next_message_begins() -> None:
 async def test_the_domain_is_that_of_tenant_salt_and_shared_domain() -> None:
     desk = Desk()
     ids = pb.Prompt(token_ids=pb.TokenIds(ids=list(range(100, 150))))
-    for tenant, cache in (("red", {}), ("blue", {}), ("red", {"salt": "s"}), ("red", {"shared_domain": "open"})):
-        await desk.pins.pin(pb.PinRequest(prompt=ids, tenant=tenant, cache=pb.CacheOptions(**cache)))
+    salted, shared = pb.CacheOptions(salt="s"), pb.CacheOptions(shared_domain="open")
+    for tenant, cache in (("red", None), ("blue", None), ("red", salted), ("red", shared)):
+        await desk.pins.pin(pb.PinRequest(prompt=ids, tenant=tenant, cache=cache))
     hashes = [each.block_hashes for each in desk.manager.asked]
     assert len(set(hashes)) == 4
     assert hashes[0] == hashes_of(list(range(100, 150)), b"domain of red")
