@@ -15,9 +15,8 @@ from common.wire.packing import unpack_hashes
 from kvmanager.core.block_map import BlockMap, BlockView, SequenceUse
 from kvmanager.core.block_table import BlockTable
 from kvmanager.core.counts import PoolCounts
-from kvmanager.core.pins import Pin
+from kvmanager.core.pins import Pin, PinAtWorker
 from kvmanager.core.prefix_cache import PrefixMatch
-from kvmanager.sessions.pins import PinAtWorker
 from quire.kvmanager.v1 import kvmanager_pb2
 
 

@@ -33,6 +33,15 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
+class PinAtWorker:
+    """What a worker has of a pinned prefix; `left_out` says why it is not pinned there."""
+
+    worker_id: str
+    blocks_there: int
+    left_out: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Fitting:
     """The contents that are pinned at one worker, each for a tenant, and the pins that do not fit there, with why."""
 

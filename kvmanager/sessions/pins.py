@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
 from google.protobuf.message import DecodeError
@@ -22,7 +21,7 @@ from common.limits import MAX_PIN_NAME_CHARS, MAX_PINNED_BLOCKS, MAX_PINNED_TENA
 from common.types import BlockHash
 from common.wire.packing import pack_hashes, unpack_hashes
 from kvmanager.core.manager import Manager
-from kvmanager.core.pins import Pin, fitting
+from kvmanager.core.pins import Pin, PinAtWorker, fitting
 from kvmanager.index.writer import IndexWriter
 from kvmanager.ports import FenceLost, IndexUnavailable, Leading
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
@@ -35,15 +34,6 @@ _RETRY_S: Final = 1.0
 _LEAST_PAUSE_S: Final = 0.05
 # A stored value with more bytes is none that a manager has written.
 _MOST_BYTES: Final = MAX_PINNED_BLOCKS * KEY_BYTES * 2 + MAX_PINS * 4 * (MAX_PIN_NAME_CHARS + MAX_PINNED_TENANT_CHARS)
-
-
-@dataclass(frozen=True, slots=True)
-class PinAtWorker:
-    """What a worker has of a pinned prefix; `left_out` says why it is not pinned there."""
-
-    worker_id: str
-    blocks_there: int
-    left_out: str = ""
 
 
 class OperatorPins:
