@@ -17,9 +17,10 @@ _PATIENCE_S = 30.0
 
 
 def in_words(answer: pb.ListPinsResponse, now: float) -> str:
+    silent = [f"no answer from group {name}" for name in answer.silent_groups]
     if not answer.pins:
-        return "nothing is pinned"
-    lines = []
+        return "\n".join(["nothing is pinned", *silent])
+    lines = silent
     for each in answer.pins:
         end = f"for {max(0.0, each.expires - now):.0f} s more" if each.HasField("expires") else "without an end"
         owner = f", tenant {each.tenant}" if each.tenant else ""

@@ -55,7 +55,7 @@ class RedisIndexStore:
         self._renew = redis.register_script(index_scripts.RENEW)
         self._retire = redis.register_script(index_scripts.RETIRE)
         self._keep_pins = redis.register_script(index_scripts.PINS)
-        self._pins = index_format.pins_key(namespace)
+        self._pins = index_format.pins_key(namespace, group)
 
     async def acquire(self, least: int, held: int) -> int:
         keys = [index_format.epoch_key(self._namespace), self._fence, self._terms]

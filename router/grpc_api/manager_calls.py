@@ -7,7 +7,7 @@ Where several groups of managers share the pool, all of them are asked.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
@@ -17,7 +17,7 @@ from grpc import aio
 from common.decisions.merged import merged
 from common.decisions.pages import bounds_of
 from common.decisions.ring import listed
-from common.errors import Unavailable
+from common.errors import InvalidRequest, Unavailable
 from common.rpc.server import Dial
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
@@ -118,28 +118,37 @@ class ManagerCalls:
         return pb.GetBlockTableResponse(tables=[table for each in answers.found for table in each.tables])
 
     async def pin(self, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
-        """Pin a prefix. Raises Unavailable when no manager answers, and InvalidRequest beyond a bound."""
-        async with self._dial(self._address) as channel:
-            try:
-                return await rpc.KvManagerServiceStub(channel).PinPrefix(request, timeout=_LIST_PATIENCE_S)
-            except aio.AioRpcError as error:
-                raise self._in_words(error) from None
+        """Pin a prefix. Raises Unavailable when a group does not answer, and InvalidRequest beyond a bound."""
+        answers = await self._groups.all(
+            lambda channel: rpc.KvManagerServiceStub(channel).PinPrefix(request, timeout=_LIST_PATIENCE_S)
+        )
+        for name, failure in answers.failures.items():
+            if isinstance(failure, InvalidRequest):
+                raise failure
+            raise Unavailable(f"the other groups keep the prefix, and group {name} does not: {failure}; pin it again")
+        return pb.PinPrefixResponse(
+            pin=merged_pins(each.pin for each in answers.found)[0], durable=all(each.durable for each in answers.found)
+        )
 
     async def pins(self, request: pb.ListPinsRequest, context: Context | None = None) -> pb.ListPinsResponse:
-        """Return the pins. Raises Unavailable when no manager answers."""
-        async with self._dial(self._address) as channel:
-            try:
-                return await rpc.KvManagerServiceStub(channel).ListPins(request, timeout=_LIST_PATIENCE_S)
-            except aio.AioRpcError as error:
-                raise self._in_words(error) from None
+        """Return the pins of all groups. Raises Unavailable when none answers."""
+        answers = await self._groups.all(
+            lambda channel: rpc.KvManagerServiceStub(channel).ListPins(request, timeout=_LIST_PATIENCE_S)
+        )
+        return pb.ListPinsResponse(
+            pins=merged_pins(pin for each in answers.found for pin in each.pins),
+            durable=all(each.durable for each in answers.found),
+            silent_groups=answers.silent,
+        )
 
     async def unpin(self, request: pb.UnpinPrefixRequest, context: Context | None = None) -> pb.UnpinPrefixResponse:
-        """Remove a pin. Raises Unavailable when no manager answers, and NotFound."""
-        async with self._dial(self._address) as channel:
-            try:
-                return await rpc.KvManagerServiceStub(channel).UnpinPrefix(request, timeout=_LIST_PATIENCE_S)
-            except aio.AioRpcError as error:
-                raise self._in_words(error) from None
+        """Remove a pin. Raises Unavailable when a group does not answer, and NotFound."""
+        answers = await self._groups.all(
+            lambda channel: rpc.KvManagerServiceStub(channel).UnpinPrefix(request, timeout=_LIST_PATIENCE_S)
+        )
+        for name, failure in answers.failures.items():
+            raise Unavailable(f"the other groups removed the pin, and group {name} did not: {failure}")
+        return answers.found[0]
 
     async def reset_page(self) -> object:
         """Return the answer to a reset over HTTP."""
@@ -200,3 +209,13 @@ def _whole(
     answer = answers[0] if alone else merged(answers, bounds_of(request.page_token), listed(request.limit))
     answer.silent_groups.extend(silent)
     return answer
+
+
+def merged_pins(pins: Iterable[pb.PinnedPrefix]) -> list[pb.PinnedPrefix]:
+    """Return each pin once, in the order of the first group that has it, with the workers of all groups."""
+    found = dict[str, pb.PinnedPrefix]()
+    for pin in pins:
+        known = found.setdefault(pin.name, pin)
+        if known is not pin:
+            known.workers.extend(pin.workers)
+    return list(found.values())

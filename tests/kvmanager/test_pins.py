@@ -82,7 +82,7 @@ async def test_a_pin_holds_what_a_worker_has_and_is_listed(
     assert listed == answer.pin
     text = await scraped(manager)
     assert values(text, "quire:kv_kept_pinned_blocks") == {'{worker="w0"}': 2.0}
-    assert values(text, "quire:pinned_prefixes") == {"": 1.0}
+    assert values(text, "quire:pinned_prefixes") == {'{group=""}': 1.0}
     pool = (await operator.stub.GetPool(pb.GetPoolRequest())).pools[0]
     assert (pool.cached, pool.kept_pinned) == (2, 2)
     await operator.unpin("p")

@@ -75,6 +75,15 @@ class Manager(rpc.KvManagerServiceServicer):
     def SubscribeKvEvents(self, request: pb.SubscribeKvEventsRequest, context: Context) -> Any:
         raise NotImplementedError
 
+    async def PinPrefix(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    async def ListPins(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    async def UnpinPrefix(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
 
 def _shown(context: Context) -> str:
     (pem,) = context.auth_context()["x509_pem_cert"]

@@ -77,6 +77,15 @@ class ScriptedStore:
     async def retire(self, epoch: int, slot: int, generation: int, worker_id: str) -> None:
         await self._step(("retire", slot, generation, worker_id))
 
+    async def read_pins(self) -> bytes | None:
+        return None
+
+    async def has_pins(self) -> bool:
+        return False
+
+    async def write_pins(self, epoch: int, value: bytes) -> None:
+        raise NotImplementedError
+
     async def close(self) -> None:
         return None
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from grpc import StatusCode, aio
 
-from common.errors import NotFound, Unavailable
+from common.errors import FieldViolation, InvalidRequest, NotFound, Unavailable
 from common.process.supervised import Supervisor
 from common.rpc.server import open_channel
+from common.rpc.status import abort
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
@@ -25,7 +26,9 @@ SILENT = (StatusCode.UNAVAILABLE, "this KV manager stands by")
 
 
 class Manager(rpc.KvManagerServiceServicer, decision_pb2_grpc.DecisionServiceServicer):
-    """The leader of one group, with one worker. `silent`: it refuses every call but that of who leads."""
+    """The leader of one group, with one worker. `silent`: it refuses every call but that of who leads; `full`: pins."""
+
+    full = False
 
     def __init__(self, group: str) -> None:
         self.group, self.worker, self.silent, self.address = group, f"w-{group}", False, ""
@@ -55,6 +58,25 @@ class Manager(rpc.KvManagerServiceServicer, decision_pb2_grpc.DecisionServiceSer
         await self._check(request, context)
         workers = [pb.WorkerReset(worker_id=self.worker, dropped_blocks=3, confirmed=True)]
         return pb.ResetPrefixCacheResponse(dropped_blocks=3, workers=workers, index_current=True)
+
+    def _pin(self, name: str) -> pb.PinnedPrefix:
+        return pb.PinnedPrefix(name=name, num_blocks=2, workers=[pb.PinAtWorker(worker_id=self.worker, blocks_there=2)])
+
+    async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> pb.PinPrefixResponse:
+        await self._check(request, context)
+        if self.full:
+            await abort(context, InvalidRequest(FieldViolation("block_hashes", "8 blocks are pinned")))
+        return pb.PinPrefixResponse(pin=self._pin(request.name), durable=True)
+
+    async def ListPins(self, request: pb.ListPinsRequest, context: Any) -> pb.ListPinsResponse:
+        await self._check(request, context)
+        return pb.ListPinsResponse(pins=[self._pin("common"), self._pin(f"of-{self.group}")], durable=True)
+
+    async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Any) -> pb.UnpinPrefixResponse:
+        await self._check(request, context)
+        if request.name not in ("common", f"of-{self.group}"):
+            await context.abort(StatusCode.NOT_FOUND, f"nothing is pinned as {request.name}")
+        return pb.UnpinPrefixResponse()
 
     async def ListDecisions(self, request: Any, context: Any) -> decision_pb2.ListDecisionsResponse:
         await self._check(request, context)
@@ -215,3 +237,37 @@ async def test_a_stream_ends_with_the_error_when_no_group_answers(
     with pytest.raises(Unavailable, match="stands by"):
         async with aclosing(merged.messages()) as messages, asyncio.timeout(PATIENCE):
             await anext(messages)
+
+
+async def test_every_group_pins_and_one_pin_is_shown(calls: ManagerCalls) -> None:
+    answer = await calls.pin(pb.PinPrefixRequest(name="common"))
+    assert ([each.worker_id for each in answer.pin.workers], answer.durable) == (["w-a", "w-b"], True)
+    shown = await calls.pins(pb.ListPinsRequest())
+    assert [(each.name, [at.worker_id for at in each.workers]) for each in shown.pins] == [
+        ("common", ["w-a", "w-b"]),
+        ("of-a", ["w-a"]),
+        ("of-b", ["w-b"]),
+    ]
+
+
+async def test_a_group_that_does_not_pin_is_named(calls: ManagerCalls, managers: list[Manager]) -> None:
+    managers[1].silent = True
+    with pytest.raises(
+        Unavailable, match=r"^the other groups keep the prefix, and group b does not: .*; pin it again$"
+    ):
+        await calls.pin(pb.PinPrefixRequest(name="common"))
+    assert list((await calls.pins(pb.ListPinsRequest())).silent_groups) == ["b"]
+    with pytest.raises(Unavailable, match=r"^the other groups removed the pin, and group b did not: "):
+        await calls.unpin(pb.UnpinPrefixRequest(name="common"))
+
+
+async def test_a_group_beyond_its_bound_refuses_a_pin(calls: ManagerCalls, managers: list[Manager]) -> None:
+    managers[0].full = True
+    with pytest.raises(InvalidRequest, match="8 blocks are pinned"):
+        await calls.pin(pb.PinPrefixRequest(name="common"))
+
+
+async def test_a_pin_of_one_group_alone_is_removed_there(calls: ManagerCalls) -> None:
+    assert await calls.unpin(pb.UnpinPrefixRequest(name="of-b")) == pb.UnpinPrefixResponse()
+    with pytest.raises(NotFound):
+        await calls.unpin(pb.UnpinPrefixRequest(name="nothing"))

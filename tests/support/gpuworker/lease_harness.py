@@ -98,6 +98,15 @@ class ScriptedManager(kvmanager_pb2_grpc.KvManagerServiceServicer):
     def SubscribeKvEvents(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
+    async def PinPrefix(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    async def ListPins(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    async def UnpinPrefix(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     def WatchLeader(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 

@@ -1005,6 +1005,8 @@ class Pool(_message.Message):
     RETAINED_FIELD_NUMBER: _builtins.int
     RETAINED_EVICTIONS_FIELD_NUMBER: _builtins.int
     STALLED_FIELD_NUMBER: _builtins.int
+    KEPT_PINNED_FIELD_NUMBER: _builtins.int
+    PINNED_EVICTIONS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     num_blocks: _builtins.int
     free: _builtins.int
@@ -1025,6 +1027,9 @@ class Pool(_message.Message):
     retained_evictions: _builtins.int
     stalled: _builtins.str
     """What stands still in this ledger, and for how long at least; empty if nothing does."""
+    kept_pinned: _builtins.int
+    """Those of the cached blocks that an operator's pins keep, and those that were evicted nevertheless."""
+    pinned_evictions: _builtins.int
     @_builtins.property
     def misses_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     def __init__(
@@ -1048,10 +1053,12 @@ class Pool(_message.Message):
         retained: _builtins.int = ...,
         retained_evictions: _builtins.int = ...,
         stalled: _builtins.str = ...,
+        kept_pinned: _builtins.int = ...,
+        pinned_evictions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "evictions", b"evictions", "free", b"free", "in_use", b"in_use", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "pinned", b"pinned", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "retained", b"retained", "retained_evictions", b"retained_evictions", "running", b"running", "stalled", b"stalled", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "evictions", b"evictions", "free", b"free", "in_use", b"in_use", "kept_pinned", b"kept_pinned", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "pinned", b"pinned", "pinned_evictions", b"pinned_evictions", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "retained", b"retained", "retained_evictions", b"retained_evictions", "running", b"running", "stalled", b"stalled", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1322,6 +1329,268 @@ class WorkerReset(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerReset: _TypeAlias = WorkerReset  # noqa: Y015
+
+@_typing.final
+class Pin(_message.Message):
+    """A pinned prefix: hashes, and no text. All pins of a pool stand in Redis as one `StoredPins`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    EXPIRES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    tenant: _builtins.str
+    """Empty where callers have no keys."""
+    block_hashes: _builtins.bytes
+    """16-byte hashes of the full blocks, from the first one on."""
+    num_tokens: _builtins.int
+    expires: _builtins.float
+    """Seconds since 1970; absent: the pin has no end."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        block_hashes: _builtins.bytes = ...,
+        num_tokens: _builtins.int = ...,
+        expires: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expires", b"_expires", "expires", b"expires"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expires", b"_expires", "block_hashes", b"block_hashes", "expires", b"expires", "name", b"name", "num_tokens", b"num_tokens", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expires: _TypeAlias = _typing.Literal["expires"]  # noqa: Y015
+    _WhichOneofArgType__expires: _TypeAlias = _typing.Literal["_expires", b"_expires"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expires) -> _WhichOneofReturnType__expires | None: ...
+
+Global___Pin: _TypeAlias = Pin  # noqa: Y015
+
+@_typing.final
+class StoredPins(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pin]: ...
+    def __init__(
+        self,
+        *,
+        pins: _abc.Iterable[Global___Pin] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pins", b"pins"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredPins: _TypeAlias = StoredPins  # noqa: Y015
+
+@_typing.final
+class PinPrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """1 to 64 printable ASCII characters without spaces."""
+    tenant: _builtins.str
+    block_hashes: _builtins.bytes
+    num_tokens: _builtins.int
+    duration: _builtins.float
+    """Seconds; absent: the pin has no end."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        block_hashes: _builtins.bytes = ...,
+        num_tokens: _builtins.int = ...,
+        duration: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_duration", b"_duration", "duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_duration", b"_duration", "block_hashes", b"block_hashes", "duration", b"duration", "name", b"name", "num_tokens", b"num_tokens", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__duration: _TypeAlias = _typing.Literal["duration"]  # noqa: Y015
+    _WhichOneofArgType__duration: _TypeAlias = _typing.Literal["_duration", b"_duration"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__duration) -> _WhichOneofReturnType__duration | None: ...
+
+Global___PinPrefixRequest: _TypeAlias = PinPrefixRequest  # noqa: Y015
+
+@_typing.final
+class PinPrefixResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_FIELD_NUMBER: _builtins.int
+    DURABLE_FIELD_NUMBER: _builtins.int
+    durable: _builtins.bool
+    """Whether the pin stands in Redis. Otherwise there is no Redis, and the pin ends with the manager."""
+    @_builtins.property
+    def pin(self) -> Global___PinnedPrefix: ...
+    def __init__(
+        self,
+        *,
+        pin: Global___PinnedPrefix | None = ...,
+        durable: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "pin", b"pin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinPrefixResponse: _TypeAlias = PinPrefixResponse  # noqa: Y015
+
+@_typing.final
+class PinnedPrefix(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    EXPIRES_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    tenant: _builtins.str
+    num_tokens: _builtins.int
+    num_blocks: _builtins.int
+    expires: _builtins.float
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinAtWorker]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        expires: _builtins.float | None = ...,
+        workers: _abc.Iterable[Global___PinAtWorker] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expires", b"_expires", "expires", b"expires"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expires", b"_expires", "expires", b"expires", "name", b"name", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "tenant", b"tenant", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__expires: _TypeAlias = _typing.Literal["expires"]  # noqa: Y015
+    _WhichOneofArgType__expires: _TypeAlias = _typing.Literal["_expires", b"_expires"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expires) -> _WhichOneofReturnType__expires | None: ...
+
+Global___PinnedPrefix: _TypeAlias = PinnedPrefix  # noqa: Y015
+
+@_typing.final
+class PinAtWorker(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    BLOCKS_THERE_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    blocks_there: _builtins.int
+    """Leading blocks of the prefix that the worker holds now."""
+    left_out: _builtins.str
+    """Why the prefix is not pinned there: a worker may be smaller than those that were there when it was pinned."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        blocks_there: _builtins.int = ...,
+        left_out: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_there", b"blocks_there", "left_out", b"left_out", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinAtWorker: _TypeAlias = PinAtWorker  # noqa: Y015
+
+@_typing.final
+class ListPinsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPinsRequest: _TypeAlias = ListPinsRequest  # noqa: Y015
+
+@_typing.final
+class ListPinsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINS_FIELD_NUMBER: _builtins.int
+    DURABLE_FIELD_NUMBER: _builtins.int
+    SILENT_GROUPS_FIELD_NUMBER: _builtins.int
+    durable: _builtins.bool
+    """Whether Redis has them."""
+    @_builtins.property
+    def pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinnedPrefix]:
+        """The oldest first."""
+
+    @_builtins.property
+    def silent_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Groups of KV managers that did not answer the router: what they pin is missing."""
+
+    def __init__(
+        self,
+        *,
+        pins: _abc.Iterable[Global___PinnedPrefix] | None = ...,
+        durable: _builtins.bool = ...,
+        silent_groups: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "pins", b"pins", "silent_groups", b"silent_groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPinsResponse: _TypeAlias = ListPinsResponse  # noqa: Y015
+
+@_typing.final
+class UnpinPrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinPrefixRequest: _TypeAlias = UnpinPrefixRequest  # noqa: Y015
+
+@_typing.final
+class UnpinPrefixResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinPrefixResponse: _TypeAlias = UnpinPrefixResponse  # noqa: Y015
 
 @_typing.final
 class SubscribeKvEventsRequest(_message.Message):
