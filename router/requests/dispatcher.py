@@ -125,7 +125,7 @@ class Dispatcher:
 
         The prediction has what is at the workers by now, which goes first unless the job has a higher priority than
         most, or its tenant less than its share. A wait in the queue is not in it, and under load it is too short: what
-        it refuses would hardly have been in time (docs/decisions/0137).
+        it refuses would hardly have been in time (docs/decisions/0136).
         """
         job = waiting.job
         if job.deadline is None or job.moved_because:
