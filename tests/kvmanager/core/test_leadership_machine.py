@@ -141,12 +141,12 @@ class Group(RuleBasedStateMachine):
         process = self._running(index)
         if process is None or not process.core.leads(self.now):
             return
-        if process.epoch < self.epoch_seen or not process.epoch:
-            if self.redis.up:
-                if not self._take_epoch(process):
-                    return
-            else:
-                process.epoch = 1 + max(process.epoch, self.epoch_seen)
+        current = 0 < process.epoch >= self.epoch_seen
+        if self.redis.up:  # an epoch that was chosen without Redis is replaced once Redis is back
+            if not (current and process.fence) and not self._take_epoch(process):
+                return
+        elif not current:
+            process.epoch = 1 + max(process.epoch, self.epoch_seen)
         self.worker, self.epoch_seen = (process, process.epoch), process.epoch
 
     @rule(index=st.integers(0, 2))
