@@ -212,4 +212,5 @@ def _leader_to_proto(state: LeaderState, now: float) -> kvmanager_pb2.WatchLeade
         term=state.term,
         leader=state.leader,
         state_seconds=max(0.0, now - state.since),
+        group=state.group,
     )

@@ -54,6 +54,7 @@ class RouterStatus:
             leads=state.leads,
             term=state.term,
             state_seconds=max(0.0, self._clock.monotonic() - state.since),
+            group=state.group,
         )
 
     def loads(self, worker_id: str = "") -> pb.GetLoadsResponse:

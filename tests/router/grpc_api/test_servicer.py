@@ -109,11 +109,13 @@ def detail(error: aio.AioRpcError, kind: type) -> object:
 async def test_the_status_names_the_managers_of_a_group_and_since_when() -> None:
     async with served(FakeWorker()) as service:
         now = time.monotonic()
-        states = ManagerState("a:1", True, leads=True, term=7, since=now - 1e6), ManagerState("b:1", since=now + 1e6)
+        first = ManagerState("a:1", True, leads=True, term=7, since=now - 1e6, group="g")
+        states = first, ManagerState("b:1", since=now + 1e6)
         service.status.managers = lambda: states
         assert not (await service.stub.GetStatus(pb.GetStatusRequest())).managers  # clients see no addresses
         leader, lost = service.status.status().managers
         assert (leader.address, leader.reachable, leader.leads, leader.term) == ("a:1", True, True, 7)
+        assert (leader.group, lost.group) == ("g", "")
         assert 1e6 <= leader.state_seconds <= 1e6 + time.monotonic() - now
         assert (lost.address, lost.reachable, lost.state_seconds) == ("b:1", False, 0.0)
 
