@@ -123,11 +123,15 @@ async def test_an_evicted_pinned_prefix_names_why(tenants: TenantSuite) -> None:
     """A request that needs nearly the whole pool is never refused for a pin."""
     await tenants.suite.until_all_free(WORKERS)
     answer = await pinned(tenants, "--system", HANDBOOK, "--tenant", "red", "--compute", "2")
+    blocks = answer["num_blocks"]
+    assert len(answer["computed_on"]) == WORKERS
     await tenants.suite.until_all_free(WORKERS)
+    before = {pool.worker_id: pool.pinned_evictions for pool in await tenants.suite.pools()}
     async with asyncio.timeout(PATIENCE):
-        while min(pool.pinned_evictions for pool in await tenants.suite.pools()) < answer["num_blocks"]:
-            (prompt,) = random_prompts(1, 16 * BLOCKS - 8, seed=next(SEEDS))
-            await tenants.ask("blue", greedy(prompt, 1))
+        while min(pool.pinned_evictions - before[pool.worker_id] for pool in await tenants.suite.pools()) < blocks:
+            # One for each worker at once: an eviction is remembered until the pool has been filled four times more.
+            prompts = random_prompts(WORKERS, 16 * BLOCKS - 8, seed=next(SEEDS))
+            await asyncio.gather(*(tenants.ask("blue", greedy(each, 1)) for each in prompts))
     await tenants.suite.until_all_free(WORKERS)
     await hits(tenants, "evicted-pin")
     why = await command(tenants, "why", "evicted-pin")
