@@ -134,8 +134,9 @@ class DecisionFollower:
 class EventFollower:
     """The events of the caches of all groups' workers. A worker has one session, in one group.
 
-    A worker may come to another group before its old group has said that it left. So a message counts only if it is of
-    the latest session, and a worker whose group's stream ended is detached until a snapshot comes.
+    A worker may come to another group before its old group has said that it left. So only a snapshot of a later session
+    takes a worker from its group; its changes and its end count from the group that has it. A worker that was detached,
+    or whose group's stream ended, is so until a snapshot comes.
     """
 
     def __init__(self, groups: ManagerGroups, request: pb.SubscribeKvEventsRequest) -> None:
@@ -152,7 +153,14 @@ class EventFollower:
     def passed(self, group: str, message: pb.SubscribeKvEventsResponse) -> bool:
         worker = message.worker_id
         known = self._last.get(worker)
-        if known is not None and known[0] != group and not _later(message.stream, known[1].stream):
+        if known is None:
+            # Only the first stream of a worker may go on where the reader's earlier subscription ended.
+            wanted = message.HasField("snapshot") or worker not in self._met
+        elif known[0] == group:
+            wanted = True
+        else:
+            wanted = message.HasField("snapshot") and _later(message.stream, known[1].stream)
+        if not wanted:
             return False
         self._met.add(worker)
         if message.HasField("detached"):

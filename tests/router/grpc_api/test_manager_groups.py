@@ -227,6 +227,32 @@ async def test_events_of_all_groups_come_in_one_stream_and_a_worker_may_move(
         assert await anext(messages) == left("w", 2)
 
 
+def of_life(life: str, **event: Any) -> pb.SubscribeKvEventsResponse:
+    return pb.SubscribeKvEventsResponse(worker_id="w", stream=f"{life}-1", number=1, **event)
+
+
+def test_only_a_snapshot_takes_a_worker_from_its_group(groups: ManagerGroups) -> None:
+    """Lives cannot be compared. The end of an old one, in the group that the worker has left, ends nothing."""
+    follower = EventFollower(groups, pb.SubscribeKvEventsRequest())
+    whole, some, left_it = pb.KvSnapshot(last=True), pb.KvChanges(), pb.KvDetached()
+    assert follower.passed("a", of_life("first", snapshot=whole))
+    assert follower.passed("b", of_life("second", snapshot=whole))
+    assert not follower.passed("a", of_life("first", changes=some))
+    assert not follower.passed("a", of_life("first", detached=left_it))
+    assert follower.passed("b", of_life("second", changes=some))
+    assert [each.stream for each in follower.ended("b")] == ["second-1"], "b has the worker until its stream ends"
+
+
+def test_after_its_end_a_worker_begins_with_a_snapshot(groups: ManagerGroups) -> None:
+    follower = EventFollower(groups, pb.SubscribeKvEventsRequest())
+    assert follower.passed("a", of_life("first", changes=pb.KvChanges())), "the reader has what was before"
+    assert follower.passed("a", of_life("first", detached=pb.KvDetached()))
+    assert not follower.passed("b", of_life("second", changes=pb.KvChanges()))
+    assert not follower.passed("b", of_life("second", detached=pb.KvDetached()))
+    assert follower.passed("b", of_life("second", snapshot=pb.KvSnapshot(last=True)))
+    assert follower.passed("b", of_life("second", changes=pb.KvChanges()))
+
+
 async def test_a_stream_ends_with_the_error_when_no_group_answers(
     groups: ManagerGroups, managers: list[Manager]
 ) -> None:
