@@ -19,6 +19,7 @@ from common.rpc.server import Dial
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 _BACKOFF: Final = Backoff(first=0.1, longest=2.0, jitter=0.5)  # seconds between attempts
+_FIRST_LOOK_S: Final = 2.0  # for the first attempt at each address
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,9 @@ class LeaderWatch:
         now = time.monotonic()
         self._states = {address: ManagerState(address, since=now) for address in self._addresses}
         self._heard: set[str] = set()
+        self._tried: set[str] = set()
+        self._looked = asyncio.Event()
+        self._look_ends = now
         self._tasks: list[asyncio.Task[None]] = []
         self.leader: str | None = None
 
@@ -70,8 +74,19 @@ class LeaderWatch:
                 found[name] = state
         return {name: state.address for name, state in found.items()}
 
+    def unheard(self) -> list[str]:
+        """Return the addresses that have not answered yet: nobody knows which groups they belong to."""
+        return [address for address in self._addresses if address not in self._heard]
+
+    async def first_look(self) -> None:
+        """Return once each address was tried, or some seconds after the start."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self._look_ends - time.monotonic())):
+                await self._looked.wait()
+
     def start(self, supervisor: Supervisor) -> None:
         """Begin to follow the managers. Call `close` at the end."""
+        self._look_ends = time.monotonic() + _FIRST_LOOK_S
         for address in self._addresses:
             self._tasks.append(supervisor.run(f"watch of {address}", partial(self._follow, address)))
 
@@ -90,10 +105,17 @@ class LeaderWatch:
                         self._heard.add(address)
                         since = time.monotonic() - response.state_seconds
                         self._note(ManagerState(address, True, response.leads, response.term, since, response.group))
+                        self._try_ended(address)
+            self._try_ended(address)
             last = self._states[address]
             if last.reachable:
                 self._note(ManagerState(address, since=time.monotonic(), group=last.group))
             await asyncio.sleep(_BACKOFF.pause(max(1, failures), random.random()))
+
+    def _try_ended(self, address: str) -> None:
+        self._tried.add(address)
+        if self._tried.issuperset(self._addresses):
+            self._looked.set()
 
     def _note(self, state: ManagerState) -> None:
         self._states[state.address] = state

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from grpc import aio
 
@@ -17,6 +17,8 @@ from common.group.leader_watch import LeaderWatch, ManagerState
 from common.process.supervised import Supervisor
 from common.rpc.server import Dial
 from quire.api.status import error_from_rpc
+
+_UNHEARD: Final = "has not answered since the router's start"
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -32,14 +34,18 @@ class Stream(Protocol[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class Answers(Generic[T]):
-    """What the groups answered, and what kept the others from it, by their names."""
+    """What the groups answered, and what kept the others from it, by their names.
+
+    Of managers that were `unheard` since the router's start the group is not known; its name is their address.
+    """
 
     found: tuple[T, ...]
     failures: dict[str, QuireError]
+    unheard: frozenset[str] = frozenset()
 
     @property
     def silent(self) -> list[str]:
-        return sorted(self.failures)
+        return [f"{each} (it {_UNHEARD})" if each in self.unheard else each for each in sorted(self.failures)]
 
 
 class ManagerGroups:
@@ -66,16 +72,25 @@ class ManagerGroups:
     async def all(self, ask: Callable[[aio.Channel], Awaitable[T]]) -> Answers[T]:
         """Ask every group. Raises the error of one if none answers; NotFound only if all others say that too.
 
-        A group that answers NOT_FOUND has answered: what was asked for belongs to another group.
+        A group that answers NOT_FOUND has answered: what was asked for belongs to another group. A manager that was
+        never heard may be all that is left of a group: it counts as a group that does not answer.
         """
+        if self._watch is not None:
+            await self._watch.first_look()
         leaders = self.leaders()
         answers = await asyncio.gather(*(self._answer(address, ask) for address in leaders.values()))
         failures = {name: each for name, each in zip(leaders, answers, strict=True) if isinstance(each, QuireError)}
+        unheard = self._unheard(leaders)
+        failures |= {address: Unavailable(_unheard_words(address)) for address in unheard}
         found = tuple(each for each in answers if not isinstance(each, QuireError))
         silent = {name: error for name, error in failures.items() if not isinstance(error, NotFound)}
         if not found:
             raise next(iter((silent or failures).values()))
-        return Answers(found, silent)
+        return Answers(found, silent, unheard)
+
+    def _unheard(self, asked: dict[str, str]) -> frozenset[str]:
+        """Return the addresses that were never heard, and that were not asked."""
+        return frozenset(self._watch.unheard() if self._watch is not None else ()).difference(asked.values())
 
     async def _answer(self, address: str, ask: Callable[[aio.Channel], Awaitable[T]]) -> T | QuireError:
         try:
@@ -96,6 +111,10 @@ class ManagerGroups:
                 raise in_words(error, address) from None
             finally:
                 call.cancel()
+
+
+def _unheard_words(address: str) -> str:
+    return f"the manager at {address} {_UNHEARD}; start it, or leave it out of --manager"
 
 
 def in_words(error: aio.AioRpcError, address: str) -> QuireError:

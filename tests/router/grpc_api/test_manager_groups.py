@@ -22,6 +22,7 @@ from router.grpc_api.manager_calls import ManagerCalls
 from router.grpc_api.manager_groups import ManagerGroups
 
 PATIENCE = 60.0
+DOWN = "127.0.0.1:1"
 SILENT = (StatusCode.UNAVAILABLE, "this KV manager stands by")
 
 
@@ -263,6 +264,58 @@ async def test_a_stream_ends_with_the_error_when_no_group_answers(
     with pytest.raises(Unavailable, match="stands by"):
         async with aclosing(merged.messages()) as messages, asyncio.timeout(PATIENCE):
             await anext(messages)
+
+
+@pytest.fixture
+async def one_down(managers: list[Manager]) -> AsyncIterator[ManagerCalls]:
+    """Groups a and b, and a third address where nobody has answered since the router's start."""
+    supervisor = Supervisor()
+    found = ManagerCalls([*(each.address for each in managers), DOWN], open_channel)
+    found.start(supervisor)
+    yield found
+    await supervisor.aclose()
+
+
+async def test_a_manager_that_never_answered_is_named_from_the_first_call_on(
+    one_down: ManagerCalls, managers: list[Manager]
+) -> None:
+    """Nobody knows its group. It may be one whose other managers are down too."""
+    pools = await one_down.pools(pb.GetPoolRequest())
+    assert [each.worker_id for each in pools.pools] == ["w-a", "w-b"]
+    words = f"{DOWN} (it has not answered since the router's start)"
+    assert list(pools.silent_groups) == [words]
+    assert list((await one_down.pins(pb.ListPinsRequest())).silent_groups) == [words]
+    managers[0].silent = True
+    found = await one_down.decisions(decision_pb2.ListDecisionsRequest())
+    assert list(found.silent_groups) == [words, "a"]
+
+
+async def test_what_all_groups_must_do_fails_where_a_manager_never_answered(one_down: ManagerCalls) -> None:
+    why = f"the manager at {DOWN} has not answered since the router's start; start it, or leave it out of --manager"
+    with pytest.raises(Unavailable, match=f"^the other groups were reset, and group {DOWN} was not: {why}$"):
+        await one_down.reset(pb.ResetPrefixCacheRequest())
+    with pytest.raises(Unavailable, match=f"^the other groups keep the prefix, and group {DOWN} does not: {why}"):
+        await one_down.pin(pb.PinPrefixRequest(name="common"))
+    with pytest.raises(Unavailable, match=f"^the other groups removed the pin, and group {DOWN} did not: {why}$"):
+        await one_down.unpin(pb.UnpinPrefixRequest(name="common"))
+
+
+async def test_a_manager_that_answered_once_is_its_groups_matter(managers: list[Manager]) -> None:
+    """A standby that is down makes no answer incomplete: its group is known, and another manager leads it."""
+    supervisor, server = Supervisor(), aio.server()
+    standby = Manager("a")  # type: ignore[abstract]
+    rpc.add_KvManagerServiceServicer_to_server(standby, server)
+    standby.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    calls = ManagerCalls([managers[0].address, standby.address], open_channel)
+    calls.start(supervisor)
+    assert list((await calls.pools(pb.GetPoolRequest())).silent_groups) == []
+    await server.stop(None)
+    async with asyncio.timeout(PATIENCE):
+        while calls.managers()[1].reachable:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert list((await calls.pools(pb.GetPoolRequest())).silent_groups) == []
+    await supervisor.aclose()
 
 
 async def test_every_group_pins_and_one_pin_is_shown(calls: ManagerCalls) -> None:
