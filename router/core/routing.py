@@ -36,6 +36,8 @@ PRIOR_STEP_S = 0.02
 PRIOR_OUTPUT_TOKENS = 64.0
 # A worker's own rates weigh half when other workers were measured so many seconds later; see _trust.
 TRUST_HALF_LIFE_S = 10.0
+# What was measured longer ago refuses no request for its deadline: a stay of sequences, and rates of an idle worker.
+OLD_S = 30.0
 # Added for a worker without its KV manager, which grants no blocks: about the time of a restart of the manager.
 MANAGER_AWAY_S = 1.0
 
@@ -70,7 +72,8 @@ class PlacementRequest:
 class Choice:
     """A routing decision; `worker` is None unless the outcome is PLACED.
 
-    `first_token_s` is in predicted seconds. `work_s` is its part without what is before the request at the worker.
+    `first_token_s` is in predicted seconds. `known_s` is its part that may refuse a request for its deadline, `work_s`
+    that without what is before the request at the worker.
     """
 
     outcome: Outcome
@@ -78,17 +81,34 @@ class Choice:
     worker: WorkerModel | None = None
     hit_blocks: int = 0
     first_token_s: float = 0.0
+    known_s: float = 0.0
     work_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCost:
+    """Predicted seconds. `known_delay` is the part of `queue_delay` that was measured lately.
+
+    An idle worker whose rates are old is `unproven`: it would get no more requests, and so never be measured again, if
+    one bad rate refused them all for their deadlines.
+    """
+
     worker: WorkerModel
     hit_blocks: int
     trust: float
     queue_delay: float
+    known_delay: float
     prefill: float
     decode_pressure: float
+    unproven: bool
+
+    @property
+    def work_s(self) -> float:
+        return 0.0 if self.unproven else self.prefill
+
+    @property
+    def known_s(self) -> float:
+        return 0.0 if self.unproven else self.known_delay + self.prefill
 
     @property
     def total(self) -> float:
@@ -164,7 +184,7 @@ class Router:
         if best is None:
             return Choice(outcome, decision)
         first_token_s = best.queue_delay + best.prefill
-        return Choice(outcome, decision, best.worker, best.hit_blocks, first_token_s, best.prefill)
+        return Choice(outcome, decision, best.worker, best.hit_blocks, first_token_s, best.known_s, best.work_s)
 
     def _pick(self, costs: list[WorkerCost], decision_id: str) -> tuple[WorkerCost, int]:
         """Return the cheapest worker, or one of those that tie with it at random, and how many tie."""
@@ -221,15 +241,23 @@ def verdict(worker: WorkerModel, placement: PlacementRequest, now: float) -> tup
 def soonest_first_token(
     placement: PlacementRequest, workers: Sequence[WorkerModel], hits: Mapping[str, int], now: float, has_room: bool
 ) -> float:
-    """Return the least predicted seconds to the first token at a worker that may serve it, now or later; 0: none may.
+    """Return the least known seconds to the first token at a worker that may serve it, now or later; 0: none may.
 
-    `has_room` leaves out what is before it there: what remains is its own work.
+    `has_room` leaves out what is before it there: what remains is its own work. So does a worker in trouble that may
+    soon be well: nobody knows when it goes on with what it has.
     """
-    may_wait = (Outcome.PLACED, Outcome.WAIT)
-    able = [worker for worker in workers if verdict(worker, placement, now)[0] in may_wait]
-    others = _Others.of(workers)
-    costs = (_cost(worker, placement, hits.get(worker.worker_id, 0), others) for worker in able)
-    return min(((0.0 if has_room else each.queue_delay) + each.prefill for each in costs), default=0.0)
+    found, others = [], _Others.of(workers)
+    for worker in workers:
+        outcome = verdict(worker, placement, now)[0]
+        recovers = outcome is Outcome.NO_WORKER and _may_recover(worker, placement)
+        if recovers or outcome in (Outcome.PLACED, Outcome.WAIT):
+            found.append(_cost(worker, placement, hits.get(worker.worker_id, 0), others, now))
+            has_room = has_room or recovers
+    return min((each.work_s if has_room else each.known_s for each in found), default=0.0)
+
+
+def _may_recover(worker: WorkerModel, placement: PlacementRequest) -> bool:
+    return worker.worker_id not in placement.avoids and not worker.drains
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +276,7 @@ class _Priced:
             found.verdicts.add(outcome)
             hit_blocks = hits.get(worker.worker_id, 0)
             if outcome is Outcome.PLACED:
-                found.costs.append(_cost(worker, placement, hit_blocks, others))
+                found.costs.append(_cost(worker, placement, hit_blocks, others, now))
             else:
                 figures = (("hit_blocks", float(hit_blocks)),) if hit_blocks else ()
                 found.out.append(Candidate(worker.worker_id, rejected=reason, figures=figures))
@@ -307,7 +335,7 @@ class _Mean:
         return self._sum / self._weight if self._weight else prior
 
 
-def _cost(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, others: _Others) -> WorkerCost:
+def _cost(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, others: _Others, now: float) -> WorkerCost:
     capacity, rates, trust = worker.capacity, worker.rates, _trust(worker, others.latest)
     sequences = worker.sequences + placement.sequences
     running = min(sequences, capacity.max_num_seqs)
@@ -318,10 +346,15 @@ def _cost(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, oth
     uncached = placement.prompt_tokens - hit_blocks * capacity.block_size
     horizon = min(float(placement.max_tokens), others.output_tokens)
     stay = rates.sequence.value if rates.sequence.value is not None else others.output_tokens * step
-    delay = worker.pending_prefill_tokens * per_token + _wait_for_room(worker, placement, sequences, hit_blocks, stay)
+    known = worker.pending_prefill_tokens * per_token
+    room = _wait_for_room(worker, placement, sequences, hit_blocks, stay)
+    delay = known + room
+    if rates.sequence.age(now) <= OLD_S:
+        known = delay
     if not worker.load.manager_attached:
         delay += MANAGER_AWAY_S
-    return WorkerCost(worker, hit_blocks, trust, delay, uncached * per_token + step, horizon * step)
+    unproven = not worker.sequences and now - worker.shown_at > OLD_S
+    return WorkerCost(worker, hit_blocks, trust, delay, known, uncached * per_token + step, horizon * step, unproven)
 
 
 def _believed(shown: float | None, usual: float, trust: float) -> float:

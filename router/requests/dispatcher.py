@@ -123,19 +123,21 @@ class Dispatcher:
     def _check_wait(self, waiting: WaitingJob, ticket: Ticket) -> None:
         """Raise DeadlineExceeded for a new job that has to wait, if its first token is predicted to come too late.
 
-        The prediction has what is at the workers by now, which goes first unless the job has a higher priority than
-        most, or its tenant less than its share. A wait in the queue is not in it, and under load it is too short: what
-        it refuses would hardly have been in time (docs/decisions/0136).
+        The prediction has what is at the workers by now where their sequences were measured lately: it goes first
+        unless the job has a higher priority than most, or its tenant less than its share. A worker that is away may
+        come back at any moment, without anything before the job. A wait in the queue is not in it, and under load it
+        is too short: what it refuses would hardly have been in time (docs/decisions/0136).
         """
         job = waiting.job
         if job.deadline is None or job.moved_because:
             return
-        check_deadline(self._clock.monotonic(), job.deadline, self._soonest(waiting, self._passes(ticket)))
-
-    def _passes(self, ticket: Ticket) -> bool:
-        """Return whether a waiting job may go before sequences that are at the workers."""
         shares = self._in_use.among(self._places(), self._queue.flows())
-        return ticket.priority > 0 or not shares.exceeded_by(ticket)
+        has_room = self._may_have_room(ticket, shares.exceeded_by(ticket))
+        check_deadline(self._clock.monotonic(), job.deadline, self._soonest(waiting, has_room))
+
+    def _may_have_room(self, ticket: Ticket, exceeds: bool) -> bool:
+        """Return whether a waiting job may not have to wait for the sequences that are at the workers."""
+        return ticket.priority > 0 or not exceeds or bool(self._pool.absent())
 
     def _soonest(self, waiting: WaitingJob, has_room: bool) -> float:
         job = waiting.job
@@ -166,8 +168,8 @@ class Dispatcher:
         request = replace(job.request, entitled=not shares.exceeded_by(ticket))
         choice = self._choose(job, request, hits, _FORESEEN)
         leads, before = self._queue.leads(ticket, shares.exceeded_by), self._queue.before(job.priority)
-        passes = ticket.priority > 0 or not shares.exceeded_by(ticket)
-        soonest = self._soonest(WaitingJob(job, hits, 0), passes)
+        has_room = self._may_have_room(ticket, shares.exceeded_by(ticket))
+        soonest = self._soonest(WaitingJob(job, hits, 0), has_room)
         return Foresight(choice, leads, before, hits is not None or not job.block_hashes, soonest)
 
     def waits(self) -> tuple[str, object]:
@@ -292,7 +294,7 @@ class Dispatcher:
             if choice.worker is None:
                 raise _too_large(decision)
             # A higher priority passes most of what is at the worker.
-            predicted = choice.work_s if job.priority > 0 else choice.first_token_s
+            predicted = choice.work_s if job.priority > 0 else choice.known_s
             check_deadline(self._clock.monotonic(), job.deadline, predicted)
             client = self._pool.client(choice.worker)
         except QuireError as refused:

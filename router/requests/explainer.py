@@ -93,7 +93,7 @@ class Explainer:
     def _outcome(self, foresight: Foresight, seconds: float | None, priority: int) -> tuple[Foreseen, str]:
         outcome, reason = _foreseen(foresight) or (Foreseen.PLACED, "")
         choice = foresight.choice
-        at_once = choice.work_s if priority > 0 else choice.first_token_s
+        at_once = choice.work_s if priority > 0 else choice.known_s
         predicted = {Foreseen.PLACED: at_once, Foreseen.QUEUED: foresight.soonest_s}
         if outcome not in predicted:
             return outcome, reason

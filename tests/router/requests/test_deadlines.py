@@ -12,9 +12,10 @@ from common.types import DecisionKind
 from router.core.admission import ANY_WORKER
 from router.core.diagnosis.causes import Cause
 from router.core.diagnosis.rules import diagnose
-from router.core.worker_model import Load, WorkerModel
+from router.core.worker_model import Load, WorkerModel, WorkerState
 from router.requests.explainer import Foreseen
 from router.requests.jobs import Job
+from router.requests.reservation import LoadReservation
 from tests.router.requests.test_explainer import explainer_of
 from tests.router.requests.test_outcomes import outcome, story
 from tests.router.requests.test_placements import full, job
@@ -40,29 +41,119 @@ def measured(harness: Harness, prefill: float, step: float = 0.0, running: int =
     return model
 
 
+def stayed(harness: Harness, seconds: float, ago: float = 0.0) -> WorkerModel:
+    """Let the only worker show how long a sequence stayed there, so many seconds ago."""
+    (model,) = harness.pool.models()
+    model.rates.finished(seconds, 3, CLOCK.monotonic() - ago)
+    return model
+
+
+async def waits(harness: Harness, wanted: Job, reservation: LoadReservation) -> None:
+    """Demand that a job is not refused at its arrival: it gets the place that is then released."""
+    before = len(harness.decisions.find(kind=DecisionKind.QUEUED))
+    waiting = asyncio.create_task(harness.dispatcher.place(wanted, harness.dispatcher.ticket(wanted.priority)))
+    await harness.until(lambda: waiting.done() or len(harness.decisions.find(kind=DecisionKind.QUEUED)) > before)
+    reservation.release()
+    await waiting
+
+
 async def test_a_request_that_must_wait_too_long_is_refused_at_arrival_with_the_prediction() -> None:
-    """Two sequences of 64 tokens of 10 s each are before it at the only place."""
+    """Two sequences are before it at the only place, where one has just stayed for 1,000 s."""
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
-        measured(harness, prefill=1e-6, step=10.0)
+        measured(harness, prefill=1e-6)
         reservation = await full(harness)
-        with pytest.raises(DeadlineExceeded, match=r"s are left, and the first token is predicted in \d{3}"):
+        stayed(harness, 1000.0)
+        with pytest.raises(DeadlineExceeded, match=r"s are left, and the first token is predicted in \d{4}"):
             await harness.dispatcher.place(due(100.0), harness.dispatcher.ticket(0))
         assert len(harness.decisions.find(kind=DecisionKind.QUEUED)) == 0, "it did not wait"
-        waiting = asyncio.create_task(harness.dispatcher.place(due(1e6), harness.dispatcher.ticket(0)))
-        await harness.until(lambda: len(harness.decisions.find(kind=DecisionKind.QUEUED)) == 1)
+        await waits(harness, due(1e6), reservation)
+
+
+async def test_a_stay_that_nobody_measured_lately_refuses_nobody() -> None:
+    """What is before it has 3 tokens of 100 s each. Nobody knows that they do not end before."""
+    async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
+        measured(harness, prefill=1e-6, step=100.0)
+        await waits(harness, due(500.0), await full(harness))
+    async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
+        measured(harness, prefill=1e-6)
+        stayed(harness, 1000.0, ago=3600.0)
+        await waits(harness, due(500.0), await full(harness))
+
+
+async def test_a_place_behind_a_sequence_whose_stay_is_assumed_refuses_nobody() -> None:
+    """The overcommit lets it wait at the worker."""
+    async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
+        measured(harness, prefill=1e-6, step=100.0)
+        await harness.dispatcher.place(job(), harness.dispatcher.ticket(0))
+        assert (await explainer_of(harness).explain(request(), 500.0)).outcome is Foreseen.PLACED
+        assert len((await harness.dispatcher.place(due(500.0), harness.dispatcher.ticket(0))).reservations) == 1
+    async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
+        measured(harness, prefill=1e-6)
+        await harness.dispatcher.place(job(), harness.dispatcher.ticket(0))
+        stayed(harness, 10_000.0)
+        with pytest.raises(DeadlineExceeded):
+            await harness.dispatcher.place(due(500.0), harness.dispatcher.ticket(0))
+
+
+def hang(monkeypatch: pytest.MonkeyPatch, hangs: WorkerModel) -> None:
+    real, why = WorkerModel.trouble, (WorkerState.HUNG, "its step runs for 9.0 s; at most 5.0 s expected")
+    monkeypatch.setattr(WorkerModel, "trouble", lambda self, now: why if self is hangs else real(self, now))
+
+
+async def test_while_a_worker_hangs_only_the_work_itself_refuses_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are full, and have just shown stays of 10,000 s. The one that hangs may go on at any moment, and is fast."""
+    async with frontend_over(FakeWorker("w-0", max_num_seqs=1), FakeWorker("w-1", max_num_seqs=1)) as harness:
+        slow, hangs = harness.pool.models()
+        held = await full(harness), await full(harness)
+        for model, prefill in ((slow, 100.0), (hangs, 1e-6)):
+            model.heartbeat(replace(model.load, prefill_seconds_per_token=prefill, steps=9), CLOCK.monotonic())
+            model.rates.finished(10_000.0, 3, CLOCK.monotonic())
+        assert {each.model.worker_id for each in held} == {slow.worker_id, hangs.worker_id}
+        hang(monkeypatch, hangs)
+        waiting = asyncio.create_task(harness.dispatcher.place(due(500.0), harness.dispatcher.ticket(0)))
+        await harness.until(lambda: waiting.done() or bool(harness.decisions.find(kind=DecisionKind.QUEUED)))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        monkeypatch.undo()
+        with pytest.raises(DeadlineExceeded):
+            await harness.dispatcher.place(due(500.0), harness.dispatcher.ticket(0))
+        waiting.cancel()
+
+
+async def test_while_a_worker_is_away_only_the_work_itself_refuses_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
+        measured(harness, prefill=1e-6)
+        reservation = await full(harness)
+        stayed(harness, 10_000.0)
+        monkeypatch.setattr(harness.pool, "absent", lambda: [("w-1", "connecting: refused")])
+        waiting = asyncio.create_task(harness.dispatcher.place(due(500.0), harness.dispatcher.ticket(0)))
+        await harness.until(lambda: waiting.done() or bool(harness.decisions.find(kind=DecisionKind.QUEUED)))
+        assert not waiting.done()
+        waiting.cancel()
         reservation.release()
-        await waiting
+
+
+async def test_a_bad_rate_of_long_ago_refuses_no_request_at_an_idle_worker() -> None:
+    """Nothing would be placed there any more, and so nothing measured."""
+    async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
+        model = measured(harness, prefill=100.0, running=0)
+        with pytest.raises(DeadlineExceeded, match="is predicted in 1000"):
+            await harness.dispatcher.place(due(10.0), harness.dispatcher.ticket(0))
+        assert (await explainer_of(harness).explain(request(), 10.0)).outcome is Foreseen.TOO_LATE
+        model.shown_at -= 3600.0
+        assert (await explainer_of(harness).explain(request(), 10.0)).outcome is Foreseen.PLACED
+        placement = await harness.dispatcher.place(due(10.0), harness.dispatcher.ticket(0))
+        with pytest.raises(DeadlineExceeded):  # one measures it; more would be late together
+            await harness.dispatcher.place(due(10.0), harness.dispatcher.ticket(0))
+        placement.reservations[0].release()
 
 
 async def test_a_higher_priority_is_not_refused_for_what_it_may_pass() -> None:
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
-        measured(harness, prefill=1e-6, step=10.0)
+        measured(harness, prefill=1e-6)
         reservation = await full(harness)
-        wanted = due(100.0, priority=5)
-        waiting = asyncio.create_task(harness.dispatcher.place(wanted, harness.dispatcher.ticket(5)))
-        await harness.until(lambda: len(harness.decisions.find(kind=DecisionKind.QUEUED)) == 1)
-        reservation.release()
-        assert len((await waiting).reservations) == 1
+        stayed(harness, 1000.0)
+        await waits(harness, due(100.0, priority=5), reservation)
 
 
 async def test_a_request_that_becomes_hopeless_in_the_queue_ends_then() -> None:
@@ -118,8 +209,9 @@ async def test_a_prediction_that_improves_keeps_the_request(monkeypatch: pytest.
 
 async def test_an_explanation_says_that_a_wait_would_be_too_long() -> None:
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
-        measured(harness, prefill=1e-6, step=10.0)
+        measured(harness, prefill=1e-6)
         reservation = await full(harness)
+        stayed(harness, 1000.0)
         explain = explainer_of(harness).explain
         late = await explain(request(), 100.0)
         assert late.outcome is Foreseen.TOO_LATE

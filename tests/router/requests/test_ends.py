@@ -81,7 +81,7 @@ async def test_a_sequence_that_no_worker_takes_again_before_the_deadline_costs_t
             await harness.until(lambda: len(worker.submits) == 2 or task.done())
             if task.done():
                 raise TooSlow
-            worker.heartbeat(running=20)
+            worker.heartbeat(running=1000)
             worker.step({1: [100], 2: [100]}, admitted={1: 0, 2: 0}, finished={2: FinishReason.ERROR})
             await harness.until(lambda: harness.admission.queued == 1 or task.done())
             worker.step({1: [101, 102]}, finished={1: FinishReason.LENGTH})

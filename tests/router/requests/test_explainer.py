@@ -93,6 +93,8 @@ async def test_what_fits_no_worker_and_what_comes_too_late_is_said() -> None:
         explain = explainer_of(harness).explain
         large = await explain(request(prompt=10, max_tokens=100_000))
         assert (large.outcome, large.choice.worker) == (Foreseen.TOO_LARGE, None)
+        (model,) = harness.pool.models()
+        model.heartbeat(replace(model.load, prefill_seconds_per_token=1.0, steps=9), CLOCK.monotonic())
         late = await explain(request(), seconds=1e-9)
         assert late.outcome is Foreseen.TOO_LATE
         assert "the first token is predicted in" in late.reason
