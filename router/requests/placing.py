@@ -112,11 +112,16 @@ class Placer:
     async def move_lost(self, run: RequestRun) -> None:
         """Send sequences that lost their worker to another one.
 
+        Return early when the request is interrupted: its stream then finds the reason in its inbox.
+
         Raises EngineFailure when that happens too often, or when the request may have broken its workers itself.
         """
         for running in [each for each in run.sequences if each.lost and not each.done]:
             reason, running.lost = running.lost, ""
-            if await self._probation.is_guilty(run.suspicion):
+            guilty = await self._probation.is_guilty(run.suspicion, run.inbox.interrupted)
+            if run.inbox.interrupted.is_set():
+                return
+            if guilty:
                 what = f"{run.suspicion.breaks} workers broke with this request, which got no further each time"
                 raise EngineFailure(f"{what}; it is not tried again; the last one: {reason}")
             losses = running.attempt - running.drained

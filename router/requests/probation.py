@@ -51,18 +51,19 @@ class Probation:
             await self._hold(breakdown, HOLD_SECONDS if suspicion.breaks < MAX_STRIKES else self._seconds)
         return await self._turn() if suspicion.apart else None
 
-    async def is_guilty(self, suspicion: Suspicion) -> bool:
+    async def is_guilty(self, suspicion: Suspicion, interrupted: asyncio.Event) -> bool:
         """Return whether a request that has just lost a worker broke its workers itself.
 
-        Before that is said, the workers may show that they live. One that does not show it in time has ended.
+        Before that is said, the workers may show that they live. One that does not show it in time has ended. A request
+        that is interrupted meanwhile gets no verdict: False.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(VERDICT_SECONDS):
-                while suspicion.guilty and (unsettled := suspicion.unsettled):
+                while suspicion.guilty and (unsettled := suspicion.unsettled) and not interrupted.is_set():
                     settled = asyncio.Event()
                     unsettled[0].when_settled(settled.set)
-                    await settled.wait()
-        return suspicion.guilty
+                    await _first_of(settled, interrupted)
+        return suspicion.guilty and not interrupted.is_set()
 
     async def _hold(self, breakdown: Breakdown, seconds: float) -> None:
         clear = asyncio.Event()
@@ -78,3 +79,13 @@ class Probation:
         except TimeoutError:
             return None
         return Turn(self._lock, self._seconds)
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    """Wait until one of several events is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waits:
+            each.cancel()

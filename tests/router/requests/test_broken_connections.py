@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
 
-from common.errors import EngineFailure
+from common.errors import Cancelled, DeadlineExceeded, EngineFailure, Unauthenticated, Unavailable
 from common.types import FinishReason
+from router.core.events import GenerateEvent
+from router.core.suspicion import Breakdown
 from router.requests import probation
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker
 from tests.support.router.frontend_harness import (
@@ -21,6 +24,8 @@ from tests.support.router.frontend_harness import (
     tokens_of,
 )
 from tests.support.severed import Severed
+
+LONG = 3600.0  # a verdict that no test waits for
 
 
 @dataclass
@@ -132,6 +137,60 @@ async def test_a_request_whose_workers_end_twice_is_refused(how: str) -> None:
         with pytest.raises(EngineFailure, match="2 workers broke with this request"):
             await task
         assert nothing_left(whole.harness)
+
+
+Waiting = tuple[Pair, asyncio.Task[list[GenerateEvent]]]
+
+
+@pytest.fixture
+async def waiting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Waiting]:
+    """A request that waits for the verdict: both of its breaks are unsettled, and stay so."""
+    monkeypatch.setattr(probation, "VERDICT_SECONDS", LONG)
+    waits, when_settled = asyncio.Event(), Breakdown.when_settled
+
+    def noted(breakdown: Breakdown, listener: Callable[[], None]) -> None:
+        when_settled(breakdown, listener)
+        waits.set()
+
+    monkeypatch.setattr(Breakdown, "when_settled", noted)
+    async with pair() as whole, in_background(whole.harness, request(max_tokens=1, request_id="r1")) as task:
+        for _ in range(2):
+            holder = await whole.submitted()
+            holder.proxy.accepts.clear()
+            holder.proxy.sever()
+        async with asyncio.timeout(PATIENCE_S):
+            await waits.wait()
+        yield whole, task
+        assert nothing_left(whole.harness)
+
+
+async def test_a_request_that_waits_for_a_verdict_may_be_aborted(waiting: Waiting) -> None:
+    whole, task = waiting
+    assert whole.harness.frontend.abort("r1") == 1
+    with pytest.raises(Cancelled):
+        await task
+
+
+async def test_a_request_that_waits_for_a_verdict_ends_when_its_key_is_revoked(waiting: Waiting) -> None:
+    whole, task = waiting
+    whole.harness.frontend.end_revoked(lambda _: False)
+    with pytest.raises(Unauthenticated):
+        await task
+
+
+async def test_a_request_that_waits_for_a_verdict_ends_when_the_router_stops(waiting: Waiting) -> None:
+    whole, task = waiting
+    assert not await whole.harness.frontend.drain(0.0)
+    with pytest.raises(Unavailable, match="the router stops"):
+        await task
+
+
+async def test_a_request_that_waits_for_a_verdict_ends_at_its_deadline(waiting: Waiting) -> None:
+    whole, task = waiting
+    (run,) = whole.harness.frontend._runs
+    run.expire_in(0.0)
+    with pytest.raises(DeadlineExceeded):
+        await task
 
 
 async def test_a_worker_that_says_nothing_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
