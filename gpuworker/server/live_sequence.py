@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from common.lease import Admit
-from common.types import SequenceId, TokenLogprobs
+from common.types import FinishReason, SequenceId, TokenLogprobs
 from gpuworker.core.outcomes import SequenceFinished
 from gpuworker.core.sequence import NewSequence
 from gpuworker.engine.ports import EngineOutputs, Started
@@ -62,6 +62,8 @@ class LiveSequence:
     def close(self, end: SequenceFinished) -> None:
         """Release what belongs to a sequence that runs."""
         self.grammar = None
+        # One that ended by itself, while its router took it back, goes on nowhere.
+        self.handed_over = self.handed_over and end.reason is FinishReason.CANCELLED
         if self.deadline is not None:
             self.deadline.cancel()
         if self.spans is not None:

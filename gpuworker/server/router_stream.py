@@ -221,8 +221,10 @@ class RouterStream:
         """End a sequence at the router's request; unknown handles are ignored."""
         sequence = self._by_handle.get(message.handle)
         reason = finish_from_proto(message.reason, unknown=FinishReason.CANCELLED)
-        if message.hands_over and sequence is not None:
-            self._live[sequence].handed_over = True
+        if message.hands_over:
+            # One that has ended by itself meanwhile keeps its output until the router has it.
+            if sequence is not None:
+                self._live[sequence].handed_over = True
         elif reason is FinishReason.CANCELLED:
             self._forget_output(message.handle)
         if sequence is not None:

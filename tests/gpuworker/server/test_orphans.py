@@ -19,6 +19,7 @@ from tests.support.gpuworker.worker_harness import RouterEnd, Served, served, su
 
 FIRST, SECOND = b"a" * 16, b"b" * 16
 LONG = 3600.0  # a grace that no test waits for
+HANDS_OVER = pb.StreamRequest(cancel=pb.Cancel(handle=1, reason=types.FINISH_REASON_CANCELLED, hands_over=True))
 
 
 def resumable(handle: int, count: int, prompt: tuple[int, ...] = (1, 2, 3), **fields: object) -> pb.StreamRequest:
@@ -363,8 +364,7 @@ async def handed_over(worker: Served, runner: ManualRunner, router: RouterEnd) -
     """Let a router take a sequence with two tokens or more back, to let it go on elsewhere."""
     await router.send(resumable(1, 40))
     await worker.step_until(runner, lambda: bool(router.tokens.get(1)))
-    cancel = pb.Cancel(handle=1, reason=types.FINISH_REASON_CANCELLED, hands_over=True)
-    await router.send(pb.StreamRequest(cancel=cancel))
+    await router.send(HANDS_OVER)
     await worker.step_until(runner, lambda: 1 in router.finished)
 
 
@@ -386,6 +386,40 @@ async def test_a_sequence_that_goes_on_elsewhere_is_kept_until_its_router_says_t
         assert len(worker.servicer.orphans) == worker.servicer.live_sequences == (not acknowledged)
         worker.servicer.orphans.close()
         assert not worker.servicer.live_sequences
+
+
+async def test_a_cancel_that_hands_over_and_crosses_the_end_leaves_the_output_to_the_next_router() -> None:
+    runner = ManualRunner()
+    runner.release()
+    async with served(runner, orphan_grace=LONG) as worker:
+        async with router_of(worker, FIRST) as router:
+            await router.send(resumable(1, 4))
+            await router.until_finished(1)
+            assert router.finished[1].reason == types.FINISH_REASON_LENGTH
+            await router.send(HANDS_OVER)
+            await found(router)  # the stream is read in order: the worker has the cancel
+            assert not worker.servicer.live_sequences
+            router.call.cancel()
+        await worker.until(lambda: not worker.servicer._streams)
+        async with router_of(worker, SECOND) as router:
+            (orphan,) = (await found(router)).orphans
+            assert (orphan.ended, orphan.output_tokens) == (True, 4)
+
+
+async def test_a_sequence_that_ends_by_itself_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=LONG) as worker, router_of(worker, FIRST) as router:
+        await router.send(resumable(1, 2))
+        await worker.until(lambda: len(runner.num_tokens) == 1)
+        (stream,) = worker.servicer._streams
+        # The last step is already planned when the engine gets the cancel, which therefore ends nothing.
+        monkeypatch.setattr(stream._engine, "cancel", lambda *_: None)
+        await router.send(HANDS_OVER)
+        await found(router)
+        runner.release()
+        await router.until_finished(1)
+        assert router.finished[1].reason == types.FINISH_REASON_LENGTH
+        await worker.until(lambda: not worker.servicer.live_sequences)
 
 
 async def _read(router: RouterEnd) -> None:
