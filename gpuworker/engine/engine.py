@@ -255,7 +255,7 @@ class Engine:
     # ------------------------------------------------------------ steps
 
     def _launch(self) -> bool:
-        planned_ns = self._clock.time_ns()
+        planned, planned_ns = self._clock.monotonic(), self._clock.time_ns()
         plan = self._agent.plan(self._rates.prices)
         if plan is None:
             return False
@@ -264,7 +264,7 @@ class Engine:
         except StepNotBuilt as failure:
             self._leave_out(failure)
             return True
-        flight = Flight(plan, result, self._rates.predict(plan), planned_ns)
+        flight = Flight(plan, result, self._rates.predict(plan), planned, planned_ns)
         flight.begin(self._clock)
         flight.ahead = bool(self._flights)
         flight.after = None if flight.ahead else self._over_at
@@ -303,10 +303,11 @@ class Engine:
         self._pace.completed(flight.plan)
         self._rates.learn(flight.plan, result.seconds)
         if self._traced:
-            self._outputs.chunks += self._traced.stepped(flight.plan, flight.began_ns, self._clock.time_ns())
+            begin_ns, end_ns = flight.wall_ns(flight.began), flight.wall_ns(self._clock.monotonic())
+            self._outputs.chunks += self._traced.stepped(flight.plan, begin_ns, end_ns)
         if self._wants_step is not None and self._wants_step():
             traced = self._traced.among(flight.plan)
-            self._outputs.steps.append(flight.record(result, self._clock.time_ns(), traced))
+            self._outputs.steps.append(flight.record(result, self._clock.monotonic(), traced))
         if self._starts:
             self._outputs.started.extend(self._starts.stepped(flight.plan, flight.began, self._name_of))
         completion = self._agent.complete(result)

@@ -42,7 +42,8 @@ class TracedSteps:
             if row.samples and row.length == 1 and row.start >= one.prompt_tokens:
                 if not one.steps:
                     one.begin_ns, one.start = begin_ns, row.start
-                one.end_ns = end_ns
+                # The wall clock may have been set back between two steps.
+                one.end_ns = max(end_ns, one.begin_ns)
                 one.steps += 1
                 one.drafts += len(row.drafts)
             else:
