@@ -8,7 +8,7 @@ keep all spans that came with it in memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -33,7 +33,8 @@ UNREAD: Final = "quire.unread"
 _SPAN_BYTES: Final = 1_000
 # The same of a span of this process; of what it has.
 _OWN_SPAN_BYTES: Final = 2_500
-_ATTRIBUTE_BYTES, _TEXT_BYTES, _EVENT_BYTES, _LINK_BYTES = 100, 60, 200, 500
+_ATTRIBUTE_BYTES, _TEXT_BYTES, _NUMBER_BYTES, _ITEM_BYTES, _EVENT_BYTES, _LINK_BYTES = 100, 60, 32, 8, 200, 500
+_FLAT: Final = str | bytes | bytearray | memoryview | range
 _MAX_SERVICE_CHARS: Final = 128
 _STATUS = {trace_pb2.Status.STATUS_CODE_OK: "ok", trace_pb2.Status.STATUS_CODE_ERROR: "error"}
 
@@ -64,15 +65,35 @@ def from_own(span: RecordedSpan) -> KeptSpan:
 
 def own_bytes(span: RecordedSpan) -> int:
     """Return about how much memory a span of this process takes, with the records of decisions in it."""
-    texts = sum([_TEXT_BYTES + len(each) for each in span.attributes.values() if isinstance(each, str)])
-    size = _OWN_SPAN_BYTES + _ATTRIBUTE_BYTES * len(span.attributes) + texts + _LINK_BYTES * len(span.links)
+    size = _OWN_SPAN_BYTES + _attributes_bytes(span.attributes)
+    size += sum([_LINK_BYTES + _attributes_bytes(link.attributes or {}) for link in span.links])
     return size + sum([_event_bytes(event.attributes) for event in span.events])
 
 
 def _event_bytes(attributes: Mapping[str, object]) -> int:
     if isinstance(attributes, DecisionAttributes):
         return _EVENT_BYTES + record_bytes(attributes.decision)
-    return _EVENT_BYTES + sum([_ATTRIBUTE_BYTES + _TEXT_BYTES + len(str(each)) for each in attributes.values()])
+    return _EVENT_BYTES + _attributes_bytes(attributes)
+
+
+def _attributes_bytes(attributes: Mapping[str, object]) -> int:
+    return _ATTRIBUTE_BYTES * len(attributes) + sum([_value_bytes(each) for each in attributes.values()])
+
+
+def _value_bytes(value: object) -> int:
+    """Return the memory of a value, and of all within it."""
+    kind = type(value)
+    if kind is str or kind is bytes:
+        return _TEXT_BYTES + len(value)  # type: ignore[arg-type]
+    if kind is float or kind is bool or value is None:
+        return _NUMBER_BYTES
+    if isinstance(value, int):
+        return _NUMBER_BYTES + value.bit_length() // 8
+    if isinstance(value, Mapping):
+        return _TEXT_BYTES + _attributes_bytes(value)
+    if isinstance(value, Collection) and not isinstance(value, _FLAT):
+        return _TEXT_BYTES + sum([_ITEM_BYTES + _value_bytes(each) for each in value])
+    return _TEXT_BYTES + (len(value) if isinstance(value, _FLAT) else 0)
 
 
 def _own_span(span: RecordedSpan) -> decision_pb2.Span:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,6 +177,34 @@ def test_the_bound_of_the_store_counts_what_spans_and_their_decisions_take() -> 
             names = {f"quire.{number}": f"{decision.decision_id}-{number}" for number in range(10)}
             span = tracer.start_span("request", attributes=names)
             add_decision(span, decision)
+            span.end()
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.8 < (store.bytes - before) / taken < 2.5
+
+
+VALUES: dict[str, Callable[[int], object]] = {
+    "texts": lambda number: [f"{number}-{each}" + "x" * 1000 for each in range(16)],
+    "bytes": lambda number: number.to_bytes(8) * 2000,
+    "numbers": lambda number: [float(number + each) for each in range(500)],
+    "nested": lambda number: [[f"{number}-{each}" * 100 for each in range(4)] for _ in range(4)],
+    "integers": lambda number: (1 << 80_000) + number,
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_the_bound_of_the_store_counts_values_of_every_type(kind: str) -> None:
+    store, count = TraceStore(10_000, 1 << 30), 200
+    tracer = own_tracer(store)
+    tracer.start_span("warm").end()
+    before = store.bytes
+    tracemalloc.start()
+    try:
+        for number in range(count):
+            span = tracer.start_span("request", attributes={"value": VALUES[kind](number)})
+            span.add_event("event", {"value": VALUES[kind](number)})
+            span.add_link(SpanContext(1, 1, is_remote=False), {"value": VALUES[kind](number)})
             span.end()
         taken, _ = tracemalloc.get_traced_memory()
     finally:
