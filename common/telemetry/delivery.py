@@ -23,11 +23,30 @@ _QUEUE_SPANS: Final = 8_192
 _BATCH_SPANS: Final = 512
 
 
-def otlp_request(spans: Sequence[RecordedSpan]) -> ExportTraceServiceRequest:
-    """Return spans as one request of OTLP."""
+class Unwritten:
+    """Logs the first span that cannot be written as OTLP; later ones are most likely of the same place."""
+
+    def __init__(self) -> None:
+        self._logged = False
+
+    def add(self, span: RecordedSpan, error: Exception) -> None:
+        if not self._logged:
+            self._logged = True
+            what = "the span %.100r cannot be written as OTLP; it is left out, as later ones like it are: %r"
+            log.warning(what, span.name, error)
+
+
+def otlp_request(spans: Sequence[RecordedSpan], unwritten: Unwritten | None = None) -> ExportTraceServiceRequest:
+    """Return spans as one request of OTLP, without those that cannot be written, which go to `unwritten`."""
+    unwritten = Unwritten() if unwritten is None else unwritten
     resources: dict[bytes, list[bytes]] = {}
     for span in spans:
-        resources.setdefault(span.origin.encoded, []).append(span.encoded())
+        try:
+            encoded = span.encoded()
+        except Exception as error:  # noqa: BLE001 - values have any type, and the text of one may raise anything
+            unwritten.add(span, error)
+        else:
+            resources.setdefault(span.origin.encoded, []).append(encoded)
     return ExportTraceServiceRequest.FromString(request_bytes(resources, SCOPE))
 
 
@@ -43,8 +62,12 @@ def delivering(endpoint: str, identity: Identity | None) -> Deliverer:
 class _Exporter(OTLPSpanExporter):
     """OpenTelemetry's exporter, with its variables, retries and TLS, for the spans of Quire."""
 
+    def __init__(self, endpoint: str, **options: Any) -> None:
+        super().__init__(endpoint, **options)
+        self._unwritten = Unwritten()
+
     def _translate_data(self, data: Sequence[Any]) -> ExportTraceServiceRequest:
-        return otlp_request(data)
+        return otlp_request(data, self._unwritten)
 
 
 def _exporter(endpoint: str, identity: Identity | None = None) -> SpanExporter:

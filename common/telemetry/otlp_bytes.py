@@ -1,7 +1,8 @@
 """Spans as bytes of OTLP: the messages of OpenTelemetry's `trace.proto` and `common.proto`, written field by field.
 
 A message object for each attribute takes longer than all other work on a span. Field numbers are those of the public
-protocol, which do not change. Texts are cut at MAX_ATTRIBUTE_CHARS; of more than MAX_SPAN_ITEMS items the first stay.
+protocol, which do not change. Texts are cut at MAX_ATTRIBUTE_CHARS; of more than MAX_SPAN_ITEMS
+attributes the first stay, of events and links the last.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def span_bytes(span: SpanLike) -> bytes:
     _put_dropped(parts, b"\x50", _put_attributes(parts, b"\x4a", span.attributes))
     parts += [_field(b"\x5a", _event(each)) for each in span.events]
     _put_dropped(parts, b"\x60", span.dropped_events)
-    parts += [_field(b"\x6a", _link(each)) for each in span.links[:MAX_SPAN_ITEMS]]
+    parts += [_field(b"\x6a", _link(each)) for each in span.links[-MAX_SPAN_ITEMS:]]
     _put_dropped(parts, b"\x70", span.dropped_links + max(0, len(span.links) - MAX_SPAN_ITEMS))
     parts.append(_field(b"\x7a", _status(span.status)))
     parts.append(_SPAN_FLAGS.pack(0x85, 0x01, _flags(parent)))
@@ -177,7 +178,11 @@ def _int(value: int) -> bytes:
         return b"\x18" + _SMALL[value]
     if -_INT64 <= value < _INT64:
         return b"\x18" + _varint(value & (2 * _INT64 - 1))
-    return _field(b"\x0a", _text(str(value)))
+    try:
+        text = str(value)
+    except ValueError:  # Python writes no more than 4300 decimal digits
+        text = f"an integer of {value.bit_length()} bits"
+    return _field(b"\x0a", _text(text))
 
 
 def _text(value: str) -> bytes:

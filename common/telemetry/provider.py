@@ -20,8 +20,9 @@ from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioB
 from common.rpc.tls import Identity
 from common.settings.options import ServiceSettings
 from common.telemetry.delivery import Deliverer, delivering
-from common.telemetry.spans import Origin, RecordedSpan, SpanTracer
+from common.telemetry.spans import Origin, RecordedSpan, SpanTracer, UnsampledTracer
 
+_DISABLED_VARIABLE: Final = "OTEL_SDK_DISABLED"
 _ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 Sink = Callable[[RecordedSpan], object]
 
@@ -63,11 +64,13 @@ def setup(
 
     `instance` distinguishes processes of one service (a worker's id). `ids` makes random ids by default. Sampling is
     decided at the head, by `sampler`. The default follows the traceparent, and samples `settings.trace_sample_ratio` of
-    the requests without one.
+    the requests without one. OTEL_SDK_DISABLED=true samples nothing, and delivers nothing.
     """
-    origin = origin_of(service, instance or str(os.getpid()))
+    origin, environ = origin_of(service, instance or str(os.getpid())), os.environ if environ is None else environ
+    if environ.get(_DISABLED_VARIABLE, "").strip().lower() == "true":
+        return Telemetry(UnsampledTracer(origin, ids or RandomIdGenerator()), _nowhere)
     sampler = sampler or ParentBased(TraceIdRatioBased(settings.trace_sample_ratio))
-    deliverer = _deliverer(settings, own is not None, os.environ if environ is None else environ)
+    deliverer = _deliverer(settings, own is not None, environ)
     sink = deliverer.ended if deliverer is not None else own or _nowhere
     return Telemetry(SpanTracer(origin, sampler, ids or RandomIdGenerator(), sink), sink, deliverer)
 

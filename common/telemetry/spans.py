@@ -17,7 +17,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.sdk.trace.sampling import Decision, Sampler
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, Decision, Sampler
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
@@ -185,7 +185,8 @@ class SpanTracer(Tracer):
         if attributes:
             span.attributes.update(attributes)
         if links:
-            span.links += links
+            span.links += links[-MAX_SPAN_ITEMS:]
+            span.dropped_links = len(links) - len(span.links)
         return span
 
     @contextmanager
@@ -194,6 +195,16 @@ class SpanTracer(Tracer):
         use = {each: options.pop(each, True) for each in ("end_on_exit", "record_exception", "set_status_on_exception")}
         with trace.use_span(self.start_span(name, *args, **options), **use) as span:
             yield span
+
+
+class UnsampledTracer(SpanTracer):
+    """Samples nothing, whatever the traceparent says; trace ids are passed on, so that logs still have them."""
+
+    def __init__(self, origin: Origin, ids: IdGenerator) -> None:
+        super().__init__(origin, ALWAYS_OFF, ids, lambda _: None)
+
+    def sampling(self, sampler: Sampler) -> SpanTracer:
+        return self
 
 
 def _now(time: int | None) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from common.rpc.server import RpcServer
 from common.settings.options import ServiceSettings
@@ -109,6 +110,47 @@ async def test_a_missing_receiver_is_logged_once_and_holds_no_process(
         await telemetry.aclose()
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warnings == ["spans cannot be delivered to http://127.0.0.1:1; they are dropped until it answers"]
+
+
+@pytest.mark.parametrize(("value", "expected"), [("true", False), (" TRUE ", False), ("false", True), ("", True)])
+def test_the_usual_variable_turns_spans_off(value: str, expected: bool) -> None:
+    environ = {"OTEL_SDK_DISABLED": value, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+    own: list[RecordedSpan] = []
+    if expected:
+        del environ["OTEL_EXPORTER_OTLP_ENDPOINT"]
+    telemetry = setup("router", ServiceSettings(trace_sample_ratio=1.0), own.append, environ)
+    assert telemetry.deliverer is None
+    span = telemetry.tracer.start_span("route", context_from(SAMPLED))
+    step = telemetry.tracer.sampling(ALWAYS_ON).start_span("step")
+    assert (span.is_recording(), step.is_recording()) == (expected, expected)
+    # Services that are not turned off follow the parent that they get.
+    assert span.get_span_context().trace_flags.sampled is expected
+    span.end()
+    step.end()
+    telemetry.emit(kept_spans(1))
+    assert len(own) == (3 if expected else 0)
+
+
+def kept_spans(count: int) -> list[RecordedSpan]:
+    ended: list[RecordedSpan] = []
+    telemetry = setup("test", ServiceSettings(trace_sample_ratio=1.0), ended.append, {})
+    for _ in range(count):
+        telemetry.tracer.start_span("kept").end()
+    return ended
+
+
+async def test_a_span_that_cannot_be_written_loses_itself_alone(
+    receivers: list[Receiver], caplog: pytest.LogCaptureFixture
+) -> None:
+    telemetry = setup("router", ServiceSettings(trace_endpoint=receivers[0].address), environ={})
+    for number in range(4):
+        telemetry.tracer.start_span("before the epoch", start_time=-1).end(5)
+        telemetry.tracer.start_span(f"step {number}").end()
+    await telemetry.aclose()
+    assert [(await receivers[0].next())[1] for _ in range(4)] == [f"step {number}" for number in range(4)]
+    said = [record.getMessage() for record in caplog.records if "cannot be written" in record.getMessage()]
+    assert len(said) == 1
+    assert "before the epoch" in said[0]
 
 
 async def test_without_a_receiver_nothing_is_started() -> None:

@@ -216,13 +216,16 @@ def test_a_span_is_bounded_and_says_what_is_missing() -> None:
     links = [Link(SpanContext(1, 1 + number, is_remote=False)) for number in range(more)]
     span = tracer.start_span("full", attributes=many, links=links)
     span.set_attribute("0", "x" * (MAX_ATTRIBUTE_CHARS + 1))
+    span.add_link(SpanContext(1, more + 1, is_remote=False))
     for number in range(more):
         span.add_event(str(number), many)
     span.end()
     found = message(span)
     assert (len(found.attributes), found.dropped_attributes_count) == (MAX_SPAN_ITEMS, 2)
     assert found.attributes[0].value.string_value == "x" * MAX_ATTRIBUTE_CHARS
-    assert (len(found.links), found.dropped_links_count) == (MAX_SPAN_ITEMS, 2)
+    assert (len(found.links), found.dropped_links_count) == (MAX_SPAN_ITEMS, 3)
+    # As with events, the oldest go.
+    assert [int.from_bytes(each.span_id) for each in found.links][:: MAX_SPAN_ITEMS - 1] == [4, more + 1]
     assert ([each.name for each in found.events][:2], len(found.events)) == (["2", "3"], MAX_SPAN_ITEMS)
     assert found.dropped_events_count == 2
     assert {(len(each.attributes), each.dropped_attributes_count) for each in found.events} == {(MAX_SPAN_ITEMS, 2)}
@@ -232,6 +235,7 @@ def test_a_value_that_the_protocol_cannot_hold_goes_as_text_and_its_span_stays()
     span = CollectedSpans().tracer.start_span("odd")
     odd: dict[str, Any] = {
         "huge": 2**64,
+        "vast": 10**5000,
         "lone": "a\ud800b",
         "none": None,
         "kind": SpanKind.SERVER,
@@ -242,11 +246,21 @@ def test_a_value_that_the_protocol_cannot_hold_goes_as_text_and_its_span_stays()
     span.end()
     found = {each.key: each.value for each in message(span).attributes}
     assert found["huge"].string_value == str(2**64)
+    assert found["vast"].string_value == f"an integer of {(10**5000).bit_length()} bits"
     assert found["none"].WhichOneof("value") is None
     assert found["lone"].string_value == "a?b"
     assert found["kind"].string_value == "SpanKind.SERVER"
     assert found["reason"].string_value == "stop"
     assert [each.string_value for each in found["many"].array_value.values] == ["a", str(2**70)]
+
+
+def test_a_span_that_cannot_be_written_is_left_out_of_its_request() -> None:
+    ended: list[RecordedSpan] = []
+    tracer = tracer_to(ended.append, "quire-router")
+    for start in (1, -1, 2, 2**64):
+        tracer.start_span("span", start_time=start).end(5)
+    found = otlp_request(ended).resource_spans[0].scope_spans[0].spans
+    assert [each.start_time_unix_nano for each in found] == [1, 2]
 
 
 def test_spans_of_several_services_go_in_one_request() -> None:
