@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -55,6 +56,35 @@ class Scene:
                 await asyncio.sleep(0.05)
 
 
+async def until_at_rest(process: psutil.Process) -> None:
+    """Wait until a process takes less than half of what another one takes meanwhile that never pauses.
+
+    So it does not matter how fast the machine is, nor what else runs on it.
+    """
+    busy = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
+    try:
+        async with asyncio.timeout(PATIENCE):
+            share = 1.0
+            while share > 0.5:
+                share = await share_of(process, psutil.Process(busy.pid))
+    finally:
+        busy.kill()
+        await busy.wait()
+
+
+async def share_of(process: psutil.Process, busy: psutil.Process) -> float:
+    """Return how many seconds of a processor one process takes while another one takes one."""
+    used, whole = processor_seconds(process), processor_seconds(busy)
+    while (taken := processor_seconds(busy) - whole) < 1.0:  # noqa: ASYNC110 - another process takes it
+        await asyncio.sleep(0.05)
+    return (processor_seconds(process) - used) / taken
+
+
+def processor_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
     """Two workers, 1024 blocks each, float32, over a Redis without users."""
@@ -78,10 +108,7 @@ async def test_a_service_without_file_descriptors_says_so_once_and_comes_back(sc
     with without_files(process.pid, scene.addresses(name)):
         await scene.until_said(name, NO_FILES)
         outcomes = await asyncio.gather(*tasks)
-        began = process.cpu_times()
-        await asyncio.sleep(2.0)  # at rest: what is measured is how much it does in vain
-        ended = process.cpu_times()
-        assert ended.user + ended.system - began.user - began.system < 1.0, "it tries again and again without a pause"
+        await until_at_rest(process)
     await scene.until_said(name, FILES)
     assert_greedy(asked, [outcome.tokens for outcome in outcomes], COUNT)
     again = await asyncio.gather(*await all_started(scene.suite, asked, COUNT))
