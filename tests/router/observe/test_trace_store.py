@@ -184,7 +184,7 @@ def test_the_bound_of_the_store_counts_what_spans_and_their_decisions_take() -> 
     assert 0.8 < (store.bytes - before) / taken < 2.5
 
 
-VALUES: dict[str, Callable[[int], object]] = {
+VALUES: dict[str, Callable[[int], Any]] = {
     "texts": lambda number: [f"{number}-{each}" + "x" * 1000 for each in range(16)],
     "bytes": lambda number: number.to_bytes(8) * 2000,
     "numbers": lambda number: [float(number + each) for each in range(500)],
