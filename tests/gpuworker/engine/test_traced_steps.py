@@ -48,3 +48,12 @@ def test_a_sequence_without_a_decode_step_ends_with_nothing_and_others_are_not_f
     assert traced.ended(FIRST) == ()
     traced.keep({FIRST})
     assert traced.ended(SECOND) == ()
+
+
+def test_decoding_ends_after_it_began_where_the_wall_clock_is_set_back_between_two_steps() -> None:
+    traced = TracedSteps()
+    traced.follow(FIRST, prompt_tokens=2)
+    stepped(traced, 5, row(FIRST, 2, 1, True))
+    stepped(traced, 1, row(FIRST, 3, 1, True))
+    (decoded,) = traced.ended(FIRST)
+    assert (decoded.begin_ns, decoded.end_ns) == (500, 500)
