@@ -102,8 +102,8 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
         "hopeless-deadline",
     ),
     Cause.DEADLINE: Advice("The client should allow more time, or what took the time must go.", "deadline"),
-    Cause.CLIENT_GONE: Advice("Nothing, unless many clients leave: then look at what they waited for.", "client-gone"),
-    Cause.ABORTED: Advice("Nothing: another call asked for the end of the request.", "client-gone"),
+    Cause.CLIENT_GONE: Advice("Where many clients leave, look at what they waited for.", "client-gone"),
+    Cause.ABORTED: Advice("A request that another call aborted needs nothing.", "client-gone"),
     Cause.NO_WORKER: Advice("If workers are up but not connected, check three things.", "quirenoworkers"),
     Cause.FAILED: Advice(
         "ENGINE_FAILURE: a worker's steps fail; its log says why. INTERNAL: this is a defect; the router's log has the "
