@@ -45,7 +45,7 @@ class PinParts:
 
 
 class Pins:
-    """Pins one prompt at a time."""
+    """Pins one prompt at a time; what is pinned may be computed meanwhile."""
 
     def __init__(self, parts: PinParts, manager: ManagerCalls) -> None:
         self._parts, self._manager = parts, manager
@@ -71,7 +71,7 @@ class Pins:
                     duration=request.duration if request.HasField("duration") else None,
                 )
             )
-            computed_on, why_not = await self._computed(prompt, request.compute_on)
+        computed_on, why_not = await self._computed(prompt, request.compute_on)
         return pb.PinResponse(
             name=kept.pin.name,
             num_tokens=kept.pin.num_tokens,

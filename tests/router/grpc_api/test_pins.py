@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any, cast
 
@@ -126,6 +127,24 @@ async def test_what_could_not_be_computed_is_said_and_the_pin_stays() -> None:
     answer = await desk.pins.pin(pb.PinRequest(prompt=pb.Prompt(text=RULES), compute_on=3))
     assert list(answer.computed_on) == ["worker-0"]
     assert answer.not_computed.startswith("router.queue: 9 requests wait")
+
+
+async def test_one_pin_does_not_wait_for_the_computing_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk()
+    computing, go_on = asyncio.Event(), asyncio.Event()
+
+    async def held(prompt: ValidatedRequest, done: frozenset[str]) -> str:
+        computing.set()
+        await go_on.wait()
+        return "worker-0"
+
+    monkeypatch.setattr(desk.pins, "_computed_by_another", held)
+    async with asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(desk.pins.pin(pb.PinRequest(prompt=pb.Prompt(text=RULES), compute_on=1)))
+        await computing.wait()
+        assert (await desk.pins.pin(pb.PinRequest(prompt=pb.Prompt(text=RULES)))).durable
+        go_on.set()
+    assert list(first.result().computed_on) == ["worker-0"]
 
 
 @pytest.mark.parametrize(
