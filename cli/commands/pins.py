@@ -28,6 +28,9 @@ def in_words(answer: pb.ListPinsResponse, now: float) -> str:
         for worker in each.workers:
             left_out = f"; not pinned there: {worker.left_out}" if worker.left_out else ""
             lines.append(f"  {worker.worker_id}: {worker.blocks_there} there{left_out}")
+        for group in each.missing_groups:
+            who = f"group {group}" if group else "the managers without a group"
+            lines.append(f"  not kept by {who}: pin it again")
     if not answer.durable:
         lines.append("there is no Redis: these pins end with the KV manager")
     return "\n".join(lines)

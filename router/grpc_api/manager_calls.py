@@ -7,8 +7,9 @@ Where several groups of managers share the pool, all of them are asked.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -118,13 +119,17 @@ class ManagerCalls:
         return pb.GetBlockTableResponse(tables=[table for each in answers.found for table in each.tables])
 
     async def pin(self, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
-        """Pin a prefix. Raises Unavailable when a group does not answer, and InvalidRequest beyond a bound."""
+        """Pin a prefix. Raises Unavailable when a group does not answer, and InvalidRequest beyond a bound.
+
+        The other groups keep the prefix then: it may have replaced one of its name there, so it is not unpinned.
+        """
         answers = await self._groups.all(
             lambda channel: rpc.KvManagerServiceStub(channel).PinPrefix(request, timeout=_LIST_PATIENCE_S)
         )
         for name, failure in answers.failures.items():
             if isinstance(failure, InvalidRequest):
-                raise failure
+                raise _kept_elsewhere(failure, name, answers.groups, request.name)
+        for name, failure in answers.failures.items():
             raise Unavailable(f"the other groups keep the prefix, and group {name} does not: {failure}; pin it again")
         return pb.PinPrefixResponse(
             pin=merged_pins(each.pin for each in answers.found)[0], durable=all(each.durable for each in answers.found)
@@ -136,7 +141,7 @@ class ManagerCalls:
             lambda channel: rpc.KvManagerServiceStub(channel).ListPins(request, timeout=_LIST_PATIENCE_S)
         )
         return pb.ListPinsResponse(
-            pins=merged_pins(pin for each in answers.found for pin in each.pins),
+            pins=with_missing_groups(dict(zip(answers.groups, (each.pins for each in answers.found), strict=True))),
             durable=all(each.durable for each in answers.found),
             silent_groups=answers.silent,
         )
@@ -209,6 +214,26 @@ def _whole(
     answer = answers[0] if alone else merged(answers, bounds_of(request.page_token), listed(request.limit))
     answer.silent_groups.extend(silent)
     return answer
+
+
+def _kept_elsewhere(failure: InvalidRequest, refusing: str, keeping: Sequence[str], pin: str) -> InvalidRequest:
+    """Return the refusal of one group with the groups that keep the pin all the same."""
+    kept = f"that is {in_words(refusing)}; kept by {', '.join(map(in_words, keeping))}: `quire unpin {pin}` ends that"
+    return InvalidRequest(*(replace(each, description=f"{each.description}; {kept}") for each in failure.violations))
+
+
+def in_words(group: str) -> str:
+    return f"group {group}" if group else "the managers without a group"
+
+
+def with_missing_groups(pins: Mapping[str, Iterable[pb.PinnedPrefix]]) -> list[pb.PinnedPrefix]:
+    """Return the pins of all groups as `merged_pins` does, each with the groups that do not keep it."""
+    of_group = {group: list(each) for group, each in pins.items()}
+    names = {group: {pin.name for pin in each} for group, each in of_group.items()}
+    found = merged_pins(pin for each in of_group.values() for pin in each)
+    for pin in found:
+        pin.missing_groups.extend(sorted(group for group, known in names.items() if pin.name not in known))
+    return found
 
 
 def merged_pins(pins: Iterable[pb.PinnedPrefix]) -> list[pb.PinnedPrefix]:

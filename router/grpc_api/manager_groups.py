@@ -41,6 +41,8 @@ class Answers(Generic[T]):
 
     found: tuple[T, ...]
     failures: dict[str, QuireError]
+    groups: tuple[str, ...]
+    """Of each answer in `found`."""
     unheard: frozenset[str] = frozenset()
 
     @property
@@ -86,7 +88,8 @@ class ManagerGroups:
         silent = {name: error for name, error in failures.items() if not isinstance(error, NotFound)}
         if not found:
             raise next(iter((silent or failures).values()))
-        return Answers(found, silent, unheard)
+        groups = tuple(name for name in leaders if name not in failures)
+        return Answers(found, silent, groups, unheard)
 
     def _unheard(self, asked: dict[str, str]) -> frozenset[str]:
         """Return the addresses that were never heard, and that were not asked."""

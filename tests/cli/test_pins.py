@@ -42,9 +42,12 @@ def test_an_answer_in_words() -> None:
 def test_a_list_in_words() -> None:
     workers = [kv.PinAtWorker(worker_id="w0", blocks_there=2), kv.PinAtWorker(worker_id="w1", left_out="too small")]
     pin = kv.PinnedPrefix(name="n", tenant="acme", num_tokens=40, num_blocks=2, expires=130.0, workers=workers)
+    pin.missing_groups.extend(["", "b"])
     assert pins.in_words(kv.ListPinsResponse(pins=[pin], durable=True), 100.0).splitlines() == [
         "n: 2 blocks of 40 tokens, for 30 s more, tenant acme",
         "  w0: 2 there",
         "  w1: 0 there; not pinned there: too small",
+        "  not kept by the managers without a group: pin it again",
+        "  not kept by group b: pin it again",
     ]
     assert pins.in_words(kv.ListPinsResponse(), 0.0) == "nothing is pinned"

@@ -322,10 +322,10 @@ async def test_every_group_pins_and_one_pin_is_shown(calls: ManagerCalls) -> Non
     answer = await calls.pin(pb.PinPrefixRequest(name="common"))
     assert ([each.worker_id for each in answer.pin.workers], answer.durable) == (["w-a", "w-b"], True)
     shown = await calls.pins(pb.ListPinsRequest())
-    assert [(each.name, [at.worker_id for at in each.workers]) for each in shown.pins] == [
-        ("common", ["w-a", "w-b"]),
-        ("of-a", ["w-a"]),
-        ("of-b", ["w-b"]),
+    assert [(each.name, [at.worker_id for at in each.workers], list(each.missing_groups)) for each in shown.pins] == [
+        ("common", ["w-a", "w-b"], []),
+        ("of-a", ["w-a"], ["b"]),
+        ("of-b", ["w-b"], ["a"]),
     ]
 
 
@@ -335,14 +335,20 @@ async def test_a_group_that_does_not_pin_is_named(calls: ManagerCalls, managers:
         Unavailable, match=r"^the other groups keep the prefix, and group b does not: .*; pin it again$"
     ):
         await calls.pin(pb.PinPrefixRequest(name="common"))
-    assert list((await calls.pins(pb.ListPinsRequest())).silent_groups) == ["b"]
+    shown = await calls.pins(pb.ListPinsRequest())
+    assert list(shown.silent_groups) == ["b"]
+    assert not any(each.missing_groups for each in shown.pins), "it may keep them"
     with pytest.raises(Unavailable, match=r"^the other groups removed the pin, and group b did not: "):
         await calls.unpin(pb.UnpinPrefixRequest(name="common"))
 
 
 async def test_a_group_beyond_its_bound_refuses_a_pin(calls: ManagerCalls, managers: list[Manager]) -> None:
     managers[0].full = True
-    with pytest.raises(InvalidRequest, match="8 blocks are pinned"):
+    said = "8 blocks are pinned; that is group a; kept by group b: `quire unpin common` ends that"
+    with pytest.raises(InvalidRequest, match=said):
+        await calls.pin(pb.PinPrefixRequest(name="common"))
+    managers[1].full = True
+    with pytest.raises(InvalidRequest, match=r"8 blocks are pinned$"):
         await calls.pin(pb.PinPrefixRequest(name="common"))
 
 

@@ -1457,6 +1457,7 @@ class PinnedPrefix(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     EXPIRES_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    MISSING_GROUPS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     tenant: _builtins.str
     num_tokens: _builtins.int
@@ -1464,6 +1465,10 @@ class PinnedPrefix(_message.Message):
     expires: _builtins.float
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinAtWorker]: ...
+    @_builtins.property
+    def missing_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Groups of KV managers that answered the router and do not keep the pin; "" stands for managers without a group."""
+
     def __init__(
         self,
         *,
@@ -1473,10 +1478,11 @@ class PinnedPrefix(_message.Message):
         num_blocks: _builtins.int = ...,
         expires: _builtins.float | None = ...,
         workers: _abc.Iterable[Global___PinAtWorker] | None = ...,
+        missing_groups: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expires", b"_expires", "expires", b"expires"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expires", b"_expires", "expires", b"expires", "name", b"name", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "tenant", b"tenant", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expires", b"_expires", "expires", b"expires", "missing_groups", b"missing_groups", "name", b"name", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "tenant", b"tenant", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expires: _TypeAlias = _typing.Literal["expires"]  # noqa: Y015
     _WhichOneofArgType__expires: _TypeAlias = _typing.Literal["_expires", b"_expires"]  # noqa: Y015
