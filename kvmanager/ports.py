@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.errors import QuireError
+from common.errors import QuireError, Unavailable
 from common.types import BlockHash
 from kvmanager.core.leadership import Attempt, Lease
 from kvmanager.core.slots import NoSlot
@@ -16,6 +16,15 @@ class IndexUnavailable(QuireError):
     """The index cannot be reached or refused a command. A command that was sent may or may not have taken effect."""
 
     reason = "INDEX_UNAVAILABLE"
+
+
+class PinsUnreadable(Unavailable):
+    """The value at the key of the pins is none that a manager has written. It stays as it is."""
+
+    def __init__(self, key: str, what: str) -> None:
+        super().__init__(
+            f"the pins in Redis cannot be read, and stay as they are: {key} {what}. Delete that key, and pin again"
+        )
 
 
 class FenceLost(QuireError):
@@ -44,6 +53,15 @@ class WorkerEntry:
     address: str
     generation: int
     session: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPins:
+    """A stored value of pins, and its key. `own`: it is that of the group; otherwise that of no group."""
+
+    key: str
+    value: bytes
+    own: bool = True
 
 
 class IndexStore(Protocol):
@@ -78,12 +96,15 @@ class IndexStore(Protocol):
         """Make a generation's entries dead and forget the worker, if the generation is still the slot's."""
         ...
 
-    async def read_pins(self) -> bytes | None:
-        """Return what `write_pins` wrote last; None: nothing."""
+    async def read_pins(self, most_bytes: int) -> KeptPins | None:
+        """Return what `write_pins` wrote last, or what no group has written where that is missing; None: nothing.
+
+        Raises PinsUnreadable for a longer value, and for one of another type.
+        """
         ...
 
     async def has_pins(self) -> bool:
-        """Return whether `read_pins` would return something."""
+        """Return whether the key of the group's own pins is there."""
         ...
 
     async def write_pins(self, epoch: int, value: bytes) -> None:

@@ -26,7 +26,7 @@ from kvmanager.core.config import (
     Runway,
 )
 from kvmanager.core.ledger import Ledger
-from kvmanager.core.pins import Fitting, PinBook
+from kvmanager.core.pins import Fitting, Pin, PinBook
 from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
 
 
@@ -60,6 +60,8 @@ class WorkerRegistration:
     attach: Attach
     ledger: Ledger
     ready: bool = False
+    # Those that the rebuild has carried out.
+    pins: tuple[Pin, ...] = ()
 
     @property
     def key(self) -> tuple[bytes, int]:
@@ -174,14 +176,17 @@ class Manager:
             raise ValueError(
                 f"worker {attach.worker_id} has accepted epoch {attach.epoch_seen}; take a higher one than {self.epoch}"
             )
-        registration.ledger.pin(self.pins.pins, self.pins.share)
+        registration.pins = self.pins.pins
+        registration.ledger.pin(registration.pins, self.pins.share)
+        yield
         yield from registration.ledger.rebuilding(inventory)
 
     def rebuilt(self, registration: WorkerRegistration) -> AttachOk:
         """Count a worker whose ledger is rebuilt as attached, and return the answer."""
         if self.last_reset and registration.attach.reset != self.last_reset:
             registration.ledger.reset_cache(self.last_reset)
-        registration.ledger.pin(self.pins.pins, self.pins.share)  # those may have changed since the rebuild began
+        if registration.pins is not self.pins.pins:  # they have changed since the rebuild began
+            registration.ledger.pin(self.pins.pins, self.pins.share)
         registration.ready = True
         return AttachOk(self.epoch, registration.ledger.lease_target(refill=False))
 

@@ -7,7 +7,7 @@ blocks keeps them cached. A tenant's pins take at most a share of a worker's blo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.errors import FieldViolation, InvalidRequest, NotFound
@@ -67,24 +67,33 @@ def fitting(pins: Iterable[Pin], num_blocks: int, share: float) -> Fitting:
     return Fitting(contents, left_out)
 
 
+def num_listed(pins: Iterable[Pin]) -> int:
+    """Return how many block hashes these pins list: what they share counts for each of them."""
+    return sum(len(pin.block_hashes) for pin in pins)
+
+
+def one_worker_for_each_size(pools: Mapping[str, int]) -> dict[int, str]:
+    """Return one worker for each number of blocks, the smallest first: what fits it fits all others of its size."""
+    found = {num_blocks: worker_id for worker_id, num_blocks in sorted(pools.items(), reverse=True)}
+    return dict(sorted(found.items()))
+
+
 class PinBook:
     """All pins by name, the oldest first. `share` is that of a worker's blocks which one tenant's pins may take."""
 
     def __init__(self, share: float) -> None:
         self.share = share
         self._pins: dict[str, Pin] = {}
+        # The same pins; another tuple after each change.
+        self.pins: tuple[Pin, ...] = ()
 
     def __len__(self) -> int:
         return len(self._pins)
 
-    @property
-    def pins(self) -> tuple[Pin, ...]:
-        return tuple(self._pins.values())
+    def with_pin(self, pin: Pin) -> tuple[Pin, ...]:
+        """Return all pins with this one, which replaces one of its name. Nothing is changed. Raises InvalidRequest.
 
-    def with_pin(self, pin: Pin, pools: Mapping[str, int]) -> tuple[Pin, ...]:
-        """Return all pins with this one, which replaces one of its name. Nothing is changed.
-
-        `pools` has the number of blocks of each attached worker; the pin must fit each of them. Raises InvalidRequest.
+        Whether it fits the attached workers is for `check_fits` to say.
         """
         others = [each for each in self.pins if each.name != pin.name]
         replaced = self._pins.get(pin.name)
@@ -94,16 +103,18 @@ class PinBook:
         if len(others) >= MAX_PINS:
             what = f"would be pin {len(others) + 1}; at most {MAX_PINS} are kept: unpin one (`quire pins` lists them)"
             raise InvalidRequest(FieldViolation("prompt", what))
-        blocks = len({each for kept in others for each in kept.block_hashes} | set(pin.block_hashes))
+        blocks = num_listed(others) + len(pin.block_hashes)
         if blocks > MAX_PINNED_BLOCKS:
-            what = f"would make {blocks} pinned blocks; at most {MAX_PINNED_BLOCKS} are kept: unpin something"
-            raise InvalidRequest(FieldViolation("prompt", what))
-        for worker_id, num_blocks in sorted(pools.items(), key=lambda each: each[1]):
-            left_out = fitting([*others, pin], num_blocks, self.share).left_out
-            if pin.name in left_out:
-                what = f"does not fit worker {worker_id}: {left_out[pin.name]}; unpin something, or raise --pin-share"
-                raise InvalidRequest(FieldViolation("prompt", what))
+            what = f"would make {blocks} blocks of pins, a shared beginning counted for each of them"
+            raise InvalidRequest(FieldViolation("prompt", f"{what}; at most {MAX_PINNED_BLOCKS} are kept: unpin one"))
         return (*others, pin)
+
+    def check_fits(self, pins: Sequence[Pin], worker_id: str, num_blocks: int) -> None:
+        """Check that the last of these pins fits a worker. Raises InvalidRequest."""
+        left_out, name = fitting(pins, num_blocks, self.share).left_out, pins[-1].name
+        if name in left_out:
+            what = f"does not fit worker {worker_id}: {left_out[name]}; unpin something, or raise --pin-share"
+            raise InvalidRequest(FieldViolation("prompt", what))
 
     def without(self, name: str) -> tuple[Pin, ...]:
         """Return all pins but this one. Nothing is changed. Raises NotFound."""
@@ -121,8 +132,9 @@ class PinBook:
 
     def set(self, pins: Iterable[Pin]) -> None:
         """Keep these pins from now on. Those beyond the bounds are left out: somebody else may have written them."""
-        self._pins, blocks = {}, set[BlockHash]()
+        self._pins, blocks = {}, 0
         for pin in pins:
-            if len(self._pins) < MAX_PINS and len(blocks | set(pin.block_hashes)) <= MAX_PINNED_BLOCKS:
-                blocks.update(pin.block_hashes)
+            if len(self._pins) < MAX_PINS and blocks + len(pin.block_hashes) <= MAX_PINNED_BLOCKS:
+                blocks += len(pin.block_hashes)
                 self._pins[pin.name] = pin
+        self.pins = tuple(self._pins.values())

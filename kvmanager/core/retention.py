@@ -249,16 +249,17 @@ class Retention:
 
     def pin(self, wanted: Mapping[BlockHash, str]) -> None:
         """Let these contents be pinned from now on, each for a tenant, and no others."""
-        for block_hash in [each for each in self.pinned if each not in wanted]:
-            del self.pinned[block_hash]
+        pinned, entries, marks = self.pinned, self._entries, dict[str, Mark]()
+        for block_hash in [each for each in pinned if each not in wanted]:
+            del pinned[block_hash]
             self._unpin(block_hash)
-        marks = dict[str, Mark]()
-        for block_hash, tenant in wanted.items():
-            if block_hash not in self.pinned:
-                mark = marks.get(tenant)
-                if mark is None:
-                    mark = marks[tenant] = Mark(((PINNED_PRIORITY, math.inf),), tenant)
-                self.pinned[block_hash] = mark
+        for block_hash in [each for each in wanted if each not in pinned]:
+            tenant = wanted[block_hash]
+            mark = marks.get(tenant)
+            if mark is None:
+                mark = marks[tenant] = Mark(((PINNED_PRIORITY, math.inf),), tenant)
+            pinned[block_hash] = mark
+            if block_hash in entries:
                 self.hold_pinned(block_hash)
         while self._holdings.total > self._most_of_all:
             self._fall_back(self._holdings.largest(""), Fate.CROWDED)

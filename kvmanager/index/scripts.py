@@ -1,7 +1,7 @@
 """The Lua scripts that change the prefix index; each checks the fence and acts in one atomic step.
 
-HOLD and RESIGN are for the lease of a group. Every script begins with `epoch_in.lua`. Those that write the index
-begin with `fenced.lua` too. `fenced.lua` returns {fence}
+HOLD and RESIGN are for the lease of a group. PINS_READ looks at no epoch. Every other script begins
+with `epoch_in.lua`, and those that write the index with `fenced.lua` too. `fenced.lua` returns {fence}
 when the caller's epoch is not the fence, else {fence, result}. Keys that a script derives from the namespace are not
 among KEYS. All keys of a namespace share a hash tag and therefore a cluster slot.
 """
@@ -36,3 +36,4 @@ UPDATE: Final = _fenced("update")
 RENEW: Final = _fenced("renew")
 RETIRE: Final = _fenced("retire")
 PINS: Final = _fenced("pins")
+PINS_READ: Final = _source("pins_read")

@@ -15,7 +15,7 @@ from common import index_format
 from common.errors import StaleEpoch
 from kvmanager.core.slots import NoSlot
 from kvmanager.index import scripts as index_scripts
-from kvmanager.ports import FenceLost, IndexCall, IndexUnavailable, WorkerEntry
+from kvmanager.ports import FenceLost, IndexCall, IndexUnavailable, KeptPins, PinsUnreadable, WorkerEntry
 
 _Argument = str | bytes | int
 
@@ -55,6 +55,7 @@ class RedisIndexStore:
         self._renew = redis.register_script(index_scripts.RENEW)
         self._retire = redis.register_script(index_scripts.RETIRE)
         self._keep_pins = redis.register_script(index_scripts.PINS)
+        self._read_pins = redis.register_script(index_scripts.PINS_READ)
         self._pins = index_format.pins_key(namespace, group)
 
     async def acquire(self, least: int, held: int) -> int:
@@ -118,16 +119,26 @@ class RedisIndexStore:
             with unavailable():
                 await self._redis.srem(index_format.DISCOVERY_WORKERS_KEY, worker_id)
 
-    async def read_pins(self) -> bytes | None:
+    async def read_pins(self, most_bytes: int) -> KeptPins | None:
+        keys = [self._pins, *([index_format.pins_key(self._namespace)] if self._group else [])]
         with unavailable():
-            return cast("bytes | None", await self._redis.get(self._pins))
+            found = await self._read_pins(keys=keys, args=[most_bytes])
+        if not found:
+            return None
+        place, num_bytes, *value = found
+        key = keys[place - 1]
+        if num_bytes < 0:
+            raise PinsUnreadable(key, "holds another type of value; expected a string")
+        if not value:
+            raise PinsUnreadable(key, f"has {num_bytes} bytes; expected at most {most_bytes}")
+        return KeptPins(key, value[0], own=place == 1)
 
     async def has_pins(self) -> bool:
         with unavailable():
             return bool(await self._redis.exists(self._pins))
 
     async def write_pins(self, epoch: int, value: bytes) -> None:
-        await self._call(self._keep_pins, epoch, [self._pins], [value])
+        await self._call(self._keep_pins, epoch, [self._pins], [value, int(bool(self._group))])
 
     async def close(self) -> None:
         await self._redis.aclose()

@@ -23,7 +23,7 @@ from kvmanager.index.epoch import EpochKeeper
 from kvmanager.index.publisher import PrefixPublisher, PublisherTimes
 from kvmanager.index.state_file import EpochFile
 from kvmanager.index.worker_feed import WorkerFeed
-from kvmanager.ports import IndexStore, IndexUnavailable
+from kvmanager.ports import IndexStore, IndexUnavailable, KeptPins
 
 _LEAVE_S: Final = 5.0  # for the last write; one that takes longer has failed
 
@@ -102,10 +102,10 @@ class IndexWriter:
         """What is written now; another object after each change. None before the first attach, and after `stand_by`."""
         return self._namespace
 
-    async def read_pins(self) -> bytes | None:
-        """Return the stored pins of the namespace; None without any, or without Redis. Raises IndexUnavailable."""
+    async def read_pins(self, most_bytes: int) -> KeptPins | None:
+        """Return the stored pins; None without any, or without Redis. Raises IndexUnavailable, PinsUnreadable."""
         store = self._namespace.store if self._namespace else None
-        return await store.read_pins() if store is not None else None
+        return await store.read_pins(most_bytes) if store is not None else None
 
     async def has_lost_pins(self) -> bool:
         """Return whether Redis has no pins. Raises IndexUnavailable."""
@@ -113,9 +113,15 @@ class IndexWriter:
         return store is not None and not await store.has_pins()
 
     async def write_pins(self, value: bytes) -> None:
-        """Store the pins. Raises IndexUnavailable, FenceLost until the publisher has renewed the fence, StaleEpoch."""
+        """Store the pins; nothing is stored without Redis.
+
+        Raises IndexUnavailable, FenceLost until the publisher has renewed the fence, StaleEpoch, and Unavailable
+        without a namespace.
+        """
         namespace = self._namespace
-        if namespace is None or namespace.store is None:
+        if namespace is None:
+            raise Unavailable("this KV manager has stopped leading, or no worker has attached yet; try again")
+        if namespace.store is None:
             return
         try:
             await namespace.store.write_pins(await namespace.epochs.fenced(), value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -21,9 +21,9 @@ from common.limits import MAX_PIN_NAME_CHARS, MAX_PINNED_BLOCKS, MAX_PINNED_TENA
 from common.types import BlockHash
 from common.wire.packing import pack_hashes, unpack_hashes
 from kvmanager.core.manager import Manager
-from kvmanager.core.pins import Pin, PinAtWorker, fitting
+from kvmanager.core.pins import Pin, PinAtWorker, fitting, num_listed, one_worker_for_each_size
 from kvmanager.index.writer import IndexWriter
-from kvmanager.ports import FenceLost, IndexUnavailable, Leading
+from kvmanager.ports import FenceLost, IndexUnavailable, KeptPins, Leading, PinsUnreadable
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,10 @@ _LOOK_S: Final = 10.0
 _RETRY_S: Final = 1.0
 _LEAST_PAUSE_S: Final = 0.05
 # A stored value with more bytes is none that a manager has written.
-_MOST_BYTES: Final = MAX_PINNED_BLOCKS * KEY_BYTES * 2 + MAX_PINS * 4 * (MAX_PIN_NAME_CHARS + MAX_PINNED_TENANT_CHARS)
+_OTHER_FIELDS: Final = 64
+_MOST_BYTES: Final = MAX_PINNED_BLOCKS * KEY_BYTES + MAX_PINS * (
+    4 * (MAX_PIN_NAME_CHARS + MAX_PINNED_TENANT_CHARS) + _OTHER_FIELDS
+)
 
 
 class OperatorPins:
@@ -66,7 +69,10 @@ class OperatorPins:
             await self._ready()
             expires = None if seconds is None else self._now() + seconds
             pin = Pin(name, tenant, hashes, tokens, expires)
-            pins = self._manager.pins.with_pin(pin, self._manager.pool_sizes())
+            pins = self._manager.pins.with_pin(pin)
+            for num_blocks, worker_id in one_worker_for_each_size(self._manager.pool_sizes()).items():
+                self._manager.pins.check_fits(pins, worker_id, num_blocks)
+                await asyncio.sleep(0)  # the most pins take some 30 ms: reports go between
             await self._change(pins, f"pinned {name} of {pin.owner}: {len(hashes)} blocks")
         return pin
 
@@ -84,15 +90,18 @@ class OperatorPins:
 
     async def at_workers(self, pins: Sequence[Pin]) -> list[list[PinAtWorker]]:
         """Return what each attached worker has of each of these pins."""
-        book, found = self._manager.pins, [list[PinAtWorker]() for _ in pins]
+        book, found, known = self._manager.pins, [list[PinAtWorker]() for _ in pins], dict[int, Mapping[str, str]]()
         for worker_id, num_blocks in sorted(self._manager.pool_sizes().items()):
-            left_out = fitting(book.pins, num_blocks, book.share).left_out
+            left_out = known.get(num_blocks)
+            if left_out is None:
+                left_out = known[num_blocks] = fitting(book.pins, num_blocks, book.share).left_out
+                await asyncio.sleep(0)
             if worker_id in self._manager.pool_sizes():  # it may have left meanwhile
                 leading = self._manager.ledger(worker_id).leading_blocks
                 for pin, workers in zip(pins, found, strict=True):
                     there = leading(pin.block_hashes)
                     workers.append(PinAtWorker(worker_id, there, left_out.get(pin.name, "")))
-            await asyncio.sleep(0)  # many pins take some 30 ms: reports go between
+            await asyncio.sleep(0)
         return found
 
     # ------------------------------------------------------------ the task
@@ -108,17 +117,21 @@ class OperatorPins:
             except (IndexUnavailable, FenceLost, StaleEpoch, Unavailable) as error:
                 if not self._unreachable:
                     log.warning("the pins cannot be read or written now: %s", error)
-                self._unreachable, pause = True, _RETRY_S
+                self._unreachable, pause = True, _LOOK_S if isinstance(error, PinsUnreadable) else _RETRY_S
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
 
     def _until_next_end(self) -> float:
-        end = self._manager.pins.next_end()
+        end = self._manager.pins.next_end() if self._serves() else None
         return _LOOK_S if end is None else min(_LOOK_S, max(_LEAST_PAUSE_S, end - self._now()))
 
+    def _serves(self) -> bool:
+        """Whether the pins are this manager's to end and to write."""
+        return self._leading.leads() and self._index.namespace is not None
+
     async def _round(self) -> None:
-        if not self._leading.leads() or self._index.namespace is None:
+        if not self._serves():
             return
         await self._load()
         book = self._manager.pins
@@ -126,7 +139,7 @@ class OperatorPins:
         if over:
             await self._change(book.live(self._now()), f"over: {', '.join(sorted(over))}")
         elif len(book) and await self._index.has_lost_pins():
-            await self._index.write_pins(self._written)
+            await self._write(self._written)
             log.warning("Redis had lost the pins; it has them again")
 
     async def _ready(self) -> None:
@@ -136,23 +149,45 @@ class OperatorPins:
             raise Unavailable("no worker has attached yet, so that the model is unknown; try again when one is there")
         try:
             await self._load()
-        except IndexUnavailable as error:
+        except (IndexUnavailable, FenceLost, StaleEpoch) as error:
             raise Unavailable(f"Redis, which keeps the pins, cannot be reached: {error}") from None
 
     async def _load(self) -> None:
-        """Read the pins once for each namespace. Raises IndexUnavailable."""
+        """Read the pins once for each namespace. Raises IndexUnavailable, and Unavailable where they are unreadable.
+
+        A group without pins of its own begins with those of no group, because a running pool may be split.
+        """
         namespace = self._index.namespace
         if namespace is self._namespace:
             return
-        stored = _unpacked(await self._index.read_pins())
-        self._namespace, self._written = namespace, _packed(stored)
+        found = await self._index.read_pins(_MOST_BYTES)
+        self._check_serving(namespace)
+        stored = _unpacked(found) if found is not None else ()
+        value = _packed(stored)
+        if found is not None and not found.own:
+            await self._index.write_pins(value)
+            self._check_serving(namespace)
+            log.info("pins: this group begins with those of managers without a group")
+        self._namespace, self._written = namespace, value
         await self._carry_out(stored, f"read {len(stored)} pins" if stored else "")
+
+    def _check_serving(self, namespace: object | None) -> None:
+        """Check that this namespace is still the one that is served. Raises Unavailable."""
+        if namespace is None or self._index.namespace is not namespace:
+            raise Unavailable("this KV manager has stopped leading, or serves another model now; try again")
+
+    async def _write(self, value: bytes) -> None:
+        """Write the pins of the namespace in memory, and none of another one."""
+        self._check_serving(self._namespace)
+        await self._index.write_pins(value)
 
     async def _change(self, pins: tuple[Pin, ...], why: str) -> None:
         """Write the pins, then carry them out. Raises Unavailable; nothing is changed then."""
         value = _packed(pins)
+        if len(value) > _MOST_BYTES:
+            raise Unavailable(f"the pins would take {len(value)} bytes; at most {_MOST_BYTES} are kept: unpin one")
         try:
-            await self._index.write_pins(value)
+            await self._write(value)
         except (IndexUnavailable, FenceLost, StaleEpoch) as error:
             raise Unavailable(f"Redis, which keeps the pins, did not take the change: {error}") from None
         self._written = value
@@ -163,7 +198,7 @@ class OperatorPins:
         for worker_id in self._manager.workers():
             if worker_id in self._manager.pool_sizes():  # it may have left meanwhile
                 self._manager.pin_at(worker_id, why)
-            await asyncio.sleep(0)  # many pins take some 30 ms: reports go between
+            await asyncio.sleep(0)  # the most pins take some 60 ms: reports go between
         if why:
             log.info("pins: %s", why)
 
@@ -181,16 +216,17 @@ def _packed(pins: Iterable[Pin]) -> bytes:
     return stored.SerializeToString(deterministic=True)
 
 
-def _unpacked(value: bytes | None) -> tuple[Pin, ...]:
-    """Return the pins of a stored value; none where no manager can have written it."""
-    if value is None or len(value) > _MOST_BYTES:
-        return ()
+def _unpacked(kept: KeptPins) -> tuple[Pin, ...]:
+    """Return the pins of a stored value. Raises PinsUnreadable where no manager can have written it."""
     try:
-        stored = pb.StoredPins.FromString(value)
+        stored = pb.StoredPins.FromString(kept.value)
     except DecodeError:
-        log.error("the pins in Redis are malformed, and are lost")
-        return ()
-    return tuple(
+        raise PinsUnreadable(kept.key, "is malformed; expected a StoredPins") from None
+    if len(stored.pins) > MAX_PINS:
+        raise PinsUnreadable(kept.key, f"has {len(stored.pins)} pins; expected at most {MAX_PINS}")
+    if any(len(each.block_hashes) % KEY_BYTES for each in stored.pins):
+        raise PinsUnreadable(kept.key, f"has a part of a hash; expected {KEY_BYTES} bytes for each block")
+    pins = tuple(
         Pin(
             each.name,
             each.tenant,
@@ -199,5 +235,7 @@ def _unpacked(value: bytes | None) -> tuple[Pin, ...]:
             each.expires if each.HasField("expires") else None,
         )
         for each in stored.pins
-        if len(each.block_hashes) % KEY_BYTES == 0
     )
+    if num_listed(pins) > MAX_PINNED_BLOCKS:
+        raise PinsUnreadable(kept.key, f"has {num_listed(pins)} blocks; expected at most {MAX_PINNED_BLOCKS}")
+    return pins

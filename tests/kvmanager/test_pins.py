@@ -211,16 +211,44 @@ async def test_a_wiped_redis_gets_the_pins_again(
             await asyncio.sleep(0.05)
 
 
-async def test_what_no_manager_can_have_written_counts_as_nothing(
-    start_manager: Start, connect: Connect, channel_to: ChannelTo, redis_url: str, redis_client: Redis
+@pytest.mark.parametrize("wrong", ["malformed", "long", "type"])
+async def test_what_no_manager_can_have_written_is_named_until_it_is_deleted(
+    start_manager: Start, connect: Connect, channel_to: ChannelTo, redis_url: str, redis_client: Redis, wrong: str
 ) -> None:
-    await redis_client.set(KEY, b"\xff" * 100)
+    if wrong == "type":
+        await redis_client.hset(KEY, "a", "b")
+    else:
+        await redis_client.set(KEY, b"\xff" * (100 if wrong == "malformed" else 2 << 20))
     manager = await start_manager(redis_url=redis_url)
     await connect(manager).attached()
     operator = operator_of(manager, channel_to)
-    assert await operator.names() == []
+    with pytest.raises(Unavailable) as caught:
+        await operator.pin()
+    expected = {"malformed": "malformed", "long": "has 2097152 bytes", "type": "holds another type of value"}[wrong]
+    assert f"{KEY} {'is ' if wrong == 'malformed' else ''}{expected}" in str(caught.value)
+    assert "cannot be reached" not in str(caught.value)
+    assert await redis_client.exists(KEY) == 1
+    await redis_client.delete(KEY)
     await operator.pin()
     assert await operator.names() == ["p"]
+
+
+async def test_a_group_begins_with_the_pins_of_no_group_and_goes_on_with_its_own(
+    start_manager: Start, connect: Connect, channel_to: ChannelTo, redis_url: str, redis_client: Redis
+) -> None:
+    alone = await start_manager(redis_url=redis_url)
+    await connect(alone).attached()
+    await operator_of(alone, channel_to).pin("before")
+    for names in (["before"], []):
+        of_group = await start_manager(redis_url=redis_url, group="a", group_lease=3.0)
+        await until(of_group.process.leading.leads)
+        await connect(of_group, "w-a").attached()
+        assert await operator_of(of_group, channel_to).names() == names
+        assert await redis_client.exists(f"{KEY}:a") == 1
+        if names:
+            await operator_of(of_group, channel_to).unpin("before")
+        await of_group.process.abort()
+    assert await operator_of(alone, channel_to).names() == ["before"], "it is another group's"
 
 
 async def test_without_redis_for_the_moment_nothing_is_pinned(

@@ -67,9 +67,10 @@ async def test_each_service_can_do_its_work(server: LocalRedis) -> None:
         await store.update(epoch, slot, 7, IndexCall((HASH,), ()))
         await store.retire(epoch, slot, 7, "w0")
         await store.write_pins(epoch, b"pins")
-        assert (await store.read_pins(), await store.has_pins()) == (b"pins", True)
+        found = await store.read_pins(100)
+        assert (found and found.value, await store.has_pins()) == (b"pins", True)
         await store.write_pins(epoch, b"")
-        assert await store.read_pins() is None
+        assert await store.read_pins(100) is None
     finally:
         await store.close()
         await client.aclose()

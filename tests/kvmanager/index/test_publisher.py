@@ -20,7 +20,7 @@ from kvmanager.index.epoch import EpochKeeper
 from kvmanager.index.publisher import PrefixPublisher, PublisherTimes
 from kvmanager.index.state_file import EpochFile
 from kvmanager.index.worker_feed import WorkerFeed
-from kvmanager.ports import FenceLost, IndexCall, IndexUnavailable, WorkerEntry
+from kvmanager.ports import FenceLost, IndexCall, IndexUnavailable, KeptPins, WorkerEntry
 from tests.support.kvmanager.fake_session import IDENTITY
 
 H = [BlockHash(bytes([number]) * 16) for number in range(8)]
@@ -77,7 +77,7 @@ class ScriptedStore:
     async def retire(self, epoch: int, slot: int, generation: int, worker_id: str) -> None:
         await self._step(("retire", slot, generation, worker_id))
 
-    async def read_pins(self) -> bytes | None:
+    async def read_pins(self, most_bytes: int) -> KeptPins | None:
         return None
 
     async def has_pins(self) -> bool:

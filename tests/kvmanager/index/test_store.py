@@ -221,6 +221,7 @@ async def test_every_script_loads_in_redis_and_is_part_of_the_package(redis_url:
         "fenced",
         "hold",
         "pins",
+        "pins_read",
         "register",
         "renew",
         "resign",
@@ -230,6 +231,6 @@ async def test_every_script_loads_in_redis_and_is_part_of_the_package(redis_url:
     assert names == [f"{name}.lua" for name in scripts_in_use]
     async with open_redis(redis_url, TIMEOUT_S) as redis:
         of_the_index = scripts.ACQUIRE, scripts.REGISTER, scripts.UPDATE, scripts.RENEW, scripts.RETIRE, scripts.PINS
-        for source in (*of_the_index, scripts.HOLD, scripts.RESIGN):
+        for source in (*of_the_index, scripts.PINS_READ, scripts.HOLD, scripts.RESIGN):
             digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
             assert await redis.script_load(source) == digest

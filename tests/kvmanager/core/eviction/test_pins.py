@@ -12,7 +12,7 @@ from common.lease import LAST_BLOCK, CachedBlock, Inventory, RetainedBlocks
 from common.limits import MAX_PINNED_BLOCKS, MAX_PINS
 from common.types import BlockHash, DecisionKind, MissReason
 from kvmanager.core.config import EvictionName
-from kvmanager.core.pins import Pin, PinBook, fitting
+from kvmanager.core.pins import Pin, PinBook, fitting, one_worker_for_each_size
 from tests.kvmanager.core.eviction.test_retention import cached, others, serve
 from tests.support.kvmanager.ledgers import admit, hashes, make_ledger, prompt, reserve
 
@@ -195,19 +195,32 @@ def test_a_common_beginning_counts_once() -> None:
     assert (len(found.contents), found.left_out) == (25, {})
 
 
+def pinned(book: PinBook, given: Pin, **pools: int) -> tuple[Pin, ...]:
+    """Return all pins with this one, once it fits workers of these sizes."""
+    pins = book.with_pin(given)
+    for num_blocks, worker_id in one_worker_for_each_size(pools).items():
+        book.check_fits(pins, worker_id, num_blocks)
+    return pins
+
+
 def refusal(book: PinBook, given: Pin, **pools: int) -> str:
     with pytest.raises(InvalidRequest) as caught:
-        book.with_pin(given, pools)
+        pinned(book, given, **pools)
     return str(caught.value)
+
+
+def test_workers_of_one_size_are_looked_at_once() -> None:
+    found = one_worker_for_each_size({"c": 9, "b": 80, "a": 80, "d": 7})
+    assert list(found.items()) == [(7, "d"), (9, "c"), (80, "a")]
 
 
 def test_a_pin_is_refused_over_a_bound_with_the_numbers() -> None:
     book = PinBook(0.25)
-    book.set(book.with_pin(Pin("a", "t", numbered(0, 20), 320), {"w0": 100, "w1": 80}))
+    book.set(pinned(book, Pin("a", "t", numbered(0, 20), 320), w0=100, w1=80))
     said = refusal(book, Pin("b", "t", numbered(50, 1), 16), w0=100, w1=80)
     assert "does not fit worker w1: blocks needed: 1; pinned for tenant t: 20 of at most 20" in said
     assert "--pin-share" in said
-    assert len(book.with_pin(Pin("a", "t", numbered(50, 20), 320), {"w1": 80})) == 1, "it replaces that of its name"
+    assert len(pinned(book, Pin("a", "t", numbered(50, 20), 320), w1=80)) == 1, "it replaces that of its name"
     assert "another name" in refusal(book, Pin("a", "u", numbered(0, 1), 16))
 
 
@@ -219,6 +232,7 @@ def test_the_number_of_pins_and_of_their_blocks_is_bounded() -> None:
     book.set([Pin("large", "", numbered(0, MAX_PINNED_BLOCKS), 16), Pin("more", "", numbered(1 << 20, 1), 16)])
     assert [each.name for each in book.pins] == ["large"]
     assert f"at most {MAX_PINNED_BLOCKS}" in refusal(book, Pin("b", "", numbered(1 << 20, 1), 16))
+    assert f"at most {MAX_PINNED_BLOCKS}" in refusal(book, Pin("b", "", numbered(0, 1), 16)), "though it is shared"
 
 
 def test_pins_end_at_their_time_and_by_name() -> None:
