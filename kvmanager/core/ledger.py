@@ -17,7 +17,7 @@ from kvmanager.core.config import LedgerConfig
 from kvmanager.core.counts import PoolCounts
 from kvmanager.core.index_events import IndexEvent, IndexSnapshot
 from kvmanager.core.ledger_state import LedgerState
-from kvmanager.core.pins import Fitting, Pin, fitting
+from kvmanager.core.pins import Pin, fitting
 from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
 from kvmanager.core.prefix_cache import PrefixMatch
 
@@ -136,14 +136,22 @@ class Ledger:
         self.state.resets.wanted = number
         return self.policies.granter.drop_cached(self.state)
 
-    def pin(self, pins: Items[Pin], share: float, why: str = "") -> Fitting:
+    def pin(self, pins: Items[Pin], share: float, why: str = "") -> None:
+        """Pin as `pinning` does, in one step."""
+        for _ in self.pinning(pins, share, why):
+            pass
+
+    def pinning(self, pins: Items[Pin], share: float, why: str = "") -> Iterator[None]:
         """Pin what these pins name, as far as it fits, and nothing else; `why` begins the record, "" makes none.
 
-        A content that is not cached now is kept once a sequence has computed it.
+        A content that is not cached now is kept once a sequence has computed it. Between two steps anything but another
+        change of the pins may happen.
         """
         found = fitting(pins, self.state.config.num_blocks, share)
         retention = self.state.retention
-        retention.pin(found.contents if self.state.caches else {})
+        if found.contents:
+            yield
+        yield from retention.pinning(found.contents if self.state.caches else {})
         if why:
             figures = {"pins": float(len(pins)), "pinned": float(len(found.contents))}
             figures["cached"] = float(retention.pinned_cached)
@@ -152,7 +160,6 @@ class Ledger:
                 *(f"{name} is left out: {what}" for name, what in found.left_out.items()),
             )
             self.state.decisions.record(DecisionKind.PIN, why, None, reasons, figures)
-        return found
 
     @property
     def reset_pending(self) -> bool:

@@ -26,7 +26,7 @@ from kvmanager.core.config import (
     Runway,
 )
 from kvmanager.core.ledger import Ledger
-from kvmanager.core.pins import Fitting, Pin, PinBook
+from kvmanager.core.pins import Pin, PinBook
 from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
 
 
@@ -177,8 +177,7 @@ class Manager:
                 f"worker {attach.worker_id} has accepted epoch {attach.epoch_seen}; take a higher one than {self.epoch}"
             )
         registration.pins = self.pins.pins
-        registration.ledger.pin(registration.pins, self.pins.share)
-        yield
+        yield from registration.ledger.pinning(registration.pins, self.pins.share)
         yield from registration.ledger.rebuilding(inventory)
 
     def rebuilt(self, registration: WorkerRegistration) -> AttachOk:
@@ -222,9 +221,9 @@ class Manager:
         """Carry out the latest reset at one worker, and return how many blocks went. Raises NotFound."""
         return self.ledger(worker_id).reset_cache(self.last_reset)
 
-    def pin_at(self, worker_id: str, why: str) -> Fitting:
-        """Let one worker keep what the pins of now name. Raises NotFound."""
-        return self.ledger(worker_id).pin(self.pins.pins, self.pins.share, why)
+    def pinning_at(self, worker_id: str, why: str) -> Iterator[None]:
+        """Let one worker keep what the pins of now name, in steps of some milliseconds. Raises NotFound."""
+        return self.ledger(worker_id).pinning(self.pins.pins, self.pins.share, why)
 
     def pool_sizes(self) -> dict[str, int]:
         """Return the number of blocks of each attached worker."""

@@ -54,14 +54,16 @@ def fitting(pins: Iterable[Pin], num_blocks: int, share: float) -> Fitting:
     contents, left_out, used = dict[BlockHash, str](), dict[str, str](), Counter[str]()
     most, most_of_all = int(share * num_blocks), int(MOST_RETAINED * num_blocks)
     for pin in pins:
-        fresh = [each for each in dict.fromkeys(pin.block_hashes) if each not in contents]
+        fresh = dict.fromkeys(pin.block_hashes, pin.tenant)
+        for each in fresh.keys() & contents.keys():
+            del fresh[each]
         if used[pin.tenant] + len(fresh) > most:
             what = f"pinned for {pin.owner}: {used[pin.tenant]} of at most {most}, {share:g} of {num_blocks} blocks"
         elif len(contents) + len(fresh) > most_of_all:
             what = f"pinned in all: {len(contents)} of at most {most_of_all}, half of {num_blocks} blocks"
         else:
             used[pin.tenant] += len(fresh)
-            contents.update(dict.fromkeys(fresh, pin.tenant))
+            contents.update(fresh)
             continue
         left_out[pin.name] = f"blocks needed: {len(fresh)}; {what}"
     return Fitting(contents, left_out)

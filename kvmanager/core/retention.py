@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,6 +34,8 @@ from kvmanager.core.sequence import Sequence
 _USUAL: Final = DEFAULT_RETENTION_PRIORITY
 PINNED_PRIORITY: Final = MAX_RETENTION_PRIORITY + 1
 """Of blocks that an operator pinned: no request can give it."""
+_A_STEP: Final = 1024
+"""Contents that one step pins or unpins: some 5 to 10 microseconds each where they are cached."""
 _SPARE: Final = 64
 """Stale items that a heap may have beside as many as there are held blocks."""
 
@@ -247,13 +249,18 @@ class Retention:
 
     # ------------------------------------------------------------ what operators say
 
-    def pin(self, wanted: Mapping[BlockHash, str]) -> None:
-        """Let these contents be pinned from now on, each for a tenant, and no others."""
+    def pinning(self, wanted: Mapping[BlockHash, str]) -> Iterator[None]:
+        """Let these contents be pinned from now on, each for a tenant, and no others: in steps of some milliseconds.
+
+        Anything but another change of the pins may happen between two steps.
+        """
         pinned, entries, marks = self.pinned, self._entries, dict[str, Mark]()
-        for block_hash in [each for each in pinned if each not in wanted]:
+        for number, block_hash in enumerate([each for each in pinned if each not in wanted], 1):
             del pinned[block_hash]
             self._unpin(block_hash)
-        for block_hash in [each for each in wanted if each not in pinned]:
+            if number % _A_STEP == 0:
+                yield
+        for number, block_hash in enumerate([each for each in wanted if each not in pinned], 1):
             tenant = wanted[block_hash]
             mark = marks.get(tenant)
             if mark is None:
@@ -261,6 +268,13 @@ class Retention:
             pinned[block_hash] = mark
             if block_hash in entries:
                 self.hold_pinned(block_hash)
+            if number % _A_STEP == 0:
+                self._leave_room_for_pins()
+                yield
+        self._leave_room_for_pins()
+
+    def _leave_room_for_pins(self) -> None:
+        """Let retained blocks go that are beyond what pins leave."""
         while self._holdings.total > self._most_of_all:
             self._fall_back(self._holdings.largest(""), Fate.CROWDED)
 

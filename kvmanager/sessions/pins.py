@@ -49,6 +49,7 @@ class OperatorPins:
         self._namespace: object | None = None  # of the pins in memory; None: they were not read yet
         self._written = b""
         self._unreachable = False
+        self._carried_out = True
 
     @property
     def durable(self) -> bool:
@@ -135,6 +136,8 @@ class OperatorPins:
             return
         await self._load()
         book = self._manager.pins
+        if not self._carried_out:
+            await self._carry_out(book.pins, "a change was broken off")
         over = {each.name for each in book.pins} - {each.name for each in book.live(self._now())}
         if over:
             await self._change(book.live(self._now()), f"over: {', '.join(sorted(over))}")
@@ -194,11 +197,19 @@ class OperatorPins:
         await self._carry_out(pins, why)
 
     async def _carry_out(self, pins: Iterable[Pin], why: str) -> None:
+        """Let every worker keep these pins; `run` does the rest where the call is cancelled."""
         self._manager.pins.set(pins)
-        for worker_id in self._manager.workers():
-            if worker_id in self._manager.pool_sizes():  # it may have left meanwhile
-                self._manager.pin_at(worker_id, why)
-            await asyncio.sleep(0)  # the most pins take some 60 ms: reports go between
+        self._carried_out = False
+        try:
+            for worker_id in self._manager.workers():
+                if worker_id in self._manager.pool_sizes():  # it may have left meanwhile
+                    for _ in self._manager.pinning_at(worker_id, why):
+                        await asyncio.sleep(0)  # reports go between
+                await asyncio.sleep(0)
+            self._carried_out = True
+        finally:
+            if not self._carried_out:
+                self._wake.set()
         if why:
             log.info("pins: %s", why)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, cast
 
@@ -145,6 +145,34 @@ async def test_a_value_that_no_manager_has_written_stays_and_is_named(
     index.value = None  # as the words say
     await operator.pin("p", "t", numbered(0, 1), 16, None)
     assert len(index.written) == 1
+
+
+async def test_a_change_that_is_broken_off_is_carried_out_all_the_same() -> None:
+    begun, go_on, done = asyncio.Event(), asyncio.Event(), list[str]()
+
+    class Slow(Pools):
+        def workers(self) -> list[str]:
+            return list(self.sizes)
+
+        def pinning_at(self, worker_id: str, why: str) -> Iterator[None]:
+            begun.set()
+            while not go_on.is_set():
+                yield
+            done.append(worker_id)
+
+    operator = pins_over(Index(), Slow(w0=100, w1=100))
+    call = asyncio.create_task(operator.pin("p", "t", numbered(0, 1), 16, None))
+    await begun.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    go_on.set()
+    assert done == []
+    task = asyncio.create_task(operator.run())
+    async with asyncio.timeout(60.0):
+        while done != ["w0", "w1"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    task.cancel()
 
 
 async def test_other_tasks_have_a_turn_for_each_size_of_worker() -> None:

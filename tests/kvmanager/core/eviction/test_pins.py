@@ -11,6 +11,7 @@ from common.errors import InvalidRequest, NotFound
 from common.lease import LAST_BLOCK, CachedBlock, Inventory, RetainedBlocks
 from common.limits import MAX_PINNED_BLOCKS, MAX_PINS
 from common.types import BlockHash, DecisionKind, MissReason
+from kvmanager.core import retention
 from kvmanager.core.config import EvictionName
 from kvmanager.core.pins import Pin, PinBook, fitting, one_worker_for_each_size
 from tests.kvmanager.core.eviction.test_retention import cached, others, serve
@@ -175,6 +176,26 @@ def test_a_worker_without_prefix_caching_pins_nothing() -> None:
     serve(ledger, 1, prompt(32))
     ledger.check_invariants()
     assert ledger.pool().kept_pinned == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_requests_go_on_between_the_steps_of_a_change(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "_A_STEP", 1)
+    ledger = make_ledger(16, eviction=policy, retention_share=0.5)
+    ledger.pin([pin(prompt(48, start=5000), "old")], 0.5)
+    serve(ledger, 1, prompt(48, start=5000))
+    serve(ledger, 2, prompt(64))
+    serve(ledger, 3, prompt(64, start=900), RetainedBlocks(0, ALL, 80, 60.0))
+    steps = 0
+    for steps, _ in enumerate(ledger.pinning([pin(prompt(128))], 0.5), 1):
+        ledger.check_invariants()
+        serve(ledger, 10 + steps, prompt(16, start=10_000 + 100 * steps))
+        serve(ledger, 50 + steps, prompt(64), RetainedBlocks(0, ALL, 50, 60.0))
+        ledger.check_invariants()
+    assert steps >= 3 + 8, "one for each content at least"
+    serve(ledger, 90, prompt(64))
+    ledger.check_invariants()
+    assert (ledger.pool().kept_pinned, ledger.pool().retained) == (4, 0), "all of the half is pinned"
 
 
 # ---------------------------------------------------------------- bounds

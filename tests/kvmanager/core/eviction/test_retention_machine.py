@@ -283,7 +283,8 @@ class Machine(RuleBasedStateMachine):
         keys = list(dict.fromkeys(key for chain in chains for key in chain))
         retention = self.state.retention
         retention.expire()
-        retention.pin(dict.fromkeys(keys, "op"))
+        for _ in retention.pinning(dict.fromkeys(keys, "op")):
+            pass
         self.naive.pin(keys, "ab", now)
         while candidates := self.naive.surplus("ab", now):
             held = {each.hash for each in retention.held.values()}
