@@ -5,7 +5,8 @@
     {ns}:l:<slot>                  liveness of the slot's worker; has a TTL, renewed while the worker is attached
     {ns}:epoch                     counter of the epochs of all managers
     {ns}:fence:<group>             epoch of the manager of a group that may write; {ns}:fence without a group
-    {ns}:pins:<group>              prefixes that operators pin: a StoredPins of kvmanager.proto; no TTL
+    {ns}:pins:<group>              prefixes that operators pin: a StoredPins of kvmanager.proto; no TTL. A group that
+                                   lacks the key begins with the value of {ns}:pins, of managers without a group
     {ns}:term:<group>              highest term of a group of managers in which one took an epoch; no TTL
     {group}:lease, {group}:term    lease of the manager that leads a group, and counter of terms; no TTL
     quire:discovery:workers        set of the ids of attached workers, and for a while of departed ones
