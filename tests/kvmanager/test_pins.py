@@ -148,6 +148,11 @@ async def test_without_a_worker_the_model_is_unknown(manager: Running, channel_t
         await operator_of(manager, channel_to).pin()
 
 
+async def test_without_a_namespace_nothing_counts_as_written(manager: Running) -> None:
+    with pytest.raises(Unavailable, match="stopped leading, or no worker has attached"):
+        await manager.process.index.write_pins(b"pins")
+
+
 async def test_what_is_not_pinned_cannot_be_unpinned(manager: Running, connect: Connect, channel_to: ChannelTo) -> None:
     await connect(manager).attached()
     with pytest.raises(NotFound, match="no pin nothing"):

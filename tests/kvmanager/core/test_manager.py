@@ -10,9 +10,10 @@ import pytest
 from common.clock import ManualClock
 from common.errors import NotFound
 from common.lease import Attach, AttachOk, AttachRejected
-from common.types import KvGeometry, PoolIdentity
+from common.types import BlockHash, KvGeometry, PoolIdentity
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.manager import Manager, ManagerConfig, WorkerRegistration
+from kvmanager.core.pins import Pin
 from tests.support.kvmanager.ledgers import EMPTY, counted_ids
 
 GEOMETRY = KvGeometry(num_layers=2, num_kv_heads=1, head_dim_k=8, head_dim_v=8, dtype="float32")
@@ -187,3 +188,16 @@ def test_workers_that_are_too_many_or_too_large_together_may_try_again_later() -
     assert (answer.reason.partition("(")[2], answer.retry) == ("--max-workers)", True)
     manager.detach(first)
     opened(manager, attach("w2", blocks=10))
+
+
+def test_pins_that_change_during_a_rebuild_are_carried_out_at_its_end() -> None:
+    manager = make_manager(pin_share=0.5)
+    manager.pins.set([Pin("before", "", (BlockHash(b"1" * 16),), 16)])
+    session = opened(manager, attach())
+    steps = manager.rebuilding(session, EMPTY)
+    next(steps)
+    manager.pins.set([Pin("after", "", (BlockHash(b"2" * 16),), 16)])
+    for _ in steps:
+        pass
+    manager.rebuilt(session)
+    assert list(session.ledger.state.retention.pinned) == [b"2" * 16]

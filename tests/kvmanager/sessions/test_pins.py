@@ -167,7 +167,7 @@ async def test_a_change_that_is_broken_off_is_carried_out_all_the_same() -> None
     with pytest.raises(asyncio.CancelledError):
         await call
     go_on.set()
-    assert done == []
+    assert (done, operator._wake.is_set()) == ([], True), "the task does not wait for its next look"
     task = asyncio.create_task(operator.run())
     async with asyncio.timeout(60.0):
         while done != ["w0", "w1"]:  # noqa: ASYNC110
