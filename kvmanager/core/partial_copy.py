@@ -52,13 +52,9 @@ def _longest(state: LedgerState, sequence: Sequence, index: int, before: BlockHa
         block = _registered(state, sequence.block_hashes[index], before, index)
         if block is not None:
             return PartialCopy(block, size)
-    parts = sequence.partial_hashes[first : first + PARTIAL_HASHES]
-    for count in range(len(parts), 0, -1):
-        content = state.cache.partials.find(parts[count - 1])
-        block = None if content is None else _registered(state, content, before, index)
-        if block is not None:
-            return PartialCopy(block, size // PARTIAL_PARTS * count)
-    return None
+    found = state.cache.partials.find(sequence.partial_hashes[first : first + PARTIAL_HASHES])
+    block = None if found is None else _registered(state, found[0], before, index)
+    return None if found is None or block is None else PartialCopy(block, size // PARTIAL_PARTS * found[1])
 
 
 def _registered(state: LedgerState, content: BlockHash, before: BlockHash, index: int) -> BlockId | None:

@@ -111,9 +111,11 @@ class ReportApplier:
 
     def index_parts(self, state: LedgerState, partials: Iterable[tuple[BlockHash, tuple[BlockHash, ...]]]) -> None:
         """Note the partial hashes of sealed blocks; those of a block whose seal was ignored are ignored too."""
+        entries, hash_of, add = state.cache.entries, state.blocks.hash, state.cache.partials.add
         for block_hash, parts in partials:
-            if block_hash in state.cache.entries:
-                state.cache.partials.add(block_hash, parts)
+            if (block := entries.get(block_hash)) is not None:
+                # The object that the map has already: each one from the wire would be kept beside it.
+                add(hash_of[block] or block_hash, parts)
 
     def copied(self, state: LedgerState, sequences: Iterable[SequenceId]) -> None:
         """Stop holding the sources of copies that have run; a sequence that left holds none."""
