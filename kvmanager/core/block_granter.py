@@ -27,13 +27,13 @@ _IN_TURN = 7
 class GrantPlan:
     """How a sequence would be admitted: the blocks that it shares, how many it gets, and why there are no more hits.
 
-    `spare` blocks are left then, beside those that running sequences may need.
+    `left` blocks are available then.
     """
 
     hits: list[BlockId]
     fresh: int
     match: PrefixMatch
-    spare: int = 0
+    left: int = 0
 
 
 class BlockGranter(Evictor):
@@ -242,7 +242,7 @@ class BlockGranter(Evictor):
         grows = needed < sequence.max_blocks
         slack = max(int(grows), config.watermark_blocks) if state.running else 0
         missing = fresh + slack - (available - cached_hits)
-        return GrantPlan(hits, fresh, found.match, -missing), missing
+        return GrantPlan(hits, fresh, found.match, slack - missing), missing
 
     def _wanted(self, state: LedgerState, sequence: Sequence, hits: int) -> int:
         """Return the blocks with which a sequence is admitted, `hits` shared ones included."""
@@ -276,7 +276,10 @@ class BlockGranter(Evictor):
 
     def partial_source(self, state: LedgerState, sequence: Sequence, plan: GrantPlan) -> PartialCopy | None:
         """Return the part of a cached block that is copied behind the hits; None when there is nothing to copy."""
-        return partial_copy(state, sequence, plan.hits, plan.spare)
+        own = sequence.max_blocks - len(plan.hits) - plan.fresh
+        wanted_at_once = min(state.running + (own > 0), state.growth + own) - state.block_pool.leased
+        slack = state.config.watermark_blocks if state.running else 0
+        return partial_copy(state, sequence, plan.hits, plan.left - max(wanted_at_once, slack))
 
     # ------------------------------------------------------------ the grant
 

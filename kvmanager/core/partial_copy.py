@@ -30,7 +30,8 @@ class PartialCopy:
 def partial_copy(state: LedgerState, sequence: Sequence, hits: Items[BlockId], spare: int) -> PartialCopy | None:
     """Return the copy that saves a sequence the most tokens behind its hits; None without one of a quarter of a block.
 
-    `spare` blocks are left beside those of the admission. A cached source takes one of them until the copy has run.
+    `spare` blocks are left beside those of the admission, and beside one for each running sequence that may grow. A
+    cached source takes one of the spare ones until the copy has run.
     """
     if not sequence.partial_hashes or not sequence.takes_hits or not state.caches:
         return None

@@ -157,6 +157,34 @@ def test_a_source_that_would_take_the_last_block_is_not_held() -> None:
     assert (batch.copy, batch.admit[0].n_shared) == ((), 1)
 
 
+@pytest.mark.parametrize(("num_blocks", "copies"), [(6, 0), (7, 1)])
+def test_a_held_source_leaves_a_block_to_each_sequence_that_may_grow(num_blocks: int, copies: int) -> None:
+    """One sequence runs and may grow; the next one diverges. Then the first one wants its block at once."""
+    ledger = cached(FIRST[: 2 * SIZE], num_blocks=num_blocks)
+    play(ledger, reserve=(asked(2, prompt(60, 90_000), max_len=200),))
+    batch = admitted(ledger, 3, common(SIZE + 48, 4 * SIZE, FIRST), max_len=4 * SIZE)
+    assert len(batch.copy) == copies
+    batch = play(ledger, stalled=(SequenceId(2),), lease_want=1, step=1)
+    assert batch is not None
+    assert (len(batch.lease), batch.preempt) == (1, ())
+
+
+def test_a_held_source_leaves_a_block_for_the_sequence_that_copies() -> None:
+    """It runs alone, and its next token needs a fourth block."""
+    ledger = cached(FIRST[: 2 * SIZE], num_blocks=4)
+    assert admitted(ledger, 2, common(SIZE + 48, 3 * SIZE, FIRST), max_len=3 * SIZE + 2).copy == ()
+
+
+def test_leased_blocks_are_there_for_those_that_grow() -> None:
+    ledger = cached(FIRST[: 2 * SIZE], num_blocks=6)
+    play(ledger, reserve=(asked(2, prompt(60, 90_000), max_len=100),), lease_want=1)
+    play(ledger, lease_want=1, step=1)
+    assert ledger.pool().leased == 1
+    batch = play(ledger, reserve=(asked(3, common(SIZE + 48, 3 * SIZE, FIRST)),), lease_want=1, step=2)
+    assert batch is not None
+    assert len(batch.copy) == 1
+
+
 def test_what_was_evicted_is_not_copied() -> None:
     ledger = cached(FIRST, num_blocks=4)
     large = prompt(4 * SIZE, 50_000)
