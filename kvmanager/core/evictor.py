@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 from common.types import BlockId, Candidate, DecisionKind
@@ -45,14 +46,18 @@ class Evictor:
     def drop_cached(self, state: LedgerState) -> int:
         """Free every cached block and return how many there were.
 
-        An idle pool forgets all with one event. Otherwise the blocks go leaves first, as in an eviction.
+        An idle pool forgets all with one event. Otherwise the blocks go leaves first, as in an eviction. Blocks that
+        only copies hold lose their content too; they are free once their copies are reported.
         """
-        pool, dropped = state.block_pool, len(state.block_pool.cached)
+        pool = state.block_pool
+        copied = self._only_copied(state)
+        dropped = len(pool.cached) + len(copied)
         if pool.in_use:
             # Nothing is learned of their uses: they go for another reason than want of room.
-            for block in sorted(pool.cached, key=state.blocks.index.__getitem__, reverse=True):
+            for block in sorted((*pool.cached, *copied), key=state.blocks.index.__getitem__, reverse=True):
                 state.cache.evict(block)
-                pool.free_cached(block)
+                if block not in copied:
+                    pool.free_cached(block)
         else:
             state.cache.clear()
             pool.free_all_cached()
@@ -62,6 +67,12 @@ class Evictor:
         reasons = ("an operator reset the prefix cache", "blocks in use stay")
         state.decisions.record(DecisionKind.RESET, f"{dropped} cached blocks", None, reasons, figures)
         return dropped
+
+    def _only_copied(self, state: LedgerState) -> set[BlockId]:
+        """Return the registered sources of copies that no block table holds."""
+        blocks = state.blocks
+        held = Counter(each.copy_source for each in state.sequences.values() if each.copy_source is not None)
+        return {block for block, count in held.items() if blocks.refs[block] == count and blocks.hash[block]}
 
     def evict(self, state: LedgerState, beneficiary: str = "") -> Candidate:
         """Free the next block in the order of eviction and drop its content; return the record of the block."""

@@ -11,6 +11,7 @@ from common.errors import ProtocolViolation
 from common.hashing import partial_hashes
 from common.lease import CachedBlock, Copy, GrantBatch, Inventory, Report
 from common.types import BlockHash, BlockId, FinishReason, SequenceId
+from kvmanager.core.block import BlockState
 from kvmanager.core.ledger import Ledger
 from kvmanager.core.partial_index import PartialIndex
 from tests.support.kvmanager.ledgers import (
@@ -270,6 +271,32 @@ def test_a_reset_forgets_the_parts() -> None:
     ledger.reset_cache(1)
     assert ledger.state.cache.partials.parts == {}
     assert ledger.state.cache.partials.first == {}
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_reset_forgets_a_block_that_only_copies_hold(copies: int) -> None:
+    """It stood in the index, and later prompts hit it. It is free once the copies are reported."""
+    ledger = cached(FIRST, num_blocks=16)
+    prompts = [FIRST[: SIZE + 48] + prompt(80, OTHER * (n + 1)) for n in range(copies)]
+    diverging = [admitted(ledger, 2 + n, each).copy[0].src for n, each in enumerate(prompts)]
+    assert diverging == [BlockId(1)] * copies
+    dropped = ledger.reset_cache(1)
+    ledger.check_invariants()
+    assert (dropped, ledger.lookup(hashes(FIRST, SIZE), len(FIRST)).hit_blocks) == (1, 1)
+    ledger.schedule()
+    play(ledger, copied=tuple(SequenceId(2 + n) for n in range(copies)), reset=1)
+    ledger.check_invariants()
+    assert ledger.pool().cached == 0
+    assert ledger.state.blocks.state[BlockId(1)] is BlockState.FREE
+
+
+def test_a_reset_leaves_a_source_that_a_sequence_shares() -> None:
+    ledger = cached(FIRST, num_blocks=16)
+    admitted(ledger, 2, FIRST)
+    admitted(ledger, 3, common(SIZE + 48, 3 * SIZE, FIRST))
+    assert ledger.reset_cache(1) == 0
+    ledger.check_invariants()
+    assert ledger.lookup(hashes(FIRST, SIZE), len(FIRST)).hit_blocks == 2
 
 
 # ---------------------------------------------------------------- the index
