@@ -8,10 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
+from common.hashing import KEY_BYTES
 from common.lease import Report, Reserve
 from common.types import BlockHash, BlockId, FinishReason, SequenceId
 from gpuworker.core.batch_plan import StepPlan
 
+RESERVE_BYTES = 8 << 20
+"""Of the reserves of one report, which must stay below the 16 MiB of a message; one alone may be larger."""
+_FIELDS_BYTES = 1024
+"""Of a reserve beside its hashes: ids, tenant, retention."""
 COMPUTED_EVERY = 4
 """Least steps between two reports of computed lengths: they show what a preemption would lose, and decide nothing."""
 
@@ -130,9 +135,18 @@ class ReportBuilder:
         )
 
     def take(self, lease_want: int) -> Report | None:
-        """Return the next report, with the level `lease_want`; None without content or without a session."""
+        """Return the next report, with the level `lease_want`; None without content or without a session.
+
+        Reserves beyond `RESERVE_BYTES` are left for further reports, and all other columns come with the last reserve:
+        in another order, a sequence could end before it is reserved.
+        """
         if self.state is not SessionState.OPEN or not self._worth_sending(lease_want):
             return None
+        count = self._reserves_of_a_report()
+        if count < len(self._reserve):
+            first, self._reserve = tuple(self._reserve[:count]), self._reserve[count:]
+            self._told_want = lease_want
+            return Report(step=self._step, reserve=first, lease_want=lease_want)
         stalled = self.stalled if self.stalled != self._told_stalled else None
         report = Report(
             step=self._step,
@@ -153,6 +167,15 @@ class ReportBuilder:
         self._clear_columns()
         self._told_stalled, self._told_want, self._applied = self.stalled, lease_want, False
         return report
+
+    def _reserves_of_a_report(self) -> int:
+        """Return how many of the pending reserves fit into one report; at least one."""
+        size = 0
+        for count, each in enumerate(self._reserve):
+            size += _FIELDS_BYTES + KEY_BYTES * (len(each.block_hashes) + len(each.partial_hashes))
+            if size > RESERVE_BYTES and count:
+                return count
+        return len(self._reserve)
 
     def _take_computed(self) -> tuple[tuple[SequenceId, int], ...]:
         """Return the computed lengths of the last step's rows where the report may cause a preemption, else nothing."""

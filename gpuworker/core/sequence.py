@@ -255,20 +255,21 @@ class Sequence:
     def reserve(self) -> Reserve:
         """Return the reservation that queues this sequence at the manager, at its present length."""
         new = self.new
+        fork_of = new.fork_of if len(self.tokens) == self.prompt_tokens else None
         return Reserve(
             sequence=new.sequence,
             num_tokens=len(self.tokens),
             max_len=self.limit,
             priority=new.priority,
             block_hashes=tuple(self.block_hashes),
-            fork_of=new.fork_of if len(self.tokens) == self.prompt_tokens else None,
+            fork_of=fork_of,
             request_id=new.request_id,
             traceparent=new.traceparent,
             tenant=new.tenant,
             weight=new.weight,
             computes_all=self.computes_all,
             retention=new.retention,
-            partial_hashes=tuple(self.partial_hashes),
+            partial_hashes=tuple(self.partial_hashes) if fork_of is None else (),
         )
 
     def usage(self) -> Usage:

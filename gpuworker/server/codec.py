@@ -75,7 +75,7 @@ def engine_request(
         tokens=tuple(tokens),
         block_hashes=block_hashes,
         parent_digest=parent_digest,
-        partial_hashes=limits.partial_hashes(message, block_hashes),
+        partial_hashes=limits.partial_hashes(message, block_hashes) if fork_of is None else (),
         max_len=_max_len(message, prompt_tokens, sampling, limits),
         stop=stop,
         priority=message.priority,

@@ -8,8 +8,11 @@ import pytest
 
 from common.errors import ProtocolViolation
 from common.hashing import all_partial_hashes, little_endian_int32, root_digest
-from common.lease import Admit, Copy, GrantBatch, Report
-from common.types import BlockId, SequenceId
+from common.lease import Admit, Copy, GrantBatch, Report, Reserve
+from common.types import BlockHash, BlockId, FinishReason, SequenceId
+from common.wire.lease_codec import report_to_proto
+from gpuworker.core.report_builder import ReportBuilder, SessionState
+from quire.api.channel import MAX_MESSAGE_BYTES
 from tests.support.gpuworker.agent_harness import Driver, blocks, keys
 
 SIZE = 8
@@ -204,6 +207,34 @@ def test_a_sequence_that_is_not_cached_has_no_parts() -> None:
     made.step()
     report = taken(made)
     assert (report.reserve[0].partial_hashes, report.partials, report.seal) == ((), (), ())
+
+
+def test_a_fork_reserves_without_partial_hashes() -> None:
+    """It shares its parent's block table, so they would only make the report larger."""
+    made = worker()
+    submit(made, 0, FIRST)
+    submit(made, 1, FIRST, fork_of=ONE)
+    report = taken(made)
+    assert report.reserve[0].partial_hashes == parts(FIRST)
+    assert report.reserve[1].partial_hashes == ()
+
+
+def test_reserves_that_are_too_large_for_one_message_come_in_several_reports_in_order() -> None:
+    """The other columns come with the last reserve: a report that ends a sequence must not overtake its reserve."""
+    builder = ReportBuilder()
+    builder.state = SessionState.OPEN
+    many = tuple(BlockHash(bytes(16)) for _ in range(8192))
+    for number in range(200):
+        builder.reserve(Reserve(SequenceId(number), 131072, 131073, 0, many[:2048], partial_hashes=many[:6144]))
+    builder.finished(SequenceId(199), FinishReason.CANCELLED)
+    reports = []
+    while (report := builder.take(3)) is not None:
+        reports.append(report)
+    assert [each.sequence for report in reports for each in report.reserve] == list(range(200))
+    assert [len(report.finished) for report in reports] == [0] * (len(reports) - 1) + [1]
+    assert max(report_to_proto(report).ByteSize() for report in reports) < MAX_MESSAGE_BYTES
+    assert len(reports) == 4
+    assert not builder.urgent
 
 
 def test_a_prompt_whose_parts_are_missing_gives_none() -> None:

@@ -80,6 +80,7 @@ def test_prompts_in_blocks_of_64_slots_get_partial_hashes(
     limits = SubmitLimits(256, 100, PoolIdentity("model", "tokenizer", block_size, geometry))
     new = engine_request(message, SEQUENCE, None, limits, "").new
     assert len(new.partial_hashes) == count
+    assert engine_request(message, SEQUENCE, SequenceId(1), limits, "").new.partial_hashes == ()
     if count:
         assert new.partial_hashes[:3] == partial_hashes(block_hash_of(root), packed, block_size)
         assert new.partial_hashes[3:] == partial_hashes(hashes[0], packed[4 * block_size :], block_size)
