@@ -10,7 +10,7 @@ import math
 import random
 
 from bench.lib.checkpoints import MAX_MODEL_LEN
-from bench.lib.harness import parser, report
+from bench.lib.harness import parser, progress, report
 from cli.block_size.accounting import (
     BLOCK_SIZES,
     Lengths,
@@ -57,7 +57,11 @@ def main() -> None:
         notes[f"waste_block{block_size}"] = "mixed workload: slots in rows without a token over slots with one"
         notes[f"runway_block{block_size}"] = "slots leased ahead of need over slots with a token"
     for blocks in PRESSED_BLOCKS:
-        figures[f"runway_pressed_{blocks}"] = count_pressed(16, requests, blocks).runway_share
+        pressed = count_pressed(16, requests, blocks)
+        if not pressed.used:
+            progress(f"no sequence waited for one of {blocks} blocks: more --requests are needed for that figure")
+            continue
+        figures[f"runway_pressed_{blocks}"] = pressed.runway_share
         notes[f"runway_pressed_{blocks}"] = f"the same in blocks of 16, of which {blocks} make others wait for blocks"
     figures["naive_waste_fraction"] = waste.contiguous_share(MAX_MODEL_LEN)
     report("waste", figures, notes, args.json)

@@ -18,7 +18,7 @@ def test_the_workload_is_the_same_for_a_seed_and_within_its_bounds() -> None:
 def test_the_figures_have_their_fixed_names(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["bench.waste", "--json", "--requests", "4"])
+    monkeypatch.setattr("sys.argv", ["bench.waste", "--json", "--requests", "64"])
     waste.main()
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     figures = said["figures"]
@@ -28,4 +28,5 @@ def test_the_figures_have_their_fixed_names(
     by_size = [figures[f"waste_block{size}"] for size in (4, 8, 16, 32, 64, 128, 256)]
     assert by_size == sorted(by_size), "larger blocks waste more"
     assert by_size[0] > 0
+    assert 0 < figures["runway_pressed_400"] < figures["runway_block16"], "sequences that wait shorten the runway"
     assert by_size[2] < figures["naive_waste_fraction"] < 1

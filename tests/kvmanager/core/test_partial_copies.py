@@ -165,9 +165,9 @@ def test_a_held_source_leaves_a_block_to_each_sequence_that_may_grow(num_blocks:
     play(ledger, reserve=(asked(2, prompt(60, 90_000), max_len=200),))
     batch = admitted(ledger, 3, common(SIZE + 48, 4 * SIZE, FIRST), max_len=4 * SIZE)
     assert len(batch.copy) == copies
-    batch = play(ledger, stalled=(SequenceId(2),), lease_want=1, step=1)
-    assert batch is not None
-    assert (len(batch.lease), batch.preempt) == (1, ())
+    answer = play(ledger, stalled=(SequenceId(2),), lease_want=1, step=1)
+    assert answer is not None
+    assert (len(answer.lease), answer.preempt) == (1, ())
 
 
 def test_a_held_source_leaves_a_block_for_the_sequence_that_copies() -> None:
