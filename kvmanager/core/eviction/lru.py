@@ -16,10 +16,10 @@ from typing import ClassVar
 from common.types import BlockHash, BlockId
 from kvmanager.core.block import Blocks
 from kvmanager.core.eviction.interface import NO_MARK, Mark, no_leaf
-from kvmanager.core.free_list import FreeList
+from kvmanager.core.eviction.linked_blocks import LinkedBlocks
 
 
-class LeastRecentlyUsed(FreeList):
+class LeastRecentlyUsed(LinkedBlocks):
     """Cached blocks, the next to be evicted first. Its length counts those that are set aside."""
 
     __slots__ = ("_aside", "_blocks", "_entries", "_number", "_ready", "withheld")

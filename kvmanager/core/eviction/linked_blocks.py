@@ -9,7 +9,7 @@ from common.types import BlockId
 _ABSENT = -1
 
 
-class FreeList:
+class LinkedBlocks:
     """First in, first out, with removal from the middle. Holds each of `num_blocks` block ids at most once.
 
     The links of block b are `_next[b]` and `_previous[b]`; index num_blocks is the sentinel that closes the ring.
