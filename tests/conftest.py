@@ -46,8 +46,8 @@ _NEEDS = {
         attacks/test_worker_streams.py attacks/test_worker_submissions.py
         bench/gpu bench/test_constraints.py bench/test_cpu_attention.py bench/test_engine.py bench/test_phases.py
         bench/test_prefix.py bench/test_split.py
-        cli/demo_model cli/suite/test_preflight.py cli/test_bench.py cli/test_commands.py cli/test_text_options.py
-        common/checkpoint
+        cli/demo_model cli/suite/test_preflight.py cli/suite/test_served_folder.py cli/test_bench.py
+        cli/test_commands.py cli/test_text_options.py common/checkpoint
         gpuworker/attention gpuworker/checkpoints gpuworker/memory gpuworker/models gpuworker/native gpuworker/plane
         gpuworker/runner gpuworker/sampling gpuworker/structured gpuworker/engine/test_determinism.py
         gpuworker/engine/test_equality.py gpuworker/server/test_router_streams.py gpuworker/test_process.py

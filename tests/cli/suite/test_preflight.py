@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +16,8 @@ from cli.certificates.folder import CertificateFolder, Leaf
 from cli.config import ClientSettings, UpSettings
 from cli.demo_model import CHECKPOINT
 from cli.suite.preflight import suite_options
-from cli.suite.programs import Program, StackOptions, service_programs
 from cli.suite.stack import free_ports
 from common.errors import InvalidConfig
-from common.process.redis_users import RedisUrls
 from common.rpc.roles import Role
 from common.settings.config import PORT_TAKEN_STATUS, installed_settings, load
 from common.settings.options import ServiceSettings
@@ -29,43 +26,9 @@ from gpuworker.core.step_costs import DEFAULT_COSTS
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings
 from router.core.tail_rules import Objective
-from tests.support.checkpoints import MAX_POSITIONS, config_of
-from tests.support.gguf_files import write_model
-from tests.support.stranger_files import POINTER, safetensors
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks like a checkpoint from outside."""
-    path = tmp_path_factory.mktemp("checkpoint")
-    config_of("llama").save_pretrained(path)
-    safetensors(path / "model.safetensors")
-    return path
-
-
-@pytest.fixture
-def base(folder: Path, tmp_path: Path) -> dict[str, str]:
-    """An environment that names a checkpoint, ports that are free, and a folder for state."""
-    names = ("PORT", "GRPC_PORT", "ADMIN_PORT", "ADMIN_HTTP_PORT", "MANAGER_PORT", "WORKER_PORT")
-    ports = {f"QUIRE_SERVE_{name}": str(port) for name, port in zip(names, free_ports(len(names)), strict=True)}
-    return {"QUIRE_MODEL": str(folder), "QUIRE_STATE_DIR": str(tmp_path / "state"), **ports}
-
-
-def programs(options: StackOptions) -> dict[str, Program]:
-    control, rest = service_programs(options, RedisUrls.same("redis://127.0.0.1:1"))
-    return {program.name: program for program in (*control, *rest)}
-
-
-def refusals(argv: tuple[str, ...], environ: dict[str, str]) -> dict[str, str]:
-    with pytest.raises(InvalidConfig) as caught:
-        suite_options(argv, environ)
-    return {each.field: each.description for each in caught.value.violations}
-
-
-def file_with(tmp_path: Path, text: str) -> tuple[str, str]:
-    path = tmp_path / "quire.toml"
-    path.write_text(text)
-    return "--config", str(path)
+from tests.support.checkpoints import MAX_POSITIONS
+from tests.support.preflight import file_with, programs, refusals, resolve
+from tests.support.stranger_files import POINTER
 
 
 def test_up_and_the_client_commands_are_among_those_that_share_the_sources() -> None:
@@ -385,55 +348,3 @@ def test_two_processes_cannot_have_one_port(base: dict[str, str]) -> None:
     flags = "--port, --grpc-port, --admin-port, --admin-http-port or --own-port"
     wanted = f"is taken; router needs it: choose another with {flags}"
     assert found == {f"port {base['QUIRE_SERVE_PORT']} of 127.0.0.1": wanted}
-
-
-def resolve(model: str, tmp_path: Path, then: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    """Print what `up` would serve, in a process of its own: the hub's client reads its environment only once."""
-    script = "import os, sys; from cli.suite.preflight import *; o = suite_options(sys.argv[1:], os.environ)"
-    script += f"; print(o.model); print(*o.router_flags); {then}"
-    flags = ("--grpc-port", "--port", "--admin-port", "--admin-http-port", "--manager-port", "--worker-port")
-    ports = free_ports(len(flags))
-    words = [word for flag, port in zip(flags, ports, strict=True) for word in (flag, str(port))]
-    env = {**os.environ, "HF_HOME": str(tmp_path), **environ}
-    command = [sys.executable, "-c", script, "--model", model, *words]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=240.0, check=False)
-
-
-def test_a_hub_name_is_resolved_once_and_keeps_its_name(folder: Path, tmp_path: Path) -> None:
-    home = tmp_path / "hub" / "models--quire--tiny"
-    (home / "refs").mkdir(parents=True)
-    (home / "refs" / "main").write_text("0" * 40)
-    shutil.copytree(folder, home / "snapshots" / ("0" * 40))
-    done = resolve("quire/tiny", tmp_path, HF_HUB_OFFLINE="1")
-    model, router_flags = done.stdout.splitlines()
-    assert Path(model) == home / "snapshots" / ("0" * 40)
-    assert "--model-name quire/tiny" in router_flags
-
-
-def test_a_hub_name_that_the_hub_does_not_give_is_refused(tmp_path: Path) -> None:
-    done = resolve("quire/no-such-model", tmp_path, HF_HUB_OFFLINE="1")
-    assert (
-        "InvalidConfig: --model: 'quire/no-such-model' is no directory here, and the hub did not give it" in done.stderr
-    )
-
-
-def test_a_gguf_file_is_served_from_the_folder_that_stands_for_it_under_its_own_name(
-    tmp_path: Path, base: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    file = write_model(tmp_path / "Tiny-Llama.Q4_0.gguf", kind="Q4_0")
-    for given in (file, tmp_path):
-        options = suite_options(("--model", str(given)), base)
-        assert (options.model / "config.json").is_file()
-        assert options.router_flags[-2:] == ("--model-name", "Tiny-Llama.Q4_0")
-        assert str(options.model) in options.manager_flags
-    config = file_with(tmp_path, "[router]\nmodel_name = 'mine'\n")
-    assert "--model-name" not in suite_options((*config, "--model", str(file)), base).router_flags
-
-
-def test_a_bad_gguf_file_is_one_of_all_mistakes(tmp_path: Path, base: dict[str, str]) -> None:
-    (tmp_path / "m.gguf").write_bytes(b"GGUF\3\0\0\0")
-    said = refusals(("--model", str(tmp_path / "m.gguf"), "--workers", "0"), base)
-    assert "the file is broken or was cut short" in said["--model"]
-    assert set(said) == {"--model", "--workers"}
-    assert "no such file" in refusals(("--model", str(tmp_path / "n.gguf")), base)["--model"]

@@ -8,65 +8,14 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-from google.rpc import status_pb2
 
 from gpuworker.server import orphans as orphans_module
 from gpuworker.server.orphans import Fate
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 from tests.support.gpuworker.fake_engine_ports import ManualRunner, ScriptedChannel
+from tests.support.gpuworker.lost_routers import FIRST, LONG, SECOND, adopt, found, lost, refusal, resumable, router_of
 from tests.support.gpuworker.worker_harness import RouterEnd, Served, served, submit
-
-FIRST, SECOND = b"a" * 16, b"b" * 16
-LONG = 3600.0  # a grace that no test waits for
-HANDS_OVER = pb.StreamRequest(cancel=pb.Cancel(handle=1, reason=types.FINISH_REASON_CANCELLED, hands_over=True))
-
-
-def resumable(handle: int, count: int, prompt: tuple[int, ...] = (1, 2, 3), **fields: object) -> pb.StreamRequest:
-    message = submit(handle, prompt, count, request_id="r1", tenant="t1", **fields)
-    message.submit.continuation.skip_special_tokens = True
-    return message
-
-
-async def found(router: RouterEnd, request_id: str = "r1", tenant: str = "t1") -> pb.Found:
-    find = pb.Find(query=7, request_id=request_id, tenant=tenant)
-    await router.send(pb.StreamRequest(find=find))
-    answer = (await router.until("found")).found
-    assert answer.query == 7
-    return answer
-
-
-async def adopt(router: RouterEnd, handle: int, sequence: int, **fields: float) -> None:
-    await router.send(pb.StreamRequest(adopt=pb.Adopt(handle=handle, sequence=sequence, **fields)))
-
-
-async def refusal(router: RouterEnd) -> tuple[int, int]:
-    """Return the handle and the status code of the next refusal."""
-    refused = (await router.until("refused")).refused
-    return refused.handle, status_pb2.Status.FromString(refused.status).code
-
-
-@asynccontextmanager
-async def router_of(worker: Served, incarnation: bytes) -> AsyncIterator[RouterEnd]:
-    async with worker.stub() as stub:
-        router = RouterEnd(stub.Stream())
-        await router.send(pb.StreamRequest(hello=pb.Hello(router_id="r", incarnation=incarnation)))
-        await router.until("hello")
-        yield router
-
-
-async def lost(worker: Served, runner: ManualRunner, *requests: pb.StreamRequest, steps: int = 2) -> None:
-    """Let a router send sequences and die when they have tokens."""
-    async with router_of(worker, FIRST) as router:
-        await router.send(*requests)
-        handles = [request.submit.handle for request in requests]
-        await worker.until(lambda: len(runner.num_tokens) == len(handles))
-        for _ in range(steps):
-            await asyncio.to_thread(runner.step)
-        if steps:
-            await router.until_sampled(*handles)
-        router.call.cancel()
-        await worker.until(lambda: len(worker.servicer.orphans) == len(handles))
 
 
 async def test_the_next_router_gets_all_tokens_of_an_orphan_once_and_then_the_others() -> None:
@@ -358,69 +307,3 @@ async def test_another_connection_of_the_same_router_leaves_the_first_one_alone(
         runner.release()
         await first.until_finished(1)
         assert first.tokens == {1: [7] * 4}
-
-
-async def handed_over(worker: Served, runner: ManualRunner, router: RouterEnd) -> None:
-    """Let a router take a sequence with two tokens or more back, to let it go on elsewhere."""
-    await router.send(resumable(1, 40))
-    await worker.step_until(runner, lambda: bool(router.tokens.get(1)))
-    await router.send(HANDS_OVER)
-    await worker.step_until(runner, lambda: 1 in router.finished)
-
-
-@pytest.mark.parametrize("acknowledged", [True, False])
-async def test_a_sequence_that_goes_on_elsewhere_is_kept_until_its_router_says_that_it_does(acknowledged: bool) -> None:
-    runner = ManualRunner()
-    async with served(runner, orphan_grace=LONG) as worker:
-        async with router_of(worker, FIRST) as router:
-            reading = asyncio.create_task(_read(router))
-            await handed_over(worker, runner, router)
-            assert worker.servicer.live_sequences == 1
-            if acknowledged:
-                await router.send(pb.StreamRequest(ack=pb.Ack(handles=(1).to_bytes(4, "little"))))
-                await worker.until(lambda: not worker.servicer.live_sequences)
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-            router.call.cancel()
-        await worker.until(lambda: not worker.servicer._streams)
-        assert len(worker.servicer.orphans) == worker.servicer.live_sequences == (not acknowledged)
-        worker.servicer.orphans.close()
-        assert not worker.servicer.live_sequences
-
-
-async def test_a_cancel_that_hands_over_and_crosses_the_end_leaves_the_output_to_the_next_router() -> None:
-    runner = ManualRunner()
-    runner.release()
-    async with served(runner, orphan_grace=LONG) as worker:
-        async with router_of(worker, FIRST) as router:
-            await router.send(resumable(1, 4))
-            await router.until_finished(1)
-            assert router.finished[1].reason == types.FINISH_REASON_LENGTH
-            await router.send(HANDS_OVER)
-            await found(router)  # the stream is read in order: the worker has the cancel
-            assert not worker.servicer.live_sequences
-            router.call.cancel()
-        await worker.until(lambda: not worker.servicer._streams)
-        async with router_of(worker, SECOND) as router:
-            (orphan,) = (await found(router)).orphans
-            assert (orphan.ended, orphan.output_tokens) == (True, 4)
-
-
-async def test_a_sequence_that_ends_by_itself_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = ManualRunner()
-    async with served(runner, orphan_grace=LONG) as worker, router_of(worker, FIRST) as router:
-        await router.send(resumable(1, 2))
-        await worker.until(lambda: len(runner.num_tokens) == 1)
-        (stream,) = worker.servicer._streams
-        # The last step is already planned when the engine gets the cancel, which therefore ends nothing.
-        monkeypatch.setattr(stream._engine, "cancel", lambda *_: None)
-        await router.send(HANDS_OVER)
-        await found(router)
-        runner.release()
-        await router.until_finished(1)
-        assert router.finished[1].reason == types.FINISH_REASON_LENGTH
-        await worker.until(lambda: not worker.servicer.live_sequences)
-
-
-async def _read(router: RouterEnd) -> None:
-    await router.until_finished(2)  # there is none: it reads until it is cancelled
