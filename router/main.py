@@ -15,13 +15,11 @@ from typing import Final
 from google.protobuf.json_format import MessageToDict
 from redis.asyncio import Redis
 
-from common.checkpoint.fingerprint import model_fingerprint
-from common.checkpoint.gguf.names import served_folder, served_name
+from common.checkpoint.gguf.names import served_folder
 from common.clock import SystemClock
 from common.decisions.disk.metrics import LogMetrics
 from common.decisions.disk.writer import opened as opened_log
 from common.decisions.ring import DecisionRing
-from common.errors import FieldViolation, InvalidConfig
 from common.limits import KEPT_RECORDS_SHARE, MAX_PUBLIC_MESSAGE_BYTES
 from common.process.debug import dumps_on_signal
 from common.process.garbage import collect_rarely
@@ -35,10 +33,8 @@ from common.rpc.server import RpcServer, dialer
 from common.rpc.tls import Identity, PublicCertificate
 from common.service import run_service
 from common.settings.config import load_or_exit
-from common.settings.pool_key import pool_key_of
 from common.telemetry.provider import setup as setup_telemetry
 from common.telemetry.server_spans import server_spans
-from common.types import PoolIdentity
 from quire.decision.v1 import decision_pb2_grpc
 from quire.inference.v1 import inference_pb2_grpc
 from quire.kserve.v2 import kserve_pb2_grpc
@@ -46,9 +42,15 @@ from router.anthropic.app import add_messages
 from router.config import RouterSettings
 from router.constraints.checker import ConstraintChecker
 from router.core.admission import AdmissionLimiter, AdmissionLimits
-from router.core.identity import UNKNOWN_ARITHMETIC, UNKNOWN_GEOMETRY, UNKNOWN_POOLING
 from router.core.routing import Router
-from router.core.worker_networks import LOOPBACK, PRIVATE, WorkerNetworks
+from router.from_settings import (
+    authenticator_of,
+    card_of,
+    dialects_of,
+    entry_rules_of,
+    identity_of,
+    what_it_waits_for,
+)
 from router.grpc_api.admin import DECISIONS, INFERENCE, AdminPlane
 from router.grpc_api.decision_servicer import DecisionServicer, PublicDecisionServicer
 from router.grpc_api.explanation import Explanations
@@ -73,7 +75,7 @@ from router.openai.responses.store import MemoryStore, NoStore, RedisStore, Resp
 from router.openai.service import HttpParts
 from router.page.parts import Sampler, history_of, site_of
 from router.page.site import PREFIX
-from router.ports import ModelCard, PrefixIndex
+from router.ports import PrefixIndex
 from router.requests.dispatcher import Dispatcher
 from router.requests.explainer import Explainer
 from router.requests.frontend import RouterFrontend
@@ -82,14 +84,13 @@ from router.requests.resumer import RequestResumer
 from router.requests.validate import Validator, random_seed
 from router.serving.call_context import Calls
 from router.serving.http_server import HttpServer, bounded_connections, serve_http
-from router.serving.reading import AnswerReader, Dialects
-from router.tenants.directory import PeerDirectory, TenantDirectory
-from router.tenants.tenants_file import read_server_key
+from router.serving.reading import AnswerReader
+from router.tenants.directory import TenantDirectory
 from router.text.assembler import CheckpointText
 from router.text.checkpoint import Checkpoint, read_checkpoint
 from router.text.tokenizer_files import TokenizerFiles
 from router.workers.client import RouterIdentity
-from router.workers.discovery import Discovery, EntryRules
+from router.workers.discovery import Discovery
 from router.workers.pool import WorkerPool
 from router.workers.readiness import Readiness
 
@@ -127,7 +128,7 @@ class RouterProcess:
         ids = ChosenTraceIds()
         self._telemetry = setup_telemetry("router", settings, self._store.add_own, sampler=sampler, ids=ids)
         self._clients = self._redis_clients()
-        self._card = _card(settings, checkpoint, _identity(settings, checkpoint), self._text)
+        self._card = card_of(settings, checkpoint, identity_of(settings, checkpoint), self._text)
         router, dial = RouterIdentity(name, incarnation), dialer(self._tls, Role.WORKER)
         self.pool = WorkerPool(
             router, self._card.identity, self._clock, dial=dial, manager_patience=settings.manager_patience
@@ -154,7 +155,7 @@ class RouterProcess:
             constraints=self._constraints,
             open_schemas=settings.open_schemas,
         )
-        self._authenticator = _authenticator(settings, self._card.name)
+        self._authenticator = authenticator_of(settings, self._card.name)
         self._serve_requests(name, checkpoint)
         self._http: HttpServer | None = None
         self._background = BackgroundResponses()
@@ -175,7 +176,7 @@ class RouterProcess:
     def _new_discovery(self) -> Discovery | None:
         if self._clients is None:
             return None
-        rules = _entry_rules(self.settings)
+        rules = entry_rules_of(self.settings)
         return Discovery(self._clients[1], self.pool, self._clock, self.settings.lease_ttl, rules)
 
     def _redis_connected(self) -> bool:
@@ -282,7 +283,7 @@ class RouterProcess:
             why_not_ready=self._why_not_ready,
             clock=self._clock,
             authenticator=self._authenticator,
-            reader=AnswerReader(_dialects(settings, self._text), self._text, settings.open_schemas),
+            reader=AnswerReader(dialects_of(settings, self._text), self._text, settings.open_schemas),
             responses=ResponseParts(self._response_store(), self._background),
             model=self.status.model,
             resumer=self._resumer,
@@ -356,54 +357,6 @@ class RouterProcess:
         await asyncio.gather(*stops)
 
 
-def _authenticator(settings: RouterSettings, model: str) -> PeerDirectory | TenantDirectory:
-    """Return what recognises callers. Raises InvalidConfig for a wrong file, and for tenants without a server key."""
-    if settings.tenants is None:
-        return PeerDirectory()
-    if settings.server_key_file is None:
-        what = "is missing; tenants need it, equal on all routers of a pool: openssl rand -hex 32 > FILE"
-        raise InvalidConfig(FieldViolation("--server-key-file", what))
-    return TenantDirectory(settings.tenants, read_server_key(settings.server_key_file), model)
-
-
-def _dialects(settings: RouterSettings, text: CheckpointText) -> Dialects:
-    options = settings.tool_call_parser, settings.reasoning_parser
-    return Dialects.of(*options, text.template_source, text.added_tokens)
-
-
-def _identity(settings: RouterSettings, checkpoint: Checkpoint) -> PoolIdentity:
-    """Return the parts of the pool's identity that the checkpoint and the settings give."""
-    model = "" if settings.load_format == "dummy" else model_fingerprint(checkpoint.directory)
-    return PoolIdentity(
-        model,
-        checkpoint.tokenizer_fingerprint,
-        settings.block_size,
-        UNKNOWN_GEOMETRY,
-        arithmetic=UNKNOWN_ARITHMETIC,
-        pooling=UNKNOWN_POOLING,
-    )
-
-
-def _entry_rules(settings: RouterSettings) -> EntryRules:
-    """Return which workers in Redis count. Raises InvalidConfig when entries from beyond this machine need a key."""
-    key = pool_key_of(settings)
-    return EntryRules(key, WorkerNetworks(settings.worker_network or (LOOPBACK if key is None else PRIVATE)))
-
-
-def _card(settings: RouterSettings, checkpoint: Checkpoint, identity: PoolIdentity, text: CheckpointText) -> ModelCard:
-    name, *aliases = settings.model_name or (served_name(settings.model),)
-    return ModelCard(
-        name=name,
-        identity=identity,
-        max_model_len=checkpoint.max_model_len,
-        vocab_size=checkpoint.vocab_size,
-        eos_token_ids=checkpoint.eos_token_ids,
-        has_chat_template=text.has_chat_template,
-        aliases=tuple(aliases),
-        hidden_size=checkpoint.hidden_size,
-    )
-
-
 def _ids(name: str) -> Callable[[], str]:
     """Return a source of ids that differ from those of any other process."""
     numbers = itertools.count(1)
@@ -419,7 +372,7 @@ async def serve(settings: RouterSettings) -> int:
     where = await process.start()
     dumps_on_signal("router", where.partition(",")[0], settings.state_dir, process.debug_state)
     collect_rarely()
-    level, waits = _what_it_waits_for(settings)
+    level, waits = what_it_waits_for(settings)
     log.log(level, "listening on %s; %s", where, waits)
     lost = process.supervisor.lost
     await _any_of(process.readiness.first, stop, lost)
@@ -429,17 +382,6 @@ async def serve(settings: RouterSettings) -> int:
     await _any_of(stop, lost)
     await process.stop()
     return int(lost.is_set())
-
-
-def _what_it_waits_for(settings: RouterSettings) -> tuple[int, str]:
-    """Return which worker a router waits for, and what to do where none can come, with the level of the line."""
-    named = ", ".join(settings.worker)
-    if named:
-        return logging.INFO, f"waiting for a worker: {named}"
-    if settings.redis_url:
-        return logging.INFO, "waiting for a worker in Redis: one that serves this model, attached to a KV manager there"
-    what = "name each with --worker HOST:PORT, or give the Redis of the KV manager with --redis-url redis://HOST:PORT"
-    return logging.WARNING, f"waiting for a worker, and none can be found: {what}"
 
 
 async def _any_of(*events: asyncio.Event) -> None:

@@ -1,0 +1,82 @@
+"""Parts of a router that follow from its settings and its checkpoint alone."""
+
+from __future__ import annotations
+
+import logging
+
+from common.checkpoint.fingerprint import model_fingerprint
+from common.checkpoint.gguf.names import served_name
+from common.errors import FieldViolation, InvalidConfig
+from common.settings.pool_key import pool_key_of
+from common.types import PoolIdentity
+from router.config import RouterSettings
+from router.core.identity import UNKNOWN_ARITHMETIC, UNKNOWN_GEOMETRY, UNKNOWN_POOLING
+from router.core.worker_networks import LOOPBACK, PRIVATE, WorkerNetworks
+from router.ports import ModelCard
+from router.serving.reading import Dialects
+from router.tenants.directory import PeerDirectory, TenantDirectory
+from router.tenants.tenants_file import read_server_key
+from router.text.assembler import CheckpointText
+from router.text.checkpoint import Checkpoint
+from router.workers.discovery import EntryRules
+
+
+def authenticator_of(settings: RouterSettings, model: str) -> PeerDirectory | TenantDirectory:
+    """Return what recognises callers. Raises InvalidConfig for a wrong file, and for tenants without a server key."""
+    if settings.tenants is None:
+        return PeerDirectory()
+    if settings.server_key_file is None:
+        what = "is missing; tenants need it, equal on all routers of a pool: openssl rand -hex 32 > FILE"
+        raise InvalidConfig(FieldViolation("--server-key-file", what))
+    return TenantDirectory(settings.tenants, read_server_key(settings.server_key_file), model)
+
+
+def dialects_of(settings: RouterSettings, text: CheckpointText) -> Dialects:
+    options = settings.tool_call_parser, settings.reasoning_parser
+    return Dialects.of(*options, text.template_source, text.added_tokens)
+
+
+def identity_of(settings: RouterSettings, checkpoint: Checkpoint) -> PoolIdentity:
+    """Return the parts of the pool's identity that the checkpoint and the settings give."""
+    model = "" if settings.load_format == "dummy" else model_fingerprint(checkpoint.directory)
+    return PoolIdentity(
+        model,
+        checkpoint.tokenizer_fingerprint,
+        settings.block_size,
+        UNKNOWN_GEOMETRY,
+        arithmetic=UNKNOWN_ARITHMETIC,
+        pooling=UNKNOWN_POOLING,
+    )
+
+
+def entry_rules_of(settings: RouterSettings) -> EntryRules:
+    """Return which workers in Redis count. Raises InvalidConfig when entries from beyond this machine need a key."""
+    key = pool_key_of(settings)
+    return EntryRules(key, WorkerNetworks(settings.worker_network or (LOOPBACK if key is None else PRIVATE)))
+
+
+def card_of(
+    settings: RouterSettings, checkpoint: Checkpoint, identity: PoolIdentity, text: CheckpointText
+) -> ModelCard:
+    name, *aliases = settings.model_name or (served_name(settings.model),)
+    return ModelCard(
+        name=name,
+        identity=identity,
+        max_model_len=checkpoint.max_model_len,
+        vocab_size=checkpoint.vocab_size,
+        eos_token_ids=checkpoint.eos_token_ids,
+        has_chat_template=text.has_chat_template,
+        aliases=tuple(aliases),
+        hidden_size=checkpoint.hidden_size,
+    )
+
+
+def what_it_waits_for(settings: RouterSettings) -> tuple[int, str]:
+    """Return which worker a router waits for, and what to do where none can come, with the level of the line."""
+    named = ", ".join(settings.worker)
+    if named:
+        return logging.INFO, f"waiting for a worker: {named}"
+    if settings.redis_url:
+        return logging.INFO, "waiting for a worker in Redis: one that serves this model, attached to a KV manager there"
+    what = "name each with --worker HOST:PORT, or give the Redis of the KV manager with --redis-url redis://HOST:PORT"
+    return logging.WARNING, f"waiting for a worker, and none can be found: {what}"
