@@ -1,94 +1,24 @@
-"""InferenceService over a real socket: streams, statuses with their details, deadlines, cancels, model and status."""
+"""InferenceService over a real socket: streams, statuses with their details, model and status."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Awaitable
+from dataclasses import replace
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from common.clock import SystemClock
 from common.group.leader_watch import ManagerState
-from common.rpc.server import RpcServer, open_channel
-from common.telemetry.server_spans import server_spans
-from common.types import FinishReason
 from quire.api.status import DETAILS_KEY
 from quire.inference.v1 import inference_pb2 as pb
-from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2
-from router.constraints.checker import ConstraintChecker
 from router.core.admission import AdmissionLimits
-from router.grpc_api.servicer import InferenceServicer, Routers
-from router.observe.siblings import Siblings
-from router.observe.status import RouterStatus
-from router.ports import ModelCard
-from router.requests.resumer import RequestResumer
-from router.requests.resumption import Resumption
-from router.requests.validate import Validator
-from router.serving.call_context import Calls
-from router.text.assembler import CheckpointText
-from router.text.checkpoint import read_checkpoint
-from router.text.tokenizer_files import TokenizerFiles
-from tests.support.deadlines import TooSlow, with_enough_time
-from tests.support.router.callers import OneCaller
 from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, FakeWorker
-from tests.support.router.frontend_harness import Harness, frontend_over
-
-CHECKPOINT = Path(__file__).resolve().parents[3] / "cli" / "demo_model" / "checkpoint"
-
-
-@dataclass
-class Service:
-    """A served router, and a stub to call it by."""
-
-    harness: Harness
-    stub: rpc.InferenceServiceStub
-    status: RouterStatus
-
-
-@asynccontextmanager
-async def served(*workers: FakeWorker, limits: AdmissionLimits | None = None) -> AsyncIterator[Service]:
-    """Serve the frontend over these workers."""
-    clock, checkpoint = SystemClock(), read_checkpoint(CHECKPOINT)
-    text = CheckpointText.load(CHECKPOINT, checkpoint.max_model_len)
-    async with frontend_over(*workers, limits=limits, patience=0.1) as harness:
-        card = ModelCard("demo", harness.pool.identity, 4096, checkpoint.vocab_size, checkpoint.eos_token_ids, True)
-        status = RouterStatus(
-            card, harness.pool, harness.admission, lambda: False, lambda: harness.frontend.draining, clock
-        )
-        constraints = ConstraintChecker.load(CHECKPOINT, checkpoint.eos_token_ids)
-        validator = Validator(text, checkpoint, constraints=constraints)
-        resumer = RequestResumer(Resumption(harness.pool, clock, search_seconds=0.5), harness.frontend)
-        routers, files = Routers(harness.frontend.abort, Siblings(), resumer), TokenizerFiles(CHECKPOINT)
-        calls = Calls(clock, OneCaller())
-        servicer = InferenceServicer(harness.frontend, validator, text, status, calls, routers, files)
-        server = RpcServer(["quire.inference.v1.InferenceService"], [server_spans(harness.tracer)])
-        rpc.add_InferenceServiceServicer_to_server(servicer, server.server)
-        port = await server.start("127.0.0.1", 0)
-        async with open_channel(f"127.0.0.1:{port}") as channel:
-            yield Service(harness, rpc.InferenceServiceStub(channel), status)
-        await server.server.stop(None)
-        text.close()
-        if constraints is not None:
-            await constraints.aclose()
-
-
-def generate(ids: tuple[int, ...] = (1, 2, 3, 4, 5), **fields: object) -> pb.GenerateRequest:
-    """Return a request for three tokens after these ids."""
-    sampling = fields.pop("sampling", None) or types_pb2.SamplingParams(max_tokens=3)
-    prompt = pb.Prompt(token_ids=pb.TokenIds(ids=ids))
-    return pb.GenerateRequest(prompt=prompt, sampling=sampling, **fields)  # type: ignore[arg-type]
-
-
-async def whole(stub: rpc.InferenceServiceStub, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-    return [response async for response in stub.Generate(request, timeout=PATIENCE_S)]
+from tests.support.router.served_router import Service, generate, served, whole
 
 
 def detail(error: aio.AioRpcError, kind: type) -> object:
@@ -261,105 +191,6 @@ async def test_a_constraint_that_cannot_be_enforced_is_named_as_a_wrong_field() 
         assert [(each.field, each.description) for each in bad.field_violations] == [
             ("json_schema", 'uses keywords that cannot be enforced: "not"; leave them out')
         ]
-
-
-# ------------------------------------------------------------ deadlines and cancels
-
-
-async def test_the_calls_deadline_reaches_the_worker() -> None:
-    async def attempt(seconds: float) -> None:
-        worker = FakeWorker()
-        async with served(worker) as service:
-            call = service.stub.GenerateUnary(pb.GenerateUnaryRequest(request=generate()), timeout=seconds)
-            await service.harness.until(lambda: bool(worker.submits) or call.done())
-            if not worker.submits:
-                raise TooSlow
-            assert 0.0 < worker.submits[0].timeout_seconds <= 1.05 * seconds  # on the wire it is rounded up
-            with pytest.raises(aio.AioRpcError) as late:
-                await call
-            assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            await worker.until(lambda: bool(worker.cancels))
-            assert worker.cancels[0].reason == types_pb2.FinishReason.FINISH_REASON_DEADLINE
-
-    await with_enough_time(attempt, 0.4)
-
-
-async def ended(service: Service, timeout: float, unary: bool) -> grpc.StatusCode:
-    """Return the status of a call of which the worker draws one token, and wait until its span has ended."""
-    if unary:
-        call = service.stub.GenerateUnary(pb.GenerateUnaryRequest(request=generate()), timeout=timeout)
-        with pytest.raises(aio.AioRpcError) as late:
-            await call
-    else:
-        with pytest.raises(aio.AioRpcError) as late:
-            async for _ in service.stub.Generate(generate(), timeout=timeout):
-                pass
-    spans = service.harness.spans
-    name = "quire.inference.v1.InferenceService/" + ("GenerateUnary" if unary else "Generate")
-    await service.harness.until(lambda: any(span.name == name for span in spans.ended()))
-    return late.value.code()
-
-
-# gRPC sends 1.01 s to the server for 1.001: there the client's timer is first for certain.
-@pytest.mark.parametrize("timeout", [0.2, 1.001])
-@pytest.mark.parametrize("unary", [False, True])
-async def test_every_span_and_the_worker_agree_that_the_deadline_was_it(timeout: float, unary: bool) -> None:
-    async def attempt(seconds: float) -> None:
-        worker = FakeWorker()
-        async with served(worker) as service:
-            task = asyncio.create_task(ended(service, seconds, unary))
-            await service.harness.until(lambda: bool(worker.submits) or task.done())
-            worker.step({1: [100]}, admitted={1: 0})
-            assert await task is grpc.StatusCode.DEADLINE_EXCEEDED
-            if not worker.submits:
-                raise TooSlow
-            harness = service.harness
-            rpc_span = next(span.name for span in harness.spans.ended() if "InferenceService" in span.name)
-            assert harness.failure(rpc_span) == "DEADLINE_EXCEEDED"
-            assert [harness.failure(name) for name in ("request", "stream")] == ["deadline exceeded"] * 2
-            finished = [event for event in harness.span("stream").events if event.name == "finished"]
-            assert [(event.attributes or {})["quire.finish_reason"] for event in finished] == ["deadline"]
-            await worker.until(lambda: bool(worker.cancels))
-            assert worker.cancels[0].reason == types_pb2.FinishReason.FINISH_REASON_DEADLINE
-
-    await with_enough_time(attempt, timeout)
-
-
-async def test_what_a_worker_ended_at_the_deadline_is_no_ok() -> None:
-    worker = FakeWorker()
-    async with served(worker) as service:
-        call = service.stub.Generate(generate(), timeout=PATIENCE_S)
-        await worker.until(lambda: bool(worker.submits))
-        worker.step({1: [100]}, admitted={1: 0}, finished={1: FinishReason.DEADLINE})
-        responses = [await call.read() for _ in range(4)]
-        kinds = [each.WhichOneof("event") for each in responses if isinstance(each, pb.GenerateResponse)]
-        assert kinds == ["admitted", "tokens", "tokens", "finished"]
-        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert service.harness.failure("request") == "deadline exceeded"
-
-
-async def test_a_call_without_a_deadline_has_none_at_the_worker() -> None:
-    worker = FakeWorker()
-    async with served(worker) as service:
-        call = service.stub.Generate(generate())
-        await worker.until(lambda: bool(worker.submits))
-        assert not worker.submits[0].HasField("timeout_seconds")
-        call.cancel()
-
-
-async def test_a_cancelled_call_is_cancelled_at_the_worker() -> None:
-    worker = FakeWorker()
-    async with served(worker) as service:
-        call = service.stub.Generate(generate(), timeout=PATIENCE_S)
-        await worker.until(lambda: bool(worker.submits))
-        worker.step({1: [100]}, admitted={1: 0})
-        async for response in call:
-            if response.HasField("tokens"):
-                break
-        call.cancel()
-        await worker.until(lambda: bool(worker.cancels))
-        assert worker.cancels[0].reason == types_pb2.FinishReason.FINISH_REASON_CANCELLED
-        await service.harness.until(lambda: service.harness.admission.running == 0)
 
 
 # ------------------------------------------------------------ model and status
