@@ -297,6 +297,8 @@ MAX_ORPHAN_BYTES: Final = 64 << 20
 MAX_CONTINUATION_BYTES: Final = 128 << 10
 # Messages that a KV manager has not read: some 20 s of reports; then the session begins anew from an inventory.
 MAX_LEASE_OUTBOX: Final = 4096
+# Addresses of one name in --manager that are followed: each is a stream, and DNS may answer anything.
+MAX_NAMED_MANAGERS: Final = 64
 # Bytes of one message with outputs: what a router takes over in one turn of its loop, up to 11,000 tokens or 330 with
 # 20 log-probabilities each.
 MAX_OUTPUT_MESSAGE_BYTES: Final = 128 << 10

@@ -194,11 +194,11 @@ class Worker:
             self.settings.manager,
             self._wake,
             self._on_refused,
-            on_round_trip=lease_round_trips(self._registry),
             dial=dialer(self._tls, Role.MANAGER),
             supervisor=self._supervisor,
         )
         self._client.before = self._look_up_address
+        self._client.on_round_trip = lease_round_trips(self._registry)
         return self._client
 
     def _wake(self) -> None:

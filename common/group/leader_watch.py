@@ -14,12 +14,15 @@ from typing import Final
 from grpc import aio
 
 from common.backoff import Backoff
+from common.group.names import ManagerNames, Resolve, host_and_port, resolved
 from common.process.supervised import Supervisor, cancel_and_wait
 from common.rpc.server import Dial
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 _BACKOFF: Final = Backoff(first=0.1, longest=2.0, jitter=0.5)  # seconds between attempts
 _FIRST_LOOK_S: Final = 2.0  # for the first attempt at each address
+_RESOLVE_AGAIN_S: Final = 5.0  # while a leader is known
+_RESOLVE_SOON_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +44,43 @@ class ManagerState:
 class LeaderWatch:
     """`leader` is the address of the manager that leads; None while none is known. `on_change` is called after changes.
 
-    `managers` has what each one said last, in the order of the addresses.
+    A host of the `names`, HOST:PORT, may have several addresses, which are all followed, and which may change. One
+    address alone is not followed: there is nothing to find out. `managers` has what each one said last, in their order.
     A leader that hangs cannot say that it leads no more: of several that say so, the one of the highest term leads.
     A pool may be split over several groups of managers. A worker has the addresses of one group, and follows `leader`;
     a router has those of all groups, and asks `leaders`.
     """
 
-    def __init__(self, addresses: Sequence[str], dial: Dial, on_change: Callable[[], None] = lambda: None) -> None:
-        self._addresses, self._dial, self._on_change = addresses, dial, on_change
-        now = time.monotonic()
-        self._states = {address: ManagerState(address, since=now) for address in self._addresses}
+    def __init__(
+        self,
+        names: Sequence[str],
+        dial: Dial,
+        on_change: Callable[[], None] = lambda: None,
+        resolve: Resolve = resolved,
+        again_s: float = _RESOLVE_AGAIN_S,
+    ) -> None:
+        self._names, self._dial, self._on_change = ManagerNames(names), dial, on_change
+        self._resolve, self._again_s = resolve, again_s
+        self._states: dict[str, ManagerState] = {}
         self._heard: set[str] = set()
         self._tried: set[str] = set()
-        self._looked = asyncio.Event()
-        self._look_ends = now
-        self._tasks: list[asyncio.Task[None]] = []
+        self._looked, self._named = asyncio.Event(), asyncio.Event()
+        self._look_ends = time.monotonic()
+        self._supervisor: Supervisor | None = None
+        self._resolving: asyncio.Task[None] | None = None
+        self._following: dict[str, asyncio.Task[None]] = {}
         self.leader: str | None = None
+        self._note_addresses()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses of now, one at least."""
+        return self._names.addresses
 
     @property
     def managers(self) -> tuple[ManagerState, ...]:
-        return tuple(self._states.values())
+        """() where there is one address alone."""
+        return tuple(self._states[address] for address in self.addresses if address in self._states)
 
     def leaders(self) -> dict[str, str]:
         """Return an address for each group that is known by now: of its leader, else of any of its managers.
@@ -76,22 +96,69 @@ class LeaderWatch:
 
     def unheard(self) -> list[str]:
         """Return the addresses that have not answered yet: nobody knows which groups they belong to."""
-        return [address for address in self._addresses if address not in self._heard]
+        return [address for address in self._states if address not in self._heard]
 
     async def first_look(self) -> None:
         """Return once each address was tried, or some seconds after the start."""
+        await self._within_first_look(self._looked)
+
+    async def first_addresses(self) -> None:
+        """Return once each name was resolved, or some seconds after the start."""
+        await self._within_first_look(self._named)
+
+    async def _within_first_look(self, event: asyncio.Event) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, self._look_ends - time.monotonic())):
-                await self._looked.wait()
+                await event.wait()
 
     def start(self, supervisor: Supervisor) -> None:
         """Begin to follow the managers. Call `close` at the end."""
-        self._look_ends = time.monotonic() + _FIRST_LOOK_S
-        for address in self._addresses:
-            self._tasks.append(supervisor.run(f"watch of {address}", partial(self._follow, address)))
+        self._look_ends, self._supervisor = time.monotonic() + _FIRST_LOOK_S, supervisor
+        if self._names.to_resolve:
+            self._resolving = supervisor.run("addresses of KV managers", self._resolve_names)
+        else:
+            self._named.set()
+        self._note_addresses()
 
     async def close(self) -> None:
-        await cancel_and_wait(*self._tasks)
+        tasks = [*self._following.values(), *([self._resolving] if self._resolving is not None else [])]
+        await cancel_and_wait(*tasks)
+
+    async def _resolve_names(self) -> None:
+        """Ask for the addresses of all names again and again, sooner while nobody leads."""
+        while True:
+            await asyncio.gather(*map(self._resolve_name, self._names.to_resolve))
+            self._named.set()
+            self._note_addresses()
+            alone = len(self.addresses) == 1
+            pause = self._again_s if alone or self.leader is not None else min(_RESOLVE_SOON_S, self._again_s)
+            await asyncio.sleep(pause)
+
+    async def _resolve_name(self, name: str) -> None:
+        with suppress(OSError, UnicodeError):  # the addresses of before stay; who dials a name gets the error
+            reachable = {each.address for each in self._states.values() if each.reachable}
+            self._names.take(name, await self._resolve(host_and_port(name)[0]), reachable)
+
+    def _note_addresses(self) -> None:
+        """Follow new addresses, and leave those that are gone. One address alone is not followed."""
+        addresses = self.addresses
+        wanted = addresses if len(addresses) > 1 or self._states else ()
+        for address in self._states.keys() - set(wanted):
+            self._forget(address)
+        for address in wanted:
+            self._states.setdefault(address, ManagerState(address, since=time.monotonic()))
+            if self._supervisor is not None and address not in self._following:
+                task = self._supervisor.run(f"watch of {address}", partial(self._follow, address))
+                self._following[address] = task
+        self._look_ended()
+        self._find_leader()
+
+    def _forget(self, address: str) -> None:
+        del self._states[address]
+        self._heard.discard(address)
+        self._tried.discard(address)
+        if address in self._following:
+            self._following.pop(address).cancel()
 
     async def _follow(self, address: str) -> None:
         failures = 0
@@ -114,11 +181,18 @@ class LeaderWatch:
 
     def _try_ended(self, address: str) -> None:
         self._tried.add(address)
-        if self._tried.issuperset(self._addresses):
+        self._look_ended()
+
+    def _look_ended(self) -> None:
+        if self._named.is_set() and self._tried.issuperset(self._states):
             self._looked.set()
 
     def _note(self, state: ManagerState) -> None:
-        self._states[state.address] = state
+        if state.address in self._states:
+            self._states[state.address] = state
+            self._find_leader()
+
+    def _find_leader(self) -> None:
         leading = [each for each in self._states.values() if each.leads]
         leader = max(leading, key=lambda each: each.term).address if leading else None
         if leader != self.leader:

@@ -23,6 +23,7 @@ from grpc import aio
 from common.backoff import Backoff
 from common.errors import ProtocolViolation, StaleEpoch
 from common.group.leader_watch import LeaderWatch
+from common.group.names import Resolve, resolved
 from common.lease import (
     Attach,
     Attached,
@@ -113,31 +114,33 @@ class _Connection:
 class LeaseClient:
     """Keeps a session with one KV manager. The I/O loop calls `start` and `close`, the engine's thread all others.
 
-    `addresses` are those of all managers of the pool, HOST:PORT; one of them leads.
+    `names` are HOST:PORT of all managers of the worker's group, one of which leads; a host may have several addresses.
     The I/O loop calls `on_event` whenever `poll` has something new, and `on_refused` when the manager refuses this
-    worker for good (another identity); the client then retries rarely. `on_round_trip` takes the seconds from a report
-    to its grants. `supervisor` begins the client again should a defect end it.
+    worker for good (another identity); the client then retries rarely. `supervisor` begins the client again should a
+    defect end it.
     """
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        names: Sequence[str],
         on_event: Callable[[], None] = lambda: None,
         on_refused: Callable[[AttachRejected], None] = lambda rejected: None,
         rng: random.Random | None = None,
-        on_round_trip: Callable[[float], None] = lambda seconds: None,
         dial: Dial = open_channel,
         supervisor: Supervisor | None = None,
+        resolve: Resolve = resolved,
     ) -> None:
-        self._addresses, self._on_event, self._on_refused = tuple(addresses), on_event, on_refused
-        self._address, self._attempts = self._addresses[0], 0
-        self._watch = LeaderWatch(self._addresses, dial, self._leader_changed) if len(self._addresses) > 1 else None
+        self._on_event, self._on_refused = on_event, on_refused
+        self._watch = LeaderWatch(names, dial, self._leader_changed, resolve)
+        self._address, self._attempts = self._watch.addresses[0], 0
         self._opening: asyncio.Timeout | None = None
         self._leader_news = asyncio.Event()
-        self._on_round_trip, self._dial = on_round_trip, dial
+        self._dial = dial
         self._supervisor = supervisor or Supervisor()
         self.before: Callable[[], Awaitable[None]] | None = None
         """Awaited before each stream."""
+        self.on_round_trip: Callable[[float], None] = lambda seconds: None
+        """Takes the seconds from a report to its grants."""
         self._rng = rng or random.Random()
         self._events: deque[tuple[int, LeaseEvent]] = deque()
         self._connection: _Connection | None = None
@@ -150,8 +153,7 @@ class LeaseClient:
     async def start(self) -> None:
         """Begin to connect. Call `close` at the end."""
         self._loop = asyncio.get_running_loop()
-        if self._watch is not None:
-            self._watch.start(self._supervisor)
+        self._watch.start(self._supervisor)
         self._task = self._supervisor.run("lease client", self._run)
 
     async def close(self) -> None:
@@ -160,8 +162,7 @@ class LeaseClient:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
-        if self._watch is not None:
-            await self._watch.close()
+        await self._watch.close()
 
     # ------------------------------------------------------------ engine's thread
 
@@ -235,6 +236,7 @@ class LeaseClient:
     # ------------------------------------------------------------ I/O loop: the connection
 
     async def _run(self) -> None:
+        await self._watch.first_addresses()
         while True:
             longest = False
             self._address = self._next_address()
@@ -254,17 +256,15 @@ class LeaseClient:
 
     def _next_address(self) -> str:
         """Return the manager that leads; while that is unknown, each one in turn."""
-        turn = self._addresses[self._attempts % len(self._addresses)]
+        addresses = self._watch.addresses
+        turn = addresses[self._attempts % len(addresses)]
         self._attempts += 1
-        return self._leader() or turn
-
-    def _leader(self) -> str | None:
-        return self._watch.leader if self._watch is not None else None
+        return self._watch.leader or turn
 
     def _leader_changed(self) -> None:
         """Leave a manager when another one leads: one that hangs would keep this worker."""
         self._leader_news.set()
-        leader = self._leader()
+        leader = self._watch.leader
         if leader is None or leader == self._address:
             return
         if self._connection is not None:
@@ -275,7 +275,7 @@ class LeaseClient:
     async def _pause(self, seconds: float) -> None:
         """Wait before the next attempt, but only until another manager is known to lead."""
         self._leader_news.clear()
-        if self._leader() not in (None, self._address):
+        if self._watch.leader not in (None, self._address):
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -356,7 +356,7 @@ class LeaseClient:
             self._post(Granted(session, batch_from_proto(response.batch)))
             seconds = connection.round_trip(response.ack)
             if seconds is not None:
-                self._on_round_trip(seconds)
+                self.on_round_trip(seconds)
         elif kind == "drain":
             log.info("KV manager %s is going away", self._address)
             return False

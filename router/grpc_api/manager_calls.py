@@ -19,6 +19,7 @@ from common.decisions.merged import merged
 from common.decisions.pages import bounds_of
 from common.decisions.ring import listed
 from common.errors import InvalidRequest, Unavailable
+from common.group.names import Resolve, resolved
 from common.rpc.server import Dial
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
@@ -36,10 +37,10 @@ T = TypeVar("T")
 
 
 class ManagerCalls:
-    """`addresses` are HOST:PORT of the KV manager, or of the managers of all groups: of each the leader is called."""
+    """`names` are HOST:PORT of the KV manager, or of the managers of all groups: of each the leader is called."""
 
-    def __init__(self, addresses: Sequence[str], dial: Dial) -> None:
-        self._groups = ManagerGroups(addresses, dial)
+    def __init__(self, names: Sequence[str], dial: Dial, resolve: Resolve = resolved) -> None:
+        self._groups = ManagerGroups(names, dial, resolve)
         self.start, self.managers = self._groups.start, self._groups.managers
 
     async def reset(

@@ -14,6 +14,7 @@ from grpc import aio
 
 from common.errors import NotFound, QuireError, Unavailable
 from common.group.leader_watch import LeaderWatch, ManagerState
+from common.group.names import Resolve, resolved
 from common.process.supervised import Supervisor
 from common.rpc.server import Dial
 from quire.api.status import error_from_rpc
@@ -51,25 +52,23 @@ class Answers(Generic[T]):
 
 
 class ManagerGroups:
-    """`addresses` are HOST:PORT of every manager of every group; of each group the one that leads is asked."""
+    """`names` are HOST:PORT of every manager of every group; of each group the one that leads is asked."""
 
-    def __init__(self, addresses: Sequence[str], dial: Dial) -> None:
-        self._first, self._dial = addresses[0], dial
-        self._watch = LeaderWatch(addresses, dial) if len(addresses) > 1 else None
+    def __init__(self, names: Sequence[str], dial: Dial, resolve: Resolve = resolved) -> None:
+        self._dial = dial
+        self._watch = LeaderWatch(names, dial, resolve=resolve)
 
     def start(self, supervisor: Supervisor) -> None:
         """Begin to follow which managers lead; the supervisor ends that."""
-        if self._watch is not None:
-            self._watch.start(supervisor)
+        self._watch.start(supervisor)
 
     def managers(self) -> tuple[ManagerState, ...]:
         """Return what each manager says of itself; () where there is one alone."""
-        return self._watch.managers if self._watch is not None else ()
+        return self._watch.managers
 
     def leaders(self) -> dict[str, str]:
         """Return an address for each group; one at least."""
-        found = self._watch.leaders() if self._watch is not None else {}
-        return found or {"": self._first}
+        return self._watch.leaders() or {"": self._watch.addresses[0]}
 
     async def all(self, ask: Callable[[aio.Channel], Awaitable[T]]) -> Answers[T]:
         """Ask every group. Raises the error of one if none answers; NotFound only if all others say that too.
@@ -77,8 +76,7 @@ class ManagerGroups:
         A group that answers NOT_FOUND has answered: what was asked for belongs to another group. A manager that was
         never heard may be all that is left of a group: it counts as a group that does not answer.
         """
-        if self._watch is not None:
-            await self._watch.first_look()
+        await self._watch.first_look()
         leaders = self.leaders()
         answers = await asyncio.gather(*(self._answer(address, ask) for address in leaders.values()))
         failures = {name: each for name, each in zip(leaders, answers, strict=True) if isinstance(each, QuireError)}
@@ -93,7 +91,7 @@ class ManagerGroups:
 
     def _unheard(self, asked: dict[str, str]) -> frozenset[str]:
         """Return the addresses that were never heard, and that were not asked."""
-        return frozenset(self._watch.unheard() if self._watch is not None else ()).difference(asked.values())
+        return frozenset(self._watch.unheard()).difference(asked.values())
 
     async def _answer(self, address: str, ask: Callable[[aio.Channel], Awaitable[T]]) -> T | QuireError:
         try:
@@ -104,7 +102,7 @@ class ManagerGroups:
 
     async def stream(self, name: str, ask: Callable[[aio.Channel], Stream[T]]) -> AsyncGenerator[T, None]:
         """Yield what the leader of a group streams, as fast as it is read. Raises what ends the stream."""
-        address = self.leaders().get(name, self._first)
+        address = self.leaders().get(name, self._watch.addresses[0])
         async with self._dial(address) as channel:
             call = ask(channel)
             try:

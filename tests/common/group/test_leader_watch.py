@@ -8,66 +8,23 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from grpc import aio
 
 from common.group.leader_watch import LeaderWatch
 from common.lease import Connected
 from common.process.supervised import Supervisor
 from common.rpc.server import open_channel
 from gpuworker.engine.lease_client import LeaseClient
-from quire.kvmanager.v1 import kvmanager_pb2 as pb
-from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
+from tests.support.fake_managers import FakeManager, Managers
 
 PATIENCE = 60.0
-
-
-class FakeManager(rpc.KvManagerServiceServicer):
-    """Says what a test lets it say. A session that it takes never gets an answer, as at a manager that hangs."""
-
-    def __init__(self, term: int) -> None:
-        self.state, self.changed = pb.WatchLeaderResponse(owner="o", leads=term > 0, term=term), asyncio.Event()
-        self.sessions, self.opened = 0, asyncio.Event()
-        self.address = ""
-
-    def say(self, leads: bool, term: int, group: str = "") -> None:
-        self.state = pb.WatchLeaderResponse(owner="o", leads=leads, term=term, group=group)
-        changed, self.changed = self.changed, asyncio.Event()
-        changed.set()
-
-    async def WatchLeader(
-        self, request: pb.WatchLeaderRequest, context: object
-    ) -> AsyncIterator[pb.WatchLeaderResponse]:
-        while True:
-            changed = self.changed
-            yield self.state
-            await changed.wait()
-
-    async def Session(  # type: ignore[override]
-        self, request_iterator: AsyncIterator[pb.SessionRequest], context: aio.ServicerContext[object, object]
-    ) -> AsyncIterator[pb.SessionResponse]:
-        await context.send_initial_metadata(())
-        self.sessions += 1
-        self.opened.set()
-        async for _ in request_iterator:
-            pass
-        return
-        yield
 
 
 @pytest.fixture
 async def managers() -> AsyncIterator[tuple[FakeManager, FakeManager]]:
     """A leader of term 3, and a standby."""
-    pair = FakeManager(3), FakeManager(0)  # type: ignore[abstract]
-    servers = []
-    for each in pair:
-        server = aio.server()
-        rpc.add_KvManagerServiceServicer_to_server(each, server)
-        each.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        servers.append(server)
-    yield pair
-    for server in servers:
-        await server.stop(None)
+    async with Managers(("127.0.0.1", "127.0.0.1")) as pair:
+        pair[0].say(True, 3)
+        yield pair[0], pair[1]
 
 
 async def until_leader(watch: LeaderWatch, news: asyncio.Event, address: str | None) -> None:

@@ -132,8 +132,8 @@ class Rig:
             self.arrived.set,
             self.refused.append,
             random.Random(1),
-            self.round_trips.append,
         )
+        self.client.on_round_trip = self.round_trips.append
         self.events: list[LeaseEvent] = []
 
     async def stream(self) -> Stream:

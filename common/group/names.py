@@ -1,0 +1,91 @@
+"""What the names of `--manager` stand for: one manager each, or all managers whose addresses DNS has under a name.
+
+The rules are here, and they are pure; `resolved` asks the resolver of this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from typing import Final, TypeAlias
+
+from common.limits import MAX_NAMED_MANAGERS
+
+log = logging.getLogger(__name__)
+
+# Returns the IP addresses of a host. Raises OSError where it has none, or where no answer came.
+Resolve: TypeAlias = Callable[[str], Awaitable[Sequence[str]]]
+
+_ANSWER_S: Final = 5.0
+
+
+class ManagerNames:
+    """`names` are HOST:PORT. `addresses` are those that a client follows: of a host with several addresses, all.
+
+    A name stands for itself until it has several addresses: gRPC resolves it with each connection. From then on it
+    stands for its addresses, also where only one is left. An address that the name has lost stays while its manager is
+    reachable. So an answer that is late, empty or incomplete breaks no stream.
+    A machine may have an address of IPv4 and one of IPv6, and nobody can tell which belong together. So of a name the
+    family with more addresses counts; IPv4 where both have as many.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(dict.fromkeys(names))
+        self._found: dict[str, tuple[str, ...]] = {}
+
+    @property
+    def to_resolve(self) -> tuple[str, ...]:
+        """The names whose host is no IP address."""
+        return tuple(name for name in self._names if not _is_ip(host_and_port(name)[0]))
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        every = (address for name in self._names for address in self._found.get(name, (name,)))
+        return tuple(dict.fromkeys(every))
+
+    def take(self, name: str, hosts: Iterable[str], reachable: Collection[str] = ()) -> None:
+        """Note the IP addresses that a name has now. Of its earlier ones those stay that are `reachable`."""
+        _, port = host_and_port(name)
+        found = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in _one_family(hosts)]
+        before = self._found.get(name)
+        if not found or (before is None and len(found) == 1):
+            return
+        kept = [address for address in before or () if address in found or address in reachable]
+        every = dict.fromkeys([*kept, *found])
+        if len(every) > MAX_NAMED_MANAGERS and len(before or ()) < MAX_NAMED_MANAGERS:
+            log.warning("%s has %d addresses; the first %d are followed", name, len(every), MAX_NAMED_MANAGERS)
+        self._found[name] = tuple(every)[:MAX_NAMED_MANAGERS]
+
+
+def host_and_port(address: str) -> tuple[str, str]:
+    """Return the host of HOST:PORT without brackets, and the port."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), port
+
+
+async def resolved(host: str) -> Sequence[str]:
+    """Return the IP addresses that the resolver of this machine has for a host. Raises OSError, also for no answer."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except TimeoutError:
+        raise OSError(f"no answer about {host} within {_ANSWER_S:g} s") from None
+    return [str(address[0]) for _, _, _, _, address in found]
+
+
+def _one_family(hosts: Iterable[str]) -> list[str]:
+    """Return the addresses of one family, each once, the lowest first: resolvers change the order."""
+    known = {host: ipaddress.ip_address(host) for host in hosts}
+    by_family = [sorted((value, host) for host, value in known.items() if value.version == each) for each in (4, 6)]
+    return [host for _, host in max(by_family, key=len)]
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,173 @@
+"""Managers that are named by one DNS name: their clients find the leader, and follow addresses that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from common.group.leader_watch import LeaderWatch
+from common.lease import Connected
+from common.process.ports import free_ports
+from common.process.supervised import Supervisor
+from common.rpc.server import open_channel
+from gpuworker.engine.lease_client import LeaseClient
+from quire.kvmanager.v1 import kvmanager_pb2 as pb
+from router.grpc_api.manager_calls import ManagerCalls
+from tests.support.fake_managers import Managers
+
+PATIENCE = 60.0
+HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+
+
+class Dns:
+    """What the name stands for now. None: no answer."""
+
+    def __init__(self, *hosts: str) -> None:
+        self.hosts: Sequence[str] | None = hosts
+        self.asked: list[str] = []
+
+    async def __call__(self, host: str) -> Sequence[str]:
+        self.asked.append(host)
+        if self.hosts is None:
+            raise OSError("no answer")
+        return self.hosts
+
+
+async def until(what: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not what():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def managers() -> AsyncIterator[Managers]:
+    """Three managers at one port of three addresses; none leads."""
+    async with Managers(HOSTS, free_ports(1)[0]) as found:
+        yield found
+
+
+@pytest.fixture
+async def supervisor() -> AsyncIterator[Supervisor]:
+    found = Supervisor()
+    yield found
+    await found.aclose()
+
+
+async def test_the_leader_is_found_among_all_addresses_of_a_name(managers: Managers, supervisor: Supervisor) -> None:
+    dns = Dns(*HOSTS[:2])
+    watch = LeaderWatch([managers.name], open_channel, resolve=dns, again_s=0.01)
+    assert watch.managers == ()
+    watch.start(supervisor)
+    await until(lambda: [each.reachable for each in watch.managers] == [True, True])
+    assert dns.asked[0] == "managers.test"
+    managers[1].say(True, 3)
+    await until(lambda: watch.leader == managers[1].address)
+    managers[2].say(True, 4)
+    dns.hosts = HOSTS  # a third one comes
+    await until(lambda: watch.leader == managers[2].address)
+
+
+async def test_an_address_is_left_once_dns_and_its_manager_are_gone(managers: Managers, supervisor: Supervisor) -> None:
+    dns = Dns(*HOSTS[:2])
+    watch = LeaderWatch([managers.name], open_channel, resolve=dns, again_s=0.01)
+    watch.start(supervisor)
+    managers[0].say(True, 3)
+    await until(lambda: watch.leader == managers[0].address)
+    dns.hosts = HOSTS[1:]
+    await until(lambda: len(watch.managers) == 3)
+    assert watch.leader == managers[0].address, "it can be reached, whatever DNS says"
+    dns.hosts = None
+    asked = len(dns.asked)
+    await until(lambda: len(dns.asked) > asked + 2)
+    assert len(watch.managers) == 3
+    dns.hosts = HOSTS[1:]
+    await managers.stop(0)
+    await until(lambda: [each.address for each in watch.managers] == [each.address for each in managers.all[1:]])
+    assert watch.leader is None
+
+
+async def test_one_address_is_not_followed_until_another_one_comes(managers: Managers, supervisor: Supervisor) -> None:
+    dns = Dns(HOSTS[0])
+    watch = LeaderWatch([managers.name], open_channel, resolve=dns, again_s=0.01)
+    watch.start(supervisor)
+    await until(lambda: len(dns.asked) > 2)
+    await watch.first_look()
+    assert (watch.addresses, watch.managers, managers[0].watched) == ((managers.name,), (), 0)
+    managers[0].say(True, 1)
+    dns.hosts = HOSTS[:2]
+    await until(lambda: watch.leader == managers[0].address)
+
+
+async def test_a_worker_attaches_to_the_leader_that_a_name_has(managers: Managers) -> None:
+    managers[1].say(True, 3)
+    client = LeaseClient([managers.name], resolve=Dns(*HOSTS[:2]))
+    await client.start()
+    async with asyncio.timeout(PATIENCE):
+        await managers[1].opened.wait()
+        while not any(isinstance(event, Connected) for event in client.poll()):  # noqa: ASYNC110 - for another thread
+            await asyncio.sleep(0.01)
+        managers[0].opened.clear()
+        managers[0].say(True, 4)
+        await managers[0].opened.wait()
+    await client.close()
+
+
+async def test_a_router_asks_the_leaders_of_all_groups_that_a_name_has(
+    managers: Managers, supervisor: Supervisor
+) -> None:
+    for manager, group in zip(managers.all, "aab", strict=True):
+        manager.say(manager is not managers[0], 5, group)
+    calls = ManagerCalls([managers.name], open_channel, Dns(*HOSTS))
+    calls.start(supervisor)
+    await until(lambda: all(each.reachable for each in calls.managers()) and len(calls.managers()) == 3)
+    pools = await calls.pools(pb.GetPoolRequest())
+    assert [each.worker_id for each in pools.pools] == [managers[1].address, managers[2].address]
+    assert not pools.silent_groups
+
+
+CHILD = """
+import asyncio, sys
+from common.group.leader_watch import LeaderWatch
+from common.process.supervised import Supervisor
+from common.rpc.server import open_channel
+
+async def main():
+    watch = LeaderWatch([sys.argv[1]], open_channel, lambda: print(watch.leader, flush=True), again_s=0.05)
+    watch.start(Supervisor())
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root for a file of hosts")
+async def test_the_resolver_of_a_machine_names_all_managers(managers: Managers, tmp_path: Path) -> None:
+    """A process with a file /etc/hosts of its own, which changes: nothing but the resolver tells it the addresses."""
+    hosts = tmp_path / "hosts"
+    write = hosts.write_text
+    write("".join(f"{host} managers.test\n" for host in HOSTS[:2]))
+    managers[1].say(True, 3)
+    mount = 'mount --bind "$1" /etc/hosts && exec "$2" -c "$3" "$4"'
+    command = ["unshare", "--mount", "sh", "-c", mount, "sh", str(hosts), sys.executable, CHILD, managers.name]
+    child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert await _line(child) == managers[1].address
+        write("".join(f"{host} managers.test\n" for host in HOSTS[1:]))
+        managers[2].say(True, 4)
+        assert await _line(child) == managers[2].address
+    finally:
+        child.kill()
+        await child.wait()
+
+
+async def _line(child: asyncio.subprocess.Process) -> str:
+    assert child.stdout is not None
+    line: Awaitable[bytes] = child.stdout.readline()
+    async with asyncio.timeout(PATIENCE):
+        return (await line).decode().strip()
