@@ -5,15 +5,22 @@
 A manager process without Redis serves workers that send 50 reports a second each (`bench/manager_load/`). The workers
 run in other processes of the same machine: where they are late, the level says nothing of the manager. CPU figures
 are the manager process's own time.
+
+    python -m bench.manager --workers 64 128 --groups 1 2 --runs 3 --sizes --json
+
+The same workers at one manager and split over two, in turns. Figures are named after both, grant_p99_ms_64_groups_2,
+and are medians of the runs. CPU is that of all managers together.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final, get_args
 
@@ -58,11 +65,14 @@ class Level:
         }
 
 
-def run_level(workers: int, sequences: int, seconds: float) -> Level:
-    """Run a manager and so many workers."""
-    with manager_process(BLOCK_SIZE) as (address, manager):
-        firsts = range(0, workers, _PER_DRIVER)
-        drivers = [_driver(address, at, min(_PER_DRIVER, workers - at), sequences, seconds) for at in firsts]
+def run_level(workers: int, sequences: int, seconds: float, groups: int = 1, per_driver: int = _PER_DRIVER) -> Level:
+    """Run so many workers, split evenly over the managers of so many groups."""
+    with ExitStack() as running:
+        managers = [running.enter_context(manager_process(BLOCK_SIZE)) for _ in range(groups)]
+        drivers = [
+            _driver(managers[group][0], first, count, sequences, seconds)
+            for group, first, count in split(workers, groups, per_driver)
+        ]
         for each in drivers:
             _expect(each, "ATTACHED")
         for each in drivers:
@@ -71,9 +81,9 @@ def run_level(workers: int, sequences: int, seconds: float) -> Level:
             each.stdin.flush()
         for each in drivers:
             _expect(each, "MEASURING")
-        before = _cpu(manager)
+        before = sum(_cpu(process) for _, process in managers)
         outputs = [each.communicate()[0] for each in drivers]
-        cpu = _cpu(manager) - before
+        cpu = sum(_cpu(process) for _, process in managers) - before
     found = [json.loads(output.splitlines()[-1]) for output in outputs]
     reports = sum(each["reports"] for each in found)
     return Level(
@@ -85,6 +95,41 @@ def run_level(workers: int, sequences: int, seconds: float) -> Level:
         sum(each["late"] for each in found) / reports,
         max(each["seconds"] for each in found),
     )
+
+
+def split(workers: int, groups: int, per_driver: int) -> Iterator[tuple[int, int, int]]:
+    """Yield for each process of workers its group, its first worker and how many it has; a process has one manager."""
+    bounds = [workers * each // groups for each in range(groups + 1)]
+    for group, (first, end) in enumerate(itertools.pairwise(bounds)):
+        for at in range(first, end, per_driver):
+            yield group, at, min(per_driver, end - at)
+
+
+def level_figures(
+    levels: Sequence[int], groups: Sequence[int], runs: int, sequences: int, seconds: float
+) -> dict[str, float]:
+    """Return the figures of each number of workers at each number of managers: medians of runs that take turns."""
+    figures: dict[str, float] = {}
+    for workers in levels:
+        # The load is the same however it is split: as many processes of as many workers.
+        per_driver = min(_PER_DRIVER, max(1, workers // max(groups)))
+        found: dict[int, list[dict[str, float]]] = {each: [] for each in groups}
+        for run in range(runs):
+            for count in groups if run % 2 == 0 else reversed(groups):
+                level = run_level(workers, sequences, seconds, count, per_driver)
+                found[count].append(level.figures())
+                progress(f"{workers} workers, {count} managers: {level.reports} reports", end=True)
+        for count, rows in found.items():
+            figures |= {f"{name}_{level_name(workers, count, groups)}": _median(rows, name) for name in rows[0]}
+    return figures
+
+
+def level_name(workers: int, count: int, groups: Sequence[int]) -> str:
+    return str(workers) if list(groups) == [1] else f"{workers}_groups_{count}"
+
+
+def _median(rows: Sequence[dict[str, float]], name: str) -> float:
+    return statistics.median(each[name] for each in rows)
 
 
 def _driver(address: str, first: int, workers: int, sequences: int, seconds: float) -> subprocess.Popen[str]:
@@ -116,27 +161,35 @@ def core_figures(sizes: Sequence[int]) -> dict[str, float]:
     return figures
 
 
+def _level_notes(levels: Sequence[int], groups: Sequence[int], sequences: int) -> dict[str, str]:
+    notes: dict[str, str] = {}
+    for workers, count in itertools.product(levels, groups):
+        name, over = level_name(workers, count, groups), f", {count} managers" if list(groups) != [1] else ""
+        notes[f"grant_p99_ms_{name}"] = f"report to grant, {workers} workers x {sequences} sequences{over}"
+        notes[f"grant_p999_ms_{name}"] = "the same, all but one of a thousand"
+        notes[f"late_reports_{name}"] = f"part of reports sent late, of {workers * RATE:.0f} a second"
+    return notes
+
+
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--workers", type=int, nargs="*", default=[1, 8, 32, 64, 128], help="levels")
     flags.add_argument("--sequences", type=int, default=64, help="sequences of each worker")
+    flags.add_argument("--groups", type=int, nargs="+", default=[1], help="split over so many managers, in turns")
+    flags.add_argument("--runs", type=int, default=1, help="runs of each level; figures are their medians")
     flags.add_argument("--seconds", type=float, default=10.0, help="measured seconds of a level")
     flags.add_argument("--sizes", type=int, nargs="*", default=list(SIZES), help="pools whose blocks are timed")
     args = flags.parse_args()
-    figures: dict[str, float] = {}
-    for workers in args.workers:
-        level = run_level(workers, args.sequences, args.seconds)
-        figures |= {f"{name}_{workers}": value for name, value in level.figures().items()}
-        progress(f"{workers} workers: {level.reports} reports", end=True)
+    if min(args.groups) < 1 or min(args.workers, default=max(args.groups)) < max(args.groups) or args.runs < 1:
+        flags.error("expected at least one run, one group, and a worker for each group")
+    figures = level_figures(args.workers, args.groups, args.runs, args.sequences, args.seconds)
     if args.sizes:
         figures |= core_figures(args.sizes)
     notes = {
         "rebuild_1m_s": "CPU seconds to decode and rebuild 2^20 cached blocks of 8 workers",
         "bytes_per_block_1m": "resident memory of a cached block then",
         "core_us_per_report_utility": "CPU of a report beside gRPC, 4 workers x 64 sequences",
-        **{f"grant_p99_ms_{n}": f"report to grant, {n} workers x {args.sequences} sequences" for n in args.workers},
-        **{f"grant_p999_ms_{n}": "the same, all but one of a thousand" for n in args.workers},
-        **{f"late_reports_{n}": f"part of reports sent late, of {n * RATE:.0f} a second" for n in args.workers},
+        **_level_notes(args.workers, args.groups, args.sequences),
     }
     report("manager", figures, notes, args.json)
 

@@ -46,6 +46,25 @@ def test_one_level_measures_a_real_manager() -> None:
     assert {"grant_p50_ms", "grant_p99_ms", "cpu_us_per_token", "late_reports"} <= set(figures)
 
 
+def test_a_split_level_has_the_same_workers_at_managers_of_their_own() -> None:
+    one, two = (manager.run_level(4, 4, 1.0, groups, per_driver=2) for groups in (1, 2))
+    assert one.reports == two.reports == 200
+    assert two.admitted > 0
+    assert two.cpu > 0.0
+
+
+def test_workers_are_split_evenly_and_each_process_has_one_manager() -> None:
+    assert list(manager.split(64, 1, 32)) == [(0, 0, 32), (0, 32, 32)]
+    assert list(manager.split(64, 2, 32)) == [(0, 0, 32), (1, 32, 32)]
+    assert list(manager.split(5, 2, 2)) == [(0, 0, 2), (1, 2, 2), (1, 4, 1)]
+
+
+def test_levels_that_are_split_are_named_so() -> None:
+    figures = manager.level_figures([2], [1, 2], runs=1, sequences=2, seconds=0.5)
+    assert {"grant_p99_ms_2_groups_1", "grant_p50_ms_2_groups_2", "cpu_us_per_report_2_groups_2"} <= set(figures)
+    assert manager.level_name(2, 1, [1]) == "2"
+
+
 def test_an_inventory_of_the_benchmark_is_cached_as_a_whole() -> None:
     ledger = ledger_of(96, inventory_of(96))
     ledger.check_invariants()
