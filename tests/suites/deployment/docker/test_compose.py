@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,67 @@ def test_with_a_standby_both_managers_are_a_group_that_everybody_knows(tmp_path:
     for name in (*WORKERS, "router"):
         named = services(project)[name]["environment"]["QUIRE_MANAGER"].split(",")
         assert named == [f"{each}:50052" for each in sorted(managers)]
+
+
+SHARDS = str(REPOSITORY / "docker/shards.compose.yaml")
+
+
+@pytest.mark.parametrize("profile", ["", "gpu", "observability", "*"])
+def test_compose_accepts_a_split_pool_without_a_word(profile: str) -> None:
+    done = compose("-f", SHARDS, "--profile", profile, "config", "-q")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture(scope="module")
+def split() -> dict[str, Any]:
+    """The project with two groups of managers and workers."""
+    done = compose("-f", SHARDS, "--profile", "*", "config", "--format", "json")
+    assert (done.returncode, done.stderr) == (0, "")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_in_a_split_pool_each_group_has_a_manager_and_workers_of_its_own(split: dict[str, Any], tmp_path: Path) -> None:
+    image = Dockerfile.read("docker/kvmanager.Dockerfile")
+    write_secrets(tmp_path, "redis:6379")
+    managers = {"kvmanager": "a", "kvmanager-b": "b"}
+    for name, group in managers.items():
+        environment = services(split)[name]["environment"]
+        variables = {key: value.replace("/run/quire", str(tmp_path / "manager")) for key, value in environment.items()}
+        settings = options.load(KvManagerSettings, environ=image.environment | variables)
+        assert (settings.group, settings.group_address) == (group, f"{name}:50052")
+    states = {mounted(split, name, image.environment["QUIRE_STATE_DIR"])["source"] for name in managers}
+    assert len(states) == len(managers)
+    assert {name for name in services(split) if name.startswith("kvmanager")} == set(managers)
+    for name in WORKERS:
+        for worker, manager in ((name, "kvmanager"), (f"{name}-b", "kvmanager-b")):
+            found = services(split)[worker]
+            assert found["environment"]["QUIRE_MANAGER"] == f"{manager}:50052"
+            assert [each for each in found["depends_on"] if "manager" in each] == [manager]
+            assert not {"container_name", "ports", "hostname"} & found.keys(), "it can be scaled"
+
+
+def test_the_router_of_a_split_pool_has_all_groups_and_stops_before_all_workers(split: dict[str, Any]) -> None:
+    router = services(split)["router"]
+    assert router["environment"]["QUIRE_MANAGER"] == "kvmanager:50052,kvmanager-b:50052"
+    assert {name for name in services(split) if name.startswith("gpuworker")} <= router["depends_on"].keys()
+    new = {"kvmanager-b", "gpuworker-b", "gpuworker-gpu-b"}
+    assert set(services(split)) - set(services(json.loads(_without_shards()))) == new
+    for name in new:  # as its neighbour of the first group, but for the addresses and the folder of its own
+        first = services(split)[name.removesuffix("-b")]
+        same = ("image", "user", "read_only", "cap_drop", "security_opt", "networks", "deploy", "stop_grace_period")
+        assert {key: services(split)[name].get(key) for key in same} == {key: first.get(key) for key in same}
+
+
+def _without_shards() -> str:
+    return compose("--profile", "*", "config", "--format", "json").stdout
+
+
+def test_prometheus_finds_all_services_of_the_files_for_compose(split: dict[str, Any]) -> None:
+    text = (REPOSITORY / "docker/observability/prometheus/prometheus.yml").read_text()
+    for name in services(split):
+        if name.startswith(("kvmanager", "gpuworker")):
+            assert re.search(rf"names: \[[^\]]*\b{name}[,\]]", text), name
 
 
 @pytest.mark.parametrize("name", ROLES)
