@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -128,6 +128,12 @@ def _with_advice(error: QuireError, address: str) -> QuireError:
             f"what answers at {address} is no router, or another of its ports; `quire serve` names them when ready"
         )
     return error
+
+
+def unheard_in_words(managers: Iterable[str], then: str) -> list[str]:
+    """Return a line for each KV manager that has not answered since the router's start, and what happens later."""
+    words = "has not answered since the router's start; if it leads another group,"
+    return [f"  the KV manager at {each} {words} {then} once it answers" for each in managers]
 
 
 def command_console(width: int | None = None, record: bool = False) -> Console:

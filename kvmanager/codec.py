@@ -103,6 +103,7 @@ def pinned_to_proto(pin: Pin, workers: Iterable[PinAtWorker]) -> kvmanager_pb2.P
         num_blocks=len(pin.block_hashes),
         expires=pin.expires,
         workers=[kvmanager_pb2.PinAtWorker(**asdict(each)) for each in workers],
+        last_block_hash=pin.block_hashes[-1] if pin.block_hashes else b"",
     )
 
 

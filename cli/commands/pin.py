@@ -13,7 +13,7 @@ from typing import Any, Final
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
-from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command
+from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command, unheard_in_words
 from cli.commands.explain import chat_of, text_of, token_ids_of
 from common.errors import FieldViolation, InvalidRequest
 from quire.client import Message, Options
@@ -83,6 +83,7 @@ def in_words(answer: pb.PinResponse, wanted: int, now: float) -> str:
         lines.append(f"  not on more: {answer.not_computed}")
     if not answer.durable:
         lines.append("  there is no Redis: the pin ends with the KV manager")
+    lines += unheard_in_words(answer.unheard_managers, "it keeps the pin")
     return "\n".join(lines)
 
 

@@ -28,12 +28,17 @@ def in_words(answer: pb.ListPinsResponse, now: float) -> str:
         for worker in each.workers:
             left_out = f"; not pinned there: {worker.left_out}" if worker.left_out else ""
             lines.append(f"  {worker.worker_id}: {worker.blocks_there} there{left_out}")
-        for group in each.missing_groups:
-            who = f"group {group}" if group else "the managers without a group"
-            lines.append(f"  not kept by {who}: pin it again")
+        lines += [f"  not kept by {_group(group)}: pin it again" for group in each.missing_groups]
+        lines += [
+            f"  {_group(group)} keeps something else of this name: pin it again" for group in each.differing_groups
+        ]
     if not answer.durable:
         lines.append("there is no Redis: these pins end with the KV manager")
     return "\n".join(lines)
+
+
+def _group(name: str) -> str:
+    return f"group {name}" if name else "the managers without a group"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command
+from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command, unheard_in_words
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
 
@@ -44,7 +44,12 @@ def as_json(answer: pb.ResetPrefixCacheResponse) -> dict[str, object]:
         }
         for each in answer.workers
     ]
-    return {"dropped_blocks": answer.dropped_blocks, "workers": workers, "index_current": answer.index_current}
+    return {
+        "dropped_blocks": answer.dropped_blocks,
+        "workers": workers,
+        "index_current": answer.index_current,
+        "unheard_managers": list(answer.unheard_managers),
+    }
 
 
 def in_words(answer: pb.ResetPrefixCacheResponse) -> str:
@@ -57,4 +62,5 @@ def in_words(answer: pb.ResetPrefixCacheResponse) -> str:
         lines.append("  no worker is attached; those that attach later begin without cached blocks")
     if not answer.index_current:
         lines.append("  the index in Redis still has the blocks; it forgets them once Redis can be reached")
+    lines += unheard_in_words(answer.unheard_managers, "its cache is reset")
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from cli.client import add_admin_address, admin_channel, run_command
+from cli.client import add_admin_address, admin_channel, run_command, unheard_in_words
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
 
@@ -22,9 +22,9 @@ def main(argv: Sequence[str]) -> int:
 
     async def body(console: Console) -> None:
         async with admin_channel(args.admin_address, args.state_dir) as channel:
-            await rpc.KvManagerServiceStub(channel).UnpinPrefix(
-                pb.UnpinPrefixRequest(name=args.name), timeout=_PATIENCE_S
-            )
-        console.print(f"unpinned {args.name}", markup=False)
+            stub = rpc.KvManagerServiceStub(channel)
+            answer = await stub.UnpinPrefix(pb.UnpinPrefixRequest(name=args.name), timeout=_PATIENCE_S)
+        lines = [f"unpinned {args.name}", *unheard_in_words(answer.unheard_managers, "it ends the pin")]
+        console.print("\n".join(lines), markup=False)
 
     return run_command(body)

@@ -89,10 +89,14 @@ class LeaderWatch:
         """
         found: dict[str, ManagerState] = {}
         for state in self._states.values():
-            name = state.group or state.address
+            name = _group_of(state)
             if state.address in self._heard and (name not in found or _before(found[name], state)):
                 found[name] = state
         return {name: state.address for name, state in found.items()}
+
+    def group_at(self, address: str) -> str:
+        """Return the name, as in `leaders`, of the group of the manager at an address."""
+        return _group_of(self._states[address])
 
     def unheard(self) -> list[str]:
         """Return the addresses that have not answered yet: nobody knows which groups they belong to."""
@@ -198,6 +202,10 @@ class LeaderWatch:
         if leader != self.leader:
             self.leader = leader
             self._on_change()
+
+
+def _group_of(state: ManagerState) -> str:
+    return state.group or state.address
 
 
 def _before(one: ManagerState, other: ManagerState) -> bool:

@@ -41,6 +41,10 @@ class Follower(Protocol[T]):
         """Return what the reader is to be told about a stream that has ended."""
         ...
 
+    def to_reopen(self) -> Sequence[str]:
+        """Return the groups whose streams are to begin anew now, each once."""
+        ...
+
 
 class Merged(Generic[T]):
     """The streams of all `groups`, by name. Iterate over `messages` once."""
@@ -87,11 +91,21 @@ class Merged(Generic[T]):
             self._failing.discard(group)
             if self._follower.passed(group, arrived):
                 yield arrived
+            yield from self._reopened()
             return
         yield from self._follower.ended(group)
+        yield from self._reopened()
         self._failing.add(group)
         if len(self._failing) == len(self._tasks):
             raise arrived
+
+    def _reopened(self) -> Iterator[T]:
+        """End streams of which the reader lacks something, and begin them anew."""
+        for group in self._follower.to_reopen():
+            if group in self._tasks:
+                self._tasks.pop(group).cancel()
+                yield from self._follower.ended(group)
+                self._tasks[group] = asyncio.create_task(self._follow(group))
 
     async def _follow(self, group: str) -> None:
         while True:
@@ -130,6 +144,9 @@ class DecisionFollower:
         reached = self._reached.get(group)
         return [] if reached is None else [gone(reached.source)]
 
+    def to_reopen(self) -> Sequence[str]:
+        return ()
+
 
 class EventFollower:
     """The events of the caches of all groups' workers. A worker has one session, in one group.
@@ -137,6 +154,9 @@ class EventFollower:
     A worker may come to another group before its old group has said that it left. So only a snapshot of a later session
     takes a worker from its group; its changes and its end count from the group that has it. A worker that was detached,
     or whose group's stream ended, is so until a snapshot comes.
+
+    Sessions of two lives of a worker cannot be compared: a late snapshot of the old life takes the worker back. When
+    that life ends, the stream of the group that has the new one is opened again, because its snapshot was passed over.
     """
 
     def __init__(self, groups: ManagerGroups, request: pb.SubscribeKvEventsRequest) -> None:
@@ -144,6 +164,9 @@ class EventFollower:
         # By worker: the group that has its session, and the last message about it.
         self._last: dict[str, tuple[str, pb.SubscribeKvEventsResponse]] = {}
         self._met: set[str] = set()
+        # By worker: the groups that have said that they have it, and not that it left, each with its session.
+        self._claims: dict[str, dict[str, str]] = {}
+        self._reopen: set[str] = set()
 
     def open(self, group: str) -> AsyncGenerator[pb.SubscribeKvEventsResponse, None]:
         asked = pb.SubscribeKvEventsRequest(worker_id=self._request.worker_id)
@@ -160,25 +183,45 @@ class EventFollower:
             wanted = True
         else:
             wanted = message.HasField("snapshot") and _later(message.stream, known[1].stream)
+        self._note_claim(group, message)
         if not wanted:
             return False
         self._met.add(worker)
-        if message.HasField("detached"):
-            self._last.pop(worker, None)
-        else:
+        if not message.HasField("detached"):
             self._last[worker] = group, message
+        elif known is not None:
+            self._lose(worker)
         return True
 
+    def _note_claim(self, group: str, message: pb.SubscribeKvEventsResponse) -> None:
+        """Note which groups have a worker, beside the one whose word counts."""
+        if message.HasField("snapshot"):
+            self._claims.setdefault(message.worker_id, {})[group] = message.stream
+        elif message.HasField("detached") and message.worker_id in self._claims:
+            self._claims[message.worker_id].pop(group, None)
+
+    def _lose(self, worker: str) -> None:
+        """Forget what the reader has of a worker; a group that has it in another life is to say so again."""
+        group, message = self._last.pop(worker)
+        claims = self._claims.pop(worker, {})
+        self._reopen |= {other for other, stream in claims.items() if other != group and _later(stream, message.stream)}
+
     def ended(self, group: str) -> Sequence[pb.SubscribeKvEventsResponse]:
+        for claims in self._claims.values():
+            claims.pop(group, None)
         lost = [message for owner, message in self._last.values() if owner == group]
         for message in lost:
-            del self._last[message.worker_id]
+            self._lose(message.worker_id)
         return [
             pb.SubscribeKvEventsResponse(
                 worker_id=each.worker_id, stream=each.stream, number=each.number, detached=pb.KvDetached()
             )
             for each in lost
         ]
+
+    def to_reopen(self) -> Sequence[str]:
+        found, self._reopen = tuple(sorted(self._reopen)), set()
+        return found
 
 
 def _later(one: str, other: str) -> bool:

@@ -7,9 +7,10 @@ Where several groups of managers share the pool, all of them are asked.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -20,17 +21,23 @@ from common.decisions.pages import bounds_of
 from common.decisions.ring import listed
 from common.errors import InvalidRequest, Unavailable
 from common.group.names import Resolve, resolved
+from common.process.supervised import Supervisor
 from common.rpc.server import Dial
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
 from router.grpc_api.group_streams import DecisionFollower, EventFollower, Follower, Merged
-from router.grpc_api.manager_groups import ManagerGroups
+from router.grpc_api.late_groups import LateGroups
+from router.grpc_api.manager_groups import Answers, ManagerGroups
 from router.serving.call_context import Context
 
 MANAGER: Final = "quire.kvmanager.v1.KvManagerService"
 # The manager waits for workers and Redis, up to 15 s.
 _PATIENCE_S: Final = 30.0
+# Ends of one pin in two groups differ by their clocks, and by the wait of the call.
+_CLOCKS_APART_S: Final = 300.0
+# Of a pin that is over when a group answers at last. The group ends it at once.
+_LEAST_PIN_S: Final = 0.001
 _LIST_PATIENCE_S: Final = 3.0
 
 T = TypeVar("T")
@@ -41,21 +48,38 @@ class ManagerCalls:
 
     def __init__(self, names: Sequence[str], dial: Dial, resolve: Resolve = resolved) -> None:
         self._groups = ManagerGroups(names, dial, resolve)
-        self.start, self.managers = self._groups.start, self._groups.managers
+        self._late = LateGroups(self._groups)
+        self.managers = self._groups.managers
+
+    def start(self, supervisor: Supervisor) -> None:
+        """Begin to follow the managers; the supervisor ends that."""
+        self._groups.start(supervisor)
+        supervisor.run("changes for managers that come late", self._late.run)
+
+    async def _change(self, what: str, ask: Callable[[aio.Channel], Awaitable[T]]) -> Answers[T]:
+        """Ask every group for a change, those too that answer for the first time later. Raises Unavailable."""
+        async with self._late.changing:
+            self._late.check_room(what)
+            self._late.drop(what)
+            answers = await self._groups.all(ask)
+            self._late.keep(what, ask, answers.unheard, answers.groups)
+            return answers
 
     async def reset(
         self, request: pb.ResetPrefixCacheRequest, context: Context | None = None
     ) -> pb.ResetPrefixCacheResponse:
         """Reset the prefix cache of all workers. Raises Unavailable when a group does not answer; the others did it."""
-        answers = await self._groups.all(
-            lambda channel: rpc.KvManagerServiceStub(channel).ResetPrefixCache(request, timeout=_PATIENCE_S)
+        answers = await self._change(
+            "reset of the prefix cache",
+            lambda channel: rpc.KvManagerServiceStub(channel).ResetPrefixCache(request, timeout=_PATIENCE_S),
         )
-        for name, failure in answers.failures.items():
+        for name, failure in answers.failed.items():
             raise Unavailable(f"the other groups were reset, and group {name} was not: {failure}")
         return pb.ResetPrefixCacheResponse(
             dropped_blocks=sum(each.dropped_blocks for each in answers.found),
             workers=[worker for each in answers.found for worker in each.workers],
             index_current=all(each.index_current for each in answers.found),
+            unheard_managers=sorted(answers.unheard),
         )
 
     async def decisions(self, request: decision_pb2.ListDecisionsRequest) -> decision_pb2.ListDecisionsResponse:
@@ -124,16 +148,25 @@ class ManagerCalls:
 
         The other groups keep the prefix then: it may have replaced one of its name there, so it is not unpinned.
         """
-        answers = await self._groups.all(
-            lambda channel: rpc.KvManagerServiceStub(channel).PinPrefix(request, timeout=_LIST_PATIENCE_S)
-        )
-        for name, failure in answers.failures.items():
+        ends = None if not request.HasField("duration") else time.monotonic() + request.duration
+
+        async def ask(channel: aio.Channel) -> pb.PinPrefixResponse:
+            asked = pb.PinPrefixRequest()
+            asked.CopyFrom(request)
+            if ends is not None:
+                asked.duration = max(_LEAST_PIN_S, ends - time.monotonic())
+            return await rpc.KvManagerServiceStub(channel).PinPrefix(asked, timeout=_LIST_PATIENCE_S)
+
+        answers = await self._change(_pin_named(request.name), ask)
+        for name, failure in answers.failed.items():
             if isinstance(failure, InvalidRequest):
                 raise _kept_elsewhere(failure, name, answers.groups, request.name)
-        for name, failure in answers.failures.items():
+        for name, failure in answers.failed.items():
             raise Unavailable(f"the other groups keep the prefix, and group {name} does not: {failure}; pin it again")
         return pb.PinPrefixResponse(
-            pin=merged_pins(each.pin for each in answers.found)[0], durable=all(each.durable for each in answers.found)
+            pin=merged_pins(each.pin for each in answers.found)[0],
+            durable=all(each.durable for each in answers.found),
+            unheard_managers=sorted(answers.unheard),
         )
 
     async def pins(self, request: pb.ListPinsRequest, context: Context | None = None) -> pb.ListPinsResponse:
@@ -142,19 +175,20 @@ class ManagerCalls:
             lambda channel: rpc.KvManagerServiceStub(channel).ListPins(request, timeout=_LIST_PATIENCE_S)
         )
         return pb.ListPinsResponse(
-            pins=with_missing_groups(dict(zip(answers.groups, (each.pins for each in answers.found), strict=True))),
+            pins=with_other_groups(dict(zip(answers.groups, (each.pins for each in answers.found), strict=True))),
             durable=all(each.durable for each in answers.found),
             silent_groups=answers.silent,
         )
 
     async def unpin(self, request: pb.UnpinPrefixRequest, context: Context | None = None) -> pb.UnpinPrefixResponse:
         """Remove a pin. Raises Unavailable when a group does not answer, and NotFound."""
-        answers = await self._groups.all(
-            lambda channel: rpc.KvManagerServiceStub(channel).UnpinPrefix(request, timeout=_LIST_PATIENCE_S)
+        answers = await self._change(
+            _pin_named(request.name),
+            lambda channel: rpc.KvManagerServiceStub(channel).UnpinPrefix(request, timeout=_LIST_PATIENCE_S),
         )
-        for name, failure in answers.failures.items():
+        for name, failure in answers.failed.items():
             raise Unavailable(f"the other groups removed the pin, and group {name} did not: {failure}")
-        return answers.found[0]
+        return pb.UnpinPrefixResponse(unheard_managers=sorted(answers.unheard))
 
     async def reset_page(self) -> object:
         """Return the answer to a reset over HTTP."""
@@ -168,7 +202,12 @@ class ManagerCalls:
             }
             for each in answer.workers
         ]
-        return {"dropped_blocks": answer.dropped_blocks, "workers": workers, "index_current": answer.index_current}
+        return {
+            "dropped_blocks": answer.dropped_blocks,
+            "workers": workers,
+            "index_current": answer.index_current,
+            "unheard_managers": list(answer.unheard_managers),
+        }
 
     async def events(
         self, request: pb.SubscribeKvEventsRequest, context: Context
@@ -217,6 +256,11 @@ def _whole(
     return answer
 
 
+def _pin_named(name: str) -> str:
+    """Return what a pin and its end are kept as for groups that answer late: the last of them counts."""
+    return f"pin {name}"
+
+
 def _kept_elsewhere(failure: InvalidRequest, refusing: str, keeping: Sequence[str], pin: str) -> InvalidRequest:
     """Return the refusal of one group with the groups that keep the pin all the same."""
     kept = f"that is {in_words(refusing)}; kept by {', '.join(map(in_words, keeping))}: `quire unpin {pin}` ends that"
@@ -227,14 +271,39 @@ def in_words(group: str) -> str:
     return f"group {group}" if group else "the managers without a group"
 
 
-def with_missing_groups(pins: Mapping[str, Iterable[pb.PinnedPrefix]]) -> list[pb.PinnedPrefix]:
-    """Return the pins of all groups as `merged_pins` does, each with the groups that do not keep it."""
-    of_group = {group: list(each) for group, each in pins.items()}
-    names = {group: {pin.name for pin in each} for group, each in of_group.items()}
-    found = merged_pins(pin for each in of_group.values() for pin in each)
+def with_other_groups(pins: Mapping[str, Iterable[pb.PinnedPrefix]]) -> list[pb.PinnedPrefix]:
+    """Return the pins of all groups as `merged_pins` does, each with the groups that lack it or keep another one."""
+    of_group = {group: {pin.name: pin for pin in each} for group, each in pins.items()}
+    contents = {group: {name: _content(pin) for name, pin in known.items()} for group, known in of_group.items()}
+    found = merged_pins(pin for each in of_group.values() for pin in each.values())
     for pin in found:
-        pin.missing_groups.extend(sorted(group for group, known in names.items() if pin.name not in known))
+        content = _content(pin)
+        for group, known in sorted(contents.items()):
+            if pin.name not in known:
+                pin.missing_groups.append(group)
+            elif not _alike(known[pin.name], content):
+                pin.differing_groups.append(group)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a pin keeps, and for how long."""
+
+    prefix: tuple[str, int, int, bytes]
+    expires: float | None
+
+
+def _content(pin: pb.PinnedPrefix) -> _Content:
+    prefix = pin.tenant, pin.num_tokens, pin.num_blocks, pin.last_block_hash
+    return _Content(prefix, pin.expires if pin.HasField("expires") else None)
+
+
+def _alike(one: _Content, other: _Content) -> bool:
+    """Return whether one call may have made both: each group adds the duration to a clock of its own."""
+    if one.prefix != other.prefix or one.expires is None or other.expires is None:
+        return one == other
+    return abs(one.expires - other.expires) <= _CLOCKS_APART_S
 
 
 def merged_pins(pins: Iterable[pb.PinnedPrefix]) -> list[pb.PinnedPrefix]:

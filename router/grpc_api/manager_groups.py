@@ -47,8 +47,20 @@ class Answers(Generic[T]):
     unheard: frozenset[str] = frozenset()
 
     @property
+    def failed(self) -> dict[str, QuireError]:
+        """The failures of groups that are known."""
+        return {name: error for name, error in self.failures.items() if name not in self.unheard}
+
+    @property
     def silent(self) -> list[str]:
         return [f"{each} (it {_UNHEARD})" if each in self.unheard else each for each in sorted(self.failures)]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownAs:
+    """The group of a manager; None: the manager is left out by now."""
+
+    group: str | None
 
 
 class ManagerGroups:
@@ -69,6 +81,21 @@ class ManagerGroups:
     def leaders(self) -> dict[str, str]:
         """Return an address for each group; one at least."""
         return self._watch.leaders() or {"": self._watch.addresses[0]}
+
+    def unheard(self) -> list[str]:
+        """Return the addresses of managers that have not answered since the router's start."""
+        return self._watch.unheard()
+
+    def group_at(self, address: str) -> KnownAs | None:
+        """Return what is known of the manager at an address; None while it was never heard."""
+        if address not in self._watch.addresses:
+            return KnownAs(None)
+        return None if address in self._watch.unheard() else KnownAs(self._watch.group_at(address))
+
+    async def ask(self, group: str, ask: Callable[[aio.Channel], Awaitable[object]]) -> QuireError | None:
+        """Ask the leader of one group; return what kept it from the answer."""
+        answer = await self._answer(self.leaders().get(group, self._watch.addresses[0]), ask)
+        return answer if isinstance(answer, QuireError) else None
 
     async def all(self, ask: Callable[[aio.Channel], Awaitable[T]]) -> Answers[T]:
         """Ask every group. Raises the error of one if none answers; NotFound only if all others say that too.

@@ -80,6 +80,7 @@ class Pins:
             durable=kept.durable,
             computed_on=computed_on,
             not_computed=why_not,
+            unheard_managers=kept.unheard_managers,
         )
 
     async def _validated(self, request: pb.PinRequest) -> ValidatedRequest:

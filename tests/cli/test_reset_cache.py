@@ -27,4 +27,7 @@ def test_a_pool_without_workers_is_said() -> None:
 def test_json_has_numbers() -> None:
     answer = pb.ResetPrefixCacheResponse(dropped_blocks=31, workers=[ONE], index_current=True)
     worker = {"worker_id": "worker-0", "dropped_blocks": 31, "blocks_in_use": 4, "confirmed": True}
-    assert as_json(answer) == {"dropped_blocks": 31, "workers": [worker], "index_current": True}
+    expected = {"dropped_blocks": 31, "workers": [worker], "index_current": True, "unheard_managers": []}
+    assert as_json(answer) == expected
+    answer.unheard_managers.append("10.0.0.9:50052")
+    assert "10.0.0.9:50052 has not answered since the router's start" in in_words(answer)

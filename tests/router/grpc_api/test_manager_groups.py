@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from grpc import StatusCode, aio
 
 from common.errors import FieldViolation, InvalidRequest, NotFound, Unavailable
+from common.process.ports import free_ports
 from common.process.supervised import Supervisor
 from common.rpc.server import open_channel
 from common.rpc.status import abort
@@ -30,6 +31,7 @@ class Manager(rpc.KvManagerServiceServicer, decision_pb2_grpc.DecisionServiceSer
     """The leader of one group, with one worker. `silent`: it refuses every call but that of who leads; `full`: pins."""
 
     full = False
+    last, ends = b"h" * 16, 1_000.0
 
     def __init__(self, group: str) -> None:
         self.group, self.worker, self.silent, self.address = group, f"w-{group}", False, ""
@@ -61,7 +63,8 @@ class Manager(rpc.KvManagerServiceServicer, decision_pb2_grpc.DecisionServiceSer
         return pb.ResetPrefixCacheResponse(dropped_blocks=3, workers=workers, index_current=True)
 
     def _pin(self, name: str) -> pb.PinnedPrefix:
-        return pb.PinnedPrefix(name=name, num_blocks=2, workers=[pb.PinAtWorker(worker_id=self.worker, blocks_there=2)])
+        there = [pb.PinAtWorker(worker_id=self.worker, blocks_there=2)]
+        return pb.PinnedPrefix(name=name, num_blocks=2, workers=there, last_block_hash=self.last, expires=self.ends)
 
     async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> pb.PinPrefixResponse:
         await self._check(request, context)
@@ -254,6 +257,37 @@ def test_after_its_end_a_worker_begins_with_a_snapshot(groups: ManagerGroups) ->
     assert follower.passed("b", of_life("second", changes=pb.KvChanges()))
 
 
+async def test_a_worker_that_an_older_life_hid_comes_back_when_that_one_ends(
+    groups: ManagerGroups, managers: list[Manager]
+) -> None:
+    """The worker has left a and started anew in b; what a says of its old life comes late."""
+    first, second = managers
+    follower = EventFollower(groups, pb.SubscribeKvEventsRequest())
+    merged = Merged(lambda: tuple(groups.leaders()), follower, again_s=0.01)
+    whole = pb.KvSnapshot(last=True)
+    async with aclosing(merged.messages()) as messages, asyncio.timeout(PATIENCE):
+        second.events.put_nowait(of_life("second", snapshot=whole))
+        assert await anext(messages) == of_life("second", snapshot=whole)
+        first.events.put_nowait(of_life("first", snapshot=whole))
+        assert await anext(messages) == of_life("first", snapshot=whole)
+        asked = len(second.asked)
+        first.events.put_nowait(of_life("first", detached=pb.KvDetached()))
+        assert await anext(messages) == of_life("first", detached=pb.KvDetached())
+        waiting = asyncio.ensure_future(anext(messages))
+        while len(second.asked) == asked:  # the stream of its new life begins again  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        second.events.put_nowait(of_life("second", snapshot=whole))
+        assert await waiting == of_life("second", snapshot=whole)
+
+
+def test_an_earlier_session_is_not_asked_for_again(groups: ManagerGroups) -> None:
+    follower = EventFollower(groups, pb.SubscribeKvEventsRequest())
+    assert follower.passed("a", snapshot("w", 1))
+    assert follower.passed("b", snapshot("w", 2))
+    assert follower.passed("b", left("w", 2))
+    assert not follower.to_reopen(), "a has not noticed yet that the worker left it"
+
+
 async def test_a_stream_ends_with_the_error_when_no_group_answers(
     groups: ManagerGroups, managers: list[Manager]
 ) -> None:
@@ -290,14 +324,93 @@ async def test_a_manager_that_never_answered_is_named_from_the_first_call_on(
     assert list(found.silent_groups) == [words, "a"]
 
 
-async def test_what_all_groups_must_do_fails_where_a_manager_never_answered(one_down: ManagerCalls) -> None:
-    why = f"the manager at {DOWN} has not answered since the router's start; start it, or leave it out of --manager"
-    with pytest.raises(Unavailable, match=f"^the other groups were reset, and group {DOWN} was not: {why}$"):
+async def test_a_manager_that_never_answered_keeps_no_change_from_the_groups_that_are_known(
+    one_down: ManagerCalls, managers: list[Manager]
+) -> None:
+    """It is a standby most of the time, and may be down for long."""
+    reset = await one_down.reset(pb.ResetPrefixCacheRequest())
+    assert (reset.dropped_blocks, list(reset.unheard_managers)) == (6, [DOWN])
+    pinned = await one_down.pin(pb.PinPrefixRequest(name="common"))
+    assert list(pinned.unheard_managers) == [DOWN]
+    assert list((await one_down.unpin(pb.UnpinPrefixRequest(name="common"))).unheard_managers) == [DOWN]
+    managers[1].silent = True
+    with pytest.raises(Unavailable, match=r"^the other groups were reset, and group b was not: this KV manager stands"):
         await one_down.reset(pb.ResetPrefixCacheRequest())
-    with pytest.raises(Unavailable, match=f"^the other groups keep the prefix, and group {DOWN} does not: {why}"):
-        await one_down.pin(pb.PinPrefixRequest(name="common"))
-    with pytest.raises(Unavailable, match=f"^the other groups removed the pin, and group {DOWN} did not: {why}$"):
-        await one_down.unpin(pb.UnpinPrefixRequest(name="common"))
+
+
+class Late:
+    """A manager that is down at first, and calls that name it."""
+
+    def __init__(self, group: str, others: list[Manager]) -> None:
+        self.manager = Manager(group)  # type: ignore[abstract]
+        self._address = f"127.0.0.1:{free_ports(1)[0]}"
+        self.calls = ManagerCalls([*(each.address for each in others), self._address], open_channel)
+        self._supervisor, self._server = Supervisor(), aio.server()
+        rpc.add_KvManagerServiceServicer_to_server(self.manager, self._server)
+
+    async def __aenter__(self) -> Self:
+        self.calls.start(self._supervisor)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._supervisor.aclose()
+        await self._server.stop(None)
+
+    async def begin(self) -> None:
+        self._server.add_insecure_port(self._address)
+        await self._server.start()
+
+    async def settled(self) -> None:
+        """Wait until nothing is kept for the manager any more."""
+        async with asyncio.timeout(PATIENCE):
+            while len(self.calls._late):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_the_group_of_a_manager_that_comes_late_gets_the_changes_that_it_missed(managers: list[Manager]) -> None:
+    async with Late("c", managers) as late:
+        late.manager.silent = True  # nobody leads its group at first
+        for number in range(2):
+            await late.calls.pin(pb.PinPrefixRequest(name="common", num_tokens=number))
+        await late.calls.pin(pb.PinPrefixRequest(name="gone", duration=0.5))
+        await late.calls.pin(pb.PinPrefixRequest(name="of-a"))
+        await late.calls.unpin(pb.UnpinPrefixRequest(name="of-a"))
+        await late.calls.reset(pb.ResetPrefixCacheRequest())
+        assert len(late.calls._late) == 4
+        await late.begin()
+        async with asyncio.timeout(PATIENCE):
+            while not late.manager.asked:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        late.manager.silent = False
+        late.manager.asked.clear()
+        await late.settled()
+        asked = late.manager.asked
+        assert pb.PinPrefixRequest(name="common", num_tokens=1) in asked, "the last of its name"
+        assert pb.PinPrefixRequest(name="common", num_tokens=0) not in asked
+        assert pb.UnpinPrefixRequest(name="of-a") in asked
+        assert [each.name for each in asked if isinstance(each, pb.PinPrefixRequest)] == ["common", "gone"]
+        (gone,) = [each for each in asked if isinstance(each, pb.PinPrefixRequest) and each.name == "gone"]
+        assert 0.0 < gone.duration < 0.5, "what is left of its time"
+        assert pb.ResetPrefixCacheRequest() in asked
+
+
+async def test_a_standby_that_comes_late_is_asked_nothing(managers: list[Manager]) -> None:
+    async with Late("a", managers) as late:
+        await late.calls.pin(pb.PinPrefixRequest(name="common"))
+        before = len(managers[0].asked)
+        await late.begin()
+        await late.settled()
+        assert (late.manager.asked, len(managers[0].asked)) == ([], before), "its group has the pin"
+
+
+async def test_changes_for_managers_that_never_answer_are_bounded(
+    one_down: ManagerCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.grpc_api.late_groups.MAX_LATE_CHANGES", 2)
+    for name in ("one", "two", "two"):
+        await one_down.pin(pb.PinPrefixRequest(name=name))
+    with pytest.raises(Unavailable, match="2 changes wait for the managers at"):
+        await one_down.pin(pb.PinPrefixRequest(name="three"))
 
 
 async def test_a_manager_that_answered_once_is_its_groups_matter(managers: list[Manager]) -> None:
@@ -327,6 +440,23 @@ async def test_every_group_pins_and_one_pin_is_shown(calls: ManagerCalls) -> Non
         ("of-a", ["w-a"], ["b"]),
         ("of-b", ["w-b"], ["a"]),
     ]
+
+
+async def test_groups_that_keep_different_contents_under_one_name_are_named(
+    calls: ManagerCalls, managers: list[Manager]
+) -> None:
+    """A pin was replaced while a group did not answer."""
+    managers[1].ends = 1_007.0  # its clock differs
+    assert [list(each.differing_groups) for each in (await calls.pins(pb.ListPinsRequest())).pins] == [[], [], []]
+    managers[1].last = b"o" * 16
+    shown = await calls.pins(pb.ListPinsRequest())
+    assert [(each.name, list(each.differing_groups)) for each in shown.pins] == [
+        ("common", ["b"]),
+        ("of-a", []),
+        ("of-b", []),
+    ]
+    managers[1].last, managers[1].ends = managers[0].last, 9_000.0
+    assert list((await calls.pins(pb.ListPinsRequest())).pins[0].differing_groups) == ["b"]
 
 
 async def test_a_group_that_does_not_pin_is_named(calls: ManagerCalls, managers: list[Manager]) -> None:

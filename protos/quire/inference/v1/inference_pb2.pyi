@@ -78,6 +78,7 @@ class PinResponse(_message.Message):
     DURABLE_FIELD_NUMBER: _builtins.int
     COMPUTED_ON_FIELD_NUMBER: _builtins.int
     NOT_COMPUTED_FIELD_NUMBER: _builtins.int
+    UNHEARD_MANAGERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     num_tokens: _builtins.int
     """Tokens of the prompt, and its full blocks, which alone are pinned."""
@@ -91,6 +92,12 @@ class PinResponse(_message.Message):
     def computed_on(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that computed the prompt for this call, and why there are fewer than were asked for."""
 
+    @_builtins.property
+    def unheard_managers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """KV managers that have not answered since the router's start. If one leads another group, that group keeps the prefix
+        once it answers, unless this router has stopped before.
+        """
+
     def __init__(
         self,
         *,
@@ -101,10 +108,11 @@ class PinResponse(_message.Message):
         durable: _builtins.bool = ...,
         computed_on: _abc.Iterable[_builtins.str] | None = ...,
         not_computed: _builtins.str = ...,
+        unheard_managers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expires", b"_expires", "expires", b"expires"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expires", b"_expires", "computed_on", b"computed_on", "durable", b"durable", "expires", b"expires", "name", b"name", "not_computed", b"not_computed", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expires", b"_expires", "computed_on", b"computed_on", "durable", b"durable", "expires", b"expires", "name", b"name", "not_computed", b"not_computed", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "unheard_managers", b"unheard_managers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expires: _TypeAlias = _typing.Literal["expires"]  # noqa: Y015
     _WhichOneofArgType__expires: _TypeAlias = _typing.Literal["_expires", b"_expires"]  # noqa: Y015

@@ -1277,6 +1277,7 @@ class ResetPrefixCacheResponse(_message.Message):
     DROPPED_BLOCKS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     INDEX_CURRENT_FIELD_NUMBER: _builtins.int
+    UNHEARD_MANAGERS_FIELD_NUMBER: _builtins.int
     dropped_blocks: _builtins.int
     """Of all workers."""
     index_current: _builtins.bool
@@ -1285,16 +1286,21 @@ class ResetPrefixCacheResponse(_message.Message):
     """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerReset]: ...
+    @_builtins.property
+    def unheard_managers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in PinPrefixResponse."""
+
     def __init__(
         self,
         *,
         dropped_blocks: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerReset] | None = ...,
         index_current: _builtins.bool = ...,
+        unheard_managers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_blocks", b"dropped_blocks", "index_current", b"index_current", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_blocks", b"dropped_blocks", "index_current", b"index_current", "unheard_managers", b"unheard_managers", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1429,19 +1435,27 @@ class PinPrefixResponse(_message.Message):
 
     PIN_FIELD_NUMBER: _builtins.int
     DURABLE_FIELD_NUMBER: _builtins.int
+    UNHEARD_MANAGERS_FIELD_NUMBER: _builtins.int
     durable: _builtins.bool
     """Whether the pin stands in Redis. Otherwise there is no Redis, and the pin ends with the manager."""
     @_builtins.property
     def pin(self) -> Global___PinnedPrefix: ...
+    @_builtins.property
+    def unheard_managers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Managers that have not answered since the router's start. If one leads another group, the router passes the call on
+        to that group once it answers.
+        """
+
     def __init__(
         self,
         *,
         pin: Global___PinnedPrefix | None = ...,
         durable: _builtins.bool = ...,
+        unheard_managers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "pin", b"pin"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "pin", b"pin", "unheard_managers", b"unheard_managers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1458,16 +1472,24 @@ class PinnedPrefix(_message.Message):
     EXPIRES_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     MISSING_GROUPS_FIELD_NUMBER: _builtins.int
+    LAST_BLOCK_HASH_FIELD_NUMBER: _builtins.int
+    DIFFERING_GROUPS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     tenant: _builtins.str
     num_tokens: _builtins.int
     num_blocks: _builtins.int
     expires: _builtins.float
+    last_block_hash: _builtins.bytes
+    """16-byte hash of the last pinned block, which names the whole prefix: a block's hash depends on all before it."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinAtWorker]: ...
     @_builtins.property
     def missing_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Groups of KV managers that answered the router and do not keep the pin; "" stands for managers without a group."""
+
+    @_builtins.property
+    def differing_groups(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Groups that keep another prefix, tenant or end of the same name than the pin that is shown."""
 
     def __init__(
         self,
@@ -1479,10 +1501,12 @@ class PinnedPrefix(_message.Message):
         expires: _builtins.float | None = ...,
         workers: _abc.Iterable[Global___PinAtWorker] | None = ...,
         missing_groups: _abc.Iterable[_builtins.str] | None = ...,
+        last_block_hash: _builtins.bytes = ...,
+        differing_groups: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expires", b"_expires", "expires", b"expires"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expires", b"_expires", "expires", b"expires", "missing_groups", b"missing_groups", "name", b"name", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "tenant", b"tenant", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expires", b"_expires", "differing_groups", b"differing_groups", "expires", b"expires", "last_block_hash", b"last_block_hash", "missing_groups", b"missing_groups", "name", b"name", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "tenant", b"tenant", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expires: _TypeAlias = _typing.Literal["expires"]  # noqa: Y015
     _WhichOneofArgType__expires: _TypeAlias = _typing.Literal["_expires", b"_expires"]  # noqa: Y015
@@ -1587,12 +1611,19 @@ Global___UnpinPrefixRequest: _TypeAlias = UnpinPrefixRequest  # noqa: Y015
 class UnpinPrefixResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    UNHEARD_MANAGERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def unheard_managers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in PinPrefixResponse."""
+
     def __init__(
         self,
+        *,
+        unheard_managers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["unheard_managers", b"unheard_managers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
