@@ -23,7 +23,7 @@ import hmac
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TypeVar
 
 from common.limits import MAX_DISCOVERY_ENTRY_AGE_S, MAX_DISCOVERY_ENTRY_BYTES, MAX_INDEX_VALUE_BYTES
@@ -54,12 +54,16 @@ class SlotOwner:
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredWorker:
-    """A worker that is attached to a manager: its address and the identity that it serves."""
+    """A worker that is attached to a manager: its address and the identity that it serves.
+
+    `written` is when the manager wrote that, in seconds since 1970 by its clock.
+    """
 
     worker_id: str
     address: str
     incarnation: str
     identity: PoolIdentity
+    written: int = field(default=0, compare=False)
 
 
 def prefix_key_root(namespace: str) -> bytes:
@@ -143,23 +147,33 @@ def discovered_to_value(worker: DiscoveredWorker, key: bytes | None, now: float)
     return f"{_signature(key, worker.worker_id, body.encode())} {body}"
 
 
-def discovered_from_value(value: bytes, worker_id: str, key: bytes | None, now: float) -> DiscoveredWorker:
+def discovered_from_value(
+    value: bytes, worker_id: str, key: bytes | None, now: float, known: DiscoveredWorker | None = None
+) -> DiscoveredWorker:
     """Return the worker in the value of a discovery key. Raises ValueError with what is wrong with it.
 
     With the pool's key, an entry must be signed with it and must not be old: who can write Redis, but has no key, could
-    else give an address of his own, or bring back that of a worker that is gone.
+    else give an address of his own, or bring back that of a worker that is gone. `known` is the same key's entry that
+    counted before. One that is not older goes on whatever the clocks say: only a manager can have signed a later one.
     """
     if len(value) > MAX_DISCOVERY_ENTRY_BYTES:
         raise ValueError(f"it has more than {MAX_DISCOVERY_ENTRY_BYTES} bytes")
     signature, _, body = value.partition(b" ")
     if key is not None and not hmac.compare_digest(signature, _signature(key, worker_id, body).encode()):
         raise ValueError("it is not signed with the pool's key")
-    worker, written = _parsed(body)
+    worker = _parsed(body)
     if worker.worker_id != worker_id:
         raise ValueError("it names another worker than its key")
-    if key is not None and abs(now - written) > MAX_DISCOVERY_ENTRY_AGE_S:
-        raise ValueError(f"it was written {now - written:.0f} s ago; compare the clocks of manager and router")
-    return worker
+    if key is None or is_fresh(worker, now) or (known is not None and worker.written >= known.written):
+        return worker
+    what = f"its date is {worker.written - now:+.0f} s off this router's clock"
+    most = f"at most {MAX_DISCOVERY_ENTRY_AGE_S} s count"
+    raise ValueError(f"{what}; {most}: compare the clocks of manager and router, and set the wrong one")
+
+
+def is_fresh(worker: DiscoveredWorker, now: float) -> bool:
+    """Return whether an entry was written lately, as far as the clocks of its writer and its reader agree."""
+    return abs(now - worker.written) <= MAX_DISCOVERY_ENTRY_AGE_S
 
 
 def _signature(key: bytes | None, worker_id: str, body: bytes) -> str:
@@ -168,14 +182,14 @@ def _signature(key: bytes | None, worker_id: str, body: bytes) -> str:
     return hmac.digest(key, b"quire-discovery-v1\0" + worker_id.encode() + b"\0" + body, "sha256").hex()
 
 
-def _parsed(body: bytes) -> tuple[DiscoveredWorker, int]:
+def _parsed(body: bytes) -> DiscoveredWorker:
     try:
         parts = json.loads(body)
         identity = dict(parts["identity"])
         identity["kv_geometry"] = _checked(KvGeometry(**identity["kv_geometry"]))
         worker_id, address, incarnation = (str(parts[name]) for name in ("worker_id", "address", "incarnation"))
-        worker = DiscoveredWorker(worker_id, address, incarnation, _checked(PoolIdentity(**identity)))
-        return worker, int(parts["written"])
+        checked = _checked(PoolIdentity(**identity))
+        return DiscoveredWorker(worker_id, address, incarnation, checked, int(parts["written"]))
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         raise ValueError("it is malformed, or another version wrote it") from None
 

@@ -18,7 +18,13 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from common.clock import Clock
-from common.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_from_value, discovery_key
+from common.index_format import (
+    DISCOVERY_WORKERS_KEY,
+    DiscoveredWorker,
+    discovered_from_value,
+    discovery_key,
+    is_fresh,
+)
 from common.limits import (
     MAX_DISCOVERED_WORKERS,
     MAX_DISCOVERY_ENTRY_BYTES,
@@ -31,7 +37,7 @@ from router.core.worker_networks import LOOPBACK, WorkerNetworks
 
 log = logging.getLogger(__name__)
 
-_NUMBER: Final = re.compile(r"\d+")
+_NUMBER: Final = re.compile(r"[+-]?\d+")
 
 POLL_SECONDS = 1.0
 _QUOTED_CHARS = 64
@@ -82,6 +88,8 @@ class Discovery:
         self._redis, self._members, self._clock, self._lease = redis, members, clock, lease_seconds
         self._rules = rules
         self._found: dict[str, _Found] = {}
+        # The last entry of each name that counted, as long as Redis has one of the name.
+        self._known: dict[bytes, DiscoveredWorker] = {}
         # Those of the last poll, so that each is logged once while it lasts.
         self._passed_over: set[str] = set()
         self._refused: dict[str, str] = {}
@@ -153,25 +161,39 @@ class Discovery:
 
     def _accepted(self, values: dict[bytes, object]) -> list[DiscoveredWorker]:
         """Return the workers whose entries count; log each other entry once, as long as it stands there."""
-        workers, refused = [], {}
+        workers, refused, known = [], {}, dict[bytes, DiscoveredWorker]()
         for name, value in values.items():
             if value == b"":
                 continue  # expired, or never there
+            before = self._known.get(name)
             try:
-                workers.append(self._worker(name, value))
+                worker = self._worker(name, value, before)
             except ValueError as error:
                 refused[ascii(name.decode(errors="replace")[:_QUOTED_CHARS])] = str(error)
+                continue
+            known[name] = worker
+            if self._says_more(worker, before):
+                workers.append(worker)
+        self._known = known
         if new := {name: why for name, why in refused.items() if _kind(self._refused.get(name, "")) != _kind(why)}:
             log.warning("discovery passes over %d entries: %s", len(new), "; ".join(_named(new)))
         self._refused = refused
         return workers
 
-    def _worker(self, name: bytes, value: object) -> DiscoveredWorker:
+    def _says_more(self, worker: DiscoveredWorker, before: DiscoveredWorker | None) -> bool:
+        """Return whether an entry shows that its worker is attached now: one of an old date must have changed."""
+        if self._rules.key is None or before is None or worker.written > before.written:
+            return True
+        return is_fresh(worker, self._now())
+
+    def _now(self) -> float:
+        return self._clock.time_ns() / 1e9
+
+    def _worker(self, name: bytes, value: object, before: DiscoveredWorker | None) -> DiscoveredWorker:
         """Return the worker of an entry. Raises ValueError with what is wrong with it."""
         if not isinstance(value, bytes):
             raise ValueError(f"Redis does not give its value: {str(value)[:_QUOTED_CHARS]}")
-        now = self._clock.time_ns() / 1e9
-        worker = discovered_from_value(value, name.decode(), self._rules.key, now)
+        worker = discovered_from_value(value, name.decode(), self._rules.key, self._now(), before)
         if refusal := self._rules.networks.refusal(worker.address):
             raise ValueError(refusal)
         return worker
@@ -202,7 +224,7 @@ class Discovery:
 
 def _kind(why: str) -> str:
     """Return a reason without its numbers: the age of an entry is another one at each poll."""
-    return _NUMBER.sub("", why).replace("-", "")
+    return _NUMBER.sub("", why)
 
 
 def _named(refused: dict[str, str]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from common.process.local_redis import LocalRedis
 from common.process.redis_client import open_redis
 from common.types import KvGeometry, PoolIdentity
 from router.core.identity import UNKNOWN_GEOMETRY
-from router.workers.discovery import Discovery
+from router.workers.discovery import Discovery, EntryRules
 
 FULL = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))
 LEASE_S = 5.0
@@ -151,3 +152,65 @@ async def test_time_without_redis_does_not_count_against_a_lease(pool: Pool, clo
     finally:
         await client.aclose()
         server.stop()
+
+
+KEY, BEHIND = b"k" * 32, 4_000
+
+
+async def sign(redis: Redis, written: float) -> str:
+    worker = DiscoveredWorker("w0", address_of("w0"), "00", FULL)
+    await redis.sadd(DISCOVERY_WORKERS_KEY, "w0")
+    await redis.set(discovery_key("w0"), discovered_to_value(worker, KEY, written), px=600_000)
+    return worker.address
+
+
+@pytest.fixture
+def signed(redis_client: Redis, pool: Pool, clock: ManualClock) -> Discovery:
+    return Discovery(redis_client, pool, clock, LEASE_S, EntryRules(KEY))
+
+
+async def test_clocks_that_drift_apart_drop_no_worker_whose_entries_go_on(
+    signed: Discovery, pool: Pool, redis_client: Redis, clock: ManualClock
+) -> None:
+    """A worker that has no connection for a moment has its key alone. Its manager goes on writing that."""
+    written = clock.time_ns() / 1e9
+    address = await sign(redis_client, written)
+    await signed.poll()
+    clock.advance(BEHIND)  # the clock of the manager has not moved
+    await sign(redis_client, written + 1)
+    await signed.poll()
+    for second in range(2, 12):
+        clock.advance(LEASE_S - 1)
+        await sign(redis_client, written + second)
+        await signed.poll()
+        assert (pool.addresses, signed.problem) == ([address], "")
+
+
+async def test_an_old_entry_that_stays_the_same_keeps_no_worker(
+    signed: Discovery, pool: Pool, redis_client: Redis, clock: ManualClock
+) -> None:
+    """Who can write Redis, but has no key, may write the last entry of a worker that is gone again and again."""
+    written = clock.time_ns() / 1e9
+    address = await sign(redis_client, written)
+    await signed.poll()
+    assert pool.addresses == [address]
+    for _ in range(3):
+        clock.advance(BEHIND)
+        await sign(redis_client, written)
+        await signed.poll()
+    assert pool.addresses == []
+    await sign(redis_client, written - 1)
+    await signed.poll()
+    assert "compare the clocks" in signed.problem
+
+
+async def test_a_router_that_starts_beside_another_clock_says_what_is_wrong(
+    signed: Discovery, pool: Pool, redis_client: Redis, clock: ManualClock
+) -> None:
+    now = clock.time_ns() / 1e9
+    for second in range(3):
+        await sign(redis_client, now + 400 + second)
+        await signed.poll()
+    assert pool.addresses == []
+    words = r"its date is \+40\d s off this router's clock; at most 300 s count: compare the clocks"
+    assert re.search(words, signed.problem), signed.problem
