@@ -194,7 +194,8 @@ class GpuWorkerSettings(EngineSettings, ServiceSettings):
     )
     worker_id: WorkerId | None = Field(None, description="name of this worker; unset: host name and port")
     manager: Annotated[Addresses, Field(min_length=1)] = Field(
-        ("127.0.0.1:50052",), description="HOST:PORT of the KV manager, or of each manager of a group, with commas"
+        ("127.0.0.1:50052",),
+        description="HOST:PORT of the KV manager, or of each manager of a group, with commas or behind one name",
     )
     manager_patience: Seconds = Field(
         60.0, description="seconds for which a worker that has lost its KV manager is ready; the same on routers"

@@ -110,8 +110,8 @@ class RouterSettings(PoolSettings, DecisionLogSettings):
     )
     manager: Annotated[Addresses, Field(min_length=1)] = Field(
         ("127.0.0.1:50052",),
-        description="HOST:PORT of the KV manager, or of each manager of a group, with commas; the admin plane passes "
-        "calls on to the one that leads",
+        description="HOST:PORT of the KV manager, or of each manager of a group, with commas or behind one "
+        "name; the admin plane passes calls on to the one that leads",
     )
     tenants: Path | None = Field(
         None, description="TOML file of tenants and the hashes of their keys; unset: no keys, each address is a tenant"
