@@ -20,6 +20,7 @@ from common.hashing import KEY_BYTES
 from common.limits import MAX_PIN_NAME_CHARS, MAX_PINNED_BLOCKS, MAX_PINNED_TENANT_CHARS, MAX_PINS
 from common.types import BlockHash
 from common.wire.packing import pack_hashes, unpack_hashes
+from kvmanager.core.ledger import Ledger
 from kvmanager.core.manager import Manager
 from kvmanager.core.pins import Pin, PinAtWorker, fitting, num_listed, one_worker_for_each_size
 from kvmanager.index.writer import IndexWriter
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 _LOOK_S: Final = 10.0
 _RETRY_S: Final = 1.0
 _LEAST_PAUSE_S: Final = 0.05
+# Hashes that are looked for in one turn of the event loop: some 2 ms.
+_A_TURN: Final = 1 << 13
 # A stored value with more bytes is none that a manager has written.
 _OTHER_FIELDS: Final = 64
 _MOST_BYTES: Final = MAX_PINNED_BLOCKS * KEY_BYTES + MAX_PINS * (
@@ -98,11 +101,28 @@ class OperatorPins:
                 left_out = known[num_blocks] = fitting(book.pins, num_blocks, book.share).left_out
                 await asyncio.sleep(0)
             if worker_id in self._manager.pool_sizes():  # it may have left meanwhile
-                leading = self._manager.ledger(worker_id).leading_blocks
-                for pin, workers in zip(pins, found, strict=True):
-                    there = leading(pin.block_hashes)
-                    workers.append(PinAtWorker(worker_id, there, left_out.get(pin.name, "")))
+                there = await self._there(self._manager.ledger(worker_id), pins)
+                for pin, blocks, workers in zip(pins, there, found, strict=True):
+                    workers.append(PinAtWorker(worker_id, blocks, left_out.get(pin.name, "")))
             await asyncio.sleep(0)
+        return found
+
+    async def _there(self, ledger: Ledger, pins: Sequence[Pin]) -> list[int]:
+        """Return how many leading blocks of each pin a worker has; reports go between."""
+        found, looked = list[int](), 0
+        for pin in pins:
+            there, hashes = 0, pin.block_hashes
+            for first in range(0, len(hashes), _A_TURN):
+                part = hashes[first : first + _A_TURN]
+                if looked + len(part) > _A_TURN:
+                    await asyncio.sleep(0)
+                    looked = 0
+                looked += len(part)
+                leading = ledger.leading_blocks(part)
+                there += leading
+                if leading < len(part):
+                    break
+            found.append(there)
         return found
 
     # ------------------------------------------------------------ the task

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -189,6 +189,37 @@ async def test_other_tasks_have_a_turn_for_each_size_of_worker() -> None:
     await pins_over(Index(), Pools(**sizes)).pin("p", "t", numbered(0, 10), 160, None)
     task.cancel()
     assert turns >= 40
+
+
+class Cached:
+    """A ledger that has all of a pin; it notes how many hashes it looked for between two turns of others."""
+
+    def __init__(self) -> None:
+        self.looked = self.most = 0
+
+    def leading_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
+        self.looked += len(block_hashes)
+        self.most = max(self.most, self.looked)
+        return len(block_hashes)
+
+
+async def test_other_tasks_have_a_turn_while_a_worker_is_asked_for_long_pins() -> None:
+    """All pins together have 65,536 blocks; to look for them in one turn took some 14 ms."""
+    manager, ledger = Pools(w0=1 << 18, w1=1 << 18), Cached()
+    manager.ledger = lambda worker_id: ledger  # type: ignore[attr-defined]
+    pins = [Pin("long", "t", numbered(0, 40_000), 640_000, None)]
+    pins += [Pin(f"p{at}", "t", numbered(50_000 + 100 * at, 100), 1600, None) for at in range(250)]
+
+    async def others() -> None:
+        while True:
+            ledger.looked = 0
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    found = await pins_over(Index(), manager).at_workers(pins)
+    task.cancel()
+    assert [[at.blocks_there for at in each] for each in found[:2]] == [[40_000, 40_000], [100, 100]]
+    assert ledger.most <= 1 << 13
 
 
 @pytest.mark.parametrize("then", [None, object()], ids=["stands by", "another model"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, get_args
 
 import pytest
@@ -14,6 +15,7 @@ from common.types import BlockHash, DecisionKind, MissReason
 from kvmanager.core import retention
 from kvmanager.core.config import EvictionName
 from kvmanager.core.pins import Pin, PinBook, fitting, one_worker_for_each_size
+from kvmanager.core.retention_terms import Mark
 from tests.kvmanager.core.eviction.test_retention import cached, others, serve
 from tests.support.kvmanager.ledgers import admit, hashes, make_ledger, prompt, reserve
 
@@ -196,6 +198,33 @@ def test_requests_go_on_between_the_steps_of_a_change(policy: str, monkeypatch: 
     serve(ledger, 90, prompt(64))
     ledger.check_invariants()
     assert (ledger.pool().kept_pinned, ledger.pool().retained) == (4, 0), "all of the half is pinned"
+
+
+def test_a_change_makes_nothing_long_that_the_collector_would_walk_over() -> None:
+    """A list of 65,536 hashes is visited as a whole by each walk over new objects, of which a change makes many."""
+    ledger, long = make_ledger(64), 20_000
+    contents = dict.fromkeys(numbered(0, long), "t")
+    change = ledger.state.retention.pinning
+    assert len({id(mark) for mark in _marks_after_unpinning().values()}) == 1, "one object for all"
+    for wanted in (contents, {}):
+        known = {id(each) for each in gc.get_objects()}
+        for _ in change(wanted):
+            new = [each for each in gc.get_objects() if type(each) in (list, set, tuple) and id(each) not in known]
+            assert max((len(each) for each in new if each is not known), default=0) < long
+            break
+        for _ in change(wanted):
+            pass
+        assert len(ledger.state.retention.pinned) == len(wanted)
+
+
+def _marks_after_unpinning() -> dict[BlockHash, Mark]:
+    ledger = make_ledger(16)
+    ledger.pin([pin(prompt(64))], 0.5)
+    serve(ledger, 1, prompt(64))
+    ledger.pin([], 0.5)
+    marks = ledger.state.retention.marks
+    assert len(marks) == 4
+    return marks
 
 
 # ---------------------------------------------------------------- bounds
