@@ -164,7 +164,7 @@ def core_figures(sizes: Sequence[int]) -> dict[str, float]:
 def _level_notes(levels: Sequence[int], groups: Sequence[int], sequences: int) -> dict[str, str]:
     notes: dict[str, str] = {}
     for workers, count in itertools.product(levels, groups):
-        name, over = level_name(workers, count, groups), f", {count} managers" if list(groups) != [1] else ""
+        name, over = level_name(workers, count, groups), f", managers: {count}" if list(groups) != [1] else ""
         notes[f"grant_p99_ms_{name}"] = f"report to grant, {workers} workers x {sequences} sequences{over}"
         notes[f"grant_p999_ms_{name}"] = "the same, all but one of a thousand"
         notes[f"late_reports_{name}"] = f"part of reports sent late, of {workers * RATE:.0f} a second"
