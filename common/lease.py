@@ -36,6 +36,15 @@ def public_incarnation(incarnation: bytes) -> bytes:
 # ---------------------------------------------------------------- sizes
 
 
+def blocks_before_window(position: int, window: int, block_size: int) -> int:
+    """Return how many leading blocks no token from `position` on reads, where every layer has a window (0: none has).
+
+    Whatever depends on windows asks this: a worker that releases blocks, the managers and routers that look for cached
+    ones, and a worker that checks a block table without its first blocks.
+    """
+    return max(0, position - window + 1) // block_size if window else 0
+
+
 def window_blocks(window: int, block_size: int) -> int:
     """Return the blocks that a sequence holds at once where every layer has a window, of `window` slots at most.
 
@@ -161,18 +170,27 @@ class InventorySequence:
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """A block with valid, sealed content. `parent` indexes the inventory's cached blocks; -1: none."""
+    """A block with valid, sealed content. `parent` indexes the inventory's cached blocks; -1: none.
+
+    Where every layer has a window, a block stays when those before it are gone. Then `parent` is -1, and the block says
+    itself at which `depth` it stands, and after which hash (any 16 bytes at depth 0).
+    """
 
     block: BlockId
     hash: BlockHash
     parent: int
     last_used: int
+    parent_hash: BlockHash | None = None
+    depth: int = 0
 
 
 class CachedBlocks(Sequence[CachedBlock]):
-    """The cached blocks of an inventory, a column for each of their properties: there may be a million of them."""
+    """The cached blocks of an inventory, a column for each of their properties: there may be a million of them.
 
-    __slots__ = ("blocks", "hashes", "last_used", "parents")
+    `parent_hashes` and `depths` are empty unless every layer has a window.
+    """
+
+    __slots__ = ("blocks", "depths", "hashes", "last_used", "parent_hashes", "parents")
 
     def __init__(
         self,
@@ -180,9 +198,12 @@ class CachedBlocks(Sequence[CachedBlock]):
         hashes: Sequence[BlockHash],
         parents: Sequence[int],
         last_used: Sequence[int],
+        parent_hashes: Sequence[BlockHash] = (),
+        depths: Sequence[int] = (),
     ) -> None:
-        """Take columns of one length."""
+        """Take columns of one length; the last two may be empty."""
         self.blocks, self.hashes, self.parents, self.last_used = blocks, hashes, parents, last_used
+        self.parent_hashes, self.depths = parent_hashes, depths
 
     @classmethod
     def of(cls, entries: Sequence[CachedBlock]) -> CachedBlocks:
@@ -194,6 +215,7 @@ class CachedBlocks(Sequence[CachedBlock]):
             [each.hash for each in entries],
             [each.parent for each in entries],
             [each.last_used for each in entries],
+            *([], []) if not entries or entries[0].parent_hash is None else _own_places(entries),
         )
 
     def __len__(self) -> int:
@@ -207,14 +229,20 @@ class CachedBlocks(Sequence[CachedBlock]):
 
     def __getitem__(self, at: int | slice) -> CachedBlock | CachedBlocks:
         if isinstance(at, slice):
-            return CachedBlocks(self.blocks[at], self.hashes[at], self.parents[at], self.last_used[at])
-        return CachedBlock(self.blocks[at], self.hashes[at], self.parents[at], self.last_used[at])
+            own = self.parent_hashes[at], self.depths[at]
+            return CachedBlocks(self.blocks[at], self.hashes[at], self.parents[at], self.last_used[at], *own)
+        place = (self.parent_hashes[at], self.depths[at]) if self.depths else ()
+        return CachedBlock(self.blocks[at], self.hashes[at], self.parents[at], self.last_used[at], *place)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
         return hash(tuple(self))
+
+
+def _own_places(entries: Sequence[CachedBlock]) -> tuple[list[BlockHash], list[int]]:
+    return [each.parent_hash or each.hash for each in entries], [each.depth for each in entries]
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +315,9 @@ class Copy:
 class Admit:
     """Give a waiting sequence its block table. block_table[:n_shared] keep fill and hash; the worker resets the rest,
     except the destination of a copy.
+
+    Where every layer has a window, the first places may be TRIMMED: the tokens behind the shared blocks do not read
+    them. All other shared blocks are full then, and the sequence computes from `n_shared` blocks on.
 
     `cached_tokens` are those of the shared blocks, and of the part of a cached block that a copy gives to the next one.
     The worker reports such a copy once it has run.

@@ -200,7 +200,7 @@ class TextAssemblers(Protocol):
 
 
 class PrefixIndex(Protocol):
-    """The prefix index: how many leading blocks each worker has cached."""
+    """The prefix index: how many leading blocks of a prompt each worker need not compute."""
 
     @property
     def connected(self) -> bool:

@@ -21,6 +21,7 @@ from quire.kvmanager.v1 import kvmanager_pb2
 
 CHUNK_BYTES: Final = 256 * 1024
 _CLAIM_BYTES: Final = 4 + KEY_BYTES + 4 + 8
+_PLACE_BYTES: Final = KEY_BYTES + 4  # of a claim that says itself where it stands
 _OVERHEAD_BYTES: Final = 64  # tags and lengths of a chunk's own fields
 _TAG_BYTES: Final = 6  # tag and length of one sequence in a chunk
 
@@ -38,6 +39,8 @@ _PACKED_FIELDS: Final = {
     "cached_hashes": _Column(KEY_BYTES, packing.unpack_hashes),
     "cached_parents": _Column(4, packing.unpack_indexes),
     "cached_last_used": _Column(8, packing.unpack_u64),
+    "cached_parent_hashes": _Column(KEY_BYTES, packing.unpack_hashes),
+    "cached_depths": _Column(4, packing.unpack_blocks),
 }
 
 _T = TypeVar("_T")
@@ -45,11 +48,11 @@ _T = TypeVar("_T")
 
 def inventory_chunks(inventory: Inventory, limit: int = CHUNK_BYTES) -> list[kvmanager_pb2.Inventory]:
     """Return an inventory in chunks of at most `limit` bytes (more if one sequence needs it), the last marked."""
-    room = limit - _OVERHEAD_BYTES
+    room, claims = limit - _OVERHEAD_BYTES, CachedBlocks.of(inventory.cached_blocks)
     chunks = [
         *_sequence_chunks(inventory.sequences, room),
         *(kvmanager_pb2.Inventory(pool=packing.pack_blocks(part)) for part in _slices(inventory.pool, room // 4)),
-        *(_claims_to_proto(part) for part in _slices(inventory.cached_blocks, room // _CLAIM_BYTES)),
+        *map(_claims_to_proto, _slices(claims, room // (_CLAIM_BYTES + (_PLACE_BYTES if claims.depths else 0)))),
     ] or [kvmanager_pb2.Inventory()]
     chunks[-1].last = True
     return chunks
@@ -74,12 +77,14 @@ def _slices(entries: Sequence[_T], width: int) -> Iterator[Sequence[_T]]:
 
 
 def _claims_to_proto(cached_blocks: Sequence[CachedBlock]) -> kvmanager_pb2.Inventory:
-    columns = CachedBlocks.of(cached_blocks)
+    columns = CachedBlocks.of(cached_blocks)  # slices of it are such columns too
     return kvmanager_pb2.Inventory(
         cached_blocks=packing.pack_blocks(columns.blocks),
         cached_hashes=packing.pack_hashes(columns.hashes),
         cached_parents=packing.pack_blocks(map(BlockId, columns.parents)),
         cached_last_used=packing.pack_u64(columns.last_used),
+        cached_parent_hashes=packing.pack_hashes(columns.parent_hashes),
+        cached_depths=packing.pack_blocks(map(BlockId, columns.depths)),
     )
 
 
@@ -158,5 +163,5 @@ class InventoryAssembler:
 
     def _assemble(self) -> Inventory:
         pool, *cached = self._columns.values()
-        packing.parallel("cached_blocks", *cached)
+        packing.parallel("cached_blocks", *cached[:4], *(cached[4:] if any(cached[4:]) else ()))
         return Inventory(tuple(self._sequences), tuple(pool), CachedBlocks(*cached))

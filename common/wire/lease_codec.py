@@ -281,7 +281,7 @@ def _admit_to_proto(admit: Admit) -> kvmanager_pb2.Admit:
 def _admit_from_proto(message: kvmanager_pb2.Admit) -> Admit:
     return Admit(
         sequence=SequenceId(message.sequence),
-        block_table=tuple(packing.unpack_blocks(message.block_table)),
+        block_table=tuple(packing.unpack_indexes(message.block_table)),
         n_shared=message.n_shared,
         cached_tokens=message.cached_tokens,
         miss_reason=miss_from_proto(message.miss_reason),

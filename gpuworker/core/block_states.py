@@ -28,7 +28,9 @@ class Content(NamedTuple):
 class BlockStates:
     """The pool, and the fill, holders and content of all blocks; block tables belong to the sequences."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, linked: bool = True) -> None:
+        """With `linked`, a claim counts only while its ancestors are claimed."""
+        self.linked = linked
         self.pool: deque[BlockId] = deque()
         self.fill = [0] * num_blocks
         self.holders = [0] * num_blocks
@@ -88,6 +90,8 @@ class BlockStates:
     def hold(self, block_table: Iterable[BlockId]) -> None:
         """Count a block table as holder of its blocks."""
         for block in block_table:
+            if block == TRIMMED:
+                continue
             self.held += not self.holders[block]
             self.holders[block] += 1
 
@@ -105,7 +109,13 @@ class BlockStates:
         """Return the claims whose ancestors are claimed too, parents first.
 
         An ancestor may have been granted again while a freed child was not yet overwritten: such a child is left out.
+        Where every layer has a window, all claims are returned, and each says where it stands.
         """
+        if not self.linked:
+            return tuple(
+                CachedBlock(block, each.hash, -1, each.last_used, each.parent or each.hash, each.depth)
+                for block, each in sorted(self.content.items())
+            )
         found: list[CachedBlock] = []
         index: dict[BlockHash, int] = {}
         for block, content in sorted(self.content.items(), key=lambda item: (item[1].depth, item[0])):

@@ -11,13 +11,22 @@ from collections import deque
 from dataclasses import replace
 
 from common.errors import AlreadyExists, FieldViolation, InvalidRequest, NotFound
-from common.lease import Admit, Copy, GrantBatch, Inventory, InventorySequence, Report, blocks_needed
+from common.lease import (
+    Admit,
+    Copy,
+    GrantBatch,
+    Inventory,
+    InventorySequence,
+    Report,
+    blocks_before_window,
+    blocks_needed,
+)
 from common.types import TRIMMED, BlockId, FinishReason, SequenceId, SequencePhase, Usage
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.core.block_states import BlockStates, Content
 from gpuworker.core.draft_tally import DraftKind, DraftTally, added
 from gpuworker.core.drafting import NO_PRICES, DraftPrices
-from gpuworker.core.grant_check import check_grants
+from gpuworker.core.grant_check import check_grants, leading_empty
 from gpuworker.core.invariants import violations
 from gpuworker.core.outcomes import AgentConfig, Applied, Completion, Counts, SequenceFinished
 from gpuworker.core.partial_copies import PartialCopies
@@ -34,10 +43,9 @@ class LeaseAgent:
 
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
-        self._hashing = config.prefix_caching and not config.window
-        self._partly = config.block_size >= config.min_partial_block
+        self._partly = config.block_size >= config.min_partial_block and not config.window
         self._block_shift = config.block_size.bit_length() - 1
-        self._blocks = BlockStates(config.num_blocks)
+        self._blocks = BlockStates(config.num_blocks, linked=not config.window)
         self._scheduler = StepScheduler(
             self._blocks,
             config.block_size,
@@ -72,7 +80,7 @@ class LeaseAgent:
     def submit(self, new: NewSequence) -> None:
         """Queue a sequence for blocks. Raises InvalidRequest with the numbers when it could never run."""
         self._check_id(new.sequence)
-        hashed = self._hashing and not new.no_cache
+        hashed = self.config.prefix_caching and not new.no_cache
         sequence = Sequence(new, self._arrivals, hashed, self._partly)
         self._refuse_impossible(sequence)
         self._arrivals += 1
@@ -122,7 +130,7 @@ class LeaseAgent:
         """Apply a batch of the current session by columns. Raises ProtocolViolation, with nothing applied, when a grant
         names a block that the worker still holds, or leaves a sequence nothing to compute.
         """
-        check_grants(batch, self._blocks, self._sequences, self.config.block_size)
+        check_grants(batch, self._blocks, self._sequences, self.config.block_size, self.config.window)
         self._lease_target = batch.lease_target
         for copy in batch.copy:
             self._copy(copy)
@@ -165,6 +173,9 @@ class LeaseAgent:
         if sequence is None or sequence.phase is not SequencePhase.WAITING:
             return False
         sequence.start(admit.block_table, admit.cached_tokens)
+        if empty := leading_empty(admit.block_table):
+            sequence.trimmed = empty
+            sequence.skip(empty << self._block_shift, self.config.block_size)
         self._blocks.hold(admit.block_table)
         self._uncover_last_known(sequence, admit.n_shared)
         self._scheduler.add(sequence)
@@ -331,7 +342,7 @@ class LeaseAgent:
 
     def _trim(self, sequence: Sequence, next_position: int) -> None:
         """Free leading blocks that no position from `next_position` on reads; steps in flight start there or later."""
-        gone = max(0, next_position - self.config.window + 1) >> self._block_shift
+        gone = blocks_before_window(next_position, self.config.window, self.config.block_size)
         if gone <= sequence.trimmed or sequence.phase is not SequencePhase.RUNNING:
             return
         self._blocks.let_go(sequence.block_table[sequence.trimmed : gone], self._next_step - 1)

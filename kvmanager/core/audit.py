@@ -81,7 +81,8 @@ def _references(state: LedgerState) -> None:
 def _prefix_map(state: LedgerState) -> None:
     """Check that the map holds exactly the registered blocks and, with each hash, its parent."""
     blocks, cache = state.blocks, state.cache
-    children = Counter(blocks.parent[first] for first in cache.entries.values())
+    linked = not state.config.window
+    children = Counter(blocks.parent[first] for first in cache.entries.values() if linked)
     copies = {block: key for key in cache.entries for block in cache.copies_of(key)}
     hashes = {block: key for block, key in enumerate(blocks.hash) if key is not None}
     _check(copies == hashes, "the prefix map and the blocks' hashes disagree")
@@ -101,7 +102,7 @@ def _prefix_map(state: LedgerState) -> None:
         in_use = [blocks.state[each] is BlockState.IN_USE for each in blocks_of]
         _check(len(in_use) == 1 or all(in_use), "a cached block has the content of another block")
         over = blocks.parent[first]
-        if over != ROOT:
+        if linked and over != ROOT:
             above = cache.entries.get(over) if over is not None else None
             _check(above is not None, "a hash is in the map without its parent")
             depth = blocks.index[above] + 1 if above is not None else 0
@@ -126,8 +127,14 @@ def _remembered(state: LedgerState) -> None:
     found = state.recall(sequence) if sequence is not None else None
     if sequence is None or found is None:
         return
-    hits = state.cache.longest(sequence.block_hashes, sequence.num_tokens // state.config.block_size)
-    _check(found.hits == hits[: found.match.hit_blocks], "a remembered match has other blocks than a look-up")
+    config, cache, known = state.config, state.cache, sequence.block_hashes
+    hits = cache.longest(known, sequence.num_tokens // config.block_size)[: found.match.hit_blocks]
+    if config.window:
+        limit = min(len(known), config.hits_of(sequence.num_tokens))
+        unread, run = cache.deepest_run(known, limit, config.unread_blocks)
+        _check(found.match.hit_blocks >= unread + len(run), "a remembered match has fewer hits than a look-up")
+        hits = run if found.unread or unread else hits
+    _check(found.hits == hits, "a remembered match has other blocks than a look-up")
     cached = sum(state.blocks.state[block] is BlockState.CACHED for block in found.hits)
     _check(found.cached_hits == cached, "a remembered match counts other cached blocks than a look-up")
 

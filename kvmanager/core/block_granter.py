@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from common.lease import PARTIAL_REASON, RETENTION_REASON, Admit, Copy
-from common.types import BlockHash, BlockId, DecisionKind, MissReason, SequencePhase
+from common.lease import PARTIAL_REASON, RETENTION_REASON, Admit, Copy, window_blocks
+from common.types import TRIMMED, BlockHash, BlockId, DecisionKind, MissReason, SequencePhase
 from kvmanager.core import backfill, fork
 from kvmanager.core.backfill import Reservation
 from kvmanager.core.block import CACHED
@@ -27,13 +27,19 @@ _IN_TURN = 7
 class GrantPlan:
     """How a sequence would be admitted: the blocks that it shares, how many it gets, and why there are no more hits.
 
-    `left` blocks are available then.
+    `left` blocks are available then. Its block table begins with `unread` empty places, for hits that left its window.
     """
 
     hits: list[BlockId]
     fresh: int
     match: PrefixMatch
     left: int = 0
+    unread: int = 0
+
+    @property
+    def shared(self) -> int:
+        """Blocks that the sequence does not compute: hits, and those before them that it does not read."""
+        return self.unread + len(self.hits)
 
 
 class BlockGranter(Evictor):
@@ -78,7 +84,7 @@ class BlockGranter(Evictor):
         passes: bool = False,
     ) -> None:
         """Admit one sequence; it may pass the next one. `fresh` are the blocks that this batch grants."""
-        source, size, shared = self.copy_source(state, sequence, plan, fresh), state.config.block_size, len(plan.hits)
+        source, size, shared = self.copy_source(state, sequence, plan, fresh), state.config.block_size, plan.shared
         part = self.partial_source(state, sequence, plan) if source is None else None
         admits.append(self.grant(state, sequence, plan, passes, part))
         fresh.update(sequence.block_table[shared:])
@@ -185,15 +191,39 @@ class BlockGranter(Evictor):
     def match(
         self, state: LedgerState, block_hashes: Items[BlockHash], num_tokens: int, cacheable: bool
     ) -> tuple[list[BlockId], PrefixMatch]:
-        """Return the registered or pending blocks of a prompt's full blocks, and the match that they give."""
-        if state.config.window:
-            return [], PrefixMatch(0, MissReason.WINDOWED)
-        if not state.config.prefix_caching or not cacheable:
+        """Return the registered or pending blocks of a prompt's full blocks, and the match that they give.
+
+        Where every layer has a window, the match has more hits than there are blocks: the others left the window.
+        """
+        config, cache = state.config, state.cache
+        if not config.prefix_caching or not cacheable:
             return [], PrefixMatch(0, MissReason.DISABLED)
-        full = num_tokens // state.config.block_size
-        present = state.cache.longest(block_hashes, full)
-        match = state.cache.explain(block_hashes, num_tokens, state.config.block_size, len(present))
+        full = min(num_tokens // config.block_size, len(block_hashes))
+        if config.window:
+            return self._match_in_window(state, block_hashes, num_tokens, full)
+        present = cache.longest(block_hashes, full)
+        match = cache.explain(block_hashes, num_tokens, config.block_size, len(present))
         return present[: match.hit_blocks], match
+
+    def _match_in_window(
+        self, state: LedgerState, block_hashes: Items[BlockHash], num_tokens: int, full: int
+    ) -> tuple[list[BlockId], PrefixMatch]:
+        """Return the deepest run of sealed blocks that a window covers, or more blocks from the first one on.
+
+        The latter may be pending: a sequence that has all blocks before one can compute it.
+        """
+        config, cache = state.config, state.cache
+        limit = min(full, config.hits_of(num_tokens))
+        unread, run = cache.deepest_run(block_hashes, limit, config.unread_blocks)
+        leading = cache.longest(block_hashes, min(limit, window_blocks(config.window, config.block_size)))
+        while config.unread_blocks(len(leading)):
+            leading.pop()
+        if len(leading) > unread + len(run):
+            unread, run = 0, leading
+        present = unread + len(run)
+        if present == limit < full and cache.has(block_hashes, limit):
+            present = full
+        return run, cache.explain(block_hashes, num_tokens, config.block_size, present)
 
     def fork_parent(self, state: LedgerState, sequence: Sequence) -> Sequence | None:
         """Return the sequence that this one was forked from while that one holds a block table to share."""
@@ -231,33 +261,34 @@ class BlockGranter(Evictor):
 
     def _plan(self, state: LedgerState, sequence: Sequence, found: RememberedMatch) -> tuple[GrantPlan, int]:
         config, available = state.config, state.block_pool.available
-        hits, cached_hits = found.hits, found.cached_hits
+        hits, cached_hits, unread = found.hits, found.cached_hits, found.unread
         parent = self.fork_parent(state, sequence)
         if parent is not None:
             shared = fork.shared_full_blocks(parent, config.hits_of(sequence.num_tokens))
-            if len(shared) > len(hits):
-                hits, cached_hits = shared, 0
-        needed = self._wanted(state, sequence, len(hits))
-        fresh = needed - len(hits)
+            if len(shared) > unread + len(hits):
+                hits, cached_hits, unread = shared, 0, 0
+        needed = self._wanted(state, sequence, unread, len(hits))
+        fresh = needed - unread - len(hits)
         grows = needed < sequence.max_blocks
         slack = max(int(grows), config.watermark_blocks) if state.running else 0
         missing = fresh + slack - (available - cached_hits)
-        return GrantPlan(hits, fresh, found.match, slack - missing), missing
+        return GrantPlan(hits, fresh, found.match, slack - missing, unread), missing
 
-    def _wanted(self, state: LedgerState, sequence: Sequence, hits: int) -> int:
-        """Return the blocks with which a sequence is admitted, `hits` shared ones included."""
+    def _wanted(self, state: LedgerState, sequence: Sequence, unread: int, hits: int) -> int:
+        """Return the places with which a sequence is admitted, `unread` empty ones and `hits` blocks included."""
         config = state.config
         if config.runway == "max" and not config.window:
             return sequence.max_blocks
         whole = -(-sequence.num_tokens // config.block_size)
         # A fork may share more than its window; its partial last block comes after that.
-        return min(whole, max(config.admission_blocks(sequence.num_tokens), hits + 1))
+        return min(whole, unread + max(config.admission_blocks(sequence.num_tokens), hits + 1))
 
     def _match_anew(self, state: LedgerState, sequence: Sequence) -> RememberedMatch:
         hits, match = self.match(state, sequence.block_hashes, sequence.num_tokens, sequence.takes_hits)
         states = state.blocks.state
         cached_hits = [states[block] for block in hits].count(CACHED)
-        return RememberedMatch(sequence.id, sequence.num_tokens, hits, match, cached_hits)
+        unread = match.hit_blocks - len(hits)
+        return RememberedMatch(sequence.id, sequence.num_tokens, hits, match, cached_hits, unread)
 
     def copy_source(
         self, state: LedgerState, sequence: Sequence, plan: GrantPlan, fresh: set[BlockId]
@@ -269,7 +300,7 @@ class BlockGranter(Evictor):
         config = state.config
         parent = self.fork_parent(state, sequence)
         index = config.hits_of(sequence.num_tokens)
-        if parent is None or len(plan.hits) != index or not fork.copy_length(sequence.num_tokens, config.block_size):
+        if parent is None or plan.shared != index or not fork.copy_length(sequence.num_tokens, config.block_size):
             return None
         source = fork.copy_source(parent, index)
         return None if source in fresh else source
@@ -305,15 +336,15 @@ class BlockGranter(Evictor):
         evicted = self.make_free(state, plan.fresh, sequence)
         state.queue.remove(sequence)
         sequence.waited += state.clock.monotonic() - sequence.queued_at
-        sequence.block_table = list(plan.hits)
-        sequence.n_shared = len(plan.hits)
+        sequence.block_table = [*[TRIMMED] * plan.unread, *plan.hits]
+        sequence.n_shared, sequence.trimmed = plan.shared, plan.unread
         state.append_fresh(plan.fresh, sequence)
         state.start(sequence)
         return Admit(
             sequence.id,
             tuple(sequence.block_table),
-            n_shared=len(plan.hits),
-            cached_tokens=len(plan.hits) * state.config.block_size + (part.slots if part is not None else 0),
+            n_shared=plan.shared,
+            cached_tokens=plan.shared * state.config.block_size + (part.slots if part is not None else 0),
             miss_reason=plan.match.miss_reason,
             diverged_at=plan.match.diverged_at,
             decision_id=_record_grant(state, sequence, plan, evicted, passes, part),
@@ -345,7 +376,7 @@ def _await(state: LedgerState, hits: list[BlockId]) -> int:
 def _record_grant(
     state: LedgerState, sequence: Sequence, plan: GrantPlan, evicted: int, passes: bool, part: PartialCopy | None
 ) -> str:
-    match, hits = plan.match, len(plan.hits)
+    match, hits = plan.match, plan.shared
     awaited = _await(state, plan.hits[: match.hit_blocks]) if not sequence.recompute else 0
     asked = sequence.takes_hits and state.config.caches
     queried = min(sequence.num_tokens // state.config.block_size, len(sequence.block_hashes)) if asked else 0
@@ -353,6 +384,8 @@ def _record_grant(
     reasons = [match.miss_reason.value]
     if match.miss_reason is MissReason.DIVERGED_AT:
         reasons.append(f"never seen from block {match.diverged_at} on")
+    if plan.unread:
+        reasons.append(f"the first {plan.unread} of the shared blocks left the window and are not needed")
     if part is not None:
         reasons.append(f"{PARTIAL_REASON}{part.slots} slots are copied from block {part.source}")
         if not sequence.recompute:

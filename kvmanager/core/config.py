@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from common.lease import blocks_needed
+from common.lease import blocks_before_window, blocks_needed
 
 Runway = Literal["auto", "max"]
 EvictionName = Literal["lru", "frequency", "utility"]
@@ -35,10 +35,11 @@ class RetentionLimits:
 class LedgerConfig:
     """One worker's pool. `block_size` and `window` are in slots; `runway_slots` and `runway_reach` in slots a sequence.
 
-    `window` is above 0 when every layer is windowed: nothing is cached then. `runway` "auto" keeps a pool of leased
-    blocks ahead of need: for `runway_slots` also by evicting, up to `runway_reach` from free blocks alone. "max" gives
-    each sequence all blocks of its max_len at admission. `watermark` is the part of the pool that an admission leaves
-    free for the growth of those that run; `ghosts` bounds the memory of evicted hashes (0: four for each block).
+    `window` is above 0 when every layer is windowed: a cached block then stays when those before it go. `runway` "auto"
+    keeps a pool of leased blocks ahead of need: for `runway_slots` also by evicting, up to `runway_reach` from free
+    blocks alone. "max" gives each sequence all blocks of its max_len at admission. `watermark` is the part of the pool
+    that an admission leaves free for the growth of those that run; `ghosts` bounds the memory of evicted hashes (0:
+    four for each block).
     `eviction` names the policy of `eviction/choice.py`. With `backfill`, sequences pass one that lacks blocks, for a
     bounded time. One that has waited for `max_wait` seconds gets every eighth admission (0: priority alone decides).
     Of one tenant, at most `retention_share` of the blocks are retained, of all tenants together at most half, each for
@@ -81,7 +82,19 @@ class LedgerConfig:
     @property
     def caches(self) -> bool:
         """Whether sealed blocks are kept and published."""
+        return self.prefix_caching
+
+    @property
+    def copies_parts(self) -> bool:
+        """Whether a part of a cached block is copied for a prompt that diverges inside that block.
+
+        Not where every layer has a window: a sequence may lack the blocks before the one that it continues.
+        """
         return self.prefix_caching and not self.window
+
+    def unread_blocks(self, hits: int) -> int:
+        """Return how many of the first `hits` blocks a sequence never reads that computes from there on."""
+        return blocks_before_window(hits * self.block_size, self.window, self.block_size)
 
     @property
     def retention_limits(self) -> RetentionLimits:

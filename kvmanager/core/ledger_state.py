@@ -73,8 +73,9 @@ class LedgerState:
         self.decisions = DecisionLog(clock, decision_ids, worker)
         self.totals = Totals()
         self.blocks = Blocks(config.num_blocks)
-        self.cache = PrefixCache(self.blocks, config.ghosts or 4 * config.num_blocks)
-        self.eviction = order_of(config.eviction, self.blocks, self.cache.entries)
+        linked = not config.window
+        self.cache = PrefixCache(self.blocks, config.ghosts or 4 * config.num_blocks, linked)
+        self.eviction = order_of(config.eviction, self.blocks, self.cache.entries, linked)
         self.retention = Retention(self.blocks, self.cache.entries, self.eviction, clock, config.retention_limits)
         self.empty()
 
@@ -205,7 +206,9 @@ class LedgerState:
     def remember(self, sequence: Sequence, found: RememberedMatch) -> None:
         """Keep the match of a sequence that cannot be admitted now."""
         self.remembered = found
-        self.cache.watched = frozenset(sequence.block_hashes[: len(found.hits) + 1])
+        hashes = sequence.block_hashes
+        looked_at = hashes[found.unread :] if self.config.window else hashes[: len(found.hits) + 1]
+        self.cache.watched = frozenset(looked_at)
 
     # ------------------------------------------------------------ blocks
 
@@ -253,18 +256,20 @@ class LedgerState:
     def may_publish(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> bool:
         """Return whether a block in use may be registered: after its parent, at its own depth, under a hash of its own.
 
-        A block whose hash another content has is not shared, and nothing after it.
+        A block whose hash another content has is not shared, and nothing after it. With a window, the parent may be
+        gone.
         """
         cache, index = self.cache, self.blocks.index
-        if not self.caches:
+        if not self.caches or parent in cache.ambiguous:
             return False
-        if parent:
-            above = cache.entries.get(parent)
-            if above is None or index[above] + 1 != index[block] or parent in cache.ambiguous:
+        if not parent:
+            if index[block]:
                 return False
-        elif index[block]:
-            return False
-        if block_hash in cache.entries and cache.is_ambiguous(block_hash, parent):
+        elif not self.config.window:
+            above = cache.entries.get(parent)
+            if above is None or index[above] + 1 != index[block]:
+                return False
+        if block_hash in cache.entries and cache.is_ambiguous(block_hash, parent, index[block]):
             cache.forget_pending(block)
             return False
         return True
@@ -277,9 +282,11 @@ class LedgerState:
         if cache.watched:
             cache.touch(block_hash)
         blocks.hash[block], blocks.parent[block] = block_hash, parent
-        if parent:
+        if parent and not self.config.window:
             above = cache.entries[parent]
             blocks.children[above] += 1
+        elif parent:
+            above = cache.entries.get(parent)
         cache.entries[block_hash] = block
         cache.number += 1
         cache.events.append(Stored(cache.number, block_hash, blocks.index[block]))
@@ -292,7 +299,7 @@ class LedgerState:
         """Register a block in use. A cached copy of its content is free from now on."""
         cache, pool, entries = self.cache, self.block_pool, self.cache.entries
         ghost = cache.register(block, block_hash, parent)
-        pool.cached.registered(block, entries[parent] if parent else None, ghost[2:] if ghost else NO_MARK)
+        pool.cached.registered(block, entries.get(parent), ghost[2:] if ghost else NO_MARK)
         if block in self.blocks.awaited:
             self._count_awaited(block)
         first = entries[block_hash]

@@ -33,7 +33,7 @@ def partial_copy(state: LedgerState, sequence: Sequence, hits: Items[BlockId], s
     `spare` blocks are left beside those of the admission, and beside one for each running sequence that may grow. A
     cached source takes one of the spare ones until the copy has run.
     """
-    if not sequence.partial_hashes or not sequence.takes_hits or not state.caches:
+    if not sequence.partial_hashes or not sequence.takes_hits or not state.config.copies_parts:
         return None
     index, size = len(hits), state.config.block_size
     room = sequence.num_tokens - 1 - index * size
@@ -69,7 +69,7 @@ def _registered(state: LedgerState, content: BlockHash, before: BlockHash, index
 def learn(state: LedgerState, sequence: Sequence, hits: Items[BlockId]) -> None:
     """Take the partial hashes of shared blocks from the sequence's own, where a rebuild forgot them."""
     known, partials = state.cache.partials.parts, sequence.partial_hashes
-    if not partials or not state.caches:
+    if not partials or not state.config.copies_parts:
         return
     for index, block in enumerate(hits):
         content = state.blocks.hash[block]

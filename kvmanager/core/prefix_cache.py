@@ -5,6 +5,9 @@ first copy could be evicted while a sequence holds a private twin. That sequence
 registered parent. For the index, a hash is a member while it has a copy: events report the first and the last copy.
 Parent, depth and children of a hash stand in the columns of its first copy (`Blocks`); the depth is its index.
 
+Where every layer of the model has a window, a token reads the blocks of the last slots alone. So a hash stays
+registered when its parent goes: no block counts children, and each one may be evicted.
+
 A copy that no sequence holds is worth its block only while it is the only one. So the copies of a hash are either one
 cached block or blocks in use; `LedgerState` frees every other one. A look-up takes the first copy.
 """
@@ -12,6 +15,7 @@ cached block or blocks in use; `LedgerState` frees every other one. A look-up ta
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -51,12 +55,13 @@ class PrefixCache:
     """Registered and pending hashes, the ghosts of evicted ones, and the events that follow from changes."""
 
     __slots__ = (
-        "_blocks", "_ghost_limit", "ambiguous", "copies", "entries", "events", "ghosts", "number", "partials",
-        "pending", "watched",
+        "_blocks", "_ghost_limit", "_linked", "ambiguous", "copies", "entries", "events", "ghosts", "number",
+        "partials", "pending", "watched",
     )  # fmt: skip
 
-    def __init__(self, blocks: Blocks, ghost_limit: int) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: Blocks, ghost_limit: int, linked: bool = True) -> None:
+        """With `linked`, a hash is registered only while its parent is; else no block has children."""
+        self._blocks, self._linked = blocks, linked
         self._ghost_limit = ghost_limit
         # The first copy of each registered hash, and all copies of those that have several.
         self.entries: dict[BlockHash, BlockId] = {}
@@ -88,6 +93,10 @@ class PrefixCache:
         blocks = self._blocks
         return block if blocks.index[block] == depth and blocks.parent[block] == parent else None
 
+    def has(self, block_hashes: Items[BlockHash], index: int) -> bool:
+        """Return whether this block of a prompt is registered or pending."""
+        return self.find(block_hashes[index], block_hashes[index - 1] if index else ROOT, index) is not None
+
     def copies_of(self, block_hash: BlockHash) -> list[BlockId]:
         """Return the blocks that hold a registered hash, the first one first."""
         return self.copies.get(block_hash) or [self.entries[block_hash]]
@@ -104,6 +113,26 @@ class PrefixCache:
             parent = block_hash
         return hits
 
+    def deepest_run(
+        self, block_hashes: Items[BlockHash], limit: int, unread: Callable[[int], int]
+    ) -> tuple[int, list[BlockId]]:
+        """Return the blocks that are read behind the most hits of block_hashes[:limit], and how many stand before them.
+
+        Of `hits` hits the first `unread(hits)` are not read, so they need not be there. All others must be registered:
+        a sequence that lacks the blocks before a pending one could not compute it, if its filler left.
+        """
+        hits, entries = limit, self.entries
+        run: list[BlockId] = []
+        while len(run) < max(min(hits, 1), hits - unread(hits)):
+            index = hits - len(run) - 1
+            found = self.find(block_hashes[index], block_hashes[index - 1] if index else ROOT, index)
+            if found is not None and block_hashes[index] in entries:
+                run.append(found)
+            else:
+                hits, run = index, []
+        run.reverse()
+        return hits - len(run), run
+
     def explain(self, block_hashes: Items[BlockHash], num_tokens: int, block_size: int, present: int) -> PrefixMatch:
         """Return the match of a prompt of `num_tokens` tokens, of whose full blocks the first `present` were found.
 
@@ -116,17 +145,30 @@ class PrefixCache:
         hits = min(present, limit)
         if present == full:
             return PrefixMatch(hits, MissReason.CAPPED if full > limit else MissReason.FULL_HIT)
+        return self._explain_missing(block_hashes, hits, present, full)
+
+    def _explain_missing(self, block_hashes: Items[BlockHash], hits: int, present: int, full: int) -> PrefixMatch:
+        """Return the match of a prompt whose full block `present` was not found."""
+        if not self._linked and self.has(block_hashes, present):
+            return PrefixMatch(hits, MissReason.WINDOWED)
         ghost = self.ghosts.get(block_hashes[present])
         if ghost is not None:
             return PrefixMatch(hits, MissReason.EVICTED, evicted_for=ghost[0], retention=ghost[1])
+        if not self._linked and self._was_seen(block_hashes, present, full):
+            return PrefixMatch(hits, MissReason.EVICTED)
         if not present:
             return PrefixMatch(0, MissReason.NEVER_SEEN)
         return PrefixMatch(hits, MissReason.DIVERGED_AT, present)
 
+    def _was_seen(self, block_hashes: Items[BlockHash], first: int, full: int) -> bool:
+        """Return whether a block from the first one on was cached: then those before it were, and it was forgotten."""
+        places = range(first, full)
+        return any(block_hashes[each] in self.ghosts or self.has(block_hashes, each) for each in places)
+
     # ------------------------------------------------------------ membership
 
     def register(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> Ghost | None:
-        """Add a copy; `parent` is registered, or ROOT. Return what was kept of its last eviction."""
+        """Add a copy; `parent` is ROOT or, where hashes are linked, registered. Return what an eviction left."""
         blocks = self._blocks
         if blocks.pending[block] is not None:
             self.forget_pending(block)
@@ -137,7 +179,7 @@ class PrefixCache:
         if first is not None:
             self.copies.setdefault(block_hash, [first]).append(block)
             return None
-        if parent:
+        if parent and self._linked:
             blocks.children[self.entries[parent]] += 1
         self.entries[block_hash] = block
         self.number += 1
@@ -154,13 +196,13 @@ class PrefixCache:
         """Return the depth of a child of `parent`, which is registered or ROOT."""
         return self._blocks.index[self.entries[parent]] + 1 if parent else 0
 
-    def is_ambiguous(self, block_hash: BlockHash, parent: BlockHash) -> bool:
-        """Return whether another content than a child of `parent` has this hash; remember that.
+    def is_ambiguous(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> bool:
+        """Return whether another content than a child of `parent` at this depth has this hash; remember that.
 
         The children of the two could not be told apart: each would count as a child of the registered one.
         """
         first = self.entries.get(block_hash)
-        if first is None or self._blocks.parent[first] == parent:
+        if first is None or (self._blocks.parent[first] == parent and self._blocks.index[first] == depth):
             return False
         self.ambiguous.add(block_hash)
         return True
@@ -180,7 +222,7 @@ class PrefixCache:
         self.partials.forget(block_hash)
         blocks.children[block] = 0
         parent = blocks.parent[block]
-        if parent:
+        if parent and self._linked:
             above = self.entries.get(parent)
             if above is None:
                 raise ProtocolViolation(f"block {block} was cached without its parent")

@@ -43,8 +43,9 @@ class InventoryLoader:
         entries = CachedBlocks.of(inventory.cached_blocks)
         if state.caches:
             events = len(state.cache.events)
+            restore = _restore_in_window if state.config.window else self._restore_cached_blocks
             for first in range(0, len(entries), STEP_BLOCKS):
-                self._restore_cached_blocks(state, entries, first, cached)
+                restore(state, entries, first, cached)
                 yield
             if len(entries):
                 # There are no events of a rebuild. A gap in their numbers leads each follower to take a snapshot.
@@ -94,7 +95,7 @@ class InventoryLoader:
             if parent is None or not (parent == ROOT or parent in registered or self.adopts(state, parent)):
                 continue
             if of is not BlockState.FREE or block_hash in registered or ambiguous:
-                if _restore_copy(state, block, block_hash, parent):
+                if _restore_copy(state, block, block_hash, parent, cache.depth_after(parent)):
                     cached.append(block)
                 continue
             # What `PrefixCache.register` does with a new hash, without an event: this is most of the time of a rebuild.
@@ -125,7 +126,10 @@ class InventoryLoader:
                 last_used[block] = used
             yield
         due = 0
-        for part in order_after_rebuild(self.levels(by_depth), last_used.__getitem__):
+        levels = self.levels(by_depth)
+        if state.config.window:  # any block may be evicted before another one, so the use alone counts
+            levels = [[block for level in levels for block in level]]
+        for part in order_after_rebuild(levels, last_used.__getitem__):
             for block in part:
                 states[block] = BlockState.CACHED
             state.block_pool.cached.restore(part)
@@ -173,15 +177,32 @@ def _register(state: LedgerState, entry: InventorySequence) -> Sequence:
     return sequence
 
 
-def _restore_copy(state: LedgerState, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> bool:
+def _restore_in_window(state: LedgerState, entries: CachedBlocks, first: int, cached: list[BlockId]) -> None:
+    """Do what `_restore_cached_blocks` does where every layer has a window: each block says itself where it stands."""
+    if len(entries.depths) != len(entries):
+        raise ProtocolViolation("cached blocks of a windowed model came without their depths")
+    step, blocks = slice(first, first + STEP_BLOCKS), state.blocks
+    columns = zip(
+        entries.blocks[step], entries.hashes[step], entries.parent_hashes[step], entries.depths[step], strict=True
+    )
+    _check_range(state, entries.blocks[step])
+    for block, block_hash, before, depth in columns:
+        if blocks.state[block] is BlockState.LEASED or blocks.hash[block] is not None:
+            raise ProtocolViolation(f"cached block {block} is leased, or stands twice in the inventory")
+        if _restore_copy(state, block, block_hash, before if depth else ROOT, depth):
+            cached.append(block)
+    state.cache.forget_ghosts(entries.hashes[step])
+
+
+def _restore_copy(state: LedgerState, block: BlockId, block_hash: BlockHash, parent: BlockHash, depth: int) -> bool:
     """Register a cached block that is no new hash of a free block, where it may be; return whether no table holds it.
 
     A block of a block table counts at its own depth alone. Another block with its content stays free.
     """
     cache, blocks = state.cache, state.blocks
-    if parent in cache.ambiguous or cache.is_ambiguous(block_hash, parent):
+    if parent in cache.ambiguous or cache.is_ambiguous(block_hash, parent, depth):
         return False
-    depth, is_free = cache.depth_after(parent), blocks.state[block] is BlockState.FREE
+    is_free = blocks.state[block] is BlockState.FREE
     if is_free and block_hash not in cache.entries:
         blocks.index[block] = depth
         cache.register(block, block_hash, parent)

@@ -13,10 +13,11 @@ from kvmanager.core.prefix_cache import PrefixMatch
 
 @dataclass(frozen=True, slots=True)
 class RememberedMatch:
-    """The hits of a sequence, and how many of them no sequence holds.
+    """The hits of a sequence that it reads, and how many of them no sequence holds; `unread` ones stand before them.
 
-    The prefix cache watches the hashes of the hits, and the first hash that is no hit. The match holds until a block of
-    one of these hashes is registered, evicted, expected, given up, taken into use or released.
+    The prefix cache watches the hashes of the hits, and the first hash that is no hit; with a window, all hashes from
+    the first hit on. The match holds until a block of one of these hashes is registered, evicted, expected, given up,
+    taken into use or released.
     """
 
     sequence: SequenceId
@@ -24,3 +25,4 @@ class RememberedMatch:
     hits: list[BlockId]
     match: PrefixMatch
     cached_hits: int
+    unread: int = 0

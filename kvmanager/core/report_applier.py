@@ -111,6 +111,8 @@ class ReportApplier:
 
     def index_parts(self, state: LedgerState, partials: Iterable[tuple[BlockHash, tuple[BlockHash, ...]]]) -> None:
         """Note the partial hashes of sealed blocks; those of a block whose seal was ignored are ignored too."""
+        if not state.config.copies_parts:
+            return
         entries, hash_of, add = state.cache.entries, state.blocks.hash, state.cache.partials.add
         for block_hash, parts in partials:
             if (block := entries.get(block_hash)) is not None:
@@ -134,6 +136,8 @@ class ReportApplier:
             if count > len(table):
                 raise ProtocolViolation(f"{count} blocks of a block table of {len(table)} were trimmed")
             trimmed = range(sequence.trimmed, count)
+            if sequence.retention and state.caches:
+                state.retention.mark(sequence, sequence.trimmed, count)
             self.release(state, [table[index] for index in trimmed])
             table[sequence.trimmed : count] = [TRIMMED] * len(trimmed)
             held = sequence.own_blocks

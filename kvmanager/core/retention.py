@@ -113,14 +113,15 @@ class Retention:
 
     # ------------------------------------------------------------ what requests say
 
-    def mark(self, sequence: Sequence) -> None:
-        """Mark the registered blocks of a sequence that is about to release them.
+    def mark(self, sequence: Sequence, begin: int = 0, until: int | None = None) -> None:
+        """Mark the registered blocks of a sequence that is about to release them: `begin` to `until` - 1, or all.
 
         Blocks between two ends of ranges get the same terms, and most of them have the same mark before. So terms are
         compared once for all of them.
         """
         now, table, blocks, marks = self._clock.monotonic(), sequence.block_table, self._blocks, self.marks
-        for first, end, terms in segments(self._asked(sequence, now)):
+        until = len(table) if until is None else until
+        for first, end, terms in segments(self._asked(sequence, now, begin, until)):
             fresh, low = Mark(terms, sequence.tenant), terms[0][0] < _USUAL
             known: dict[Mark | None, Mark] = {None: fresh}
             for block in table[first:end]:
@@ -135,20 +136,20 @@ class Retention:
                 if mark is not old:
                     marks[block_hash] = mark
 
-    def _asked(self, sequence: Sequence, now: float) -> list[tuple[int, int, Term]]:
+    def _asked(self, sequence: Sequence, now: float, begin: int, until: int) -> list[tuple[int, int, Term]]:
         """Return the blocks of which a sequence says something, and what.
 
         A retained range begins with the first block, as the blocks before it must stay too. A low priority counts for
         blocks alone that no other sequence had computed before, and that no other one uses.
         """
-        limits, size, found = self._limits, len(sequence.block_table), []
+        limits, found = self._limits, []
         for asked in sequence.retention:
             raised, term = asked.priority > _USUAL, (asked.priority, now + min(asked.seconds, limits.longest_seconds))
             if asked.priority == _USUAL or term[1] <= now or (raised and not limits.most_blocks):
                 continue
-            first = 0 if raised else max(asked.first, sequence.n_shared)
-            if first < min(asked.end, size):
-                found.append((first, min(asked.end, size), term))
+            first = max(begin, 0 if raised else max(asked.first, sequence.n_shared))
+            if first < min(asked.end, until):
+                found.append((first, min(asked.end, until), term))
         return found
 
     # ------------------------------------------------------------ what happens to blocks

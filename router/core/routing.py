@@ -370,7 +370,7 @@ def _wait_for_room(
     """
     capacity, unheld = worker.capacity, worker.unheld_blocks
     places = sequences - capacity.max_num_seqs
-    blocks = capacity.blocks(placement.prompt_tokens) - hit_blocks - unheld
+    blocks = capacity.fresh_blocks(placement.prompt_tokens, hit_blocks) - unheld
     if places <= 0 and blocks <= 0:
         return 0.0  # most often there is room now
     held = max(1, capacity.num_blocks - unheld)

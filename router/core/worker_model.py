@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.lease import blocks_needed
+from common.lease import blocks_before_window, blocks_needed
 from router.core.rates import CountRate, Rates, StepLine
 
 
@@ -41,6 +41,11 @@ class Capacity:
     def blocks(self, tokens: int) -> int:
         """Return the blocks that so many tokens hold at once."""
         return blocks_needed(tokens, tokens, self.block_size, self.window)
+
+    def fresh_blocks(self, tokens: int, hit_blocks: int) -> int:
+        """Return the blocks that so many tokens need beside hits. Hits that left the window hold no block."""
+        read = hit_blocks - blocks_before_window(hit_blocks * self.block_size, self.window, self.block_size)
+        return max(0, min(self.blocks(tokens) - read, -(-tokens // self.block_size) - hit_blocks))
 
 
 @dataclass(frozen=True, slots=True)

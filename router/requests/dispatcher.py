@@ -363,7 +363,7 @@ class Dispatcher:
     ) -> tuple[LoadReservation, ...]:
         capacity = worker.capacity
         uncached = request.prompt_tokens - hit_blocks * capacity.block_size
-        blocks = capacity.blocks(request.prompt_tokens) - hit_blocks
+        blocks = capacity.fresh_blocks(request.prompt_tokens, hit_blocks)
         # The other sequences share all blocks of the first but the last, which each may have to compute again.
         loads = [(uncached, blocks), *[(1, 1)] * (request.sequences - 1)]
 

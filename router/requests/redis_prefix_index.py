@@ -2,7 +2,8 @@
 
 The router reads many keys by one script: redis-py costs some ten microseconds a command, so a pipeline of GETs costs
 ten times as much. The script cuts each value where it no longer counts; MGET would bring whatever somebody wrote into
-Redis. The router reads growing windows of block hashes and stops at the first window with a hole. A lookup that takes
+Redis. The router reads growing windows of block hashes and stops at the first window with a hole, unless every layer of
+the model has an attention window. A lookup that takes
 too long is given up, and a Redis that keeps failing is skipped: a missing answer costs hits, never a request.
 """
 
@@ -22,7 +23,7 @@ from common.index_format import OWNER_FIELDS, SlotOwner, owner_from_values, pref
 from common.limits import MAX_INDEX_OWNER_BYTES, MAX_INDEX_VALUE_BYTES
 from common.types import BlockHash, PoolIdentity
 from router.core.breaker import CircuitBreaker
-from router.core.prefix_match import PrefixMatch, windows
+from router.core.prefix_match import PrefixMatch, RunMatch, windows
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class RedisPrefixIndex:
             return None
         try:
             async with asyncio.timeout(self._timeout):
-                hits = await self._lookup(identity.namespace, block_hashes)
+                hits = await self._lookup(identity, block_hashes)
         except (RedisError, OSError, TimeoutError) as error:
             if self._breaker.healthy:
                 log.warning("the prefix index does not answer", extra={"reason": str(error) or "timeout"})
@@ -106,13 +107,14 @@ class RedisPrefixIndex:
         self._count("answered")
         return hits if self._owners else None
 
-    async def _lookup(self, namespace: str, block_hashes: Sequence[BlockHash]) -> Mapping[str, int]:
+    async def _lookup(self, identity: PoolIdentity, block_hashes: Sequence[BlockHash]) -> Mapping[str, int]:
+        namespace = identity.namespace
         if namespace != self._namespace:
             self._namespace, self._owners, self._looked = namespace, {}, {}
         await self._look_up_owners(self._older_than(OWNER_SECONDS, self._owners))
-        match = await self._match(block_hashes)
+        match = await self._match(identity, block_hashes)
         if await self._look_up_owners(self._older_than(DEAD_SECONDS, match.unknown)):
-            match = await self._match(block_hashes)
+            match = await self._match(identity, block_hashes)
         return match.hits()
 
     def _older_than(self, seconds: float, slots: Iterable[int]) -> list[int]:
@@ -120,11 +122,13 @@ class RedisPrefixIndex:
         oldest = self._clock.monotonic() - seconds
         return sorted(slot for slot in slots if self._looked.get(slot, float("-inf")) <= oldest)
 
-    async def _match(self, block_hashes: Sequence[BlockHash]) -> PrefixMatch:
-        root = prefix_key_root(self._namespace)
+    async def _match(self, identity: PoolIdentity, block_hashes: Sequence[BlockHash]) -> PrefixMatch | RunMatch:
+        root, length, seen = prefix_key_root(self._namespace), len(block_hashes), identity.kv_geometry.window
         live = {slot: (owner.worker_id, owner.generation) for slot, owner in self._owners.items()}
-        match = PrefixMatch(live, unpack_entries)
-        for window in windows(len(block_hashes)):
+        match: PrefixMatch | RunMatch = PrefixMatch(live, unpack_entries)
+        if seen:
+            match = RunMatch(live, unpack_entries, seen, identity.block_size, length)
+        for window in windows(length):
             keys = [root + block_hashes[place] for place in window]
             if not match.feed(cast("list[bytes]", await self._run(_BEGINNINGS, keys))):
                 break

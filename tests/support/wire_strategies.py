@@ -125,9 +125,16 @@ rejections = st.builds(
 @st.composite
 def cached_blocks(draw: st.DrawFn) -> tuple[lease.CachedBlock, ...]:
     """Cached blocks; parent indices are arbitrary, because the wire does not interpret them."""
-    count = draw(st.integers(0, 40))
+    count, in_window = draw(st.integers(0, 40)), draw(st.booleans())
     return tuple(
-        lease.CachedBlock(draw(blocks), draw(hashes), draw(st.integers(-1, index)), draw(u64)) for index in range(count)
+        lease.CachedBlock(
+            draw(blocks),
+            draw(hashes),
+            draw(st.integers(-1, index)),
+            draw(u64),
+            *((draw(hashes), draw(st.integers(0, 2**31 - 1))) if in_window else ()),
+        )
+        for index in range(count)
     )
 
 

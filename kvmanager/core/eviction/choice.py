@@ -13,13 +13,18 @@ from kvmanager.core.eviction.interface import EvictionOrder
 from kvmanager.core.eviction.lru import LeastRecentlyUsed
 from kvmanager.core.eviction.utility import PredictedUtility
 
-_MAKERS: Final[dict[EvictionName, Callable[[Blocks, dict[BlockHash, BlockId]], EvictionOrder]]] = {
+_MAKERS: Final[dict[EvictionName, Callable[[Blocks, dict[BlockHash, BlockId], bool], EvictionOrder]]] = {
     "lru": LeastRecentlyUsed,
     "frequency": Frequency,
     "utility": PredictedUtility,
 }
 
 
-def order_of(name: EvictionName, blocks: Blocks, entries: dict[BlockHash, BlockId]) -> EvictionOrder:
-    """Return the policy of that name for these blocks; `entries` has the first copy of each registered hash."""
-    return _MAKERS[name](blocks, entries)
+def order_of(
+    name: EvictionName, blocks: Blocks, entries: dict[BlockHash, BlockId], linked: bool = True
+) -> EvictionOrder:
+    """Return the policy of that name for these blocks; `entries` has the first copy of each registered hash.
+
+    `linked` says whether a hash leaves only after its children; otherwise no block has any.
+    """
+    return _MAKERS[name](blocks, entries, linked)

@@ -39,8 +39,9 @@ class Frequency:
     name: ClassVar[str] = "frequency"
     reason: ClassVar[str] = "used least often, leaves first"
 
-    def __init__(self, blocks: Blocks, entries: dict[BlockHash, BlockId]) -> None:
-        self._blocks, self._entries = blocks, entries
+    def __init__(self, blocks: Blocks, entries: dict[BlockHash, BlockId], linked: bool = True) -> None:
+        # Where hashes are not linked, every block is a leaf: the eviction of one makes no other one a leaf.
+        self._blocks, self._entries = blocks, entries if linked else {}
         self.withheld: Collection[BlockId] = ()
         self.empty()
 

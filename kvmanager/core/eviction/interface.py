@@ -4,6 +4,8 @@ The registered hashes of a worker form a forest. The map stays closed under pref
 children. So a policy evicts leaves alone: cached blocks whose hash has no registered child. A child of a cached block
 is cached too, because a block table that holds a child holds a copy of the parent. So there is a leaf while there is a
 cached block.
+
+Where every layer of the model has a window, hashes are not linked: no block counts children, so each one is a leaf.
 """
 
 from __future__ import annotations

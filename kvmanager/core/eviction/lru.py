@@ -27,8 +27,9 @@ class LeastRecentlyUsed(LinkedBlocks):
     name: ClassVar[str] = "lru"
     reason: ClassVar[str] = "released longest ago, leaves first"
 
-    def __init__(self, blocks: Blocks, entries: dict[BlockHash, BlockId]) -> None:
-        self._blocks, self._entries = blocks, entries
+    def __init__(self, blocks: Blocks, entries: dict[BlockHash, BlockId], linked: bool = True) -> None:
+        # Where hashes are not linked, every block is a leaf: the eviction of one makes no other one a leaf.
+        self._blocks, self._entries = blocks, entries if linked else {}
         self.withheld: Collection[BlockId] = ()
         super().__init__(len(blocks))
 

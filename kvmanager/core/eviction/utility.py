@@ -31,14 +31,14 @@ class PredictedUtility:
 
     __slots__ = (
         "_blocks", "_born", "_due", "_entries", "_follower", "_gone", "_kept", "_klass", "_leaves", "_length",
-        "_lifetimes", "_now", "_origin", "_period", "_released", "_run", "_tip", "_uses", "withheld",
+        "_lifetimes", "_linked", "_now", "_origin", "_period", "_released", "_run", "_tip", "_uses", "withheld",
     )  # fmt: skip
 
     name: ClassVar[str] = "utility"
     reason: ClassVar[str] = "least likely to be used again soon, leaves first"
 
-    def __init__(self, blocks: Blocks, entries: dict[BlockHash, BlockId]) -> None:
-        self._blocks, self._entries = blocks, entries
+    def __init__(self, blocks: Blocks, entries: dict[BlockHash, BlockId], linked: bool = True) -> None:
+        self._blocks, self._entries, self._linked = blocks, entries, linked
         self.withheld: Collection[BlockId] = ()
         self._lifetimes = Lifetimes(CLASSES)
         self._now = self._run = self._gone = 0
@@ -174,6 +174,10 @@ class PredictedUtility:
         released = self._released[parent]
         if released == _ABSENT or parent in self.withheld:
             return None
+        if not self._linked:
+            # It is a leaf already. One run of blocks goes before another one loses a block: a gap costs the whole run.
+            old = released <= self._gone + 1
+            return parent if old and parent in self._leaves and self._klass[parent] == self._klass[number] else None
         self._leaves.add(parent)
         return parent if released == self._gone and self._klass[parent] == self._klass[number] else None
 

@@ -179,6 +179,7 @@ def test_an_inventory_beyond_its_bounds_is_a_protocol_violation(bounds: Inventor
 
 
 NEGATIVE = packing.pack_blocks([BlockId(-1)])
+BELOW = packing.pack_blocks([BlockId(-2)])
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ NEGATIVE = packing.pack_blocks([BlockId(-1)])
         kvmanager_pb2.GrantBatch(lease=NEGATIVE),
         kvmanager_pb2.GrantBatch(copy_src=NEGATIVE, copy_dst=bytes(4), copy_len=bytes(4)),
         kvmanager_pb2.GrantBatch(copy_src=bytes(4), copy_dst=NEGATIVE, copy_len=bytes(4)),
-        kvmanager_pb2.GrantBatch(admit=[kvmanager_pb2.Admit(block_table=NEGATIVE)]),
+        kvmanager_pb2.GrantBatch(admit=[kvmanager_pb2.Admit(block_table=BELOW)]),
     ],
 )
 def test_a_grant_of_a_negative_block_is_a_protocol_violation(message: kvmanager_pb2.GrantBatch) -> None:

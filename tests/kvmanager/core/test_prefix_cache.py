@@ -43,16 +43,6 @@ def test_behaviour_12_trimmed_blocks_are_free_before_capacity_is_checked() -> No
     assert block_table(ledger, 1) == (TRIMMED, TRIMMED, 2, 3)
 
 
-def test_behaviour_12_a_windowed_model_publishes_no_hashes() -> None:
-    ledger = make_ledger(8, 4, window=8)
-    admit(ledger, reserve(1, prompt(9), block_size=4))
-    seal(ledger, 1, hashes(prompt(9), 4))
-    assert ledger.index_snapshot().entries == ()
-    (granted,) = admit(ledger, reserve(2, prompt(9), block_size=4))
-    assert (granted.n_shared, granted.miss_reason) == (0, MissReason.WINDOWED)
-    assert ledger.pool().totals.prefix_query_blocks == 0
-
-
 def test_trims_are_totals_so_repeating_one_changes_nothing() -> None:
     ledger = make_ledger(6, 4, window=8)
     admit(ledger, reserve(1, prompt(16), max_len=20, block_size=4))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from common.types import TRIMMED
 from kvmanager.core.ledger import Ledger
 from tests.suites.protocol.ledger_copies import copy_ledger, ledger_key
 from tests.support.kvmanager.fake_worker import FakeWorker
@@ -129,13 +130,26 @@ def test_a_tiny_pool_is_never_stuck(seed: int, eviction: str) -> None:
     assert_quiet(life.ledger)
 
 
-@pytest.mark.parametrize("runway_reach", [32, 128])
-def test_a_windowed_model_publishes_nothing_and_frees_everything(runway_reach: int) -> None:
-    life = Life(40, 4, seed=5, window=8, runway_reach=runway_reach)
-    for _ in range(3000):
+@pytest.mark.parametrize(
+    ("runway_reach", "eviction", "window"), [(32, "lru", 8), (128, "utility", 8), (128, "frequency", 5), (32, "lru", 1)]
+)
+def test_where_every_layer_has_a_window_blocks_are_used_again_whose_ancestors_are_gone(
+    runway_reach: int, eviction: str, window: int
+) -> None:
+    life = Life(26, 4, seed=5, window=window, runway_reach=runway_reach, eviction=eviction)
+    state, gaps = life.ledger.state, 0
+    for number in range(3000):
         life.operate()
         life.ledger.check_invariants()
-    assert [event for event in life.ledger.drain_index_events() if hasattr(event, "hash")] == []
+        if number % 20 == 0:
+            gaps += sum(each.block_table[:1] == [TRIMMED] and each.n_shared > 0 for each in state.sequences.values())
+        assert life.replica.apply(life.ledger.drain_index_events())
+        assert life.replica.depths == dict(life.ledger.index_snapshot().entries)
+    totals = life.ledger.pool().totals
+    assert gaps > 0
+    assert totals.prefix_hit_blocks > 100
+    assert totals.evictions > 100
+    assert totals.ignored_seals == 0
     life.settle()
     assert_quiet(life.ledger)
 

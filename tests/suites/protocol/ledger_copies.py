@@ -97,14 +97,14 @@ def _copy_order(old: LedgerState, new: LedgerState) -> EvictionOrder:
     """Return a copy that knows the blocks and the entries of the new ledger in place of those of the old one."""
     if isinstance(old.eviction, LeastRecentlyUsed):
         order = _copy_list(old.eviction)
-        order._blocks, order._entries = new.blocks, new.cache.entries
+        order._blocks, order._entries = new.blocks, {} if old.config.window else new.cache.entries
         order._aside, order._ready, order._number = {}, [], 0
         return order
     return deepcopy(old.eviction, {id(old.blocks): new.blocks, id(old.cache.entries): new.cache.entries})
 
 
 def _copy_cache(old: PrefixCache, blocks: Blocks) -> PrefixCache:
-    new = PrefixCache(blocks, old._ghost_limit)
+    new = PrefixCache(blocks, old._ghost_limit, old._linked)
     new.entries, new.copies = old.entries.copy(), {key: copies.copy() for key, copies in old.copies.items()}
     new.pending, new.ghosts, new.ambiguous = old.pending.copy(), old.ghosts.copy(), old.ambiguous.copy()
     new.events, new.number = old.events.copy(), old.number

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any
 
-from common.lease import Admit, AttachOk, Copy, Inventory
+from common.lease import Admit, AttachOk, Copy, Inventory, blocks_before_window
 from common.types import BlockHash, BlockId, SequenceId
 from kvmanager.core.block_granter import BlockGranter, GrantPlan
 from kvmanager.core.block_pool import FreeBlocks
@@ -24,7 +25,7 @@ from kvmanager.core.shares import TenantShares
 from tests.suites.protocol.mutant import Patch
 from tests.suites.protocol.world import World
 
-_register, _complete = PrefixCache.register, Manager.complete
+_register, _complete, _deepest_run = PrefixCache.register, Manager.complete, PrefixCache.deepest_run
 
 
 def obey(**policies: Any) -> Patch:
@@ -184,3 +185,20 @@ EVICTING_AHEAD: tuple[Patch, ...] = (
     (FreeBlocks, "popleft", grant_what_was_freed_last),
 )
 """With today's order of free blocks no child ever outlives its parent at the worker; with this one it does."""
+
+
+def reach_back_too_little(config: LedgerConfig, hits: int) -> int:
+    """A window is taken to end one token later than it does."""
+    return blocks_before_window(hits * config.block_size + 1, config.window, config.block_size)
+
+
+def run_of_any_blocks(
+    cache: PrefixCache, block_hashes: Items[BlockHash], limit: int, unread: Callable[[int], int]
+) -> tuple[int, list[BlockId]]:
+    """Blocks behind empty places need not be sealed."""
+    entries = cache.entries
+    cache.entries = entries | cache.pending
+    try:
+        return _deepest_run(cache, block_hashes, limit, unread)
+    finally:
+        cache.entries = entries

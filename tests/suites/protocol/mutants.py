@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 
+from gpuworker.core import grant_check
 from gpuworker.core.block_states import BlockStates
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
@@ -46,6 +47,8 @@ from tests.suites.protocol.manager_rules import (
     obey,
     one_block_a_hash,
     publish_beside_a_cached_copy,
+    reach_back_too_little,
+    run_of_any_blocks,
 )
 from tests.suites.protocol.mutant import HASTY, Exhaustive, Mutant, Walks, always, never, nothing
 from tests.suites.protocol.worker_rules import (
@@ -68,6 +71,7 @@ from tests.suites.protocol.worker_rules import (
     reset_only_when_it_waits,
     reuse_ids,
     seal_drafts,
+    take_any_table,
     wait_for_the_filler,
 )
 from tests.suites.protocol.world import World
@@ -400,6 +404,27 @@ MUTANTS = (
         ((PartialIndex, "forget", nothing),),
         Exhaustive("partial"),
         ("I1",),
+    ),
+    Mutant(
+        "47",
+        "a look-up takes the window to begin a token later, and the worker does not compare",
+        ((LedgerConfig, "unread_blocks", reach_back_too_little), (grant_check, "_check_window", take_any_table)),
+        Walks("window_reuse"),
+        ("I3",),
+    ),
+    Mutant(
+        "48",
+        "a look-up takes the window to begin a token later",
+        ((LedgerConfig, "unread_blocks", reach_back_too_little),),
+        Walks("window_reuse"),
+        ("I2",),
+    ),
+    Mutant(
+        "49",
+        "blocks behind empty places need not be sealed",
+        ((PrefixCache, "deepest_run", run_of_any_blocks), (grant_check, "_check_window", take_any_table)),
+        Walks("window_reuse"),
+        ("I3", "I10"),
     ),
 )
 

@@ -32,6 +32,9 @@ DRAFTING = (Request((0, 1, 0), 5, drafts=True), Request((0, 1, 1), 4, drafts=Tru
 DIVERGING = (Request((0, 1, 0, 0), 2), Request((0, 1, 0, 1, 0), 1), Request((0, 1, 1), 1))
 """Three prompts that part within the first block of four; the third may copy two slots of either block."""
 
+WINDOWED = (Request((0, 1, 0, 1, 1, 0, 0), 1), Request((0, 1, 0, 1, 1, 0, 1), 2))
+"""With a window of 3, the second reads one of the three blocks that it has in common with the first."""
+
 TINY: dict[str, Scenario] = {
     "peace": Scenario(TWO_SHARERS, 3),
     "pressure": Scenario((Request((0, 1), 4), Request((0, 1, 1), 3)), 4, budget=3),
@@ -58,6 +61,7 @@ TINY: dict[str, Scenario] = {
     "window": Scenario(
         (Request((0, 1, 0, 1, 1, 0, 0, 1, 0, 0), 2), Request((1,), 2)), 4, window=4, max_faults=1, faults={"cancel": 1}
     ),
+    "window_reuse": Scenario(WINDOWED, 5, window=3, budget=6, max_num_seqs=1, max_faults=1, faults={"stream_break": 1}),
     "partial": Scenario(DIVERGING, 4, block_size=4, partly=True, max_faults=1, faults={"cancel": 1}),
     "partial_break": Scenario(
         DIVERGING[:2], 3, block_size=4, budget=6, partly=True, max_faults=2, faults={"stream_break": 1, "cancel": 1}
@@ -93,6 +97,12 @@ _CROWD = tuple(Request((n % 2, n // 2 % 2), 7 if n else 9) for n in range(7))
 _LONG_PROMPTS = tuple(Request((*SHARED, *SHARED, *SHARED[: 1 + n]), 5, priority=n % 2) for n in range(4))
 """Each has twice the blocks that it may hold at once."""
 
+_CONTINUED = tuple(
+    Request((*SHARED, *SHARED[: 2 + n % 4], n % 2), 3, priority=int(n == 5), fork_of=3 if n == 4 else None)
+    for n in range(8)
+)
+"""Prompts that begin alike and come after each other, where few run at once."""
+
 _DRAFTING = tuple(replace(each, drafts=number % 3 != 1) for number, each in enumerate(_MIXED))
 
 _DIVERGING = tuple(
@@ -119,4 +129,6 @@ LARGE: dict[str, Scenario] = {
     "partial_drafts": Scenario(_DRAFTING, 9, block_size=4, budget=6, partly=True),
     "window": Scenario(tuple(Request((*SHARED, n % 2), 9) for n in range(4)), 9, window=4, budget=5),
     "window_tight": Scenario(_LONG_PROMPTS, 6, window=4, budget=9),
+    "window_reuse": Scenario(_CONTINUED, 10, window=4, budget=5, max_num_seqs=2, with_index=True),
+    "window_wide_blocks": Scenario(_CONTINUED, 6, block_size=4, window=3, budget=6, max_num_seqs=2, with_index=True),
 }

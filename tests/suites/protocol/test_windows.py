@@ -9,6 +9,7 @@ import pytest
 
 from common.clock import ManualClock
 from common.errors import InvalidRequest
+from common.hashing import block_digests, block_hash_of
 from common.lease import Inventory, Report, Reserve, blocks_needed
 from common.types import TRIMMED, SequenceId
 from gpuworker.core.batch_plan import StepPlan, StepResult
@@ -20,6 +21,7 @@ from kvmanager.core.config import LedgerConfig
 from kvmanager.core.ledger import Ledger
 
 SIZE, WINDOW = 4, 8
+ROOT = bytes(32)
 
 
 class Pair:
@@ -39,7 +41,9 @@ class Pair:
     def submit(self, prompt: int, output: int) -> None:
         number, limit = SequenceId(next(self.numbers)), prompt + output
         tokens = tuple(range(number * 1000, number * 1000 + prompt))
-        self.agent.submit(NewSequence(number, "", tokens, (), bytes(32), limit, StopRule(output)))
+        digests = block_digests(ROOT, tokens, SIZE)
+        hashes, last = tuple(map(block_hash_of, digests)), digests[-1] if digests else ROOT
+        self.agent.submit(NewSequence(number, "", tokens, hashes, last, limit, StopRule(output)))
 
     def run(self) -> int:
         """Run everything to its end; return the output tokens."""

@@ -124,3 +124,9 @@ def lose_the_blocks_of_drafts(sequence: WorkerSequence, end: int, right: int) ->
 
 def reuse_ids(world: World) -> SequenceId:
     return next(SequenceId(n) for n in range(99) if n not in world.agent._sequences)
+
+
+def take_any_table(
+    admit: Admit, empty: int, blocks: BlockStates, sequence: WorkerSequence | None, block_size: int, window: int
+) -> None:
+    """A block table without its first blocks is not checked."""

@@ -83,6 +83,7 @@ class FakeWorker:
         self.block_size, self.vocabulary, self.window, self.runway = block_size, vocabulary, window, runway
         self.content: list[list[int]] = [[] for _ in range(num_blocks)]
         self.hash: dict[BlockId, tuple[BlockHash, BlockHash | None]] = {}
+        self.depth = [0] * num_blocks  # of what a block with a hash holds
         self.used = [0] * num_blocks
         self.live: dict[SequenceId, Live] = {}
         self.pool: list[BlockId] = []
@@ -171,7 +172,12 @@ class FakeWorker:
             self.content[block] = copied.get(block, [])
         live = self.live.get(admit.sequence)
         if live is not None and live.phase is WAITING:
-            live.block_table, live.phase, live.pos, live.trimmed = list(admit.block_table), RUNNING, 0, 0
+            empty = sum(block == TRIMMED for block in admit.block_table)
+            assert TRIMMED not in admit.block_table[empty:], "empty places stand before all blocks"
+            live.block_table, live.phase, live.trimmed = list(admit.block_table), RUNNING, empty
+            live.pos = empty * self.block_size
+            for block in admit.block_table[empty : admit.n_shared] if empty else ():
+                assert len(self.content[block]) == self.block_size, f"block {block} behind empty places is not full"
             if admit.cached_tokens > admit.n_shared * self.block_size:
                 slots = admit.cached_tokens - admit.n_shared * self.block_size
                 assert len(copied[admit.block_table[admit.n_shared]]) == slots < self.block_size
@@ -200,6 +206,8 @@ class FakeWorker:
             if index == len(live.block_table) and not self._bind(live):
                 self.stalled.add(live.reserve.sequence)
                 break
+            if self.window:
+                self._check_window(live)
             content = self.content[live.block_table[index]]
             if len(content) > slot and live.pos < len(live.tokens) - 1:
                 break
@@ -241,12 +249,21 @@ class FakeWorker:
             assert held == live.contents[start:end], f"block {block} holds another prompt's content"
             self.used[block] = self.steps
 
+    def _check_window(self, live: Live) -> None:
+        """Check that every position that the next one sees has its block, and its own content."""
+        for position in range(max(0, live.pos + 1 - self.window), live.pos):
+            index, slot = divmod(position, self.block_size)
+            assert live.block_table[index] != TRIMMED, f"position {live.pos} reads {position}, whose block is gone"
+            held = self.content[live.block_table[index]][slot]
+            assert held == live.content_at(position), f"position {live.pos} reads another prompt's {position}"
+
     def _seal(self, live: Live, index: int) -> None:
         uncached = len(live.reserve.block_hashes) == 0 and live.reserve.num_tokens >= self.block_size
-        if uncached or self.window:
+        if uncached:
             return
         block, key = live.block_table[index], block_hash_of(live.block_digest(index, self.block_size))
         self.hash[block] = (key, block_hash_of(live.block_digest(index - 1, self.block_size)) if index else None)
+        self.depth[block] = index
         self.sealed.append((block, key))
         if self.partly:
             first = PARTIAL_HASHES * index
@@ -260,7 +277,7 @@ class FakeWorker:
 
     def _trim(self) -> None:
         for live in self.live.values():
-            out = max(0, live.pos - self.window) // self.block_size
+            out = max(0, live.pos + 1 - self.window) // self.block_size
             if live.phase is RUNNING and out > live.trimmed:
                 live.block_table[live.trimmed : out] = [TRIMMED] * (out - live.trimmed)
                 live.trimmed = out
@@ -317,6 +334,10 @@ class FakeWorker:
         cached_blocks = []
         for block in index:
             key, parent = self.hash[block]
+            if self.window:
+                depth = self.depth[block]
+                cached_blocks.append(CachedBlock(block, key, -1, self.used[block], parent or key, depth))
+                continue
             # -2: no block holds its parent any more, so the manager must not register it.
             cached_blocks.append(
                 CachedBlock(block, key, -1 if parent is None else first.get(parent, -2), self.used[block])

@@ -290,6 +290,8 @@ class Inventory(_message.Message):
     CACHED_PARENTS_FIELD_NUMBER: _builtins.int
     CACHED_LAST_USED_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
+    CACHED_PARENT_HASHES_FIELD_NUMBER: _builtins.int
+    CACHED_DEPTHS_FIELD_NUMBER: _builtins.int
     pool: _builtins.bytes
     """Lease pool: int32 block ids."""
     cached_blocks: _builtins.bytes
@@ -300,6 +302,11 @@ class Inventory(_message.Message):
     cached_last_used: _builtins.bytes
     """The step of the last use."""
     last: _builtins.bool
+    cached_parent_hashes: _builtins.bytes
+    """Where every layer has a window, a block stays when those before it are gone. Then each entry has the 16-byte hash of
+    the block before it (any bytes for the first block of a prompt) and its number in the prompt; parents are all -1.
+    """
+    cached_depths: _builtins.bytes
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___InventorySequence]: ...
     def __init__(
@@ -312,10 +319,12 @@ class Inventory(_message.Message):
         cached_parents: _builtins.bytes = ...,
         cached_last_used: _builtins.bytes = ...,
         last: _builtins.bool = ...,
+        cached_parent_hashes: _builtins.bytes = ...,
+        cached_depths: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "cached_hashes", b"cached_hashes", "cached_last_used", b"cached_last_used", "cached_parents", b"cached_parents", "last", b"last", "pool", b"pool", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "cached_depths", b"cached_depths", "cached_hashes", b"cached_hashes", "cached_last_used", b"cached_last_used", "cached_parent_hashes", b"cached_parent_hashes", "cached_parents", b"cached_parents", "last", b"last", "pool", b"pool", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -712,7 +721,9 @@ class Admit(_message.Message):
     DECISION_ID_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     block_table: _builtins.bytes
-    """int32 block ids; the first n_shared keep their content."""
+    """int32 block ids; the first n_shared keep their content. Where every layer has a window, the first of those may be
+    -1: the tokens behind the shared blocks do not read them, and all other shared blocks are full.
+    """
     n_shared: _builtins.int
     cached_tokens: _builtins.int
     """Of the shared blocks, and of a copied part of the block behind them."""
