@@ -38,6 +38,7 @@ class Cause(StrEnum):
 
     BELOW_BLOCK = "below_block"
     CACHE_OFF = "cache_off"
+    BEING_COMPUTED = "being_computed"
     OTHER_DOMAIN = "other_domain"
     STALE_INDEX = "stale_index"
     HOT_WORKER = "hot_worker"
@@ -115,7 +116,10 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
         "shorter-than-a-block",
     ),
     Cause.CACHE_OFF: Advice(
-        "The client turned the cache off, or the model's windows do. Neither is a fault.", "cache-off"
+        "The client or the worker's options turned the cache off. Neither is a fault.", "cache-off"
+    ),
+    Cause.BEING_COMPUTED: Advice(
+        "Nothing: once those blocks are computed, the next such prompt has them as hits.", "being-computed"
     ),
     Cause.OTHER_DOMAIN: Advice(
         "Where the prompt is public, let its clients name a `shared_domain`, or send the same `cache_salt`.",

@@ -17,7 +17,11 @@ from router.core.diagnosis.words import count, duration
 
 # As common.types.MissReason writes them.
 _NO_MISS: Final = frozenset({"full_hit", "capped"})
-_OFF: Final = frozenset({"disabled", "windowed"})
+_AT_ONCE: Final = {
+    "disabled": Cause.CACHE_OFF,
+    "windowed": Cause.BEING_COMPUTED,
+    "below_block": Cause.BELOW_BLOCK,
+}
 _UNSEEN: Final = frozenset({"never_seen", "diverged_at"})
 
 
@@ -33,10 +37,8 @@ def prefix_verdict(story: Story) -> Verdict | None:
 
 
 def _cause(story: Story, outcome: Outcome) -> Cause:
-    if outcome.miss in _OFF:
-        return Cause.CACHE_OFF
-    if outcome.miss == "below_block":
-        return Cause.BELOW_BLOCK
+    if outcome.miss in _AT_ONCE:
+        return _AT_ONCE[outcome.miss]
     if outcome.miss in _UNSEEN and outcome.other_domain_tokens > outcome.cached_tokens:
         return Cause.OTHER_DOMAIN
     placement = _placement(story, outcome)
@@ -95,6 +97,8 @@ def _plain_words(cause: Cause, outcome: Outcome) -> str:
     same = count(outcome.other_domain_tokens, "token")
     return {
         Cause.CACHE_OFF: "the prefix cache was not used for it",
+        Cause.BEING_COMPUTED: "another request was computing the same tokens; where every layer has a window, "
+        "few unfinished blocks are shared",
         Cause.BELOW_BLOCK: f"it is shorter than a block, which has {count(size, 'token')}",
         Cause.OTHER_DOMAIN: f"its first {same} were sent in another cache domain ({outcome.other_domain}), "
         "and not in its own",

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from cli.suite.embedded import EmbeddedChannel
 from common.lease import window_blocks
 from common.settings.options import ModelImpl
+from common.types import SequenceId
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.native import library as native
 from gpuworker.plane.assembly import assemble
@@ -99,3 +101,22 @@ def test_where_every_layer_has_a_window_long_prompts_run_in_a_pool_that_holds_li
     with driver("mistral", model_impl, 4, num_blocks=few, max_model_len=256) as engine:
         assert engine.run(prompts(), COUNT) == wanted
         engine.assert_all_free()
+
+
+@pytest.mark.parametrize("model_impl", [impl for kind, impl in CASES if kind == "mistral"])
+def test_what_the_window_covers_is_used_again_when_the_blocks_before_it_are_gone(model_impl: ModelImpl) -> None:
+    """Of 90 computed tokens 88 are in full blocks, and the token behind them reads the last two blocks alone."""
+    folder, first = checkpoint("mistral"), prompts()[-1]
+    output = hf_greedy(folder, first, COUNT)
+    second = [*first, *output, 7, 8, 9]
+    wanted = hf_greedy(folder, second, COUNT)
+    for prefix_caching, cached_tokens in ((True, 88), (False, 0)):
+        with driver("mistral", model_impl, 4, prefix_caching, num_blocks=16, max_model_len=256) as engine:
+            assert engine.run([first], COUNT) == [output]
+            engine.assert_all_free()
+            assert isinstance(engine.channel, EmbeddedChannel)
+            assert engine.channel.ledger is not None
+            assert engine.channel.ledger.leading_blocks(engine.hashes(second)) == 0, "the first block is still cached"
+            assert engine.run([second, second, first], COUNT) == [wanted, wanted, output]
+            assert engine.results[SequenceId(2)].usage.cached_tokens == cached_tokens
+            engine.assert_all_free()

@@ -32,7 +32,7 @@ class LedgerLife(RuleBasedStateMachine):
         prompts=st.lists(TOKENS, min_size=1, max_size=4),
         reach=st.sampled_from([32, 128]),
         runway=st.sampled_from(["auto", "auto", "max"]),
-        window=st.sampled_from([0, 0, 0, 4]),
+        window=st.sampled_from([0, 0, 0, 1, 4, 7]),
         max_num_seqs=st.integers(2, 5),
         eviction=st.sampled_from(get_args(EvictionName)),
         partly=st.booleans(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from redis.asyncio import Redis
@@ -220,3 +220,22 @@ def _started() -> LocalRedis:
     server = LocalRedis()
     server.start()
     return server
+
+
+async def test_where_every_layer_has_a_window_hits_need_no_first_blocks(
+    redis_url: str, redis_client: Redis, clock: ManualClock
+) -> None:
+    """A window of 32 slots covers two blocks of 16; the index is read to its end, beyond windows without any hit."""
+    client = open_redis(redis_url, PATIENT_S)
+    windowed = replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, window=32))
+    index = RedisPrefixIndex(client, lambda: windowed, clock, PATIENT_S)
+    try:
+        root = prefix_key_root(windowed.namespace)
+        for slot, generation in ((0, 11), (1, 22)):
+            owner = SlotOwner(f"w{slot}", "00", "127.0.0.1:1", generation)
+            await redis_client.hset(slot_key(windowed.namespace, slot), mapping=asdict(owner))  # type: ignore[arg-type]
+        held = {at: pack_entry(0, 11) for at in (198, 199)} | {at: pack_entry(1, 22) for at in (0, 7, 8, 298)}
+        await redis_client.mset({root + CHAIN[at]: value for at, value in held.items()})
+        assert await index.lookup(CHAIN) == {"w0": 200, "w1": 9}
+    finally:
+        await client.aclose()

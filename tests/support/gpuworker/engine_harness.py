@@ -20,7 +20,16 @@ from common.hashing import (
     root_digest,
 )
 from common.lease import Attach, LeaseChannel
-from common.types import FinishReason, KvGeometry, PoolIdentity, SamplingParams, SequenceId, TokenLogprobs, Usage
+from common.types import (
+    BlockHash,
+    FinishReason,
+    KvGeometry,
+    PoolIdentity,
+    SamplingParams,
+    SequenceId,
+    TokenLogprobs,
+    Usage,
+)
 from gpuworker.core.batch_plan import StepRunner
 from gpuworker.core.drafting import speculation_of
 from gpuworker.core.lease_agent import LeaseAgent
@@ -113,8 +122,7 @@ class EngineDriver:
         """Submit a sequence of at most `count` output tokens; the last `output_before` of its prompt are output too."""
         sequence = SequenceId(next(self._ids))
         size = self.config.block_size
-        digests = block_digests(self._root, prompt, size)
-        hashes = tuple(map(block_hash_of, digests))
+        digests, hashes = block_digests(self._root, prompt, size), self.hashes(prompt)
         packed = little_endian_int32(prompt)
         new = NewSequence(
             sequence=sequence,
@@ -132,6 +140,10 @@ class EngineDriver:
         self.results[sequence] = Result()
         self.engine.submit(EngineRequest(new, sampling, len(prompt) - output_before))
         return sequence
+
+    def hashes(self, tokens: Sequence[int]) -> tuple[BlockHash, ...]:
+        """Return the hashes of the full blocks of these tokens."""
+        return tuple(map(block_hash_of, block_digests(self._root, tokens, self.config.block_size)))
 
     def take(self) -> EngineOutputs:
         """Wait for the next outputs and enter them into the results."""

@@ -65,7 +65,9 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     MISS_REASON_CAPPED: _MissReason.ValueType  # 6
     """The last block was withheld because the last token's logits must be computed."""
     MISS_REASON_WINDOWED: _MissReason.ValueType  # 7
-    """Every layer of the model is windowed: nothing is cached."""
+    """Every layer has a window, and another sequence is computing the next block. Such blocks are shared only where all
+    blocks before them are there.
+    """
     MISS_REASON_DISABLED: _MissReason.ValueType  # 8
     """Caching is switched off, for the pool or by the request."""
 
@@ -85,7 +87,9 @@ MISS_REASON_NEVER_SEEN: MissReason.ValueType  # 5
 MISS_REASON_CAPPED: MissReason.ValueType  # 6
 """The last block was withheld because the last token's logits must be computed."""
 MISS_REASON_WINDOWED: MissReason.ValueType  # 7
-"""Every layer of the model is windowed: nothing is cached."""
+"""Every layer has a window, and another sequence is computing the next block. Such blocks are shared only where all
+blocks before them are there.
+"""
 MISS_REASON_DISABLED: MissReason.ValueType  # 8
 """Caching is switched off, for the pool or by the request."""
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
