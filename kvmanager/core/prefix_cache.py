@@ -121,17 +121,21 @@ class PrefixCache:
         Of `hits` hits the first `unread(hits)` are not read, so they need not be there. All others must be registered:
         a sequence that lacks the blocks before a pending one could not compute it, if its filler left.
         """
-        hits, entries = limit, self.entries
-        run: list[BlockId] = []
-        while len(run) < max(min(hits, 1), hits - unread(hits)):
-            index = hits - len(run) - 1
-            found = self.find(block_hashes[index], block_hashes[index - 1] if index else ROOT, index)
-            if found is not None and block_hashes[index] in entries:
-                run.append(found)
-            else:
+        entries, run, hits, begin = self.entries, list[BlockId](), limit, 0
+        for index in range(limit - 1, -1, -1):
+            block_hash, found = block_hashes[index], None
+            if block_hash in entries:
+                found = self.find(block_hash, block_hashes[index - 1] if index else ROOT, index)
+            if found is None:
                 hits, run = index, []
-        run.reverse()
-        return hits - len(run), run
+                continue
+            if not run:
+                begin = unread(hits)
+            run.append(found)
+            if index <= begin:
+                run.reverse()
+                return index, run
+        return 0, []
 
     def explain(self, block_hashes: Items[BlockHash], num_tokens: int, block_size: int, present: int) -> PrefixMatch:
         """Return the match of a prompt of `num_tokens` tokens, of whose full blocks the first `present` were found.
@@ -162,8 +166,11 @@ class PrefixCache:
 
     def _was_seen(self, block_hashes: Items[BlockHash], first: int, full: int) -> bool:
         """Return whether a block from the first one on was cached: then those before it were, and it was forgotten."""
-        places = range(first, full)
-        return any(block_hashes[each] in self.ghosts or self.has(block_hashes, each) for each in places)
+        known, ghosts, pending = self.entries, self.ghosts, self.pending
+        return any(
+            each in ghosts or ((each in known or each in pending) and self.has(block_hashes, first + place))
+            for place, each in enumerate(block_hashes[first:full])
+        )
 
     # ------------------------------------------------------------ membership
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from router.core.worker_model import Capacity, Load, WorkerModel, WorkerState
 
 CAPACITY = Capacity(num_blocks=100, block_size=16, max_num_seqs=8, max_model_len=1024)
@@ -101,3 +105,12 @@ def test_a_worker_without_a_manager_is_trusted_for_a_while() -> None:
     assert model.trouble(8.0) is None
     model.heartbeat(alone, 9.0)
     assert model.trouble(12.0) is None, "the time of the first loss counts no more"
+
+
+@pytest.mark.parametrize(
+    ("window", "tokens", "hit_blocks", "fresh"),
+    [(0, 160, 4, 6), (0, 160, 10, 0), (32, 1600, 0, 4), (32, 1600, 1, 3), (32, 1600, 50, 2), (32, 808, 50, 1)],
+)
+def test_hits_that_left_the_window_hold_no_block(window: int, tokens: int, hit_blocks: int, fresh: int) -> None:
+    """A window of 32 needs two blocks of 16 before the next token, and two more."""
+    assert replace(CAPACITY, window=window).fresh_blocks(tokens, hit_blocks) == fresh
