@@ -127,11 +127,15 @@ class LedgerLife(RuleBasedStateMachine):
 
     @rule()
     def reset_the_cache(self) -> None:
-        """An operator resets the prefix cache while sequences run."""
+        """An operator resets the prefix cache while sequences run. Sources that copies alone hold are dropped too."""
         self.resets += 1
+        sequences, hash_of = self.ledger.state.sequences.values(), self.ledger.state.blocks.hash
+        sources = {each.copy_source for each in sequences if each.copy_source is not None}
+        held = {block for each in sequences for block in each.block_table}
+        only_copied = [block for block in sources - held if hash_of[block] is not None]
         cached, in_use = list(self.ledger.state.block_pool.cached), self.ledger.pool().in_use
         self.dropped = {block: self.worker.content[block] for block in cached}
-        assert self.ledger.reset_cache(self.resets) == len(cached)
+        assert self.ledger.reset_cache(self.resets) == len(cached) + len(only_copied)
         assert (self.ledger.pool().cached, self.ledger.pool().in_use) == (0, in_use)
         self.batches.append(self.ledger.schedule())
 
