@@ -115,9 +115,11 @@ class InventoryLoader:
         """Put the registered blocks that no block table holds into the order of their eviction."""
         if not cached:
             return
-        by_depth: list[list[BlockId]] = []
+        by_depth: list[list[BlockId]] = [[]]
+        # With a window any block may be evicted before another one, so all are of one level.
+        sort = _take_registered if state.config.window else _sort_by_depth
         for first in range(0, len(cached), STEP_BLOCKS):
-            _sort_by_depth(state, cached[first : first + STEP_BLOCKS], by_depth)
+            sort(state, cached[first : first + STEP_BLOCKS], by_depth)
             yield
         states, last_used = state.blocks.state, [0] * len(state.blocks)
         for first in range(0, len(entries), STEP_BLOCKS):
@@ -126,10 +128,9 @@ class InventoryLoader:
                 last_used[block] = used
             yield
         due = 0
-        levels = self.levels(by_depth)
-        if state.config.window:  # any block may be evicted before another one, so the use alone counts
-            levels = [[block for level in levels for block in level]]
-        for part in order_after_rebuild(levels, last_used.__getitem__):
+        depth_of, windowed = state.blocks.index, state.config.window > 0
+        rank = (lambda block: (last_used[block] << 32) - depth_of[block]) if windowed else last_used.__getitem__
+        for part in order_after_rebuild(self.levels(by_depth), rank):
             for block in part:
                 states[block] = BlockState.CACHED
             state.block_pool.cached.restore(part)
@@ -142,6 +143,12 @@ class InventoryLoader:
 def _check_range(state: LedgerState, blocks: Iterable[BlockId]) -> None:
     for block in (min(blocks), max(blocks)):
         state.block_pool.check(block)
+
+
+def _take_registered(state: LedgerState, cached: list[BlockId], by_depth: list[list[BlockId]]) -> None:
+    """Add cached blocks to the first level; one whose content a block in use has stays free."""
+    hash_of = state.blocks.hash
+    by_depth[0] += [block for block in cached if hash_of[block] is not None]
 
 
 def _sort_by_depth(state: LedgerState, cached: list[BlockId], by_depth: list[list[BlockId]]) -> None:

@@ -213,6 +213,15 @@ def test_an_inventory_brings_back_blocks_without_their_ancestors() -> None:
     assert copies(ledger)[KEYS[5]] == [9]
 
 
+def test_of_one_use_the_deepest_goes_first_and_any_depth_costs_the_same() -> None:
+    """A worker may name any depth."""
+    ledger, deepest = windowed(), 2**31 - 1
+    far = CachedBlock(BlockId(4), BlockHash(b"f" * 16), -1, 3, BlockHash(b"e" * 16), deepest)
+    ledger.rebuild(Inventory(cached_blocks=(cached(2, 1, 3), far, cached(3, 2, 3), cached(1, 5, 1))))
+    ledger.check_invariants()
+    assert list(ledger.state.block_pool.cached) == [1, 4, 3, 2]
+
+
 def test_an_inventory_without_depths_is_refused() -> None:
     ledger = windowed()
     with pytest.raises(Exception, match="came without their depths"):
