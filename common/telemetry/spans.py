@@ -172,14 +172,15 @@ class SpanTracer(Tracer):
         above = trace.get_current_span(context)
         parent: SpanContext | None = above.get_span_context()
         if type(above) is RecordedSpan:
-            trace_id = above.context.trace_id
+            trace_id, state = above.context.trace_id, above.context.trace_state
         else:
             parent = parent if parent is not None and parent.is_valid else None
             trace_id = self._ids.generate_trace_id() if parent is None else parent.trace_id
             sampling = self._sampler.should_sample(context, trace_id, name, kind, attributes, links)
+            state = sampling.trace_state
             if sampling.decision is not Decision.RECORD_AND_SAMPLE:
-                return NonRecordingSpan(SpanContext(trace_id, self._ids.generate_span_id(), False, _UNSAMPLED))
-        made = SpanContext(trace_id, self._ids.generate_span_id(), False, _SAMPLED)
+                return NonRecordingSpan(SpanContext(trace_id, self._ids.generate_span_id(), False, _UNSAMPLED, state))
+        made = SpanContext(trace_id, self._ids.generate_span_id(), False, _SAMPLED, state)
         span = RecordedSpan(name, made, parent, self._origin, _now(start_time), self._ended)
         span.kind = kind
         if attributes:

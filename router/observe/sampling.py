@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -18,8 +17,6 @@ from opentelemetry.trace import Link, SpanKind, TraceState
 from opentelemetry.util.types import Attributes
 
 from common.limits import CLIENT_TRACES_BURST, CLIENT_TRACES_PER_SECOND
-
-_DROPPED: Final = SamplingResult(Decision.DROP)
 
 
 class Allowance:
@@ -68,8 +65,8 @@ class RequestSampler(Sampler):
         if not (parent.is_valid and parent.is_remote and parent.trace_flags.sampled):
             return self._unasked.should_sample(parent_context, trace_id, name, kind, attributes, links)
         if self._draw() < self._ratio or self._asked.take():
-            return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes)
-        return _DROPPED
+            return SamplingResult(Decision.RECORD_AND_SAMPLE, attributes, parent.trace_state)
+        return SamplingResult(Decision.DROP, trace_state=parent.trace_state)
 
     def get_description(self) -> str:
         return f"RequestSampler({self._ratio})"

@@ -29,6 +29,7 @@ from opentelemetry.trace import (
     StatusCode,
     TraceFlags,
     Tracer,
+    TraceState,
     set_span_in_context,
 )
 
@@ -43,13 +44,19 @@ REMOTE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 RESOURCE = {"service.name": "quire-test", "service.instance.id": "7"}
 Value = Any
 
-contexts = st.builds(
-    SpanContext,
+bare = (
     st.integers(1, 2**128 - 1),
     st.integers(1, 2**64 - 1),
     st.booleans(),
     st.just(TraceFlags(TraceFlags.SAMPLED)),
 )
+# OpenTelemetry's exporter leaves out the state of links.
+contexts = st.builds(SpanContext, *bare)
+states = st.builds(
+    TraceState,
+    st.dictionaries(st.sampled_from(("a", "b@c")), st.sampled_from("xy")).map(lambda pairs: [*pairs.items()]),
+)
+parents = st.builds(SpanContext, *bare, states)
 texts = st.text(max_size=200)
 singles = st.one_of(
     texts,
@@ -109,7 +116,7 @@ def in_order(request: ExportTraceServiceRequest) -> ExportTraceServiceRequest:
 
 
 @given(
-    parent=st.none() | contexts,
+    parent=st.none() | parents,
     kind=st.sampled_from(SpanKind),
     links=st.lists(st.builds(Link, contexts, attributes), max_size=3),
     first=attributes,
@@ -176,6 +183,20 @@ def test_below_a_recorded_span_the_sampler_is_not_asked_again() -> None:
     child = tracer.start_span("child", set_span_in_context(root))
     assert asked == ["root"]
     assert child.get_span_context().trace_id == root.get_span_context().trace_id
+
+
+def test_the_state_of_a_trace_goes_with_its_spans_and_links() -> None:
+    collected = CollectedSpans()
+    state = TraceState([("vendor", "1"), ("other@b", "x")])
+    remote = SpanContext(1, 2, True, TraceFlags(TraceFlags.SAMPLED), state)
+    root = collected.tracer.start_span("root", set_span_in_context(NonRecordingSpan(remote), Context()))
+    child = collected.tracer.start_span("child", set_span_in_context(root), links=[Link(remote)])
+    root.add_link(SpanContext(3, 4, is_remote=False))
+    child.end()
+    root.end()
+    assert message(root).trace_state == message(child).trace_state == "vendor=1,other@b=x"
+    assert message(child).links[0].trace_state == "vendor=1,other@b=x"
+    assert message(root).links[0].trace_state == ""
 
 
 def test_what_is_not_sampled_keeps_its_trace_and_is_not_handed_over() -> None:

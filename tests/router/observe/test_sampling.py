@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.trace import Tracer
+from opentelemetry.context import Context
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, Tracer, TraceState, set_span_in_context
 
 from common.limits import CLIENT_TRACES_BURST, CLIENT_TRACES_PER_SECOND
 from common.telemetry import context_from, parent_of, traceparent_of
@@ -75,3 +76,14 @@ def test_another_traceparent_than_the_current_one_is_a_clients() -> None:
     made = tracer(1.0, Clock())
     with made.start_as_current_span("rpc"):
         assert trace.get_current_span(parent_of(ASKED)).get_span_context().is_remote
+
+
+@pytest.mark.parametrize(("drawn", "wanted"), [(0.0, True), (1.0, False)])
+def test_the_state_of_a_client_s_trace_is_kept_whatever_is_decided(drawn: float, wanted: bool) -> None:
+    state = TraceState([("vendor", "1")])
+    remote = SpanContext(1, 2, True, TraceFlags(TraceFlags.SAMPLED), state)
+    sampler = RequestSampler(0.5, lambda: 0.0, lambda: drawn)
+    above = set_span_in_context(NonRecordingSpan(remote), Context())
+    while (span := CollectedSpans(sampler).tracer.start_span("request", above)).is_recording() is not wanted:
+        pass  # the few wishes beyond the ratio are granted first
+    assert span.get_span_context().trace_state == state
