@@ -1,24 +1,34 @@
 """What observing requests costs: the loss of throughput by sampled spans and by tail rules, and a decision record.
 
     python -m bench.tracing --json
+    python -m bench.tracing --json --compare sampled_all
 
 Four suites with the real engine over a small model of random weights run side by side: without sampling, with a ratio
 of 1 % and tail rules, the same where every request counts as slow, and with every request sampled. One of them works at
-a time. A pair is the same requests on the suite without sampling and on another one, in alternating order; the loss is
-1 less the ratio of output tokens a second. Where all are slow, the router keeps as many as it may, 5 a second, which is
-the most that one rule can cost for long. Requests of one token use up what it may keep at once, before each run of
-every suite. Spans and traces that come late are made before the next run, and count as processor time.
+a time; each round runs all of them in another order. The loss is 1 less the ratio of output tokens a second of the two
+runs of a round.
+
+Two suites that do the same differ by some percent, so one suite has both runs where that is possible: in the last suite
+each request brings a traceparent, whose flag says in one run that its client declines a trace, and in the other one
+that the client wants it. `overhead_suites` is the difference between two suites that sample nothing, for comparison.
+
+Where all are slow, the router keeps as many as it may, 5 a second, which is the most that one rule can cost for long.
+Requests of one token use up what it may keep at once before each run. A run ends when its spans are delivered; what
+they take counts as processor time.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import random
+import secrets
 import statistics
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -37,13 +47,34 @@ from router.core.diagnosis.outcome import Outcome
 from router.core.tail_rules import Objective, rules_for
 
 OFF: Final = "off"
+SLOW: Final = "all_slow"
 ALL: Final = "sampled_all"
-# Options of the suites that are compared with one without sampling. No first token takes as long as the first SLO, and
-# every one takes longer than the second.
-SAMPLED: Final[Mapping[str, Mapping[str, float]]] = {
+# Options of the suites. No first token takes as long as the first SLO, and every one takes longer than the second.
+SUITES: Final[Mapping[str, Mapping[str, float]]] = {
+    OFF: {"trace_sample_ratio": 0.0},
     "sampled_1pct": {"trace_sample_ratio": 0.01, "slo_ttft": 60.0},
-    "all_slow": {"trace_sample_ratio": 0.01, "slo_ttft": 1e-6},
+    SLOW: {"trace_sample_ratio": 0.01, "slo_ttft": 1e-6},
     ALL: {"trace_sample_ratio": 1.0},
+}
+# Flags of a traceparent: the client declines a trace, or wants one.
+DECLINED: Final = "00"
+WANTED: Final = "01"
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A suite, and the flag of the traceparents that its requests bring; "" for none."""
+
+    suite: str
+    flag: str = ""
+
+
+# Each loss is that of the second side beside the first.
+COMPARED: Final[Mapping[str, tuple[Side, Side]]] = {
+    "sampled_1pct": (Side(OFF), Side("sampled_1pct")),
+    SLOW: (Side(OFF), Side(SLOW)),
+    ALL: (Side(ALL, DECLINED), Side(ALL, WANTED)),
+    "suites": (Side(OFF), Side(ALL, DECLINED)),
 }
 _VOCABULARY: Final = int(str(SMALL["vocab_size"]))
 _RECORDS: Final = 2_000
@@ -56,9 +87,11 @@ NOTES: Final = {
     "overhead_sampled_1pct": "loss of throughput, 1 % sampled, tail rules on; median over the pairs",
     "overhead_all_slow": "the same, where the tail rules keep as many requests as they may",
     "overhead_sampled_all": "loss of throughput, every request sampled; median over the pairs",
+    "overhead_suites": "the same between two suites that sample nothing: how far suites differ by themselves",
     "cpu_sampled_1pct": "more processor time of all services for a token, as a share; median",
     "cpu_all_slow": "the same, where the tail rules keep as many requests as they may",
     "cpu_sampled_all": "the same, every request sampled",
+    "cpu_suites": "the same between two suites that sample nothing",
     **{f"trace_us_{each}": f"more processor time of a sampled request in the {each}, us; median" for each in SERVICES},
     **{f"spans_us_{each}": f"the same without sockets and threads, in one process, us: {each}" for each in SERVICES},
     "tokens_s_off": "output tokens a second without sampling, median",
@@ -84,7 +117,7 @@ class Measured:
 
 @dataclass(slots=True)
 class Pairs:
-    """Runs of a suite that samples, each beside one of the suite without sampling."""
+    """The runs of two sides, each beside one of the other side."""
 
     off: list[Measured] = field(default_factory=list)
     on: list[Measured] = field(default_factory=list)
@@ -101,12 +134,13 @@ class Pairs:
         return [on.by_service.get(service, 0.0) - off.by_service.get(service, 0.0) for off, on in both]
 
 
-async def measure(suite: ServedSuite, workload: Workload, salt: str, settle: float) -> Measured:
+async def measure(suite: ServedSuite, side: Side, workload: Workload, salt: str, settle: float) -> Measured:
     """Run a workload, and wait until its last spans are delivered."""
-    await suite.run(equal_requests(KEPT_TRACES_BURST, 1, 1, 0, _VOCABULARY), salt)
-    await asyncio.sleep(settle)
+    if side.suite == SLOW:
+        await suite.run(equal_requests(KEPT_TRACES_BURST, 1, 1, 0, _VOCABULARY), salt)
+        await asyncio.sleep(settle)
     before = suite.cpu_by_service()
-    seconds, records = await suite.run(workload, salt)
+    seconds, records = await suite.run(workload, salt, partial(_traceparent, side.flag) if side.flag else None)
     await asyncio.sleep(settle)
     found, spent = client_figures(seconds, records.values()), suite.cpu_by_service()
     spent = {name: each - before.get(name, 0.0) for name, each in spent.items()}
@@ -114,22 +148,32 @@ async def measure(suite: ServedSuite, workload: Workload, salt: str, settle: flo
     return Measured(found["output_tok_s"], sum(spent.values()) / found["output_tokens"], by_service)
 
 
+def _traceparent(flag: str) -> str:
+    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{flag}"
+
+
 async def compare(folder: Path, load_format: str, args: argparse.Namespace) -> dict[str, Pairs]:
-    """Start all suites, and run the pairs of all comparisons in turns."""
+    """Start the suites, and run the pairs of all comparisons in turns."""
     workload = equal_requests(args.requests, args.prompt, args.output, args.seed, _VOCABULARY)
-    pairs = {name: Pairs() for name in SAMPLED}
+    pairs = {name: Pairs() for name in COMPARED if name in args.compare}
+    sides = list(dict.fromkeys(side for name in pairs for side in COMPARED[name]))
     async with AsyncExitStack() as stack:
         suites: dict[str, ServedSuite] = {}
-        for name, special in {OFF: {"trace_sample_ratio": 0.0}, **SAMPLED}.items():
-            options = {**_common(folder, load_format, args), **special}
+        for name in dict.fromkeys(side.suite for side in sides):
+            options = {**_common(folder, load_format, args), **SUITES[name]}
             suites[name] = await stack.enter_async_context(served_suite(suite_flags(options)))
             await suites[name].run(workload, "warm")
+        rng = random.Random(args.seed)
         for number in range(args.pairs):
+            rng.shuffle(sides)
+            runs = {}
+            for side in sides:
+                salt = f"{number}{side.flag}"
+                runs[side] = await measure(suites[side.suite], side, workload, salt, args.settle_s)
             for name, found in pairs.items():
-                order = (OFF, name) if number % 2 else (name, OFF)
-                runs = {each: await measure(suites[each], workload, f"{number}", args.settle_s) for each in order}
-                found.off.append(runs[OFF])
-                found.on.append(runs[name])
+                off, on = COMPARED[name]
+                found.off.append(runs[off])
+                found.on.append(runs[on])
                 progress(f"{name}, pair {number + 1}: {found.losses()[-1]:+.3f}", end=True)
     return pairs
 
@@ -150,9 +194,9 @@ def figures_of(pairs: Mapping[str, Pairs]) -> dict[str, float]:
     """Return the losses with their intervals, and what a run without sampling has."""
     found: dict[str, float] = {}
     for name, each in pairs.items():
-        for suffix, value in zip(("", "_lower", "_upper"), median_interval(each.losses()), strict=True):
-            found[f"overhead_{name}{suffix}"] = value
-        found[f"cpu_{name}"] = statistics.median(each.more_cpu())
+        for figure, samples in (("overhead", each.losses()), ("cpu", each.more_cpu())):
+            for suffix, value in zip(("", "_lower", "_upper"), median_interval(samples), strict=True):
+                found[f"{figure}_{name}{suffix}"] = value
     if ALL in pairs:
         found |= {f"trace_us_{each}": 1e6 * statistics.median(pairs[ALL].more_of(each)) for each in SERVICES}
     every = [run.tokens_s for each in pairs.values() for run in each.off]
@@ -188,12 +232,13 @@ def flags() -> argparse.ArgumentParser:
     made = parser(__doc__)
     made.formatter_class = argparse.RawDescriptionHelpFormatter
     made.add_argument("--pairs", type=int, default=16, help="pairs of each comparison")
+    made.add_argument("--compare", nargs="+", choices=COMPARED, default=list(COMPARED), help="comparisons to run")
     made.add_argument("--requests", type=int, default=128, help="requests of a run, all at once")
     made.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     made.add_argument("--output", type=int, default=128, help="tokens of an output")
     made.add_argument("--max-num-seqs", type=int, default=64)
     made.add_argument("--threads", type=int, default=1, help="threads of each engine")
-    made.add_argument("--settle-s", type=float, default=1.0, help="seconds after a run until its spans are delivered")
+    made.add_argument("--settle-s", type=float, default=0.7, help="seconds after a run until its spans are delivered")
     made.add_argument("--seed", type=int, default=0)
     return made
 

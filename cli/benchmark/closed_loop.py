@@ -15,13 +15,17 @@ from cli.benchmark.requests import Request
 
 @dataclass(slots=True)
 class Record:
-    """One request: when it was submitted, and each of its tokens with the time at which it came. Seconds."""
+    """One request: when it was submitted, and each of its tokens with the time at which it came. Seconds.
+
+    `trace_id` is "" where the request is not traced.
+    """
 
     request: Request
     submitted: float
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     cached_tokens: int = 0
+    trace_id: str = ""
 
     def add(self, tokens: Sequence[int], now: float) -> bool:
         """Record tokens that came together; return whether they were the last."""

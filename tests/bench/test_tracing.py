@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
 
 from bench.lib.decision_records import bytes_of, records_of
 from bench.lib.request_spans import SERVICES
-from bench.tracing import NOTES, SAMPLED, Measured, Pairs, figures_of
+from bench.tracing import COMPARED, NOTES, Measured, Pairs, figures_of
 from common.decisions.ring import record_bytes
 from common.types import DecisionKind
 from tests.support.bench_process import run_benchmark
@@ -17,7 +18,8 @@ from tests.support.bench_process import run_benchmark
 def test_a_small_run_has_every_figure() -> None:
     words = ("--pairs", "2", "--requests", "8", "--output", "8", "--settle-s", "0")
     figures, _ = run_benchmark("tracing", *words)
-    intervals = {f"overhead_{name}_{end}" for name in SAMPLED for end in ("lower", "upper")}
+    compared = itertools.product(("overhead", "cpu"), COMPARED, ("lower", "upper"))
+    intervals = {"_".join(words) for words in compared}
     assert set(figures) == {*NOTES, *intervals}
     assert figures["pairs"] == 2
     assert (

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import time
 
 from bench.lib.checkpoints import SMALL, checkpoint
 from bench.lib.workloads import make
 from bench.serve import bench_options, suite_flags
-from cli.benchmark.served import served_suite
+from bench.tracing import DECLINED, WANTED
+from cli.benchmark.requests import equal_requests
+from cli.benchmark.served import processor_seconds, served_suite
 
 SHAPE = {**SMALL, "vocab_size": 32000, "num_hidden_layers": 2}
 
@@ -35,3 +39,23 @@ async def test_a_workload_goes_through_all_processes() -> None:
     cached = [[record.cached_tokens for record in run.values()] for run in (first, again, cold)]
     assert cached[0] == cached[2] == [0, 96, 208, 320], "the history before a turn but its last token, in blocks of 16"
     assert cached[1] == [48, 160, 272, 384], "its own prompt but the last token"
+
+
+async def test_one_suite_traces_the_requests_that_want_it_and_no_others() -> None:
+    args = argparse.Namespace(block_size=16, threads=1, trace_sample_ratio=1.0)
+    workload, named = equal_requests(40, 4, 2, 0), "0af7651916cd43dd8448eb211c80319c"
+    with checkpoint(None, SHAPE) as (folder, load_format):
+        options = bench_options(str(folder), load_format, args, "float32", caching=True)
+        async with served_suite(options) as suite:
+            found = {}
+            for flag in (WANTED, DECLINED):
+                _, records = await suite.run(workload, flag, lambda flag=flag: f"00-{named}-b7ad6b7169203331-{flag}")
+                found[flag] = {record.trace_id for record in records.values()}
+    assert found == {WANTED: {named}, DECLINED: {""}}
+
+
+def test_the_processor_time_of_a_process_grows_with_its_work() -> None:
+    before, own = processor_seconds(os.getpid()), time.process_time()
+    while time.process_time() < own + 0.05:
+        pass
+    assert processor_seconds(os.getpid()) - before >= 0.03
