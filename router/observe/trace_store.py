@@ -8,7 +8,7 @@ is handed over on the thread that ended it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -111,7 +111,8 @@ class TraceStore:
         trace = self._traces.setdefault(span.trace_id, _Trace())  # it may have been dropped with its last span
         trace.spans[span.span_id] = span, sender
         trace.count(sender, 1, span.size)
-        self._named.update(dict.fromkeys(_names(span), key))
+        for name in _names(span):
+            self._named[name] = key
         return True
 
     def _replace(self, trace: _Trace, span: KeptSpan, sender: str) -> bool:
@@ -135,7 +136,9 @@ class TraceStore:
                 del self._named[name]
 
 
-def _names(span: KeptSpan) -> set[tuple[str, str]]:
+def _names(span: KeptSpan) -> Collection[tuple[str, str]]:
     """Return the names under which a span's trace is found: the request's ids, for any tenant and for its own."""
+    if not span.request_id and not span.correlation_id:
+        return ()
     ids = {span.request_id, span.correlation_id} - {""}
     return {(tenant, each) for each in ids for tenant in ("", span.tenant)}
