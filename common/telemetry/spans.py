@@ -28,6 +28,7 @@ from opentelemetry.trace import (
     StatusCode,
     TraceFlags,
     Tracer,
+    TraceState,
 )
 
 from common.limits import MAX_SPAN_ITEMS
@@ -171,6 +172,7 @@ class SpanTracer(Tracer):
         """Begin a span below the one in `context`: the current one by default."""
         above = trace.get_current_span(context)
         parent: SpanContext | None = above.get_span_context()
+        state: TraceState | None
         if type(above) is RecordedSpan:
             trace_id, state = above.context.trace_id, above.context.trace_state
         else:

@@ -34,20 +34,21 @@ class TracedSteps:
 
     def stepped(self, plan: StepPlan, begin_ns: int, end_ns: int) -> list[Chunk]:
         """Take in a step; return what its rows computed of prompts, or anew after a preemption."""
-        chunks = list[Chunk]()
-        for row in plan.rows:
-            one = self._traced.get(row.sequence)
+        chunks, find = list[Chunk](), self._traced.get
+        # Rows are unpacked, and hold few conditions: a step has a row for each sequence.
+        for sequence, start, length, _, samples, drafts in plan.rows:
+            one = find(sequence)
             if one is None:
                 continue
-            if row.samples and row.length == 1 and row.start >= one.prompt_tokens:
+            if samples and length == 1 and start >= one.prompt_tokens:
                 if not one.steps:
-                    one.begin_ns, one.start = begin_ns, row.start
-                # The wall clock may have been set back between two steps.
-                one.end_ns = max(end_ns, one.begin_ns)
+                    one.begin_ns, one.start = begin_ns, start
+                one.end_ns = end_ns
                 one.steps += 1
-                one.drafts += len(row.drafts)
+                if drafts:
+                    one.drafts += len(drafts)
             else:
-                chunks.append(Chunk(row.sequence, row.start, row.length, begin_ns, end_ns, drafts=len(row.drafts)))
+                chunks.append(Chunk(sequence, start, length, begin_ns, end_ns, drafts=len(drafts)))
         return chunks
 
     def among(self, plan: StepPlan) -> tuple[SequenceId, ...]:
@@ -59,7 +60,9 @@ class TracedSteps:
         one = self._traced.pop(sequence, None)
         if one is None or not one.steps:
             return ()
-        return (Chunk(sequence, one.start, one.steps, one.begin_ns, one.end_ns, True, one.drafts, one.steps),)
+        # The wall clock may have been set back since the first step.
+        end_ns = max(one.begin_ns, one.end_ns)
+        return (Chunk(sequence, one.start, one.steps, one.begin_ns, end_ns, True, one.drafts, one.steps),)
 
     def keep(self, sequences: Collection[SequenceId]) -> None:
         """Forget all others."""
