@@ -27,6 +27,8 @@ class SpanRing:
         if capacity < 1 or max_bytes < 1:
             raise ValueError(f"capacity is {capacity} and max_bytes is {max_bytes}; expected 1 or more")
         self.capacity, self.max_bytes = capacity, max_bytes
+        # What one sender may hold while the ring is full.
+        self._most_spans, self._most_bytes = MAX_SENDER_SHARE * capacity, MAX_SENDER_SHARE * max_bytes
         self.bytes = 0
         self._spans: OrderedDict[Key, tuple[str, int]] = OrderedDict()  # -> sender, size; oldest first
         self._senders: dict[str, _Sender] = {}
@@ -36,9 +38,11 @@ class SpanRing:
 
     def add(self, key: Key, sender: str, size: int) -> Iterator[Key]:
         """Yield the spans that make room, each removed already; then note a span that is not here yet."""
-        while self._spans and (len(self) == self.capacity or self.bytes + size > self.max_bytes):
+        while self._spans and (len(self._spans) == self.capacity or self.bytes + size > self.max_bytes):
             yield self._remove_oldest(self._crowder(sender, size))
-        held = self._senders.setdefault(sender, _Sender())
+        held = self._senders.get(sender)
+        if held is None:
+            held = self._senders[sender] = _Sender()
         held.keys.append(key)
         held.bytes += size
         self._spans[key] = sender, size
@@ -53,9 +57,11 @@ class SpanRing:
 
     def _crowder(self, sender: str, size: int) -> str | None:
         """Return the sender of the next span where it holds more than its share of the ring."""
-        held = self._senders.get(sender, _Sender())
-        most = MAX_SENDER_SHARE * self.max_bytes, MAX_SENDER_SHARE * self.capacity
-        return sender if held.keys and (held.bytes + size > most[0] or len(held.keys) + 1 > most[1]) else None
+        held = self._senders.get(sender)
+        if held is None or not held.keys:
+            return None
+        crowds = held.bytes + size > self._most_bytes or len(held.keys) + 1 > self._most_spans
+        return sender if crowds else None
 
     def _remove_oldest(self, sender: str | None) -> Key:
         """Remove the oldest span of a sender, or of all."""

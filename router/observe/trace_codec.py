@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.common.v1 import common_pb2
@@ -39,8 +38,7 @@ _MAX_SERVICE_CHARS: Final = 128
 _STATUS = {trace_pb2.Status.STATUS_CODE_OK: "ok", trace_pb2.Status.STATUS_CODE_ERROR: "error"}
 
 
-@dataclass(frozen=True, slots=True)
-class KeptSpan:
+class KeptSpan(NamedTuple):
     """A span under its ids; `request_id` is "" where its attributes name no request. `size` is about its memory.
 
     `tenant` is whose request it is, `correlation_id` the client's name for it; only the router's own spans say that.
@@ -58,16 +56,23 @@ class KeptSpan:
 def from_own(span: RecordedSpan) -> KeptSpan:
     """Return a span of this process, as the store keeps it."""
     context, named = span.context, span.attributes
+    trace_id, span_id, read = f"{context.trace_id:032x}", f"{context.span_id:016x}", partial(_own_span, span)
+    if not named:
+        return KeptSpan(trace_id, span_id, "", read, own_bytes(span))
     request_id, tenant, correlation_id = (str(named.get(name, "")) for name in (REQUEST_ID, TENANT, CORRELATION_ID))
-    ids = f"{context.trace_id:032x}", f"{context.span_id:016x}", request_id
-    return KeptSpan(*ids, partial(_own_span, span), own_bytes(span), tenant, correlation_id)
+    return KeptSpan(trace_id, span_id, request_id, read, own_bytes(span), tenant, correlation_id)
 
 
 def own_bytes(span: RecordedSpan) -> int:
     """Return about how much memory a span of this process takes, with the records of decisions in it."""
-    size = _OWN_SPAN_BYTES + _attributes_bytes(span.attributes)
-    size += sum([_LINK_BYTES + _attributes_bytes(link.attributes or {}) for link in span.links])
-    return size + sum([_event_bytes(event.attributes) for event in span.events])
+    size = _OWN_SPAN_BYTES
+    if span.attributes:
+        size += _attributes_bytes(span.attributes)
+    for link in span.links:
+        size += _LINK_BYTES + _attributes_bytes(link.attributes or {})
+    for event in span.events:
+        size += _event_bytes(event.attributes)
+    return size
 
 
 def _event_bytes(attributes: Mapping[str, object]) -> int:

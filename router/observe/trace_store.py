@@ -108,7 +108,9 @@ class TraceStore:
             return False
         for trace_id, span_id in self._ring.add(key, sender, span.size):
             self._drop(trace_id, span_id)
-        trace = self._traces.setdefault(span.trace_id, _Trace())  # it may have been dropped with its last span
+        trace = self._traces.get(span.trace_id)  # it may have been dropped with its last span
+        if trace is None:
+            trace = self._traces[span.trace_id] = _Trace()
         trace.spans[span.span_id] = span, sender
         trace.count(sender, 1, span.size)
         for name in _names(span):

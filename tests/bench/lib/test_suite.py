@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from functools import partial
 
 from bench.lib.checkpoints import SMALL, checkpoint
 from bench.lib.workloads import make
@@ -49,7 +50,8 @@ async def test_one_suite_traces_the_requests_that_want_it_and_no_others() -> Non
         async with served_suite(options) as suite:
             found = {}
             for flag in (WANTED, DECLINED):
-                _, records = await suite.run(workload, flag, lambda flag=flag: f"00-{named}-b7ad6b7169203331-{flag}")
+                traceparent = f"00-{named}-b7ad6b7169203331-{flag}"
+                _, records = await suite.run(workload, flag, partial(str, traceparent))
                 found[flag] = {record.trace_id for record in records.values()}
     assert found == {WANTED: {named}, DECLINED: {""}}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -162,7 +162,7 @@ def test_both_ways_into_the_store_give_the_same_span(store: TraceStore) -> None:
     (delivered,) = from_otlp(otlp_request(ended))
     direct = from_own(*ended)
     assert direct.message() == delivered.message()
-    assert replace(direct, message=delivered.message, size=delivered.size) == delivered
+    assert direct._replace(message=delivered.message, size=delivered.size) == delivered
     assert direct.request_id == "r1"
 
 
