@@ -11,6 +11,7 @@ runs of a round.
 Two suites that do the same differ by some percent, so one suite has both runs where that is possible: in the last suite
 each request brings a traceparent, whose flag says in one run that its client declines a trace, and in the other one
 that the client wants it. `overhead_suites` is the difference between two suites that sample nothing, for comparison.
+Processor time follows the number of steps, which differs between equal runs: `steps_*` says by how much.
 
 Where all are slow, the router keeps as many as it may, 5 a second, which is the most that one rule can cost for long.
 Requests of one token use up what it may keep at once before each run. A run ends when its spans are delivered; what
@@ -92,6 +93,7 @@ NOTES: Final = {
     "cpu_all_slow": "the same, where the tail rules keep as many requests as they may",
     "cpu_sampled_all": "the same, every request sampled",
     "cpu_suites": "the same between two suites that sample nothing",
+    **{f"steps_{each}": f"more engine steps of such a run, as a share: {each}; median" for each in COMPARED},
     **{f"trace_us_{each}": f"more processor time of a sampled request in the {each}, us; median" for each in SERVICES},
     **{f"spans_us_{each}": f"the same without sockets and threads, in one process, us: {each}" for each in SERVICES},
     "tokens_s_off": "output tokens a second without sampling, median",
@@ -108,11 +110,12 @@ NOTES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run: output tokens a second, and seconds of processor time for a token; by service, for a request."""
+    """One run: output tokens a second, seconds of processor time for a token, and by service for a request; steps."""
 
     tokens_s: float
     cpu: float
     by_service: Mapping[str, float] = field(default_factory=dict)
+    steps: float = 1.0
 
 
 @dataclass(slots=True)
@@ -128,6 +131,9 @@ class Pairs:
     def more_cpu(self) -> list[float]:
         return [on.cpu / off.cpu - 1.0 for off, on in zip(self.off, self.on, strict=True)]
 
+    def more_steps(self) -> list[float]:
+        return [on.steps / off.steps - 1.0 for off, on in zip(self.off, self.on, strict=True)]
+
     def more_of(self, service: str) -> list[float]:
         """Return the additional seconds of processor time of a service for a request, of each pair."""
         both = zip(self.off, self.on, strict=True)
@@ -139,13 +145,14 @@ async def measure(suite: ServedSuite, side: Side, workload: Workload, salt: str,
     if side.suite == SLOW:
         await suite.run(equal_requests(KEPT_TRACES_BURST, 1, 1, 0, _VOCABULARY), salt)
         await asyncio.sleep(settle)
-    before = suite.cpu_by_service()
+    steps, before = await suite.engine_steps(), suite.cpu_by_service()
     seconds, records = await suite.run(workload, salt, partial(_traceparent, side.flag) if side.flag else None)
     await asyncio.sleep(settle)
     found, spent = client_figures(seconds, records.values()), suite.cpu_by_service()
     spent = {name: each - before.get(name, 0.0) for name, each in spent.items()}
     by_service = {name: each / len(records) for name, each in spent.items()}
-    return Measured(found["output_tok_s"], sum(spent.values()) / found["output_tokens"], by_service)
+    steps = await suite.engine_steps() - steps
+    return Measured(found["output_tok_s"], sum(spent.values()) / found["output_tokens"], by_service, steps)
 
 
 def _traceparent(flag: str) -> str:
@@ -197,6 +204,7 @@ def figures_of(pairs: Mapping[str, Pairs]) -> dict[str, float]:
         for figure, samples in (("overhead", each.losses()), ("cpu", each.more_cpu())):
             for suffix, value in zip(("", "_lower", "_upper"), median_interval(samples), strict=True):
                 found[f"{figure}_{name}{suffix}"] = value
+        found[f"steps_{name}"] = statistics.median(each.more_steps())
     if ALL in pairs:
         found |= {f"trace_us_{each}": 1e6 * statistics.median(pairs[ALL].more_of(each)) for each in SERVICES}
     every = [run.tokens_s for each in pairs.values() for run in each.off]
@@ -238,7 +246,7 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--output", type=int, default=128, help="tokens of an output")
     made.add_argument("--max-num-seqs", type=int, default=64)
     made.add_argument("--threads", type=int, default=1, help="threads of each engine")
-    made.add_argument("--settle-s", type=float, default=0.7, help="seconds after a run until its spans are delivered")
+    made.add_argument("--settle-s", type=float, default=1.2, help="seconds after a run until its spans are delivered")
     made.add_argument("--seed", type=int, default=0)
     return made
 

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -19,12 +20,14 @@ from pathlib import Path
 
 import grpc
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from cli.benchmark.closed_loop import Record
 from cli.benchmark.requests import Request, Workload
 from cli.suite.preflight import suite_options
 from cli.suite.programs import Program, StackOptions, worker_ids
 from cli.suite.stack import Say, Stack
+from common.process.metrics import metrics_port
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
@@ -94,6 +97,13 @@ class ServedSuite:
             stub = gpuworker_pb2_grpc.GpuWorkerServiceStub(channel)
             return await stub.GetWorker(worker_pb.GetWorkerRequest(), timeout=WORKER_SECONDS)
 
+    async def engine_steps(self) -> float:
+        """Return how many steps the first worker has completed, from its /metrics."""
+        host, _, port = self.worker_program.address.rpartition(":")
+        text = await asyncio.to_thread(_read, f"http://{host}:{metrics_port(None, int(port))}/metrics")
+        families = (family for family in text_string_to_metric_families(text) if family.name == "quire:engine_steps")
+        return next(family.samples[0].value for family in families)
+
     @property
     def http_url(self) -> str:
         return self._stack.http_url
@@ -162,6 +172,11 @@ def peak_rss_mib(pid: int) -> float:
     except (OSError, StopIteration):
         return float(psutil.Process(pid).memory_info().rss) / MIB
     return peak / 1024
+
+
+def _read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=WORKER_SECONDS) as answer:
+        return str(answer.read().decode())
 
 
 def _greedy(request: Request, salt: str) -> pb.GenerateRequest:

@@ -37,14 +37,20 @@ def test_a_small_run_has_every_figure() -> None:
 
 def test_a_loss_is_that_of_a_pair() -> None:
     pairs = Pairs(
-        off=[Measured(100.0, 0.010, {"router": 1.0}), Measured(50.0, 0.020), Measured(80.0, 0.010)],
-        on=[Measured(98.0, 0.011, {"router": 1.5}), Measured(45.0, 0.020, {"router": 0.25}), Measured(80.0, 0.015)],
+        off=[Measured(100.0, 0.010, {"router": 1.0}, 50), Measured(50.0, 0.020), Measured(80.0, 0.010)],
+        on=[
+            Measured(98.0, 0.011, {"router": 1.5}, 55),
+            Measured(45.0, 0.020, {"router": 0.25}),
+            Measured(80.0, 0.015, steps=2),
+        ],
     )
     found = figures_of({"sampled_all": pairs})
     assert pairs.losses() == pytest.approx([0.02, 0.1, 0.0])
     assert found["overhead_sampled_all"] == pytest.approx(0.02)
     assert (found["overhead_sampled_all_lower"], found["overhead_sampled_all_upper"]) == pytest.approx((0.0, 0.1))
     assert found["cpu_sampled_all"] == pytest.approx(0.1)
+    assert (found["cpu_sampled_all_lower"], found["cpu_sampled_all_upper"]) == pytest.approx((0.0, 0.5))
+    assert found["steps_sampled_all"] == pytest.approx(0.1)
     assert [found[f"trace_us_{each}"] for each in SERVICES] == [0.25e6, 0.0, 0.0]
     assert (found["tokens_s_off"], found["pairs"]) == (80.0, 3)
 
