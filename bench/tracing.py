@@ -5,8 +5,8 @@
 
 Four suites with the real engine over a small model of random weights run side by side: without sampling, with a ratio
 of 1 % and tail rules, the same where every request counts as slow, and with every request sampled. One of them works at
-a time; each round runs all of them in another order. The loss is 1 less the ratio of output tokens a second of the two
-runs of a round.
+a time; each round runs all of them in another order, the two runs of one suite one after the other. The loss is 1 less
+the ratio of output tokens a second of two runs of a round.
 
 Two suites that do the same differ by some percent, so one suite has both runs where that is possible: in the last suite
 each request brings a traceparent, whose flag says in one run that its client declines a trace, and in the other one
@@ -14,8 +14,8 @@ that the client wants it. `overhead_suites` is the difference between two suites
 Processor time follows the number of steps, which differs between equal runs: `steps_*` says by how much.
 
 Where all are slow, the router keeps as many as it may, 5 a second, which is the most that one rule can cost for long.
-Requests of one token use up what it may keep at once before each run. A run ends when its spans are delivered; what
-they take counts as processor time.
+Requests of one token use up what it may keep at once before each of its runs. A run ends when its spans are delivered;
+what they take counts as processor time.
 """
 
 from __future__ import annotations
@@ -170,11 +170,12 @@ async def compare(folder: Path, load_format: str, args: argparse.Namespace) -> d
             options = {**_common(folder, load_format, args), **SUITES[name]}
             suites[name] = await stack.enter_async_context(served_suite(suite_flags(options)))
             await suites[name].run(workload, "warm")
-        rng = random.Random(args.seed)
+        rng, names = random.Random(args.seed), list(suites)
         for number in range(args.pairs):
-            rng.shuffle(sides)
+            rng.shuffle(names)
+            turn = sides[:: 1 if number % 2 else -1]
             runs = {}
-            for side in sides:
+            for side in sorted(turn, key=lambda each: names.index(each.suite)):
                 salt = f"{number}{side.flag}"
                 runs[side] = await measure(suites[side.suite], side, workload, salt, args.settle_s)
             for name, found in pairs.items():
