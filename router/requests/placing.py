@@ -36,7 +36,10 @@ class Placer:
         self._probation, self._domains = Probation(), DomainsSeen(secrets.token_bytes(16))
 
     async def place(self, run: RequestRun, sequences: Sequence[Running], moved_because: str = "") -> None:
-        """Place sequences with the same tokens at one worker. Raises as `Dispatcher.place` does."""
+        """Place sequences with the same tokens at one worker. Raises as `Dispatcher.place` does.
+
+        A suspect that is interrupted while it waits is not placed: its stream finds the reason in its inbox.
+        """
         identity = await self._dispatcher.known_identity()
         check_kind(run.request.embeds, identity.pooling)
         began, began_ns = self._clock.monotonic(), self._clock.time_ns()
@@ -50,6 +53,8 @@ class Placer:
         run.log.sent(self._domains, prefix.cache_domain, identity.block_size)
         placement = self._take_up(sequences, job) or await self._dispatcher.place(job, run.ticket)
         while run.waits and not await self._may_be_tried(run, placement):
+            if run.inbox.interrupted.is_set():
+                return
             placement = await self._dispatcher.place(job, run.ticket)
         run.identity = identity
         run.log.placed((placement.looked_up_ns - began_ns) / 1e9, placement.index_answered)
@@ -79,11 +84,11 @@ class Placer:
         return self._dispatcher.book(job, request.flow)
 
     async def _may_be_tried(self, run: RequestRun, placement: Placement) -> bool:
-        """Let a suspect wait; return False when its worker went meanwhile, and its place with it."""
-        there = False
+        """Let a suspect wait; return False when its worker went or it was interrupted: then it has no place."""
+        there, interrupted = False, run.inbox.interrupted
         try:
-            run.take_turn(await self._probation.wait(run.suspicion))
-            there = placement.client.ready
+            run.take_turn(await self._probation.wait(run.suspicion, interrupted))
+            there = placement.client.ready and not interrupted.is_set()
         finally:
             if not there:
                 for reservation in placement.reservations:

@@ -7,7 +7,8 @@ turn a suspect is alone among suspects: what breaks under it convicts it, and it
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 from common.limits import MAX_STRIKES
@@ -45,11 +46,15 @@ class Probation:
     def __init__(self, seconds: float = TURN_SECONDS) -> None:
         self._lock, self._seconds = asyncio.Lock(), seconds
 
-    async def wait(self, suspicion: Suspicion) -> Turn | None:
-        """Wait until a suspect may be tried; return its turn, which the caller ends, where it needs one."""
+    async def wait(self, suspicion: Suspicion, interrupted: asyncio.Event) -> Turn | None:
+        """Wait until a suspect may be tried; return its turn, which the caller ends, where it needs one.
+
+        A request that is interrupted meanwhile waits no longer, and gets no turn.
+        """
         if (breakdown := suspicion.waits_for) is not None:
-            await self._hold(breakdown, HOLD_SECONDS if suspicion.breaks < MAX_STRIKES else self._seconds)
-        return await self._turn() if suspicion.apart else None
+            seconds = HOLD_SECONDS if suspicion.breaks < MAX_STRIKES else self._seconds
+            await self._hold(breakdown, seconds, interrupted)
+        return await self._turn(interrupted) if suspicion.apart and not interrupted.is_set() else None
 
     async def is_guilty(self, suspicion: Suspicion, interrupted: asyncio.Event) -> bool:
         """Return whether a request that has just lost a worker broke its workers itself.
@@ -57,35 +62,41 @@ class Probation:
         Before that is said, the workers may show that they live. One that does not show it in time has ended. A request
         that is interrupted meanwhile gets no verdict: False.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(VERDICT_SECONDS):
-                while suspicion.guilty and (unsettled := suspicion.unsettled) and not interrupted.is_set():
-                    settled = asyncio.Event()
-                    unsettled[0].when_settled(settled.set)
-                    await _first_of(settled, interrupted)
+        async with _at_most(VERDICT_SECONDS, interrupted):
+            while suspicion.guilty and (unsettled := suspicion.unsettled):
+                settled = asyncio.Event()
+                unsettled[0].when_settled(settled.set)
+                await settled.wait()
         return suspicion.guilty and not interrupted.is_set()
 
-    async def _hold(self, breakdown: Breakdown, seconds: float) -> None:
+    async def _hold(self, breakdown: Breakdown, seconds: float, interrupted: asyncio.Event) -> None:
         clear = asyncio.Event()
         breakdown.when_no_first(clear.set)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await clear.wait()
+        async with _at_most(seconds, interrupted):
+            await clear.wait()
 
-    async def _turn(self) -> Turn | None:
-        try:
-            async with asyncio.timeout(MAX_WAIT_SECONDS):
-                await self._lock.acquire()
-        except TimeoutError:
-            return None
-        return Turn(self._lock, self._seconds)
+    async def _turn(self, interrupted: asyncio.Event) -> Turn | None:
+        acquired = False
+        async with _at_most(MAX_WAIT_SECONDS, interrupted):
+            acquired = await self._lock.acquire()
+        return Turn(self._lock, self._seconds) if acquired else None
 
 
-async def _first_of(*events: asyncio.Event) -> None:
-    """Wait until one of several events is set."""
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for each in waits:
-            each.cancel()
+@asynccontextmanager
+async def _at_most(seconds: float, interrupted: asyncio.Event) -> AsyncGenerator[None, None]:
+    """End what waits inside after so many seconds, or when the request is interrupted, without an error."""
+    loop, watch = asyncio.get_running_loop(), asyncio.ensure_future(interrupted.wait())
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds) as limit:
+            inside = True
+
+            def end(_: object) -> None:
+                if inside:
+                    limit.reschedule(loop.time())
+
+            watch.add_done_callback(end)
+            try:
+                yield
+            finally:
+                inside = False
+                watch.cancel()

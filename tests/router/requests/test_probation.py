@@ -1,0 +1,95 @@
+"""A suspect that waits until it may be tried again hears what ends its request, and is then tried nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest
+
+from common.errors import Cancelled, DeadlineExceeded, Unauthenticated
+from common.types import FinishReason
+from router.core.events import GenerateEvent, ValidatedRequest
+from router.core.suspicion import Suspicion
+from router.requests import probation
+from router.requests.probation import Probation, Turn
+from tests.support.router.fake_worker import PATIENCE_S, FakeWorker
+from tests.support.router.frontend_harness import (
+    Harness,
+    frontend_over,
+    in_background,
+    nothing_left,
+    request,
+    tokens_of,
+)
+
+LONG = 3600.0  # a wait that no test sits out
+Waiting = tuple[Harness, asyncio.Task[list[GenerateEvent]]]
+
+
+@pytest.fixture(params=["its turn", "those that go first"])
+async def waiting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Waiting]:
+    """The request "r2", which waits behind "r1". Both lost one worker; "r1" goes on at another one afterwards."""
+    for name in ("HOLD_SECONDS", "MAX_WAIT_SECONDS"):
+        monkeypatch.setattr(probation, name, LONG)
+    suspects, wait = list[Suspicion](), Probation.wait
+
+    async def noted(self: Probation, suspicion: Suspicion, *more: asyncio.Event) -> Turn | None:
+        suspects.append(suspicion)
+        return await wait(self, suspicion, *more)
+
+    monkeypatch.setattr(Probation, "wait", noted)
+    async with AsyncExitStack() as stack:
+        dying, other = FakeWorker("w0"), FakeWorker("w1")
+        harness = await stack.enter_async_context(frontend_over(dying))
+        stack.push_async_callback(other.kill)
+        harness.frontend._placer._probation._seconds = LONG
+        tasks = []
+        for number in (1, 2):
+            wanted = _wanted(f"r{number}")
+            tasks.append(await stack.enter_async_context(in_background(harness, wanted)))
+            await dying.until(lambda number=number: len(dying.submits) == number)  # type: ignore[misc]
+        dying.step({2: [100]} if request.param == "those that go first" else {}, admitted={1: 0, 2: 0})
+        await harness.until(lambda: sum(each.admitted for each in harness.frontend._runs) == len(tasks))
+        await other.start()
+        harness.pool.add(other.address)
+        await harness.connected(2)
+        await dying.kill()
+        await harness.until(lambda: len(suspects) == len(tasks))
+        await other.until(lambda: bool(other.submits))
+        yield harness, tasks[1]
+        (submit,) = other.submits
+        assert submit.request_id == "r1"
+        other.step({submit.handle: [100, 101, 102]}, {submit.handle: 0}, {submit.handle: FinishReason.LENGTH})
+        async with asyncio.timeout(PATIENCE_S):
+            assert tokens_of(await tasks[0]) == [100, 101, 102]
+        assert nothing_left(harness)
+
+
+def _wanted(request_id: str) -> ValidatedRequest:
+    return request(max_tokens=3, request_id=request_id)
+
+
+async def test_it_may_be_aborted(waiting: Waiting) -> None:
+    harness, task = waiting
+    assert harness.frontend.abort("r2") == 1
+    with pytest.raises(Cancelled):
+        await task
+
+
+async def test_it_ends_when_its_key_is_revoked(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, task = waiting
+    monkeypatch.setattr(harness.frontend, "_runs", {each for each in harness.frontend._runs if each.request_id == "r2"})
+    harness.frontend.end_revoked(lambda _: False)
+    with pytest.raises(Unauthenticated):
+        await task
+
+
+async def test_it_ends_at_its_deadline(waiting: Waiting) -> None:
+    harness, task = waiting
+    (run,) = [each for each in harness.frontend._runs if each.request_id == "r2"]
+    run.expire_in(0.0)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(DeadlineExceeded):
+            await task
