@@ -45,6 +45,7 @@ from kvmanager.core.manager import Manager, ManagerConfig
 from kvmanager.core.watchdog import waits_for_a_grant
 from kvmanager.decision_servicer import DecisionServicer
 from kvmanager.group.member import Alone, GroupMember
+from kvmanager.group.processes import owner_name
 from kvmanager.index.group_lease import RedisGroupLease
 from kvmanager.index.publisher import PublisherTimes
 from kvmanager.index.state_file import EpochFile
@@ -109,8 +110,9 @@ class ManagerProcess:
             return Alone(source, clock), None
         # An attempt that Redis does not answer ends before the next one is due.
         redis = open_redis(settings.redis_url, settings.group_lease / 4, settings.redis_ca)
-        lease = RedisGroupLease(redis, settings.group, source)
-        core = Leadership(source, settings.group_lease, _STANDBY_POLL_S)
+        owner = owner_name(source)
+        lease = RedisGroupLease(redis, settings.group, owner)
+        core = Leadership(owner, settings.group_lease, _STANDBY_POLL_S)
         dial = dialer(Identity.of(settings), Role.MANAGER)
         member = GroupMember(core, lease, clock, dial, self._lead, self._stand_by, on_stale)
         return member, member

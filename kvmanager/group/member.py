@@ -16,6 +16,7 @@ from common.process.supervised import Supervisor, cancel_and_wait
 from common.rpc.server import Dial
 from kvmanager.core.leadership import Change, Leadership, Lease
 from kvmanager.group.owner_watch import owner_gone
+from kvmanager.group.processes import has_ended
 from kvmanager.ports import GroupLease, IndexUnavailable, LeaderState
 
 log = logging.getLogger(__name__)
@@ -159,6 +160,8 @@ class GroupMember:
         self._reachable = True
         if isinstance(found, Lease):
             self._last_namespace = found.namespace
+            if has_ended(found.owner):
+                core.gone(found.term)
             await self._changed(core.refused(self._clock.monotonic(), found))
             return await self._follow(found)
         change = core.held(sent_at, found)

@@ -189,20 +189,32 @@ async def test_the_last_manager_of_a_group_leaves_no_lease(launch: Launch, redis
     assert await redis_client.get(LEASE) is None
 
 
-async def test_all_managers_are_killed_and_the_next_one_leads_after_the_lease(
+async def test_all_managers_are_killed_and_the_next_one_of_this_machine_leads_within_the_life_of_the_lease(
     launch: Launch, channel_to: ChannelTo
 ) -> None:
-    worker, old = DrivenWorker(), await launch(lease=SHORT)
+    worker, old = DrivenWorker(), await launch()
     term = (await until(old, leads=True)).term
     await worker.attach(channel_to(old.address))
     await turns(worker)
     old.process.kill()
-    new = await launch(lease=SHORT)
-    assert (await until(new, leads=True)).term > term
+    await old.ended()
+    new = await launch()
+    async with asyncio.timeout(0.8 * LONG):
+        assert (await until(new, leads=True)).term > term
     await worker.attach(channel_to(new.address))
     await turns(worker)
     await worker.finish()
     assert worker.fake.live == {}
+
+
+async def test_after_an_owner_of_another_machine_the_next_one_leads_after_the_lease(
+    launch: Launch, redis_client: Redis
+) -> None:
+    """Its number is that of no process here, which proves nothing."""
+    name = f"m-0@{'0' * 32}.4000000.1"
+    await redis_client.set(LEASE, f"7 1 {name} 127.0.0.1:1 ")
+    child = await launch(lease=SHORT)
+    assert (await until(child, leads=True)).term > 7
 
 
 async def test_a_wiped_redis_keeps_one_leader_and_the_worker_goes_on(
