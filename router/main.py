@@ -20,7 +20,7 @@ from common.clock import SystemClock
 from common.decisions.disk.metrics import LogMetrics
 from common.decisions.disk.writer import opened as opened_log
 from common.decisions.ring import DecisionRing
-from common.limits import KEPT_RECORDS_SHARE, MAX_PUBLIC_MESSAGE_BYTES
+from common.limits import KEPT_RECORDS_SHARE
 from common.process.debug import dumps_on_signal
 from common.process.garbage import collect_rarely
 from common.process.loop_turns import LoopTurns
@@ -28,6 +28,7 @@ from common.process.metrics import new_registry
 from common.process.redis_client import open_redis
 from common.process.supervised import Supervisor
 from common.process.watchdog import Watchdog, Work
+from common.rpc.options import CLIENTS
 from common.rpc.roles import Role
 from common.rpc.server import RpcServer, dialer
 from common.rpc.tls import Identity, PublicCertificate
@@ -138,7 +139,7 @@ class RouterProcess:
             [INFERENCE, DECISIONS, KSERVE_SERVICE],
             [server_spans(tracer, _UNTRACED)],
             self._shares,
-            MAX_PUBLIC_MESSAGE_BYTES,
+            CLIENTS,
             tls=self._public_tls,
         )
         self._admin = AdminPlane(settings, self._registry, self._why_not_ready, [server_spans(tracer)], self._tls)

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
-from quire.api.channel import COMMON_OPTIONS, KEEPALIVE_MS, MAX_MESSAGE_BYTES, Options
+from common.limits import MAX_PUBLIC_MESSAGE_BYTES
+from quire.api.channel import COMMON_OPTIONS, KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_MESSAGE_BYTES, Options
 
 # A burst of new streams waits here instead of being refused; gRPC's own default loses some at a thousand at once.
 MAX_PENDING_REQUESTS: Final = 16_384
 
 
-def server_options(reuse_port: bool = False, most_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """Return the options of a server that takes messages of at most `most_bytes`.
+@dataclass(frozen=True, slots=True)
+class Callers:
+    """What a server bears from its callers: messages of so many bytes, and milliseconds in which no packet passes."""
+
+    most_bytes: int = MAX_MESSAGE_BYTES
+    silence_ms: int = KEEPALIVE_TIMEOUT_MS
+
+
+SERVICES: Final = Callers()
+# A router that gives a client up ends the client's requests for good. So the client gives up first: it asks after
+# KEEPALIVE_MS without data, and waits KEEPALIVE_TIMEOUT_MS for the answer.
+CLIENTS: Final = Callers(MAX_PUBLIC_MESSAGE_BYTES, KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS)
+
+
+def server_options(reuse_port: bool = False, callers: Callers = SERVICES) -> Options:
+    """Return the options of a server.
 
     With `reuse_port` several processes share one port (SO_REUSEPORT).
     """
-    received = "grpc.max_receive_message_length"
+    own = {"grpc.max_receive_message_length": callers.most_bytes, "grpc.keepalive_timeout_ms": callers.silence_ms}
     return [
-        *(option for option in COMMON_OPTIONS if option[0] != received),
-        (received, most_bytes),
+        *(dict(COMMON_OPTIONS) | own).items(),
         ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.server.max_pending_requests", MAX_PENDING_REQUESTS),
         ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_REQUESTS),

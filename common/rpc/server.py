@@ -11,10 +11,10 @@ from grpc import aio
 from common.errors import PortTaken
 from common.rpc.health import Health
 from common.rpc.interceptor import AroundInterceptor, ErrorsToStatuses
-from common.rpc.options import server_options
+from common.rpc.options import SERVICES, Callers, server_options
 from common.rpc.roles import ChecksRole, Role
 from common.rpc.tls import Identity, ServerTls, expecting
-from quire.api.channel import MAX_MESSAGE_BYTES, channel_options
+from quire.api.channel import channel_options
 
 # Opens a channel to HOST:PORT.
 Dial: TypeAlias = Callable[[str], aio.Channel]
@@ -31,20 +31,20 @@ class RpcServer:
         services: Sequence[str],
         interceptors: Sequence[aio.ServerInterceptor] = (),
         reuse_port: bool = False,
-        most_bytes: int = MAX_MESSAGE_BYTES,
+        callers: Callers = SERVICES,
         tls: ServerTls | None = None,
         own_tls: ServerTls | None = None,
     ) -> None:
         """`services` are full names (`quire.inference.v1.InferenceService`); `interceptors` see statuses.
 
-        A message to the server has at most `most_bytes`. `tls` is for the port, `own_tls` for the own port. Where
+        `callers` says what the server bears from them. `tls` is for the port, `own_tls` for the own port. Where
         either asks callers for certificates, their roles are checked (`roles.py`).
         """
         self._tls, self._own_tls = tls, own_tls
         checked = any(each is not None and each.asks_callers for each in (tls, own_tls))
         checks = [AroundInterceptor(ChecksRole)] if checked else []
         around = [*interceptors, AroundInterceptor(ErrorsToStatuses), *checks]
-        self.server = aio.server(interceptors=around, options=server_options(reuse_port, most_bytes))
+        self.server = aio.server(interceptors=around, options=server_options(reuse_port, callers))
         self.health = Health(services)
         self.port = self.own_port = 0
 

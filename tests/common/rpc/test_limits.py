@@ -10,9 +10,11 @@ import grpc
 import pytest
 from grpc import aio
 
-from common.rpc.options import server_options
+from common.limits import MAX_PUBLIC_MESSAGE_BYTES
+from common.rpc.options import CLIENTS, server_options
 from common.rpc.server import RpcServer, open_channel
 from quire.api.channel import KEEPALIVE_MS, MAX_MESSAGE_BYTES, channel_options
+from quire.client.setup import client_options
 
 # Counted without the five bytes of framing.
 LARGEST = MAX_MESSAGE_BYTES
@@ -62,3 +64,16 @@ def test_a_server_bears_the_pings_that_channels_send() -> None:
     server, channel = dict(server_options()), dict(channel_options())
     assert server["grpc.http2.min_ping_interval_without_data_ms"] < channel["grpc.keepalive_time_ms"] == KEEPALIVE_MS
     assert server["grpc.keepalive_permit_without_calls"] == channel["grpc.keepalive_permit_without_calls"] == 1
+
+
+def test_a_client_gives_up_a_silent_connection_before_its_router_does() -> None:
+    """The router would end the client's requests for good; the client comes back, or asks another router."""
+    router, service, client = dict(server_options(callers=CLIENTS)), dict(server_options()), dict(client_options())
+    assert router["grpc.keepalive_timeout_ms"] >= client["grpc.keepalive_time_ms"] + client["grpc.keepalive_timeout_ms"]
+    assert (
+        service["grpc.keepalive_timeout_ms"]
+        == client["grpc.keepalive_timeout_ms"]
+        < router["grpc.keepalive_timeout_ms"]
+    )
+    assert router["grpc.max_receive_message_length"] == MAX_PUBLIC_MESSAGE_BYTES
+    assert len(router) == len(server_options(callers=CLIENTS))
