@@ -21,22 +21,38 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, TypeAlias
 
 import uvloop
 
-from bench.attack.victim import Victim, victim
-from bench.fault_injection.clocks import Clocks, compiler, shiftable_clocks
-from bench.fault_injection.injection import Injector
-from bench.fault_injection.plan import CLOCKS, FROZEN, LEADERS, WITHOUT_DISK, Fault, Kind, planned, read, written
+from bench.attack.victim import victim
+from bench.fault_injection.clocks import compiler, shiftable_clocks
+from bench.fault_injection.hosts.injection import HostsInjector
+from bench.fault_injection.hosts.network import missing
+from bench.fault_injection.hosts.suite import suite_of_hosts
+from bench.fault_injection.injection import Ended, Injector
+from bench.fault_injection.plan import (
+    CLOCKS,
+    LASTING,
+    NETWORK,
+    WITHOUT_DISK,
+    Fault,
+    Form,
+    Kind,
+    form_of,
+    planned,
+    read,
+    written,
+)
 from bench.fault_injection.streams import RETRY, Stream, until_tokens
 from bench.lib.harness import end_with_json, parser, progress, report
 from bench.serve import suite_flags
@@ -47,6 +63,9 @@ from router.text.checkpoint import read_checkpoint
 DEMO: Final = Path("cli/demo_model/checkpoint")
 WORKERS: Final = 2
 _STREAMS_A_CLIENT: Final = 8
+_LONGER: Final = 3  # times the tokens, for the streams of a failure that lasts
+_IMPATIENT_S: Final = 3.0
+PATIENCE_FLAG: Final = "--manager-patience"
 DRAIN_S: Final = 60.0  # longer than any stream: a router that drains ends what is left then
 NOTES: Final = {
     "faults_injected": "failures; the round without one does not count",
@@ -54,6 +73,7 @@ NOTES: Final = {
     "streams_broken": "streams that ended with an error",
     "tokens_differing": "tokens that were lost, repeated or wrong",
     "blocks_leaked": "blocks that were held when nothing ran any more",
+    "streams_given_up": "streams that ended with the reason that --manager-patience gives them, their tokens right",
     "gap_p50_s": "longest pause of a stream between two tokens, median",
     "gap_p99_s": "the same, 99th percentile",
 }
@@ -68,6 +88,7 @@ class Found:
     broken: int = 0
     differing: int = 0
     leaked: int = 0
+    given_up: int = 0
     gaps: list[float] = field(default_factory=list)
 
     def add(self, other: Found) -> None:
@@ -76,6 +97,7 @@ class Found:
         self.broken += other.broken
         self.differing += other.differing
         self.leaked += other.leaked
+        self.given_up += other.given_up
         self.gaps += other.gaps
 
     def figures(self) -> dict[str, float]:
@@ -85,43 +107,67 @@ class Found:
             "streams_broken": self.broken,
             "tokens_differing": self.differing,
             "blocks_leaked": self.leaked,
+            "streams_given_up": self.given_up,
             "gap_p50_s": statistics.median(self.gaps),
             "gap_p99_s": sorted(self.gaps)[min(len(self.gaps) - 1, int(0.99 * len(self.gaps)))],
         }
 
 
+Kinds: TypeAlias = dict[str, Found]
+
+
+class Injects(Protocol):
+    """Lets something fail in a suite, and looks at the suite afterwards."""
+
+    async def inject(self, fault: Fault, ended: Ended) -> None: ...
+
+    async def whole(self) -> None: ...
+
+    async def leaked(self) -> int: ...
+
+
 class Rounds:
     """Runs the streams of one failure after the other."""
 
-    def __init__(self, clients: Sequence[AsyncClient], injector: Injector, args: argparse.Namespace) -> None:
+    def __init__(self, clients: Sequence[AsyncClient], injector: Injects, args: argparse.Namespace) -> None:
         self._clients, self._injector, self._args = clients, injector, args
         checkpoint = read_checkpoint(DEMO)
         self._tokens = SimulatedTokens(readable_ids(DEMO, checkpoint.vocab_size, checkpoint.eos_token_ids))
         self._rng = random.Random(f"streams/{args.seed}")
 
     async def run(self, fault: Fault) -> Found:
-        count = self._args.tokens
+        count = self._args.tokens * (_LONGER if fault.kind in LASTING else 1)
         streams = [Stream(self._rng.randrange(1 << 30), prompt) for prompt in prompts(self._rng, self._args.streams)]
         tasks = [
             asyncio.create_task(stream.run(self._clients[number // _STREAMS_A_CLIENT], count))
             for number, stream in enumerate(streams)
         ]
+
+        async def ended() -> None:
+            await asyncio.wait(tasks)
+
         await until_tokens(streams, fault.after_tokens, tasks)
         injected = not all(task.done() for task in tasks)
-        await self._injector.inject(fault)
-        await asyncio.gather(*tasks)
+        await self._injector.inject(fault, ended)
+        await ended()
         await self._injector.whole()
-        for stream in streams:
-            if stream.broken:
-                print(f"  {fault.kind}: a stream broke after {len(stream.tokens)} tokens: {stream.broken}")
+        given_up = [each for each in streams if fault.kind is Kind.MANAGER_GONE and PATIENCE_FLAG in each.broken]
+        broken = [each for each in streams if each.broken and each not in given_up]
+        for stream in broken:
+            print(f"  {fault.kind}: a stream broke after {len(stream.tokens)} tokens: {stream.broken}")
         return Found(
             faults=int(injected and fault.kind is not Kind.NONE),
             streams=len(streams),
-            broken=sum(bool(stream.broken) for stream in streams),
-            differing=sum(stream.differing(self._tokens, count) for stream in streams if not stream.broken),
+            broken=len(broken),
+            differing=sum(each.wrong(self._tokens, count) for each in given_up)
+            + sum(each.differing(self._tokens, count) for each in streams if not each.broken),
             leaked=await self._injector.leaked(),
+            given_up=len(given_up),
             gaps=[stream.longest_gap for stream in streams if stream.tokens],
         )
+
+
+Injection: TypeAlias = Callable[[AsyncClient], Injects]
 
 
 def prompts(rng: random.Random, count: int) -> list[list[int]]:
@@ -132,14 +178,12 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
     ]
 
 
-async def inject_all(
-    suite: Victim, plan: Sequence[Fault], args: argparse.Namespace, clocks: Clocks | None
-) -> dict[str, Found]:
+async def inject_all(address: str, injected: Injection, plan: Sequence[Fault], args: argparse.Namespace) -> Kinds:
+    """Inject a plan into the suite of which a router listens at `address`."""
     async with AsyncExitStack() as stack:
-        addresses = f"{suite.host}:{suite.grpc_port}"
         wanted = -(-args.streams // _STREAMS_A_CLIENT) + 1
-        clients = [await stack.enter_async_context(AsyncClient(addresses, retry=RETRY, ca="")) for _ in range(wanted)]
-        injector = Injector(suite, clients[-1], prompts(random.Random(0), 8), WORKERS, clocks)
+        clients = [await stack.enter_async_context(AsyncClient(address, retry=RETRY, ca="")) for _ in range(wanted)]
+        injector = injected(clients[-1])
         rounds, found = Rounds(clients, injector, args), dict[str, Found]()
         await injector.whole()
         for number, fault in enumerate(plan, start=1):
@@ -148,20 +192,26 @@ async def inject_all(
         return found
 
 
-async def measure(args: argparse.Namespace) -> dict[str, Found]:
+async def measure(args: argparse.Namespace) -> Kinds:
     kinds = [Kind(name) for name in args.kinds]
     plan = read(args.replay.read_text()) if args.replay else planned(args.seed, kinds, args.rounds, args.tokens // 2)
     print(f"plan: {written(plan)}", flush=True)
-    found: dict[str, Found] = {}
-    for managers in (1, 2):
-        part = [fault for fault in plan if (fault.kind in LEADERS) is (managers == 2)]
-        if part:
-            found |= await measure_part(part, managers, args)
+    found: Kinds = {}
+    for form in Form:
+        if part := [fault for fault in plan if form_of(fault.kind) is form]:
+            found |= await (measure_hosts(part, args) if form is Form.HOSTS else measure_part(part, form, args))
     return found
 
 
-async def measure_part(plan: Sequence[Fault], managers: int, args: argparse.Namespace) -> dict[str, Found]:
-    """Run the failures of a suite with so many managers."""
+async def measure_hosts(plan: Sequence[Fault], args: argparse.Namespace) -> Kinds:
+    """Run the failures between hosts."""
+    with tempfile.TemporaryDirectory(prefix="quire-hosts-") as folder:
+        async with suite_of_hosts(Path(folder), args.simulate) as suite:
+            return await inject_all(suite.router, lambda _: HostsInjector(suite), plan, args)
+
+
+async def measure_part(plan: Sequence[Fault], form: Form, args: argparse.Namespace) -> Kinds:
+    """Run the failures of a suite of processes on one host."""
     options: dict[str, object] = {"model": DEMO, "simulate": args.simulate, "kv_blocks": 4096, "insecure": True}
     options |= {"max_num_seqs": 128, "trace_sample_ratio": 0.0, "drain": "migrate"}
     async with AsyncExitStack() as stack:
@@ -169,13 +219,35 @@ async def measure_part(plan: Sequence[Fault], managers: int, args: argparse.Name
         clocks = stack.enter_context(shiftable_clocks()) if jump else None
         if any(fault.kind in WITHOUT_DISK for fault in plan):
             options["decision_log"] = stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-decisions-"))
+        if form is Form.IMPATIENT:
+            stack.enter_context(_environment("QUIRE_MANAGER_PATIENCE", str(_IMPATIENT_S)))
+        managers = 2 if form is Form.LED else 1
         running = victim(suite_flags(options), WORKERS, routers=2, drain_timeout=DRAIN_S, managers=managers)
-        return await inject_all(await stack.enter_async_context(running), plan, args, clocks)
+        suite = await stack.enter_async_context(running)
+
+        def injected(client: AsyncClient) -> Injector:
+            return Injector(suite, client, prompts(random.Random(0), 8), WORKERS, clocks)
+
+        return await inject_all(f"{suite.host}:{suite.grpc_port}", injected, plan, args)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Let what this process starts have a variable."""
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def possible() -> list[Kind]:
-    """Return the kinds of failures that can be injected here: clocks jump where there is a compiler of C."""
-    return [each for each in Kind if each not in CLOCKS or compiler() is not None]
+    """Return the kinds of failures that can be injected here.
+
+    Clocks jump where there is a compiler of C. Hosts need root and iproute2.
+    """
+    without = (CLOCKS if compiler() is None else frozenset()) | (NETWORK if missing() else frozenset())
+    return [each for each in Kind if each not in without]
 
 
 def table(found: Mapping[str, Found]) -> None:
@@ -195,7 +267,7 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument(
         "--kinds",
         nargs="+",
-        default=[each.value for each in possible() if each not in FROZEN],
+        default=[each.value for each in possible()],
         choices=[each.value for each in possible()],
     )
     made.add_argument("--rounds", type=int, default=1, help="times that each failure comes")

@@ -44,7 +44,7 @@ from bench.attack import wire
 from bench.attack.kinds import Target, outcome, posted, streamed, unary
 from bench.attack.victim import Victim, victim
 from bench.fault_injection.injection import Injector
-from bench.fault_injection.plan import CLOCKS, LEADERS, WITHOUT_DISK, Fault, Kind, read, scattered, written
+from bench.fault_injection.plan import CLOCKS, WITHOUT_DISK, Fault, Form, Kind, form_of, read, scattered, written
 from bench.fault_injection.streams import RETRY, Stream
 from bench.faults import DRAIN_S, prompts
 from bench.lib.harness import parser, progress, report
@@ -197,10 +197,14 @@ async def disturb(injector: Injector, plan: Sequence[Fault], began: float, until
         if time.monotonic() >= until:
             break
         print(f"  {time.monotonic() - began:6.1f} s  {fault.kind} {fault.victim}", flush=True)
-        await injector.inject(fault)
+        await injector.inject(fault, _none)
         await injector.whole()
         came[fault.kind.value] += 1
     return came
+
+
+async def _none() -> None:
+    """Wait for no stream: the load never ends."""
 
 
 async def soak(args: argparse.Namespace) -> dict[str, float]:
@@ -258,7 +262,9 @@ def _figures(load: Load, faults: Counter[str], leaked: int, memory: Mapping[str,
 
 
 # Those of `bench.faults` that need no suite of another form.
-_KINDS: Final = tuple(each for each in Kind if each not in {Kind.NONE} | CLOCKS | LEADERS | WITHOUT_DISK)
+_KINDS: Final = tuple(
+    each for each in Kind if form_of(each) is Form.WHOLE and each not in {Kind.NONE} | CLOCKS | WITHOUT_DISK
+)
 
 
 def flags() -> argparse.ArgumentParser:

@@ -137,7 +137,7 @@ class EngineSettings(Settings):
     max_num_batched_tokens: Count = Field(2048, description="tokens in a step; at least --max-num-seqs")
     long_prefill_cap: Count | None = Field(None, description="tokens of one prompt in a step; unset: no cap of its own")
     orphan_grace: float = Field(
-        10.0,
+        25.0,
         ge=0.0,
         description="seconds that the sequences of a router that died run on, for clients that resume at another one; "
         "0: they end with their router",

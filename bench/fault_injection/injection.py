@@ -16,7 +16,8 @@ import redis.asyncio
 
 from bench.attack.victim import Victim
 from bench.fault_injection.clocks import Clocks
-from bench.fault_injection.limits import without_disk, without_files
+from bench.fault_injection.hungry import feed
+from bench.fault_injection.limits import without_disk, without_files, without_memory
 from bench.fault_injection.plan import CLOCKS, FREEZE_S, FROZEN, JUMP_S, STOP_S, WITHOUT_DISK, Fault, Kind
 from bench.fault_injection.streams import Stream
 from common.rpc.server import open_channel
@@ -32,7 +33,14 @@ _GONE_STREAMS: Final = 16
 _KILLED: Final = frozenset({Kind.MANAGER_KILLED, Kind.ROUTER_KILLED, Kind.WORKER_KILLED, Kind.REDIS_KILLED})
 _DRAINED: Final = frozenset({Kind.MANAGER_DRAINED, Kind.ROUTER_DRAINED, Kind.WORKER_DRAINED})
 _WITHOUT_FILES: Final = frozenset({Kind.MANAGER_WITHOUT_FILES, Kind.ROUTER_WITHOUT_FILES, Kind.WORKER_WITHOUT_FILES})
+_WITHOUT_MEMORY: Final = frozenset(
+    {Kind.MANAGER_WITHOUT_MEMORY, Kind.ROUTER_WITHOUT_MEMORY, Kind.WORKER_WITHOUT_MEMORY}
+)
 _STOPPED: Final = frozenset({Kind.MANAGER_STOPPED, Kind.ROUTER_STOPPED, Kind.WORKER_STOPPED, Kind.REDIS_STOPPED})
+
+
+# Waits until no stream of a round runs any more.
+Ended = Callable[[], Awaitable[None]]
 
 
 class Injector:
@@ -48,8 +56,13 @@ class Injector:
         self._suite, self._client, self._prompts, self._workers = suite, client, prompts, workers
         self._clocks = clocks
 
-    async def inject(self, fault: Fault) -> None:
-        """Let something fail; return when the cause is over, and killed processes are there again."""
+    async def inject(self, fault: Fault, ended: Ended) -> None:
+        """Let something fail; return when the cause is over, and killed processes are there again.
+
+        `ended` waits until no stream of the round runs any more.
+        """
+        if fault.kind is Kind.MANAGER_GONE:
+            await self._stop(fault.victim, ended)
         for kinds, act in self._acts():
             if fault.kind in kinds:
                 await act(fault.victim)
@@ -58,8 +71,10 @@ class Injector:
         """Yield kinds of failures, and what makes them happen to a process."""
         yield _KILLED, lambda name: self._end(name, signal.SIGKILL)
         yield _DRAINED, lambda name: self._end(name, signal.SIGTERM)
-        yield _STOPPED, lambda name: self._stop(name, STOP_S)
-        yield FROZEN, lambda name: self._stop(name, FREEZE_S)
+        yield _STOPPED, lambda name: self._stop(name, lambda: asyncio.sleep(STOP_S))
+        yield FROZEN, lambda name: self._stop(name, lambda: asyncio.sleep(FREEZE_S))
+        yield _WITHOUT_MEMORY, self._starve
+        yield (Kind.ALL_DRAINED,), self._roll
         yield _WITHOUT_FILES, lambda name: self._limit(without_files(self._pid(name), self._suite.addresses_of(name)))
         yield WITHOUT_DISK, lambda name: self._limit(without_disk(self._pid(name)))
         yield CLOCKS, self._jump
@@ -85,13 +100,34 @@ class Injector:
             while self._suite.pids().get(name, pid) == pid:  # noqa: ASYNC110 - the process is watched elsewhere
                 await asyncio.sleep(_POLL_S)
 
-    async def _stop(self, name: str, seconds: float) -> None:
+    async def _stop(self, name: str, wait: Ended) -> None:
+        """Let a process stand still for as long as `wait` takes."""
         pid = self._suite.pids()[name]
         os.kill(pid, signal.SIGSTOP)
         try:
-            await asyncio.sleep(seconds)
+            await wait()
         finally:
             os.kill(pid, signal.SIGCONT)
+
+    async def _roll(self, _: str) -> None:
+        """Drain the routers, the workers and the manager, each after the one before is whole again."""
+        for name in sorted(self._suite.pids(), key=lambda each: each.partition("-")[0] == "kvmanager"):
+            if name != "redis":
+                await self._end(name, signal.SIGTERM)
+                await self.whole()
+
+    async def _starve(self, name: str) -> None:
+        """Let a process get no memory while large calls need some; say what became of the calls and of the process."""
+        pid, (host, port) = self._pid(name), self._suite.addresses_of(name)[0]
+        with without_memory(pid):
+            feeding = asyncio.create_task(feed(f"{host}:{port}"))
+            await asyncio.sleep(STOP_S)
+            feeding.cancel()
+            became = await feeding
+        await self.whole()
+        ended = "" if self._suite.pids().get(name) == pid else ", ended, and was started again"
+        ends = ", ".join(f"{count} {status}" for status, count in sorted(became.items()))
+        print(f"  {name} got no memory{ended}; large calls: {ends or 'none ended'}", flush=True)
 
     async def _wipe(self, _: str) -> None:
         async with redis.asyncio.Redis.from_url(self._suite.redis_url) as connection:

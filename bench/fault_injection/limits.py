@@ -1,11 +1,11 @@
-"""Limits of a running process that are lowered for a while: no more files, no more bytes on disk."""
+"""Limits of a running process that are lowered for a while: no more files, memory, or bytes on disk."""
 
 from __future__ import annotations
 
 import resource
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +22,7 @@ def lowered(pid: int, limit: int, soft: int) -> Iterator[None]:
     try:
         yield
     finally:
-        if Path(f"/proc/{pid}").exists():
+        with suppress(ProcessLookupError):
             resource.prlimit(pid, limit, before)
 
 
@@ -44,4 +44,13 @@ def without_files(pid: int, addresses: Sequence[tuple[str, int]]) -> Iterator[No
 def without_disk(pid: int) -> Iterator[None]:
     """Let a process write to no file, as on a full disk."""
     with lowered(pid, resource.RLIMIT_FSIZE, 0):
+        yield
+
+
+@contextmanager
+def without_memory(pid: int) -> Iterator[None]:
+    """Let a process get no further memory from the system: neither its address space nor its data may grow."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    now = {line[0]: int(line[1]) << 10 for line in lines if line[0] in ("VmSize:", "VmData:")}
+    with lowered(pid, resource.RLIMIT_AS, now["VmSize:"]), lowered(pid, resource.RLIMIT_DATA, now["VmData:"]):
         yield

@@ -12,6 +12,7 @@ from typing import Final
 STOP_S: Final = 2.0
 JUMP_S: Final = 3600
 FREEZE_S: Final = 20.0
+CUT_S: Final = 8.0
 
 
 class Kind(StrEnum):
@@ -45,8 +46,24 @@ class Kind(StrEnum):
     ROUTER_CLOCK = "router_clock"
     WORKER_CLOCK = "worker_clock"
     REDIS_CLOCK = "redis_clock"
+    MANAGER_WITHOUT_MEMORY = "manager_without_memory"
+    ROUTER_WITHOUT_MEMORY = "router_without_memory"
+    WORKER_WITHOUT_MEMORY = "worker_without_memory"
+    ALL_DRAINED = "all_drained"
+    MANAGER_GONE = "manager_gone"
     LEADER_KILLED = "leader_killed"
     LEADER_FENCED = "leader_fenced"
+    PACKETS_LOST = "packets_lost"
+    LINKS_SLOW = "links_slow"
+    ROUTER_WITHOUT_WORKER = "router_without_worker"
+    MANAGER_WITHOUT_WORKER = "manager_without_worker"
+    LEADER_ISOLATED = "leader_isolated"
+    LEADER_WITHOUT_REDIS = "leader_without_redis"
+    MANAGERS_APART = "managers_apart"
+    ROUTER_WITHOUT_REDIS = "router_without_redis"
+    ROUTER_WITHOUT_MANAGERS = "router_without_managers"
+    CLIENT_WITHOUT_ROUTER = "client_without_router"
+    WORKER_MOVED = "worker_moved"
     NONE = "none"
 
 
@@ -74,16 +91,58 @@ VICTIMS: Final = {
     Kind.WORKER_WITHOUT_FILES: _WORKERS,
     Kind.MANAGER_WITHOUT_DISK: ("kvmanager",),
     Kind.ROUTER_WITHOUT_DISK: _ROUTERS,
+    Kind.MANAGER_WITHOUT_MEMORY: ("kvmanager",),
+    Kind.ROUTER_WITHOUT_MEMORY: _ROUTERS,
+    Kind.WORKER_WITHOUT_MEMORY: _WORKERS,
+    Kind.MANAGER_GONE: ("kvmanager",),
+    Kind.ROUTER_WITHOUT_WORKER: _WORKERS,
+    Kind.MANAGER_WITHOUT_WORKER: _WORKERS,
+    Kind.LINKS_SLOW: _WORKERS,
+    Kind.WORKER_MOVED: _WORKERS,
     Kind.MANAGER_CLOCK: ("kvmanager",),
     Kind.ROUTER_CLOCK: _ROUTERS,
     Kind.WORKER_CLOCK: _WORKERS,
     Kind.REDIS_CLOCK: ("redis",),
 }
 FROZEN: Final = frozenset({Kind.MANAGER_FROZEN, Kind.ROUTER_FROZEN, Kind.WORKER_FROZEN, Kind.REDIS_FROZEN})
-# Their suites differ: clocks that jump, a decision log that cannot be written, two managers of which one leads.
 CLOCKS: Final = frozenset({Kind.MANAGER_CLOCK, Kind.ROUTER_CLOCK, Kind.WORKER_CLOCK, Kind.REDIS_CLOCK})
 WITHOUT_DISK: Final = frozenset({Kind.MANAGER_WITHOUT_DISK, Kind.ROUTER_WITHOUT_DISK})
 LEADERS: Final = frozenset({Kind.LEADER_KILLED, Kind.LEADER_FENCED})
+# Each service runs on a host of its own: what is between them fails.
+NETWORK: Final = frozenset(
+    {
+        Kind.PACKETS_LOST,
+        Kind.LINKS_SLOW,
+        Kind.ROUTER_WITHOUT_WORKER,
+        Kind.MANAGER_WITHOUT_WORKER,
+        Kind.LEADER_ISOLATED,
+        Kind.LEADER_WITHOUT_REDIS,
+        Kind.MANAGERS_APART,
+        Kind.ROUTER_WITHOUT_REDIS,
+        Kind.ROUTER_WITHOUT_MANAGERS,
+        Kind.CLIENT_WITHOUT_ROUTER,
+        Kind.WORKER_MOVED,
+    }
+)
+# Failures that last: their streams have several times the tokens, and are still there when the failure is over.
+LASTING: Final = FROZEN | {Kind.ALL_DRAINED, Kind.MANAGER_GONE, Kind.LEADER_FENCED, Kind.CLIENT_WITHOUT_ROUTER}
+
+
+class Form(StrEnum):
+    """A suite in which failures come. Some need a suite of their own."""
+
+    WHOLE = "two routers, two workers, one KV manager"
+    IMPATIENT = "the same, whose routers give a worker up that is without a KV manager"
+    LED = "the same with two KV managers, of which one leads"
+    HOSTS = "one router, two workers, two KV managers, each on a host of its own"
+
+
+def form_of(kind: Kind) -> Form:
+    if kind in NETWORK:
+        return Form.HOSTS
+    if kind in LEADERS:
+        return Form.LED
+    return Form.IMPATIENT if kind is Kind.MANAGER_GONE else Form.WHOLE
 
 
 @dataclass(frozen=True, slots=True)

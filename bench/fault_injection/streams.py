@@ -48,9 +48,12 @@ class Stream:
 
     def differing(self, tokens: SimulatedTokens, count: int) -> int:
         """Return how many tokens are not those that a worker must give; missing ones count too."""
+        return self.wrong(tokens, count) + abs(count - len(self.tokens))
+
+    def wrong(self, tokens: SimulatedTokens, count: int) -> int:
+        """Return how many tokens are not those that a worker must give; missing ones do not count."""
         expected = tokens.expected(self.seed, len(self.prompt), count)
-        wrong = sum(ours != theirs for ours, theirs in zip(self.tokens, expected, strict=False))
-        return wrong + abs(count - len(self.tokens))
+        return sum(ours != theirs for ours, theirs in zip(self.tokens, expected, strict=False))
 
 
 async def until_tokens(streams: Sequence[Stream], each: int, tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.limits import MAX_PUBLIC_MESSAGE_BYTES
-from quire.api.channel import COMMON_OPTIONS, KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_MESSAGE_BYTES, Options
+from quire.api.channel import (
+    CLIENT_KEEPALIVE_TIMEOUT_MS,
+    COMMON_OPTIONS,
+    KEEPALIVE_MS,
+    KEEPALIVE_TIMEOUT_MS,
+    MAX_MESSAGE_BYTES,
+    Options,
+)
 
 # A burst of new streams waits here instead of being refused; gRPC's own default loses some at a thousand at once.
 MAX_PENDING_REQUESTS: Final = 16_384
@@ -21,9 +28,8 @@ class Callers:
 
 
 SERVICES: Final = Callers()
-# A router that gives a client up ends the client's requests for good. So the client gives up first: it asks after
-# KEEPALIVE_MS without data, and waits KEEPALIVE_TIMEOUT_MS for the answer.
-CLIENTS: Final = Callers(MAX_PUBLIC_MESSAGE_BYTES, KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS)
+# A router that gives a client up ends the client's requests for good. So neither end gives up early.
+CLIENTS: Final = Callers(MAX_PUBLIC_MESSAGE_BYTES, CLIENT_KEEPALIVE_TIMEOUT_MS)
 
 
 def server_options(reuse_port: bool = False, callers: Callers = SERVICES) -> Options:

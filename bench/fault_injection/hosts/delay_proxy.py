@@ -51,7 +51,7 @@ async def serve(port: int, seconds: float) -> None:
         await asyncio.gather(_pass_on(reader, back, seconds), _pass_on(there, writer, seconds))
 
     server = await asyncio.start_server(connected, "0.0.0.0", port)
-    print("READY", flush=True)  # noqa: T201 - the parent waits for it
+    print("READY", flush=True)
     await server.serve_forever()
 
 

@@ -8,6 +8,7 @@ connection ends. The caller's own namespace is one of the hosts.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,14 @@ from common.process import die_with_parent
 
 PROXY: Final = Path(__file__).with_name("delay_proxy.py")
 _PROXY_PORT: Final = 9_999
+
+
+def missing() -> str:
+    """Return why no network of hosts can be made here; "" if one can."""
+    if os.geteuid():
+        return "not root"
+    lacking = [name for name in ("ip", "iptables", "sysctl") if shutil.which(name) is None]
+    return f"missing: {', '.join(lacking)} (Debian: iproute2, iptables, procps)" if lacking else ""
 
 
 def _run(*command: str) -> None:

@@ -13,6 +13,7 @@ from typing import Final
 
 import grpc
 
+from bench.fault_injection.hosts.network import Network
 from bench.fault_injection.streams import RETRY, Stream, until_tokens
 from cli.demo_model import CHECKPOINT
 from common.process.local_redis import find_server
@@ -23,7 +24,6 @@ from quire.client import AsyncClient
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
-from tests.suites.deployment.hosts.network import Network
 
 WORKERS: Final = ("worker-0", "worker-1")
 MANAGERS: Final = ("manager-a", "manager-b")
@@ -32,14 +32,15 @@ HOSTS: Final = ("redis", *MANAGERS, *WORKERS, "router", "client")
 PATIENCE: Final = 240.0
 _CALL_S: Final = 2.0
 _POLL_S: Final = 0.1
-_SIMULATED: Final = "base=8ms,decode=4us,prefill=2us"
+SIMULATED: Final = "base=8ms,decode=4us,prefill=2us"
 
 
 class Suite:
     """The services of a network by host, and a client of the router."""
 
-    def __init__(self, network: Network, folder: Path) -> None:
-        self.network, self._folder = network, folder
+    def __init__(self, network: Network, folder: Path, simulate: str) -> None:
+        """The services write to files in `folder`. `simulate` is what a step of a worker costs."""
+        self.network, self._folder, self._simulate = network, folder, simulate
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._tokens = simulated_tokens(CHECKPOINT)
         self._environment = {**os.environ, "QUIRE_POOL_KEY": secrets.token_hex(32)}
@@ -92,7 +93,7 @@ class Suite:
             return module_command("kvmanager.main", *own, *grouped)
         if host in WORKERS:
             named = ("--worker-id", host, "--port", "50053", "--manager", managers, "--model", str(CHECKPOINT))
-            return module_command("gpuworker.main", *own, *named, "--simulate", _SIMULATED, "--kv-blocks", "2048")
+            return module_command("gpuworker.main", *own, *named, "--simulate", self._simulate, "--kv-blocks", "4096")
         ports = ("--grpc-port", "50051", "--admin-host", self.network.address(host))
         flags = (*own, *ports, "--model", str(CHECKPOINT), "--redis-url", redis_url, "--manager", managers)
         return module_command("router.main", *flags)
@@ -196,10 +197,10 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 
 
 @asynccontextmanager
-async def suite_of_hosts(folder: Path) -> AsyncIterator[Suite]:
+async def suite_of_hosts(folder: Path, simulate: str = SIMULATED) -> AsyncIterator[Suite]:
     """Run all services, each on its host."""
     with Network(HOSTS) as network:
-        suite = Suite(network, folder)
+        suite = Suite(network, folder, simulate)
         try:
             for host in HOSTS[:-1]:
                 await suite.start(host)

@@ -10,6 +10,8 @@ Options = list[tuple[str, int]]
 MAX_MESSAGE_BYTES: Final = 16 << 20
 KEEPALIVE_MS: Final = 10_000
 KEEPALIVE_TIMEOUT_MS: Final = 5_000
+# Between a client and its router: longer, because a router that gives its client up ends the client's requests.
+CLIENT_KEEPALIVE_TIMEOUT_MS: Final = 15_000
 
 COMMON_OPTIONS: Final[Options] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -13,6 +13,7 @@ from grpc import aio
 from common.limits import MAX_PUBLIC_MESSAGE_BYTES
 from common.rpc.options import CLIENTS, server_options
 from common.rpc.server import RpcServer, open_channel
+from gpuworker.config import GpuWorkerSettings
 from quire.api.channel import KEEPALIVE_MS, MAX_MESSAGE_BYTES, channel_options
 from quire.client.setup import client_options
 
@@ -66,14 +67,20 @@ def test_a_server_bears_the_pings_that_channels_send() -> None:
     assert server["grpc.keepalive_permit_without_calls"] == channel["grpc.keepalive_permit_without_calls"] == 1
 
 
-def test_a_client_gives_up_a_silent_connection_before_its_router_does() -> None:
-    """The router would end the client's requests for good; the client comes back, or asks another router."""
+def test_a_client_and_its_router_bear_a_longer_silence_than_services() -> None:
+    """Whoever gives up first costs the client its requests, although everybody lives."""
     router, service, client = dict(server_options(callers=CLIENTS)), dict(server_options()), dict(client_options())
-    assert router["grpc.keepalive_timeout_ms"] >= client["grpc.keepalive_time_ms"] + client["grpc.keepalive_timeout_ms"]
-    assert (
-        service["grpc.keepalive_timeout_ms"]
-        == client["grpc.keepalive_timeout_ms"]
-        < router["grpc.keepalive_timeout_ms"]
-    )
+    patience = "grpc.keepalive_timeout_ms"
+    assert router[patience] == client[patience] == 3 * service[patience]
+    assert dict(channel_options())[patience] == service[patience]
     assert router["grpc.max_receive_message_length"] == MAX_PUBLIC_MESSAGE_BYTES
     assert len(router) == len(server_options(callers=CLIENTS))
+
+
+def test_a_client_asks_another_router_before_the_lost_ones_requests_end() -> None:
+    """The worker notices that the router's host is gone, and keeps the requests; the client notices later."""
+    client, service = dict(client_options()), dict(server_options())
+    worker_notices = service["grpc.keepalive_timeout_ms"] / 1000  # it sends tokens all the time
+    client_notices = (client["grpc.keepalive_time_ms"] + client["grpc.keepalive_timeout_ms"]) / 1000
+    grace = float(GpuWorkerSettings.model_fields["orphan_grace"].default)
+    assert worker_notices + grace >= client_notices + client["grpc.max_reconnect_backoff_ms"] / 1000

@@ -419,7 +419,7 @@ Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 class Resume(_message.Message):
     """The stream begins with Admitted again, goes on with the tokens that the client lacks, and has a Finished for every
     sequence, also for those whose end the client has seen. A text without token ids is what an output held back at its
-    end: a client that has it passes over it when it comes again. Workers keep a lost router's requests for 10 s
+    end: a client that has it passes over it when it comes again. Workers keep a lost router's requests for 25 s
     (--orphan-grace). NOT_FOUND after that, for a request that ended or that waited for a worker, and for another
     tenant's. ALREADY_EXISTS while another stream has the request. UNAVAILABLE when a worker did not say whether it has
     it. INVALID_ARGUMENT for more tokens than there are.

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
-from tests.suites.deployment.hosts.suite import Suite, suite_of_hosts
+from bench.fault_injection.hosts.network import missing
+from bench.fault_injection.hosts.suite import Suite, suite_of_hosts
 
 
 @pytest.fixture(scope="session", autouse=True)
 def tools() -> None:
     """Fail at once, with a short message, without what a network of hosts needs."""
-    missing = [name for name in ("ip", "iptables", "sysctl") if shutil.which(name) is None]
-    if os.geteuid() or missing:
-        wrong = f"missing: {', '.join(missing)} (Debian: iproute2, iptables, procps)" if missing else "not root"
+    if wrong := missing():
         pytest.exit(f"a network of hosts cannot be made: {wrong}", 1)
 
 

@@ -1,0 +1,42 @@
+"""Calls that need memory in the process that answers them: each carries megabytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common.limits import MAX_PUBLIC_MESSAGE_BYTES
+from common.rpc.server import open_channel
+
+_CALLS: Final = 8
+_PAUSE_S: Final = 0.1
+_CALL_S: Final = 60.0
+# Of a message, for what is not the name.
+_REST_BYTES: Final = 1 << 10
+
+
+async def feed(address: str) -> Counter[str]:
+    """Make such calls until cancelled, so many at once; return what became of them, by status."""
+    became = Counter[str]()
+    name = "x" * (MAX_PUBLIC_MESSAGE_BYTES - _REST_BYTES)
+
+    async def one() -> None:
+        # A health check of a service that nobody has: NOT_FOUND where there is memory to read the name.
+        async with open_channel(address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while True:
+                try:
+                    await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=_CALL_S)
+                except grpc.aio.AioRpcError as error:
+                    became[error.code().name] += 1
+                await asyncio.sleep(_PAUSE_S)
+
+    try:
+        await asyncio.gather(*(one() for _ in range(_CALLS)))
+    except asyncio.CancelledError:
+        return became
+    return became
