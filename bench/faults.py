@@ -5,16 +5,22 @@
     python -m bench.faults --replay PLAN.json         the line that an earlier run printed after `plan:`
 
 Two routers on one port, two simulated workers, the KV manager and Redis run. For each failure 64 streams start. When
-all have tokens, and as many as the plan says, the failure comes. A killed process (SIGKILL) is started again by the
-suite, as is a drained one (SIGTERM); workers drain with `--drain migrate`. A stopped one (SIGSTOP) goes on after 2 s, a
-frozen one after 20 s; freezes come only if `--kinds` names them. Redis is wiped, or all its values are overwritten.
-For 2 s a process has no file descriptor left, and 64 connections want one; or it can write to no file. Its wall clock
-jumps an hour ahead, then an hour back (Linux with a C compiler). 16 further clients hang up, and the deadline of 16
-passes. In a second suite, with two KV managers, the leader is killed; or it is stopped until the other one leads, and
-goes on beside it. A simulated worker's token is determined by seed and position, so each lost, repeated or wrong token
-is seen. A gap is the longest pause of one stream, from its first token to its last. `none` is a round without a
-failure. Failures inside a process (a step that fails, a task that ends, a request without memory) cannot be injected
-from outside: tests have them. `bench.soak` mixes most of this at random.
+all have tokens, and as many as the plan says, the failure comes; streams of one that lasts have three times the tokens.
+A killed process (SIGKILL) is started again by the suite, as is a drained one (SIGTERM); workers drain with `--drain
+migrate`. All are drained one after the other, too. A stopped one (SIGSTOP) goes on after 2 s, a frozen one after 20 s.
+Redis is wiped, or all its values are overwritten. For 2 s a process has no file descriptor left, and 64 connections
+want one; or it gets no memory, and calls of 4 MiB want some; or it can write to no file. Its wall clock jumps an hour
+ahead, then an hour back (Linux with a C compiler). 16 further clients hang up, and the deadline of 16 passes.
+
+Three more suites: In one with `--manager-patience 3` the manager stands still until every stream has ended: with its
+tokens, or with that reason. In one with two KV managers the leader is killed; or it is stopped until the other one
+leads, and goes on beside it. In one whose services run on hosts of their own (network namespaces: Linux, root,
+iproute2, iptables) packets are lost or late, hosts cannot reach each other, or a worker moves to another address.
+
+A simulated worker's token is determined by seed and position, so each lost, repeated or wrong token is seen. A gap is
+the longest pause of one stream, from its first token to its last. `none` is a round without a failure. Failures inside
+a process (a step that fails, a task that ends) cannot be injected from outside: tests/structure/test_failures.py names
+the tests that have them. `bench.soak` mixes most of this at random.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -188,7 +195,9 @@ async def inject_all(address: str, injected: Injection, plan: Sequence[Fault], a
         await injector.whole()
         for number, fault in enumerate(plan, start=1):
             progress(f"{number} of {len(plan)}: {fault.kind} {fault.victim}")
-            found.setdefault(fault.kind.value, Found()).add(await rounds.run(fault))
+            began, one = time.monotonic(), await rounds.run(fault)
+            found.setdefault(fault.kind.value, Found()).add(one)
+            print(f"  {time.monotonic() - began:6.1f} s  {fault.kind} {fault.victim}", flush=True)
         return found
 
 

@@ -15,12 +15,13 @@ from common.rpc.server import open_channel
 _CALLS: Final = 8
 _PAUSE_S: Final = 0.1
 _CALL_S: Final = 60.0
+_WORDS: Final = 80  # characters of an error
 # Of a message, for what is not the name.
 _REST_BYTES: Final = 1 << 10
 
 
 async def feed(address: str) -> Counter[str]:
-    """Make such calls until cancelled, so many at once; return what became of them, by status."""
+    """Make such calls until cancelled, so many at once; return what became of them, by status and words."""
     became = Counter[str]()
     name = "x" * (MAX_PUBLIC_MESSAGE_BYTES - _REST_BYTES)
 
@@ -32,7 +33,7 @@ async def feed(address: str) -> Counter[str]:
                 try:
                     await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=_CALL_S)
                 except grpc.aio.AioRpcError as error:
-                    became[error.code().name] += 1
+                    became[f"{error.code().name} ({(error.details() or '-')[:_WORDS]})"] += 1
                 await asyncio.sleep(_PAUSE_S)
 
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 
 import pytest
 
@@ -17,12 +18,14 @@ from common.lease import (
     Granted,
     LeaseEvent,
 )
-from common.types import BlockId, FinishReason
+from common.types import BlockId, FinishReason, SequenceId
+from gpuworker.core.batch_plan import StepNotBuilt, StepPlan, StepResult
 from gpuworker.core.outcomes import AgentConfig
 from tests.support.gpuworker.engine_harness import GREEDY, PATIENCE, EngineDriver
 from tests.support.gpuworker.fake_engine_ports import ManualRunner, ScriptedChannel
 
 CONFIG = AgentConfig(num_blocks=16, block_size=4, max_num_batched_tokens=16, max_num_seqs=4)
+_PROMPT = 3
 
 
 def test_the_next_step_is_planned_while_one_runs() -> None:
@@ -105,6 +108,41 @@ def test_a_failed_step_ends_every_sequence_and_the_engine_serves_on_as_a_new_inc
         runner.step()
         driver.finish()
         assert driver.results[again].tokens == [7, 7]
+        driver.assert_all_free()
+
+
+class FaultyLayout(ManualRunner):
+    """Cannot lay a sequence out once it has three tokens of output, and runs steps without it at once.
+
+    `known`: whether it can tell which sequence is the cause.
+    """
+
+    def __init__(self, culprit: int, known: bool) -> None:
+        super().__init__()
+        self._culprit, self._known = culprit, known
+        self.release()
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        if any(row.sequence == self._culprit and row.start >= _PROMPT + 2 for row in plan.rows):
+            raise StepNotBuilt([SequenceId(self._culprit)] if self._known else [], "a row is wrong")
+        return super().submit(plan)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_of_a_step_that_cannot_be_built_the_cause_ends_and_the_others_go_on(known: bool) -> None:
+    """Where the cause is unknown, every sequence of the worker ends; a later one is served in both cases."""
+    with EngineDriver(FaultyLayout(2, known), CONFIG) as driver:
+        innocent, culprit = driver.submit([1] * _PROMPT, 20), driver.submit([2] * _PROMPT, 20)
+        assert culprit == 2
+        driver.finish()
+        assert driver.results[culprit].reason is FinishReason.ERROR
+        assert driver.results[culprit].message == "a row is wrong"
+        expected = FinishReason.LENGTH if known else FinishReason.ERROR
+        assert driver.results[innocent].reason is expected
+        assert not known or driver.results[innocent].tokens == [7] * 20
+        later = driver.submit([1] * _PROMPT, 5)
+        driver.finish()
+        assert driver.results[later].tokens == [7] * 5
         driver.assert_all_free()
 
 

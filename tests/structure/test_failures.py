@@ -1,0 +1,133 @@
+"""Every failure that a document promises to survive is injected by `bench.faults`, or has a test that is named here."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from bench.fault_injection.plan import Kind
+
+ROOT = Path(__file__).parents[2]
+SUITES, ROUTER, WORKER, MANAGER = "tests/suites", "tests/router/requests", "tests/gpuworker", "tests/kvmanager"
+
+# The first column of the table in ARCHITECTURE.md. A test is named by its file and its function.
+ROWS: Mapping[str, tuple[Kind | str, ...]] = {
+    "manager killed": (
+        Kind.MANAGER_KILLED,
+        Kind.MANAGER_STOPPED,
+        Kind.MANAGER_FROZEN,
+        Kind.MANAGER_DRAINED,
+        Kind.MANAGER_GONE,
+    ),
+    "two managers": (
+        Kind.LEADER_KILLED,
+        Kind.LEADER_FENCED,
+        Kind.LEADER_ISOLATED,
+        Kind.MANAGERS_APART,
+        f"{SUITES}/e2e/test_chaos.py::test_a_second_manager_takes_over_and_is_replaced_in_turn",
+        f"{SUITES}/e2e/test_shards.py::test_a_killed_manager_concerns_its_own_worker_alone",
+    ),
+    "router killed": (Kind.ROUTER_KILLED, Kind.ROUTER_STOPPED, Kind.ROUTER_FROZEN, Kind.ROUTER_DRAINED),
+    "worker killed, or drained with `--drain migrate`": (
+        Kind.WORKER_KILLED,
+        Kind.WORKER_STOPPED,
+        Kind.WORKER_FROZEN,
+        Kind.WORKER_DRAINED,
+        Kind.ALL_DRAINED,
+    ),
+    "Redis down, wiped or overwritten": (
+        Kind.REDIS_KILLED,
+        Kind.REDIS_STOPPED,
+        Kind.REDIS_FROZEN,
+        Kind.REDIS_WIPED,
+        Kind.REDIS_OVERWRITTEN,
+        f"{SUITES}/e2e/test_resources.py::test_a_redis_that_cannot_save_holds_up_the_index_alone",
+    ),
+    "packets late or lost, hosts cut off, or at another address": (
+        Kind.PACKETS_LOST,
+        Kind.LINKS_SLOW,
+        Kind.ROUTER_WITHOUT_WORKER,
+        Kind.MANAGER_WITHOUT_WORKER,
+        Kind.LEADER_WITHOUT_REDIS,
+        Kind.ROUTER_WITHOUT_REDIS,
+        Kind.ROUTER_WITHOUT_MANAGERS,
+        Kind.CLIENT_WITHOUT_ROUTER,
+        Kind.WORKER_MOVED,
+    ),
+    "client gone or too slow, deadline passed, key removed, abort": (
+        Kind.CLIENTS_GONE,
+        Kind.DEADLINES_PASSED,
+        f"{ROUTER}/test_inbox.py::test_output_that_a_client_leaves_unread_ends_its_sequences_once",
+        f"{SUITES}/e2e/test_tenants.py::test_a_revoked_key_ends_open_streams_and_those_of_others_go_on",
+        f"{SUITES}/e2e/test_operation.py::test_a_tenant_aborts_its_own_request_through_any_router_and_no_other",
+        (
+            f"{WORKER}/engine/test_engine.py::"
+            "test_a_cancelled_sequence_is_in_no_later_plan_and_its_blocks_return_within_two_steps"
+        ),
+    ),
+    "a background task ends, or work stands still": (
+        "tests/common/process/test_supervised.py::test_a_task_that_raises_is_logged_reported_and_begun_again",
+        "tests/common/process/test_supervised.py::test_a_task_that_cannot_be_begun_again_is_lost",
+        "tests/common/process/test_watchdog.py::test_work_that_waits_for_longer_than_the_bound_is_named_and_not_before",
+        f"{MANAGER}/core/test_watchdog.py::test_waiting_beside_free_blocks_with_nothing_running_is_a_stall",
+    ),
+    "a step cannot be built, a request breaks its worker twice, or has no memory": (
+        f"{WORKER}/engine/test_engine.py::test_of_a_step_that_cannot_be_built_the_cause_ends_and_the_others_go_on",
+        f"{ROUTER}/test_broken_connections.py::test_a_request_whose_workers_end_twice_is_refused",
+        "tests/common/rpc/test_malformed.py::test_a_message_for_which_there_is_no_memory_is_no_mistake_of_its_caller",
+    ),
+    "a wall clock jumps, a disk is full, no file descriptor or memory is left": (
+        Kind.MANAGER_CLOCK,
+        Kind.ROUTER_CLOCK,
+        Kind.WORKER_CLOCK,
+        Kind.REDIS_CLOCK,
+        Kind.MANAGER_WITHOUT_DISK,
+        Kind.ROUTER_WITHOUT_DISK,
+        Kind.MANAGER_WITHOUT_FILES,
+        Kind.ROUTER_WITHOUT_FILES,
+        Kind.WORKER_WITHOUT_FILES,
+        Kind.MANAGER_WITHOUT_MEMORY,
+        Kind.ROUTER_WITHOUT_MEMORY,
+        Kind.WORKER_WITHOUT_MEMORY,
+    ),
+    "a step fails": (
+        (
+            f"{WORKER}/engine/test_engine.py::"
+            "test_a_failed_step_ends_every_sequence_and_the_engine_serves_on_as_a_new_incarnation"
+        ),
+        f"{ROUTER}/test_lost_workers.py::test_a_failed_step_moves_the_sequence",
+    ),
+}
+
+
+def failures() -> list[str]:
+    """Return the first column of the table in ARCHITECTURE.md."""
+    _, _, after = (ROOT / "ARCHITECTURE.md").read_text().partition("| failure | result |\n|---|---|\n")
+    return re.findall(r"^\| (.+?) \|", after.partition("\n\n")[0], re.MULTILINE)
+
+
+@cache
+def functions(path: str) -> frozenset[str]:
+    tree = ast.parse((ROOT / path).read_text())
+    return frozenset(each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_the_table_and_the_list_of_what_shows_it_have_the_same_rows() -> None:
+    assert failures() == list(ROWS)
+
+
+def test_every_kind_of_failure_that_is_injected_belongs_to_one_row() -> None:
+    kinds = [each for shown in ROWS.values() for each in shown if isinstance(each, Kind)]
+    assert sorted(kinds) == sorted(set(Kind) - {Kind.NONE})
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_shows_a_row_exists(row: str) -> None:
+    assert ROWS[row]
+    named = [each.split("::") for each in ROWS[row] if not isinstance(each, Kind)]
+    assert [name for path, name in named if name not in functions(path)] == []
