@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.fault_injection.clocks import compiler, shiftable_clocks
+from bench.fault_injection.limits import without_memory
 from bench.fault_injection.plan import (
     FREEZE_S,
     FROZEN,
@@ -85,6 +86,9 @@ ROWS = [
     Fault(Kind.WORKER_WITHOUT_FILES, "worker-0", 2),
     Fault(Kind.ROUTER_WITHOUT_DISK, "router-1", 2),
     Fault(Kind.MANAGER_WITHOUT_DISK, "kvmanager", 2),
+    Fault(Kind.ROUTER_WITHOUT_MEMORY, "router-0", 2),
+    Fault(Kind.MANAGER_WITHOUT_MEMORY, "kvmanager", 2),
+    Fault(Kind.WORKER_WITHOUT_MEMORY, "worker-1", 2),
 ]
 JUMPS = [
     Fault(Kind.ROUTER_CLOCK, "router-0", 2),
@@ -92,10 +96,11 @@ JUMPS = [
     Fault(Kind.WORKER_CLOCK, "worker-1", 2),
     Fault(Kind.REDIS_CLOCK, "redis", 2),
 ]
+DRAINED = [Fault(Kind.ALL_DRAINED, "", 2)]
 LED = [Fault(Kind.LEADER_KILLED, "", 2), Fault(Kind.LEADER_FENCED, "", 2)]
 
 
-@pytest.mark.parametrize("plan", [ROWS, JUMPS, LED], ids=["limits", "clocks", "two managers"])
+@pytest.mark.parametrize("plan", [ROWS, JUMPS, DRAINED, LED], ids=["limits", "clocks", "rolling drain", "two managers"])
 def test_what_a_service_lacks_breaks_no_stream_and_changes_no_token(tmp_path: Path, plan: list[Fault]) -> None:
     if plan is JUMPS and compiler() is None:
         pytest.skip("a clock that jumps needs a C compiler: none of cc, gcc and clang is on PATH, or this is no Linux")
@@ -107,6 +112,46 @@ def test_what_a_service_lacks_breaks_no_stream_and_changes_no_token(tmp_path: Pa
     assert figures["faults_injected"] == len(plan)
     for name in ("streams_broken", "tokens_differing", "blocks_leaked"):
         assert figures[name] == 0, name
+
+
+@pytest.mark.long
+def test_streams_without_a_manager_end_with_their_tokens_or_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(written([Fault(Kind.MANAGER_GONE, "kvmanager", 2)]))
+    figures, _ = run_benchmark(
+        "faults", "--replay", str(tmp_path / "plan.json"), "--streams", "4", "--tokens", "400", "--simulate", "base=4ms"
+    )
+    assert (figures["streams"], figures["faults_injected"]) == (4, 1)
+    assert figures["streams_given_up"] > 0
+    for name in ("streams_broken", "tokens_differing", "blocks_leaked"):
+        assert figures[name] == 0, name
+
+
+WANTS = """
+import sys
+for _ in sys.stdin:
+    try:
+        print("some" if bytearray(1 << 26) else "", flush=True)
+    except MemoryError:
+        print("none", flush=True)
+"""
+
+
+def test_a_process_without_memory_gets_none_and_gets_some_afterwards() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WANTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as it:
+        assert it.stdin is not None
+        assert it.stdout is not None
+
+        def asked() -> str:
+            it.stdin.write("\n")  # type: ignore[union-attr]
+            it.stdin.flush()  # type: ignore[union-attr]
+            return it.stdout.readline().strip()  # type: ignore[union-attr]
+
+        assert asked() == "some"
+        with without_memory(it.pid):
+            assert asked() == "none"
+        assert asked() == "some"
 
 
 @pytest.mark.skipif(compiler() is None, reason="a clock that jumps needs Linux and a C compiler")
