@@ -100,6 +100,10 @@ ROWS: Mapping[str, tuple[Kind | str, ...]] = {
             f"{WORKER}/engine/test_engine.py::"
             "test_a_failed_step_ends_every_sequence_and_the_engine_serves_on_as_a_new_incarnation"
         ),
+        (
+            f"{WORKER}/runner/test_model_runner.py::"
+            "test_a_step_that_cannot_be_laid_out_names_the_sequences_that_fail_alone_and_runs_nothing"
+        ),
         f"{ROUTER}/test_lost_workers.py::test_a_failed_step_moves_the_sequence",
     ),
 }

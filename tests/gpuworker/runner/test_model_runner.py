@@ -13,7 +13,7 @@ from common.lease import Copy
 from common.types import TRIMMED, BlockId, KvGeometry, SamplingParams, SequenceId
 from gpuworker.attention.backends import make_backend
 from gpuworker.attention.interface import AttentionBackend, LayerAttention
-from gpuworker.core.batch_plan import ScheduledRow, StepPlan
+from gpuworker.core.batch_plan import ScheduledRow, StepNotBuilt, StepPlan
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.native.library import best
 from gpuworker.runner.model_runner import ModelRunner
@@ -150,6 +150,22 @@ def test_a_step_may_consist_of_copies_alone(llama_runner: NewRunner) -> None:
     again = runner.submit(StepPlan(3, (decode(A, 8, [4]),))).result(timeout=60)
     runner.close()
     assert again.sampled == first.sampled
+
+
+def test_a_step_that_cannot_be_laid_out_names_the_sequences_that_fail_alone_and_runs_nothing(
+    llama_runner: NewRunner,
+) -> None:
+    """The runner does not know B. Without it the same step runs, and nothing was written or drawn before."""
+    runner = llama_runner()
+    (first,) = prompts(9)
+    runner.add(A, first, GREEDY, len(first))
+    innocent = prefill(A, 0, 9, [0])
+    with pytest.raises(StepNotBuilt) as refused:
+        runner.submit(StepPlan(1, (innocent, prefill(B, 0, 21, [1]))))
+    assert refused.value.culprits == {B}
+    result = runner.submit(StepPlan(2, (innocent,))).result(timeout=60)
+    runner.close()
+    assert result.sampled == {A: (hf_greedy(checkpoint(LLAMA), first, 1)[0],)}
 
 
 def test_copies_come_before_the_rows_of_their_step(llama_runner: NewRunner) -> None:
