@@ -39,8 +39,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
-import uvloop
-
 from bench.attack.victim import victim
 from bench.fault_injection.clocks import compiler, shiftable_clocks
 from bench.fault_injection.hosts.injection import HostsInjector
@@ -288,7 +286,8 @@ def flags() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = flags().parse_args()
-    found = uvloop.run(measure(args))
+    # Not uvloop: it forks with gRPC's handlers, and one of them aborted a child before it was a service.
+    found = asyncio.run(measure(args))
     whole = Found()
     for each in found.values():
         whole.add(each)

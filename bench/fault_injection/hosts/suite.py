@@ -32,6 +32,7 @@ HOSTS: Final = ("redis", *MANAGERS, *WORKERS, "router", "client")
 PATIENCE: Final = 240.0
 _CALL_S: Final = 2.0
 _POLL_S: Final = 0.1
+_LINES: Final = 8_000  # characters of what a service said that has ended
 SIMULATED: Final = "base=8ms,decode=4us,prefill=2us"
 
 
@@ -43,7 +44,8 @@ class Suite:
         self.network, self._folder, self._simulate = network, folder, simulate
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._tokens = simulated_tokens(CHECKPOINT)
-        self._environment = {**os.environ, "QUIRE_POOL_KEY": secrets.token_hex(32)}
+        # A process that crashes says where.
+        self._environment = {**os.environ, "QUIRE_POOL_KEY": secrets.token_hex(32), "PYTHONFAULTHANDLER": "1"}
 
     def address(self, host: str, port: int) -> str:
         return f"{self.network.address(host)}:{port}"
@@ -70,7 +72,7 @@ class Suite:
         """Raise when a service has ended by itself."""
         for host, process in self._processes.items():
             if process.returncode is not None:
-                raise AssertionError(f"{host} ended with {process.returncode}: {self.lines(host)[-1000:]}")
+                raise AssertionError(f"{host} ended with {process.returncode}: {self.lines(host)[-_LINES:]}")
 
     async def aclose(self) -> None:
         for host in tuple(self._processes):
