@@ -286,7 +286,7 @@ def flags() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = flags().parse_args()
-    # Not uvloop: it forks with gRPC's handlers, and one of them aborted a child before it was a service.
+    # Not uvloop: it forks with the handlers of gRPC, which crash some children before they are services.
     found = asyncio.run(measure(args))
     whole = Found()
     for each in found.values():

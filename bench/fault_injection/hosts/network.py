@@ -134,7 +134,8 @@ class Network:
     def delay(self, seconds: float) -> Iterator[None]:
         """Delay what new connections carry by this time in each direction: a proxy on the gateway passes it on."""
         command = ["ip", "netns", "exec", self._name, sys.executable, "-P", str(PROXY), str(_PROXY_PORT), str(seconds)]
-        rule = ("PREROUTING", "-t", "nat", "-p", "tcp", "-j", "REDIRECT", "--to-ports", str(_PROXY_PORT))
+        # With SYN alone: a packet amid a connection that the kernel does not know must not go to the proxy.
+        rule = ("PREROUTING", "-t", "nat", "-p", "tcp", "--syn", "-j", "REDIRECT", "--to-ports", str(_PROXY_PORT))
         with subprocess.Popen(die_with_parent.command(command), stdout=subprocess.PIPE, text=True) as proxy:
             assert proxy.stdout is not None
             try:
