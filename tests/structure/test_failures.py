@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 SUITES, ROUTER, WORKER, MANAGER = "tests/suites", "tests/router/requests", "tests/gpuworker", "tests/kvmanager"
 
 # The first column of the table in ARCHITECTURE.md. A test is named by its file and its function.
-ROWS: Mapping[str, tuple[Kind | str, ...]] = {
+ROWS: dict[str, tuple[Kind | str, ...]] = {
     "manager killed": (
         Kind.MANAGER_KILLED,
         Kind.MANAGER_STOPPED,
@@ -108,6 +107,53 @@ ROWS: Mapping[str, tuple[Kind | str, ...]] = {
     ),
 }
 
+# What is promised elsewhere: in the guides, and for failures that are no row of their own.
+PROMISES: dict[str, tuple[Kind | str, ...]] = {
+    "a client goes on at another router, in Python by itself, over HTTP by the id of the last event": (
+        Kind.ROUTER_KILLED,
+        f"{SUITES}/e2e/test_resume.py::test_the_client_goes_on_by_itself",
+        f"{SUITES}/e2e/test_resume.py::test_events_over_http_go_on_after_the_last_one",
+        f"{ROUTER}/test_resuming.py::test_another_tenants_request_is_as_unknown_as_none",
+        "tests/gpuworker/server/test_orphans.py::test_orphans_end_when_their_time_is_over_and_free_everything",
+    ),
+    "a standby takes over, and several managers divide a pool": (
+        Kind.LEADER_KILLED,
+        Kind.LEADER_FENCED,
+        f"{SUITES}/e2e/test_standby.py::test_the_standby_takes_over_from_a_killed_leader_under_streams",
+        f"{SUITES}/e2e/test_shards.py::test_a_killed_manager_concerns_its_own_worker_alone",
+    ),
+    "every service is restarted under load, and workers hand their streams over": (
+        Kind.ALL_DRAINED,
+        f"{SUITES}/e2e/test_rolling_restart.py::test_no_request_fails_and_no_token_is_wrong",
+    ),
+    "without a manager for good, streams end with the reason, and the router is not ready": (
+        Kind.MANAGER_GONE,
+        (
+            f"{ROUTER}/test_lost_managers.py::"
+            "test_a_stream_that_cannot_go_on_ends_with_the_reason_and_the_router_is_not_ready"
+        ),
+    ),
+    "a worker that comes back elsewhere says where it is": (
+        Kind.WORKER_MOVED,
+        f"{WORKER}/engine/test_engine.py::test_each_session_begins_with_the_address_that_the_worker_has_then",
+    ),
+    "the end of a drain gives a reason": (f"{ROUTER}/test_adopting.py::test_the_end_of_a_drain_ends_it",),
+    "a worker that cannot work says so once": (
+        f"{WORKER}/test_process.py::test_what_cannot_work_is_said_once_and_before_torch_is_there",
+    ),
+    "a container's limit is its memory": (
+        f"{WORKER}/memory/test_host_memory.py::test_a_containers_limit_is_its_memory",
+    ),
+    "all of it at random": (
+        "tests/bench/test_soak.py::test_seconds_of_a_plan_break_no_stream_change_no_token_and_leave_no_block",
+    ),
+    "work that stands still, and a loop that lags": (
+        f"{MANAGER}/core/test_watchdog.py::test_waiting_beside_free_blocks_with_nothing_running_is_a_stall",
+        "tests/common/process/test_watchdog.py::test_a_blocked_loop_shows_as_lag",
+        f"{SUITES}/deployment/operate/test_rules.py::test_an_alert_fires_when_it_should_and_no_other_does",
+    ),
+}
+
 
 def failures() -> list[str]:
     """Return the first column of the table in ARCHITECTURE.md."""
@@ -130,8 +176,9 @@ def test_every_kind_of_failure_that_is_injected_belongs_to_one_row() -> None:
     assert sorted(kinds) == sorted(set(Kind) - {Kind.NONE})
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_what_shows_a_row_exists(row: str) -> None:
-    assert ROWS[row]
-    named = [each.split("::") for each in ROWS[row] if not isinstance(each, Kind)]
+@pytest.mark.parametrize("row", ROWS | PROMISES)
+def test_what_shows_a_failure_exists(row: str) -> None:
+    shown = (ROWS | PROMISES)[row]
+    assert shown
+    named = [each.split("::") for each in shown if not isinstance(each, Kind)]
     assert [name for path, name in named if name not in functions(path)] == []
