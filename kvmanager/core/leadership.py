@@ -32,7 +32,7 @@ Mark = tuple[int, int]
 class Lease:
     """The lease as Redis has it. `address` is HOST:PORT of the owner, `namespace` the index that it writes ("": none).
 
-    `owner` is random and new at each start of a process. `renewal` is another number after each renewal.
+    `owner` is new at each start of a process (`group/processes.py`). `renewal` is another number after each renewal.
     """
 
     term: int
