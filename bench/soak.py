@@ -9,9 +9,9 @@ Two routers on one port, two simulated workers that drain with `--drain migrate`
 send one request after the other: good ones, and among them some that are cancelled, that are refused, that are no
 messages at all, and that come over HTTP. Meanwhile processes are killed (SIGKILL), drained (SIGTERM, also all in turn),
 stopped for 2 s and for 20 s (SIGSTOP), or have no file descriptor or memory left; Redis is wiped and overwritten,
-clients hang up and deadlines pass. The next fault waits until the suite is whole again. The seed determines plan and requests; how they meet depends
-on the machine. Each token of a good request is compared with the one that must come. At the end no block may be held.
-The exit status is 1 if anything was wrong.
+clients hang up and deadlines pass. The next fault waits until the suite is whole again. The seed determines plan and
+requests; how they meet depends on the machine. Each token of a good request is compared with the one that must come. At
+the end no block may be held. The exit status is 1 if anything was wrong.
 
 The resident memory of every process is read once a second. Its slope is that of a straight line through the values of
 the last `--calm-minutes`, in which no fault comes. The standard error is that of means over blocks of time, because
