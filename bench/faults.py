@@ -70,7 +70,11 @@ WORKERS: Final = 2
 _STREAMS_A_CLIENT: Final = 8
 _LONGER: Final = 3  # times the tokens, for the streams of a failure that lasts
 _IMPATIENT_S: Final = 3.0
-PATIENCE_FLAG: Final = "--manager-patience"
+# Words of the errors with which streams may end: what they needed is gone for good, or they hit the limit themselves.
+_REASONS: Final[Mapping[Kind, tuple[str, ...]]] = {
+    Kind.MANAGER_GONE: ("--manager-patience",),
+    Kind.ROUTER_WITHOUT_MEMORY: ("memory", "MemoryError"),
+}
 DRAIN_S: Final = 60.0  # longer than any stream: a router that drains ends what is left then
 NOTES: Final = {
     "faults_injected": "failures; the round without one does not count",
@@ -78,7 +82,7 @@ NOTES: Final = {
     "streams_broken": "streams that ended with an error",
     "tokens_differing": "tokens that were lost, repeated or wrong",
     "blocks_leaked": "blocks that were held when nothing ran any more",
-    "streams_given_up": "streams that ended with the reason that --manager-patience gives them, their tokens right",
+    "streams_given_up": "streams that ended with the reason of --manager-patience or of a memory limit, tokens right",
     "gap_p50_s": "longest pause of a stream between two tokens, median",
     "gap_p99_s": "the same, 99th percentile",
 }
@@ -156,7 +160,8 @@ class Rounds:
         await self._injector.inject(fault, ended)
         await ended()
         await self._injector.whole()
-        given_up = [each for each in streams if fault.kind is Kind.MANAGER_GONE and PATIENCE_FLAG in each.broken]
+        reasons = _REASONS.get(fault.kind, ())
+        given_up = [each for each in streams if any(reason in each.broken for reason in reasons)]
         broken = [each for each in streams if each.broken and each not in given_up]
         for stream in broken:
             print(f"  {fault.kind}: a stream broke after {len(stream.tokens)} tokens: {stream.broken}")
