@@ -65,6 +65,8 @@ class BlockGranter(Evictor):
                 state.blocked_by = "places"
                 break
             plan = self.plan(state, sequence)
+            if plan is None and state.give_up_sources():
+                plan = self.plan(state, sequence)
             if plan is None:
                 state.blocked_by = "capacity"
                 break
@@ -307,10 +309,7 @@ class BlockGranter(Evictor):
 
     def partial_source(self, state: LedgerState, sequence: Sequence, plan: GrantPlan) -> PartialCopy | None:
         """Return the part of a cached block that is copied behind the hits; None when there is nothing to copy."""
-        own = sequence.max_blocks - len(plan.hits) - plan.fresh
-        wanted_at_once = min(state.running + (own > 0), state.growth + own) - state.block_pool.leased
-        slack = state.config.watermark_blocks if state.running else 0
-        return partial_copy(state, sequence, plan.hits, plan.left - max(wanted_at_once, slack))
+        return partial_copy(state, sequence, plan.hits, plan.left)
 
     # ------------------------------------------------------------ the grant
 
@@ -354,6 +353,8 @@ class BlockGranter(Evictor):
 
     def lease(self, state: LedgerState, count: int) -> list[BlockId]:
         """Lease up to `count` blocks, also by evicting cached ones."""
+        if count > state.block_pool.available:
+            state.give_up_sources()
         count = min(count, state.block_pool.available)
         self.make_free(state, count, None)
         return [state.block_pool.lease() for _ in range(count)]

@@ -62,7 +62,7 @@ class LedgerState:
 
     __slots__ = (
         "admitted", "admitted_in_turn", "block_pool", "blocked_by", "blocks", "cache", "caches", "clock", "config",
-        "decisions", "eviction", "growth", "last_sent_target", "last_step", "lease_want", "next_arrival",
+        "copying", "decisions", "eviction", "growth", "last_sent_target", "last_step", "lease_want", "next_arrival",
         "preempting", "queue", "refused", "remembered", "reservation", "resets", "retention", "running", "sequences",
         "stalled", "steps", "tenants", "totals",
     )  # fmt: skip
@@ -91,6 +91,8 @@ class LedgerState:
         self.tenants: dict[str, TenantUse] = {}
         self.queue = WaitingQueue()
         self.preempting: set[SequenceId] = set()
+        # Those whose copy was not reported, the first first, and whether they still hold its source.
+        self.copying: dict[SequenceId, bool] = {}
         self.stalled: tuple[SequenceId, ...] = ()
         self.refused: list[SequenceId] = []
         self.last_sent_target: int | None = NEVER_SENT
@@ -330,12 +332,25 @@ class LedgerState:
         """Hold the source of a sequence's copy."""
         self.block_pool.hold(block)
         sequence.copy_source = block
+        self.copying[sequence.id] = True
 
     def release_source(self, sequence: Sequence) -> None:
         """Stop holding the source of a sequence's copy, if it holds one."""
         source, sequence.copy_source = sequence.copy_source, None
+        self.copying.pop(sequence.id, None)
         if source is not None:
             self.release((source,))
+
+    def give_up_sources(self) -> bool:
+        """Stop holding the sources of all copies, because blocks are short; return whether there were any.
+
+        The copies stay right: the worker has their orders, and every later write of a source stands behind them.
+        """
+        given_up = [each for each, held in self.copying.items() if held]
+        for each in given_up:
+            self.release_source(self.sequences[each])
+        self.copying.update(dict.fromkeys(given_up, False))
+        return bool(given_up)
 
     def _count_awaited(self, block: BlockId) -> None:
         """Count hits on a block that was not sealed when they were granted.

@@ -3,8 +3,9 @@
 A copy of the whole block costs far less than the computation of a quarter of its slots: decision 0130 has the figures.
 So every part that has a hash is copied. The sequence computes its last known token itself, for the logits.
 
-The copy's source is held until the worker has reported the copy. Its parent is the last shared block, which the
-sequence holds, so a child in use never outlives its parent.
+The copy's source is held until the worker has reported the copy, or until a sequence lacks blocks. So a copy takes
+nothing from anybody. Its parent is the last shared block, which the sequence holds, so a child in use never outlives
+its parent.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ class PartialCopy:
 def partial_copy(state: LedgerState, sequence: Sequence, hits: Items[BlockId], spare: int) -> PartialCopy | None:
     """Return the copy that saves a sequence the most tokens behind its hits; None without one of a quarter of a block.
 
-    `spare` blocks are left beside those of the admission, and beside one for each running sequence that may grow. A
-    cached source takes one of the spare ones until the copy has run.
+    `spare` blocks are left beside those of the admission. A cached source is one of them: it must outlast the grant.
     """
     if not sequence.partial_hashes or not sequence.takes_hits or not state.config.copies_parts:
         return None

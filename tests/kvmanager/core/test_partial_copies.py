@@ -158,22 +158,59 @@ def test_a_source_that_would_take_the_last_block_is_not_held() -> None:
     assert (batch.copy, batch.admit[0].n_shared) == ((), 1)
 
 
-@pytest.mark.parametrize(("num_blocks", "copies"), [(6, 0), (7, 1)])
-def test_a_held_source_leaves_a_block_to_each_sequence_that_may_grow(num_blocks: int, copies: int) -> None:
-    """One sequence runs and may grow; the next one diverges. Then the first one wants its block at once."""
-    ledger = cached(FIRST[: 2 * SIZE], num_blocks=num_blocks)
+def test_a_sequence_that_grows_gets_the_block_that_a_copy_holds() -> None:
+    """One sequence runs and may grow; the next one copies from the last block that nobody else holds."""
+    ledger = cached(FIRST[: 2 * SIZE], num_blocks=6)
     play(ledger, reserve=(asked(2, prompt(60, 90_000), max_len=200),))
     batch = admitted(ledger, 3, common(SIZE + 48, 4 * SIZE, FIRST), max_len=4 * SIZE)
-    assert len(batch.copy) == copies
+    assert (batch.copy, ledger.pool().free, ledger.pool().cached) == ((copy(1, 3, SIZE + 48),), 0, 0)
     answer = play(ledger, stalled=(SequenceId(2),), lease_want=1, step=1)
     assert answer is not None
-    assert (len(answer.lease), answer.preempt) == (1, ())
+    assert (answer.lease, answer.preempt) == ((1,), ())
+    play(ledger, bind=((SequenceId(2), BlockId(1)),), copied=(SequenceId(3),), step=2)
+    assert block_table(ledger, 2)[-1] == 1, "the report of the copy lets nothing go a second time"
 
 
-def test_a_held_source_leaves_a_block_for_the_sequence_that_copies() -> None:
-    """It runs alone, and its next token needs a fourth block."""
+def test_a_late_admission_causes_no_preemption_although_a_copy_is_not_reported() -> None:
+    """The admission after a copy takes what is left. The sequence that grows then gets the copy's source."""
+    ledger = cached(FIRST[: 2 * SIZE], num_blocks=8)
+    play(ledger, reserve=(asked(2, prompt(60, 90_000), max_len=200),))
+    assert admitted(ledger, 3, common(SIZE + 48, 3 * SIZE, FIRST)).copy == (copy(1, 3, SIZE + 48),)
+    (late,) = admitted(ledger, 4, prompt(2 * SIZE, 70_000)).admit
+    assert (len(late.block_table), ledger.pool().free, ledger.pool().cached) == (2, 1, 0)
+    play(ledger, lease_want=1, step=1)
+    answer = play(ledger, bind=((SequenceId(2), BlockId(7)),), stalled=(SequenceId(2),), lease_want=1, step=2)
+    assert answer is not None
+    assert (answer.lease, answer.preempt) == ((1,), ())
+
+
+def test_an_admission_gets_the_block_that_a_copy_holds() -> None:
+    ledger = cached(FIRST[: 2 * SIZE], num_blocks=5)
+    assert len(admitted(ledger, 2, common(SIZE + 48, 3 * SIZE, FIRST)).copy) == 1
+    assert ledger.pool().free + ledger.pool().cached == 1
+    (late,) = admitted(ledger, 3, prompt(2 * SIZE, 70_000)).admit
+    assert set(late.block_table) == {4, 1}
+    assert play(ledger, reserve=(asked(4, prompt(SIZE, 60_000)),)) is None
+    finish(ledger, 2)
+    assert ledger.state.copying == {}
+
+
+def test_a_source_that_is_shared_stays_with_those_that_share_it() -> None:
+    ledger = cached(FIRST[: 2 * SIZE], num_blocks=5)
+    admitted(ledger, 2, FIRST[: 2 * SIZE] + prompt(SIZE, OTHER))
+    admitted(ledger, 3, common(SIZE + 48, 2 * SIZE, FIRST))
+    assert ledger.state.copying == {SequenceId(3): True}
+    assert play(ledger, reserve=(asked(4, prompt(2 * SIZE, 60_000)),)) is None
+    assert (ledger.state.copying, ledger.state.blocks.refs[BlockId(1)]) == ({SequenceId(3): False}, 1)
+
+
+def test_a_copy_needs_no_block_more_for_a_sequence_that_grows() -> None:
+    """It runs alone, and its next token needs a fourth block: the source's."""
     ledger = cached(FIRST[: 2 * SIZE], num_blocks=4)
-    assert admitted(ledger, 2, common(SIZE + 48, 3 * SIZE, FIRST), max_len=3 * SIZE + 2).copy == ()
+    assert len(admitted(ledger, 2, common(SIZE + 48, 3 * SIZE, FIRST), max_len=3 * SIZE + 2).copy) == 1
+    answer = play(ledger, stalled=(SequenceId(2),), lease_want=1, step=1)
+    assert answer is not None
+    assert answer.lease == (1,)
 
 
 def test_leased_blocks_are_there_for_those_that_grow() -> None:

@@ -97,10 +97,13 @@ def _registered_content_is_true(world: World, ledger: Ledger) -> None:
 
 
 def _sources_are_held(world: World, ledger: Ledger) -> None:
-    """I12: the manager holds the source of a copy that it granted in this session until the copy has run."""
+    """I12: the manager holds the source of a copy that it granted in this session until the copy has run.
+
+    Or it notes that it gave up the source, for want of blocks. I3 and I4 say that the copy stays right then.
+    """
     for sequence, copy in world.held_sources():
-        known = ledger.state.sequences.get(sequence)
-        if known is None or known.copy_source != copy.src:
+        known, held = ledger.state.sequences.get(sequence), ledger.state.copying.get(sequence)
+        if known is None or held is None or (held and known.copy_source != copy.src):
             raise Violation("I12", f"the copy of sequence {sequence} has not run, and its source is not held")
 
 

@@ -40,6 +40,7 @@ def ledger_key(ledger: Ledger) -> tuple[object, ...]:
         state.last_sent_target,
         state.lease_want,
         state.resets.key(),
+        tuple(state.copying.items()),
         tuple(sorted(state.cache.partials.first.items())),
     )
 
@@ -60,6 +61,7 @@ def _copy_state(old: LedgerState) -> LedgerState:
     new.block_pool = _copy_pool(old.block_pool, new)
     new.sequences = {key: _copy_sequence(sequence) for key, sequence in old.sequences.items()}
     new.tenants = old.tenants.copy()
+    new.copying = old.copying.copy()
     new.queue, new.preempting = _copy_queue(old.queue), old.preempting.copy()
     new.stalled, new.refused, new.last_sent_target = old.stalled, old.refused.copy(), old.last_sent_target
     new.resets, new.remembered = replace(old.resets), None
