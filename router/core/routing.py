@@ -66,6 +66,10 @@ class PlacementRequest:
     entitled: bool = False
     # Workers that are not to serve it.
     avoids: frozenset[str] = frozenset()
+    # Seconds until its deadline.
+    left: float | None = None
+    # Whether it passes what is before it at a worker, so that its own work alone can make it late.
+    passes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,10 @@ class Choice:
     first_token_s: float = 0.0
     known_s: float = 0.0
     work_s: float = 0.0
+
+    def counted_s(self, passes: bool) -> float:
+        """Return the seconds that may refuse a request for its deadline; it may pass what is before it."""
+        return self.work_s if passes else self.known_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,16 @@ class WorkerCost:
     @property
     def total(self) -> float:
         return self.queue_delay + self.prefill + self.decode_pressure
+
+    def counted_s(self, placement: PlacementRequest) -> float:
+        """Return the seconds to the first token that may make the request too late here."""
+        return self.work_s if placement.passes else self.known_s
+
+    def too_late(self, left: float, counted: float) -> Candidate:
+        """Return the record of a worker that would miss the deadline where another one keeps it."""
+        reason = f"too late: {left:.3f} s are left, and the first token is predicted in {counted:.3f} s"
+        figures = (("hit_blocks", float(self.hit_blocks)),) if self.hit_blocks else ()
+        return Candidate(self.worker.worker_id, rejected=reason, figures=figures)
 
     def candidate(self) -> Candidate:
         terms = (
@@ -158,6 +176,10 @@ class Router:
                 seen = shortlist(room, hits, self._drawn(decision_id))
                 found = _Priced.of(placement, seen, hits, now)
             found.verdicts.update(verdicts)
+        if found.costs and not found.has_one_in_time(placement) and len(seen) < len(workers):
+            seen = workers
+            found = _Priced.of(placement, seen, hits, now)
+        found.leave_out_late(placement)
         best, tied = self._pick(found.costs, decision_id) if found.costs else (None, 0)
         outcome = next((each for each in _BEST_FIRST if each in found.verdicts), Outcome.NO_WORKER)
         chosen = best.worker.worker_id if best else outcome.value
@@ -281,6 +303,20 @@ class _Priced:
                 figures = (("hit_blocks", float(hit_blocks)),) if hit_blocks else ()
                 found.out.append(Candidate(worker.worker_id, rejected=reason, figures=figures))
         return found
+
+    def has_one_in_time(self, placement: PlacementRequest) -> bool:
+        """Return whether some worker keeps the deadline, as far as that is known."""
+        return placement.left is None or any(each.counted_s(placement) <= placement.left for each in self.costs)
+
+    def leave_out_late(self, placement: PlacementRequest) -> None:
+        """Leave out the workers that would miss the deadline; where all would, those that are not the soonest."""
+        if placement.left is None or not self.costs:
+            return
+        counted = [each.counted_s(placement) for each in self.costs]
+        most = max(placement.left, min(counted))
+        pairs = list(zip(self.costs, counted, strict=True))
+        self.out.extend(each.too_late(placement.left, seconds) for each, seconds in pairs if seconds > most)
+        self.costs[:] = [each for each, seconds in pairs if seconds <= most]
 
 
 @dataclass(frozen=True, slots=True)

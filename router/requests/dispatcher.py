@@ -169,8 +169,9 @@ class Dispatcher:
         choice = self._choose(job, request, hits, _FORESEEN)
         leads, before = self._queue.leads(ticket, shares.exceeded_by), self._queue.before(job.priority)
         has_room = self._may_have_room(ticket, shares.exceeded_by(ticket))
-        soonest = self._soonest(WaitingJob(job, hits, 0), has_room)
-        return Foresight(choice, leads, before, hits is not None or not job.block_hashes, soonest)
+        waiting, answered = WaitingJob(job, hits, 0), hits is not None or not job.block_hashes
+        least = self._least_s(waiting, choice)
+        return Foresight(choice, leads, before, answered, self._soonest(waiting, has_room), least)
 
     def waits(self) -> tuple[str, object]:
         """Return in words what waits for a place that is free, and what differs after each placement."""
@@ -233,6 +234,18 @@ class Dispatcher:
         self._settle(waiting, choice, ticket.flow)
         return True
 
+    def _least_s(self, waiting: WaitingJob, choice: Choice) -> float:
+        """Return the predicted seconds to the first token by which a job with a place may be refused.
+
+        They are those of the chosen worker while it keeps the deadline. Else they are the least of all workers, those
+        that are full or away included.
+        """
+        job, passes = waiting.job, _passes(waiting.job)
+        predicted = choice.counted_s(passes)
+        if job.deadline is None or self._clock.monotonic() + predicted <= job.deadline:
+            return predicted
+        return min(predicted, self._soonest(waiting, passes or bool(self._pool.absent())))
+
     def _record_wait(self, job: Job, ticket: Ticket) -> None:
         """Record that a job has to wait, and why no worker could take the head of the queue."""
         ticket.waited = True
@@ -270,6 +283,8 @@ class Dispatcher:
         among: Sequence[WorkerModel] | None = None,
     ) -> Choice:
         workers = self._pool.models() if among is None else among
+        if job.deadline is not None:
+            request = replace(request, left=job.deadline - self._clock.monotonic(), passes=_passes(job))
         return self._router.route(request, workers, self._hits(job, published), self._pool.absent(), decision_id)
 
     def _hits(self, job: Job, published: Mapping[str, int] | None) -> dict[str, int]:
@@ -293,9 +308,7 @@ class Dispatcher:
         try:
             if choice.worker is None:
                 raise _too_large(decision)
-            # A higher priority passes most of what is at the worker.
-            predicted = choice.work_s if job.priority > 0 else choice.known_s
-            check_deadline(self._clock.monotonic(), job.deadline, predicted)
+            check_deadline(self._clock.monotonic(), job.deadline, self._least_s(waiting, choice))
             client = self._pool.client(choice.worker)
         except QuireError as refused:
             waiting.fail(refused)
@@ -409,6 +422,14 @@ class Dispatcher:
         troubles = [(model.worker_id, model.trouble(now)) for model in self._pool.models()]
         known += [f"{name} is {trouble[0].value}: {trouble[1]}" for name, trouble in troubles if trouble]
         return Unavailable(f"no worker for {self._patience:g} s: {'; '.join(known) or 'none is known'}")
+
+
+def _passes(job: Job) -> bool:
+    """Return whether what is before a job at a worker refuses it for no deadline.
+
+    A higher priority passes most of that. The client of a job that moved has tokens already.
+    """
+    return job.priority > 0 or bool(job.moved_because)
 
 
 def _too_large(decision: Decision) -> InvalidRequest:

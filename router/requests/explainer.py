@@ -75,9 +75,10 @@ class Explainer:
             check_kind(request.embeds, identity.pooling)
             prefix = Prefix.of(request, identity, [])
         hashes = prefix.block_hashes if request.takes_hits else ()
-        job = Job(placement_of(request, len(prefix.tokens), request.sampling.n), hashes, request.priority, None)
+        deadline = None if seconds is None else self._clock.monotonic() + seconds
+        job = Job(placement_of(request, len(prefix.tokens), request.sampling.n), hashes, request.priority, deadline)
         foresight = await self._dispatcher.foresee(job, request.flow)
-        outcome, reason = self._refusal(request) or self._outcome(foresight, seconds, request.priority)
+        outcome, reason = self._refusal(request) or self._outcome(foresight, seconds)
         return Explanation(outcome, reason, foresight, request, identity.block_size, len(hashes) * identity.block_size)
 
     def _refusal(self, request: ValidatedRequest) -> tuple[Foreseen, str] | None:
@@ -90,11 +91,9 @@ class Explainer:
             return Foreseen.REFUSED, f"{refused.violation.subject}: {refused.violation.description}"
         return None
 
-    def _outcome(self, foresight: Foresight, seconds: float | None, priority: int) -> tuple[Foreseen, str]:
+    def _outcome(self, foresight: Foresight, seconds: float | None) -> tuple[Foreseen, str]:
         outcome, reason = _foreseen(foresight) or (Foreseen.PLACED, "")
-        choice = foresight.choice
-        at_once = choice.work_s if priority > 0 else choice.known_s
-        predicted = {Foreseen.PLACED: at_once, Foreseen.QUEUED: foresight.soonest_s}
+        predicted = {Foreseen.PLACED: foresight.least_s, Foreseen.QUEUED: foresight.soonest_s}
         if outcome not in predicted:
             return outcome, reason
         now = self._clock.monotonic()

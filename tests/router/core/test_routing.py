@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from common.clock import ManualClock
 from common.types import Decision
 from router.core.optimistic import OptimisticIndex
+from router.core.rates import StepLine
 from router.core.routing import TIE_SECONDS, Choice, Outcome, PlacementRequest, Router
 from router.core.worker_model import Capacity, Load, WorkerModel
 from tests.router.core.test_optimistic import block_hashes
@@ -151,6 +153,54 @@ def test_a_difference_below_the_tie_is_none() -> None:
     nearly.rates.prefill_token.value = TOKEN + TIE_SECONDS / 200
     choice = router().route(placement(), [worker("w0"), nearly], {})
     assert dict(choice.decision.figures)["tied"] == 2
+
+
+# ------------------------------------------------------------ deadlines
+
+
+def due(left: float, passes: bool = False) -> PlacementRequest:
+    return replace(placement(), left=left, passes=passes)
+
+
+def test_a_worker_that_keeps_the_deadline_is_taken_though_another_one_costs_less() -> None:
+    """The cheap one has fast steps and slow prefill, so its first token comes later: 0.21 s, and 0.06 s."""
+    cheap, soon = worker("cheap"), worker("soon")
+    cheap.rates.prefill_token.value, soon.rates.prefill_token.value = 2 * TOKEN, TOKEN / 10
+    soon.rates.step = StepLine(4)
+    soon.rates.step.add(1, 5 * STEP, now=0.0)
+    assert chosen(router().route(placement(), [cheap, soon], {})) == "cheap"
+    assert chosen(router().route(due(0.3), [cheap, soon], {})) == "cheap"
+    choice = router().route(due(0.1), [cheap, soon], {"cheap": 1})
+    assert chosen(choice) == "soon"
+    words = "too late: 0.100 s are left, and the first token is predicted in 0.178 s"
+    assert rejected(choice) == {"cheap": words}
+
+
+def test_what_is_before_a_request_that_passes_it_makes_no_worker_too_late() -> None:
+    ahead = worker("w0", Load(unheld_blocks=64, pending_prefill_tokens=500))
+    slow = worker("w1")
+    slow.rates.step = StepLine(4)
+    slow.rates.step.add(1, 100 * STEP, now=0.0)
+    assert chosen(router().route(due(2.0, passes=True), [ahead, slow], {})) == "w0"
+    assert chosen(router().route(due(2.0), [ahead, slow], {})) == "w0"
+    assert rejected(router().route(due(0.2, passes=True), [ahead, slow], {})).keys() == {"w1"}
+    assert rejected(router().route(due(0.2), [ahead, slow], {})).keys() == {"w1"}, "the soonest, though too late"
+
+
+def test_of_many_workers_one_in_time_is_found_beyond_those_that_are_drawn() -> None:
+    many = [worker(f"w{number}") for number in range(200)]
+    for each in many[1:]:
+        each.rates.prefill_token.value = 100 * TOKEN
+    found = {router(seed).route(due(5.0), many, {}).decision.chosen for seed in range(20)}
+    assert found == {"w0"}
+
+
+def test_where_every_worker_is_too_late_the_soonest_is_taken() -> None:
+    slow, slower = worker("slow"), worker("slower")
+    slow.rates.prefill_token.value, slower.rates.prefill_token.value = 2 * TOKEN, 3 * TOKEN
+    choice = router().route(due(0.1), [slow, slower], {})
+    assert (chosen(choice), choice.known_s) == ("slow", pytest.approx(100 * 2 * TOKEN + STEP))
+    assert "too late: 0.100 s are left" in rejected(choice)["slower"]
 
 
 # ------------------------------------------------------------ the filters

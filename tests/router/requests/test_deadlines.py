@@ -12,6 +12,7 @@ from common.types import DecisionKind
 from router.core.admission import ANY_WORKER
 from router.core.diagnosis.causes import Cause
 from router.core.diagnosis.rules import diagnose
+from router.core.fair_queue import ONE_FLOW
 from router.core.worker_model import Load, WorkerModel, WorkerState
 from router.requests.explainer import Foreseen
 from router.requests.jobs import Job
@@ -91,6 +92,38 @@ async def test_a_place_behind_a_sequence_whose_stay_is_assumed_refuses_nobody() 
         measured(harness, prefill=1e-6)
         await harness.dispatcher.place(job(), harness.dispatcher.ticket(0))
         stayed(harness, 10_000.0)
+        with pytest.raises(DeadlineExceeded):
+            await harness.dispatcher.place(due(500.0), harness.dispatcher.ticket(0))
+
+
+async def test_another_worker_than_the_cheapest_keeps_a_deadline() -> None:
+    """The cheapest has 1,000 s of work before the request; the other one is idle, and its steps are slow."""
+    async with frontend_over(FakeWorker("w-0", max_num_seqs=1), FakeWorker("w-1", max_num_seqs=1)) as harness:
+        cheap, other = harness.pool.models()
+        cheap.placed(1, 0, 0)
+        cheap.rates.finished(1000.0, 3, CLOCK.monotonic())
+        for model, step in ((cheap, 0.01), (other, 400.0)):
+            load = Load(unheld_blocks=64, decode_step_seconds=step, prefill_seconds_per_token=1e-6, steps=9)
+            model.heartbeat(load, CLOCK.monotonic())
+        assert (await harness.dispatcher.foresee(job(), ONE_FLOW)).choice.worker is cheap
+        assert (await explainer_of(harness).explain(request(), 950.0)).outcome is Foreseen.PLACED
+        placement = await harness.dispatcher.place(due(950.0), harness.dispatcher.ticket(0))
+        assert placement.worker_id == other.worker_id
+        assert "too late" in {each.name: each for each in placement.decision.candidates}[cheap.worker_id].rejected
+
+
+async def test_a_full_worker_that_would_be_in_time_keeps_a_request_from_its_refusal() -> None:
+    """The one with a place has 10,000 s of work. The full one may be in time, so nobody can say that all is lost."""
+    async with frontend_over(FakeWorker("w-0", max_num_seqs=1), FakeWorker("w-1", max_num_seqs=1)) as harness:
+        free, quick = harness.pool.models()
+        quick.placed(4, 0, 0)  # twice its places, and the tenant is entitled to twice as many
+        quick.rates.finished(1.0, 3, CLOCK.monotonic())
+        load = Load(unheld_blocks=64, decode_step_seconds=0.01, prefill_seconds_per_token=1e-6, steps=9)
+        quick.heartbeat(load, CLOCK.monotonic())
+        free.heartbeat(replace(load, prefill_seconds_per_token=1000.0), CLOCK.monotonic())
+        placement = await harness.dispatcher.place(due(500.0), harness.dispatcher.ticket(0))
+        assert placement.worker_id == free.worker_id
+        quick.rates.finished(1e6, 3, CLOCK.monotonic())
         with pytest.raises(DeadlineExceeded):
             await harness.dispatcher.place(due(500.0), harness.dispatcher.ticket(0))
 
