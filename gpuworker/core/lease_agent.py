@@ -457,7 +457,8 @@ class LeaseAgent:
             pool=len(self._blocks.pool),
             lease_target=self._lease_target,
             steps_in_flight=len(self._in_flight),
-            pending_prefill=sum(max(0, len(s.tokens) - s.num_computed_tokens - 1) for s in self._sequences.values()),
+            pending_prefill=sum(max(0, len(s.tokens) - s.num_computed_tokens - 1) for s in self._sequences.values())
+            + sum(plan.prefilled for plan in self._in_flight),
             unheld=self.config.num_blocks - self._blocks.held - len(self._blocks.pool),
         )
 

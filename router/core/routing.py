@@ -2,7 +2,7 @@
 
     cost(w) = queue_delay(w) + prefill(prompt - hit(w)) + decode_pressure(w)
 
-    queue_delay      prompt tokens ahead, and the wait for a place in the batch or for blocks
+    queue_delay      prompt tokens ahead, the steps in flight, and the wait for a place in the batch or for blocks
     prefill          uncached prompt tokens, and the step that samples the first token
     decode_pressure  the steps of the expected output, each as slow as a batch with this request in it
 
@@ -30,6 +30,9 @@ TIE_SECONDS = 1e-4
 OVERCOMMIT = 2
 # Times as many for tenants below their share: the places of others do not count for them.
 ENTITLED = 2
+# Steps before the first one with a request in it, at a worker that is not idle: the rest of the one that runs, which is
+# half of it in the mean, and the one that is planned while that runs.
+STEPS_AHEAD = 1.5
 # Assumed until the first worker has been measured.
 PRIOR_PREFILL_TOKEN_S = 1e-4
 PRIOR_STEP_S = 0.02
@@ -381,12 +384,11 @@ def _cost(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, oth
     hit_blocks = min(hit_blocks, (placement.prompt_tokens - 1) // capacity.block_size)
     uncached = placement.prompt_tokens - hit_blocks * capacity.block_size
     horizon = min(float(placement.max_tokens), others.output_tokens)
-    stay = rates.sequence.value if rates.sequence.value is not None else others.output_tokens * step
+    room = _wait_for_room(worker, placement, hit_blocks, _departures(worker, others, step))
     known = worker.pending_prefill_tokens * per_token
-    room = _wait_for_room(worker, placement, sequences, hit_blocks, stay)
-    delay = known + room
+    delay = known + room + (STEPS_AHEAD * step if worker.sequences else 0.0)
     if rates.sequence.age(now) <= OLD_S:
-        known = delay
+        known += room
     if not worker.load.manager_attached:
         delay += MANAGER_AWAY_S
     unproven = not worker.sequences and now - worker.shown_at > OLD_S
@@ -397,17 +399,31 @@ def _believed(shown: float | None, usual: float, trust: float) -> float:
     return usual if shown is None else usual + trust * (shown - usual)
 
 
-def _wait_for_room(
-    worker: WorkerModel, placement: PlacementRequest, sequences: int, hit_blocks: int, stay: float
-) -> float:
-    """Return predicted seconds until enough sequences, each staying `stay` seconds, have left.
+def _departures(worker: WorkerModel, others: _Others, step: float) -> float:
+    """Return how many sequences leave a worker in a second; infinity where none is there.
 
-    By Little's law `n` sequences that stay for `stay` seconds leave at the rate n / stay, and blocks likewise.
+    By Little's law, n sequences that stay for t seconds leave at the rate n / t. A stay that was measured includes the
+    wait at the worker, so all that are there count. One that is assumed is that of a sequence in the batch.
     """
-    capacity, unheld = worker.capacity, worker.unheld_blocks
-    places = sequences - capacity.max_num_seqs
-    blocks = capacity.fresh_blocks(placement.prompt_tokens, hit_blocks) - unheld
+    there, measured = worker.sequences, worker.rates.sequence.value
+    if not there:
+        return math.inf
+    if measured is not None:
+        return there / max(measured, TIE_SECONDS)
+    running = min(there, worker.capacity.max_num_seqs)
+    return running / max(min(others.output_tokens, worker.most_output) * step, TIE_SECONDS)
+
+
+def _wait_for_room(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, departures: float) -> float:
+    """Return predicted seconds until enough sequences have left, so many a second."""
+    capacity, there = worker.capacity, worker.sequences
+    places = there + placement.sequences - capacity.max_num_seqs
+    blocks = capacity.fresh_blocks(placement.prompt_tokens, hit_blocks) - worker.spare_blocks
     if places <= 0 and blocks <= 0:
         return 0.0  # most often there is room now
-    held = max(1, capacity.num_blocks - unheld)
-    return max(0.0, places * stay / capacity.max_num_seqs, blocks * stay / held)
+    running = max(1, min(there - worker.load.waiting, capacity.max_num_seqs))
+    each = max(1.0, (capacity.num_blocks - worker.unheld_blocks) / running)
+    if worker.load.waiting:
+        # While sequences wait, one starts for each that leaves: those that run take the other blocks as they grow.
+        each = min(each, max(1.0, worker.wanted_blocks))
+    return max(0.0, places / departures, blocks / (each * departures))

@@ -77,6 +77,9 @@ class _Placed:
     sequences: int = 0
     prefill_tokens: int = 0
     blocks: int = 0
+    # The sequences whose greatest number of output tokens is known, and the sum of these numbers.
+    limited: int = 0
+    most_output: int = 0
 
 
 @dataclass(slots=True)
@@ -134,12 +137,24 @@ class WorkerModel:
         if self.detached_at is not None:
             self.detached_at = min(now, self.detached_at + seconds)
 
-    def placed(self, sequences: int, prefill_tokens: int, blocks: int) -> None:
-        """Count load that was just placed; negative numbers take back what was released."""
+    def placed(self, sequences: int, prefill_tokens: int, blocks: int, most_output: int = 0) -> None:
+        """Count load that was just placed; negative numbers take back what was released.
+
+        `most_output` is how many tokens the sequences may sample; 0: that is not known.
+        """
         for placed in (self._since, self._outstanding):
             placed.sequences += sequences
             placed.prefill_tokens += prefill_tokens
             placed.blocks += blocks
+        if most_output:
+            self._outstanding.limited += sequences
+            self._outstanding.most_output += most_output
+
+    @property
+    def most_output(self) -> float:
+        """How many tokens a sequence there may sample, as the mean of those that this router placed."""
+        placed = self._outstanding
+        return placed.most_output / placed.limited if placed.limited else float("inf")
 
     @property
     def outstanding(self) -> int:
@@ -169,6 +184,17 @@ class WorkerModel:
         """Blocks that no sequence holds, cached ones included."""
         reported = self.load.unheld_blocks - self._since.blocks
         return min(max(reported, 0), self.capacity.num_blocks)
+
+    @property
+    def wanted_blocks(self) -> float:
+        """Blocks that one sequence waits for, as the mean of those that this router placed."""
+        placed = self._outstanding
+        return placed.blocks / placed.sequences if placed.sequences else 0.0
+
+    @property
+    def spare_blocks(self) -> float:
+        """Blocks that are left once those that wait there have theirs; below 0: so many are missing."""
+        return self.load.unheld_blocks - self._since.blocks - self.load.waiting * self.wanted_blocks
 
     def silent(self, now: float) -> bool:
         """Return whether the heartbeat is late."""

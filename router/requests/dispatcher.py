@@ -386,7 +386,8 @@ class Dispatcher:
 
         for _ in loads:
             self._in_use.take(flow)
-        return tuple(LoadReservation(worker, *load, self._clock, released) for load in loads)
+        most = request.max_tokens
+        return tuple(LoadReservation(worker, *load, self._clock, released, most_output=most) for load in loads)
 
     def adopted(self, client: WorkerClient, flow: Flow) -> LoadReservation | None:
         """Count a sequence that runs at a worker already, whose heartbeats show its load; None without the worker."""

@@ -11,7 +11,10 @@ from router.core.worker_model import WorkerModel
 class LoadReservation:
     """One sequence, its prefill tokens and its blocks, counted in a worker's model until `release`."""
 
-    __slots__ = ("_blocks", "_clock", "_held", "_measured", "_model", "_on_release", "_placed_at", "_prefill_tokens")
+    __slots__ = (
+        "_blocks", "_clock", "_held", "_measured", "_model", "_most_output", "_on_release", "_placed_at",
+        "_prefill_tokens",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -21,15 +24,17 @@ class LoadReservation:
         clock: Clock,
         on_release: Callable[[], None],
         measured: bool = True,
+        most_output: int = 0,
     ) -> None:
         """Count the load at once. `on_release` is called when the load no longer counts.
 
-        A sequence that began elsewhere is not `measured`: its duration here tells nothing.
+        A sequence that began elsewhere is not `measured`: its duration here tells nothing. `most_output` is how many
+        tokens it may sample; 0: that is not known.
         """
         self._model, self._clock, self._on_release = model, clock, on_release
         self._prefill_tokens, self._blocks, self._measured = prefill_tokens, blocks, measured
-        self._placed_at, self._held = clock.monotonic(), True
-        model.placed(1, prefill_tokens, blocks)
+        self._placed_at, self._held, self._most_output = clock.monotonic(), True, most_output
+        model.placed(1, prefill_tokens, blocks, most_output)
 
     @property
     def model(self) -> WorkerModel:
@@ -53,5 +58,5 @@ class LoadReservation:
         """Stop counting the load: the sequence has left the worker. Idempotent."""
         if self._held:
             self._held = False
-            self._model.placed(-1, -self._prefill_tokens, -self._blocks)
+            self._model.placed(-1, -self._prefill_tokens, -self._blocks, -self._most_output)
             self._on_release()

@@ -1,7 +1,8 @@
 """What the router predicted of requests against what happened: the wait at the worker, hits, prefill, first token.
 
-A prediction is that of the last choice of a worker, the actual value is of the record that ends the request. Requests
-that moved between workers, that had no first token, or whose choice is not among the records do not count.
+A prediction is that of the last choice of a worker, the actual value is of the record that ends the request. Both begin
+at the choice: the wait in the router's queue is no part of them. Requests that moved between workers, that had no first
+token, or whose choice is not among the records do not count.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from router.core.diagnosis.outcome import Outcome, Phase, outcome_of
 
 # Terms of the cost that come before the first token.
 BEFORE_FIRST_TOKEN: Final = ("queue_delay", "prefill")
+# Phases before the choice, which it does not predict.
+_BEFORE_CHOICE: Final = (Phase.QUEUE, Phase.LOOKUP)
 # Phases at the worker before it computes.
 _WAITS: Final = (Phase.BLOCKS, Phase.PREFILL_WAIT)
 # A prediction within this factor of the actual value is near it.
@@ -87,13 +90,13 @@ def predicted_s(decision: Decision) -> float | None:
 
 
 def actual_s(outcome: Outcome | None) -> float | None:
-    """Return the measured seconds from the arrival to the first token.
+    """Return the measured seconds from the choice of a worker to the first token.
 
     None without one, and for a request that moved: its last decision is not the one that its first token followed.
     """
     if outcome is None or not outcome.has_first_token or outcome.moves:
         return None
-    return outcome.first_token_s
+    return max(0.0, outcome.first_token_s - sum(dict(outcome.before).get(each, 0.0) for each in _BEFORE_CHOICE))
 
 
 def predictions(records: Iterable[Decision]) -> list[Predicted]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,10 @@ from cli.replay.routers import LeastLoaded, RoundRobin
 from cli.replay.simulation import Replay, ReplayOptions, replay
 from cli.replay.trace import Arrival, Trace
 from cli.replay.worker import Timing
+from common.types import Decision
 from gpuworker.core.step_costs import StepCosts
+from router.core.diagnosis.calibration import predicted_s
+from router.core.routing import Choice, Router
 
 COSTS = StepCosts(base=0.01, decode=0.001, prefill=0.0001)
 ONE = ReplayOptions(workers=1, num_blocks=64, timing=Timing(COSTS, message=0.0, index=0.0))
@@ -110,6 +115,50 @@ def test_a_request_without_output_ends_with_its_prompt() -> None:
     (found,) = replay(Trace((Arrival(0.0, 40, 0),), 16), ONE).requests
     assert (found.tokens, found.first_token_s, found.refused) == (0, None, "")
     assert found.finished_at is not None
+
+
+@pytest.mark.parametrize(
+    ("rate", "changed"),
+    [
+        (5.0, {}),
+        (30.0, {}),
+        (60.0, {}),
+        (60.0, {"max_num_batched_tokens": 256}),
+        (60.0, {"max_num_seqs": 8}),
+        (40.0, {"num_blocks": 300}),
+        (60.0, {"num_blocks": 300}),
+    ],
+    ids=str,
+)
+def test_the_first_token_comes_about_when_it_was_predicted(rate: float, changed: dict[str, Any]) -> None:
+    """At two workers that are quiet, busy, full, or short of blocks. Virtual time: the same on any machine."""
+    routes = dict[str, Decision]()
+
+    class Remembers(Router):
+        def route(self, *args: Any, **named: Any) -> Choice:
+            choice = super().route(*args, **named)
+            if choice.worker is not None:
+                routes[choice.decision.request_id] = choice.decision
+            return choice
+
+    options = ReplayOptions(workers=2, router=Remembers, **changed)
+    found = replay(mixed(300, rate), options)
+    pairs = [
+        (predicted_s(chosen), each.first_token_at - chosen.time_ns / 1e9)
+        for number, each in enumerate(found.requests)
+        if (chosen := routes.get(f"r{number}")) is not None and each.first_token_at is not None and number >= 60
+    ]
+    assert len(pairs) > 200
+    predicted, actual = (median(values) for values in zip(*pairs, strict=True))
+    assert 0.7 <= predicted / actual <= 1.4
+
+
+def mixed(requests: int, rate: float) -> Trace:
+    rng, at, arrivals = random.Random(0), 0.0, []
+    for _ in range(requests):
+        at += rng.expovariate(rate)
+        arrivals.append(Arrival(at, rng.choice((64, 128, 512)), rng.choice((32, 128)), ()))
+    return Trace(tuple(arrivals), 16)
 
 
 def hits(found: Replay) -> float:

@@ -260,3 +260,16 @@ def test_a_windowed_prompt_stalls_only_when_no_step_of_it_may_let_blocks_go() ->
     after = worker.agent.take_report()
     assert after is not None
     assert after.stalled == (0,)
+
+
+def test_prompt_tokens_in_flight_are_pending_until_their_step_is_over() -> None:
+    """A router adds them to the wait of the next request, which runs behind that step."""
+    worker = Driver(num_blocks=8, max_num_batched_tokens=8)
+    worker.submit(0, list(range(11)), max_tokens=4)
+    assert worker.agent.counts().pending_prefill == 10, "the last token samples: it is part of any step"
+    worker.admit(0, [0, 1, 2])
+    first = worker.agent.plan()
+    assert first is not None
+    assert (first.prefilled, worker.agent.counts().pending_prefill) == (8, 10)
+    worker.complete(first)
+    assert worker.agent.counts().pending_prefill == 2

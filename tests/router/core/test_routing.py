@@ -86,17 +86,68 @@ def test_prompt_tokens_ahead_delay_the_start() -> None:
     assert terms(router().route(placement(), [busy], {}), "w0")["queue_delay"] == pytest.approx(500 * TOKEN)
 
 
+def step_of(running: int) -> float:
+    """Return the seconds of a step of so many sequences: a full batch of 4 is taken to be twice as slow as none."""
+    return STEP * (1 + (running - 1) / 5)
+
+
+def test_the_steps_in_flight_at_a_busy_worker_delay_the_start() -> None:
+    """Half of the one that runs, in the mean, and the one that is planned behind it."""
+    busy = worker("w0", Load(running=2, unheld_blocks=64))
+    found = terms(router().route(placement(), [busy], {}), "w0")
+    assert found["queue_delay"] == pytest.approx(1.5 * step_of(3))
+    assert found["prefill"] == pytest.approx(100 * TOKEN + step_of(3))
+
+
+def test_steps_in_flight_make_no_deadline_hopeless() -> None:
+    """They are a mean: the request may come just before both are over."""
+    choice = router().route(placement(), [worker("w0", Load(running=2, unheld_blocks=64))], {})
+    assert choice.known_s == choice.work_s == pytest.approx(100 * TOKEN + step_of(3))
+    assert choice.first_token_s == pytest.approx(choice.known_s + 1.5 * step_of(3))
+
+
 def test_a_full_batch_delays_by_the_time_until_a_place_is_free() -> None:
     full = worker("w0", Load(running=4, unheld_blocks=64))
     full.rates.sequence.add(8.0, now=0.0)
-    assert terms(router().route(placement(), [full], {}), "w0")["queue_delay"] == pytest.approx(1 * 8.0 / 4)
+    delay = terms(router().route(placement(), [full], {}), "w0")["queue_delay"]
+    assert delay == pytest.approx(1 * 8.0 / 4 + 1.5 * step_of(4))
+
+
+def test_a_stay_that_was_measured_has_the_wait_at_the_worker_in_it() -> None:
+    """Six are there and stay for 8 s each, so six leave in 8 s. The request is the third beyond the batch."""
+    full = worker("w0", Load(running=4, waiting=2, unheld_blocks=64))
+    full.rates.sequence.add(8.0, now=0.0)
+    delay = terms(router().route(placement(), [full], {}), "w0")["queue_delay"]
+    assert delay == pytest.approx(3 * 8.0 / 6 + 1.5 * step_of(4))
+
+
+@pytest.mark.parametrize(("most_output", "tokens"), [(0, 64), (500, 64), (5, 5)])
+def test_a_stay_that_is_assumed_is_bounded_by_what_the_sequences_may_sample(most_output: int, tokens: int) -> None:
+    full = worker("w0", Load(running=0, unheld_blocks=64))
+    full.placed(sequences=4, prefill_tokens=0, blocks=0, most_output=4 * most_output)
+    delay = terms(router().route(placement(), [full], {}), "w0")["queue_delay"]
+    assert delay == pytest.approx(tokens * step_of(4) / 4 + 1.5 * step_of(4))
+    full.placed(sequences=-2, prefill_tokens=0, blocks=0, most_output=-2 * most_output)
+    full.placed(sequences=2, prefill_tokens=0, blocks=0)
+    assert full.most_output == (most_output or float("inf")), "those of which nothing is known do not count"
 
 
 def test_missing_blocks_delay_by_the_time_until_they_are_free() -> None:
     full = worker("w0", Load(running=1, unheld_blocks=4))
     full.rates.sequence.add(6.0, now=0.0)
     found = terms(router().route(placement(prompt=100), [full], {}), "w0")
-    assert found["queue_delay"] == pytest.approx((7 - 4) * 6.0 / 60)
+    assert found["queue_delay"] == pytest.approx((7 - 4) * 6.0 / 60 + 1.5 * step_of(2))
+
+
+def test_those_that_wait_for_blocks_at_the_worker_get_theirs_first() -> None:
+    """Two run and hold 54 blocks, one waits for 10 like them. While it waits, one starts for each that leaves."""
+    full = worker("w0", Load(running=2, waiting=1, unheld_blocks=10))
+    full.placed(sequences=3, prefill_tokens=0, blocks=30)
+    full.heartbeat(Load(running=2, waiting=1, unheld_blocks=10), now=0.0)
+    full.rates.sequence.add(6.0, now=0.0)
+    found = terms(router().route(placement(prompt=100), [full], {}), "w0")
+    leave = 3 / 6.0
+    assert found["queue_delay"] == pytest.approx((7 - (10 - 10)) / 10 / leave + 1.5 * step_of(4))
 
 
 def test_a_worker_without_its_manager_is_a_second_dearer() -> None:
