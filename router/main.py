@@ -335,6 +335,8 @@ class RouterProcess:
             log.warning("stopping although some requests have not finished")
         await self._background.aclose()
         # Time for the last statuses to leave; health watchers are not waited for.
+        servers = (self._server, self._admin.rpc)
+        await asyncio.gather(*(each.end_connections(_LAST_REPLIES_S) for each in servers))
         await self._close(_LAST_REPLIES_S)
         if closing is not None:
             await closing

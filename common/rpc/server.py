@@ -9,6 +9,7 @@ from typing import TypeAlias
 from grpc import aio
 
 from common.errors import PortTaken
+from common.rpc.connections import Calls, shut_down
 from common.rpc.health import Health
 from common.rpc.interceptor import AroundInterceptor, ErrorsToStatuses
 from common.rpc.options import SERVICES, Callers, server_options
@@ -43,7 +44,9 @@ class RpcServer:
         self._tls, self._own_tls = tls, own_tls
         checked = any(each is not None and each.asks_callers for each in (tls, own_tls))
         checks = [AroundInterceptor(ChecksRole)] if checked else []
-        around = [*interceptors, AroundInterceptor(ErrorsToStatuses), *checks]
+        self._calls = Calls()
+        counts = AroundInterceptor(self._calls.around)
+        around = [counts, *interceptors, AroundInterceptor(ErrorsToStatuses), *checks]
         self.server = aio.server(interceptors=around, options=server_options(reuse_port, callers))
         self.health = Health(services)
         self.port = self.own_port = 0
@@ -71,6 +74,15 @@ class RpcServer:
             return self.server.add_secure_port(f"{host}:{port}", tls.server_credentials())
         except RuntimeError:
             raise PortTaken(flag, host, port) from None
+
+    async def end_connections(self, seconds: float) -> None:
+        """Close the port and all connections, once the running calls are over or after so many seconds.
+
+        The handlers refuse what comes meanwhile. A later call is UNAVAILABLE to its client; while the server stops, it
+        would be CANCELLED.
+        """
+        await self._calls.over(seconds)
+        shut_down({self.port, self.own_port} - {0})
 
     async def stop(self, grace: float) -> None:
         """Set NOT_SERVING, take no new RPC, and give running ones `grace` seconds before they are cancelled."""
