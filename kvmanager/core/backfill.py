@@ -40,6 +40,45 @@ class Holder(NamedTuple):
         return max(0, min(self.growth, -((self.room - steps) // block_size)))
 
 
+class Growth:
+    """How many blocks those that run may have bound after so many steps, for the candidates of one report.
+
+    The running sequences are looked through once, and for a number of steps only where a number that was counted
+    before does not decide: more steps bind no fewer blocks.
+    """
+
+    __slots__ = ("_block_size", "_counted", "_grows")
+
+    def __init__(self, runs: Iterable[Sequence], now: int, block_size: int) -> None:
+        holders = (holder_of(each, now, block_size) for each in runs)
+        self._grows = [(each.growth, each.room) for each in holders if each.growth > 0]
+        self._block_size = block_size
+        self._counted: dict[int, int] = {}
+
+    def started(self, sequence: Sequence, now: int) -> None:
+        """Count one sequence more: it has just been admitted."""
+        holder = holder_of(sequence, now, self._block_size)
+        if holder.growth > 0:
+            self._grows.append((holder.growth, holder.room))
+            self._counted.clear()
+
+    def fits(self, steps: int, room: int) -> bool:
+        """Return whether at most `room` blocks are bound after so many steps."""
+        if room < 0:
+            return False
+        for counted, blocks in self._counted.items():
+            if counted >= steps and blocks <= room:
+                return True
+            if counted <= steps and blocks > room:
+                return False
+        found = self._counted[steps] = self._after(steps)
+        return found <= room
+
+    def _after(self, steps: int) -> int:
+        size = self._block_size
+        return sum([min(growth, (steps - room + size - 1) // size) for growth, room in self._grows if steps > room])
+
+
 @dataclass(slots=True)
 class Reservation:
     """What the next sequence was promised at step `made_at`: its blocks by step `until`, with `spare` ones left then.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from common.lease import PARTIAL_REASON, RETENTION_REASON, Admit, Copy, window_blocks
 from common.types import TRIMMED, BlockHash, BlockId, DecisionKind, MissReason, SequencePhase
 from kvmanager.core import backfill, fork
-from kvmanager.core.backfill import Reservation
+from kvmanager.core.backfill import Growth, Reservation
 from kvmanager.core.block import CACHED
 from kvmanager.core.evictor import Evictor
 from kvmanager.core.ledger_state import LedgerState
@@ -112,12 +112,17 @@ class BlockGranter(Evictor):
             return
         if kept is None or kept.is_due(now):
             kept = state.reservation = self._reserve(state, head, kept)
+        candidates = [each for each in candidates if kept.admits(each, now)]
+        if not candidates:
+            return
         fresh = {block for admit in admits for block in admit.block_table[admit.n_shared :]}
+        growth = Growth(backfill.running(state.sequences.values()), now, config.block_size)
         for sequence in candidates:
-            if kept.admits(sequence, now) and self._may_pass(state, sequence):
+            if kept.admits(sequence, now) and self._may_pass(state, sequence, growth):
                 plan, missing = self._plan(state, sequence, self._found(state, sequence))
                 if missing <= 0:
                     self._admit(state, sequence, plan, copies, admits, fresh, passes=True)
+                    growth.started(sequence, now)
                     kept.passed(sequence, now)
 
     def _reserve(self, state: LedgerState, head: Sequence, old: Reservation | None) -> Reservation:
@@ -130,16 +135,14 @@ class BlockGranter(Evictor):
         growth = head.max_blocks - config.admission_blocks(head.num_tokens)
         return backfill.renewed(old, head, growth, found, now, state.block_pool.in_use)
 
-    def _may_pass(self, state: LedgerState, sequence: Sequence) -> bool:
+    def _may_pass(self, state: LedgerState, sequence: Sequence, growth: Growth) -> bool:
         """Return whether a sequence has a place, leaves its tenant within its share, and does not empty the pool."""
         if state.admitted >= state.config.max_num_seqs:
             return False
-        blocks, steps, size = sequence.max_blocks, backfill.steps_of(sequence), state.config.block_size
+        blocks = sequence.max_blocks
         if len(state.tenants) > 1 and TenantShares(state).load(sequence.tenant, 1, blocks) > 1.0:
             return False
-        runs = backfill.running(state.sequences.values())
-        grown = sum(backfill.holder_of(each, state.steps, size).grown(steps, size) for each in runs)
-        return blocks + grown <= state.block_pool.available
+        return growth.fits(backfill.steps_of(sequence), state.block_pool.available - blocks)
 
     def explain(self, state: LedgerState) -> None:
         """Record why those that joined the queue and were not admitted wait."""

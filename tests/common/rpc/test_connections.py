@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import Counter
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -50,6 +51,11 @@ def dialled(rpc: RpcServer, number: int = 0) -> aio.Channel:
     return aio.insecure_channel(f"127.0.0.1:{rpc.port}", options=[("grpc.enable_retries", 0), ("number", number)])
 
 
+async def until(happened: Callable[[], bool]) -> None:
+    while not happened():  # noqa: ASYNC110 - the calls run beside
+        await asyncio.sleep(0.001)
+
+
 async def storm(end_connections: bool) -> Counter[str]:
     """Return the statuses of calls without a pause, before, at and after the end of a server."""
     rpc, handler = await served()
@@ -69,11 +75,9 @@ async def storm(end_connections: bool) -> Counter[str]:
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         for channel in channels * _CALLS_AT_ONCE:
             tasks.create_task(calls(channel))
-        while seen["OK"] < 200:
-            await asyncio.sleep(0.001)
+        await until(lambda: seen["OK"] >= 200)
         handler.draining = True
-        while seen["UNAVAILABLE"] < 50:
-            await asyncio.sleep(0.001)
+        await until(lambda: seen["UNAVAILABLE"] >= 50)
         if end_connections:
             await rpc.end_connections(0.1)
         await rpc.stop(0.1)
@@ -95,8 +99,7 @@ async def test_running_calls_end_before_their_connections() -> None:
     async with dialled(rpc) as channel:
         running = asyncio.ensure_future(channel.unary_unary("/any/method")(b""))
         async with asyncio.timeout(60):
-            while not handler.inside:
-                await asyncio.sleep(0.001)
+            await until(lambda: handler.inside > 0)
             handler.draining = True
             ending = asyncio.create_task(rpc.end_connections(60.0))
             with pytest.raises(aio.AioRpcError, match="draining"):
@@ -114,8 +117,7 @@ async def test_a_call_that_does_not_end_is_waited_for_a_bounded_time() -> None:
     async with dialled(rpc) as channel:
         running = asyncio.ensure_future(channel.unary_unary("/any/method")(b""))
         async with asyncio.timeout(60):
-            while not handler.inside:
-                await asyncio.sleep(0.001)
+            await until(lambda: handler.inside > 0)
             await rpc.end_connections(0.01)
             with pytest.raises(aio.AioRpcError) as ended:
                 await running
@@ -136,6 +138,6 @@ def test_only_the_sockets_of_the_named_ports_are_shut_down() -> None:
                 assert goes.recv(1) == b""
                 kept.sendall(b"x")
                 assert stays.recv(1) == b"x"
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match="Invalid argument"):
             one.accept()
     assert shut_down({port}) == 0

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.lease import Admit
-from common.types import Decision, DecisionKind, SequenceId
-from kvmanager.core.backfill import CANDIDATES, Holder, holders_of, reserved, running
+from common.types import BlockId, Decision, DecisionKind, SequenceId
+from kvmanager.core.backfill import CANDIDATES, Growth, Holder, holder_of, holders_of, reserved, running
 from kvmanager.core.ledger import Ledger
 from kvmanager.core.preemption import running_sequences
+from kvmanager.core.sequence import Sequence
 from tests.support.kvmanager.fake_worker import FakeWorker
 from tests.support.kvmanager.ledgers import (
     admit,
@@ -313,3 +314,28 @@ def turn(ledger: Ledger, worker: FakeWorker) -> None:
     ledger.apply(worker.report())
     ledger.check_invariants()
     worker.deliver(ledger.schedule())
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 200), st.integers(0, 300)), max_size=12),
+    st.lists(st.tuples(st.integers(0, 400), st.integers(-3, 60)), min_size=1, max_size=8),
+    st.integers(0, 12),
+)
+def test_growth_that_is_counted_once_is_that_of_each_sequence(
+    runs: list[tuple[int, int, int]], asked: list[tuple[int, int]], first: int
+) -> None:
+    """`runs` have prompt, output and the steps since their admission; the last ones start between two questions."""
+    now, size, running_ones = 400, 4, []
+    for number, (known, output, ago) in enumerate(runs):
+        sequence = Sequence(reserve(number, prompt(known), known + output, size), number, size, 0.0)
+        sequence.block_table = [BlockId(0)] * -(-known // size)
+        sequence.started_at = now - ago
+        running_ones.append(sequence)
+    later = running_ones[first:]
+    counted, growth = running_ones[:first], Growth(running_ones[:first], now, size)
+    for steps, room in asked:
+        exact = sum(holder_of(each, now, size).grown(steps, size) for each in counted)
+        assert growth.fits(steps, room) == (room >= 0 and exact <= room)
+        if later:
+            counted.append(later[0])
+            growth.started(later.pop(0), now)
