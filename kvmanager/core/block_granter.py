@@ -340,6 +340,8 @@ class BlockGranter(Evictor):
         sequence.waited += state.clock.monotonic() - sequence.queued_at
         sequence.block_table = [*[TRIMMED] * plan.unread, *plan.hits]
         sequence.n_shared, sequence.trimmed = plan.shared, plan.unread
+        parent = self.fork_parent(state, sequence) if sequence.fork_of is not None else None
+        sequence.forked_from = parent.own_from if parent is not None else None
         state.append_fresh(plan.fresh, sequence)
         state.start(sequence)
         return Admit(

@@ -140,14 +140,14 @@ class Retention:
         """Return the blocks of which a sequence says something, and what.
 
         A retained range begins with the first block, as the blocks before it must stay too. A low priority counts for
-        blocks alone that no other sequence had computed before, and that no other one uses.
+        blocks alone that no other request had computed before, and that no other sequence uses.
         """
         limits, found = self._limits, []
         for asked in sequence.retention:
             raised, term = asked.priority > _USUAL, (asked.priority, now + min(asked.seconds, limits.longest_seconds))
             if asked.priority == _USUAL or term[1] <= now or (raised and not limits.most_blocks):
                 continue
-            first = max(begin, 0 if raised else max(asked.first, sequence.n_shared))
+            first = max(begin, 0 if raised else max(asked.first, sequence.own_from))
             if first < min(asked.end, until):
                 found.append((first, min(asked.end, until), term))
         return found

@@ -236,6 +236,22 @@ def test_a_low_priority_does_not_count_for_blocks_that_another_sequence_uses() -
     assert cached(ledger, prompt(64)) == 3
 
 
+@pytest.mark.parametrize("order", [(2, 3), (3, 2)])
+def test_a_low_priority_counts_for_what_several_sequences_of_a_request_share(order: tuple[int, int]) -> None:
+    """Two blocks were another request's, two are those of the prompt, whichever sequence leaves last."""
+    ledger = make_ledger(16)
+    serve(ledger, 1, prompt(32))
+    low = (RetainedBlocks(0, ALL, 0, 3600.0),)
+    for number, fork in ((2, None), (3, SequenceId(2))):
+        admit(ledger, reserve(number, prompt(65), retention=low, fork_of=fork))
+    seal(ledger, 2, hashes(prompt(65)))
+    assert ledger.state.sequences[SequenceId(3)].n_shared == 4
+    finish(ledger, order[0])
+    assert not ledger.state.retention.marks, "the other one uses them"
+    finish(ledger, order[1])
+    assert set(ledger.state.retention.marks) == set(hashes(prompt(65))[2:])
+
+
 def test_no_share_and_no_duration_turn_retention_off() -> None:
     for ledger in (make_ledger(4, retention_share=0.0), make_ledger(4, max_retention=0.0)):
         serve(ledger, 1, prompt(32), RetainedBlocks(0, ALL, 100, 60.0))
