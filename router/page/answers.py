@@ -37,10 +37,11 @@ Later = Callable[[float, Callable[[], None]], object]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What answers one path, and the parameters that it takes."""
+    """What answers one path, and the parameters that it takes. `check` raises InvalidRequest for wrong values."""
 
     answer: Callable[[Query], Awaitable[object]]
     parameters: frozenset[str] = field(default=frozenset())
+    check: Callable[[Query], object] = lambda _: None
 
 
 @dataclass(slots=True)
@@ -80,6 +81,7 @@ class Answers:
         try:
             parameters = Query(query)
             parameters.allow(source.parameters)
+            source.check(parameters)
         except InvalidRequest as error:
             return error_of(error)
         key = name, parameters.key()

@@ -19,6 +19,21 @@ _MOST_BLOCK: Final = (1 << 32) - 1
 _MOST_SEQUENCE: Final = (1 << 64) - 1
 
 
+def map_asked(query: Query) -> tuple[pb.GetBlockMapRequest, int | None]:
+    """Return which blocks are asked for, and which sequence. Raises InvalidRequest for a wrong value."""
+    wanted = pb.GetBlockMapRequest(
+        worker_id=query.needed("worker"),
+        first_block=query.number("first", 0, _MOST_BLOCK),
+        limit=query.number("limit", MAX_MAPPED_BLOCKS, MAX_MAPPED_BLOCKS),
+    )
+    return wanted, query.number("sequence", 0, _MOST_SEQUENCE) if query.text("sequence") else None
+
+
+def block_asked(query: Query) -> pb.GetBlockRequest:
+    """Return which block is asked for. Raises InvalidRequest for a wrong value."""
+    return pb.GetBlockRequest(worker_id=query.needed("worker"), block=query.number("block", 0, _MOST_BLOCK))
+
+
 class Blocks:
     def __init__(self, manager: ManagerCalls) -> None:
         self._manager = manager
@@ -28,12 +43,7 @@ class Blocks:
 
         The block table is that of `sequence`, while it lives, else that of the sequence with the most blocks.
         """
-        wanted = pb.GetBlockMapRequest(
-            worker_id=query.needed("worker"),
-            first_block=query.number("first", 0, _MOST_BLOCK),
-            limit=query.number("limit", MAX_MAPPED_BLOCKS, MAX_MAPPED_BLOCKS),
-        )
-        asked = query.number("sequence", 0, _MOST_SEQUENCE) if query.text("sequence") else None
+        wanted, asked = map_asked(query)
         found = await self._manager.block_map(wanted)
         largest = [each.sequence for each in found.sequences[:_TRIED]]
         return {
@@ -58,8 +68,7 @@ class Blocks:
 
     async def one(self, query: Query) -> Json:
         """Return everything about one block."""
-        block = query.number("block", 0, _MOST_BLOCK)
-        found = await self._manager.block(pb.GetBlockRequest(worker_id=query.needed("worker"), block=block))
+        found = await self._manager.block(block_asked(query))
         return {
             "block": found.block,
             "use": found.use,

@@ -11,13 +11,13 @@ from router.grpc_api.manager_calls import ManagerCalls
 from router.grpc_api.servicer import Routers
 from router.observe.metrics import RouterMetrics
 from router.observe.status import RouterStatus
-from router.page import records
+from router.page import records, routing
 from router.page.answers import Source
-from router.page.blocks import Blocks
+from router.page.blocks import Blocks, block_asked, map_asked
 from router.page.history import Buckets, History, Sample, slots
 from router.page.overview import Overview
 from router.page.records import Records
-from router.page.requests import Requests
+from router.page.requests import Requests, most_of, name_of
 from router.page.routing import Routing
 from router.page.site import Site
 from router.requests.frontend import RouterFrontend
@@ -76,11 +76,11 @@ def site_of(
     overview = Overview(status, routers, manager, requests, history)
     sources = {
         "overview": Source(overview.answer),
-        "decisions": Source(listed.answer, records.PARAMETERS),
-        "requests": Source(requests.listed, frozenset(("limit",))),
-        "request": Source(requests.one, frozenset(("id",))),
-        "routing": Source(Routing(listed, requests).answer, frozenset(("limit", "worker"))),
-        "blocks": Source(blocks.map, frozenset(("worker", "first", "limit", "sequence"))),
-        "block": Source(blocks.one, frozenset(("worker", "block"))),
+        "decisions": Source(listed.answer, records.PARAMETERS, records.asked),
+        "requests": Source(requests.listed, frozenset(("limit",)), most_of),
+        "request": Source(requests.one, frozenset(("id",)), name_of),
+        "routing": Source(Routing(listed, requests).answer, frozenset(("limit", "worker")), routing.asked),
+        "blocks": Source(blocks.map, frozenset(("worker", "first", "limit", "sequence")), map_asked),
+        "block": Source(blocks.one, frozenset(("worker", "block")), block_asked),
     }
     return Site(sources, clock, from_elsewhere)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from common.decisions.pages import bounds_of, query_of
 from common.process.turns import in_steps
 from common.types import Decision
 from common.wire.decision_codec import decision_from_proto
@@ -22,6 +23,21 @@ PARAMETERS: Final = frozenset(("service", "kind", "request", "worker", "tenant",
 Json = dict[str, Any]
 
 
+def asked(query: Query) -> tuple[str, pb.ListDecisionsRequest]:
+    """Return which service is asked for which records. Raises InvalidRequest for a wrong value."""
+    wanted = pb.ListDecisionsRequest(
+        kind=query.text("kind"),
+        request_id=query.text("request"),
+        worker=query.text("worker"),
+        tenant=query.text("tenant"),
+        limit=query.number("limit", 100, MOST) or MOST,
+        page_token=query.text("page"),
+    )
+    query_of(wanted)
+    bounds_of(wanted.page_token)
+    return query.choice("service", SERVICES), wanted
+
+
 class Records:
     def __init__(self, decisions: DecisionServicer, manager: ManagerCalls) -> None:
         self._decisions, self._manager = decisions, manager
@@ -35,15 +51,7 @@ class Records:
 
     async def answer(self, query: Query) -> Json:
         """Return a page of records, newest last, and where the page before begins."""
-        service = query.choice("service", SERVICES)
-        wanted = pb.ListDecisionsRequest(
-            kind=query.text("kind"),
-            request_id=query.text("request"),
-            worker=query.text("worker"),
-            tenant=query.text("tenant"),
-            limit=query.number("limit", 100, MOST) or MOST,
-            page_token=query.text("page"),
-        )
+        service, wanted = asked(query)
         found = await self.list(service, wanted)
         return {
             "records": await in_steps(lambda each: record_of(each, service), found.decisions),

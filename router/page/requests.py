@@ -28,6 +28,19 @@ _MOST_SPANS: Final = 500
 _ID_CHARS: Final = MAX_ID_CHARS + max(map(len, _PREFIXES))
 
 
+def most_of(query: Query) -> int:
+    """Return how many requests are asked for. Raises InvalidRequest."""
+    return query.number("limit", 100, MOST) or MOST
+
+
+def name_of(query: Query) -> str:
+    """Return the id that is asked for. Raises InvalidRequest for what cannot be one."""
+    name = query.needed("id")
+    if not is_id(name):
+        raise invalid("id", f"is not {ID_WORDS}")
+    return name
+
+
 class Requests:
     def __init__(self, records: Records, decisions: DecisionServicer) -> None:
         self._records, self._decisions = records, decisions
@@ -40,12 +53,12 @@ class Requests:
 
     async def listed(self, query: Query) -> Json:
         """Return the requests that ended last, newest first."""
-        found = await self.ended(query.number("limit", 100, MOST) or MOST)
+        found = await self.ended(most_of(query))
         return {"requests": await in_steps(lambda each: ended_of(*each), reversed(found))}
 
     async def one(self, query: Query) -> Json:
         """Return everything about one request. Raises NotFound when no record concerns it."""
-        name = query.needed("id")
+        name = name_of(query)
         for request_id in dict.fromkeys((name, _without_prefix(name))):
             if not is_id(request_id):
                 raise invalid("id", f"is not {ID_WORDS}")

@@ -16,15 +16,19 @@ from router.page.requests import Requests
 Json = dict[str, Any]
 
 
+def asked(query: Query) -> pb.ListDecisionsRequest:
+    """Return which decisions are asked for. Raises InvalidRequest for a wrong value."""
+    limit = query.number("limit", 60, MOST) or MOST
+    return pb.ListDecisionsRequest(kind=DecisionKind.ROUTING, worker=query.text("worker"), limit=limit)
+
+
 class Routing:
     def __init__(self, records: Records, requests: Requests) -> None:
         self._records, self._requests = records, requests
 
     async def answer(self, query: Query) -> Json:
         """Return the newest decisions, newest first, each with how its request went once that has ended."""
-        limit = query.number("limit", 60, MOST) or MOST
-        wanted = pb.ListDecisionsRequest(kind=DecisionKind.ROUTING, worker=query.text("worker"), limit=limit)
-        found = (await self._records.list(ROUTER, wanted)).decisions
+        found = (await self._records.list(ROUTER, asked(query))).decisions
         ends = dict(await self._requests.ended(MOST))
         return {"decisions": await in_steps(lambda each: _joined(each, ends.get(each.request_id)), reversed(found))}
 

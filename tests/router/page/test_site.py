@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import httpx
 import pytest
 
 from common.clock import ManualClock
-from common.errors import NotFound, Unavailable
+from common.errors import InvalidRequest, NotFound, Unavailable
 from common.process.metrics import MetricsServer, new_registry
 from common.process.small_http import Reply, Request
+from router.page import records, routing
 from router.page.answers import MOST_KEPT, MOST_WAITING, MOST_WAITING_A_PEER, Source
+from router.page.blocks import block_asked, map_asked
 from router.page.query import Query
+from router.page.requests import most_of, name_of
 from router.page.site import PREFIX, Site
 from tests.router.page.turns import counted_turns
 
@@ -48,7 +52,8 @@ class Data:
         return {"id": query.text("id")}
 
     def site(self, from_elsewhere: bool = True) -> Site:
-        sources = {"echo": Source(self.echo, frozenset(("id", "and")))}
+        check = partial(Query.number, name="number", default=0, most=9)
+        sources = {"echo": Source(self.echo, frozenset(("id", "and", "number")), check)}
         return Site(sources, self.clock, from_elsewhere, lambda seconds, call: self.timers.append(call))
 
     def pass_a_second(self) -> None:
@@ -265,9 +270,33 @@ async def test_wrong_questions_are_refused_at_once_and_take_no_place(data: Data)
     for number in range(2 * MOST_WAITING):
         assert (await ask(site, f"id={number}", "10.0.0.2", name=f"none{number}")).status == 404
         assert (await ask(site, f"x{number}=1", "10.0.0.2")).status == 400
+        assert (await ask(site, f"number=x{number}", "10.0.0.2")).status == 400
     waiting.append(ask(site, "id=right", "10.0.0.2"))
     data.hold.set()
     assert {each.status.value for each in await asyncio.gather(*waiting)} == {200}
+
+
+@pytest.mark.parametrize(
+    ("check", "wrong"),
+    [
+        (records.asked, "limit=x"),
+        (records.asked, "kind=x"),
+        (records.asked, "page=x"),
+        (records.asked, "service=x"),
+        (most_of, "limit=201"),
+        (name_of, ""),
+        (name_of, "id=%20"),
+        (routing.asked, "limit=x"),
+        (map_asked, "first=x&worker=w"),
+        (map_asked, "sequence=x&worker=w"),
+        (map_asked, "limit=1"),
+        (block_asked, "block=x&worker=w"),
+    ],
+    ids=str,
+)
+def test_wrong_values_are_found_before_a_place_is_taken(check: Callable[[Query], object], wrong: str) -> None:
+    with pytest.raises(InvalidRequest):
+        check(Query(wrong))
 
 
 async def test_a_question_that_all_readers_left_is_dropped(data: Data) -> None:
