@@ -23,6 +23,7 @@ from common.lease import blocks_needed
 from common.types import Candidate, Decision, DecisionKind
 from router.core.shortlist import named, shortlist, unnamed
 from router.core.worker_model import WorkerModel
+from router.core.worker_wait import departures, steps_ahead, wait_for_room
 
 # Costs closer than this count as equal: signals are no more precise, and a tie must not favour the first worker.
 TIE_SECONDS = 1e-4
@@ -30,9 +31,6 @@ TIE_SECONDS = 1e-4
 OVERCOMMIT = 2
 # Times as many for tenants below their share: the places of others do not count for them.
 ENTITLED = 2
-# Steps before the first one with a request in it, at a worker that is not idle: the rest of the one that runs, which is
-# half of it in the mean, and the one that is planned while that runs.
-STEPS_AHEAD = 1.5
 # Assumed until the first worker has been measured.
 PRIOR_PREFILL_TOKEN_S = 1e-4
 PRIOR_STEP_S = 0.02
@@ -384,9 +382,10 @@ def _cost(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, oth
     hit_blocks = min(hit_blocks, (placement.prompt_tokens - 1) // capacity.block_size)
     uncached = placement.prompt_tokens - hit_blocks * capacity.block_size
     horizon = min(float(placement.max_tokens), others.output_tokens)
-    room = _wait_for_room(worker, placement, hit_blocks, _departures(worker, others, step))
+    leave = departures(worker, others.output_tokens * step, worker.most_output * step)
+    room = wait_for_room(worker, placement.prompt_tokens, placement.sequences, hit_blocks, leave)
     known = worker.pending_prefill_tokens * per_token
-    delay = known + room + (STEPS_AHEAD * step if worker.sequences else 0.0)
+    delay = known + room + steps_ahead(worker) * step
     if rates.sequence.age(now) <= OLD_S:
         known += room
     if not worker.load.manager_attached:
@@ -397,33 +396,3 @@ def _cost(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, oth
 
 def _believed(shown: float | None, usual: float, trust: float) -> float:
     return usual if shown is None else usual + trust * (shown - usual)
-
-
-def _departures(worker: WorkerModel, others: _Others, step: float) -> float:
-    """Return how many sequences leave a worker in a second; infinity where none is there.
-
-    By Little's law, n sequences that stay for t seconds leave at the rate n / t. A stay that was measured includes the
-    wait at the worker, so all that are there count. One that is assumed is that of a sequence in the batch.
-    """
-    there, measured = worker.sequences, worker.rates.sequence.value
-    if not there:
-        return math.inf
-    if measured is not None:
-        return there / max(measured, TIE_SECONDS)
-    running = min(there, worker.capacity.max_num_seqs)
-    return running / max(min(others.output_tokens, worker.most_output) * step, TIE_SECONDS)
-
-
-def _wait_for_room(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, departures: float) -> float:
-    """Return predicted seconds until enough sequences have left, so many a second."""
-    capacity, there = worker.capacity, worker.sequences
-    places = there + placement.sequences - capacity.max_num_seqs
-    blocks = capacity.fresh_blocks(placement.prompt_tokens, hit_blocks) - worker.spare_blocks
-    if places <= 0 and blocks <= 0:
-        return 0.0  # most often there is room now
-    running = max(1, min(there - worker.load.waiting, capacity.max_num_seqs))
-    each = max(1.0, (capacity.num_blocks - worker.unheld_blocks) / running)
-    if worker.load.waiting:
-        # While sequences wait, one starts for each that leaves: those that run take the other blocks as they grow.
-        each = min(each, max(1.0, worker.wanted_blocks))
-    return max(0.0, places / departures, blocks / (each * departures))

@@ -1,0 +1,51 @@
+"""What a request waits for at a worker, beside the prompts before it: steps in flight, a place in the batch, blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from router.core.worker_model import WorkerModel
+
+# The rest of the step that runs, which is half of it in the mean, and the step that is planned while that runs.
+_STEPS_AHEAD: Final = 1.5
+# A stay that was measured as none would let a worker be rid of all its sequences at once.
+_LEAST_STAY_S: Final = 1e-4
+
+
+def steps_ahead(worker: WorkerModel) -> float:
+    """Return how many steps are before the first one with a new request in it."""
+    return _STEPS_AHEAD if worker.sequences else 0.0
+
+
+def departures(worker: WorkerModel, usual_stay: float, longest_stay: float) -> float:
+    """Return how many sequences leave a worker in a second; infinity where none is there.
+
+    By Little's law, n sequences that stay for t seconds leave at the rate n / t. A stay that was measured includes the
+    wait at the worker, so all that are there count. One that is assumed is that of a sequence in the batch: the usual
+    one, if its greatest output does not make it shorter.
+    """
+    there, measured = worker.sequences, worker.rates.sequence.value
+    if not there:
+        return math.inf
+    if measured is not None:
+        return there / max(measured, _LEAST_STAY_S)
+    return min(there, worker.capacity.max_num_seqs) / max(min(usual_stay, longest_stay), _LEAST_STAY_S)
+
+
+def wait_for_room(worker: WorkerModel, prompt_tokens: int, sequences: int, hit_blocks: int, leave: float) -> float:
+    """Return predicted seconds until so many sequences have places, and blocks for their prompt beside the hits.
+
+    `leave` is how many sequences leave the worker in a second.
+    """
+    capacity, there = worker.capacity, worker.sequences
+    places = there + sequences - capacity.max_num_seqs
+    blocks = capacity.blocks(prompt_tokens) - hit_blocks - worker.spare_blocks
+    if places <= 0 and blocks <= 0:
+        return 0.0  # most often there is room now
+    running = max(1, min(there - worker.load.waiting, capacity.max_num_seqs))
+    freed = max(1.0, (capacity.num_blocks - worker.unheld_blocks) / running)
+    if worker.load.waiting:
+        # While sequences wait, one starts for each that leaves: those that run take the other blocks as they grow.
+        freed = min(freed, max(1.0, worker.wanted_blocks))
+    return max(0.0, places / leave, blocks / (freed * leave))
