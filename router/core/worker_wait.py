@@ -40,7 +40,7 @@ def wait_for_room(worker: WorkerModel, prompt_tokens: int, sequences: int, hit_b
     """
     capacity, there = worker.capacity, worker.sequences
     places = there + sequences - capacity.max_num_seqs
-    blocks = capacity.blocks(prompt_tokens) - hit_blocks - worker.spare_blocks
+    blocks = capacity.fresh_blocks(prompt_tokens, hit_blocks) - worker.spare_blocks
     if places <= 0 and blocks <= 0:
         return 0.0  # most often there is room now
     running = max(1, min(there - worker.load.waiting, capacity.max_num_seqs))
