@@ -10,6 +10,7 @@ import torch
 
 from common.types import SamplingParams
 from gpuworker.sampling.masks import GrammarBitmask
+from gpuworker.sampling.uniforms import uniforms
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -100,6 +101,7 @@ class SampledTokens:
 class SamplePoint:
     """The rows of a batch at one step, on the host: D of S rows sample at random, E end tokens are too early.
 
+    `seeds` [D] are those of the rows `random` [D].
     `masks` belong to the rows with a constraint; the mask thread may still be filling them.
 
     `positions` [S] are those of the tokens to sample. The tokens before them are in the token table, at
@@ -108,7 +110,13 @@ class SamplePoint:
 
     positions: Int64Array
     batch_index: Int32Array
-    uniform: Float64Array  # [D]
+    random: Int64Array  # [D]
+    seeds: npt.NDArray[np.uint64]  # [D]
     early_rows: Int64Array  # [E]
     early_ids: Int64Array  # [E]
     masks: GrammarBitmask | None = None
+
+    @property
+    def uniform(self) -> Float64Array:
+        """The numbers in [0, 1) of the D rows. The native sampler makes its own, so they are computed when asked."""
+        return uniforms(self.seeds, self.positions[self.random])

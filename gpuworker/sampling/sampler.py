@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 
 from common.types import TokenLogprobs
-from gpuworker.core.splitmix64 import GOLDEN, MIX_1, MIX_2
 from gpuworker.memory.devices import sent
 from gpuworker.sampling.bad_words import BadWords
 from gpuworker.sampling.best import best_tokens
@@ -37,9 +36,8 @@ from gpuworker.sampling.rows import (
 )
 from gpuworker.sampling.truncation import Truncation, invert, sample_truncated
 
-_GOLDEN, _MIX_1, _MIX_2 = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
-
 _MOST = torch.finfo(torch.float32).max
+_WORD = 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +60,10 @@ class SamplingBatch:
     def __init__(self, rows: Sequence[SampledRow], vocab_size: int, device: torch.device) -> None:
         self.rows = tuple(rows)
         self._device, self._vocab_size = device, vocab_size
-        self._seeds = np.array([row.params.seed & 0xFFFFFFFFFFFFFFFF for row in rows], dtype=np.uint64)
         self._penalised = _where([row.penalised for row in rows])
         self._asking = _where([row.params.logprobs is not None for row in rows])
         self._random = _where([not row.greedy for row in rows])
+        self._seeds = np.array([row.params.seed & _WORD for row in rows if not row.greedy], dtype=np.uint64)
         self._truncated = _where([row.truncated for row in rows if not row.greedy])
         self._bias = self._entries([row.params.logit_bias for row in rows])
         until = [row.prompt_tokens + row.params.min_tokens if row.params.min_tokens else 0 for row in rows]
@@ -90,9 +88,10 @@ class SamplingBatch:
     def at(self, positions: Int64Array, batch_index: Int32Array, masks: GrammarBitmask | None = None) -> SamplePoint:
         """Return the inputs for sampling the tokens at `positions` [S], after those at `batch_index` [S]."""
         rows, ids, until = self._ends
-        early = positions[rows] < until
-        uniform = uniforms(self._seeds[self._random], positions[self._random])
-        return SamplePoint(positions, batch_index, uniform, rows[early], ids[early], masks)
+        if rows.size:
+            early = positions[rows] < until
+            rows, ids = rows[early], ids[early]
+        return SamplePoint(positions, batch_index, self._random, self._seeds, rows, ids, masks)
 
     def prepare(self) -> None:
         if self._prepared:
@@ -231,20 +230,6 @@ def _penalise(logits: torch.Tensor, penalties: _Penalties, tokens: torch.Tensor,
     logits -= output * penalties.frequency
     logits -= (output > 0).to(logits.dtype) * penalties.presence
     return logits.clamp_(-_MOST, _MOST)  # an extreme penalty makes infinities, of which no distribution can be made
-
-
-def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return one number in [0, 1) with 53 random bits for each (seed, position): splitmix64, keyed twice."""
-    with np.errstate(over="ignore"):
-        hashed = _mix(_mix(seeds + _GOLDEN) ^ _mix(positions.astype(np.uint64) * _GOLDEN + _MIX_1))
-    return (hashed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return `gpuworker.core.splitmix64` of each word."""
-    x = (x ^ (x >> np.uint64(30))) * _MIX_1
-    x = (x ^ (x >> np.uint64(27))) * _MIX_2
-    return x ^ (x >> np.uint64(31))
 
 
 def token_logprobs(sampled: SampledTokens, batch: SamplingBatch) -> dict[int, TokenLogprobs]:

@@ -15,8 +15,9 @@ from common.types import SamplingParams
 from gpuworker.native.library import best
 from gpuworker.sampling import sampler
 from gpuworker.sampling.rows import SampledRow, SampledTokens
-from gpuworker.sampling.sampler import SamplingBatch, token_logprobs, uniforms
+from gpuworker.sampling.sampler import SamplingBatch, token_logprobs
 from gpuworker.sampling.truncation import Truncation, sample_truncated
+from gpuworker.sampling.uniforms import uniforms
 
 CPU = torch.device("cpu")
 VOCAB = 50
@@ -330,3 +331,24 @@ def test_logits_that_are_no_numbers_still_give_a_token_of_the_vocabulary() -> No
 def test_ids_beyond_the_vocabulary_have_no_effect() -> None:
     params = replace(GREEDY, logit_bias=((VOCAB + 5, 9.0),), stop_token_ids=(VOCAB,), min_tokens=99)
     assert sample(random_logits(1), [params]).tokens.tolist() == [int(random_logits(1).argmax())]
+
+
+def test_a_step_has_numbers_for_the_rows_that_sample_at_random_alone_and_only_when_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The native sampler makes its own: the engine's thread would compute them between two steps for nobody."""
+    rows = [SampledRow(SamplingParams(seed=3), 0), SampledRow(SamplingParams(temperature=0.0), 0)]
+    rows.append(SampledRow(SamplingParams(seed=5), 0))
+    asked: list[int] = []
+
+    def counted(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        asked.append(len(seeds))
+        return uniforms(seeds, positions)
+
+    monkeypatch.setattr("gpuworker.sampling.rows.uniforms", counted)
+    batch = SamplingBatch(rows, 8, torch.device("cpu"))
+    point = batch.at(np.array([10, 11, 12]), np.arange(3, dtype=np.int32))
+    assert asked == []
+    expected = uniforms(np.array([3, 5], dtype=np.uint64), np.array([10, 12]))
+    assert point.uniform.tolist() == expected.tolist()
+    assert asked == [2]
