@@ -409,14 +409,14 @@ MUTANTS = (
         "47",
         "a look-up takes the window to begin a token later, and the worker does not compare",
         ((LedgerConfig, "unread_blocks", reach_back_too_little), (grant_check, "_check_window", take_any_table)),
-        Walks("window_reuse"),
+        Exhaustive("window_reuse"),
         ("I3",),
     ),
     Mutant(
         "48",
         "a look-up takes the window to begin a token later",
         ((LedgerConfig, "unread_blocks", reach_back_too_little),),
-        Walks("window_reuse"),
+        Exhaustive("window_reuse"),
         ("I2",),
     ),
     Mutant(

@@ -33,7 +33,7 @@ DIVERGING = (Request((0, 1, 0, 0), 2), Request((0, 1, 0, 1, 0), 1), Request((0, 
 """Three prompts that part within the first block of four; the third may copy two slots of either block."""
 
 WINDOWED = (Request((0, 1, 0, 1, 1, 0, 0), 1), Request((0, 1, 0, 1, 1, 0, 1), 2))
-"""With a window of 3, the second reads one of the three blocks that it has in common with the first."""
+"""With a window of 4, the second reads two of the three blocks that it has in common with the first."""
 
 TINY: dict[str, Scenario] = {
     "peace": Scenario(TWO_SHARERS, 3),
@@ -61,7 +61,7 @@ TINY: dict[str, Scenario] = {
     "window": Scenario(
         (Request((0, 1, 0, 1, 1, 0, 0, 1, 0, 0), 2), Request((1,), 2)), 4, window=4, max_faults=1, faults={"cancel": 1}
     ),
-    "window_reuse": Scenario(WINDOWED, 5, window=3, budget=6, max_num_seqs=1, max_faults=1, faults={"stream_break": 1}),
+    "window_reuse": Scenario(WINDOWED, 5, window=4, budget=6, max_num_seqs=1, max_faults=1, faults={"cancel": 1}),
     "partial": Scenario(DIVERGING, 4, block_size=4, partly=True, max_faults=1, faults={"cancel": 1}),
     "partial_break": Scenario(
         DIVERGING[:2], 3, block_size=4, budget=6, partly=True, max_faults=2, faults={"stream_break": 1, "cancel": 1}

@@ -24,6 +24,7 @@ SMALL = (
     "fork",
     "tenants",
     "reset",
+    "window_reuse",
 )
 LARGER = "hand_over"
 WIDE = tuple(name for name in TINY if name not in (*SMALL, LARGER))
