@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from common.lease import PARTIAL_REASON, RETENTION_REASON, Admit, Copy, window_blocks
+from common.lease import PARTIAL_REASON, RETENTION_REASON, Admit, Copy
 from common.types import TRIMMED, BlockHash, BlockId, DecisionKind, MissReason, SequencePhase
 from kvmanager.core import backfill, fork
 from kvmanager.core.backfill import Growth, Reservation
@@ -18,6 +18,7 @@ from kvmanager.core.remembered_match import RememberedMatch
 from kvmanager.core.sequence import Sequence
 from kvmanager.core.shares import TenantShares
 from kvmanager.core.shortfall import explain_waits
+from kvmanager.core.window_match import match_in_window
 
 _IN_TURN = 7
 """Admissions by priority between two by age."""
@@ -205,30 +206,10 @@ class BlockGranter(Evictor):
             return [], PrefixMatch(0, MissReason.DISABLED)
         full = min(num_tokens // config.block_size, len(block_hashes))
         if config.window:
-            return self._match_in_window(state, block_hashes, num_tokens, full)
+            return match_in_window(cache, config, block_hashes, num_tokens, full)
         present = cache.longest(block_hashes, full)
         match = cache.explain(block_hashes, num_tokens, config.block_size, len(present))
         return present[: match.hit_blocks], match
-
-    def _match_in_window(
-        self, state: LedgerState, block_hashes: Items[BlockHash], num_tokens: int, full: int
-    ) -> tuple[list[BlockId], PrefixMatch]:
-        """Return the deepest run of sealed blocks that a window covers, or more blocks from the first one on.
-
-        The latter may be pending: a sequence that has all blocks before one can compute it.
-        """
-        config, cache = state.config, state.cache
-        limit = min(full, config.hits_of(num_tokens))
-        unread, run = cache.deepest_run(block_hashes, limit, config.unread_blocks)
-        leading = cache.longest(block_hashes, min(limit, window_blocks(config.window, config.block_size)))
-        while config.unread_blocks(len(leading)):
-            leading.pop()
-        if len(leading) > unread + len(run):
-            unread, run = 0, leading
-        present = unread + len(run)
-        if present == limit < full and cache.has(block_hashes, limit):
-            present = full
-        return run, cache.explain(block_hashes, num_tokens, config.block_size, present)
 
     def fork_parent(self, state: LedgerState, sequence: Sequence) -> Sequence | None:
         """Return the sequence that this one was forked from while that one holds a block table to share."""
