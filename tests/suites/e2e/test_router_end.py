@@ -42,7 +42,7 @@ class Storm:
         for channel in channels:
             await channel.close()
 
-    async def _calls(self, stub: inference_pb2_grpc.InferenceServiceAsyncStub) -> None:
+    async def _calls(self, stub: inference_pb2_grpc.InferenceServiceStub) -> None:
         sampling = types.SamplingParams(max_tokens=2, ignore_eos=True)
         asked = pb.GenerateRequest(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=[1, 2, 3])), sampling=sampling)
         while not self.over:
