@@ -55,18 +55,30 @@ def shut_down(ports: Collection[int]) -> int:
 
     Elsewhere than on Linux nothing is found, and clients see what gRPC tells them.
     """
-    found = dict[int, socket.socket]()
+    found, numbers = dict[int, socket.socket](), dict[int, int]()
     for number in _open_files():
         # A copy may have the number of the folder, which was open while it was read.
         if number not in found and (copy := _socket_of(number)) is not None:
-            found[copy.fileno()] = copy
+            found[copy.fileno()], numbers[copy.fileno()] = copy, number
     mine = [each for each in found.values() if _local_port(each) in ports]
     for each in sorted(mine, key=_listens, reverse=True):
-        with suppress(OSError):  # the client has closed it
-            each.shutdown(socket.SHUT_RDWR)
+        if _listens(each):
+            _replace(numbers[each.fileno()], each)
+        else:
+            with suppress(OSError):  # the client has closed it
+                each.shutdown(socket.SHUT_RDWR)
     for each in found.values():
         each.close()
     return len(mine)
+
+
+def _replace(number: int, listener: socket.socket) -> None:
+    """Put a socket that listens nowhere in the place of a listener, which is thereby closed.
+
+    gRPC writes a line to standard error when it finds its listener shut down; so it finds an idle one.
+    """
+    with socket.socket(listener.family, socket.SOCK_STREAM) as idle:
+        os.dup2(idle.fileno(), number, inheritable=False)
 
 
 def _open_files() -> list[int]:
