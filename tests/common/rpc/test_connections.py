@@ -51,6 +51,11 @@ def dialled(rpc: RpcServer, number: int = 0) -> aio.Channel:
     return aio.insecure_channel(f"127.0.0.1:{rpc.port}", options=[("grpc.enable_retries", 0), ("number", number)])
 
 
+def method(channel: aio.Channel) -> aio.UnaryUnaryMultiCallable[bytes, bytes]:
+    found: aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/any/method")
+    return found
+
+
 async def until(happened: Callable[[], bool]) -> None:
     while not happened():  # noqa: ASYNC110 - the calls run beside
         await asyncio.sleep(0.001)
@@ -62,7 +67,7 @@ async def storm(end_connections: bool) -> Counter[str]:
     channels, seen, ended = [dialled(rpc, number) for number in range(_CHANNELS)], Counter[str](), asyncio.Event()
 
     async def calls(channel: aio.Channel) -> None:
-        call = channel.unary_unary("/any/method")
+        call = method(channel)
         while not ended.is_set():
             try:
                 await call(b"")
@@ -97,13 +102,13 @@ async def test_running_calls_end_before_their_connections() -> None:
     rpc, handler = await served()
     handler.go_on.clear()
     async with dialled(rpc) as channel:
-        running = asyncio.ensure_future(channel.unary_unary("/any/method")(b""))
+        running = asyncio.ensure_future(method(channel)(b""))
         async with asyncio.timeout(60):
             await until(lambda: handler.inside > 0)
             handler.draining = True
             ending = asyncio.create_task(rpc.end_connections(60.0))
             with pytest.raises(aio.AioRpcError, match="draining"):
-                await channel.unary_unary("/any/method")(b"")
+                await method(channel)(b"")
             assert not ending.done()
             handler.go_on.set()
             assert await running == b"answer"
@@ -115,7 +120,7 @@ async def test_a_call_that_does_not_end_is_waited_for_a_bounded_time() -> None:
     rpc, handler = await served()
     handler.go_on.clear()
     async with dialled(rpc) as channel:
-        running = asyncio.ensure_future(channel.unary_unary("/any/method")(b""))
+        running = asyncio.ensure_future(method(channel)(b""))
         async with asyncio.timeout(60):
             await until(lambda: handler.inside > 0)
             await rpc.end_connections(0.01)
