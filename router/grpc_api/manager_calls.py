@@ -56,13 +56,18 @@ class ManagerCalls:
         self._groups.start(supervisor)
         supervisor.run("changes for managers that come late", self._late.run)
 
-    async def _change(self, what: str, ask: Callable[[aio.Channel], Awaitable[T]]) -> Answers[T]:
-        """Ask every group for a change, those too that answer for the first time later. Raises Unavailable."""
+    async def _change(
+        self,
+        what: str,
+        ask: Callable[[aio.Channel], Awaitable[T]],
+        later: Callable[[aio.Channel], Awaitable[T]] | None = None,
+    ) -> Answers[T]:
+        """Ask every group for a change, and `later` those that answer for the first time then. Raises Unavailable."""
         async with self._late.changing:
             self._late.check_room(what)
             self._late.drop(what)
             answers = await self._groups.all(ask)
-            self._late.keep(what, ask, answers.unheard, answers.groups)
+            self._late.keep(what, later or ask, answers.unheard, answers.groups)
             return answers
 
     async def reset(
@@ -150,14 +155,18 @@ class ManagerCalls:
         """
         ends = None if not request.HasField("duration") else time.monotonic() + request.duration
 
-        async def ask(channel: aio.Channel) -> pb.PinPrefixResponse:
+        async def later(channel: aio.Channel) -> pb.PinPrefixResponse:
             asked = pb.PinPrefixRequest()
             asked.CopyFrom(request)
             if ends is not None:
                 asked.duration = max(_LEAST_PIN_S, ends - time.monotonic())
             return await rpc.KvManagerServiceStub(channel).PinPrefix(asked, timeout=_LIST_PATIENCE_S)
 
-        answers = await self._change(_pin_named(request.name), ask)
+        answers = await self._change(
+            _pin_named(request.name),
+            lambda channel: rpc.KvManagerServiceStub(channel).PinPrefix(request, timeout=_LIST_PATIENCE_S),
+            later,
+        )
         for name, failure in answers.failed.items():
             if isinstance(failure, InvalidRequest):
                 raise _kept_elsewhere(failure, name, answers.groups, request.name)
