@@ -11,6 +11,15 @@ void find_runs(const Work& work, const Item& item, int base, int64_t* runs) {
   const int kv_head = item.head / work.group();
   const int64_t of_layer = work.layer.layer * static_cast<int64_t>(cache.num_blocks);
   const int lowest = item.begin & ~(kRun - 1), highest = (item.end - 1) & ~(kRun - 1);
+  if (cache.block_size >= kNear * kRun && base >= lowest && base + kTile - kRun <= highest) {
+    for (int run = 0; run < kRuns; run += kNear) {
+      const int position = base + run * kRun;
+      const int64_t block = (of_layer + table[position >> shift]) * cache.num_kv_heads + kv_head;
+      const int64_t first = (block << shift) + (position & last);
+      for (int i = 0; i < kNear; ++i) runs[run + i] = first + i * kRun;
+    }
+    return;
+  }
   for (int run = 0; run < kRuns; ++run) {
     const int position = std::min(std::max(base + run * kRun, lowest), highest);
     const int64_t block = (of_layer + table[position >> shift]) * cache.num_kv_heads + kv_head;

@@ -21,6 +21,7 @@ struct Work {
 
 constexpr int kRun = 4;  // slots that lie side by side in a block of any size
 constexpr int kRuns = kTile / kRun;
+constexpr int kNear = 4;  // runs of a block of 16 slots or more: their scales fill a cache line
 
 // Of the 64 positions from `base` (a multiple of 64): each run's first slot as an index into
 // [layer, block, kv_head, block_size]. Runs outside the item repeat its first or last one: they are masked later, and
@@ -64,14 +65,14 @@ inline void prefetch(const void* from, size_t bytes) {
   for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at, 0, 2);
 }
 
-// Fetches runs of K or V into the L2 cache, a few lines at a time between other work. A core has a limited number of requests
-// in flight; bursts of requests would wait for each other, and the arithmetic would wait for them. Far fewer are in flight
-// to the L1 cache: fetched into it, scattered blocks would be read at half the speed.
+// Fetches runs of K or V into the L2 cache, or into the L1 cache too, a few lines at a time between other work. A core has a
+// limited number of requests in flight; bursts of requests would wait for each other, and the arithmetic for them.
 class Fetcher {
  public:
   // So many calls of some() fetch all `bytes` of each of kRuns runs; with no calls to come, nothing.
   template <typename T>
-  void start(const T* const* runs, size_t bytes, int calls) {
+  void start(const T* const* runs, size_t bytes, int calls, bool into_l1 = false) {
+    into_l1_ = into_l1;
     left_ = 0;
     next_run_ = reinterpret_cast<const char* const*>(runs);
     last_run_ = next_run_ + (calls ? kRuns : 0);
@@ -89,7 +90,7 @@ class Fetcher {
         at = *next_run_++;
         left = lines_;
       }
-      __builtin_prefetch(at, 0, 2);
+      into_l1_ ? __builtin_prefetch(at, 0, 3) : __builtin_prefetch(at, 0, 2);
       at += 64;
       --left;
     }
@@ -101,6 +102,7 @@ class Fetcher {
   const char *const *next_run_ = nullptr, *const *last_run_ = nullptr;
   const char* at_ = nullptr;
   int lines_ = 0, left_ = 0, quota_ = 0;
+  bool into_l1_ = false;
 };
 
 }  // namespace quire

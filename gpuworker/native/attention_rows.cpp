@@ -6,6 +6,10 @@
 namespace quire {
 namespace {
 
+// Heads of so many numbers, and smaller ones, are fetched into the L2 cache alone, which is quicker by up to 4 %. Of larger
+// ones, reading takes up to twice as long from there.
+constexpr int kSmallHead = 64;
+
 // Attends for one item with one way to multiply.
 template <typename Kind>
 class RowsKernel {
@@ -67,19 +71,36 @@ class RowsKernel {
     for (int run = 0; run < kRuns; ++run) {
       tile.keys[run] = static_cast<const Number*>(work_.cache.keys) + tile.runs[run] * dk_;
       tile.values[run] = static_cast<const Number*>(work_.cache.values) + tile.runs[run] * dv_;
-      if (Kind::kScaled) {
-        prefetch(work_.cache.key_scales + tile.runs[run], kRun * sizeof(float));
-        prefetch(work_.cache.value_scales + tile.runs[run], kRun * sizeof(float));
+    }
+    if (!Kind::kScaled) return;
+    for (int run = 0; run < kRuns; run += kNear) {
+      const int64_t* of = tile.runs + run;
+      for (int i = 0; i < (near(of) ? 1 : kNear); ++i) {
+        __builtin_prefetch(work_.cache.key_scales + of[i], 0, 2);
+        __builtin_prefetch(work_.cache.value_scales + of[i], 0, 2);
       }
     }
   }
 
+  // Whether kNear runs lie side by side. Those of a smaller block may seem to: the first and the last are as far apart.
+  bool near(const int64_t* runs) const {
+    return work_.cache.block_size >= kNear * kRun && runs[kNear - 1] - runs[0] == (kNear - 1) * kRun;
+  }
+
   void load_scales(Tile& tile) const {
     if (!Kind::kScaled) return;
-    for (int run = 0; run < kRuns; ++run) {
-      std::memcpy(tile.key_scales + run * kRun, work_.cache.key_scales + tile.runs[run], kRun * sizeof(float));
-      std::memcpy(tile.value_scales + run * kRun, work_.cache.value_scales + tile.runs[run], kRun * sizeof(float));
+    for (int run = 0; run < kRuns; run += kNear) {
+      gather(work_.cache.key_scales, tile.runs + run, tile.key_scales + run * kRun);
+      gather(work_.cache.value_scales, tile.runs + run, tile.value_scales + run * kRun);
     }
+  }
+
+  void gather(const float* scales, const int64_t* runs, float* to) const {
+    if (near(runs)) {
+      Vec::load(scales + runs[0]).store(to);
+      return;
+    }
+    for (int i = 0; i < kNear; ++i) std::memcpy(to + i * kRun, scales + runs[i], kRun * sizeof(float));
   }
 
   void open(int lane) {
@@ -163,7 +184,7 @@ class RowsKernel {
   static int lanes_at_once(int left) { return left == 5 || left == 6 ? 3 : std::min(left, 4); }
 
   void fetch_next(const Number* const* runs, int dim, int steps) {
-    fetcher_.start(runs, kRun * sizeof(Number) * dim, more_ ? steps : 0);
+    fetcher_.start(runs, kRun * sizeof(Number) * dim, more_ ? steps : 0, dim > kSmallHead);
   }
 
   // Scores of a few lanes against the tile, where their weights will be.

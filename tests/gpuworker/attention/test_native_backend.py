@@ -137,6 +137,18 @@ def test_trimmed_blocks_may_be_any(library: ctypes.CDLL) -> None:
     np.testing.assert_allclose(attend(library, step, layer).numpy(), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_blocks_of_four_slots_may_lie_as_far_apart_as_one_of_sixteen(library: ctypes.CDLL, kv_dtype: str) -> None:
+    """Scales of 16 slots are read at once where they lie side by side; the first and the last of these four look so."""
+    step = random_step(Case(((18, 1),), 4, num_kv_heads=1))
+    table = step.metadata.block_table[0]
+    left = sorted(set(range(1, 13)) - {int(table[4])})
+    first = next(block for block in left if block + 3 in left)
+    others = [block for block in left if block not in (first, first + 3)]
+    table[:4] = [first, others[-1], others[0], first + 3]
+    check(library, step, PLAIN, kv_dtype)
+
+
 @pytest.mark.parametrize("query_type", [torch.float32, torch.bfloat16, torch.float16])
 def test_inputs_of_any_strides_and_types(library: ctypes.CDLL, query_type: torch.dtype) -> None:
     step = in_type(random_step(Case(MIXED)), "bfloat16")
