@@ -22,6 +22,7 @@ _CELL: Final = re.compile(r"_m\d+_")  # a figure of one shape and number of rows
 _ONEDNN: Final = {
     "scalar": "SSE41",
     "avx2": "AVX2",
+    "avx_vnni": "AVX2_VNNI",
     "avx512": "AVX512_CORE",
     "avx512_vnni": "AVX512_CORE_VNNI",
     "avx512_bf16": "AVX512_CORE_BF16",
@@ -30,7 +31,7 @@ _ONEDNN: Final = {
 
 def limits(level: str) -> dict[str, str]:
     """Return the environment in which oneDNN, torch and MKL use no better instructions than a level."""
-    aten = "default" if level == "scalar" else "avx2" if level == "avx2" else "avx512"
+    aten = "default" if level == "scalar" else "avx2" if level in ("avx2", "avx_vnni") else "avx512"
     mkl = "SSE4_2" if level == "scalar" else aten.upper()
     return {"ONEDNN_MAX_CPU_ISA": _ONEDNN[level], "ATEN_CPU_CAPABILITY": aten, "MKL_ENABLE_INSTRUCTIONS": mkl}
 

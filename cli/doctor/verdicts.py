@@ -17,6 +17,7 @@ _LEVEL_WORDS: Final = {
     "avx512_bf16": "AVX-512 with bf16",
     "avx512_vnni": "AVX-512 with VNNI, without bf16",
     "avx512": "AVX-512, without VNNI and bf16",
+    "avx_vnni": "AVX2 with VNNI, without AVX-512",
     "avx2": "AVX2, without AVX-512",
     "scalar": "neither AVX2 nor AVX-512",
 }

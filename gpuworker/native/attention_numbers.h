@@ -306,10 +306,17 @@ struct Int8Numbers {
     return pairs;
   }
   static Acc sum(Acc a, Acc b) { return _mm256_add_epi32(a, b); }
+#if defined(QUIRE_PAIR_DOTS)
+  static Acc dot(Acc acc, __m256i a, __m256i b) {
+    asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(acc) : "x"(a), "x"(b));
+    return acc;
+  }
+#else
   static Acc dot(Acc acc, __m256i a, __m256i b) {
     asm("vpaddd %1, %0, %0" : "+x"(acc) : "x"(_mm256_madd_epi16(a, b)));
     return acc;
   }
+#endif
   static QUIRE_INLINE void reduce(const Acc* a, float* to) {
     const __m256i four = _mm256_castps_si256(
         add_four(_mm256_castsi256_ps(a[0]), _mm256_castsi256_ps(a[1]), _mm256_castsi256_ps(a[2]), _mm256_castsi256_ps(a[3]),

@@ -37,9 +37,13 @@ _VNNI = [*_AVX512, "-mavx512vnni"]
 # From the plainest to the best; the loader tries them from the end.
 LEVELS: dict[str, list[str]] = {"scalar": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
-    LEVELS |= {"avx2": _AVX2, "avx512": _AVX512, "avx512_vnni": _VNNI, "avx512_bf16": [*_VNNI, "-mavx512bf16"]}
+    LEVELS |= {"avx2": _AVX2, "avx_vnni": [*_AVX2, "-mavxvnni"]}
+    LEVELS |= {"avx512": _AVX512, "avx512_vnni": _VNNI, "avx512_bf16": [*_VNNI, "-mavx512bf16"]}
 # A level differs from the one before it by a macro: sources that do not read it are not compiled again.
-_BEFORE = {"avx512_vnni": ("avx512", "__AVX512VNNI__"), "avx512_bf16": ("avx512_vnni", "__AVX512BF16__")}
+_BEFORE = {"avx_vnni": ("avx2", "__AVXVNNI__")}
+_BEFORE |= {"avx512_vnni": ("avx512", "__AVX512VNNI__"), "avx512_bf16": ("avx512_vnni", "__AVX512BF16__")}
+# An instruction of a level that an older assembler lacks: there the level is left out (GCC 10, binutils 2.35).
+_NEW = {"avx_vnni": 'void add() { asm("{vex} vpdpwssd %ymm0, %ymm1, %ymm2"); }'}
 if SANITIZED:
     _BEFORE = {}
     LEVELS = {SANITIZED: LEVELS[SANITIZED]}
@@ -55,7 +59,7 @@ def library(level: str) -> Path:
 
 
 def build(force: bool = False, progress: bool = False) -> list[Path]:
-    """Compile changed files, several at a time; return the libraries, one for each level.
+    """Compile changed files, several at a time; return the libraries, one for each level that the compiler can make.
 
     With `progress` a line is printed for every _SAID_EVERY files.
     Raises NoCompiler, with the compiler's message.
@@ -64,17 +68,33 @@ def build(force: bool = False, progress: bool = False) -> list[Path]:
     with (BUILT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests and installations may come at once
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            paths = sorted(SOURCE.glob("*.cpp"))
-            units = [(level, path) for level in LEVELS for path in paths if _compiled_at(level, path) == level]
+            paths, levels = sorted(SOURCE.glob("*.cpp")), [level for level in LEVELS if _can_make(level)]
+            units = [(level, path) for level in levels for path in paths if _compiled_at(level, path) == level]
             compiled = []
             for done in pool.map(lambda unit: _compile(unit[0], unit[1], force), units):
                 compiled.append(done)
                 if progress and any(compiled) and len(compiled) % _SAID_EVERY == 0:
                     print(f"    {len(compiled)} of {len(units)} files compiled", flush=True)  # noqa: T201
-            missing = not all(library(level).is_file() for level in LEVELS)
+            missing = not all(library(level).is_file() for level in levels)
             if any(compiled) or missing:
-                list(pool.map(_link, LEVELS))
-    return [library(level) for level in LEVELS]
+                list(pool.map(_link, levels))
+    return [library(level) for level in levels]
+
+
+def may_lack(level: str) -> bool:
+    """Return whether some compilers that make the other levels cannot make this one."""
+    return level in _NEW
+
+
+def _can_make(level: str) -> bool:
+    """Return whether the compiler can make a level; if it cannot, remove what an earlier one made of it."""
+    if level not in _NEW:
+        return True
+    command = [*compiler(), *LEVELS[level], "-x", "c++", "-c", "-", "-o", os.devnull]
+    can = not subprocess.run(command, input=_NEW[level], capture_output=True, text=True, check=False).returncode
+    if not can:
+        library(level).unlink(missing_ok=True)
+    return can
 
 
 def _fingerprint(source: Path, command: list[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from gpuworker.native.build import LEVELS, NoCompiler, compiler, library
+from gpuworker.native.build import LEVELS, NoCompiler, compiler, library, may_lack
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
@@ -13,6 +13,7 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 _NEEDS = {
     "scalar": frozenset[str](),
     "avx2": _AVX2,
+    "avx_vnni": _AVX2 | {"avx_vnni"},
     "avx512": _AVX512,
     "avx512_vnni": _AVX512 | {"avx512_vnni"},
     "avx512_bf16": _AVX512 | {"avx512_vnni", "avx512_bf16"},
@@ -23,8 +24,8 @@ INSTALL_COMPILER = "install a C++ compiler (Debian: apt-get install g++), then r
 
 @functools.cache
 def levels_here() -> tuple[str, ...]:
-    """Return the levels that this processor can run, from the plainest to the best."""
-    return levels_of(processor_flags())
+    """Return the levels that this processor can run, from the plainest to the best, but those that no build made."""
+    return tuple(level for level in levels_of(processor_flags()) if not may_lack(level) or library(level).is_file())
 
 
 def levels_of(flags: frozenset[str]) -> tuple[str, ...]:
@@ -49,6 +50,9 @@ def why_missing(level: str) -> str | None:
         found = compiler()[0]
     except NoCompiler:
         return f"{path.name} was not built, for there is no C++ compiler: {INSTALL_COMPILER}"
+    if may_lack(level):
+        too_old = f"{path.name} was not built: {found} or its assembler is too old"
+        return f"{too_old}; take GCC 11 or newer, run `make install`"
     return f"{path.name} was not built, although {found} is there: run `make install`"
 
 

@@ -51,9 +51,15 @@ struct I8Math {  // pairs of 16-bit numbers
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), s.a);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), s.b);
   }
+#if defined(QUIRE_PAIR_DOTS)
+  static Sum add(Sum s, Weight w, __m256i x) {
+    return {_mm256_dpwssd_avx_epi32(s.a, w.a, x), _mm256_dpwssd_avx_epi32(s.b, w.b, x)};
+  }
+#else
   static Sum add(Sum s, Weight w, __m256i x) {
     return {_mm256_add_epi32(s.a, _mm256_madd_epi16(w.a, x)), _mm256_add_epi32(s.b, _mm256_madd_epi16(w.b, x))};
   }
+#endif
   static Sum minus(Sum s, Sum t) { return {_mm256_sub_epi32(s.a, t.a), _mm256_sub_epi32(s.b, t.b)}; }
   static Vec value(Sum s) { return {_mm256_cvtepi32_ps(s.a), _mm256_cvtepi32_ps(s.b)}; }
 };

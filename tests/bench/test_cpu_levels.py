@@ -38,11 +38,12 @@ def test_each_level_limits_the_references() -> None:
     assert {level: limits(level)["ONEDNN_MAX_CPU_ISA"] for level in NAMES} == {
         "scalar": "SSE41",
         "avx2": "AVX2",
+        "avx_vnni": "AVX2_VNNI",
         "avx512": "AVX512_CORE",
         "avx512_vnni": "AVX512_CORE_VNNI",
         "avx512_bf16": "AVX512_CORE_BF16",
     }
-    assert limits("avx2")["ATEN_CPU_CAPABILITY"] == "avx2"
+    assert limits("avx2")["ATEN_CPU_CAPABILITY"] == limits("avx_vnni")["ATEN_CPU_CAPABILITY"] == "avx2"
 
 
 @pytest.mark.skipif(len(levels_here()) < 2 or native.best() is None, reason="no level beside the scalar one")

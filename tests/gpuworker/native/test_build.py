@@ -40,6 +40,7 @@ def test_without_a_compiler_its_absence_is_the_reason(monkeypatch: pytest.Monkey
 SKYLAKE_X = frozenset({"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"})
 ICE_LAKE = SKYLAKE_X | {"avx512_vnni"}
 ZEN_3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+ALDER_LAKE = ZEN_3 | {"avx_vnni"}
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="levels of x86-64")
@@ -49,7 +50,9 @@ ZEN_3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
         (frozenset[str](), "scalar"),
         (ZEN_3 - {"fma"}, "scalar"),
         (ZEN_3, "avx2"),
+        (ALDER_LAKE, "avx_vnni"),
         (SKYLAKE_X - {"avx512dq"}, "avx2"),
+        (SKYLAKE_X | {"avx_vnni"}, "avx512"),
         (SKYLAKE_X, "avx512"),
         (ICE_LAKE, "avx512_vnni"),
         (ICE_LAKE | {"avx512_bf16"}, "avx512_bf16"),
@@ -81,7 +84,8 @@ def test_a_level_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BEYOND = {
     "scalar": r"%ymm|%zmm|vfmadd",
-    "avx2": r"%zmm|%k[1-7]",
+    "avx2": r"%zmm|%k[1-7]|vpdp",
+    "avx_vnni": r"%zmm|%k[1-7]|(?<!\{vex\} )vpdp",
     "avx512": r"vpdp(bu|ws)sd|vdpbf16ps|vcvtne2?ps2bf16",
     "avx512_vnni": r"vdpbf16ps|vcvtne2?ps2bf16",
 }
@@ -95,6 +99,7 @@ def test_a_library_has_no_instruction_beyond_its_level(level: str) -> None:
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "ret" in code
     assert re.search(BEYOND[level], code) is None
+    assert ("{vex} vpdpwssd" in code) == (level == "avx_vnni")
 
 
 @pytest.mark.skipif("avx512_bf16" not in build.LEVELS, reason="levels of x86-64")
@@ -104,6 +109,22 @@ def test_sources_without_dot_products_serve_three_levels() -> None:
     assert {at["attention_tiles"], at["linear_tile"], at["linear_tile_bytes"]} == {"avx512_bf16"}
     assert build._compiled_at("avx512_vnni", build.SOURCE / "linear_tile.cpp") == "avx512"
     assert build._compiled_at("avx2", build.SOURCE / "sample.cpp") == "avx2"
+    assert build._compiled_at("avx_vnni", build.SOURCE / "sample.cpp") == "avx2"
+    assert build._compiled_at("avx_vnni", build.SOURCE / "attention_rows.cpp") == "avx_vnni"
+
+
+@pytest.mark.skipif("avx_vnni" not in build.LEVELS, reason="levels of x86-64")
+def test_a_level_that_the_assembler_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "BUILT", tmp_path)
+    monkeypatch.setattr(levels, "processor_flags", lambda: ALDER_LAKE)
+    build.library("avx_vnni").touch()
+    assert levels.levels_here.__wrapped__()[-1] == "avx_vnni"
+    monkeypatch.setenv("CXX", "false")
+    assert not build._can_make("avx_vnni")
+    assert build._can_make("avx2")
+    assert levels.levels_here.__wrapped__() == ("scalar", "avx2")
+    said = "libquire_cpu.avx_vnni.so was not built: false or its assembler is too old; take GCC 11 or newer"
+    assert levels.why_not("avx_vnni") == f"{said}, run `make install`"
 
 
 ARM_COMPILER = "aarch64-linux-gnu-g++"  # Debian: g++-aarch64-linux-gnu
