@@ -21,7 +21,7 @@ MAX_PENDING_REQUESTS: Final = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Callers:
-    """What a server bears from its callers: messages of so many bytes, and milliseconds in which no packet passes."""
+    """Limits of a server for its callers: bytes of a message, and milliseconds in which no packet passes."""
 
     most_bytes: int = MAX_MESSAGE_BYTES
     silence_ms: int = KEEPALIVE_TIMEOUT_MS
