@@ -77,6 +77,8 @@ class _Placed:
     sequences: int = 0
     prefill_tokens: int = 0
     blocks: int = 0
+    # The sequences with blocks: those that were adopted have none, since heartbeats showed theirs before.
+    sized: int = 0
     # The sequences whose greatest number of output tokens is known, and the sum of these numbers.
     limited: int = 0
     most_output: int = 0
@@ -146,6 +148,7 @@ class WorkerModel:
             placed.sequences += sequences
             placed.prefill_tokens += prefill_tokens
             placed.blocks += blocks
+            placed.sized += sequences if blocks else 0
         if most_output:
             self._outstanding.limited += sequences
             self._outstanding.most_output += most_output
@@ -187,9 +190,9 @@ class WorkerModel:
 
     @property
     def wanted_blocks(self) -> float:
-        """Blocks that one sequence waits for, as the mean of those that this router placed."""
+        """Blocks that one sequence waits for, as the mean of those that this router placed; 0: nobody knows."""
         placed = self._outstanding
-        return placed.blocks / placed.sequences if placed.sequences else 0.0
+        return placed.blocks / placed.sized if placed.sized else 0.0
 
     @property
     def spare_blocks(self) -> float:

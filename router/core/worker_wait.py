@@ -43,9 +43,20 @@ def wait_for_room(worker: WorkerModel, prompt_tokens: int, sequences: int, hit_b
     blocks = capacity.fresh_blocks(prompt_tokens, hit_blocks) - worker.spare_blocks
     if places <= 0 and blocks <= 0:
         return 0.0  # most often there is room now
-    running = max(1, min(there - worker.load.waiting, capacity.max_num_seqs))
-    freed = max(1.0, (capacity.num_blocks - worker.unheld_blocks) / running)
-    if worker.load.waiting:
-        # While sequences wait, one starts for each that leaves: those that run take the other blocks as they grow.
-        freed = min(freed, max(1.0, worker.wanted_blocks))
-    return max(0.0, places / leave, blocks / (freed * leave))
+    return max(0.0, places / leave, _departures_for(blocks, worker) / leave)
+
+
+def _departures_for(blocks: float, worker: WorkerModel) -> float:
+    """Return how many sequences have to leave until so many more blocks are free.
+
+    While sequences wait, one starts for each that leaves: those that run take the other blocks as they grow. So each of
+    the first departures frees what one that waits wants. The later ones free what a sequence holds in the mean. Where
+    this router has no sequence there, nobody knows what one wants, and `spare_blocks` has left it out too.
+    """
+    waiting, wanted = worker.load.waiting, worker.wanted_blocks
+    running = max(1, min(worker.sequences - waiting, worker.capacity.max_num_seqs))
+    freed = max(1.0, (worker.capacity.num_blocks - worker.unheld_blocks) / running)
+    if not waiting or not wanted:
+        return blocks / freed
+    first = min(freed, wanted)
+    return blocks / first if blocks <= waiting * first else waiting + (blocks - waiting * first) / freed

@@ -139,15 +139,41 @@ def test_missing_blocks_delay_by_the_time_until_they_are_free() -> None:
     assert found["queue_delay"] == pytest.approx((7 - 4) * 6.0 / 60 + 1.5 * step_of(2))
 
 
-def test_those_that_wait_for_blocks_at_the_worker_get_theirs_first() -> None:
-    """Two run and hold 54 blocks, one waits for 10 like them. While it waits, one starts for each that leaves."""
-    full = worker("w0", Load(running=2, waiting=1, unheld_blocks=10))
-    full.placed(sequences=3, prefill_tokens=0, blocks=30)
-    full.heartbeat(Load(running=2, waiting=1, unheld_blocks=10), now=0.0)
+def waited_for_blocks(outstanding: list[tuple[int, int]], waiting: int = 1) -> float:
+    """Return the wait behind two that hold 50 blocks and stay for 6 s; this router has (sequences, blocks) there."""
+    full = worker("w0")
+    for sequences, blocks in outstanding:
+        full.placed(sequences, prefill_tokens=0, blocks=blocks)
+    full.heartbeat(Load(running=2, waiting=waiting, unheld_blocks=14), now=0.0)
     full.rates.sequence.add(6.0, now=0.0)
-    found = terms(router().route(placement(prompt=100), [full], {}), "w0")
-    leave = 3 / 6.0
-    assert found["queue_delay"] == pytest.approx((7 - (10 - 10)) / 10 / leave + 1.5 * step_of(4))
+    found = terms(router().route(placement(prompt=24 * 16 - 1), [full], {}), "w0")
+    return found["queue_delay"] - 1.5 * step_of(min(4, 3 + waiting))
+
+
+def test_those_that_wait_for_blocks_at_the_worker_get_theirs_first() -> None:
+    """One waits for 10 blocks like the others, so one departure is its own. The 10 that miss are 0.4 of another one."""
+    assert waited_for_blocks([(3, 30)]) == pytest.approx((1 + 10 / 25) * 6.0 / 3)
+    assert waited_for_blocks([]) == pytest.approx((10 / 25) * 6.0 / 3), "nobody knows what it waits for"
+
+
+def test_a_sequence_that_wants_hardly_a_block_makes_no_wait_for_blocks_long() -> None:
+    """All of its prompt but a block is cached. The others do not free one block each for that."""
+    assert waited_for_blocks([(1, 1)]) == pytest.approx((1 + 10 / 25) * 6.0 / 3)
+    assert waited_for_blocks([(1, 1)], waiting=2) == pytest.approx((2 + 10 / 25) * 6.0 / 4)
+
+
+def test_sequences_that_were_adopted_say_nothing_of_the_blocks_that_one_waits_for() -> None:
+    """The heartbeats had their blocks before this router took them over."""
+    assert waited_for_blocks([(2, 20), (1, 0)]) == pytest.approx((1 + 10 / 25) * 6.0 / 3)
+    full = worker("w0")
+    full.placed(3, 0, 30)
+    full.placed(9, 0, 0)
+    assert full.wanted_blocks == 10
+    full.placed(-9, 0, 0)
+    full.placed(-1, 0, -10)
+    assert full.wanted_blocks == 10
+    full.placed(-2, 0, -20)
+    assert full.wanted_blocks == 0
 
 
 def test_a_worker_without_its_manager_is_a_second_dearer() -> None:
