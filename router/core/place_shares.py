@@ -21,6 +21,10 @@ class PlaceShares:
     def used(self, flow: Flow) -> int:
         return self._used.get(flow.tenant, 0)
 
+    def others(self, flow: Flow) -> list[Flow]:
+        """Return the other tenants that hold places."""
+        return [each for each in self._flows.values() if each.tenant != flow.tenant]
+
     def take(self, flow: Flow) -> None:
         """Count one more sequence."""
         self._used[flow.tenant] = self.used(flow) + 1
@@ -52,3 +56,7 @@ class Shares:
         """Return whether a tenant that holds places would hold more than its share; the first place is always its."""
         used = self._counts.used(ticket.flow)
         return used > 0 and used + ticket.sequences > self._each * ticket.flow.weight
+
+    def exceeded_beside(self, flow: Flow) -> bool:
+        """Return whether another tenant holds more than its share: a tenant below its own may take from that."""
+        return any(self._counts.used(each) > self._each * each.weight for each in self._counts.others(flow))

@@ -12,16 +12,17 @@ by its queue and its slower steps.
 
 from __future__ import annotations
 
-import math
+import heapq
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.clock import Clock
 from common.lease import blocks_needed
 from common.types import Candidate, Decision, DecisionKind
-from router.core.shortlist import named, shortlist, unnamed
+from router.core.shortlist import MOST_PRICED, SoonestSeen, named, shortlist, unnamed
+from router.core.usual_rates import UsualRates, believed, trust_in
 from router.core.worker_model import WorkerModel
 from router.core.worker_wait import departures, steps_ahead, wait_for_room
 
@@ -31,12 +32,6 @@ TIE_SECONDS = 1e-4
 OVERCOMMIT = 2
 # Times as many for tenants below their share: the places of others do not count for them.
 ENTITLED = 2
-# Assumed until the first worker has been measured.
-PRIOR_PREFILL_TOKEN_S = 1e-4
-PRIOR_STEP_S = 0.02
-PRIOR_OUTPUT_TOKENS = 64.0
-# A worker's own rates weigh half when other workers were measured so many seconds later; see _trust.
-TRUST_HALF_LIFE_S = 10.0
 # What was measured longer ago refuses no request for its deadline: a stay of sequences, and rates of an idle worker.
 OLD_S = 30.0
 # Added for a worker without its KV manager, which grants no blocks: about the time of a restart of the manager.
@@ -77,8 +72,8 @@ class PlacementRequest:
 class Choice:
     """A routing decision; `worker` is None unless the outcome is PLACED.
 
-    `first_token_s` is in predicted seconds. `known_s` is its part that may refuse a request for its deadline, `work_s`
-    that without what is before the request at the worker.
+    `first_token_s` is in predicted seconds. `least_s` may refuse the request for its deadline: what is known of that at
+    the chosen worker, or, where all with a place would be too late, the least at any worker that may serve it.
     """
 
     outcome: Outcome
@@ -86,12 +81,7 @@ class Choice:
     worker: WorkerModel | None = None
     hit_blocks: int = 0
     first_token_s: float = 0.0
-    known_s: float = 0.0
-    work_s: float = 0.0
-
-    def counted_s(self, passes: bool) -> float:
-        """Return the seconds that may refuse a request for its deadline; it may pass what is before it."""
-        return self.work_s if passes else self.known_s
+    least_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +113,13 @@ class WorkerCost:
     def total(self) -> float:
         return self.queue_delay + self.prefill + self.decode_pressure
 
-    def counted_s(self, placement: PlacementRequest) -> float:
-        """Return the seconds to the first token that may make the request too late here."""
-        return self.work_s if placement.passes else self.known_s
+    def counted_s(self, passes: bool) -> float:
+        """Return the seconds to the first token that may make the request too late; it may pass what is before it."""
+        return self.work_s if passes else self.known_s
 
     def too_late(self, left: float, counted: float) -> Candidate:
         """Return the record of a worker that would miss the deadline where another one keeps it."""
-        reason = f"too late: {left:.3f} s are left, and the first token is predicted in {counted:.3f} s"
+        reason = f"{TOO_LATE}: {left:.3f} s are left, and the first token is predicted in {counted:.3f} s"
         figures = (("hit_blocks", float(self.hit_blocks)),) if self.hit_blocks else ()
         return Candidate(self.worker.worker_id, rejected=reason, figures=figures)
 
@@ -153,6 +143,7 @@ class Router:
 
     def __init__(self, clock: Clock, new_id: Callable[[], str], seed: int) -> None:
         self._clock, self._new_id, self._seed = clock, new_id, seed
+        self._soonest = SoonestSeen()
 
     def route(
         self,
@@ -177,9 +168,11 @@ class Router:
                 seen = shortlist(room, hits, self._drawn(decision_id))
                 found = _Priced.of(placement, seen, hits, now)
             found.verdicts.update(verdicts)
-        if found.costs and not found.has_one_in_time(placement) and len(seen) < len(workers):
-            seen = workers
-            found = _Priced.of(placement, seen, hits, now)
+        least_s: float | None = None
+        if found.costs and not found.has_one_in_time(placement):
+            if len(seen) < len(workers):
+                seen, found = self._look(placement, workers, seen, hits)
+            least_s = found.least_s(placement, placement.passes or bool(absent))
         found.leave_out_late(placement)
         best, tied = self._pick(found.costs, decision_id) if found.costs else (None, 0)
         outcome = next((each for each in _BEST_FIRST if each in found.verdicts), Outcome.NO_WORKER)
@@ -207,7 +200,34 @@ class Router:
         if best is None:
             return Choice(outcome, decision)
         first_token_s = best.queue_delay + best.prefill
-        return Choice(outcome, decision, best.worker, best.hit_blocks, first_token_s, best.known_s, best.work_s)
+        least_s = best.counted_s(placement.passes) if least_s is None else least_s
+        return Choice(outcome, decision, best.worker, best.hit_blocks, first_token_s, least_s)
+
+    def soonest_s(
+        self, placement: PlacementRequest, workers: Sequence[WorkerModel], hits: Mapping[str, int], has_room: bool
+    ) -> float:
+        """Return the least known seconds to the first token at a worker that may serve it, now or later; 0: none may.
+
+        `has_room` leaves out what is before it there: what remains is its own work. So does a worker in trouble that
+        may soon be well: nobody knows when it goes on with what it has.
+        """
+        drawn = shortlist(workers, hits, self._drawn(placement.request_id))
+        return self._look(placement, workers, drawn, hits)[1].least_s(placement, has_room)
+
+    def _look(
+        self,
+        placement: PlacementRequest,
+        workers: Sequence[WorkerModel],
+        drawn: Sequence[WorkerModel],
+        hits: Mapping[str, int],
+    ) -> tuple[Sequence[WorkerModel], _Priced]:
+        """Price the drawn workers and those that were the soonest lately, or all of them once in a while."""
+        now = self._clock.monotonic()
+        seen = self._soonest.among(workers, drawn, now) if len(drawn) < len(workers) else workers
+        found = _Priced.of(placement, seen, hits, now)
+        if len(drawn) < len(seen) == len(workers):
+            self._soonest.keep(found.soonest(placement), now)
+        return seen, found
 
     def _pick(self, costs: list[WorkerCost], decision_id: str) -> tuple[WorkerCost, int]:
         """Return the cheapest worker, or one of those that tie with it at random, and how many tie."""
@@ -238,6 +258,8 @@ def _ages(workers: Sequence[WorkerModel], now: float) -> Iterator[tuple[str, flo
             yield f"{worker.worker_id}.rates", now - worker.shown_at
 
 
+TOO_LATE = "too late"
+"""How the reason begins of a worker that would miss the deadline; the seconds follow."""
 TOO_LARGE = "too large"
 """How the reason begins of a worker that could never hold the request; the request's sizes follow."""
 _BEST_FIRST = (Outcome.PLACED, Outcome.WAIT, Outcome.NO_WORKER, Outcome.TOO_LARGE)
@@ -261,128 +283,85 @@ def verdict(worker: WorkerModel, placement: PlacementRequest, now: float) -> tup
     return Outcome.PLACED, ""
 
 
-def soonest_first_token(
-    placement: PlacementRequest, workers: Sequence[WorkerModel], hits: Mapping[str, int], now: float, has_room: bool
-) -> float:
-    """Return the least known seconds to the first token at a worker that may serve it, now or later; 0: none may.
-
-    `has_room` leaves out what is before it there: what remains is its own work. So does a worker in trouble that may
-    soon be well: nobody knows when it goes on with what it has.
-    """
-    found, others = [], _Others.of(workers)
-    for worker in workers:
-        outcome = verdict(worker, placement, now)[0]
-        recovers = outcome is Outcome.NO_WORKER and _may_recover(worker, placement)
-        if recovers or outcome in (Outcome.PLACED, Outcome.WAIT):
-            found.append(_cost(worker, placement, hits.get(worker.worker_id, 0), others, now))
-            has_room = has_room or recovers
-    return min((each.work_s if has_room else each.known_s for each in found), default=0.0)
-
-
 def _may_recover(worker: WorkerModel, placement: PlacementRequest) -> bool:
     return worker.worker_id not in placement.avoids and not worker.drains
 
 
 @dataclass(frozen=True, slots=True)
 class _Priced:
-    """What each worker would cost, or why it is out."""
+    """What each worker would cost, or why it is out. Those that are full or away may serve a request `later`."""
 
-    costs: list[WorkerCost]
-    out: list[Candidate]
-    verdicts: set[Outcome]
+    usual: UsualRates
+    now: float
+    costs: list[WorkerCost] = field(default_factory=list)
+    out: list[Candidate] = field(default_factory=list)
+    verdicts: set[Outcome] = field(default_factory=set)
+    later: list[tuple[WorkerModel, int]] = field(default_factory=list)
+    recovering: list[WorkerModel] = field(default_factory=list)
 
     @staticmethod
     def of(placement: PlacementRequest, workers: Sequence[WorkerModel], hits: Mapping[str, int], now: float) -> _Priced:
-        found, others = _Priced([], [], set()), _Others.of(workers)
+        found = _Priced(UsualRates.of(workers), now)
         for worker in workers:
             outcome, reason = verdict(worker, placement, now)
             found.verdicts.add(outcome)
             hit_blocks = hits.get(worker.worker_id, 0)
             if outcome is Outcome.PLACED:
-                found.costs.append(_cost(worker, placement, hit_blocks, others, now))
-            else:
-                figures = (("hit_blocks", float(hit_blocks)),) if hit_blocks else ()
-                found.out.append(Candidate(worker.worker_id, rejected=reason, figures=figures))
+                found.costs.append(_cost(worker, placement, hit_blocks, found.usual, now))
+                continue
+            figures = (("hit_blocks", float(hit_blocks)),) if hit_blocks else ()
+            found.out.append(Candidate(worker.worker_id, rejected=reason, figures=figures))
+            recovers = outcome is Outcome.NO_WORKER and _may_recover(worker, placement)
+            if recovers or outcome is Outcome.WAIT:
+                found.later.append((worker, hit_blocks))
+            if recovers:
+                found.recovering.append(worker)
         return found
+
+    def _now_or_later(self, placement: PlacementRequest) -> list[WorkerCost]:
+        return self.costs + [_cost(worker, placement, hits, self.usual, self.now) for worker, hits in self.later]
+
+    def least_s(self, placement: PlacementRequest, has_room: bool) -> float:
+        """Return the least known seconds to the first token, now or later, as `Router.soonest_s` does."""
+        passes = has_room or bool(self.recovering)
+        return min((each.counted_s(passes) for each in self._now_or_later(placement)), default=0.0)
+
+    def soonest(self, placement: PlacementRequest) -> Iterator[str]:
+        """Yield the names of the soonest workers, with what is before the request there and without."""
+        costs = self._now_or_later(placement)
+        for passes in (False, True):
+            ordered = heapq.nsmallest(MOST_PRICED // 2, costs, key=lambda each: each.counted_s(passes))
+            yield from (each.worker.worker_id for each in ordered)
 
     def has_one_in_time(self, placement: PlacementRequest) -> bool:
         """Return whether some worker keeps the deadline, as far as that is known."""
-        return placement.left is None or any(each.counted_s(placement) <= placement.left for each in self.costs)
+        left, passes = placement.left, placement.passes
+        return left is None or any(each.counted_s(passes) <= left for each in self.costs)
 
     def leave_out_late(self, placement: PlacementRequest) -> None:
         """Leave out the workers that would miss the deadline; where all would, those that are not the soonest."""
         if placement.left is None or not self.costs:
             return
-        counted = [each.counted_s(placement) for each in self.costs]
+        counted = [each.counted_s(placement.passes) for each in self.costs]
         most = max(placement.left, min(counted))
         pairs = list(zip(self.costs, counted, strict=True))
         self.out.extend(each.too_late(placement.left, seconds) for each, seconds in pairs if seconds > most)
         self.costs[:] = [each for each, seconds in pairs if seconds <= most]
 
 
-@dataclass(frozen=True, slots=True)
-class _Others:
-    """Mean rates of all workers, assumed for a worker that has no measurements, or only old ones."""
-
-    prefill_token: float
-    step: float
-    output_tokens: float
-    latest: float
-
-    @staticmethod
-    def of(workers: Sequence[WorkerModel]) -> _Others:
-        latest = max([worker.shown_at for worker in workers], default=float("-inf"))
-        prefill, step, output = _Mean(), _Mean(), _Mean()
-        for worker in workers:
-            rates, trust = worker.rates, _trust(worker, latest)
-            prefill.add(rates.prefill_token.value, trust)
-            step.add(rates.step.predict(1), trust)
-            output.add(rates.output_tokens.value, trust)
-        return _Others(
-            prefill.value(PRIOR_PREFILL_TOKEN_S), step.value(PRIOR_STEP_S), output.value(PRIOR_OUTPUT_TOKENS), latest
-        )
-
-
-def _trust(worker: WorkerModel, latest: float) -> float:
-    """Return the weight of a worker's own rates against the mean of all workers.
-
-    A worker that was disturbed while it was measured looks slow, gets no requests, and so is never measured again. Its
-    own rates therefore lose half their weight with every TRUST_HALF_LIFE_S by which the latest measurement of any
-    worker is newer. The worker then looks like the others and gets requests again. An idle pool forgets nothing.
-    """
-    if worker.shown_at == latest:
-        return 1.0
-    return math.pow(0.5, (latest - worker.shown_at) / TRUST_HALF_LIFE_S)
-
-
-class _Mean:
-    """A weighted mean of what is known."""
-
-    __slots__ = ("_sum", "_weight")
-
-    def __init__(self) -> None:
-        self._sum = self._weight = 0.0
-
-    def add(self, value: float | None, weight: float) -> None:
-        if value is not None:
-            self._sum += value * weight
-            self._weight += weight
-
-    def value(self, prior: float) -> float:
-        return self._sum / self._weight if self._weight else prior
-
-
-def _cost(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, others: _Others, now: float) -> WorkerCost:
-    capacity, rates, trust = worker.capacity, worker.rates, _trust(worker, others.latest)
+def _cost(
+    worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, usual: UsualRates, now: float
+) -> WorkerCost:
+    capacity, rates, trust = worker.capacity, worker.rates, trust_in(worker, usual.latest)
     sequences = worker.sequences + placement.sequences
     running = min(sequences, capacity.max_num_seqs)
-    per_token = _believed(rates.prefill_token.value, others.prefill_token, trust)
-    usual_step = others.step * (1.0 + (running - 1) / capacity.max_num_seqs)
-    step = _believed(rates.step.predict(running), usual_step, trust)
+    per_token = believed(rates.prefill_token.value, usual.prefill_token, trust)
+    usual_step = usual.step * (1.0 + (running - 1) / capacity.max_num_seqs)
+    step = believed(rates.step.predict(running), usual_step, trust)
     hit_blocks = min(hit_blocks, (placement.prompt_tokens - 1) // capacity.block_size)
     uncached = placement.prompt_tokens - hit_blocks * capacity.block_size
-    horizon = min(float(placement.max_tokens), others.output_tokens)
-    leave = departures(worker, others.output_tokens * step, worker.most_output * step)
+    horizon = min(float(placement.max_tokens), usual.output_tokens)
+    leave = departures(worker, usual.output_tokens * step, worker.most_output * step)
     room = wait_for_room(worker, placement.prompt_tokens, placement.sequences, hit_blocks, leave)
     known = worker.pending_prefill_tokens * per_token
     delay = known + room + steps_ahead(worker) * step
@@ -392,7 +371,3 @@ def _cost(worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, oth
         delay += MANAGER_AWAY_S
     unproven = not worker.sequences and now - worker.shown_at > OLD_S
     return WorkerCost(worker, hit_blocks, trust, delay, known, uncached * per_token + step, horizon * step, unproven)
-
-
-def _believed(shown: float | None, usual: float, trust: float) -> float:
-    return usual if shown is None else usual + trust * (shown - usual)

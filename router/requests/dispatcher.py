@@ -8,29 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from common.clock import Clock
-from common.errors import DeadlineExceeded, FieldViolation, InvalidRequest, QuireError, Unavailable
-from common.types import Candidate, Decision, DecisionKind, PoolIdentity
+from common.errors import DeadlineExceeded, QuireError, Unavailable
+from common.types import DecisionKind, PoolIdentity
 from router.core.admission import ANY_WORKER, PREDICTED, check_deadline
 from router.core.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_at
 from router.core.identity import is_complete
 from router.core.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
-from router.core.place_shares import PlaceShares
-from router.core.routing import (
-    TOO_LARGE,
-    Choice,
-    Outcome,
-    PlacementRequest,
-    Router,
-    must_wait,
-    places_of,
-    soonest_first_token,
-    verdict,
-)
+from router.core.place_shares import Shares
+from router.core.refusals import too_large, waiting_record
+from router.core.routing import Choice, Outcome, PlacementRequest, Router, must_wait, places_of, verdict
 from router.core.watchdog import waits_for_a_place
 from router.core.worker_model import WorkerModel
 from router.ports import DecisionSink, PrefixIndex
 from router.requests.jobs import Foresight, Job, Placement, WaitingJob
-from router.requests.reservation import LoadReservation
+from router.requests.reservation import LoadReservation, Reserver
 from router.workers.client import WorkerClient
 from router.workers.pool import WorkerPool
 
@@ -38,8 +29,6 @@ log = logging.getLogger(__name__)
 
 # Seconds that a request waits while no worker is usable; a supervisor restarts a worker in less.
 PATIENCE_SECONDS = 10.0
-# Workers that the record of a wait names at most.
-_NAMED = 8
 # Seconds between two predictions of when a waiting job is hopeless.
 _LEAST_WAIT_S = 0.01
 # The id of a decision that is not taken.
@@ -63,7 +52,7 @@ class Dispatcher:
         self._clock, self._patience = clock, patience
         self._memory = OptimisticIndex()
         self._queue: FairQueue[WaitingJob] = FairQueue()
-        self._in_use = PlaceShares()
+        self._reserver = Reserver(clock, self._serve_queue)
         self._starving: asyncio.TimerHandle | None = None
         # The last choice by which a job had to wait: no worker could take it.
         self._blocked: Choice | None = None
@@ -131,18 +120,16 @@ class Dispatcher:
         job = waiting.job
         if job.deadline is None or job.moved_because:
             return
-        shares = self._in_use.among(self._places(), self._queue.flows())
-        has_room = self._may_have_room(ticket, shares.exceeded_by(ticket))
+        has_room = self._may_have_room(ticket, self._shares())
         check_deadline(self._clock.monotonic(), job.deadline, self._soonest(waiting, has_room))
 
-    def _may_have_room(self, ticket: Ticket, exceeds: bool) -> bool:
+    def _may_have_room(self, ticket: Ticket, shares: Shares) -> bool:
         """Return whether a waiting job may not have to wait for the sequences that are at the workers."""
-        return ticket.priority > 0 or not exceeds or bool(self._pool.absent())
+        return ticket.priority > 0 or not shares.exceeded_by(ticket) or bool(self._pool.absent())
 
     def _soonest(self, waiting: WaitingJob, has_room: bool) -> float:
         job = waiting.job
-        hits, now = self._hits(job, waiting.hits), self._clock.monotonic()
-        return soonest_first_token(job.request, self._pool.models(), hits, now, has_room)
+        return self._router.soonest_s(job.request, self._pool.models(), self._hits(job, waiting.hits), has_room)
 
     async def _placed_in_time(self, waiting: WaitingJob) -> Placement:
         """Return the placement. Raises DeadlineExceeded once even a worker that is free would be too late."""
@@ -164,18 +151,15 @@ class Dispatcher:
         hits = await self._index.lookup(job.block_hashes) if job.block_hashes else None
         due = due_at(self._clock.monotonic(), job.deadline)
         ticket = Ticket(job.priority, 0, flow, job.request.sequences, due)
-        shares = self._in_use.among(self._places(), self._queue.flows() | {flow})
-        request = replace(job.request, entitled=not shares.exceeded_by(ticket))
-        choice = self._choose(job, request, hits, _FORESEEN)
+        shares = self._shares(flow)
+        choice = self._choose(job, _in_share(job.request, shares, ticket), hits, _FORESEEN)
         leads, before = self._queue.leads(ticket, shares.exceeded_by), self._queue.before(job.priority)
-        has_room = self._may_have_room(ticket, shares.exceeded_by(ticket))
         waiting, answered = WaitingJob(job, hits, 0), hits is not None or not job.block_hashes
-        least = self._least_s(waiting, choice)
-        return Foresight(choice, leads, before, answered, self._soonest(waiting, has_room), least)
+        return Foresight(choice, leads, before, answered, self._soonest(waiting, self._may_have_room(ticket, shares)))
 
     def waits(self) -> tuple[str, object]:
         """Return in words what waits for a place that is free, and what differs after each placement."""
-        shares = self._in_use.among(self._places(), self._queue.flows())
+        shares = self._shares()
         head = self._queue.head(shares.exceeded_by)[1].job.request if self._queue else None
         words = waits_for_a_place(head, len(self._queue), self._pool.models(), self._clock.monotonic())
         return words, self._settled
@@ -206,10 +190,10 @@ class Dispatcher:
         """
         self._head = None
         while self._queue:
-            shares = self._in_use.among(self._places(), self._queue.flows())
+            shares = self._shares()
             ticket, waiting = self._queue.head(shares.exceeded_by)
             try:
-                if not self._serve(ticket, waiting, entitled=not shares.exceeded_by(ticket)):
+                if not self._serve(ticket, waiting, _in_share(waiting.job.request, shares, ticket)):
                     return
             # Broad: this runs for other requests too, and a job that fails by a bug must neither stop them nor wait on.
             except Exception as error:
@@ -218,9 +202,8 @@ class Dispatcher:
                 waiting.fail(error)
         self._fed()
 
-    def _serve(self, ticket: Ticket, waiting: WaitingJob, entitled: bool) -> bool:
+    def _serve(self, ticket: Ticket, waiting: WaitingJob, request: PlacementRequest) -> bool:
         """Place one job; return False when it has to wait."""
-        request = replace(waiting.job.request, entitled=entitled)
         choice = self._choose(waiting.job, request, waiting.hits)
         if choice.outcome is Outcome.NO_WORKER:
             self._blocked = choice
@@ -234,38 +217,15 @@ class Dispatcher:
         self._settle(waiting, choice, ticket.flow)
         return True
 
-    def _least_s(self, waiting: WaitingJob, choice: Choice) -> float:
-        """Return the predicted seconds to the first token by which a job with a place may be refused.
-
-        They are those of the chosen worker while it keeps the deadline. Else they are the least of all workers, those
-        that are full or away included.
-        """
-        job, passes = waiting.job, _passes(waiting.job)
-        predicted = choice.counted_s(passes)
-        if job.deadline is None or self._clock.monotonic() + predicted <= job.deadline:
-            return predicted
-        return min(predicted, self._soonest(waiting, passes or bool(self._pool.absent())))
-
     def _record_wait(self, job: Job, ticket: Ticket) -> None:
         """Record that a job has to wait, and why no worker could take the head of the queue."""
         ticket.waited = True
-        if self._blocked is None:
-            return
-        decision = self._blocked.decision
-        named = decision.candidates[:_NAMED]
-        record = replace(
-            decision,
-            decision_id=f"{decision.decision_id}-{ticket.arrival}",
-            kind=DecisionKind.QUEUED,
-            time_ns=self._clock.time_ns(),
-            request_id=job.request.request_id,
-            candidates=tuple(_refusal(each, decision.request_id == job.request.request_id) for each in named),
-            signal_ages=(),
-            figures=(("ahead", float(len(self._queue) - 1)),),
-            traceparent=job.request.traceparent,
-            tenant=job.owner,
-        )
-        self._decisions.record(record)
+        if self._blocked is not None:
+            blocked, ahead, now_ns = self._blocked.decision, len(self._queue) - 1, self._clock.time_ns()
+            self._decisions.record(waiting_record(blocked, job.request, job.owner, ticket.arrival, ahead, now_ns))
+
+    def _shares(self, *more: Flow) -> Shares:
+        return self._reserver.in_use.among(self._places(), self._queue.flows().union(more))
 
     def _places(self) -> int:
         """Return the places of all workers, counted once for each list of them."""
@@ -284,7 +244,9 @@ class Dispatcher:
     ) -> Choice:
         workers = self._pool.models() if among is None else among
         if job.deadline is not None:
-            request = replace(request, left=job.deadline - self._clock.monotonic(), passes=_passes(job))
+            left = job.deadline - self._clock.monotonic()
+            passes = request.passes or job.priority > 0 or bool(job.moved_because)
+            request = replace(request, left=left, passes=passes)
         return self._router.route(request, workers, self._hits(job, published), self._pool.absent(), decision_id)
 
     def _hits(self, job: Job, published: Mapping[str, int] | None) -> dict[str, int]:
@@ -307,8 +269,8 @@ class Dispatcher:
             return
         try:
             if choice.worker is None:
-                raise _too_large(decision)
-            check_deadline(self._clock.monotonic(), job.deadline, self._least_s(waiting, choice))
+                raise too_large(decision)
+            check_deadline(self._clock.monotonic(), job.deadline, choice.least_s)
             client = self._pool.client(choice.worker)
         except QuireError as refused:
             waiting.fail(refused)
@@ -321,7 +283,7 @@ class Dispatcher:
 
     def _placement(self, job: Job, worker: WorkerModel, client: WorkerClient, choice: Choice, flow: Flow) -> Placement:
         self._memory.remember(worker.worker_id, job.block_hashes, self._clock.monotonic())
-        reservations = self._reserve(worker, job.request, choice.hit_blocks, flow)
+        reservations = self._reserver.reserve(worker, job.request, choice.hit_blocks, flow)
         return Placement(worker.worker_id, client, reservations, choice.decision, self._clock.time_ns())
 
     # ------------------------------------------------------------ sequences of draining workers
@@ -369,38 +331,12 @@ class Dispatcher:
             return False
         return placement.client.ready and model.trouble(self._clock.monotonic()) is None
 
-    # ------------------------------------------------------------ reservations
-
-    def _reserve(
-        self, worker: WorkerModel, request: PlacementRequest, hit_blocks: int, flow: Flow
-    ) -> tuple[LoadReservation, ...]:
-        capacity = worker.capacity
-        uncached = request.prompt_tokens - hit_blocks * capacity.block_size
-        blocks = capacity.fresh_blocks(request.prompt_tokens, hit_blocks)
-        # The other sequences share all blocks of the first but the last, which each may have to compute again.
-        loads = [(uncached, blocks), *[(1, 1)] * (request.sequences - 1)]
-
-        def released() -> None:
-            self._in_use.release(flow)
-            self._serve_queue()
-
-        for _ in loads:
-            self._in_use.take(flow)
-        most = request.max_tokens
-        return tuple(LoadReservation(worker, *load, self._clock, released, most_output=most) for load in loads)
-
     def adopted(self, client: WorkerClient, flow: Flow) -> LoadReservation | None:
         """Count a sequence that runs at a worker already, whose heartbeats show its load; None without the worker."""
         model = self._pool.model_of(client)
-        if model is None:
-            return None
+        return None if model is None else self._reserver.adopt(model, flow)
 
-        def released() -> None:
-            self._in_use.release(flow)
-            self._serve_queue()
-
-        self._in_use.take(flow)
-        return LoadReservation(model, 0, 0, self._clock, released, measured=False)
+    # ------------------------------------------------------------ without a worker
 
     def _starve(self) -> None:
         if self._starving is None:
@@ -425,25 +361,7 @@ class Dispatcher:
         return Unavailable(f"no worker for {self._patience:g} s: {'; '.join(known) or 'none is known'}")
 
 
-def _passes(job: Job) -> bool:
-    """Return whether what is before a job at a worker refuses it for no deadline.
-
-    A higher priority passes most of that. The client of a job that moved has tokens already.
-    """
-    return job.priority > 0 or bool(job.moved_because)
-
-
-def _too_large(decision: Decision) -> InvalidRequest:
-    what = f"prompt and output fit no worker: {reasons_against(decision)}"
-    return InvalidRequest(FieldViolation("sampling.max_tokens", what))
-
-
-def reasons_against(decision: Decision) -> str:
-    """Return why each worker was out."""
-    return "; ".join(f"{each.name}: {each.rejected}" for each in decision.candidates if each.rejected)
-
-
-def _refusal(candidate: Candidate, own: bool) -> Candidate:
-    """Return why a worker took no request, without the hits and the length of a request that is not one's own."""
-    reason = candidate.rejected
-    return Candidate(candidate.name, rejected=reason if own or not reason.startswith(TOO_LARGE) else TOO_LARGE)
+def _in_share(request: PlacementRequest, shares: Shares, ticket: Ticket) -> PlacementRequest:
+    """Return the request with what the share of its tenant allows."""
+    entitled = not shares.exceeded_by(ticket)
+    return replace(request, entitled=entitled, passes=entitled and shares.exceeded_beside(ticket.flow))

@@ -13,8 +13,9 @@ from router.core.admission import AdmissionLimiter, check_deadline
 from router.core.embedding import check_kind
 from router.core.events import ValidatedRequest
 from router.core.identity import is_complete
+from router.core.refusals import reasons_against
 from router.core.routing import TIE_SECONDS, Choice, Outcome
-from router.requests.dispatcher import Dispatcher, reasons_against
+from router.requests.dispatcher import Dispatcher
 from router.requests.jobs import Foresight, Job
 from router.requests.run import Prefix, placement_of
 
@@ -93,7 +94,7 @@ class Explainer:
 
     def _outcome(self, foresight: Foresight, seconds: float | None) -> tuple[Foreseen, str]:
         outcome, reason = _foreseen(foresight) or (Foreseen.PLACED, "")
-        predicted = {Foreseen.PLACED: foresight.least_s, Foreseen.QUEUED: foresight.soonest_s}
+        predicted = {Foreseen.PLACED: foresight.choice.least_s, Foreseen.QUEUED: foresight.soonest_s}
         if outcome not in predicted:
             return outcome, reason
         now = self._clock.monotonic()

@@ -48,8 +48,7 @@ class Placement:
 class Foresight:
     """What would happen to a job that came now. It `leads` if it is served before the `before` jobs that wait.
 
-    `soonest_s` are predicted seconds to its first token where it has to wait for a worker, `least_s` where it need not:
-    those that may refuse it for its deadline.
+    `soonest_s` are predicted seconds to its first token that may refuse it for its deadline where it has to wait.
     """
 
     choice: Choice
@@ -57,7 +56,6 @@ class Foresight:
     before: int
     index_answered: bool
     soonest_s: float = 0.0
-    least_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

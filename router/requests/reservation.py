@@ -1,10 +1,13 @@
-"""The load that the router counts for one sequence at a worker, from its placement until it leaves."""
+"""The load that the router counts for sequences at a worker, from their placement until they leave."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from common.clock import Clock
+from router.core.fair_queue import Flow
+from router.core.place_shares import PlaceShares
+from router.core.routing import PlacementRequest
 from router.core.worker_model import WorkerModel
 
 
@@ -60,3 +63,41 @@ class LoadReservation:
             self._held = False
             self._model.placed(-1, -self._prefill_tokens, -self._blocks, -self._most_output)
             self._on_release()
+
+
+class Reserver:
+    """Reserves load at workers, and counts the places of each tenant there.
+
+    `on_release` is called for each sequence that leaves.
+    """
+
+    def __init__(self, clock: Clock, on_release: Callable[[], None]) -> None:
+        self._clock, self._on_release = clock, on_release
+        self.in_use = PlaceShares()
+
+    def reserve(
+        self, worker: WorkerModel, request: PlacementRequest, hit_blocks: int, flow: Flow
+    ) -> tuple[LoadReservation, ...]:
+        """Count the sequences of a request at a worker that has so many blocks of its prompt."""
+        capacity = worker.capacity
+        uncached = request.prompt_tokens - hit_blocks * capacity.block_size
+        blocks = capacity.fresh_blocks(request.prompt_tokens, hit_blocks)
+        # The other sequences share all blocks of the first but the last, which each may have to compute again.
+        loads = [(uncached, blocks), *[(1, 1)] * (request.sequences - 1)]
+        most, released = request.max_tokens, self._taken(flow, len(loads))
+        return tuple(LoadReservation(worker, *load, self._clock, released, most_output=most) for load in loads)
+
+    def adopt(self, worker: WorkerModel, flow: Flow) -> LoadReservation:
+        """Count a sequence that runs at a worker already, whose heartbeats show its load."""
+        return LoadReservation(worker, 0, 0, self._clock, self._taken(flow, 1), measured=False)
+
+    def _taken(self, flow: Flow, places: int) -> Callable[[], None]:
+        """Count places of a tenant; return what takes back one of them."""
+
+        def released() -> None:
+            self.in_use.release(flow)
+            self._on_release()
+
+        for _ in range(places):
+            self.in_use.take(flow)
+        return released

@@ -49,6 +49,20 @@ def test_the_first_place_is_always_in_the_share() -> None:
     assert not counts.among(8, [BLUE]).exceeded_by(ticket(BLUE, 64))
 
 
+def test_a_tenant_beside_one_that_holds_more_than_its_share() -> None:
+    counts, heavy = PlaceShares(), Flow("heavy", 3.0)
+    for _ in range(5):
+        counts.take(RED)
+    assert counts.among(8, [BLUE]).exceeded_beside(BLUE)
+    assert not counts.among(8, [BLUE]).exceeded_beside(RED), "it is the one"
+    assert not counts.among(10, [BLUE]).exceeded_beside(BLUE), "five are the half"
+    assert not counts.among(5, []).exceeded_beside(RED), "alone"
+    for _ in range(5):
+        counts.take(heavy)
+    assert counts.among(10, []).exceeded_beside(heavy), "five of the 2.5 that are red's"
+    assert not counts.among(10, []).exceeded_beside(RED)
+
+
 def test_released_places_count_no_longer() -> None:
     counts = PlaceShares()
     counts.take(RED)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from common.types import Decision
 from router.core.optimistic import OptimisticIndex
 from router.core.rates import StepLine
 from router.core.routing import TIE_SECONDS, Choice, Outcome, PlacementRequest, Router
+from router.core.shortlist import LOOK_EVERY_S, MOST_PRICED
 from router.core.worker_model import Capacity, Load, WorkerModel
 from tests.router.core.test_optimistic import block_hashes
 
@@ -102,8 +105,8 @@ def test_the_steps_in_flight_at_a_busy_worker_delay_the_start() -> None:
 def test_steps_in_flight_make_no_deadline_hopeless() -> None:
     """They are a mean: the request may come just before both are over."""
     choice = router().route(placement(), [worker("w0", Load(running=2, unheld_blocks=64))], {})
-    assert choice.known_s == choice.work_s == pytest.approx(100 * TOKEN + step_of(3))
-    assert choice.first_token_s == pytest.approx(choice.known_s + 1.5 * step_of(3))
+    assert choice.least_s == pytest.approx(100 * TOKEN + step_of(3))
+    assert choice.first_token_s == pytest.approx(choice.least_s + 1.5 * step_of(3))
 
 
 def test_a_full_batch_delays_by_the_time_until_a_place_is_free() -> None:
@@ -272,12 +275,63 @@ def test_of_many_workers_one_in_time_is_found_beyond_those_that_are_drawn() -> N
     assert found == {"w0"}
 
 
+class CountedHits(dict[str, int]):
+    """Counts the workers that are priced: each one is looked up."""
+
+    looked_up = 0
+
+    def get(self, *args: Any) -> Any:
+        self.looked_up += 1
+        return super().get(*args)
+
+    def taken(self) -> int:
+        found, self.looked_up = self.looked_up, 0
+        return found
+
+
+def test_deadlines_that_no_worker_keeps_price_all_of_many_only_once_in_a_while() -> None:
+    """A client may send any number of them. In between, the soonest of the last time stand for the others."""
+    many, clock, hits = [worker(f"w{number}") for number in range(1000)], ManualClock(), CountedHits()
+    for number, each in enumerate(many):
+        each.rates.prefill_token.value = TOKEN * (1000 - number)
+    numbers = itertools.count()
+    chooses = Router(clock, lambda: f"d{next(numbers)}", 1)
+    asked: list[Callable[[], float]] = [
+        lambda: chooses.route(due(0.01), many, hits).least_s,
+        lambda: chooses.soonest_s(placement(), many, hits, has_room=False),
+        lambda: chooses.soonest_s(placement(), many, hits, has_room=True),
+    ]
+    for ask in asked:
+        clock.advance(2 * LOOK_EVERY_S)
+        assert ask() == pytest.approx(100 * TOKEN + STEP), "that of the soonest of all"
+        assert 1000 <= hits.taken() <= 1000 + MOST_PRICED
+        for again in asked * 5:
+            assert again() == pytest.approx(100 * TOKEN + STEP)
+            assert hits.taken() <= 3 * MOST_PRICED
+    clock.advance(2 * LOOK_EVERY_S)
+    many[0].rates.prefill_token.value = TOKEN / 2
+    assert chooses.route(due(0.01), many, hits).least_s == pytest.approx(50 * TOKEN + STEP)
+
+
+def test_between_two_looks_at_all_a_full_worker_that_was_the_soonest_is_known() -> None:
+    """It may be in time later, so it keeps the request from its refusal."""
+    many = [worker(f"w{number}") for number in range(500)]
+    for each in many[1:]:
+        each.rates.prefill_token.value = 100 * TOKEN
+    many[0].heartbeat(Load(running=8, unheld_blocks=64), now=0.0)
+    chooses = router()
+    for _ in range(20):
+        choice = chooses.route(due(1.0), many, {})
+        assert chosen(choice) != "w0"
+        assert choice.least_s < 1.0
+
+
 def test_where_every_worker_is_too_late_the_soonest_is_taken() -> None:
     slow, slower = worker("slow"), worker("slower")
     slow.rates.prefill_token.value, slower.rates.prefill_token.value = 2 * TOKEN, 3 * TOKEN
     choice = router().route(due(0.1), [slow, slower], {})
     assert chosen(choice) == "slow"
-    assert choice.known_s == pytest.approx(100 * 2 * TOKEN + STEP)
+    assert choice.least_s == pytest.approx(100 * 2 * TOKEN + STEP)
     assert "too late: 0.100 s are left" in rejected(choice)["slower"]
 
 

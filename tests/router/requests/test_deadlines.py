@@ -12,7 +12,7 @@ from common.types import DecisionKind
 from router.core.admission import ANY_WORKER
 from router.core.diagnosis.causes import Cause
 from router.core.diagnosis.rules import diagnose
-from router.core.fair_queue import ONE_FLOW
+from router.core.fair_queue import ONE_FLOW, Flow
 from router.core.worker_model import Load, WorkerModel, WorkerState
 from router.requests.explainer import Foreseen
 from router.requests.jobs import Job
@@ -187,6 +187,24 @@ async def test_a_higher_priority_is_not_refused_for_what_it_may_pass() -> None:
         reservation = await full(harness)
         stayed(harness, 1000.0)
         await waits(harness, due(100.0, priority=5), reservation)
+
+
+async def test_a_tenant_below_its_share_is_not_refused_for_what_one_above_its_own_has_at_a_worker() -> None:
+    """Places of others do not count for it, so it has one at once. The KV manager takes blocks from the other one."""
+    red, blue = Flow("red"), Flow("blue")
+    async with frontend_over(FakeWorker(max_num_seqs=2)) as harness:
+        measured(harness, prefill=1e-6, running=0)
+        held = [await harness.dispatcher.place(job(), harness.dispatcher.ticket(0, red)) for _ in range(3)]
+        stayed(harness, 1000.0)
+        assert (await harness.dispatcher.foresee(due(100.0), blue)).choice.least_s < 100.0
+        placement = await harness.dispatcher.place(due(100.0), harness.dispatcher.ticket(0, blue))
+        held[0].reservations[0].release()
+        with pytest.raises(DeadlineExceeded):  # what is there is its own, or within the share of the other one
+            await harness.dispatcher.place(due(100.0), harness.dispatcher.ticket(0, red))
+        with pytest.raises(DeadlineExceeded):
+            await harness.dispatcher.place(due(100.0), harness.dispatcher.ticket(0, blue))
+        for each in (*held, placement):
+            each.reservations[0].release()
 
 
 async def test_a_request_that_becomes_hopeless_in_the_queue_ends_then() -> None:
