@@ -15,7 +15,7 @@ from router.requests.dispatcher import Dispatcher
 from router.requests.jobs import Job, Placement
 from router.requests.output_stream import EXPIRED
 from router.requests.probation import Probation
-from router.requests.run import Prefix, RequestRun, Running, of_sequence, placement_request_of, submission_of
+from router.requests.run import DRAINED, Prefix, RequestRun, Running, of_sequence, placement_request_of, submission_of
 
 # Moves of one sequence; after these it fails, even if it sampled tokens at each worker before that was lost.
 MAX_MOVES = 3
@@ -80,7 +80,7 @@ class Placer:
         if run.identity is None or not self._dispatcher.has_batch_place(wanted):
             return None
         hashes = Prefix.of(request, run.identity, output).block_hashes if request.takes_hits else ()
-        job = Job(wanted, hashes, request.priority, request.deadline)
+        job = Job(wanted, hashes, request.priority, request.deadline, DRAINED)
         return self._dispatcher.book(job, request.flow)
 
     async def _may_be_tried(self, run: RequestRun, placement: Placement) -> bool:

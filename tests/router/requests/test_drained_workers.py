@@ -9,6 +9,7 @@ import pytest
 
 from common.types import FinishReason
 from router.core.events import GenerateEvent, ValidatedRequest
+from router.core.worker_model import Load
 from router.requests.run import Prefix
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker, prompt_of
 from tests.support.router.frontend_harness import (
@@ -54,6 +55,30 @@ async def test_what_the_draining_worker_sampled_until_its_end_is_kept_and_the_re
         assert (move.chosen, [reason.partition(":")[0] for reason in move.reasons]) == ("w1", ["drain"])
         assert len(draining.cancels) == 1
         assert nothing_left(harness)
+        await other.kill()
+
+
+async def test_a_deadline_does_not_make_the_booked_place_a_dearer_one() -> None:
+    """The cheapest has a prompt of 1,000 s before it, the other one steps of 400 s. The client has a token already."""
+    draining, cheap, other = FakeWorker("w0"), FakeWorker("w1"), FakeWorker("w2")
+    deadline = CLOCK.monotonic() + 950.0
+    wanted = request(max_tokens=6, deadline=deadline)
+    async with frontend_over(draining) as harness, in_background(harness, wanted) as task:
+        await draining.until(lambda: bool(draining.submits))
+        draining.step({1: [100]}, admitted={1: 4})
+        for worker, step in ((cheap, 0.01), (other, 400.0)):
+            await _add(harness, worker)
+            model = next(each for each in harness.pool.models() if each.worker_id == worker.worker_id)
+            model.placed(0, 10**9 if worker is cheap else 0, 0)
+            load = Load(unheld_blocks=64, decode_step_seconds=step, prefill_seconds_per_token=1e-6, steps=9)
+            model.heartbeat(load, CLOCK.monotonic())
+        draining.heartbeat(draining=True, migrating=True)
+        await draining.until(lambda: bool(draining.cancels))
+        draining.step({}, finished={1: FinishReason.CANCELLED})
+        await harness.until(lambda: bool(cheap.submits or other.submits))
+        assert (len(cheap.submits), len(other.submits)) == (1, 0)
+        task.cancel()
+        await cheap.kill()
         await other.kill()
 
 
