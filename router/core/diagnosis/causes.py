@@ -42,6 +42,7 @@ class Cause(StrEnum):
     OTHER_DOMAIN = "other_domain"
     STALE_INDEX = "stale_index"
     HOT_WORKER = "hot_worker"
+    LATE_WORKER = "late_worker"
     INDEX_UNREACHABLE = "index_unreachable"
     EVICTED = "evicted"
     DIVERGED = "diverged"
@@ -130,6 +131,11 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
     ),
     Cause.HOT_WORKER: Advice(
         "The router compared the wait with the work that the hit saves. Add workers if this is frequent.", "hot-worker"
+    ),
+    Cause.LATE_WORKER: Advice(
+        "A longer deadline lets that worker be chosen. If it is often too late, its queue is long or its steps are "
+        "slow: compare it with the others.",
+        "late-worker",
     ),
     Cause.INDEX_UNREACHABLE: Advice(
         "Start Redis again; an empty one is fine, because managers publish everything anew.", "quireindexunreachable"

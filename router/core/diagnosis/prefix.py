@@ -14,6 +14,7 @@ from router.core.diagnosis.outcome import Outcome
 from router.core.diagnosis.story import Option, Placement, Story
 from router.core.diagnosis.verdict import Verdict
 from router.core.diagnosis.words import count, duration
+from router.core.routing import TOO_LATE
 
 # As common.types.MissReason writes them.
 _NO_MISS: Final = frozenset({"full_hit", "capped"})
@@ -50,8 +51,9 @@ def _cause(story: Story, outcome: Outcome) -> Cause:
 def _cause_at(placement: Placement, outcome: Outcome) -> Cause:
     """Return the cause of a miss whose placement is known."""
     hit = _hit_blocks(outcome)
-    if _holder(placement, hit) is not None:
-        return Cause.HOT_WORKER
+    holder = _holder(placement, hit)
+    if holder is not None:
+        return Cause.LATE_WORKER if holder.rejected.startswith(TOO_LATE) else Cause.HOT_WORKER
     if outcome.miss == "evicted":
         return Cause.EVICTED
     if placement.chosen is not None and placement.chosen.hit_blocks > hit:
@@ -81,8 +83,8 @@ def _holder(placement: Placement, hit: int) -> Option | None:
 
 def _words(cause: Cause, story: Story, outcome: Outcome) -> str:
     placement = _placement(story, outcome)
-    if placement is not None and cause is Cause.HOT_WORKER:
-        return _hot_words(placement, outcome)
+    if placement is not None and cause in (Cause.HOT_WORKER, Cause.LATE_WORKER):
+        return _holder_words(placement, outcome)
     if placement is not None and placement.chosen is not None and cause is Cause.STALE_INDEX:
         promised = count(placement.chosen.hit_blocks * outcome.block_size, "token")
         return f"{placement.worker} was expected to hold {promised} and did not, because the index was stale"
@@ -108,7 +110,7 @@ def _plain_words(cause: Cause, outcome: Outcome) -> str:
     }.get(cause, "why is not known, because the router's record of its routing is gone")
 
 
-def _hot_words(placement: Placement, outcome: Outcome) -> str:
+def _holder_words(placement: Placement, outcome: Outcome) -> str:
     holder, chosen = _holder(placement, _hit_blocks(outcome)), placement.chosen
     assert holder is not None
     held = f"{holder.worker} holds {count(holder.hit_blocks * outcome.block_size, 'token')} of it"

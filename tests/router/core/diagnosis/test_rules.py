@@ -302,6 +302,16 @@ def test_a_worker_that_was_full_and_held_the_prefix_is_named() -> None:
     assert "w1 holds 96 tokens of it and was left out (over limit: 4 sequences of at most 4)" in found.sentence
 
 
+def test_a_worker_that_would_have_missed_the_deadline_is_not_called_busy() -> None:
+    late = "too late: 0.100 s are left, and the first token is predicted in 0.178 s"
+    slow = Candidate("w1", rejected=late, figures=(("hit_blocks", 6.0),))
+    found = asked(UNSEEN, routed(option("w0", 0.2), slow), granted(0.0)).prefix
+    assert found is not None
+    assert found.cause is Cause.LATE_WORKER
+    assert f"w1 holds 96 tokens of it and was left out ({late}), so it went to w0" in found.sentence
+    assert found.advice.text.startswith("A longer deadline lets that worker be chosen.")
+
+
 def test_a_miss_whose_routing_is_gone_is_not_known() -> None:
     found = asked(UNSEEN, granted(0.0)).prefix
     assert found is not None
