@@ -118,6 +118,7 @@ class ReplayWorker:
             load.manager_attached,
             sampled_tokens=load.tokens_sampled,
             computed_tokens=load.tokens_scheduled,
+            prefill_tokens_in_flight=load.prefill_tokens_in_flight,
         )
 
     def _turn_soon(self) -> None:

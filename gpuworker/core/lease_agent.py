@@ -448,6 +448,7 @@ class LeaseAgent:
     def counts(self) -> Counts:
         draining = sum(s.draining for s in self._sequences.values())
         running = self._scheduler.running
+        in_flight = sum(plan.prefilled for plan in self._in_flight)
         return Counts(
             running=running,
             waiting=len(self._sequences) - running - draining,
@@ -457,8 +458,9 @@ class LeaseAgent:
             pool=len(self._blocks.pool),
             lease_target=self._lease_target,
             steps_in_flight=len(self._in_flight),
-            pending_prefill=sum(max(0, len(s.tokens) - s.num_computed_tokens - 1) for s in self._sequences.values())
-            + sum(plan.prefilled for plan in self._in_flight),
+            pending_prefill=in_flight
+            + sum(max(0, len(s.tokens) - s.num_computed_tokens - 1) for s in self._sequences.values()),
+            prefill_in_flight=in_flight,
             unheld=self.config.num_blocks - self._blocks.held - len(self._blocks.pool),
         )
 

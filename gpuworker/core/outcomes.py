@@ -101,8 +101,9 @@ class Completion:
 class Counts:
     """Levels for metrics and for the engine's loop.
 
-    `draining` sequences keep block tables for steps in flight only. `pending_prefill` counts known tokens whose
-    computation has not begun. `unheld` counts blocks that are neither in a block table nor in the pool.
+    `draining` sequences keep block tables for steps in flight only. `pending_prefill` counts known tokens that are not
+    computed yet; of these, `prefill_in_flight` are in steps in flight. `unheld` counts blocks that are neither in a
+    block table nor in the pool.
     """
 
     running: int
@@ -114,4 +115,5 @@ class Counts:
     lease_target: int
     steps_in_flight: int
     pending_prefill: int
+    prefill_in_flight: int
     unheld: int

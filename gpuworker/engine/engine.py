@@ -396,6 +396,7 @@ class Engine:
             num_blocks=self._agent.config.num_blocks,
             unheld_blocks=counts.unheld,
             pending_prefill_tokens=counts.pending_prefill,
+            prefill_tokens_in_flight=counts.prefill_in_flight,
             decode_step_seconds=self._rates.decode_step,
             prefill_seconds_per_token=self._rates.prefill_token,
             steps=self._steps,

@@ -112,6 +112,7 @@ def load_message(load: EngineLoad, draining: bool, migrating: bool = False) -> p
         num_blocks=load.num_blocks,
         unheld_blocks=load.unheld_blocks,
         pending_prefill_tokens=load.pending_prefill_tokens,
+        prefill_tokens_in_flight=load.prefill_tokens_in_flight,
         decode_step_seconds=load.decode_step_seconds,
         prefill_seconds_per_token=load.prefill_seconds_per_token,
         step_age_seconds=load.step_age_seconds,

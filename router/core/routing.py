@@ -363,8 +363,8 @@ def _cost(
     horizon = min(float(placement.max_tokens), usual.output_tokens)
     leave = departures(worker, usual.output_tokens * step, worker.most_output * step)
     room = wait_for_room(worker, placement.prompt_tokens, placement.sequences, hit_blocks, leave)
-    known = worker.pending_prefill_tokens * per_token
-    delay = known + room + steps_ahead(worker) * step
+    known = worker.unplanned_prefill_tokens * per_token
+    delay = worker.pending_prefill_tokens * per_token + room + steps_ahead(worker) * step
     if rates.sequence.age(now) <= OLD_S:
         known += room
     if not worker.load.manager_attached:

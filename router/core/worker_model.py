@@ -68,6 +68,8 @@ class Load:
     # Rising counts.
     sampled_tokens: int = 0
     computed_tokens: int = 0
+    # Of the pending prefill tokens: those in the steps that run or are planned.
+    prefill_tokens_in_flight: int = 0
 
 
 @dataclass(slots=True)
@@ -181,6 +183,11 @@ class WorkerModel:
     def pending_prefill_tokens(self) -> int:
         reported = self.load.pending_prefill_tokens + self._since.prefill_tokens
         return max(reported, self._outstanding.prefill_tokens)
+
+    @property
+    def unplanned_prefill_tokens(self) -> int:
+        """Pending ones that were in no step yet as of the heartbeat."""
+        return max(0, self.pending_prefill_tokens - self.load.prefill_tokens_in_flight)
 
     @property
     def unheld_blocks(self) -> int:

@@ -148,6 +148,7 @@ def load_from_proto(load: pb.Load) -> Load:
         waiting=load.waiting,
         unheld_blocks=load.unheld_blocks,
         pending_prefill_tokens=load.pending_prefill_tokens,
+        prefill_tokens_in_flight=load.prefill_tokens_in_flight,
         decode_step_seconds=load.decode_step_seconds,
         prefill_seconds_per_token=load.prefill_seconds_per_token,
         step_age_seconds=load.step_age_seconds,

@@ -270,6 +270,8 @@ def test_prompt_tokens_in_flight_are_pending_until_their_step_is_over() -> None:
     worker.admit(0, [0, 1, 2])
     first = worker.agent.plan()
     assert first is not None
-    assert (first.prefilled, worker.agent.counts().pending_prefill) == (8, 10)
+    counts = worker.agent.counts()
+    assert (first.prefilled, counts.pending_prefill, counts.prefill_in_flight) == (8, 10, 8)
     worker.complete(first)
-    assert worker.agent.counts().pending_prefill == 2
+    counts = worker.agent.counts()
+    assert (counts.pending_prefill, counts.prefill_in_flight) == (2, 0)

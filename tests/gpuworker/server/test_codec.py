@@ -238,7 +238,7 @@ def test_bytes_that_hold_no_whole_hashes_are_refused() -> None:
 
 
 def test_a_load_is_reported_whole() -> None:
-    load = EngineLoad(1, 2, 3, 4, 5, 0.5, 0.25, 2.0, 4.0, 6, 7, 8, manager_attached=True)
+    load = EngineLoad(1, 2, 3, 4, 5, 0.5, 0.25, 2.0, 4.0, 6, 7, 8, 9, manager_attached=True)
     assert load_message(load, draining=True) == pb.Load(
         running=1,
         waiting=2,
@@ -252,6 +252,7 @@ def test_a_load_is_reported_whole() -> None:
         steps=6,
         sampled_tokens=7,
         computed_tokens=8,
+        prefill_tokens_in_flight=9,
         manager_attached=True,
         draining=True,
     )

@@ -109,6 +109,14 @@ def test_steps_in_flight_make_no_deadline_hopeless() -> None:
     assert choice.first_token_s == pytest.approx(choice.least_s + 1.5 * step_of(3))
 
 
+def test_prompts_in_flight_delay_the_start_and_make_no_deadline_hopeless() -> None:
+    """Their steps may be about to end; of what is not planned yet, every token is before the request."""
+    load = Load(running=1, unheld_blocks=64, pending_prefill_tokens=500, prefill_tokens_in_flight=400)
+    choice = router().route(placement(), [worker("w0", load)], {})
+    assert terms(choice, "w0")["queue_delay"] == pytest.approx(500 * TOKEN + 1.5 * step_of(2))
+    assert choice.least_s == pytest.approx((500 - 400) * TOKEN + 100 * TOKEN + step_of(2))
+
+
 def test_a_full_batch_delays_by_the_time_until_a_place_is_free() -> None:
     full = worker("w0", Load(running=4, unheld_blocks=64))
     full.rates.sequence.add(8.0, now=0.0)

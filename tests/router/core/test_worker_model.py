@@ -26,6 +26,11 @@ def test_a_heartbeat_replaces_what_was_estimated() -> None:
     model.placed(sequences=1, prefill_tokens=30, blocks=2)
     model.heartbeat(Load(running=5, unheld_blocks=40, pending_prefill_tokens=60), now=0.5)
     assert (model.sequences, model.pending_prefill_tokens, model.unheld_blocks) == (5, 60, 40)
+    assert model.unplanned_prefill_tokens == 60
+    model.heartbeat(Load(running=5, unheld_blocks=40, pending_prefill_tokens=60, prefill_tokens_in_flight=50), now=0.6)
+    assert model.unplanned_prefill_tokens == 10
+    model.heartbeat(Load(running=5, unheld_blocks=40, pending_prefill_tokens=60, prefill_tokens_in_flight=99), now=0.7)
+    assert model.unplanned_prefill_tokens == 0, "a worker that contradicts itself"
 
 
 def test_a_submit_that_crossed_a_heartbeat_still_counts() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from google.rpc import status_pb2
@@ -12,7 +13,10 @@ from common.types import Constraint, ConstraintKind, SamplingParams
 from common.wire.sampling_codec import sampling_from_proto
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
-from router.workers.codec import Submission, events_of, refusal_from_proto, submit_to_proto
+from router.core.worker_model import Load
+from router.workers.codec import Submission, events_of, load_from_proto, refusal_from_proto, submit_to_proto
+
+FLAGS = ("manager_attached", "draining", "migrating")
 
 
 def test_stop_strings_stay_at_the_router_and_the_rest_of_the_sampling_goes() -> None:
@@ -34,6 +38,15 @@ def test_log_probabilities_that_do_not_pair_up_are_a_violation() -> None:
     outputs = pb.StepOutputs(handles=packed, counts=packed, token_ids=packed, logprobs=[entry], logprob_handles=packed)
     with pytest.raises(ProtocolViolation, match="2 tokens have 1"):
         list(events_of(outputs))
+
+
+def test_a_heartbeat_is_read_whole() -> None:
+    """Proto fields and those of `Load` have the same names."""
+    names = {each.name for each in fields(Load)}
+    values: dict[str, Any] = {name: number for number, name in enumerate(sorted(names - {*FLAGS}), 1)}
+    values |= dict.fromkeys(FLAGS, True)
+    assert load_from_proto(pb.Load(**values)) == Load(**values)
+    assert not load_from_proto(pb.Load(migrating=True)).migrating, "it drains first"
 
 
 def test_a_refusal_without_a_status_is_a_violation() -> None:

@@ -882,6 +882,7 @@ class Load(_message.Message):
     SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     MIGRATING_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
@@ -907,6 +908,8 @@ class Load(_message.Message):
     """With draining: the worker waits for no sequence to end. A router moves each one to another worker that has room: it
     cancels the sequence here, reads what was sampled until then, and submits prompt and output there.
     """
+    prefill_tokens_in_flight: _builtins.int
+    """Of pending_prefill_tokens: those in the steps that run or are planned, which may be over soon."""
     drafted_tokens: _builtins.int
     """As above: guessed tokens that steps verified, and those that were right."""
     accepted_draft_tokens: _builtins.int
@@ -928,12 +931,13 @@ class Load(_message.Message):
         sampled_tokens: _builtins.int = ...,
         computed_tokens: _builtins.int = ...,
         migrating: _builtins.bool = ...,
+        prefill_tokens_in_flight: _builtins.int = ...,
         drafted_tokens: _builtins.int = ...,
         accepted_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "computed_tokens", b"computed_tokens", "decode_step_seconds", b"decode_step_seconds", "drafted_tokens", b"drafted_tokens", "draining", b"draining", "manager_attached", b"manager_attached", "migrating", b"migrating", "num_blocks", b"num_blocks", "pending_prefill_tokens", b"pending_prefill_tokens", "prefill_seconds_per_token", b"prefill_seconds_per_token", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_age_seconds", b"step_age_seconds", "step_predicted_seconds", b"step_predicted_seconds", "steps", b"steps", "unheld_blocks", b"unheld_blocks", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "computed_tokens", b"computed_tokens", "decode_step_seconds", b"decode_step_seconds", "drafted_tokens", b"drafted_tokens", "draining", b"draining", "manager_attached", b"manager_attached", "migrating", b"migrating", "num_blocks", b"num_blocks", "pending_prefill_tokens", b"pending_prefill_tokens", "prefill_seconds_per_token", b"prefill_seconds_per_token", "prefill_tokens_in_flight", b"prefill_tokens_in_flight", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_age_seconds", b"step_age_seconds", "step_predicted_seconds", b"step_predicted_seconds", "steps", b"steps", "unheld_blocks", b"unheld_blocks", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
