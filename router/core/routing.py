@@ -226,7 +226,7 @@ class Router:
         seen = self._soonest.among(workers, drawn, now) if len(drawn) < len(workers) else workers
         found = _Priced.of(placement, seen, hits, now)
         if len(drawn) < len(seen) == len(workers):
-            self._soonest.keep(found.soonest(placement), now)
+            self._soonest.keep(found.soonest(placement), len(workers), now)
         return seen, found
 
     def _pick(self, costs: list[WorkerCost], decision_id: str) -> tuple[WorkerCost, int]:
@@ -327,11 +327,15 @@ class _Priced:
         return min((each.counted_s(passes) for each in self._now_or_later(placement)), default=0.0)
 
     def soonest(self, placement: PlacementRequest) -> Iterator[str]:
-        """Yield the names of the soonest workers, with what is before the request there and without."""
+        """Yield the names of the soonest workers, with what is before the request there and without.
+
+        One in trouble is named too: while it may recover, what is before a request refuses none.
+        """
         costs = self._now_or_later(placement)
         for passes in (False, True):
             ordered = heapq.nsmallest(MOST_PRICED // 2, costs, key=lambda each: each.counted_s(passes))
             yield from (each.worker.worker_id for each in ordered)
+        yield from (each.worker_id for each in self.recovering[:1])
 
     def has_one_in_time(self, placement: PlacementRequest) -> bool:
         """Return whether some worker keeps the deadline, as far as that is known."""

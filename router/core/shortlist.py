@@ -44,18 +44,18 @@ class SoonestSeen:
     """
 
     def __init__(self) -> None:
-        self._names, self._looked_at = frozenset[str](), float("-inf")
+        self._names, self._looked_at, self._workers = frozenset[str](), float("-inf"), 0
 
     def among(self, workers: Sequence[WorkerModel], drawn: Sequence[WorkerModel], now: float) -> Sequence[WorkerModel]:
-        """Return all workers if the last look at all is `LOOK_EVERY_S` old; else those that stand for them."""
-        if now - self._looked_at >= LOOK_EVERY_S:
+        """Return all workers if the last look is `LOOK_EVERY_S` old or was at fewer; else those that stand for them."""
+        if now - self._looked_at >= LOOK_EVERY_S or len(workers) > self._workers:
             return workers
         names = self._names.union(worker.worker_id for worker in drawn)
         return [worker for worker in workers if worker.worker_id in names]
 
-    def keep(self, names: Iterable[str], now: float) -> None:
-        """Keep the soonest workers of a look at all."""
-        self._names, self._looked_at = frozenset(names), now
+    def keep(self, names: Iterable[str], workers: int, now: float) -> None:
+        """Keep the soonest of so many workers, all of which were looked at."""
+        self._names, self._looked_at, self._workers = frozenset(names), now, workers
 
 
 def named(candidates: Sequence[Candidate], chosen: str) -> tuple[Candidate, ...]:

@@ -334,6 +334,18 @@ def test_between_two_looks_at_all_a_full_worker_that_was_the_soonest_is_known() 
         assert choice.least_s < 1.0
 
 
+def test_between_two_looks_at_all_a_worker_that_hangs_is_known() -> None:
+    """It may go on at any moment. So what is before a request at the others refuses none."""
+    ahead = Load(running=1, unheld_blocks=64, pending_prefill_tokens=10_000)
+    many = [worker(f"w{number}", ahead) for number in range(500)]
+    many[77].heartbeat(replace(ahead, pending_prefill_tokens=10**9, step_age_seconds=1e6), now=0.0)
+    chooses = router()
+    for number in range(20):
+        asked = replace(due(1.0), request_id=f"r{number}")
+        assert chooses.route(asked, many, {}).least_s == pytest.approx(100 * TOKEN + step_of(2))
+        assert chooses.soonest_s(asked, many, {}, has_room=False) == pytest.approx(100 * TOKEN + step_of(2))
+
+
 def test_where_every_worker_is_too_late_the_soonest_is_taken() -> None:
     slow, slower = worker("slow"), worker("slower")
     slow.rates.prefill_token.value, slower.rates.prefill_token.value = 2 * TOKEN, 3 * TOKEN
