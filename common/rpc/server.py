@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
@@ -16,6 +17,8 @@ from common.rpc.options import SERVICES, Callers, server_options
 from common.rpc.roles import ChecksRole, Role
 from common.rpc.tls import Identity, ServerTls, expecting
 from quire.api.channel import channel_options
+
+log = logging.getLogger(__name__)
 
 # Opens a channel to HOST:PORT.
 Dial: TypeAlias = Callable[[str], aio.Channel]
@@ -78,11 +81,13 @@ class RpcServer:
     async def end_connections(self, seconds: float) -> None:
         """Close the port and all connections, once the running calls are over or after so many seconds.
 
-        The handlers refuse what comes meanwhile. A later call is UNAVAILABLE to its client; while the server stops, it
-        would be CANCELLED.
+        What they have sent gets as many seconds again to arrive. The handlers refuse what comes meanwhile. A later call
+        is UNAVAILABLE to its client; while the server stops, it would be CANCELLED.
         """
         await self._calls.over(seconds)
-        shut_down({self.port, self.own_port} - {0})
+        ended = await shut_down({self.port, self.own_port} - {0}, seconds)
+        if ended.failed:
+            log.warning("%d connections could not be closed; calls on them may end as CANCELLED", ended.failed)
 
     async def stop(self, grace: float) -> None:
         """Set NOT_SERVING, take no new RPC, and give running ones `grace` seconds before they are cancelled."""

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 import grpc
 import pytest
 from grpc import aio
 
 from common.errors import Unavailable
-from common.rpc.connections import shut_down
+from common.rpc.connections import Ended, shut_down
 from common.rpc.server import RpcServer
 
 # A channel of its own for each client: channels to one address share a connection otherwise.
 _CHANNELS = 4
 _CALLS_AT_ONCE = 8
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the sockets of a process are found on Linux alone")
 
 
 class Refuses(grpc.GenericRpcHandler):
@@ -92,13 +97,16 @@ async def storm(end_connections: bool) -> Counter[str]:
     return seen
 
 
+@LINUX
 async def test_no_call_is_cancelled_by_the_end_of_a_server() -> None:
     for _ in range(5):
         seen = await storm(end_connections=True)
         assert seen.keys() == {"OK", "UNAVAILABLE"}, seen
 
 
-async def test_running_calls_end_before_their_connections() -> None:
+async def test_running_calls_end_before_their_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever pause there is beside: a call counts until its status is written."""
+    monkeypatch.setattr("common.rpc.connections._FLUSH_S", 0.0)
     rpc, handler = await served()
     handler.go_on.clear()
     async with dialled(rpc) as channel:
@@ -116,6 +124,7 @@ async def test_running_calls_end_before_their_connections() -> None:
     await rpc.stop(0.0)
 
 
+@LINUX
 async def test_a_call_that_does_not_end_is_waited_for_a_bounded_time() -> None:
     rpc, handler = await served()
     handler.go_on.clear()
@@ -130,7 +139,8 @@ async def test_a_call_that_does_not_end_is_waited_for_a_bounded_time() -> None:
     await rpc.stop(0.0)
 
 
-def test_only_the_sockets_of_the_named_ports_are_shut_down() -> None:
+@LINUX
+async def test_only_the_sockets_of_the_named_ports_are_shut_down() -> None:
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         port = one.getsockname()[1]
         with (
@@ -139,10 +149,78 @@ def test_only_the_sockets_of_the_named_ports_are_shut_down() -> None:
         ):
             accepted, kept = one.accept()[0], other.accept()[0]
             with accepted, kept:
-                assert shut_down({port}) == 2
+                assert await shut_down({port}, 0.0) == Ended(2, 0)
                 assert goes.recv(1) == b""
+                goes.sendall(b"x")
+                assert accepted.recv(1) == b"x", "a client may still send, and no reset follows"
                 kept.sendall(b"x")
                 assert stays.recv(1) == b"x"
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
-    assert shut_down({port}) == 0
+    assert await shut_down({port}, 0.0) == Ended(0, 0)
+
+
+@LINUX
+async def test_a_connection_ends_when_its_client_has_what_was_sent() -> None:
+    """A client that reads slowly still gets everything: the kernel holds some of it for now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(listener.getsockname())
+        accepted = listener.accept()[0]
+        with accepted:
+            accepted.setblocking(False)
+            sent = 0
+            with suppress(BlockingIOError):
+                while True:
+                    sent += accepted.send(b"x" * 65536)
+            ending = asyncio.create_task(shut_down({listener.getsockname()[1]}, 60.0))
+            await asyncio.sleep(0.3)
+            assert not ending.done(), "its client has not read anything yet"
+            client.setblocking(False)
+            loop, got = asyncio.get_running_loop(), 0
+            async with asyncio.timeout(60):
+                while read := await loop.sock_recv(client, 65536):
+                    got += len(read)
+                assert got == sent
+                assert await ending == Ended(2, 0)
+
+
+FEW_DESCRIPTORS = """
+import asyncio, os, resource, socket
+from common.rpc.server import RpcServer
+
+async def main():
+    rpc = RpcServer([])
+    await rpc.start("127.0.0.1", 0)
+    clients = [await asyncio.open_connection("127.0.0.1", rpc.port) for _ in range(60)]
+    for reader, _ in clients:
+        await reader.readexactly(9)  # the server's settings: it has accepted the connection
+    most = int(os.environ["FREE"]) + max(map(int, os.listdir("/proc/self/fd"))) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    await rpc.end_connections(0.1)
+    for _, writer in clients if os.environ["FREE"] != "0" else ():
+        writer.close()
+    if os.environ["FREE"] != "0":
+        for reader, _ in clients:
+            await reader.read()
+    await rpc.stop(0.0)
+    print("ended", flush=True)
+    os._exit(0)
+
+asyncio.run(main())
+"""
+
+
+@LINUX
+@pytest.mark.parametrize("free", [0, 2])
+async def test_a_server_ends_although_its_sockets_outnumber_the_free_descriptors(free: int) -> None:
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", FEW_DESCRIPTORS, env={**os.environ, "FREE": str(free)}, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(60):
+            assert (await child.communicate())[0].splitlines()[-1:] == [b"ended"]
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
