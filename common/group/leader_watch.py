@@ -30,7 +30,7 @@ class ManagerState:
     """What a manager says of itself: whether it leads, and in which term. None of it where it is not `reachable`.
 
     `since` is when it began to lead or to stand by, or when this process lost it, in seconds of the monotonic clock.
-    `group` is what it said last; "": it is in none, or has not said anything yet.
+    `group` is what it said last; "": it is in none, or has not said anything yet. `owner` names its process.
     """
 
     address: str
@@ -39,6 +39,7 @@ class ManagerState:
     term: int = 0
     since: float = 0.0
     group: str = ""
+    owner: str = ""
 
 
 class LeaderWatch:
@@ -62,12 +63,15 @@ class LeaderWatch:
         self._names, self._dial, self._on_change = ManagerNames(names), dial, on_change
         self._resolve, self._again_s = resolve, again_s
         self._states: dict[str, ManagerState] = {}
-        self._heard: set[str] = set()
+        # In the order of their first answers. The value is where an ungrouped manager was met first: it may have several
+        # addresses, as on two networks.
+        self._heard: dict[str, str] = {}
+        self._unresolved = set(self._names.to_resolve)
         self._tried: set[str] = set()
         self._looked, self._named = asyncio.Event(), asyncio.Event()
         self._look_ends = time.monotonic()
         self._supervisor: Supervisor | None = None
-        self._resolving: asyncio.Task[None] | None = None
+        self._resolving: list[asyncio.Task[None]] = []
         self._following: dict[str, asyncio.Task[None]] = {}
         self.leader: str | None = None
         self._note_addresses()
@@ -85,18 +89,22 @@ class LeaderWatch:
     def leaders(self) -> dict[str, str]:
         """Return an address for each group that is known by now: of its leader, else of any of its managers.
 
-        A manager in no group counts as a group; its name is its address.
+        A manager in no group counts as a group; its name is the address where it was met first.
         """
         found: dict[str, ManagerState] = {}
         for state in self._states.values():
-            name = _group_of(state)
+            name = self.group_at(state.address)
             if state.address in self._heard and (name not in found or _before(found[name], state)):
                 found[name] = state
         return {name: state.address for name, state in found.items()}
 
     def group_at(self, address: str) -> str:
         """Return the name, as in `leaders`, of the group of the manager at an address."""
-        return _group_of(self._states[address])
+        return self._states[address].group or self._heard.get(address, address)
+
+    def heard(self) -> frozenset[str]:
+        """Return the addresses that have answered."""
+        return frozenset(self._heard)
 
     def unheard(self) -> list[str]:
         """Return the addresses that have not answered yet: nobody knows which groups they belong to."""
@@ -118,30 +126,30 @@ class LeaderWatch:
     def start(self, supervisor: Supervisor) -> None:
         """Begin to follow the managers. Call `close` at the end."""
         self._look_ends, self._supervisor = time.monotonic() + _FIRST_LOOK_S, supervisor
-        if self._names.to_resolve:
-            self._resolving = supervisor.run("addresses of KV managers", self._resolve_names)
-        else:
+        self._resolving = [
+            supervisor.run(f"addresses of {name}", partial(self._resolve_name, name)) for name in self._names.to_resolve
+        ]
+        if not self._unresolved:
             self._named.set()
         self._note_addresses()
 
     async def close(self) -> None:
-        tasks = [*self._following.values(), *([self._resolving] if self._resolving is not None else [])]
-        await cancel_and_wait(*tasks)
+        await cancel_and_wait(*self._following.values(), *self._resolving)
 
-    async def _resolve_names(self) -> None:
-        """Ask for the addresses of all names again and again, sooner while nobody leads."""
+    async def _resolve_name(self, name: str) -> None:
+        """Ask for the addresses of a name again and again, sooner while nobody leads. One lookup at a time runs."""
         while True:
-            await asyncio.gather(*map(self._resolve_name, self._names.to_resolve))
-            self._named.set()
+            with suppress(OSError, UnicodeError):  # the addresses of before stay; who dials a name gets the error
+                hosts = await self._resolve(host_and_port(name)[0])
+                # A manager may have been reached meanwhile.
+                self._names.take(name, hosts, {each.address for each in self._states.values() if each.reachable})
+            self._unresolved.discard(name)
+            if not self._unresolved:
+                self._named.set()
             self._note_addresses()
             alone = len(self.addresses) == 1
             pause = self._again_s if alone or self.leader is not None else min(_RESOLVE_SOON_S, self._again_s)
             await asyncio.sleep(pause)
-
-    async def _resolve_name(self, name: str) -> None:
-        with suppress(OSError, UnicodeError):  # the addresses of before stay; who dials a name gets the error
-            reachable = {each.address for each in self._states.values() if each.reachable}
-            self._names.take(name, await self._resolve(host_and_port(name)[0]), reachable)
 
     def _note_addresses(self) -> None:
         """Follow new addresses, and leave those that are gone. One address alone is not followed."""
@@ -159,7 +167,10 @@ class LeaderWatch:
 
     def _forget(self, address: str) -> None:
         del self._states[address]
-        self._heard.discard(address)
+        self._heard.pop(address, None)
+        others = [each for each, first in self._heard.items() if first == address]
+        for each in others:
+            self._heard[each] = others[0]
         self._tried.discard(address)
         if address in self._following:
             self._following.pop(address).cancel()
@@ -173,15 +184,25 @@ class LeaderWatch:
                     stub = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
                     async for response in stub.WatchLeader(kvmanager_pb2.WatchLeaderRequest()):
                         failures = 0
-                        self._heard.add(address)
                         since = time.monotonic() - response.state_seconds
-                        self._note(ManagerState(address, True, response.leads, response.term, since, response.group))
+                        said = response.leads, response.term, since, response.group, response.owner
+                        state = ManagerState(address, True, *said)
+                        self._heard[address] = self._met_first(state)
+                        self._note(state)
                         self._try_ended(address)
             self._try_ended(address)
             last = self._states[address]
             if last.reachable:
-                self._note(ManagerState(address, since=time.monotonic(), group=last.group))
+                self._note(ManagerState(address, since=time.monotonic(), group=last.group, owner=last.owner))
             await asyncio.sleep(_BACKOFF.pause(max(1, failures), random.random()))
+
+    def _met_first(self, state: ManagerState) -> str:
+        """Return the address where this manager was met first: the same process answers there, or did until now."""
+        for address, first in self._heard.items():
+            if address != state.address and state.owner and self._states[address].owner == state.owner:
+                return first
+        first = self._heard.get(state.address, state.address)
+        return state.address if first == state.address or self._states[first].reachable else first
 
     def _try_ended(self, address: str) -> None:
         self._tried.add(address)
@@ -202,10 +223,6 @@ class LeaderWatch:
         if leader != self.leader:
             self.leader = leader
             self._on_change()
-
-
-def _group_of(state: ManagerState) -> str:
-    return state.group or state.address
 
 
 def _before(one: ManagerState, other: ManagerState) -> bool:

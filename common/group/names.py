@@ -10,7 +10,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from common.limits import MAX_NAMED_MANAGERS
 
@@ -18,8 +18,6 @@ log = logging.getLogger(__name__)
 
 # Returns the IP addresses of a host. Raises OSError where it has none, or where no answer came.
 Resolve: TypeAlias = Callable[[str], Awaitable[Sequence[str]]]
-
-_ANSWER_S: Final = 5.0
 
 
 class ManagerNames:
@@ -67,12 +65,12 @@ def host_and_port(address: str) -> tuple[str, str]:
 
 
 async def resolved(host: str) -> Sequence[str]:
-    """Return the IP addresses that the resolver of this machine has for a host. Raises OSError, also for no answer."""
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except TimeoutError:
-        raise OSError(f"no answer about {host} within {_ANSWER_S:g} s") from None
+    """Return the IP addresses that the resolver of this machine has for a host. Raises OSError, also for no answer.
+
+    The resolver bounds its own time: 5 s for each name server by default, and twice that for all. To give up earlier
+    would lose the answer of the second server, and would leave a thread busy that other lookups wait for.
+    """
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return [str(address[0]) for _, _, _, _, address in found]
 
 

@@ -6,6 +6,7 @@ import errno
 import itertools
 import random
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Final
 
@@ -17,8 +18,8 @@ _count = itertools.count(1)
 _last_picked: dict[int, int] = {}
 
 
-def free_ports(count: int) -> list[int]:
-    """Return different ports that are free now. Another process may take one before its owner does.
+def free_ports(count: int, hosts: Sequence[str] = ("127.0.0.1",)) -> list[int]:
+    """Return different ports that are free now at each of the hosts. Another process may take one before its owner does.
 
     A port that this process has picked is the last to be picked again: its owner may not listen yet.
     """
@@ -29,7 +30,8 @@ def free_ports(count: int) -> list[int]:
             if len(ports) == count:
                 break
             with suppress(OSError):
-                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                for host in hosts:
+                    held.enter_context(socket.socket()).bind((host, port))
                 ports.append(port)
                 _last_picked[port] = next(_count)
     if len(ports) < count:

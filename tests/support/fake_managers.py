@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from typing import Self
 
@@ -19,12 +20,13 @@ class FakeManager(rpc.KvManagerServiceServicer):
     """
 
     def __init__(self) -> None:
-        self.state, self.changed = pb.WatchLeaderResponse(owner="o"), asyncio.Event()
+        self.owner = secrets.token_hex(4)
+        self.state, self.changed = pb.WatchLeaderResponse(owner=self.owner), asyncio.Event()
         self.sessions, self.watched, self.opened = 0, 0, asyncio.Event()
         self.address = ""
 
     def say(self, leads: bool, term: int, group: str = "") -> None:
-        self.state = pb.WatchLeaderResponse(owner="o", leads=leads, term=term, group=group)
+        self.state = pb.WatchLeaderResponse(owner=self.owner, leads=leads, term=term, group=group)
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 

@@ -48,7 +48,7 @@ async def until(what: Callable[[], bool]) -> None:
 @pytest.fixture
 async def managers() -> AsyncIterator[Managers]:
     """Three managers at one port of three addresses; none leads."""
-    async with Managers(HOSTS, free_ports(1)[0]) as found:
+    async with Managers(HOSTS, free_ports(1, HOSTS)[0]) as found:
         yield found
 
 
@@ -129,6 +129,60 @@ async def test_a_router_asks_the_leaders_of_all_groups_that_a_name_has(
     pools = await calls.pools(pb.GetPoolRequest())
     assert [each.worker_id for each in pools.pools] == [managers[1].address, managers[2].address]
     assert not pools.silent_groups
+
+
+async def test_a_manager_with_two_addresses_is_asked_once(supervisor: Supervisor) -> None:
+    """One process without a group, on two networks."""
+    async with Managers(HOSTS[:2], free_ports(1, HOSTS)[0]) as managers:
+        for each in managers.all:
+            each.owner = "the same"
+            each.say(True, 0)
+        calls = ManagerCalls([managers.name], open_channel, Dns(*HOSTS[:2]))
+        calls.start(supervisor)
+        await until(lambda: [each.reachable for each in calls.managers()] == [True, True])
+        assert len((await calls.pools(pb.GetPoolRequest())).pools) == 1
+        managers[1].owner = "another"  # the address belongs to another process by now
+        managers[1].say(True, 0)
+        await until(lambda: len(calls._groups.leaders()) == 2)
+        assert len((await calls.pools(pb.GetPoolRequest())).pools) == 2
+
+
+async def test_a_name_without_an_answer_keeps_no_other_one_waiting(supervisor: Supervisor) -> None:
+    hangs, answers, asked = asyncio.Event(), Dns(*HOSTS[:2]), []
+
+    async def resolve(host: str) -> Sequence[str]:
+        asked.append(host)
+        if host == "hangs.test":
+            await hangs.wait()
+        return await answers(host)
+
+    watch = LeaderWatch(["hangs.test:1", "answers.test:1"], open_channel, resolve=resolve, again_s=0.01)
+    watch.start(supervisor)
+    await until(lambda: asked.count("answers.test") > 3)
+    assert asked.count("hangs.test") == 1, "one lookup of a name at a time"
+    assert watch.addresses == ("hangs.test:1", *(f"{host}:1" for host in HOSTS[:2]))
+
+
+async def test_a_manager_that_is_reached_during_a_lookup_is_not_left(supervisor: Supervisor) -> None:
+    port, calls = free_ports(1, HOSTS)[0], 0
+    found = Managers(HOSTS, port)
+
+    async def resolve(_: str) -> Sequence[str]:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            return HOSTS[:2]
+        if calls == 2:
+            await found.__aenter__()
+            await until(lambda: all(each.reachable for each in watch.managers))
+        return HOSTS[1:]
+
+    watch = LeaderWatch([found.name], open_channel, resolve=resolve, again_s=0.01)
+    watch.start(supervisor)
+    await until(lambda: calls > 4)
+    assert watch.addresses == tuple(f"{host}:{port}" for host in HOSTS)
+    await supervisor.aclose()
+    await found.__aexit__()
 
 
 CHILD = """
