@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
 
 from grpc import aio
 
-from common.errors import NotFound, QuireError, Unavailable
+from common.errors import InvalidRequest, NotFound, QuireError, Unavailable
 from common.limits import MAX_PINS
-from router.grpc_api.manager_groups import ManagerGroups
+from router.grpc_api.manager_groups import Answers, ManagerGroups
 
 log = logging.getLogger(__name__)
 
@@ -24,84 +27,155 @@ Ask: TypeAlias = Callable[[aio.Channel], Awaitable[object]]
 
 MAX_LATE_CHANGES: Final = MAX_PINS + 1
 _LOOK_S: Final = 0.5
+# A change that only removes a pin is kept for so long.
+_REMOVAL_KEPT_S: Final = 86_400.0
 
 
 @dataclass(slots=True)
 class _Change:
-    """What the managers at `unheard` may still have to be asked, unless their group is one of `reached`."""
+    """What groups that are first heard later have to be asked, unless they are among those that were `reached`."""
 
     what: str
     ask: Ask
-    unheard: set[str]
+    answers: Answers[Any]
+    removes_from: float
+    repeats: bool
     reached: set[str]
+    warned: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Who changes one thing now, and how many wait or change."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    users: int = 0
 
 
 class LateGroups:
     """The latest change of each kind that some manager may have missed. `run` is the background task.
 
-    Hold `changing` during a change: an older one could otherwise arrive behind it.
+    Hold `changing` of a kind during a change: an older one of that kind could otherwise arrive behind it.
+
+    A change is kept until all managers of now are heard, and at least as many new ones as were missing when it was
+    made: a name of DNS may stand for other addresses by then, and for none in between.
     """
 
     def __init__(self, groups: ManagerGroups, look_s: float = _LOOK_S) -> None:
         self._groups, self._look_s = groups, look_s
-        self.changing = asyncio.Lock()
         self._changes: dict[str, _Change] = {}
+        self._turns: dict[str, _Turn] = {}
         self._news = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._changes)
 
-    def check_room(self, what: str) -> None:
-        """Check that one more change can be kept. Raises Unavailable."""
+    @asynccontextmanager
+    async def changing(self, what: str) -> AsyncIterator[None]:
+        """Let no other change of this kind begin meanwhile."""
+        turn = self._turns.setdefault(what, _Turn())
+        turn.users += 1
+        try:
+            async with turn.lock:
+                yield
+        finally:
+            turn.users -= 1
+            if not turn.users:
+                del self._turns[what]
+
+    def make_room(self, what: str) -> None:
+        """See to it that one more change can be kept: one that only removes a pin makes way. Raises Unavailable."""
+        self._forget_removals()
         unheard = self._groups.unheard()
-        if unheard and what not in self._changes and len(self._changes) >= MAX_LATE_CHANGES:
-            names = ", ".join(sorted(unheard))
+        if not unheard or what in self._changes:
+            return
+        if len(self._changes.keys() | self._turns.keys() | {what}) <= MAX_LATE_CHANGES:
+            return
+        names, now = ", ".join(sorted(unheard)), time.monotonic()
+        removals = [change for change in self._changes.values() if change.removes_from <= now]
+        if not removals:
             why = f"{len(self._changes)} changes wait for the managers at {names}, which have not answered yet"
             raise Unavailable(f"{why}; start them, or leave them out of --manager")
+        oldest = min(removals, key=lambda each: each.removes_from)
+        log.warning("the managers at %s will not get the end of %s: too many changes wait", names, oldest.what)
+        del self._changes[oldest.what]
 
-    def keep(self, what: str, ask: Ask, unheard: Iterable[str], reached: Iterable[str]) -> None:
-        """Keep a change for managers that were not heard. It replaces an earlier one of `what`, a pin's for example."""
-        self.drop(what)
-        missed = set(unheard)
-        if missed:
-            self._changes[what] = _Change(what, ask, missed, set(reached))
+    def keep(
+        self, what: str, ask: Ask, answers: Answers[Any], removes_from: float = math.inf, repeats: bool = False
+    ) -> None:
+        """Keep a change for managers that were not heard. It replaces an earlier one of `what`, a pin's for example.
+
+        From `removes_from` on, in seconds of the monotonic clock, it does nothing but remove a pin. `repeats`: an older
+        change of its kind does the same, so it need not arrive first.
+        """
+        self._changes.pop(what, None)
+        if answers.unheard:
+            reached = set(answers.asked)
+            self._changes[what] = _Change(what, ask, answers, removes_from, repeats, reached)
             self._news.set()
 
-    def drop(self, what: str) -> None:
-        self._changes.pop(what, None)
-
     async def run(self) -> None:
-        """Look again and again, as long as a change is kept, whether a manager has answered by now."""
+        """Look again and again, as long as a change is kept, whether a new group has answered by now."""
         while True:
             self._news.clear()
             if not self._changes:
                 await self._news.wait()
-            for change in list(self._changes.values()):
-                async with self.changing:
-                    if self._changes.get(change.what) is change:
-                        await self._carry_out(change)
+            self._forget_removals()
+            async with asyncio.TaskGroup() as tasks:
+                for group in self._lacking():
+                    tasks.create_task(self._bring(group))
+            self._forget_done()
             await asyncio.sleep(self._look_s)
 
-    async def _carry_out(self, change: _Change) -> None:
-        """Ask the groups that are known by now. A group that leads nothing yet is asked again later."""
-        for address in sorted(change.unheard):
-            known = self._groups.group_at(address)
-            if known is None:
+    def _lacking(self) -> set[str]:
+        """Return the groups that lack a change."""
+        heard = self._groups.heard()
+        for change in self._changes.values():
+            # A manager that was asked before its first answer has said its group since.
+            change.reached |= {self._groups.group_at(each) for each in heard.intersection(change.answers.asked.values())}
+        return {group for change in self._changes.values() for group in self._groups.known() - change.reached}
+
+    async def _bring(self, group: str) -> None:
+        """Ask a group for each change that it lacks, until it does not answer: it is asked again later."""
+        for change in list(self._changes.values()):
+            if group in change.reached:
                 continue
-            if known.group is not None and known.group not in change.reached:
-                failure = await self._groups.ask(known.group, change.ask)
-                if isinstance(failure, Unavailable):
+            turn: AbstractAsyncContextManager[None] = nullcontext() if change.repeats else self.changing(change.what)
+            async with turn:
+                if self._changes.get(change.what) is not change:
                     continue
-                self._say(change, known.group, failure)
-                change.reached.add(known.group)
-            change.unheard.discard(address)
-        if not change.unheard:
+                failure = await self._groups.ask(group, change.ask)
+                self._say(change, group, failure)
+                if not _is_final(failure):
+                    return
+                change.reached.add(group)
+
+    def _forget_removals(self) -> None:
+        ended = time.monotonic() - _REMOVAL_KEPT_S
+        for change in [each for each in self._changes.values() if each.removes_from <= ended]:
             del self._changes[change.what]
+
+    def _forget_done(self) -> None:
+        if self._groups.unheard():
+            return
+        known, heard = self._groups.known(), self._groups.heard()
+        for change in list(self._changes.values()):
+            came = heard - change.answers.heard - set(change.answers.asked.values())
+            if len(came) >= len(change.answers.unheard) and known <= change.reached:
+                del self._changes[change.what]
 
     @staticmethod
     def _say(change: _Change, group: str, failure: QuireError | None) -> None:
         who = f"group {group}, which had not answered before,"
         if failure is None or isinstance(failure, NotFound):
             log.info("%s has the change: %s", who, change.what)
-        else:
+        elif isinstance(failure, InvalidRequest):
             log.warning("%s refuses the change: %s (%s)", who, change.what, failure)
+        elif group not in change.warned:
+            change.warned.add(group)
+            log.warning("%s lacks a change and is asked again: %s (%s)", who, change.what, failure)
+
+
+def _is_final(failure: QuireError | None) -> bool:
+    """Return whether it makes no difference to ask again."""
+    return failure is None or isinstance(failure, InvalidRequest | NotFound)

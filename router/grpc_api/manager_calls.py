@@ -7,6 +7,7 @@ Where several groups of managers share the pool, all of them are asked.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -61,13 +62,14 @@ class ManagerCalls:
         what: str,
         ask: Callable[[aio.Channel], Awaitable[T]],
         later: Callable[[aio.Channel], Awaitable[T]] | None = None,
+        removes_from: float = math.inf,
+        repeats: bool = False,
     ) -> Answers[T]:
         """Ask every group for a change, and `later` those that answer for the first time then. Raises Unavailable."""
-        async with self._late.changing:
-            self._late.check_room(what)
-            self._late.drop(what)
+        async with self._late.changing(what):
+            self._late.make_room(what)
             answers = await self._groups.all(ask)
-            self._late.keep(what, later or ask, answers.unheard, answers.groups)
+            self._late.keep(what, later or ask, answers, removes_from, repeats)
             return answers
 
     async def reset(
@@ -77,6 +79,7 @@ class ManagerCalls:
         answers = await self._change(
             "reset of the prefix cache",
             lambda channel: rpc.KvManagerServiceStub(channel).ResetPrefixCache(request, timeout=_PATIENCE_S),
+            repeats=True,
         )
         for name, failure in answers.failed.items():
             raise Unavailable(f"the other groups were reset, and group {name} was not: {failure}")
@@ -166,6 +169,7 @@ class ManagerCalls:
             _pin_named(request.name),
             lambda channel: rpc.KvManagerServiceStub(channel).PinPrefix(request, timeout=_LIST_PATIENCE_S),
             later,
+            math.inf if ends is None else ends,
         )
         for name, failure in answers.failed.items():
             if isinstance(failure, InvalidRequest):
@@ -194,6 +198,7 @@ class ManagerCalls:
         answers = await self._change(
             _pin_named(request.name),
             lambda channel: rpc.KvManagerServiceStub(channel).UnpinPrefix(request, timeout=_LIST_PATIENCE_S),
+            removes_from=time.monotonic(),
         )
         for name, failure in answers.failed.items():
             raise Unavailable(f"the other groups removed the pin, and group {name} did not: {failure}")

@@ -6,8 +6,8 @@ Each group owns some of the workers and leads its own life: one that does not an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, TypeVar
 
 from grpc import aio
@@ -45,6 +45,10 @@ class Answers(Generic[T]):
     groups: tuple[str, ...]
     """Of each answer in `found`."""
     unheard: frozenset[str] = frozenset()
+    asked: Mapping[str, str] = field(default_factory=dict)
+    """The address that was asked, by group."""
+    heard: frozenset[str] = frozenset()
+    """The addresses that had answered by then, since the router's start."""
 
     @property
     def failed(self) -> dict[str, QuireError]:
@@ -54,13 +58,6 @@ class Answers(Generic[T]):
     @property
     def silent(self) -> list[str]:
         return [f"{each} (it {_UNHEARD})" if each in self.unheard else each for each in sorted(self.failures)]
-
-
-@dataclass(frozen=True, slots=True)
-class KnownAs:
-    """The group of a manager; None: the manager is left out by now."""
-
-    group: str | None
 
 
 class ManagerGroups:
@@ -86,11 +83,17 @@ class ManagerGroups:
         """Return the addresses of managers that have not answered since the router's start."""
         return self._watch.unheard()
 
-    def group_at(self, address: str) -> KnownAs | None:
-        """Return what is known of the manager at an address; None while it was never heard."""
-        if address not in self._watch.addresses:
-            return KnownAs(None)
-        return None if address in self._watch.unheard() else KnownAs(self._watch.group_at(address))
+    def heard(self) -> frozenset[str]:
+        """Return the addresses of managers that have answered since the router's start."""
+        return self._watch.heard()
+
+    def known(self) -> frozenset[str]:
+        """Return the groups of which a manager has answered."""
+        return frozenset(self._watch.leaders())
+
+    def group_at(self, address: str) -> str:
+        """Return the group of a manager that was heard."""
+        return self._watch.group_at(address)
 
     async def ask(self, group: str, ask: Callable[[aio.Channel], Awaitable[object]]) -> QuireError | None:
         """Ask the leader of one group; return what kept it from the answer."""
@@ -104,7 +107,7 @@ class ManagerGroups:
         never heard may be all that is left of a group: it counts as a group that does not answer.
         """
         await self._watch.first_look()
-        leaders = self.leaders()
+        leaders, heard = self.leaders(), self.heard()
         answers = await asyncio.gather(*(self._answer(address, ask) for address in leaders.values()))
         failures = {name: each for name, each in zip(leaders, answers, strict=True) if isinstance(each, QuireError)}
         unheard = self._unheard(leaders)
@@ -114,7 +117,7 @@ class ManagerGroups:
         if not found:
             raise next(iter((silent or failures).values()))
         groups = tuple(name for name in leaders if name not in failures)
-        return Answers(found, silent, groups, unheard)
+        return Answers(found, silent, groups, unheard, leaders, heard)
 
     def _unheard(self, asked: dict[str, str]) -> frozenset[str]:
         """Return the addresses that were never heard, and that were not asked."""
