@@ -195,9 +195,9 @@ class EventFollower:
 
     def _note_claim(self, group: str, message: pb.SubscribeKvEventsResponse) -> None:
         """Note which groups have a worker, beside the one whose word counts."""
-        if message.HasField("snapshot"):
+        if not message.HasField("detached"):
             self._claims.setdefault(message.worker_id, {})[group] = message.stream
-        elif message.HasField("detached") and message.worker_id in self._claims:
+        elif message.worker_id in self._claims:
             self._claims[message.worker_id].pop(group, None)
 
     def _lose(self, worker: str) -> None:
