@@ -23,10 +23,15 @@ import hmac
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TypeVar
 
-from common.limits import MAX_DISCOVERY_ENTRY_AGE_S, MAX_DISCOVERY_ENTRY_BYTES, MAX_INDEX_VALUE_BYTES
+from common.limits import (
+    MAX_DISCOVERY_DRIFT,
+    MAX_DISCOVERY_ENTRY_AGE_S,
+    MAX_DISCOVERY_ENTRY_BYTES,
+    MAX_INDEX_VALUE_BYTES,
+)
 from common.types import KvGeometry, PoolIdentity
 
 ENTRY_BYTES = 6
@@ -147,14 +152,44 @@ def discovered_to_value(worker: DiscoveredWorker, key: bytes | None, now: float)
     return f"{_signature(key, worker.worker_id, body.encode())} {body}"
 
 
+@dataclass(frozen=True, slots=True)
+class KnownEntry:
+    """The entry of a key that counted last, written at `last`.
+
+    At `read`, in seconds of the monotonic clock, one that was written at `written` was fresh.
+    """
+
+    last: int
+    written: int
+    read: float
+
+    def goes_on(self, worker: DiscoveredWorker, monotonic: float) -> bool:
+        """Return whether an entry is not older, and was written as much later as time has passed here.
+
+        Whoever can write Redis may have recorded entries: released slowly, they would count long after their time.
+        """
+        passed, claimed = monotonic - self.read, worker.written - self.written
+        most = MAX_DISCOVERY_ENTRY_AGE_S + MAX_DISCOVERY_DRIFT * passed
+        return worker.written >= self.last and abs(claimed - passed) <= most
+
+    def after(self, worker: DiscoveredWorker) -> KnownEntry:
+        """Return this with an entry that goes on with it, though the clocks differ by now."""
+        return replace(self, last=worker.written)
+
+
 def discovered_from_value(
-    value: bytes, worker_id: str, key: bytes | None, now: float, known: DiscoveredWorker | None = None
+    value: bytes,
+    worker_id: str,
+    key: bytes | None,
+    now: float,
+    known: KnownEntry | None = None,
+    monotonic: float = 0.0,
 ) -> DiscoveredWorker:
     """Return the worker in the value of a discovery key. Raises ValueError with what is wrong with it.
 
     With the pool's key, an entry must be signed with it and must not be old: who can write Redis, but has no key, could
-    else give an address of his own, or bring back that of a worker that is gone. `known` is the same key's entry that
-    counted before. One that is not older goes on whatever the clocks say: only a manager can have signed a later one.
+    else give an address of his own, or bring back that of a worker that is gone. One that goes on with the `known`
+    entry of the same key, at `monotonic` seconds here, counts although the clocks have drifted apart or were set.
     """
     if len(value) > MAX_DISCOVERY_ENTRY_BYTES:
         raise ValueError(f"it has more than {MAX_DISCOVERY_ENTRY_BYTES} bytes")
@@ -164,7 +199,7 @@ def discovered_from_value(
     worker = _parsed(body)
     if worker.worker_id != worker_id:
         raise ValueError("it names another worker than its key")
-    if key is None or is_fresh(worker, now) or (known is not None and worker.written >= known.written):
+    if key is None or is_fresh(worker, now) or (known is not None and known.goes_on(worker, monotonic)):
         return worker
     what = f"its date is {worker.written - now:+.0f} s off this router's clock"
     most = f"at most {MAX_DISCOVERY_ENTRY_AGE_S} s count"

@@ -313,6 +313,9 @@ MAX_DISCOVERY_SET_BYTES: Final = 1 << 20
 MAX_DISCOVERY_ENTRY_BYTES: Final = 8192
 # Seconds between the writing of a signed entry and its reading, by the clocks of two machines.
 MAX_DISCOVERY_ENTRY_AGE_S: Final = 300
+# Of the time since an entry was fresh: how far the two clocks may have drifted apart beyond that. Quartz stays below
+# a thousandth.
+MAX_DISCOVERY_DRIFT: Final = 0.01
 # Refused entries that are named in one log line and in the status.
 MAX_NAMED_ENTRIES: Final = 8
 # Bytes of one block's value in the prefix index that count: 1,024 workers.

@@ -21,6 +21,7 @@ from common.clock import Clock
 from common.index_format import (
     DISCOVERY_WORKERS_KEY,
     DiscoveredWorker,
+    KnownEntry,
     discovered_from_value,
     discovery_key,
     is_fresh,
@@ -89,7 +90,7 @@ class Discovery:
         self._rules = rules
         self._found: dict[str, _Found] = {}
         # The last entry of each name that counted, as long as Redis has one of the name.
-        self._known: dict[bytes, DiscoveredWorker] = {}
+        self._known: dict[bytes, KnownEntry] = {}
         # Those of the last poll, so that each is logged once while it lasts.
         self._passed_over: set[str] = set()
         self._refused: dict[str, str] = {}
@@ -161,7 +162,7 @@ class Discovery:
 
     def _accepted(self, values: dict[bytes, object]) -> list[DiscoveredWorker]:
         """Return the workers whose entries count; log each other entry once, as long as it stands there."""
-        workers, refused, known = [], {}, dict[bytes, DiscoveredWorker]()
+        workers, refused, known = [], {}, dict[bytes, KnownEntry]()
         for name, value in values.items():
             if value == b"":
                 continue  # expired, or never there
@@ -171,7 +172,7 @@ class Discovery:
             except ValueError as error:
                 refused[ascii(name.decode(errors="replace")[:_QUOTED_CHARS])] = str(error)
                 continue
-            known[name] = worker
+            known[name] = self._known_from(worker, before)
             if self._says_more(worker, before):
                 workers.append(worker)
         self._known = known
@@ -180,20 +181,26 @@ class Discovery:
         self._refused = refused
         return workers
 
-    def _says_more(self, worker: DiscoveredWorker, before: DiscoveredWorker | None) -> bool:
+    def _known_from(self, worker: DiscoveredWorker, before: KnownEntry | None) -> KnownEntry:
+        if before is None or is_fresh(worker, self._now()):
+            return KnownEntry(worker.written, worker.written, self._clock.monotonic())
+        return before.after(worker)
+
+    def _says_more(self, worker: DiscoveredWorker, before: KnownEntry | None) -> bool:
         """Return whether an entry shows that its worker is attached now: one of an old date must have changed."""
-        if self._rules.key is None or before is None or worker.written > before.written:
+        if self._rules.key is None or before is None or worker.written > before.last:
             return True
         return is_fresh(worker, self._now())
 
     def _now(self) -> float:
         return self._clock.time_ns() / 1e9
 
-    def _worker(self, name: bytes, value: object, before: DiscoveredWorker | None) -> DiscoveredWorker:
+    def _worker(self, name: bytes, value: object, before: KnownEntry | None) -> DiscoveredWorker:
         """Return the worker of an entry. Raises ValueError with what is wrong with it."""
         if not isinstance(value, bytes):
             raise ValueError(f"Redis does not give its value: {str(value)[:_QUOTED_CHARS]}")
-        worker = discovered_from_value(value, name.decode(), self._rules.key, self._now(), before)
+        now, monotonic = self._now(), self._clock.monotonic()
+        worker = discovered_from_value(value, name.decode(), self._rules.key, now, before, monotonic)
         if refusal := self._rules.networks.refusal(worker.address):
             raise ValueError(refusal)
         return worker

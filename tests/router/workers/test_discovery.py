@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from common.clock import ManualClock
 from common.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_to_value, discovery_key
+from common.limits import MAX_DISCOVERY_ENTRY_AGE_S
 from common.process.local_redis import LocalRedis
 from common.process.redis_client import open_redis
 from common.types import KvGeometry, PoolIdentity
@@ -169,21 +170,58 @@ def signed(redis_client: Redis, pool: Pool, clock: ManualClock) -> Discovery:
     return Discovery(redis_client, pool, clock, LEASE_S, EntryRules(KEY))
 
 
-async def test_clocks_that_drift_apart_drop_no_worker_whose_entries_go_on(
-    signed: Discovery, pool: Pool, redis_client: Redis, clock: ManualClock
+class SetClock(ManualClock):
+    """The clock of a machine whose time of day is set; time passes all the same."""
+
+    ahead = 0.0
+
+    def time_ns(self) -> int:
+        return super().time_ns() + int(self.ahead * 1e9)
+
+
+@pytest.mark.parametrize("ahead", [-MAX_DISCOVERY_ENTRY_AGE_S - LEASE_S, MAX_DISCOVERY_ENTRY_AGE_S + LEASE_S, BEHIND])
+async def test_clocks_that_differ_from_now_on_drop_no_worker_whose_entries_go_on(
+    pool: Pool, redis_client: Redis, ahead: float
 ) -> None:
     """A worker that has no connection for a moment has its key alone. Its manager goes on writing that."""
-    written = clock.time_ns() / 1e9
-    address = await sign(redis_client, written)
+    clock = SetClock(10_000.0)
+    signed = Discovery(redis_client, pool, clock, LEASE_S, EntryRules(KEY))
+    address = await sign(redis_client, clock.now)
     await signed.poll()
-    clock.advance(BEHIND)  # the clock of the manager has not moved
-    await sign(redis_client, written + 1)
-    await signed.poll()
-    for second in range(2, 12):
+    clock.ahead = ahead
+    for _ in range(12):
         clock.advance(LEASE_S - 1)
-        await sign(redis_client, written + second)
+        await sign(redis_client, clock.now)
         await signed.poll()
         assert (pool.addresses, signed.problem) == ([address], "")
+
+
+async def test_clocks_that_drift_apart_slowly_drop_no_worker(
+    signed: Discovery, pool: Pool, redis_client: Redis, clock: ManualClock
+) -> None:
+    written = clock.time_ns() / 1e9
+    address = await sign(redis_client, written)
+    for step in range(1, 101):  # some 50 days
+        await signed.poll()
+        assert (pool.addresses, signed.problem) == ([address], "")
+        clock.advance(43_200.0)
+        await sign(redis_client, written + step * 43_200.0 * 0.995)
+
+
+async def test_recorded_entries_that_are_released_slowly_count_no_longer_than_a_while(
+    signed: Discovery, pool: Pool, redis_client: Redis, clock: ManualClock
+) -> None:
+    """Who can write Redis may have recorded an hour of entries of a worker that is gone."""
+    await sign(redis_client, 0.0)
+    await signed.poll()
+    for written in range(1, 3_600):
+        clock.advance(10.0)
+        await sign(redis_client, written)
+        await signed.poll()
+        if not pool.addresses:
+            break
+    assert clock.now - written <= 3 * MAX_DISCOVERY_ENTRY_AGE_S
+    assert "compare the clocks" in signed.problem
 
 
 async def test_an_old_entry_that_stays_the_same_keeps_no_worker(
