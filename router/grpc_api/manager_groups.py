@@ -12,7 +12,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from grpc import aio
 
-from common.errors import NotFound, QuireError, Unavailable
+from common.errors import Cancelled, NotFound, QuireError, Unavailable
 from common.group.leader_watch import LeaderWatch, ManagerState
 from common.group.names import Resolve, resolved
 from common.process.supervised import Supervisor
@@ -150,6 +150,8 @@ def _unheard_words(address: str) -> str:
 
 def in_words(error: aio.AioRpcError, address: str) -> QuireError:
     found = error_from_rpc(error)
+    if isinstance(found, Cancelled):  # not by this router: its own cancellation is no error of the call
+        return Unavailable(f"the KV manager at {address} ended the call as it stopped")
     if isinstance(found, Unavailable) and "connect" in str(found).lower():
         return Unavailable(f"no KV manager answers at {address}; start one, or name it to the router with --manager")
     return found

@@ -142,6 +142,16 @@ def test_what_a_draining_server_cut_off_unserved_is_tried_again() -> None:
     assert tries.wait_after(Failure(grpc.StatusCode.CANCELLED)) == 0.5
 
 
+def test_what_gets_cut_off_to_the_last_attempt_was_not_cancelled_by_the_caller() -> None:
+    """He would not send it again, or would take it for his own doing."""
+    with pytest.raises(Unavailable, match="the router ended the connection"):
+        attempts(Retry(attempts=1))[0].wait_after(Failure(grpc.StatusCode.CANCELLED))
+    tries, _ = attempts(Retry(resumes=0))
+    with pytest.raises(Interrupted) as ended:
+        tries.wait_after(Failure(grpc.StatusCode.CANCELLED), begun())
+    assert isinstance(ended.value.__cause__, Unavailable)
+
+
 def test_a_closed_client_tries_nothing_again() -> None:
     budget = RetryBudget(DEFAULT)
     budget.end()

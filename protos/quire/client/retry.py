@@ -5,7 +5,7 @@ sends what the caller lacks. Attempts to resume have a bound of their own, which
 
 Unary calls, and streams before their first event, are retried in three cases. UNAVAILABLE is retried.
 RESOURCE_EXHAUSTED is retried when the server sent RetryInfo. CANCELLED is retried when gRPC itself sent it, as it does
-when a router has just begun to drain. The wait is what the server asked for, plus a random part of a limit that doubles
+when a router has just begun to drain; where no attempt is left, that is Unavailable to the caller. The wait is what the server asked for, plus a random part of a limit that doubles
 with each retry ("full jitter": refused clients do not return all at once). All calls of a client share one budget, so
 that retries stay a small part of an overloaded server's load.
 """
@@ -23,7 +23,7 @@ from typing import Final
 import grpc
 from google.rpc import status_pb2
 
-from quire.api.errors import DeadlineExceeded, QuireError
+from quire.api.errors import DeadlineExceeded, QuireError, Unavailable
 from quire.api.status import RpcFailure, error_from_status, retry_after, status_from_rpc
 from quire.client.errors import interrupted
 from quire.client.folding import Fold
@@ -42,6 +42,11 @@ _RESUMED_AGAIN: Final = _LOST | {
 def is_lost(status: status_pb2.Status) -> bool:
     """Return whether the connection broke, and no server ended the call."""
     return status.code in _LOST and not status.details
+
+
+def _cut_off(status: status_pb2.Status) -> bool:
+    """Return whether gRPC itself says that a call was cancelled, as a server that stops makes it."""
+    return status.code == grpc.StatusCode.CANCELLED.value[0] and not status.details
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +135,7 @@ class Attempts:
         Without another attempt it raises the error of the failure, or Interrupted when `fold` has events.
         """
         status = status_from_rpc(failure)
-        meant = error_from_status(status)
+        meant = self._meant(status)
         if fold is not None and fold.begun:
             wait = self._wait_to_resume(status, meant)
             if wait is None:
@@ -143,6 +148,12 @@ class Attempts:
             raise meant
         self._failed += 1
         return wait
+
+    def _meant(self, status: status_pb2.Status) -> QuireError:
+        """Return the error of a status. The caller did not cancel a call that gRPC ended while the client is open."""
+        if _cut_off(status) and not self._budget.ended:
+            return Unavailable(f"the router ended the connection of the call: {status.message}")
+        return error_from_status(status)
 
     def _wait_to_resume(self, status: status_pb2.Status, meant: QuireError) -> float | None:
         """Return the seconds until the stream is resumed; None where that has no prospect."""
@@ -165,7 +176,7 @@ class Attempts:
         again = (
             status.code == grpc.StatusCode.UNAVAILABLE.value[0]
             or (status.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0] and asked is not None)
-            or (status.code == grpc.StatusCode.CANCELLED.value[0] and not status.details)
+            or _cut_off(status)
         )
         if not again or self._failed + 1 >= self._retry.attempts:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ from router.grpc_api.manager_groups import ManagerGroups
 
 PATIENCE = 60.0
 DOWN = "127.0.0.1:1"
+HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 SILENT = (StatusCode.UNAVAILABLE, "this KV manager stands by")
 
 
@@ -37,11 +38,14 @@ class Manager(rpc.KvManagerServiceServicer, decision_pb2_grpc.DecisionServiceSer
         self.group, self.worker, self.silent, self.address = group, f"w-{group}", False, ""
         self.events: asyncio.Queue[pb.SubscribeKvEventsResponse | None] = asyncio.Queue()
         self.asked: list[Any] = []
+        self.says, self.go_on = SILENT, asyncio.Event()
+        self.go_on.set()
 
     async def _check(self, request: Any, context: Any) -> None:
         self.asked.append(request)
+        await self.go_on.wait()
         if self.silent:
-            await context.abort(*SILENT)
+            await context.abort(*self.says)
 
     async def WatchLeader(self, request: Any, context: Any) -> AsyncIterator[pb.WatchLeaderResponse]:
         yield pb.WatchLeaderResponse(owner=self.group, leads=True, term=1, group=self.group)
@@ -280,12 +284,32 @@ async def test_a_worker_that_an_older_life_hid_comes_back_when_that_one_ends(
         assert await waiting == of_life("second", snapshot=whole)
 
 
+def test_a_reader_that_resumes_gets_a_worker_back_that_an_older_life_hid(groups: ManagerGroups) -> None:
+    """Its group goes on after the reader's earlier position, so no snapshot says that the group has the worker."""
+    position = pb.KvPosition(worker_id="w", stream="second-1", number=1)
+    follower = EventFollower(groups, pb.SubscribeKvEventsRequest(after=[position]))
+    assert follower.passed("b", of_life("second", changes=pb.KvChanges()))
+    assert follower.passed("a", of_life("first", snapshot=pb.KvSnapshot(last=True)))
+    assert not follower.passed("b", of_life("second", changes=pb.KvChanges()))
+    assert follower.passed("a", of_life("first", detached=pb.KvDetached()))
+    assert follower.to_reopen() == ("b",)
+
+
 def test_an_earlier_session_is_not_asked_for_again(groups: ManagerGroups) -> None:
     follower = EventFollower(groups, pb.SubscribeKvEventsRequest())
     assert follower.passed("a", snapshot("w", 1))
     assert follower.passed("b", snapshot("w", 2))
     assert follower.passed("b", left("w", 2))
     assert not follower.to_reopen(), "a has not noticed yet that the worker left it"
+
+
+async def test_a_call_that_a_manager_cuts_off_was_not_cancelled_by_its_caller(
+    calls: ManagerCalls, managers: list[Manager]
+) -> None:
+    for each in managers:
+        each.silent, each.says = True, (StatusCode.CANCELLED, "")
+    with pytest.raises(Unavailable, match="ended the call as it stopped"):
+        await calls.pools(pb.GetPoolRequest())
 
 
 async def test_a_stream_ends_with_the_error_when_no_group_answers(
@@ -339,12 +363,16 @@ async def test_a_manager_that_never_answered_keeps_no_change_from_the_groups_tha
 
 
 class Late:
-    """A manager that is down at first, and calls that name it."""
+    """A manager that is down at first, and calls that name it: by its address, or by a name that stands for `hosts`."""
 
-    def __init__(self, group: str, others: list[Manager]) -> None:
+    def __init__(self, group: str, others: list[Manager], hosts: Sequence[str] | None = None) -> None:
         self.manager = Manager(group)  # type: ignore[abstract]
-        self._address = f"127.0.0.1:{free_ports(1)[0]}"
-        self.calls = ManagerCalls([*(each.address for each in others), self._address], open_channel)
+        self.port = free_ports(1, HOSTS)[0]
+        self.hosts, name = hosts, HOSTS[0] if hosts is None else "late.test"
+        self._address, self._name = f"{HOSTS[0]}:{self.port}", f"{name}:{self.port}"
+        names = [*(each.address for each in others), self._name]
+        self.calls = ManagerCalls(names, self._dial, self._resolve)
+        self.calls._groups._watch._again_s = 0.01
         self._supervisor, self._server = Supervisor(), aio.server()
         rpc.add_KvManagerServiceServicer_to_server(self.manager, self._server)
 
@@ -353,12 +381,37 @@ class Late:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.manager.go_on.set()
         await self._supervisor.aclose()
         await self._server.stop(None)
 
-    async def begin(self) -> None:
-        self._server.add_insecure_port(self._address)
+    def _dial(self, address: str) -> aio.Channel:
+        return open_channel(DOWN if address.startswith("late.test") else address)
+
+    async def _resolve(self, _: str) -> Sequence[str]:
+        if not self.hosts:
+            raise OSError("no such name")
+        return self.hosts
+
+    async def begin(self, *hosts: str) -> None:
+        for host in hosts or HOSTS[:1]:
+            self._server.add_insecure_port(f"{host}:{self.port}")
         await self._server.start()
+
+    async def addresses(self, *hosts: str) -> None:
+        """Let the name stand for these hosts, and wait until the router knows that."""
+        self.hosts, names = hosts, {f"{host}:{self.port}" for host in hosts}
+        async with asyncio.timeout(PATIENCE):
+            while not names <= {each.address for each in self.calls.managers()} or (  # noqa: ASYNC110
+                len(self.calls.managers()) > len(names) + 2
+            ):
+                await asyncio.sleep(0.01)
+
+    async def asked_for(self, *requests: Any) -> None:
+        """Wait until the manager was asked for these."""
+        async with asyncio.timeout(PATIENCE):
+            while any(each not in self.manager.asked for each in requests):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
     async def settled(self) -> None:
         """Wait until nothing is kept for the manager any more."""
@@ -412,6 +465,109 @@ async def test_changes_for_managers_that_never_answer_are_bounded(
         await one_down.pin(pb.PinPrefixRequest(name=name))
     with pytest.raises(Unavailable, match="2 changes wait for the managers at"):
         await one_down.pin(pb.PinPrefixRequest(name="three"))
+
+
+async def test_ends_of_pins_make_way_for_other_changes(
+    one_down: ManagerCalls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names may be unique: each pin that ended, and each that was removed, would be kept for itself."""
+    monkeypatch.setattr("router.grpc_api.late_groups.MAX_LATE_CHANGES", 2)
+    await one_down.pin(pb.PinPrefixRequest(name="of-a"))
+    await one_down.unpin(pb.UnpinPrefixRequest(name="of-a"))
+    await one_down.pin(pb.PinPrefixRequest(name="over", duration=1e-6))
+    await one_down.pin(pb.PinPrefixRequest(name="stays"))
+    assert "will not get the end of pin of-a" in caplog.text
+    await one_down.reset(pb.ResetPrefixCacheRequest())
+    assert "will not get the end of pin over" in caplog.text
+    with pytest.raises(Unavailable, match="2 changes wait for the managers at"):
+        await one_down.pin(pb.PinPrefixRequest(name="more"))
+    monkeypatch.setattr("router.grpc_api.late_groups.MAX_LATE_CHANGES", 3)
+    await one_down.unpin(pb.UnpinPrefixRequest(name="of-b"))
+    monkeypatch.setattr("router.grpc_api.late_groups._REMOVAL_KEPT_S", 0.0)
+    await one_down.pin(pb.PinPrefixRequest(name="more"))
+    assert len(one_down._late) == 3
+
+
+async def test_a_change_that_fails_leaves_the_earlier_one_kept(managers: list[Manager]) -> None:
+    async with Late("c", managers) as late:
+        await late.calls.unpin(pb.UnpinPrefixRequest(name="of-a"))
+        for each in managers:
+            each.silent = True
+        with pytest.raises(Unavailable):
+            await late.calls.unpin(pb.UnpinPrefixRequest(name="of-a"))
+        assert len(late.calls._late) == 1
+        await late.begin()
+        await late.asked_for(pb.UnpinPrefixRequest(name="of-a"))
+
+
+@pytest.mark.parametrize("code", [StatusCode.DEADLINE_EXCEEDED, StatusCode.RESOURCE_EXHAUSTED, StatusCode.INTERNAL])
+async def test_a_late_group_that_fails_is_asked_again(managers: list[Manager], code: StatusCode) -> None:
+    async with Late("c", managers) as late:
+        late.manager.silent, late.manager.says = True, (code, "busy")
+        await late.calls.pin(pb.PinPrefixRequest(name="common"))
+        await late.begin()
+        await late.asked_for(pb.PinPrefixRequest(name="common"))
+        late.manager.silent = False
+        await late.settled()
+        assert late.manager.asked.count(pb.PinPrefixRequest(name="common")) >= 2
+
+
+async def test_a_late_group_that_hangs_delays_no_other_change(managers: list[Manager]) -> None:
+    async with Late("c", managers) as late:
+        await late.calls.reset(pb.ResetPrefixCacheRequest())
+        await late.calls.pin(pb.PinPrefixRequest(name="common"))
+        late.manager.go_on.clear()
+        await late.begin()
+        async with asyncio.timeout(PATIENCE):
+            while not late.manager.asked:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert late.manager.asked == [pb.ResetPrefixCacheRequest()]
+        async with late.calls._late.changing("pin common"), late.calls._late.changing("reset of the prefix cache"):
+            assert late.manager.asked == [pb.ResetPrefixCacheRequest()], "one call of a group at a time"
+        late.manager.go_on.set()
+        await late.settled()
+
+
+async def test_a_change_outlasts_the_addresses_that_a_name_has(managers: list[Manager]) -> None:
+    """Nobody is there at first. Then DNS names pods that come and go before one of them leads its group."""
+    async with Late("c", managers, ()) as late:
+        reset = await late.calls.reset(pb.ResetPrefixCacheRequest())
+        assert [each.partition(":")[0] for each in reset.unheard_managers] == ["late.test"]
+        await late.addresses(*HOSTS[:2])
+        await late.addresses(HOSTS[1])
+        await late.addresses(*HOSTS[1:])
+        assert len(late.calls._late) == 1
+        await late.begin(*HOSTS[1:])
+        await late.asked_for(pb.ResetPrefixCacheRequest())
+        await late.settled()
+        assert late.manager.asked == [pb.ResetPrefixCacheRequest()]
+
+
+async def test_a_pod_that_comes_back_elsewhere_gets_its_change(managers: list[Manager]) -> None:
+    """Its address is gone from DNS in between, and everybody else was heard."""
+    async with Late("a", managers[:1], HOSTS[:2]) as late:
+        await late.begin(HOSTS[0])
+        await late.addresses(*HOSTS[:2])
+        async with asyncio.timeout(PATIENCE):
+            while f"{HOSTS[0]}:{late.port}" not in late.calls._groups.heard():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        pin = pb.PinPrefixRequest(name="common")
+        assert len((await late.calls.pin(pin)).unheard_managers) >= 1
+        late.hosts = HOSTS[:1]
+        async with asyncio.timeout(PATIENCE):
+            while late.calls._groups.unheard():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        other = Manager("b")  # type: ignore[abstract]
+        server = aio.server()
+        rpc.add_KvManagerServiceServicer_to_server(other, server)
+        server.add_insecure_port(f"{HOSTS[2]}:{late.port}")
+        await server.start()
+        await late.addresses(HOSTS[0], HOSTS[2])
+        async with asyncio.timeout(PATIENCE):
+            while pin not in other.asked:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await late.settled()
+        await server.stop(None)
 
 
 async def test_a_manager_that_answered_once_is_its_groups_matter(managers: list[Manager]) -> None:
