@@ -63,7 +63,7 @@ class LeaderWatch:
         self._names, self._dial, self._on_change = ManagerNames(names), dial, on_change
         self._resolve, self._again_s = resolve, again_s
         self._states: dict[str, ManagerState] = {}
-        # In the order of their first answers. The value is where an ungrouped manager was met first: it may have several
+        # In the order of the first answers. The value is where an ungrouped manager was met first: it may have several
         # addresses, as on two networks.
         self._heard: dict[str, str] = {}
         self._unresolved = set(self._names.to_resolve)

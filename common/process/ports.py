@@ -19,7 +19,7 @@ _last_picked: dict[int, int] = {}
 
 
 def free_ports(count: int, hosts: Sequence[str] = ("127.0.0.1",)) -> list[int]:
-    """Return different ports that are free now at each of the hosts. Another process may take one before its owner does.
+    """Return different ports that are free now at each host. Another process may take one before its owner does.
 
     A port that this process has picked is the last to be picked again: its owner may not listen yet.
     """

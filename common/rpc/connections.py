@@ -94,11 +94,22 @@ async def _delivered(ports: Collection[int], seconds: float) -> None:
     ends, waiting = time.monotonic() + seconds, None
     while waiting is None or waiting:
         await asyncio.sleep(_FLUSH_S)
-        unsent = set[int]()
-        _visit(ports, False, lambda _, connection: unsent.update(_unsent(connection)))
+        unsent = _unsent(ports)
         waiting = unsent if waiting is None else waiting & unsent
         if time.monotonic() >= ends:
             return
+
+
+def _unsent(ports: Collection[int]) -> set[int]:
+    """Return the inodes of connections whose other end has yet to acknowledge bytes."""
+    found = set[int]()
+
+    def look(_: int, connection: socket.socket) -> None:
+        if int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder):
+            found.add(os.fstat(connection.fileno()).st_ino)
+
+    _visit(ports, False, look)
+    return found
 
 
 def _visit(ports: Collection[int], listening: bool, act: Callable[[int, socket.socket], object]) -> Ended:
@@ -130,12 +141,6 @@ def _replace(number: int, listener: socket.socket) -> None:
     with socket.socket(listener.family, socket.SOCK_STREAM) as idle:
         if os.fstat(number).st_ino == os.fstat(listener.fileno()).st_ino:
             os.dup2(idle.fileno(), number, inheritable=False)
-
-
-def _unsent(connection: socket.socket) -> list[int]:
-    """Return the inode of a connection whose other end has yet to acknowledge bytes; else nothing."""
-    count = int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-    return [os.fstat(connection.fileno()).st_ino] if count else []
 
 
 def _open_files() -> list[int]:

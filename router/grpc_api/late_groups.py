@@ -132,7 +132,8 @@ class LateGroups:
         heard = self._groups.heard()
         for change in self._changes.values():
             # A manager that was asked before its first answer has said its group since.
-            change.reached |= {self._groups.group_at(each) for each in heard.intersection(change.answers.asked.values())}
+            asked = heard.intersection(change.answers.asked.values())
+            change.reached |= {self._groups.group_at(address) for address in asked}
         return {group for change in self._changes.values() for group in self._groups.known() - change.reached}
 
     async def _bring(self, group: str) -> None:

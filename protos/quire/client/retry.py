@@ -5,9 +5,11 @@ sends what the caller lacks. Attempts to resume have a bound of their own, which
 
 Unary calls, and streams before their first event, are retried in three cases. UNAVAILABLE is retried.
 RESOURCE_EXHAUSTED is retried when the server sent RetryInfo. CANCELLED is retried when gRPC itself sent it, as it does
-when a router has just begun to drain; where no attempt is left, that is Unavailable to the caller. The wait is what the server asked for, plus a random part of a limit that doubles
-with each retry ("full jitter": refused clients do not return all at once). All calls of a client share one budget, so
-that retries stay a small part of an overloaded server's load.
+when a router has just begun to drain; where no attempt is left, that is Unavailable to the caller.
+
+The wait is what the server asked for, plus a random part of a limit that doubles with each retry ("full jitter":
+refused clients do not return all at once). All calls of a client share one budget, so that retries stay a small part of
+an overloaded server's load.
 """
 
 from __future__ import annotations
