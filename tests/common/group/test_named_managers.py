@@ -145,6 +145,7 @@ async def test_a_manager_with_two_addresses_is_asked_once(supervisor: Supervisor
         managers[1].say(True, 0)
         await until(lambda: len(calls._groups.leaders()) == 2)
         assert len((await calls.pools(pb.GetPoolRequest())).pools) == 2
+        await supervisor.aclose()
 
 
 async def test_a_name_without_an_answer_keeps_no_other_one_waiting(supervisor: Supervisor) -> None:
