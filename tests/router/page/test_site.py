@@ -292,7 +292,7 @@ async def test_wrong_questions_are_refused_at_once_and_take_no_place(data: Data)
         (map_asked, "limit=1"),
         (block_asked, "block=x&worker=w"),
     ],
-    ids=str,
+    ids=lambda each: each if isinstance(each, str) else each.__qualname__,
 )
 def test_wrong_values_are_found_before_a_place_is_taken(check: Callable[[Query], object], wrong: str) -> None:
     with pytest.raises(InvalidRequest):
