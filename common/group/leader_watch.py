@@ -168,9 +168,7 @@ class LeaderWatch:
     def _forget(self, address: str) -> None:
         del self._states[address]
         self._heard.pop(address, None)
-        others = [each for each, first in self._heard.items() if first == address]
-        for each in others:
-            self._heard[each] = others[0]
+        self._rename(self._known_by(address))
         self._tried.discard(address)
         if address in self._following:
             self._following.pop(address).cancel()
@@ -187,7 +185,7 @@ class LeaderWatch:
                         since = time.monotonic() - response.state_seconds
                         said = response.leads, response.term, since, response.group, response.owner
                         state = ManagerState(address, True, *said)
-                        self._heard[address] = self._met_first(state)
+                        self._note_first(state)
                         self._note(state)
                         self._try_ended(address)
             self._try_ended(address)
@@ -196,6 +194,12 @@ class LeaderWatch:
                 self._note(ManagerState(address, since=time.monotonic(), group=last.group, owner=last.owner))
             await asyncio.sleep(_BACKOFF.pause(max(1, failures), random.random()))
 
+    def _note_first(self, state: ManagerState) -> None:
+        """Note where this manager was met first, and that another one has an address that was thought to be its."""
+        self._heard[state.address] = self._met_first(state)
+        others = [each for each in self._known_by(state.address) if self._states[each].reachable]
+        self._rename([each for each in others if self._states[each].owner != state.owner])
+
     def _met_first(self, state: ManagerState) -> str:
         """Return the address where this manager was met first: the same process answers there, or did until now."""
         for address, first in self._heard.items():
@@ -203,6 +207,15 @@ class LeaderWatch:
                 return first
         first = self._heard.get(state.address, state.address)
         return state.address if first == state.address or self._states[first].reachable else first
+
+    def _known_by(self, address: str) -> list[str]:
+        """Return the other addresses of the manager that was met first at this one."""
+        return [each for each, first in self._heard.items() if first == address and each != address]
+
+    def _rename(self, addresses: list[str]) -> None:
+        """Know the manager at these addresses by the first of them."""
+        for each in addresses:
+            self._heard[each] = addresses[0]
 
     def _try_ended(self, address: str) -> None:
         self._tried.add(address)

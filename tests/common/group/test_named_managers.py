@@ -131,7 +131,8 @@ async def test_a_router_asks_the_leaders_of_all_groups_that_a_name_has(
     assert not pools.silent_groups
 
 
-async def test_a_manager_with_two_addresses_is_asked_once(supervisor: Supervisor) -> None:
+@pytest.mark.parametrize("other", [0, 1])
+async def test_a_manager_with_two_addresses_is_asked_once(supervisor: Supervisor, other: int) -> None:
     """One process without a group, on two networks."""
     async with Managers(HOSTS[:2], free_ports(1, HOSTS)[0]) as managers:
         for each in managers.all:
@@ -141,8 +142,8 @@ async def test_a_manager_with_two_addresses_is_asked_once(supervisor: Supervisor
         calls.start(supervisor)
         await until(lambda: [each.reachable for each in calls.managers()] == [True, True])
         assert len((await calls.pools(pb.GetPoolRequest())).pools) == 1
-        managers[1].owner = "another"  # the address belongs to another process by now
-        managers[1].say(True, 0)
+        managers[other].owner = "another"  # the address belongs to another process by now
+        managers[other].say(True, 0)
         await until(lambda: len(calls._groups.leaders()) == 2)
         assert len((await calls.pools(pb.GetPoolRequest())).pools) == 2
         await supervisor.aclose()
