@@ -1,0 +1,63 @@
+"""Two groups of KV managers, and a router that knows them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from grpc import aio
+
+from common.process.supervised import Supervisor
+from common.rpc.server import open_channel
+from quire.decision.v1 import decision_pb2_grpc
+from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
+from router.grpc_api.manager_calls import ManagerCalls
+from router.grpc_api.manager_groups import ManagerGroups
+from tests.support.router.fake_managers import DOWN, PATIENCE, Manager
+
+
+@pytest.fixture
+async def managers() -> AsyncIterator[list[Manager]]:
+    """The leaders of groups a and b."""
+    both, servers = [Manager("a"), Manager("b")], []  # type: ignore[abstract]
+    for each in both:
+        server = aio.server()
+        rpc.add_KvManagerServiceServicer_to_server(each, server)
+        decision_pb2_grpc.add_DecisionServiceServicer_to_server(each, server)
+        each.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        servers.append(server)
+    yield both
+    for server in servers:
+        await server.stop(None)
+
+
+@pytest.fixture
+async def groups(managers: list[Manager]) -> AsyncIterator[ManagerGroups]:
+    """Both groups, known by name."""
+    supervisor = Supervisor()
+    found = ManagerGroups([each.address for each in managers], open_channel)
+    found.start(supervisor)
+    async with asyncio.timeout(PATIENCE):
+        while set(found.leaders()) != {"a", "b"}:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    yield found
+    await supervisor.aclose()
+
+
+@pytest.fixture
+def calls(groups: ManagerGroups, managers: list[Manager]) -> ManagerCalls:
+    found = ManagerCalls([each.address for each in managers], open_channel)
+    found._groups = groups
+    return found
+
+
+@pytest.fixture
+async def one_down(managers: list[Manager]) -> AsyncIterator[ManagerCalls]:
+    """Groups a and b, and a third address where nobody has answered since the router's start."""
+    supervisor = Supervisor()
+    found = ManagerCalls([*(each.address for each in managers), DOWN], open_channel)
+    found.start(supervisor)
+    yield found
+    await supervisor.aclose()
