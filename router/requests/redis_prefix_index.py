@@ -112,9 +112,10 @@ class RedisPrefixIndex:
         if namespace != self._namespace:
             self._namespace, self._owners, self._looked = namespace, {}, {}
         await self._look_up_owners(self._older_than(OWNER_SECONDS, self._owners))
-        match = await self._match(identity, block_hashes)
+        until = self._clock.monotonic() + self._timeout
+        match = await self._match(identity, block_hashes, until)
         if await self._look_up_owners(self._older_than(DEAD_SECONDS, match.unknown)):
-            match = await self._match(identity, block_hashes)
+            match = await self._match(identity, block_hashes, until)
         return match.hits()
 
     def _older_than(self, seconds: float, slots: Iterable[int]) -> list[int]:
@@ -122,7 +123,14 @@ class RedisPrefixIndex:
         oldest = self._clock.monotonic() - seconds
         return sorted(slot for slot in slots if self._looked.get(slot, float("-inf")) <= oldest)
 
-    async def _match(self, identity: PoolIdentity, block_hashes: Sequence[BlockHash]) -> PrefixMatch | RunMatch:
+    async def _match(
+        self, identity: PoolIdentity, block_hashes: Sequence[BlockHash], until: float
+    ) -> PrefixMatch | RunMatch:
+        """Read the index up to the end of the hits, or as far as the time allows.
+
+        The clock is read between two answers: asyncio.wait_for of Python 3.11, by which redis-py sends, may lose the
+        cancellation of a timeout. What is known by then counts, and is no failure of Redis.
+        """
         root, length, seen = prefix_key_root(self._namespace), len(block_hashes), identity.kv_geometry.window
         live = {slot: (owner.worker_id, owner.generation) for slot, owner in self._owners.items()}
         match: PrefixMatch | RunMatch = PrefixMatch(live, unpack_entries)
@@ -131,6 +139,8 @@ class RedisPrefixIndex:
         for window in windows(length):
             keys = [root + block_hashes[place] for place in window]
             if not match.feed(cast("list[bytes]", await self._run(_BEGINNINGS, keys))):
+                break
+            if self._clock.monotonic() >= until:
                 break
         return match
 

@@ -6,6 +6,7 @@ import asyncio
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -17,6 +18,7 @@ from common.process.local_redis import LocalRedis
 from common.process.redis_client import open_redis
 from common.types import BlockHash, KvGeometry, PoolIdentity
 from router.core.breaker import CircuitBreaker
+from router.core.prefix_match import WINDOWS
 from router.requests.redis_prefix_index import OWNER_SECONDS, PAUSES, NoPrefixIndex, RedisPrefixIndex
 
 IDENTITY = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))
@@ -173,6 +175,24 @@ async def test_a_redis_that_does_not_answer_costs_its_timeout_and_no_more(clock:
         assert asyncio.get_running_loop().time() - began < PATIENT_S
         assert not index.connected
         await client.aclose()
+
+
+async def test_a_lookup_beyond_its_time_ends_with_what_is_known_and_is_no_failure(
+    index: RedisPrefixIndex, redis_client: Redis, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One long prompt after the other would else open the breaker for everybody."""
+    await own(redis_client, 0, "w0", 11)
+    await publish(redis_client, CHAIN, (0, 11))
+    assert await index.lookup(CHAIN) == {"w0": len(CHAIN)}
+    answer = index._run
+
+    async def late(*arguments: Any) -> Any:
+        clock.advance(PATIENT_S)
+        return await answer(*arguments)
+
+    monkeypatch.setattr(index, "_run", late)
+    assert await index.lookup(CHAIN) == {"w0": WINDOWS[0]}
+    assert index.connected
 
 
 async def test_a_huge_value_counts_to_its_limit_and_takes_no_memory(
