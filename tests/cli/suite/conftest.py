@@ -24,6 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def base(folder: Path, tmp_path: Path) -> dict[str, str]:
     """An environment that names a checkpoint, ports that are free, and a folder for state."""
-    names = ("PORT", "GRPC_PORT", "ADMIN_PORT", "ADMIN_HTTP_PORT", "MANAGER_PORT", "WORKER_PORT")
+    # The defaults are among the ports that the system gives to clients: any of them may be in use.
+    names = ("PORT", "GRPC_PORT", "ADMIN_PORT", "ADMIN_HTTP_PORT", "MANAGER_PORT", "STANDBY_PORT", "WORKER_PORT")
     ports = {f"QUIRE_SERVE_{name}": str(port) for name, port in zip(names, free_ports(len(names)), strict=True)}
     return {"QUIRE_MODEL": str(folder), "QUIRE_STATE_DIR": str(tmp_path / "state"), **ports}
