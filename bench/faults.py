@@ -70,10 +70,11 @@ WORKERS: Final = 2
 _STREAMS_A_CLIENT: Final = 8
 _LONGER: Final = 3  # times the tokens, for the streams of a failure that lasts
 _IMPATIENT_S: Final = 3.0
-# Words of the errors with which streams may end: what they needed is gone for good, or they hit the limit themselves.
-_REASONS: Final[Mapping[Kind, tuple[str, ...]]] = {
-    Kind.MANAGER_GONE: ("--manager-patience",),
-    Kind.ROUTER_WITHOUT_MEMORY: ("memory", "MemoryError"),
+# A word of the errors with which streams may end, and the largest share of the streams that may: what they needed is
+# gone for good, or they hit the limit themselves.
+_REASONS: Final[Mapping[Kind, tuple[str, float]]] = {
+    Kind.MANAGER_GONE: ("--manager-patience", 1.0),
+    Kind.ROUTER_WITHOUT_MEMORY: ("memory", 0.25),
 }
 DRAIN_S: Final = 60.0  # longer than any stream: a router that drains ends what is left then
 NOTES: Final = {
@@ -160,8 +161,10 @@ class Rounds:
         await self._injector.inject(fault, ended)
         await ended()
         await self._injector.whole()
-        reasons = _REASONS.get(fault.kind, ())
-        given_up = [each for each in streams if any(reason in each.broken for reason in reasons)]
+        reason, share = _REASONS.get(fault.kind, ("", 0.0))
+        given_up = [each for each in streams if reason and reason in each.broken.lower()]
+        if len(given_up) > share * len(streams):
+            given_up = []
         broken = [each for each in streams if each.broken and each not in given_up]
         for stream in broken:
             print(f"  {fault.kind}: a stream broke after {len(stream.tokens)} tokens: {stream.broken}")

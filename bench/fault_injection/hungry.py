@@ -15,6 +15,8 @@ from common.rpc.server import open_channel
 _CALLS: Final = 8
 _PAUSE_S: Final = 0.1
 _CALL_S: Final = 60.0
+HAD_MEMORY: Final = "NOT_FOUND"
+"""How a call ends for which there was memory."""
 _WORDS: Final = 80  # characters of an error
 # Of a message, for what is not the name.
 _REST_BYTES: Final = 1 << 10

@@ -16,7 +16,7 @@ import redis.asyncio
 
 from bench.attack.victim import Victim
 from bench.fault_injection.clocks import Clocks
-from bench.fault_injection.hungry import feed
+from bench.fault_injection.hungry import HAD_MEMORY, feed
 from bench.fault_injection.limits import without_disk, without_files, without_memory
 from bench.fault_injection.plan import CLOCKS, FREEZE_S, FROZEN, JUMP_S, STOP_S, WITHOUT_DISK, Fault, Kind
 from bench.fault_injection.streams import Stream
@@ -118,9 +118,9 @@ class Injector:
 
     async def _starve(self, name: str) -> None:
         """Let a process get no memory while large calls need some; say what became of the calls and of the process."""
-        pid, (host, port) = self._pid(name), self._suite.addresses_of(name)[0]
+        pid = self._pid(name)
         with without_memory(pid):
-            feeding = asyncio.create_task(feed(f"{host}:{port}"))
+            feeding = asyncio.create_task(feed(self._own_address(name)))
             await asyncio.sleep(STOP_S)
             feeding.cancel()
             became = await feeding
@@ -128,6 +128,16 @@ class Injector:
         ended = "" if self._suite.pids().get(name) == pid else ", ended, and was started again"
         ends = ", ".join(f"{count} {status}" for status, count in sorted(became.items()))
         print(f"  {name} got no memory{ended}; large calls: {ends or 'none ended'}", flush=True)
+        if not ended and all(status.startswith(HAD_MEMORY) for status in became):
+            raise RuntimeError(f"{name} lacked no memory: no large call was refused, so nothing was injected")
+
+    def _own_address(self, name: str) -> str:
+        """Return a gRPC address of this process alone: routers share their public ports."""
+        service, _, number = name.partition("-")
+        if service == "router":
+            return self._suite.admin_addresses[int(number)]
+        host, port = self._suite.addresses_of(name)[0]
+        return f"{host}:{port}"
 
     async def _wipe(self, _: str) -> None:
         async with redis.asyncio.Redis.from_url(self._suite.redis_url) as connection:
@@ -205,15 +215,21 @@ class Injector:
         return len(usable) == self._workers
 
     async def leaked(self) -> int:
-        """Return how many blocks are still held when nothing runs any more; the last requests have a minute to end."""
+        """Return how many blocks are still held when nothing runs any more; the last requests have two minutes to end.
+
+        Raises TimeoutError when the manager lacks the pool of a worker for so long.
+        """
         end = time.monotonic() + _PATIENCE_S
         async with open_channel(self._suite.managers[await self._leader()]) as channel:
             stub = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
             while True:
                 pools = (await stub.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=_PATIENCE_S)).pools
                 held = sum(pool.in_use + pool.leased + pool.pinned for pool in pools)
-                if (not held and len(pools) == self._workers) or time.monotonic() >= end:
+                whole, late = len(pools) == self._workers, time.monotonic() >= end
+                if whole and (late or not held):
                     return held
+                if late:
+                    raise TimeoutError(f"the manager has the pools of {len(pools)} of {self._workers} workers")
                 await asyncio.sleep(_POLL_S)
 
 

@@ -65,7 +65,8 @@ class HostsInjector:
         leader = await self._suite.leader()
 
         async def given_up() -> bool:
-            return worker not in await self._suite.attached_to(leader)
+            attached = await self._suite.attached_to(leader)
+            return attached is not None and worker not in attached
 
         with self._network.partition(leader, worker):
             await until(given_up)
@@ -77,7 +78,7 @@ class HostsInjector:
 
         async def deposed() -> bool:
             suite = self._suite
-            return await suite.leads(standby) and set(await suite.attached_to(standby)) == set(WORKERS)
+            return await suite.leads(standby) and set(await suite.attached_to(standby) or ()) == set(WORKERS)
 
         alone = kind is Kind.LEADER_ISOLATED
         with self._network.isolated(leader) if alone else self._network.partition(leader, "redis"):
@@ -93,12 +94,18 @@ class HostsInjector:
         await until(attached)
 
     async def leaked(self) -> int:
-        """Return how many blocks are still held when nothing runs any more."""
+        """Return how many blocks are still held when nothing runs any more.
+
+        Raises TimeoutError when the leader lacks the pool of a worker for two minutes.
+        """
         end = time.monotonic() + _PATIENCE_S
         while True:
             held = await self._suite.attached()
-            if (len(held) == len(WORKERS) and not any(held.values())) or time.monotonic() >= end:
+            whole, late = len(held) == len(WORKERS), time.monotonic() >= end
+            if whole and (late or not any(held.values())):
                 return sum(held.values())
+            if late:
+                raise TimeoutError(f"the leader has the pools of {sorted(held)} alone")
             await asyncio.sleep(_POLL_S)
 
 

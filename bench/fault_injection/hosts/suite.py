@@ -140,15 +140,16 @@ class Suite:
 
     async def attached(self) -> dict[str, int]:
         """Return the workers that the leader has sessions with, and the blocks that each one holds."""
-        return await self.attached_to(await self.leader())
+        return await self.attached_to(await self.leader()) or {}
 
-    async def attached_to(self, manager: str) -> dict[str, int]:
+    async def attached_to(self, manager: str) -> dict[str, int] | None:
+        """Return the same of a manager; None where it does not answer, or does not lead."""
         async with open_channel(self.address(manager, 50052)) as channel:
             stub = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
             try:
                 pools = (await stub.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=_CALL_S)).pools
             except grpc.aio.AioRpcError:  # it leads no longer
-                return {}
+                return None
         return {pool.worker_id: pool.in_use + pool.leased + pool.pinned for pool in pools}
 
     async def until_whole(self) -> None:
