@@ -120,7 +120,7 @@ def _credentials(settings: ClientSettings) -> grpc.ChannelCredentials | None:
 def _with_advice(error: QuireError, address: str) -> QuireError:
     """Add advice to an error when no router answers, or when another server does."""
     if isinstance(error, Unavailable) and "connect" in str(error).lower():
-        what = f"no router answers at {address}; start one with  quire serve"
+        what = f"no router answers at {address}; start one with `quire serve`"
         refused = "connection refused" in str(error).lower()
         return Unavailable(what if refused else f"{what}, or name the --state-dir of its certificates")
     if isinstance(error, Unsupported) and str(error) == _NO_SUCH_METHOD:

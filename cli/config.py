@@ -28,7 +28,7 @@ from common.settings.options import (
 from gpuworker.config import EngineSettings
 from router.config import ReasoningParser, ToolCallParser
 
-# Each process gets the others' ports before any of them runs, so `quire up` itself picks a free one for each 0.
+# Each process gets the others' ports before any of them runs, so `quire serve` itself picks a free one for each 0.
 FixedPort = Annotated[int, Field(ge=0, le=65535)]
 
 

@@ -106,7 +106,7 @@ class Runner:
             response = await opened.get("/v1/models")
         except httpx.TransportError as error:
             what = f"no router answers at {self._target.url} ({_words(error)})"
-            raise Unavailable(f"{what}; start one with  quire serve, or name it with --http-address") from None
+            raise Unavailable(f"{what}; start one with `quire serve`, or name it with --http-address") from None
         _check_key(response)
 
     async def _work(self, opened: httpx.AsyncClient, items: Iterator[Item]) -> None:

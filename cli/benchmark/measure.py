@@ -1,4 +1,4 @@
-"""Runs `quire bench`: a suite as `quire up` starts it, the planned runs, then a second suite for each alternative.
+"""Runs `quire bench`: a suite as `quire serve` starts it, the planned runs, then a second suite for each alternative.
 
 The suites of a comparison take turns, so that other load on the machine affects both alike.
 """
@@ -57,7 +57,7 @@ Stage = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What to measure: the model, the flags of `quire up` for it, the seconds for everything."""
+    """What to measure: the model, the flags of `quire serve` for it, the seconds for everything."""
 
     model: str
     flags: tuple[str, ...]
@@ -66,7 +66,7 @@ class Wish:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The flags of the suite, which runs as `quire up` does, TLS between its services included."""
+        """The flags of the suite, which runs as `quire serve` does, TLS between its services included."""
         return ("--no-insecure", "--model", self.model, "--drain-timeout", "1", *self.flags)
 
 

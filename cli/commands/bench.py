@@ -1,8 +1,8 @@
 """`quire bench [MODEL]`: what this machine gets with a model, which limits bind, and which options to change.
 
-A suite is started as `quire up` starts it, on ports of its own, and a client measures it. Then other options are tried
-in suites of their own, in turns with the first. Every option of `quire up` can be given too. Without MODEL: the demo
-model.
+A suite is started as `quire serve` starts it, on ports of its own, and a client measures it. Then other options are
+tried in suites of their own, in turns with the first. Every option of `quire serve` can be given too. Without MODEL:
+the demo model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LEAST_SECONDS, _MOST_SECONDS = 30.0, 3600.0
 
 
 def parser() -> argparse.ArgumentParser:
-    usage = "quire bench [MODEL] [--seconds N] [--figures-only] [--json] [--plot FILE] [options of quire up]"
+    usage = "quire bench [MODEL] [--seconds N] [--figures-only] [--json] [--plot FILE] [options of quire serve]"
     flags = argparse.ArgumentParser("quire bench", usage=usage, description=__doc__, allow_abbrev=False)
     flags.add_argument("--seconds", type=float, default=_SECONDS, help="for everything (default %(default)g)")
     flags.add_argument("--figures-only", action="store_true", help="try no other options")

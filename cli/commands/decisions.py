@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--since", metavar="TIME", help="of so much time, such as 30s, 5m or 2h")
     flags.add_argument("--until", metavar="TIME", help="made so much time ago at the latest, such as 1d")
     flags.add_argument("--service", choices=[_ROUTER, _MANAGER], help="of this service alone")
-    flags.add_argument("--limit", type=int, default=_DEFAULT, metavar="N", help="the newest N (%(default)s)")
+    flags.add_argument("--limit", type=int, default=_DEFAULT, metavar="N", help="the newest N (default %(default)s)")
     flags.add_argument("--follow", action="store_true", help="go on with each new one, until Ctrl-C")
     add_log(flags)
     add_admin_address(flags)

@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--priority", type=int, help="-100 to 100; lowered to the tenant's maximum")
     flags.add_argument("--salt", help="the request's cache_salt")
     flags.add_argument("--no-cache", action="store_true", help="the request does not use the cache")
-    flags.add_argument("--deadline", type=float, default=0.0, metavar="SECONDS", help="what the client would allow")
+    flags.add_argument("--deadline", type=float, default=0.0, metavar="SECONDS", help="how long the client would wait")
     flags.add_argument("--tenant", default="", help="the tenant that would send it, where tenants have keys")
     add_admin_address(flags)
     add_json(flags)

@@ -37,7 +37,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--tenant", default="", help="the tenant whose prompts begin so, where tenants have keys")
     flags.add_argument("--salt", default="", help="the cache_salt of these prompts")
     flags.add_argument("--shared-domain", default="", help="the shared domain of these prompts")
-    flags.add_argument("--for", dest="duration", type=float, metavar="SECONDS", help="default: until it is unpinned")
+    text = "how long it stays pinned; default: until it is unpinned"
+    flags.add_argument("--for", dest="duration", type=float, metavar="SECONDS", help=text)
     flags.add_argument("--compute", type=int, default=0, metavar="N", help="compute it on so many workers now")
     add_admin_address(flags)
     add_json(flags)

@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--costs", metavar="COSTS", help=text)
     how.add_argument("--seeds", type=int, metavar="N", default=3, help="replays with different tie-breaks (default 3)")
     flags.add_argument("--export", type=Path, metavar="FILE", help="write the arrivals into a file, and replay nothing")
-    text = "form of --export: quire or mooncake"
+    text = "form of --export (default %(default)s)"
     flags.add_argument("--form", choices=("quire", "mooncake"), default="mooncake", help=text)
     flags.add_argument("--plot", type=Path, metavar="FILE", help="also draw the figures, into a .png or .svg")
     add_json(flags)

@@ -30,7 +30,7 @@ _BACK: Final = Text("\nany key: back", "dim")
 def main(argv: Sequence[str]) -> int:
     flags = argparse.ArgumentParser("quire top", description=__doc__)
     flags.add_argument(
-        "--every", type=float, default=_EVERY_S, metavar="SECONDS", help="between two looks (%(default)g)"
+        "--every", type=float, default=_EVERY_S, metavar="SECONDS", help="seconds between looks (default %(default)g)"
     )
     flags.add_argument("--once", action="store_true", help="print one screen, and end")
     add_admin_address(flags)

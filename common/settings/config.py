@@ -343,7 +343,7 @@ def _from_file(reading: Reading, key: str, name: str, path: Path) -> dict[str, t
     try:
         return {key: (name, path.read_text().strip())}
     except (OSError, UnicodeDecodeError) as error:
-        reading.violate(name, f"names {path}, which cannot be read ({error}); expected a file with the value")
+        reading.violate(name, f"names {path}, which cannot be read ({_reason(error)}); expected a file with the value")
         return {}
 
 
@@ -352,7 +352,7 @@ def _read_file(reading: Reading, path: Path) -> None:
     try:
         content = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
-        return reading.violate(str(path), f"cannot be read ({error}); expected a TOML file")
+        return reading.violate(str(path), f"cannot be read ({_reason(error)}); expected a TOML file")
     except tomllib.TOMLDecodeError as error:
         return reading.violate(str(path), f"is not valid TOML: {error}")
     tables = {name: content.pop(name) for name in list(content) if name in reading.known}
@@ -390,5 +390,11 @@ def _in_words(problem: ErrorDetails, origins: Mapping[str, str], settings: type[
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    bare = {each.lstrip("-"): each for each in sorted(known)}
+    close = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=0.6)
+    return f"; did you mean {bare[close[0]]}?" if close else ""
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    """Return why a file cannot be read, without its path."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -24,8 +24,12 @@ class DecisionLogSettings(Settings):
         "may share it; unset: memory alone",
     )
     decision_log_size: Annotated[Bytes, Field(ge=_SMALLEST)] = Field(
-        256 << 20, description="bytes that the log of each process may have on disk, such as 256MiB"
+        256 << 20,
+        json_schema_extra={"unsaid": ""},
+        description="bytes that the log of each process may have on disk, such as 1GiB; default 256MiB",
     )
     decision_log_age: Annotated[Duration, Field(ge=_SHORTEST_S)] = Field(
-        _AGE_S, description="age at which records leave the disk: seconds, or such as 12h or 7d"
+        _AGE_S,
+        json_schema_extra={"unsaid": ""},
+        description="age at which records leave the disk: seconds, or such as 12h; default 7d",
     )

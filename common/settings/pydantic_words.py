@@ -16,5 +16,7 @@ def mistake(problem: Mapping[str, Any]) -> str:
 
 def expectation(problem: Mapping[str, Any]) -> str:
     """Return what was expected, without pydantic's own phrases."""
+    if problem["type"] == "too_short":
+        return "expected at least one"
     words = str(problem["msg"]).removeprefix("Value error, ").replace("Input should be", "expected")
     return words.partition(", unable to ")[0]

@@ -138,4 +138,4 @@ async def test_what_cannot_be_talked_with_is_said(router: tuple[ChatRouter, str]
         return done.returncode, done.stderr
 
     assert await said(address) == (1, "quire: demo has no chat template; quire generate --raw completes a text\n")
-    assert await said("127.0.0.1:1") == (1, "quire: no router answers at 127.0.0.1:1; start one with  quire serve\n")
+    assert await said("127.0.0.1:1") == (1, "quire: no router answers at 127.0.0.1:1; start one with `quire serve`\n")

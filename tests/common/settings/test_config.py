@@ -212,6 +212,10 @@ def test_a_second_value_of_the_positional_option_is_refused(words: tuple[str, ..
     assert {each.field: each.description for each in caught.value.violations} == said
 
 
+def test_a_flag_that_resembles_none_gets_no_proposal() -> None:
+    assert violations("--nope") == {"--nope": "is no flag here"}
+
+
 def test_exclusive_options_of_one_source_are_refused() -> None:
     assert violations("--kv-blocks", "4", "--kv-memory", "1k") == {
         "--kv-blocks": "given together with --kv-memory; expected at most one of them"
@@ -225,7 +229,9 @@ def test_an_exclusive_option_displaces_the_other_of_a_lower_source() -> None:
 
 def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     missing = str(tmp_path / "none.toml")
-    assert violations("--config", missing)[missing].startswith("cannot be read")
+    assert (
+        violations("--config", missing)[missing] == "cannot be read (No such file or directory); expected a TOML file"
+    )
     broken = toml(tmp_path, "port = ")
     assert violations("--config", broken)[broken].startswith("is not valid TOML")
 
