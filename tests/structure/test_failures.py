@@ -47,7 +47,7 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         Kind.REDIS_OVERWRITTEN,
         f"{SUITES}/e2e/test_resources.py::test_a_redis_that_cannot_save_holds_up_the_index_alone",
     ),
-    "packets late or lost, hosts cut off, or at another address": (
+    "packets late or lost, hosts cut off, another address": (
         Kind.PACKETS_LOST,
         Kind.LINKS_SLOW,
         Kind.ROUTER_WITHOUT_WORKER,
@@ -80,7 +80,7 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         f"{ROUTER}/test_broken_connections.py::test_a_request_whose_workers_end_twice_is_refused",
         "tests/common/rpc/test_malformed.py::test_a_message_for_which_there_is_no_memory_is_no_mistake_of_its_caller",
     ),
-    "a wall clock jumps, a disk is full, no file descriptor or memory is left": (
+    "a clock jumps; no disk, descriptor or memory is left": (
         Kind.MANAGER_CLOCK,
         Kind.ROUTER_CLOCK,
         Kind.WORKER_CLOCK,

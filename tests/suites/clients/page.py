@@ -34,10 +34,8 @@ from the tests, and a test compares both.
 CI runs the tests of clients that `make install` or `make clients` installs. `make test-clients`
 installs all clients into environments of their own below `.clients`, and runs all tests.
 
-Routers that share their ports (`--own-port`) send GOAWAY when a drain begins, and gRPC answers the
-calls that are on their way with CANCELLED. Quire's Python client sends them again. A gRPC client in
-another language has to do that itself: treat a CANCELLED that it did not cause as UNAVAILABLE, and
-send the call again if nothing came.
+A gRPC client in another language than Python retries a CANCELLED that it did not cause: see
+[Streams that go on](usage.md#streams-that-go-on).
 """
 
 
