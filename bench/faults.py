@@ -12,14 +12,15 @@ Redis is wiped, or all its values are overwritten. For 2 s a process has no file
 want one; or it gets no memory, and calls of 4 MiB want some; or it can write to no file. Its wall clock jumps an hour
 ahead, then an hour back (Linux with a C compiler). 16 further clients hang up, and the deadline of 16 passes.
 
-Three more suites: In one with `--manager-patience 3` the manager stands still until every stream has ended: with its
-tokens, or with that reason. In one with two KV managers the leader is killed; or it is stopped until the other one
-leads, and goes on beside it. In one whose services run on hosts of their own (network namespaces: Linux, root,
-iproute2, iptables) packets are lost or late, hosts cannot reach each other, or a worker moves to another address.
+Three more suites run. In one with `--manager-patience 3` the manager stands still until every stream has ended, with
+its tokens or with that reason. In one with two KV managers the leader is killed; or it is stopped until the other one
+leads, and goes on beside it. In the third, services run on hosts of their own (network namespaces: Linux, root,
+iproute2, iptables). There packets are lost or late, hosts cannot reach each other, or a worker moves to another
+address.
 
 A simulated worker's token is determined by seed and position, so each lost, repeated or wrong token is seen. A gap is
 the longest pause of one stream, from its first token to its last. `none` is a round without a failure. Failures inside
-a process (a step that fails, a task that ends) cannot be injected from outside: tests/structure/test_failures.py names
+a process (a step that fails, a task that ends) cannot be injected from outside. tests/structure/test_failures.py names
 the tests that have them. `bench.soak` mixes most of this at random.
 """
 

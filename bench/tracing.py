@@ -3,15 +3,15 @@
     python -m bench.tracing --json
     python -m bench.tracing --json --compare sampled_all
 
-Four suites with the real engine over a small model of random weights run side by side: without sampling, with a ratio
-of 1 % and tail rules, the same where every request counts as slow, and with every request sampled. One of them works at
-a time; each round runs all of them in another order, the two runs of one suite one after the other. The loss is 1 less
+Four suites with the real engine over a small model of random weights run side by side. The first samples nothing, the
+second 1 % with tail rules, the third too with every request slow, and the last one everything. One of them works at a
+time. Each round runs all of them in another order, the two runs of one suite one after the other. The loss is 1 less
 the ratio of output tokens a second of two runs of a round.
 
-Two suites that do the same differ by some percent, so one suite has both runs where that is possible: in the last suite
-each request brings a traceparent, whose flag says in one run that its client declines a trace, and in the other one
-that the client wants it. `overhead_suites` is the difference between two suites that sample nothing, for comparison.
-Processor time follows the number of steps, which differs between equal runs: `steps_*` says by how much.
+Two suites that do the same differ by some percent, so one suite has both runs where that is possible. In the last suite
+each request brings a traceparent. In one run its flag declines a trace, in the other one it asks for it.
+`overhead_suites` is the difference between two suites that sample nothing, for comparison. Processor time follows the
+number of steps, which differs between equal runs: `steps_*` says by how much.
 
 Where all are slow, the router keeps as many as it may, 5 a second, which is the most that one rule can cost for long.
 Requests of one token use up what it may keep at once before each of its runs. A run ends when its spans are delivered;

@@ -28,7 +28,7 @@ class Callers:
 
 
 SERVICES: Final = Callers()
-# A router that gives a client up ends the client's requests for good. So neither end gives up early.
+# When a router ends a silent connection, the client's requests end too. So both ends wait longer.
 CLIENTS: Final = Callers(MAX_PUBLIC_MESSAGE_BYTES, CLIENT_KEEPALIVE_TIMEOUT_MS)
 
 

@@ -41,7 +41,7 @@ class RpcServer:
     ) -> None:
         """`services` are full names (`quire.inference.v1.InferenceService`); `interceptors` see statuses.
 
-        `callers` says what the server bears from them. `tls` is for the port, `own_tls` for the own port. Where
+        `callers` has the limits of messages and of silence. `tls` is for the port, `own_tls` for the own port. Where
         either asks callers for certificates, their roles are checked (`roles.py`).
         """
         self._tls, self._own_tls = tls, own_tls

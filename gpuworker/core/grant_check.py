@@ -16,8 +16,8 @@ def check_grants(
 ) -> None:
     """Raise ProtocolViolation when a grant names a block that there is not, or that the worker still holds.
 
-    The same for a block table that is too long for its sequence, and one that leaves nothing to compute. The same for
-    one that lacks a block which the sequence reads.
+    Raises it also for a block table that is too long for its sequence, that leaves nothing to compute, or that lacks a
+    block which the sequence reads.
     """
     blocks.refuse_unknown(batch.lease)
     for admit in batch.admit:

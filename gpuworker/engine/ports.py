@@ -126,7 +126,7 @@ class EngineLoad:
     steps: int = 0
     tokens_sampled: int = 0
     tokens_scheduled: int = 0
-    # Of the pending ones: those in steps in flight.
+    # Pending prefill tokens that are in steps in flight.
     prefill_tokens_in_flight: int = 0
     manager_attached: bool = False
     decode_times: StepTimes = NO_STEPS

@@ -1,4 +1,4 @@
-"""Names of owners of a lease, by which another process of the same machine sees for certain that one has ended.
+"""Names of owners of a lease, which prove to other processes of the same machine that one has ended.
 
 A name says the machine since its start with its namespaces, the number of the process, and when the process began. It
 proves nothing elsewhere: in another container, on another machine, or where there is no Linux. A container that starts
@@ -22,7 +22,7 @@ _STATE, _THREADS, _BEGAN = 0, 17, 19
 
 
 def owner_name(source: str) -> str:
-    """Return a name of this process that begins with `source`, alone where nobody could tell that it has ended."""
+    """Return a name of this process that begins with `source`. Without /proc it is `source` alone: no proof."""
     with suppress(OSError, ValueError):
         pid = os.getpid()
         if int((_PROC / "self").readlink().name) == pid:  # else /proc is that of another namespace
@@ -44,7 +44,7 @@ def has_ended(owner: str) -> bool:
         pass
     try:
         stat = _stat(pid)
-    except (OSError, ValueError):  # it ended just now, or is hidden
+    except (OSError, ValueError):  # it has ended since, or is hidden
         return False
     # The threads of a process may outlive its first one.
     ended = stat[_STATE] in _ENDED_STATES and int(stat[_THREADS]) <= 1

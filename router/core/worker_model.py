@@ -144,7 +144,7 @@ class WorkerModel:
     def placed(self, sequences: int, prefill_tokens: int, blocks: int, most_output: int = 0) -> None:
         """Count load that was just placed; negative numbers take back what was released.
 
-        `most_output` is how many tokens the sequences may sample; 0: that is not known.
+        `most_output` is how many tokens the sequences may sample; 0: unknown.
         """
         for placed in (self._since, self._outstanding):
             placed.sequences += sequences
@@ -197,7 +197,7 @@ class WorkerModel:
 
     @property
     def wanted_blocks(self) -> float:
-        """Blocks that one sequence waits for, as the mean of those that this router placed; 0: nobody knows."""
+        """Blocks that one sequence waits for, as the mean of those that this router placed; 0: unknown."""
         placed = self._outstanding
         return placed.blocks / placed.sized if placed.sized else 0.0
 

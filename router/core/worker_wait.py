@@ -9,7 +9,7 @@ from router.core.worker_model import WorkerModel
 
 # The rest of the step that runs, which is half of it in the mean, and the step that is planned while that runs.
 _STEPS_AHEAD: Final = 1.5
-# A stay that was measured as none would let a worker be rid of all its sequences at once.
+# With a measured stay of 0 s sequences would leave infinitely fast.
 _LEAST_STAY_S: Final = 1e-4
 
 
@@ -50,8 +50,8 @@ def _departures_for(blocks: float, worker: WorkerModel) -> float:
     """Return how many sequences have to leave until so many more blocks are free.
 
     While sequences wait, one starts for each that leaves: those that run take the other blocks as they grow. So each of
-    the first departures frees what one that waits wants. The later ones free what a sequence holds in the mean. Where
-    this router has no sequence there, nobody knows what one wants, and `spare_blocks` has left it out too.
+    the first departures frees what one that waits wants. The later ones free what a sequence holds in the mean. Without
+    sequences of this router there the wanted blocks are unknown; `spare_blocks` leaves them out too.
     """
     waiting, wanted = worker.load.waiting, worker.wanted_blocks
     running = max(1, min(worker.sequences - waiting, worker.capacity.max_num_seqs))

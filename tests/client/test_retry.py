@@ -143,7 +143,7 @@ def test_what_a_draining_server_cut_off_unserved_is_tried_again() -> None:
 
 
 def test_what_gets_cut_off_to_the_last_attempt_was_not_cancelled_by_the_caller() -> None:
-    """He would not send it again, or would take it for his own doing."""
+    """Callers do not retry CANCELLED."""
     with pytest.raises(Unavailable, match="the router ended the connection"):
         attempts(Retry(attempts=1))[0].wait_after(Failure(grpc.StatusCode.CANCELLED))
     tries, _ = attempts(Retry(resumes=0))

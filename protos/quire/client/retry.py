@@ -46,7 +46,7 @@ def is_lost(status: status_pb2.Status) -> bool:
     return status.code in _LOST and not status.details
 
 
-def _cut_off(status: status_pb2.Status) -> bool:
+def _ended_by_grpc(status: status_pb2.Status) -> bool:
     """Return whether gRPC itself says that a call was cancelled, as a server that stops makes it."""
     return status.code == grpc.StatusCode.CANCELLED.value[0] and not status.details
 
@@ -153,7 +153,7 @@ class Attempts:
 
     def _meant(self, status: status_pb2.Status) -> QuireError:
         """Return the error of a status. The caller did not cancel a call that gRPC ended while the client is open."""
-        if _cut_off(status) and not self._budget.ended:
+        if _ended_by_grpc(status) and not self._budget.ended:
             return Unavailable(f"the router ended the connection of the call: {status.message}")
         return error_from_status(status)
 
@@ -178,7 +178,7 @@ class Attempts:
         again = (
             status.code == grpc.StatusCode.UNAVAILABLE.value[0]
             or (status.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0] and asked is not None)
-            or _cut_off(status)
+            or _ended_by_grpc(status)
         )
         if not again or self._failed + 1 >= self._retry.attempts:
             return None

@@ -68,7 +68,7 @@ def test_a_server_bears_the_pings_that_channels_send() -> None:
 
 
 def test_a_client_and_its_router_bear_a_longer_silence_than_services() -> None:
-    """Whoever gives up first costs the client its requests, although everybody lives."""
+    """Whoever gives up first costs the client its requests, although both processes run."""
     router, service, client = dict(server_options(callers=CLIENTS)), dict(server_options()), dict(client_options())
     patience = "grpc.keepalive_timeout_ms"
     assert router[patience] == client[patience] == 3 * service[patience]

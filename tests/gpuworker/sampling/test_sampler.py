@@ -336,7 +336,7 @@ def test_ids_beyond_the_vocabulary_have_no_effect() -> None:
 def test_a_step_has_numbers_for_the_rows_that_sample_at_random_alone_and_only_when_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The native sampler makes its own: the engine's thread would compute them between two steps for nobody."""
+    """The native sampler makes its own; nothing would read those of the engine's thread."""
     rows = [SampledRow(SamplingParams(seed=3), 0), SampledRow(SamplingParams(temperature=0.0), 0)]
     rows.append(SampledRow(SamplingParams(seed=5), 0))
     asked: list[int] = []

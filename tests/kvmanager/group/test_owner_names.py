@@ -1,4 +1,4 @@
-"""The name of a process tells another one of its machine for certain that it has ended, and nothing else does."""
+"""The name of a process proves on the same machine that the process has ended, and proves nothing else."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvmanager.group.processes import has_ended, owner_name
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the proof needs Linux's /proc")
 
-TELL = "from kvmanager.group.processes import owner_name; print(owner_name('m-1'), flush=True); input()"
+PRINT_NAME = "from kvmanager.group.processes import owner_name; print(owner_name('m-1'), flush=True); input()"
 
 
 def started() -> tuple[subprocess.Popen[str], str]:
-    """Start a process that tells its name and waits; return both."""
+    """Start a process that prints its name and waits; return both."""
     process = subprocess.Popen(
-        [sys.executable, "-c", TELL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, "-c", PRINT_NAME], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
     assert process.stdout is not None
     return process, process.stdout.readline().strip()

@@ -1,4 +1,4 @@
-"""A suspect that waits until it may be tried again hears what ends its request, and is then tried nowhere."""
+"""A suspect that waits to be tried again ends with the reason for which its request ends."""
 
 from __future__ import annotations
 
