@@ -16,8 +16,8 @@ from router.core.events import Finished
 from router.core.tail_rules import Rule
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-# Outcomes of a lookup in the prefix index: an answer, none in time, or skipped after many failures.
-LOOKUPS = ("answered", "failed", "skipped")
+# Outcomes of a lookup in the prefix index: an answer, a part of it in time, none, or skipped after many failures.
+LOOKUPS = ("answered", "cut", "failed", "skipped")
 # The phases before a request has blocks.
 _QUEUE = (Phase.QUEUE, Phase.LOOKUP, Phase.BLOCKS)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 100_000)

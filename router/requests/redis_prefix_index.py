@@ -2,9 +2,9 @@
 
 The router reads many keys by one script: redis-py costs some ten microseconds a command, so a pipeline of GETs costs
 ten times as much. The script cuts each value where it no longer counts; MGET would bring whatever somebody wrote into
-Redis. The router reads growing windows of block hashes and stops at the first window with a hole, unless every layer of
-the model has an attention window. A lookup that takes
-too long is given up, and a Redis that keeps failing is skipped: a missing answer costs hits, never a request.
+Redis. The router reads growing windows of block hashes and stops at the first window with a hole. Where every layer of
+the model has an attention window, it reads a few blocks and then those around hits. At its limit a lookup ends with the
+hits that are known by then. A Redis that keeps failing is skipped: a missing answer costs hits, never a request.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from common.backoff import Backoff
 from common.clock import Clock
@@ -23,7 +24,8 @@ from common.index_format import OWNER_FIELDS, SlotOwner, owner_from_values, pref
 from common.limits import MAX_INDEX_OWNER_BYTES, MAX_INDEX_VALUE_BYTES
 from common.types import BlockHash, PoolIdentity
 from router.core.breaker import CircuitBreaker
-from router.core.prefix_match import PrefixMatch, RunMatch, windows
+from router.core.prefix_match import PrefixMatch, windows
+from router.core.run_search import RunSearch
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +74,8 @@ class RedisPrefixIndex:
     ) -> None:
         """`identity` returns the known parts of the pool's identity; without a model there is no lookup.
 
-        `timeout` is in seconds. `count` gets each lookup's outcome: answered, failed, or skipped after many failures.
+        `timeout` is the limit of a lookup in seconds. `count` gets each lookup's outcome: answered, cut at the limit,
+        failed, or skipped after many failures.
         """
         self._redis, self._identity, self._clock, self._timeout = redis, identity, clock, timeout
         self._breaker, self._count = breaker or CircuitBreaker(PAUSES.pause), count
@@ -92,9 +95,10 @@ class RedisPrefixIndex:
         if not self._breaker.allows(self._clock.monotonic()):
             self._count("skipped")
             return None
+        root = prefix_key_root(identity.namespace)
+        lookup = _Lookup(self._redis, self._clock, self._timeout, root)
         try:
-            async with asyncio.timeout(self._timeout):
-                hits = await self._lookup(identity, block_hashes)
+            hits = await self._lookup(lookup, identity, block_hashes)
         except (RedisError, OSError, TimeoutError) as error:
             if self._breaker.healthy:
                 log.warning("the prefix index does not answer", extra={"reason": str(error) or "timeout"})
@@ -104,18 +108,21 @@ class RedisPrefixIndex:
         if not self._breaker.healthy:
             log.info("the prefix index answers again")
         self._breaker.succeeded()
-        self._count("answered")
+        self._count("cut" if lookup.cut else "answered")
         return hits if self._owners else None
 
-    async def _lookup(self, identity: PoolIdentity, block_hashes: Sequence[BlockHash]) -> Mapping[str, int]:
+    async def _lookup(
+        self, lookup: _Lookup, identity: PoolIdentity, block_hashes: Sequence[BlockHash]
+    ) -> Mapping[str, int]:
         namespace = identity.namespace
         if namespace != self._namespace:
             self._namespace, self._owners, self._looked = namespace, {}, {}
-        await self._look_up_owners(self._older_than(OWNER_SECONDS, self._owners))
-        until = self._clock.monotonic() + self._timeout
-        match = await self._match(identity, block_hashes, until)
-        if await self._look_up_owners(self._older_than(DEAD_SECONDS, match.unknown)):
-            match = await self._match(identity, block_hashes, until)
+        await self._look_up_owners(lookup, self._older_than(OWNER_SECONDS, self._owners))
+        if identity.kv_geometry.window:
+            return await self._search(lookup, identity, block_hashes)
+        match = await self._match(lookup, block_hashes)
+        if await self._look_up_owners(lookup, self._older_than(DEAD_SECONDS, match.unknown)):
+            match = await self._match(lookup, block_hashes)
         return match.hits()
 
     def _older_than(self, seconds: float, slots: Iterable[int]) -> list[int]:
@@ -123,32 +130,41 @@ class RedisPrefixIndex:
         oldest = self._clock.monotonic() - seconds
         return sorted(slot for slot in slots if self._looked.get(slot, float("-inf")) <= oldest)
 
-    async def _match(
-        self, identity: PoolIdentity, block_hashes: Sequence[BlockHash], until: float
-    ) -> PrefixMatch | RunMatch:
-        """Read the index up to the end of the hits, or as far as the time allows.
+    def _live(self) -> dict[int, tuple[str, int]]:
+        return {slot: (owner.worker_id, owner.generation) for slot, owner in self._owners.items()}
 
-        The clock is read between two answers: asyncio.wait_for of Python 3.11, by which redis-py sends, may lose the
-        cancellation of a timeout. What is known by then counts, and is no failure of Redis.
-        """
-        root, length, seen = prefix_key_root(self._namespace), len(block_hashes), identity.kv_geometry.window
-        live = {slot: (owner.worker_id, owner.generation) for slot, owner in self._owners.items()}
-        match: PrefixMatch | RunMatch = PrefixMatch(live, unpack_entries)
-        if seen:
-            match = RunMatch(live, unpack_entries, seen, identity.block_size, length)
-        for window in windows(length):
-            keys = [root + block_hashes[place] for place in window]
-            if not match.feed(cast("list[bytes]", await self._run(_BEGINNINGS, keys))):
-                break
-            if self._clock.monotonic() >= until:
+    async def _match(self, lookup: _Lookup, block_hashes: Sequence[BlockHash]) -> PrefixMatch:
+        match = PrefixMatch(self._live(), unpack_entries)
+        for window in windows(len(block_hashes)):
+            values = await lookup.read([block_hashes[place] for place in window])
+            if values is None or not match.feed(values):
                 break
         return match
 
-    async def _look_up_owners(self, slots: Sequence[int]) -> bool:
+    async def _search(
+        self, lookup: _Lookup, identity: PoolIdentity, block_hashes: Sequence[BlockHash]
+    ) -> Mapping[str, int]:
+        """Look for runs of blocks. The first blocks name every worker that has one, so new owners are read then."""
+        seen, size, length = identity.kv_geometry.window, identity.block_size, len(block_hashes)
+        search, is_first = RunSearch(self._live(), unpack_entries, seen, size, length), True
+        while places := search.wanted():
+            values = await lookup.read([block_hashes[place] for place in places])
+            if values is None:
+                break
+            search.feed(values)
+            if is_first and search.probed:
+                is_first = False
+                if await self._look_up_owners(lookup, self._older_than(DEAD_SECONDS, search.unknown)):
+                    search = RunSearch(self._live(), unpack_entries, seen, size, length)
+        return search.hits()
+
+    async def _look_up_owners(self, lookup: _Lookup, slots: Sequence[int]) -> bool:
         """Read the owners of these slots, drop those that are gone; return whether anything changed."""
         if not slots:
             return False
-        answers = await self._run(_OWNERS, [slot_key(self._namespace, slot) for slot in slots], *OWNER_FIELDS)
+        answers = await lookup.run(_OWNERS, [slot_key(self._namespace, slot) for slot in slots], *OWNER_FIELDS)
+        if answers is None:
+            return False
         before, now = dict(self._owners), self._clock.monotonic()
         for slot, fields in zip(slots, answers, strict=True):
             self._looked[slot] = now
@@ -158,10 +174,48 @@ class RedisPrefixIndex:
                 self._owners.pop(slot, None)
         return self._owners != before
 
-    async def _run(self, script: str, keys: Sequence[str | bytes], *arguments: str) -> list[Any]:
-        """Return what a script that only reads returns; Redis keeps it compiled."""
-        answer = await cast("Awaitable[object]", self._redis.eval_ro(script, len(keys), *keys, *arguments))
-        return cast("list[Any]", answer)
+
+class _Lookup:
+    """What one lookup asks Redis, up to its limit. `cut` says that the limit came after some answers."""
+
+    def __init__(self, redis: Redis, clock: Clock, timeout: float, root: bytes) -> None:
+        self._redis, self._clock, self._end, self._root = redis, clock, clock.monotonic() + timeout, root
+        self._answered = self.cut = False
+        self._values: dict[BlockHash, bytes] = {}
+
+    async def read(self, block_hashes: Sequence[BlockHash]) -> list[bytes] | None:
+        """Return the values of blocks; None at the limit. A block that was read before is not asked for again."""
+        values = self._values
+        if asked := [each for each in block_hashes if each not in values]:
+            answers = await self.run(_BEGINNINGS, [self._root + each for each in asked])
+            if answers is None:
+                return None
+            values.update(zip(asked, answers, strict=True))
+        return [values[each] for each in block_hashes]
+
+    async def run(self, script: str, keys: Sequence[str | bytes], *arguments: str) -> list[Any] | None:
+        """Return what a script that only reads returns for each key; Redis keeps it compiled. None: at the limit.
+
+        Raises TimeoutError when not even the first answer comes in time, and RedisError for half an answer. A long
+        prompt alone says nothing about Redis. The clock is read before each call, because the `asyncio.wait_for` of
+        Python 3.11, by which redis-py sends, may lose a timeout.
+        """
+        left = self._end - self._clock.monotonic()
+        if self._answered and left <= 0:
+            self.cut = True
+            return None
+        try:
+            async with asyncio.timeout(left):
+                answers = await cast("Awaitable[list[Any]]", self._redis.eval_ro(script, len(keys), *keys, *arguments))
+        except (TimeoutError, RedisTimeoutError):
+            if not self._answered:
+                raise
+            self.cut = True
+            return None
+        if len(answers) != len(keys):
+            raise ResponseError(f"{len(answers)} answers for {len(keys)} keys")
+        self._answered = True
+        return answers
 
 
 class NoPrefixIndex:

@@ -6,7 +6,7 @@ import asyncio
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import cast
 
 import pytest
 from redis.asyncio import Redis
@@ -18,7 +18,6 @@ from common.process.local_redis import LocalRedis
 from common.process.redis_client import open_redis
 from common.types import BlockHash, KvGeometry, PoolIdentity
 from router.core.breaker import CircuitBreaker
-from router.core.prefix_match import WINDOWS
 from router.requests.redis_prefix_index import OWNER_SECONDS, PAUSES, NoPrefixIndex, RedisPrefixIndex
 
 IDENTITY = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))
@@ -177,22 +176,99 @@ async def test_a_redis_that_does_not_answer_costs_its_timeout_and_no_more(clock:
         await client.aclose()
 
 
-async def test_a_lookup_beyond_its_time_ends_with_what_is_known_and_is_no_failure(
-    index: RedisPrefixIndex, redis_client: Redis, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+class _SlowRedis(Redis):
+    """Takes six seconds of a clock for each answer, and counts the keys of each script."""
+
+    clock: ManualClock
+    asked: list[int]
+
+    async def eval_ro(self, script: str, numkeys: int, *arguments: str | bytes) -> object:  # type: ignore[override]
+        answer = await super().eval_ro(script, numkeys, *arguments)
+        self.clock.advance(6.0)
+        self.asked.append(numkeys)
+        return answer
+
+
+@pytest.fixture
+async def slow(redis_url: str, clock: ManualClock) -> AsyncIterator[_SlowRedis]:
+    client = cast("_SlowRedis", _SlowRedis.from_url(redis_url))
+    client.clock, client.asked = clock, []
+    yield client
+    await client.aclose()
+
+
+@pytest.mark.parametrize(("window", "hits"), [(0, {"w0": 32}), (32, {"w0": 1}), (16, {"w0": 512})])
+async def test_a_lookup_ends_at_its_limit_with_what_is_known_and_is_no_failure(
+    slow: _SlowRedis, redis_client: Redis, clock: ManualClock, window: int, hits: dict[str, int]
 ) -> None:
     """One long prompt after the other would else open the breaker for everybody."""
-    await own(redis_client, 0, "w0", 11)
-    await publish(redis_client, CHAIN, (0, 11))
-    assert await index.lookup(CHAIN) == {"w0": len(CHAIN)}
-    answer = index._run
-
-    async def late(*arguments: Any) -> Any:
-        clock.advance(PATIENT_S)
-        return await answer(*arguments)
-
-    monkeypatch.setattr(index, "_run", late)
-    assert await index.lookup(CHAIN) == {"w0": WINDOWS[0]}
+    identity = replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, window=window))
+    came, chain = list[str](), [BlockHash(number.to_bytes(16, "big")) for number in range(8192)]
+    index = RedisPrefixIndex(slow, lambda: identity, clock, 10.0, count=came.append)
+    root = prefix_key_root(identity.namespace)
+    owner = SlotOwner("w0", "00", "127.0.0.1:1", 11)
+    await redis_client.hset(slot_key(identity.namespace, 0), mapping=asdict(owner))  # type: ignore[arg-type]
+    await redis_client.mset({root + block: pack_entry(0, 11) for block in chain})
+    await index.lookup(chain[:1])
+    slow.asked.clear()
+    for _ in range(4):
+        clock.advance(OWNER_SECONDS)
+        assert await index.lookup(chain) == hits
+    assert came == ["answered", *["cut"] * 4]
+    assert len(slow.asked) == 8, "two answers of six seconds each exceed the limit of ten"
     assert index.connected
+
+
+async def test_where_every_layer_has_a_window_few_keys_are_read(
+    slow: _SlowRedis, redis_client: Redis, clock: ManualClock
+) -> None:
+    """A window of 4,096 slots covers 256 blocks: 32k tokens need 8 keys, or the blocks around the deepest hit."""
+    identity = replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, window=4096))
+    index = RedisPrefixIndex(slow, lambda: identity, clock, 1000.0)
+    chain = [BlockHash(number.to_bytes(16, "big")) for number in range(2048)]
+    assert await index.lookup(chain) is None
+    assert slow.asked == [8]
+    owner = SlotOwner("w0", "00", "127.0.0.1:1", 11)
+    await redis_client.hset(slot_key(identity.namespace, 0), mapping=asdict(owner))  # type: ignore[arg-type]
+    root = prefix_key_root(identity.namespace)
+    await redis_client.mset({root + block: pack_entry(0, 11) for block in chain})
+    slow.asked.clear()
+    assert await index.lookup(chain) == {"w0": 2048}
+    assert slow.asked == [8, 1, 510], "nothing is read twice for a new owner"
+
+
+@pytest.mark.parametrize("window", [0, 16])
+async def test_hits_of_known_owners_stay_when_the_limit_comes_with_a_new_owner(
+    slow: _SlowRedis, redis_client: Redis, clock: ManualClock, window: int
+) -> None:
+    identity = replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, window=window))
+    index = RedisPrefixIndex(slow, lambda: identity, clock, 10.0)
+    root, chain = prefix_key_root(identity.namespace), CHAIN[:20]
+    for slot in (0, 1):
+        owner = SlotOwner(f"w{slot}", "00", "127.0.0.1:1", 11)
+        await redis_client.hset(slot_key(identity.namespace, slot), mapping=asdict(owner))  # type: ignore[arg-type]
+    await redis_client.mset({root + block: pack_entry(0, 11) for block in chain})
+    await index.lookup(chain[:1])
+    await redis_client.mset({root + block: pack_entry(0, 11) + pack_entry(1, 11) for block in chain})
+    slow.asked.clear()
+    assert await index.lookup(chain) == {"w0": 20, "w1": 20}
+    assert slow.asked == [20, 1]
+
+
+async def test_half_an_answer_is_a_failure(redis_url: str, clock: ManualClock) -> None:
+    class HalfRedis(Redis):
+        async def eval_ro(self, script: str, numkeys: int, *arguments: str | bytes) -> object:  # type: ignore[override]
+            answers = await super().eval_ro(script, numkeys, *arguments)
+            assert isinstance(answers, list)
+            return answers[: numkeys // 2]
+
+    client, came = HalfRedis.from_url(redis_url), list[str]()
+    index = RedisPrefixIndex(client, lambda: IDENTITY, clock, PATIENT_S, count=came.append)
+    try:
+        assert await index.lookup(CHAIN[:4]) is None
+        assert came == ["failed"]
+    finally:
+        await client.aclose()
 
 
 async def test_a_huge_value_counts_to_its_limit_and_takes_no_memory(

@@ -1,0 +1,118 @@
+"""Runs of blocks where every layer has a window: few reads find what a reader of all blocks finds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.index_format import pack_entry, unpack_entries
+from router.core.run_search import RunSearch
+
+LIVE = {0: ("w0", 100), 1: ("w1", 200), 2: ("w2", 300)}
+
+
+def value(*slots: int, generations: tuple[int, ...] = (100, 200, 300)) -> bytes:
+    return b"".join(pack_entry(slot, generations[slot]) for slot in slots)
+
+
+def found(values: Sequence[bytes | None], window: int = 8, block_size: int = 4) -> tuple[RunSearch, list[int]]:
+    """Return a search over these values at its end, and the places that it read."""
+    search, read = RunSearch(LIVE, unpack_entries, window, block_size, len(values)), list[int]()
+    while places := search.wanted():
+        read += places
+        search.feed([values[place] for place in places])
+    assert len(read) == len(set(read)), "no block is read twice"
+    return search, read
+
+
+def hits(values: Sequence[bytes | None]) -> dict[str, int]:
+    return found(values)[0].hits()
+
+
+def test_a_run_counts_that_reaches_back_as_far_as_a_token_sees() -> None:
+    """With a window of 8, the first token behind 5 blocks of 4 sees the last two of them."""
+    values = [None, None, None, value(0), value(0, 1), value(1), None, value(0), None]
+    assert hits(values) == {"w0": 5, "w1": 6}
+
+
+def test_a_run_that_is_too_short_does_not_count() -> None:
+    assert hits([value(0), None, None, value(0), None, value(0)]) == {"w0": 1}
+
+
+def test_a_run_up_to_the_last_block_counts_if_it_counts_without_that_block() -> None:
+    """The manager gives no hit on the block of the last token; the hits before it need a block more."""
+    assert hits([None, None, None, value(0), value(0)]) == {}
+    assert hits([None, None, value(0), value(0), value(0)]) == {"w0": 5}
+
+
+def test_entries_of_other_generations_end_no_run_and_are_named() -> None:
+    search, _ = found([value(0), value(0), value(0, 1, generations=(100, 7)), value(0)])
+    assert search.hits() == {"w0": 4}
+    assert search.unknown == {1}
+
+
+def test_no_block_is_no_search() -> None:
+    search, read = found([])
+    assert (search.probed, search.hits(), read) == (True, {}, [])
+
+
+@pytest.mark.parametrize("window", [4096, 4081, 4082])
+def test_a_prompt_without_hits_needs_a_block_of_each_window(window: int) -> None:
+    _, read = found([None] * 2048, window, 16)
+    assert read == list(range(0, 2048, -(-(window - 1) // 16)))
+
+
+def test_hits_to_the_end_need_the_blocks_of_two_windows() -> None:
+    search, read = found([value(0)] * 2048, 4096, 16)
+    assert search.hits() == {"w0": 2048}
+    assert sorted(read) == sorted({*range(0, 2048, 256), *range(1536, 2048)})
+
+
+def test_a_search_that_is_cut_knows_what_the_blocks_read_so_far_prove() -> None:
+    values = [value(0, 1)] * 6 + [value(0)] * 2042
+    search = RunSearch(LIVE, unpack_entries, 4096, 16, 2048)
+    assert search.wanted() == list(range(0, 2048, 256))
+    search.feed([values[place] for place in search.wanted()])
+    assert search.hits() == {"w0": 1, "w1": 1}, "the first block alone proves a hit"
+    search.feed([values[place] for place in search.wanted()])
+    assert search.hits() == {"w0": 2048, "w1": 3}
+    search.feed([values[place] for place in search.wanted()])
+    assert search.hits() == {"w0": 2048, "w1": 6}
+
+
+def test_at_most_512_blocks_are_wanted_at_once() -> None:
+    search = RunSearch(LIVE, unpack_entries, 16, 16, 2048)
+    sizes = []
+    while places := search.wanted():
+        sizes.append(len(places))
+        search.feed([None] * len(places))
+    assert sizes == [512] * 4
+
+
+@given(st.data(), st.integers(1, 24), st.sampled_from([1, 2, 4]), st.integers(0, 40))
+def test_the_hits_are_those_that_a_look_at_each_depth_finds(
+    data: st.DataObject, window: int, block_size: int, length: int
+) -> None:
+    """Each worker holds stretches of blocks, so that some are as long as the window."""
+    held = [
+        [at for at, many in enumerate(data.draw(st.lists(st.integers(0, 12), max_size=10))) for _ in range(many)]
+        for _ in LIVE
+    ]
+    holds = [[at < len(each) and each[at] % 2 == 0 for at in range(length)] for each in held]
+    values = [value(*(slot for slot in LIVE if holds[slot][at])) or None for at in range(length)]
+    depths = {worker: set[int]() for worker, _ in LIVE.values()}
+    for slot, (worker, _) in LIVE.items():
+        for depth in range(1, length + 1):
+            # Position p sees p - window + 1 to p. At the end of all blocks, the last token may be in the last one.
+            next_token = block_size * (depth - (depth == length))
+            seen = {max(0, at) // block_size for at in range(next_token - window + 1, next_token)}
+            if holds[slot][depth - 1] and all(holds[slot][block] for block in {*seen, depth - 1} if block < depth):
+                depths[worker].add(depth)
+    search = RunSearch(LIVE, unpack_entries, window, block_size, length)
+    while places := search.wanted()[:3]:
+        assert all(depth in depths[worker] for worker, depth in search.hits().items()), "a cut search claims too much"
+        search.feed([values[place] for place in places])
+    assert search.hits() == {worker: max(each) for worker, each in depths.items() if each}
