@@ -130,7 +130,7 @@ class BlockStates:
         return -1 if content.parent is None else index.get(content.parent)
 
     def refuse_unknown(self, blocks: Sequence[BlockId]) -> None:
-        """Raise ProtocolViolation when the worker has no such block: TRIMMED stands in no grant."""
+        """Raise ProtocolViolation when the worker has no such block; callers leave TRIMMED places out."""
         if blocks and not 0 <= min(blocks) <= max(blocks) < len(self.fill):
             wrong = next(block for block in blocks if not 0 <= block < len(self.fill))
             raise ProtocolViolation(f"the manager named block {wrong}; this worker has 0 to {len(self.fill) - 1}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.lease import PARTIAL_REASON, RETENTION_REASON, Admit, Copy
 from common.types import TRIMMED, BlockHash, BlockId, DecisionKind, MissReason, SequencePhase
@@ -18,7 +18,7 @@ from kvmanager.core.remembered_match import RememberedMatch
 from kvmanager.core.sequence import Sequence
 from kvmanager.core.shares import TenantShares
 from kvmanager.core.shortfall import explain_waits
-from kvmanager.core.window_match import match_in_window
+from kvmanager.core.window_match import match_in_window, settled
 
 _IN_TURN = 7
 """Admissions by priority between two by age."""
@@ -309,10 +309,11 @@ class BlockGranter(Evictor):
 
         So is the block of which a part is copied.
         """
-        pool = state.block_pool
-        state.remembered = None
+        state.remembered, parent = None, self.fork_parent(state, sequence)
+        match = settled(state.cache, state.config, sequence.block_hashes, sequence.num_tokens, plan.match)
+        plan = replace(plan, match=match)
         for block in plan.hits:
-            pool.hold(block)
+            state.block_pool.hold(block)
         learn(state, sequence, plan.hits)
         if part is not None:
             state.hold_source(sequence, part.source)
@@ -321,8 +322,9 @@ class BlockGranter(Evictor):
         sequence.waited += state.clock.monotonic() - sequence.queued_at
         sequence.block_table = [*[TRIMMED] * plan.unread, *plan.hits]
         sequence.n_shared, sequence.trimmed = plan.shared, plan.unread
-        parent = self.fork_parent(state, sequence) if sequence.fork_of is not None else None
-        sequence.forked_from = parent.own_from if parent is not None else None
+        sequence.own_from = min(
+            sequence.own_from, plan.shared, sequence.own_from if parent is None else parent.own_from
+        )
         state.append_fresh(plan.fresh, sequence)
         state.start(sequence)
         return Admit(

@@ -25,7 +25,10 @@ class BlockUse(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceUse:
-    """What one live sequence holds; `max_blocks` is what it would hold if it grew to its longest."""
+    """What one live sequence holds; `max_blocks` is what it would hold if it grew to its longest.
+
+    `blocks` and `n_shared` count no places whose blocks left the window.
+    """
 
     sequence: int
     request_id: str
@@ -109,6 +112,6 @@ def _sequence(sequence: Sequence) -> SequenceUse:
         tenant=sequence.tenant,
         phase=sequence.phase,
         blocks=len(sequence.block_table) - sequence.trimmed,
-        n_shared=sequence.n_shared,
+        n_shared=max(0, sequence.n_shared - sequence.trimmed),
         max_blocks=sequence.max_blocks,
     )

@@ -20,6 +20,7 @@ from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.pins import Pin, fitting
 from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
 from kvmanager.core.prefix_cache import PrefixMatch
+from kvmanager.core.window_match import settled
 
 
 class Ledger:
@@ -169,7 +170,9 @@ class Ledger:
     def lookup(self, block_hashes: Items[BlockHash], num_tokens: int) -> PrefixMatch:
         """Return the hits that a prompt of `num_tokens` tokens would have now, and why there are no more."""
         cacheable = bool(block_hashes) or num_tokens < self.state.config.block_size
-        return self.policies.granter.match(self.state, block_hashes, num_tokens, cacheable)[1]
+        cache, config = self.state.cache, self.state.config
+        _, match = self.policies.granter.match(self.state, block_hashes, num_tokens, cacheable)
+        return settled(cache, config, block_hashes, num_tokens, match)
 
     def leading_blocks(self, block_hashes: Items[BlockHash]) -> int:
         """Return how many leading blocks of a prompt are registered."""

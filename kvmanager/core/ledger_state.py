@@ -29,6 +29,7 @@ from kvmanager.core.reset import ResetOrder
 from kvmanager.core.retention import Retention
 from kvmanager.core.sequence import Sequence
 from kvmanager.core.waiting_queue import WaitingQueue
+from kvmanager.core.window_match import deciding_hashes
 
 BlockedBy = Literal["", "capacity", "places", "deferred"]
 """Why the next sequence was not admitted: too few blocks, no place, or a stall or a preemption came first."""
@@ -123,6 +124,8 @@ class LedgerState:
         sequence = Sequence(reserve, arrival, self.config.block_size, self.clock.monotonic())
         self.next_arrival = max(self.next_arrival, arrival + 1)
         self.sequences[sequence.id] = sequence
+        if sequence.retention and sequence.fork_of in self.sequences:
+            self.sequences[sequence.fork_of].forks.add(sequence.id)
         use = self.tenants.get(sequence.tenant) or TenantUse(sequence.weight)
         self.tenants[sequence.tenant] = use._replace(weight=sequence.weight, live=use.live + 1)
         return sequence
@@ -136,11 +139,23 @@ class LedgerState:
     def forget(self, sequence: Sequence) -> None:
         """Remove a live sequence, whose block table was released or never granted."""
         del self.sequences[sequence.id]
+        self._forget_fork(sequence)
         use = self.tenants[sequence.tenant]
         if use.live > 1:
             self.tenants[sequence.tenant] = use._replace(live=use.live - 1)
         else:
             del self.tenants[sequence.tenant]
+
+    def _forget_fork(self, sequence: Sequence) -> None:
+        if sequence.fork_of is not None and (parent := self.sequences.get(sequence.fork_of)) is not None:
+            parent.forks.discard(sequence.id)
+
+    def leave_to_forks(self, sequence: Sequence) -> None:
+        """Let the forks that wait count as their own what a sequence counted so, because it leaves its blocks."""
+        for fork in map(self.sequences.get, sequence.forks):
+            if fork is not None and fork.fork_of == sequence.id:
+                fork.own_from = min(fork.own_from, sequence.own_from)
+        sequence.forks.clear()
 
     def queue_or_refuse(self, sequence: Sequence) -> None:
         """Queue a sequence. Refuse it for good when the whole pool could not hold it; those behind it proceed."""
@@ -160,6 +175,7 @@ class LedgerState:
     def start(self, sequence: Sequence, phase: SequencePhase = SequencePhase.RUNNING) -> None:
         """Count a sequence whose block table is complete."""
         sequence.phase, sequence.started_at = phase, self.steps
+        self._forget_fork(sequence)
         self.admitted += 1
         if phase is SequencePhase.RUNNING:
             self.running += 1
@@ -208,8 +224,11 @@ class LedgerState:
     def remember(self, sequence: Sequence, found: RememberedMatch) -> None:
         """Keep the match of a sequence that cannot be admitted now."""
         self.remembered = found
-        hashes = sequence.block_hashes
-        looked_at = hashes[found.unread :] if self.config.window else hashes[: len(found.hits) + 1]
+        hashes, looked_at = sequence.block_hashes, set[BlockHash]()
+        if self.config.window:
+            looked_at = deciding_hashes(self.cache, self.config, hashes, sequence.num_tokens, found.match)
+        else:
+            looked_at.update(hashes[: len(found.hits) + 1])
         self.cache.watched = frozenset(looked_at)
 
     # ------------------------------------------------------------ blocks

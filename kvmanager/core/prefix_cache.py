@@ -114,27 +114,33 @@ class PrefixCache:
         return hits
 
     def deepest_run(
-        self, block_hashes: Items[BlockHash], limit: int, unread: Callable[[int], int]
+        self,
+        block_hashes: Items[BlockHash],
+        limit: int,
+        unread: Callable[[int], int],
+        missing: list[int] | None = None,
     ) -> tuple[int, list[BlockId]]:
         """Return the blocks that are read behind the most hits of block_hashes[:limit], and how many stand before them.
 
         Of `hits` hits the first `unread(hits)` are not read, so they need not be there. All others must be registered:
-        a sequence that lacks the blocks before a pending one could not compute it, if its filler left.
+        a sequence that lacks the blocks before a pending one could not compute it, if its filler left. `unread` never
+        falls, so a missing block is read behind all fewer hits down to its place. `missing` gets each such place.
         """
-        entries, run, hits, begin = self.entries, list[BlockId](), limit, 0
-        for index in range(limit - 1, -1, -1):
-            block_hash, found = block_hashes[index], None
-            if block_hash in entries:
-                found = self.find(block_hash, block_hashes[index - 1] if index else ROOT, index)
-            if found is None:
-                hits, run = index, []
-                continue
-            if not run:
-                begin = unread(hits)
-            run.append(found)
-            if index <= begin:
-                run.reverse()
-                return index, run
+        entries, hits = self.entries, limit
+        while hits:
+            begin, run = min(unread(hits), hits - 1), list[BlockId]()
+            for index in range(begin, hits):
+                block_hash, found = block_hashes[index], None
+                if block_hash in entries:
+                    found = self.find(block_hash, block_hashes[index - 1] if index else ROOT, index)
+                if found is None:
+                    break
+                run.append(found)
+            else:
+                return begin, run
+            hits = index
+            if missing is not None:
+                missing.append(index)
         return 0, []
 
     def explain(self, block_hashes: Items[BlockHash], num_tokens: int, block_size: int, present: int) -> PrefixMatch:
@@ -149,23 +155,24 @@ class PrefixCache:
         hits = min(present, limit)
         if present == full:
             return PrefixMatch(hits, MissReason.CAPPED if full > limit else MissReason.FULL_HIT)
-        return self._explain_missing(block_hashes, hits, present, full)
+        return self._explain_missing(block_hashes, hits, present)
 
-    def _explain_missing(self, block_hashes: Items[BlockHash], hits: int, present: int, full: int) -> PrefixMatch:
+    def _explain_missing(self, block_hashes: Items[BlockHash], hits: int, present: int) -> PrefixMatch:
         """Return the match of a prompt whose full block `present` was not found."""
         if not self._linked and self.has(block_hashes, present):
             return PrefixMatch(hits, MissReason.WINDOWED)
         ghost = self.ghosts.get(block_hashes[present])
         if ghost is not None:
             return PrefixMatch(hits, MissReason.EVICTED, evicted_for=ghost[0], retention=ghost[1])
-        if not self._linked and self._was_seen(block_hashes, present, full):
-            return PrefixMatch(hits, MissReason.EVICTED)
         if not present:
             return PrefixMatch(0, MissReason.NEVER_SEEN)
         return PrefixMatch(hits, MissReason.DIVERGED_AT, present)
 
-    def _was_seen(self, block_hashes: Items[BlockHash], first: int, full: int) -> bool:
-        """Return whether a block from the first one on was cached: then those before it were, and it was forgotten."""
+    def was_seen(self, block_hashes: Items[BlockHash], first: int, full: int) -> bool:
+        """Return whether a block from the first one on was cached: then those before it were, and it was forgotten.
+
+        This looks at each block, so it is for records alone.
+        """
         known, ghosts, pending = self.entries, self.ghosts, self.pending
         return any(
             each in ghosts or ((each in known or each in pending) and self.has(block_hashes, first + place))

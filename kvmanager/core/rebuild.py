@@ -241,6 +241,8 @@ def _restore_table(state: LedgerState, sequence: Sequence, table: tuple[BlockId,
             )
         blocks.refs[block] += 1
     sequence.block_table = list(table)
+    # Which of these other requests computed before is not known.
+    sequence.own_from = len(table)
     state.start(sequence, sequence.phase)
 
 

@@ -15,8 +15,8 @@ from kvmanager.core.prefix_cache import PrefixMatch
 class RememberedMatch:
     """The hits of a sequence that it reads, and how many of them no sequence holds; `unread` ones stand before them.
 
-    The prefix cache watches the hashes of the hits, and the first hash that is no hit; with a window, all hashes from
-    the first hit on. The match holds until a block of one of these hashes is registered, evicted, expected, given up,
+    The prefix cache watches the hashes of the hits, and the first hash that is no hit; with a window, those of
+    `deciding_hashes`. The match holds until a block of one of these hashes is registered, evicted, expected, given up,
     taken into use or released.
     """
 

@@ -198,7 +198,7 @@ class ReportApplier:
         self.release(state, [block for block in reversed(sequence.block_table) if block != TRIMMED])
         sequence.block_table = []
         sequence.trimmed = sequence.n_shared = 0
-        sequence.forked_from = None
+        state.leave_to_forks(sequence)
 
     def release_source(self, state: LedgerState, sequence: Sequence) -> None:
         state.release_source(sequence)

@@ -15,8 +15,9 @@ class Sequence:
     then not a new query of the prefix cache. `started_at` is the worker's step of its admission (`LedgerState.steps`),
     `waited` its seconds in the queue before that. A sequence that was admitted `by_age` is not preempted for a higher
     priority. `partial_hashes` are those of its reserve. `copy_source` is the block that it holds beside its block table
-    until the worker has reported the copy. `forked_from` is the `own_from` of the sequence that it was forked from, if
-    that one held its blocks at the admission.
+    until the worker has reported the copy. `own_from` is the first block that other requests had not computed before
+    its first admission: blocks of the sequence that it was forked from are its own. `forks` names those that were
+    forked from it and wait for their admission.
     """
 
     __slots__ = (
@@ -29,12 +30,13 @@ class Sequence:
         "computes_all",
         "copy_source",
         "fork_of",
-        "forked_from",
+        "forks",
         "id",
         "max_blocks",
         "max_len",
         "n_shared",
         "num_tokens",
+        "own_from",
         "partial_hashes",
         "phase",
         "preemptions",
@@ -71,7 +73,8 @@ class Sequence:
         self.block_table: list[BlockId] = []
         self.partial_hashes = reserve.partial_hashes
         self.copy_source: BlockId | None = None
-        self.forked_from: int | None = None
+        self.own_from = self.max_blocks
+        self.forks: set[SequenceId] = set()
         self.n_shared = 0
         self.trimmed = 0
         self.computed = self.started_at = 0
@@ -86,11 +89,6 @@ class Sequence:
     @property
     def takes_hits(self) -> bool:
         return self.cacheable and not self.computes_all
-
-    @property
-    def own_from(self) -> int:
-        """The first block that other requests had not computed before: those of its siblings are its own."""
-        return self.n_shared if self.forked_from is None else min(self.n_shared, self.forked_from)
 
     @property
     def growth(self) -> int:

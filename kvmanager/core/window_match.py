@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 from common.lease import window_blocks
-from common.types import BlockHash, BlockId
+from common.types import BlockHash, BlockId, MissReason
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.prefix_cache import PrefixCache, PrefixMatch
 
@@ -29,3 +30,27 @@ def match_in_window(
     if present == limit < full and cache.has(block_hashes, limit):
         present = full
     return run, cache.explain(block_hashes, num_tokens, config.block_size, present)
+
+
+def settled(
+    cache: PrefixCache, config: LedgerConfig, block_hashes: Items[BlockHash], num_tokens: int, match: PrefixMatch
+) -> PrefixMatch:
+    """Return a match for a record: a block that seems never seen was, if a later one of the prompt is known."""
+    if not config.window or match.miss_reason not in {MissReason.NEVER_SEEN, MissReason.DIVERGED_AT}:
+        return match
+    full = min(num_tokens // config.block_size, len(block_hashes))
+    if not cache.was_seen(block_hashes, match.diverged_at, full):
+        return match
+    return replace(match, miss_reason=MissReason.EVICTED, diverged_at=0)
+
+
+def deciding_hashes(
+    cache: PrefixCache, config: LedgerConfig, block_hashes: Items[BlockHash], num_tokens: int, match: PrefixMatch
+) -> set[BlockHash]:
+    """Return the hashes on which a match depends: those that it has or lacks, and all of the first window."""
+    limit = min(len(block_hashes), config.hits_of(num_tokens))
+    missing, hits = list[int](), match.hit_blocks
+    cache.deepest_run(block_hashes, limit, config.unread_blocks, missing)
+    places = {hits, limit, *missing, *range(config.unread_blocks(hits), hits)}
+    first = block_hashes[: window_blocks(config.window, config.block_size)]
+    return {*first, *(block_hashes[place] for place in places if place < len(block_hashes))}

@@ -8,11 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.clock import ManualClock
 from common.lease import CachedBlock, Inventory, InventorySequence, RetainedBlocks, blocks_before_window
 from common.types import TRIMMED, BlockHash, BlockId, MissReason, SequencePhase
+from kvmanager.core.block import ROOT, Blocks
 from kvmanager.core.ledger import Ledger
+from kvmanager.core.prefix_cache import PrefixCache
 from tests.support.kvmanager.ledgers import (
     admit,
     block_table,
@@ -259,3 +263,72 @@ def test_one_run_goes_before_another_one_loses_a_block(eviction: str) -> None:
     play(ledger, lease_want=24)
     whole = [ledger.lookup(hashes(tokens, SIZE), 25).hit_blocks == 6 for tokens in others]
     assert sum(whole) >= 1, whole
+
+
+def test_the_page_counts_no_places_that_left_the_window_as_held_or_shared() -> None:
+    ledger = windowed()
+    lived(ledger, 1, LONG)
+    admit(ledger, reserve(2, [*LONG, 99], block_size=SIZE))
+    (use,) = ledger.block_map(0, 12, 8).sequences
+    assert (use.blocks, use.n_shared) == (3, 2)
+
+
+class _Counted(list[BlockHash]):
+    """Block hashes that count how many of them are looked at."""
+
+    looked_at = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        self.looked_at += len(range(*key.indices(len(self)))) if isinstance(key, slice) else 1
+        return super().__getitem__(key)
+
+
+def test_a_look_up_looks_at_few_blocks_of_a_prompt_that_nobody_has() -> None:
+    """A window covers 16 blocks, so one missing block in 16 decides."""
+    ledger = windowed(40, window=64)
+    keys = _Counted(hashes(prompt(4 * 512), SIZE))
+    ledger.policies.granter.match(ledger.state, keys, 4 * 512, True)
+    assert keys.looked_at < 512 // 16 + 2 * 18
+
+
+def test_a_prompt_that_waits_watches_the_blocks_that_decide() -> None:
+    """A seal of another block of the same prompt needs no new look-up."""
+    ledger = windowed(20, window=64)
+    tokens = prompt(4 * 512)
+    admit(ledger, reserve(1, [*tokens, 7], block_size=SIZE))
+    assert admit(ledger, reserve(2, [*tokens, 7], block_size=SIZE)) == ()
+    state = ledger.state
+    assert state.remembered is not None
+    watched = state.cache.watched
+    assert {at for at, key in enumerate(hashes(tokens, SIZE)) if key in watched and at >= 448} == {448, 464, 480, 496}
+    assert len(watched) < 512 // 16 + 2 * 18 + 2
+    ledger.check_invariants()
+
+
+@given(st.data(), st.integers(1, 24), st.integers(0, 20))
+def test_the_deepest_run_is_that_of_a_look_at_each_depth(data: st.DataObject, window: int, limit: int) -> None:
+    held = data.draw(st.lists(st.booleans(), min_size=20, max_size=20))
+    config = make_ledger(20, SIZE, window=window).state.config
+    cache, keys = _holding(held)
+    wanted = (0, list[BlockId]())
+    for depth in range(1, limit + 1):
+        begin = min(config.unread_blocks(depth), depth - 1)
+        if all(held[begin:depth]):
+            wanted = (begin, [BlockId(at) for at in range(begin, depth)])
+    missing = list[int]()
+    assert cache.deepest_run(keys, limit, config.unread_blocks, missing) == wanted
+    assert not any(held[each] for each in missing)
+    # As long as these are missing, and the blocks of the run are there, the others may change.
+    kept = {*missing, *wanted[1]}
+    other, _ = _holding([each if at in kept else data.draw(st.booleans()) for at, each in enumerate(held)])
+    assert other.deepest_run(keys, limit, config.unread_blocks) == wanted
+
+
+def _holding(held: list[bool]) -> tuple[PrefixCache, tuple[BlockHash, ...]]:
+    """Return a cache of whose blocks those are registered that are held."""
+    blocks, keys = Blocks(len(held)), hashes(prompt(SIZE * len(held)), SIZE)
+    cache = PrefixCache(blocks, 4, linked=False)
+    for at in (at for at, each in enumerate(held) if each):
+        blocks.index[at] = at
+        cache.register(BlockId(at), keys[at], keys[at - 1] if at else ROOT)
+    return cache, keys

@@ -133,7 +133,7 @@ def _copy_sequence(old: Sequence) -> Sequence:
     new = Sequence.__new__(Sequence)
     for name in Sequence.__slots__:
         setattr(new, name, getattr(old, name))
-    new.block_hashes, new.block_table = old.block_hashes.copy(), old.block_table.copy()
+    new.block_hashes, new.block_table, new.forks = old.block_hashes.copy(), old.block_table.copy(), old.forks.copy()
     return new
 
 

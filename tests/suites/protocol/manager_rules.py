@@ -193,12 +193,16 @@ def reach_back_too_little(config: LedgerConfig, hits: int) -> int:
 
 
 def run_of_any_blocks(
-    cache: PrefixCache, block_hashes: Items[BlockHash], limit: int, unread: Callable[[int], int]
+    cache: PrefixCache,
+    block_hashes: Items[BlockHash],
+    limit: int,
+    unread: Callable[[int], int],
+    missing: list[int] | None = None,
 ) -> tuple[int, list[BlockId]]:
     """Blocks behind empty places need not be sealed."""
     entries = cache.entries
     cache.entries = entries | cache.pending
     try:
-        return _deepest_run(cache, block_hashes, limit, unread)
+        return _deepest_run(cache, block_hashes, limit, unread, missing)
     finally:
         cache.entries = entries

@@ -1156,7 +1156,7 @@ class SequenceUse(_message.Message):
     phase: Global___SequencePhase.ValueType
     blocks: _builtins.int
     n_shared: _builtins.int
-    """Leading blocks that were shared at admission."""
+    """Leading blocks that were shared at admission. Neither number counts blocks that left the window."""
     max_blocks: _builtins.int
     """Blocks that it would have if it grew to its longest."""
     def __init__(

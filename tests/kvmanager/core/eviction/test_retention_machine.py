@@ -235,7 +235,8 @@ class Machine(RuleBasedStateMachine):
         self.number += 1
         reserve = Reserve(SequenceId(self.number), len(chain), len(chain), tenant=tenant, retention=tuple(asks))
         sequence = Sequence(reserve, self.number, 1, now)
-        sequence.n_shared, sequence.block_table = len(hits), list(hits)
+        sequence.n_shared = sequence.own_from = len(hits)
+        sequence.block_table = list(hits)
         for index in range(len(hits), len(chain)):
             block = pool.take()
             state.blocks.index[block] = index
