@@ -61,7 +61,7 @@ class PrefixMatch:
             self._alive = {entry: self._live[entry[0]][0] for entry in counting}
             self.unknown = {entry[0] for entry in entries if entry not in self._alive}
             return
-        for entry in [entry for entry in self._alive if entry not in entries]:
+        for entry in self._alive.keys() - entries:
             self._hits[self._alive.pop(entry)] = self._depth
 
 

@@ -47,6 +47,27 @@ class Capacity:
         read = hit_blocks - blocks_before_window(hit_blocks * self.block_size, self.window, self.block_size)
         return max(0, min(self.blocks(tokens) - read, -(-tokens // self.block_size) - hit_blocks))
 
+    def fork_shares(self, tokens: int, hit_blocks: int) -> int:
+        """Return how many blocks of its prompt a fork does not compute; its parent has so many hits.
+
+        They are all full blocks before the last token. Where every layer has a window, they are among the blocks of the
+        parent's first grant. If hits left the window, nobody shares a block before it is full: the hits are all.
+        """
+        most = (tokens - 1) // self.block_size
+        if not self.window:
+            return most
+        if blocks_before_window(hit_blocks * self.block_size, self.window, self.block_size):
+            return min(most, hit_blocks)
+        return min(most, max(self.blocks(tokens), hit_blocks + 1))
+
+    def fork_load(self, tokens: int, hit_blocks: int) -> tuple[int, int]:
+        """Return the tokens that a fork of a prompt computes, and the blocks that it needs."""
+        shared = self.fork_shares(tokens, hit_blocks)
+        if shared == (tokens - 1) // self.block_size:
+            # The last block is copied where it can be; the last token has to be computed again.
+            return 1, 1
+        return tokens - shared * self.block_size, max(1, self.fresh_blocks(tokens, shared))
+
 
 @dataclass(frozen=True, slots=True)
 class Load:

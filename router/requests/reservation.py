@@ -82,8 +82,8 @@ class Reserver:
         capacity = worker.capacity
         uncached = request.prompt_tokens - hit_blocks * capacity.block_size
         blocks = capacity.fresh_blocks(request.prompt_tokens, hit_blocks)
-        # The other sequences share all blocks of the first but the last, which each may have to compute again.
-        loads = [(uncached, blocks), *[(1, 1)] * (request.sequences - 1)]
+        fork = capacity.fork_load(request.prompt_tokens, hit_blocks)
+        loads = [(uncached, blocks), *[fork] * (request.sequences - 1)]
         most, released = request.max_tokens, self._taken(flow, len(loads))
         return tuple(LoadReservation(worker, *load, self._clock, released, most_output=most) for load in loads)
 

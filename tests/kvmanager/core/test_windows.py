@@ -23,6 +23,7 @@ from tests.support.kvmanager.ledgers import (
     copies,
     finish,
     hashes,
+    lived,
     make_ledger,
     play,
     prompt,
@@ -44,20 +45,6 @@ def test_blocks_that_no_later_token_reads(position: int, window: int, blocks: in
 
 def windowed(num_blocks: int = 12, **options: Any) -> Ledger:
     return make_ledger(num_blocks, SIZE, **{"window": WINDOW, **options})
-
-
-def lived(ledger: Ledger, number: int, tokens: list[int], **options: Any) -> None:
-    """Let a prompt be computed behind its hits, a block a step; blocks that leave the window are released."""
-    keys = hashes(tokens, SIZE)
-    (granted,) = admit(ledger, reserve(number, tokens, block_size=SIZE, **options))
-    for index, key in list(enumerate(keys))[granted.n_shared :]:
-        if index == len(block_table(ledger, number)):
-            play(ledger, lease_want=1)
-            leased = [block for block, of in enumerate(ledger.state.blocks.state) if of.value == "leased"]
-            play(ledger, bind=((number, BlockId(leased[0])),))
-        gone = blocks_before_window((index + 1) * SIZE, WINDOW, SIZE)
-        play(ledger, seal=((block_table(ledger, number)[index], key),), trim=((number, gone),))
-    finish(ledger, number)
 
 
 def test_a_prompt_of_which_the_window_is_cached_begins_behind_it() -> None:

@@ -83,3 +83,15 @@ def test_hits_are_the_leading_blocks_that_a_worker_holds(held: list[set[int]], w
         if leading:
             expected[worker_id] = leading
     assert match.hits() == expected
+
+
+def test_the_entries_of_a_block_are_not_scanned_for_each_worker() -> None:
+    """A value may have a thousand entries, and each block of a window another value."""
+
+    class Entries(list[tuple[int, int]]):
+        def __contains__(self, entry: object) -> bool:
+            raise AssertionError(f"scanned for {entry}")
+
+    match = PrefixMatch(LIVE, lambda value: Entries(unpack_entries(value)))
+    assert match.feed([value(0, 1), value(1, 0), value(1)])
+    assert match.hits() == {"w0": 2, "w1": 3}

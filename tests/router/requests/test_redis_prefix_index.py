@@ -255,6 +255,41 @@ async def test_hits_of_known_owners_stay_when_the_limit_comes_with_a_new_owner(
     assert slow.asked == [20, 1]
 
 
+@pytest.mark.parametrize(("window", "hits"), [(0, {"w0": 32}), (16, {"w0": 512})])
+async def test_an_answer_that_does_not_come_leaves_the_hits_before_it(
+    redis_url: str, redis_client: Redis, clock: ManualClock, window: int, hits: dict[str, int]
+) -> None:
+    """The timer of the event loop ends the wait, after answers that came in time."""
+    identity = replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, window=window))
+    came, chain = list[str](), [BlockHash(number.to_bytes(16, "big")) for number in range(600)]
+
+    class Silent(Redis):
+        answers = 3
+
+        async def eval_ro(self, script: str, numkeys: int, *arguments: str | bytes) -> object:  # type: ignore[override]
+            if not self.answers:
+                await asyncio.Event().wait()
+            self.answers -= 1
+            if not self.answers:
+                # The next answer has a hundredth of a second; the ones before it had any time.
+                clock.advance(599.99)
+            return await super().eval_ro(script, numkeys, *arguments)
+
+    root, owner = prefix_key_root(identity.namespace), SlotOwner("w0", "00", "127.0.0.1:1", 11)
+    await redis_client.hset(slot_key(identity.namespace, 0), mapping=asdict(owner))  # type: ignore[arg-type]
+    await redis_client.mset({root + block: pack_entry(0, 11) for block in chain})
+    client = cast("Silent", Silent.from_url(redis_url))
+    index = RedisPrefixIndex(client, lambda: identity, clock, 600.0, count=came.append)
+    try:
+        await index.lookup(chain[:1])
+        client.answers = 1
+        assert await index.lookup(chain) == hits
+        assert came == ["answered", "cut"]
+        assert index.connected
+    finally:
+        await client.aclose()
+
+
 async def test_half_an_answer_is_a_failure(redis_url: str, clock: ManualClock) -> None:
     class HalfRedis(Redis):
         async def eval_ro(self, script: str, numkeys: int, *arguments: str | bytes) -> object:  # type: ignore[override]

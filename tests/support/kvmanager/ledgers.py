@@ -121,3 +121,18 @@ def depths(ledger: Ledger) -> dict[BlockHash, int]:
 def free_order(ledger: Ledger) -> list[int]:
     """Return blocks in the order in which they would be granted: free ones, then cached ones."""
     return [*ledger.state.block_pool.free, *ledger.state.block_pool.cached]
+
+
+def lived(ledger: Ledger, number: int, tokens: Sequence[int], **options: Any) -> None:
+    """Let a prompt be computed behind its hits, a block a step, and end; blocks that leave the window are released."""
+    config = ledger.state.config
+    size, keys = config.block_size, hashes(tokens, config.block_size)
+    (granted,) = admit(ledger, reserve(number, tokens, block_size=size, **options))
+    for index, key in list(enumerate(keys))[granted.n_shared :]:
+        if index == len(block_table(ledger, number)):
+            play(ledger, lease_want=1)
+            leased = [block for block, of in enumerate(ledger.state.blocks.state) if of.value == "leased"]
+            play(ledger, bind=((number, BlockId(leased[0])),))
+        gone = config.unread_blocks(index + 1)
+        play(ledger, seal=((block_table(ledger, number)[index], key),), trim=((number, gone),))
+    finish(ledger, number)
