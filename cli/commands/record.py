@@ -56,11 +56,14 @@ def suite_of(status: inference_pb2.GetStatusResponse) -> dict[str, Any]:
     workers = [each for each in status.workers if each.num_blocks]
     if not workers:
         return {}
-    return {
+    suite = {
         "workers": len(workers),
         "num_blocks": min(each.num_blocks for each in workers),
         "max_num_seqs": min(each.max_num_seqs for each in workers),
     }
+    # Workers of one model have one window.
+    window = max(each.window for each in workers)
+    return suite | ({"window": window} if window else {})
 
 
 class Log:

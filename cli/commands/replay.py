@@ -38,6 +38,7 @@ _SIZES: Final = {
     "max_num_seqs": 4096,
     "max_num_batched_tokens": 1 << 16,
 }
+_MOST_WINDOW: Final = 1 << 24
 # Columns of their own.
 _MOST_POLICIES: Final = 8
 
@@ -78,6 +79,9 @@ def recorded_options(trace: Trace) -> ReplayOptions:
     known = {name: trace.suite[name] for name in _SIZES if name in trace.suite}
     for name, value in known.items():
         _check(f"the log's {name}", value, _SIZES[name])
+    if "window" in trace.suite:
+        known["window"] = trace.suite["window"]
+        _check("the log's window", known["window"], _MOST_WINDOW)
     return replace(ReplayOptions(), block_size=size, **known)
 
 

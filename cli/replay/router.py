@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Final, cast
 
 from cli.replay.worker import ReplayWorker
 from common.clock import Clock
+from common.index_format import pack_entry, unpack_entries
 from common.types import BlockHash, PoolIdentity
 from kvmanager.core.index_events import Cleared, IndexEvent, Stored
 from router.core.admission import AdmissionLimiter, AdmissionLimits
 from router.core.routing import Router
+from router.core.run_search import RunSearch
 from router.core.worker_model import Capacity, Load, WorkerModel
 from router.ports import DecisionSink
 from router.requests.dispatcher import Dispatcher
 from router.workers.pool import PoolListener, WorkerPool
+
+_GENERATION: Final = 1
+"""Of all entries: no worker of a replay starts anew."""
 
 
 class ReplayPool:
@@ -57,8 +62,11 @@ class ReplayIndex:
 
     connected = True
 
-    def __init__(self) -> None:
+    def __init__(self, window: int = 0, block_size: int = 16) -> None:
+        """`window` is in slots; 0: some layer has none."""
+        self._window, self._block_size = window, block_size
         self._holders: dict[BlockHash, dict[str, None]] = {}
+        self._slots: dict[str, int] = {}
         self.changes = 0
 
     @property
@@ -67,6 +75,8 @@ class ReplayIndex:
         return sum(map(len, self._holders.values()))
 
     async def lookup(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int] | None:
+        if self._window:
+            return self._search(block_hashes)
         hits: dict[str, int] = {}
         alive: dict[str, None] | None = None
         for depth, block in enumerate(block_hashes):
@@ -78,8 +88,21 @@ class ReplayIndex:
                 return hits
         return hits | dict.fromkeys(alive or (), len(block_hashes))
 
+    def _search(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int]:
+        """Look for runs of blocks as a router does in Redis."""
+        live = {slot: (worker_id, _GENERATION) for worker_id, slot in self._slots.items()}
+        search = RunSearch(live, unpack_entries, self._window, self._block_size, len(block_hashes))
+        while places := search.wanted():
+            search.feed([self._value(block_hashes[place]) for place in places])
+        return search.hits()
+
+    def _value(self, block: BlockHash) -> bytes:
+        """Return what Redis would have of a block."""
+        return b"".join(pack_entry(self._slots[each], _GENERATION) for each in self._holders.get(block, ()))
+
     def apply(self, worker_id: str, events: Sequence[IndexEvent]) -> None:
         self.changes += len(events)
+        self._slots.setdefault(worker_id, len(self._slots))
         for event in events:
             if isinstance(event, Stored):
                 self._holders.setdefault(event.hash, {})[worker_id] = None

@@ -52,6 +52,8 @@ class ReplayOptions:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 1 << 20
     max_queued: int = 1024
+    # Slots of the widest attention window where every layer of the model has one, else 0.
+    window: int = 0
     prefix_caching: bool = True
     manager: ManagerConfig = _ROOMY
     timing: Timing = field(default_factory=Timing)
@@ -147,8 +149,10 @@ class _Live:
 class _Simulation:
     def __init__(self, loop: VirtualLoop, trace: Trace, options: ReplayOptions) -> None:
         self._loop, self._clock, self._trace, self._options = loop, VirtualClock(loop), trace, options
-        self._decisions, self._index, self._contents = _Decisions(), ReplayIndex(), Contents(trace.block_size)
-        identity = PoolIdentity("replay", "none", options.block_size, _GEOMETRY)
+        self._decisions, self._contents = _Decisions(), Contents(trace.block_size)
+        self._index = ReplayIndex(options.window, options.block_size)
+        geometry = replace(_GEOMETRY, window=options.window)
+        identity = PoolIdentity("replay", "none", options.block_size, geometry)
         self._root = root_digest("replay", "none", options.block_size)
         self._identity, ids = identity, itertools.count(1)
         self._routers = [self._router(options.seed + number) for number in range(options.routers)]
@@ -199,6 +203,7 @@ class _Simulation:
             prefix_caching=options.prefix_caching,
             runway_slots=options.manager.runway_slots,
             max_num_seqs=options.max_num_seqs,
+            window=options.window,
         )
         attach = Attach(
             worker_id,
@@ -216,7 +221,8 @@ class _Simulation:
             self._decisions.record_all,
         )
         worker = ReplayWorker(self._loop, self._clock, attach, config, options.timing, self._manager, listener)
-        capacity = Capacity(options.num_blocks, options.block_size, options.max_num_seqs, options.max_model_len)
+        sizes = (options.num_blocks, options.block_size, options.max_num_seqs, options.max_model_len)
+        capacity = Capacity(*sizes, options.window)
         self._workers[worker_id] = worker
         for router in self._routers:
             router.pool.add(worker, capacity, self._loop.time())

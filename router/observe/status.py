@@ -102,7 +102,7 @@ class RouterStatus:
             status.state, status.reason = trouble[0].value, trouble[1]
         status.running_sequences, status.waiting_sequences = model.load.running, model.load.waiting
         status.num_blocks, status.unheld_blocks = model.capacity.num_blocks, model.load.unheld_blocks
-        status.max_num_seqs = model.capacity.max_num_seqs
+        status.max_num_seqs, status.window = model.capacity.max_num_seqs, model.capacity.window
         status.manager_attached = model.load.manager_attached
         status.prefill_tokens_per_second = 1.0 / per_token if per_token else 0.0
         status.decode_step_seconds = step or 0.0

@@ -170,10 +170,17 @@ def operator_channel(options: StackOptions, address: str, role: Role) -> grpc.ai
     return open_channel(address, identity=identity, role=role)
 
 
-def greedy(prompt: Sequence[int], max_tokens: int) -> pb.GenerateRequest:
-    """Return a greedy request for token ids that runs to its length."""
+def greedy(prompt: Sequence[int], max_tokens: int, name: str = "") -> pb.GenerateRequest:
+    """Return a greedy request for token ids that runs to its length; without a name the router names it."""
     sampling = types.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    return pb.GenerateRequest(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=prompt)), sampling=sampling)
+    prompt_ids = pb.Prompt(token_ids=pb.TokenIds(ids=prompt))
+    return pb.GenerateRequest(prompt=prompt_ids, sampling=sampling, request_id=name)
+
+
+def cached_tokens(outcome: Outcome) -> int:
+    """Return how many tokens of its prompt a request that finished did not compute."""
+    assert outcome.finished is not None
+    return outcome.finished.usage.cached_tokens
 
 
 def chat(question: str, system: str = "", max_tokens: int = 32) -> pb.GenerateRequest:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.commands.replay import main
+from cli.commands.replay import main, recorded_options
 from cli.replay.trace import Arrival, Measured, Trace, lines_of, read_trace
 
 MEASURED = Measured(0.02, 0.2, 0, "w0")
@@ -35,6 +35,12 @@ def test_a_replay_stands_beside_what_was_recorded(tmp_path: Path, capsys: pytest
     assert lines[1].split() == ["recorded", "replayed"]
     assert "prompt tokens from the cache" in "".join(lines)
     assert any(line.startswith("A step: ") for line in lines)
+
+
+def test_the_window_of_the_log_is_that_of_the_replayed_workers(tmp_path: Path) -> None:
+    path = log(tmp_path, {"workers": 2, "window": 48})
+    assert recorded_options(read_trace(Path(path))).window == 48
+    assert recorded_options(read_trace(Path(log(tmp_path)))).window == 0
 
 
 def test_a_change_is_a_column_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,6 +110,7 @@ def test_wrong_options_are_refused(
 
 def test_a_corrupt_log_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "the log's workers: is 'many'" in refusal(capsys, log(tmp_path, {"workers": "many"}))
+    assert "the log's window: is 0; expected 1 to 16777216" in refusal(capsys, log(tmp_path, {"window": 0}))
     assert "cannot be read" in refusal(capsys, str(tmp_path / "nowhere"))
     path = Path(log(tmp_path))
     assert "cannot be made: File exists" in refusal(capsys, str(path), "--export", str(path))

@@ -66,6 +66,27 @@ def test_without_the_cache_nothing_is_a_hit() -> None:
     assert [each.cached_tokens for each in found.requests] == [0, 0]
 
 
+def test_where_every_layer_has_a_window_a_small_pool_holds_long_requests_and_their_last_blocks_are_hits() -> None:
+    """A window of 64 covers four blocks of 16."""
+    first, again = Arrival(0.0, 1024, 8, tuple(range(64))), Arrival(5.0, 1100, 8, tuple(range(64)))
+    options = replace(ONE, num_blocks=16)
+    assert [each.refused for each in replay(Trace((first, again), 16), options).requests] == ["InvalidRequest"] * 2
+    found = replay(Trace((first, again), 16), replace(options, window=64)).requests
+    assert [(each.tokens, each.cached_tokens) for each in found] == [(8, 0), (8, 1024)]
+
+
+def test_routers_find_the_last_blocks_of_a_conversation_where_every_layer_has_a_window() -> None:
+    """Each of two conversations goes on at the worker that has its window, though its first blocks are gone."""
+    turns = [
+        Arrival(5.0 * turn + talk, 320 * (turn + 1), 8, tuple(range(1000 * talk, 1000 * talk + 20 * (turn + 1))))
+        for turn in range(4)
+        for talk in range(2)
+    ]
+    found = replay(Trace(tuple(turns), 16), replace(ONE, workers=2, num_blocks=32, window=64)).requests
+    assert [each.cached_tokens for each in found] == [0, 0, 320, 320, 640, 640, 960, 960]
+    assert [each.worker for each in found[2:]] == [found[0].worker, found[1].worker] * 3
+
+
 def test_what_no_pool_holds_and_what_the_queue_has_no_place_for_is_refused() -> None:
     huge, small = Arrival(0.0, 2000, 8), Arrival(1.0, 16, 4)
     found = replay(Trace((huge, small), 16), ONE)

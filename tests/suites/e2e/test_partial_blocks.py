@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -12,10 +11,9 @@ import httpx
 
 from cli.suite.stack import StackOptions
 from common.process.metrics import metrics_port
-from quire.inference.v1 import inference_pb2 as pb
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy
 from tests.support.load import kill
-from tests.support.suite import PATIENCE, Outcome, Suite, greedy, running_suite, stream
+from tests.support.suite import PATIENCE, Suite, cached_tokens, greedy, running_suite, stream
 from tests.support.up_harness import Up
 from tests.support.why import head_of
 
@@ -33,17 +31,6 @@ SECOND = FIRST[: SIZE + 50] + fresh(30)
 """It has a block and 50 slots of the next one in common with the first."""
 
 
-def named(prompt: Sequence[int], name: str) -> pb.GenerateRequest:
-    request = greedy(prompt, TOKENS)
-    request.request_id = name
-    return request
-
-
-def cached_tokens(outcome: Outcome) -> int:
-    assert outcome.finished is not None
-    return outcome.finished.usage.cached_tokens
-
-
 async def counted(suite: Suite, name: str) -> float:
     """Return the sum of a metric of the manager over its workers."""
     port = metrics_port(None, suite.stack.options.manager_port)
@@ -55,9 +42,9 @@ async def counted(suite: Suite, name: str) -> float:
 async def test_prompts_that_part_inside_a_block_share_quarters_of_it(tmp_path: Path) -> None:
     flags = ("--kv-blocks", "32", "--dtype", "float32")
     async with running_suite(tmp_path, StackOptions(model=FOLDER, block_size=SIZE, worker_flags=flags)) as suite:
-        first = await suite.generate(named(FIRST, "first"))
+        first = await suite.generate(greedy(FIRST, TOKENS, "first"))
         await suite.until_all_free(1)
-        second = await suite.generate(named(SECOND, "second"))
+        second = await suite.generate(greedy(SECOND, TOKENS, "second"))
         await suite.until_all_free(1)
         assert [first.tokens, second.tokens] == [hf_greedy(FOLDER, each, TOKENS) for each in (FIRST, SECOND)]
         assert (cached_tokens(first), cached_tokens(second)) == (0, SIZE + 48)

@@ -5,28 +5,18 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from cli.commands.record import suite_of
 from cli.suite.stack import StackOptions
-from quire.inference.v1 import inference_pb2 as pb
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy
 from tests.support.load import kill
-from tests.support.suite import Outcome, greedy, running_suite
+from tests.support.suite import cached_tokens, greedy, running_suite
 
 SIZE, TOKENS = 4, 12
-"""The window of the checkpoint is 8 tokens."""
+WINDOW = 8
+"""Of the checkpoint."""
 FOLDER = checkpoint("mistral")
 _random = random.Random(12)
 FIRST = [_random.randrange(6, VOCAB_SIZE) for _ in range(79)]
-
-
-def named(prompt: list[int], name: str) -> pb.GenerateRequest:
-    request = greedy(prompt, TOKENS)
-    request.request_id = name
-    return request
-
-
-def cached_tokens(outcome: Outcome) -> int:
-    assert outcome.finished is not None
-    return outcome.finished.usage.cached_tokens
 
 
 async def test_a_conversation_goes_on_behind_what_its_window_covers(tmp_path: Path) -> None:
@@ -34,16 +24,17 @@ async def test_a_conversation_goes_on_behind_what_its_window_covers(tmp_path: Pa
     flags = ("--kv-blocks", "16", "--dtype", "float32", "--max-model-len", "256")
     options = StackOptions(model=FOLDER, block_size=SIZE, worker_flags=flags)
     async with running_suite(tmp_path, options) as suite:
-        first = await suite.generate(named(FIRST, "first"))
+        assert suite_of(await suite.status())["window"] == WINDOW, "what `quire record` writes for a replay"
+        first = await suite.generate(greedy(FIRST, TOKENS, "first"))
         await suite.until_all_free(1)
         going_on = [*FIRST, *first.tokens, 7, 8, 9]
-        second = await suite.generate(named(going_on, "second"))
+        second = await suite.generate(greedy(going_on, TOKENS, "second"))
         await suite.until_all_free(1)
         assert [first.tokens, second.tokens] == [hf_greedy(FOLDER, each, TOKENS) for each in (FIRST, going_on)]
         assert (cached_tokens(first), cached_tokens(second)) == (0, 88)
         kill(suite, "kvmanager")
         further = [*going_on, *second.tokens, 10, 11]
-        third = await suite.generate(named(further, "third"))
+        third = await suite.generate(greedy(further, TOKENS, "third"))
         assert third.tokens == hf_greedy(FOLDER, further, TOKENS)
         assert cached_tokens(third) == (len(going_on) + TOKENS - 1) // SIZE * SIZE
         uncached = greedy(further, TOKENS)

@@ -1269,6 +1269,7 @@ class WorkerStatus(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     """HOST:PORT; empty on the router's port for clients."""
@@ -1289,6 +1290,8 @@ class WorkerStatus(_message.Message):
     """Age of the last heartbeat in seconds."""
     max_num_seqs: _builtins.int
     """Sequences that may run at once."""
+    window: _builtins.int
+    """Slots of the widest attention window where every layer of the model has one, else 0."""
     def __init__(
         self,
         *,
@@ -1305,10 +1308,11 @@ class WorkerStatus(_message.Message):
         reason: _builtins.str = ...,
         heartbeat_age: _builtins.float = ...,
         max_num_seqs: _builtins.int = ...,
+        window: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_step_seconds", b"decode_step_seconds", "heartbeat_age", b"heartbeat_age", "manager_attached", b"manager_attached", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefill_tokens_per_second", b"prefill_tokens_per_second", "reason", b"reason", "running_sequences", b"running_sequences", "state", b"state", "unheld_blocks", b"unheld_blocks", "waiting_sequences", b"waiting_sequences", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decode_step_seconds", b"decode_step_seconds", "heartbeat_age", b"heartbeat_age", "manager_attached", b"manager_attached", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "prefill_tokens_per_second", b"prefill_tokens_per_second", "reason", b"reason", "running_sequences", b"running_sequences", "state", b"state", "unheld_blocks", b"unheld_blocks", "waiting_sequences", b"waiting_sequences", "window", b"window", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
