@@ -163,14 +163,21 @@ class EventFollower:
         self._groups, self._request = groups, request
         # By worker: the group that has its session, and the last message about it.
         self._last: dict[str, tuple[str, pb.SubscribeKvEventsResponse]] = {}
-        self._met: set[str] = set()
+        # Workers of which the reader has an earlier position, until something of them comes. All others begin with a
+        # snapshot: workers come under ever new names, and a subscription may last for months.
+        self._resumed = {each.worker_id for each in request.after}
         # By worker: the groups that have said that they have it, and not that it left, each with its session.
         self._claims: dict[str, dict[str, str]] = {}
         self._reopen: set[str] = set()
 
+    @property
+    def known(self) -> int:
+        """The number of workers of which something is kept."""
+        return len(self._last.keys() | self._claims.keys() | self._resumed)
+
     def open(self, group: str) -> AsyncGenerator[pb.SubscribeKvEventsResponse, None]:
         asked = pb.SubscribeKvEventsRequest(worker_id=self._request.worker_id)
-        asked.after.extend(each for each in self._request.after if each.worker_id not in self._met)
+        asked.after.extend(each for each in self._request.after if each.worker_id in self._resumed)
         return self._groups.stream(group, lambda channel: rpc.KvManagerServiceStub(channel).SubscribeKvEvents(asked))
 
     def passed(self, group: str, message: pb.SubscribeKvEventsResponse) -> bool:
@@ -178,7 +185,7 @@ class EventFollower:
         known = self._last.get(worker)
         if known is None:
             # Only the first stream of a worker may go on where the reader's earlier subscription ended.
-            wanted = message.HasField("snapshot") or worker not in self._met
+            wanted = message.HasField("snapshot") or worker in self._resumed
         elif known[0] == group:
             wanted = True
         else:
@@ -186,7 +193,7 @@ class EventFollower:
         self._note_claim(group, message)
         if not wanted:
             return False
-        self._met.add(worker)
+        self._resumed.discard(worker)
         if not message.HasField("detached"):
             self._last[worker] = group, message
         elif known is not None:
@@ -197,8 +204,14 @@ class EventFollower:
         """Note which groups have a worker, beside the one whose word counts."""
         if not message.HasField("detached"):
             self._claims.setdefault(message.worker_id, {})[group] = message.stream
-        elif message.worker_id in self._claims:
-            self._claims[message.worker_id].pop(group, None)
+        else:
+            self._drop_claim(group, message.worker_id)
+
+    def _drop_claim(self, group: str, worker: str) -> None:
+        claims = self._claims.get(worker, {})
+        claims.pop(group, None)
+        if not claims:
+            self._claims.pop(worker, None)
 
     def _lose(self, worker: str) -> None:
         """Forget what the reader has of a worker; a group that has it in another life is to say so again."""
@@ -207,8 +220,8 @@ class EventFollower:
         self._reopen |= {other for other, stream in claims.items() if other != group and _later(stream, message.stream)}
 
     def ended(self, group: str) -> Sequence[pb.SubscribeKvEventsResponse]:
-        for claims in self._claims.values():
-            claims.pop(group, None)
+        for worker in list(self._claims):
+            self._drop_claim(group, worker)
         lost = [message for owner, message in self._last.values() if owner == group]
         for message in lost:
             self._lose(message.worker_id)

@@ -21,7 +21,13 @@ class KeptRecords:
         return len(self._requests)
 
     def add(self, request_id: str, decisions: Iterable[Decision]) -> None:
-        """Keep records of a request beside those that it has already; the oldest requests go when there is no room."""
+        """Keep records of a request beside those that it has already; the oldest requests go when there is no room.
+
+        A request without records takes no place, because a bound in bytes of records would not count it.
+        """
+        decisions = tuple(decisions)
+        if not decisions:
+            return
         held = self._requests.setdefault(request_id, {})
         self._requests.move_to_end(request_id)
         for each in decisions:

@@ -39,7 +39,11 @@ class _Trace:
 
     def count(self, sender: str, spans: int, size: int) -> None:
         before = self.held.get(sender, (0, 0))
-        self.held[sender] = before[0] + spans, before[1] + size
+        held = before[0] + spans, before[1] + size
+        if held[0]:
+            self.held[sender] = held
+        else:
+            del self.held[sender]
 
 
 class TraceStore:
@@ -54,6 +58,15 @@ class TraceStore:
 
     def __len__(self) -> int:
         return len(self._ring)
+
+    @property
+    def names(self) -> int:
+        """How many names lead to spans."""
+        return len(self._named)
+
+    def senders(self, trace_id: str) -> int:
+        """Return how many senders have spans in a trace."""
+        return len(self._traces[trace_id].held)
 
     @property
     def bytes(self) -> int:
@@ -113,16 +126,27 @@ class TraceStore:
             trace = self._traces[span.trace_id] = _Trace()
         trace.spans[span.span_id] = span, sender
         trace.count(sender, 1, span.size)
-        for name in _names(span):
-            self._named[name] = key
+        self._name(span)
         return True
+
+    def _name(self, span: KeptSpan) -> None:
+        for name in _names(span):
+            self._named[name] = span.trace_id, span.span_id
+
+    def _unname(self, span: KeptSpan) -> None:
+        """Forget the names of a span that is gone, but not those that a newer span has too."""
+        for name in _names(span):
+            if self._named.get(name) == (span.trace_id, span.span_id):
+                del self._named[name]
 
     def _replace(self, trace: _Trace, span: KeptSpan, sender: str) -> bool:
         """Replace a span, unless another sender sent the first one: no sender changes the spans of another."""
         before, owner = trace.spans[span.span_id]
         if owner != sender:
             return False
+        self._unname(before)
         trace.spans[span.span_id] = span, sender
+        self._name(span)
         trace.count(sender, 0, span.size - before.size)
         self._ring.resize((span.trace_id, span.span_id), span.size)
         return True
@@ -133,9 +157,7 @@ class TraceStore:
         trace.count(sender, -1, -span.size)
         if not trace.spans:
             del self._traces[trace_id]
-        for name in _names(span):
-            if self._named.get(name) == (trace_id, span_id):
-                del self._named[name]
+        self._unname(span)
 
 
 def _names(span: KeptSpan) -> Collection[tuple[str, str]]:

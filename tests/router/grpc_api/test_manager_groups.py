@@ -127,7 +127,8 @@ def test_only_a_snapshot_takes_a_worker_from_its_group(groups: ManagerGroups) ->
 
 
 def test_after_its_end_a_worker_begins_with_a_snapshot(groups: ManagerGroups) -> None:
-    follower = EventFollower(groups, pb.SubscribeKvEventsRequest())
+    position = pb.KvPosition(worker_id="w", stream="first-1", number=0)
+    follower = EventFollower(groups, pb.SubscribeKvEventsRequest(after=[position]))
     assert follower.passed("a", of_life("first", changes=pb.KvChanges())), "the reader has what was before"
     assert follower.passed("a", of_life("first", detached=pb.KvDetached()))
     assert not follower.passed("b", of_life("second", changes=pb.KvChanges()))
@@ -168,6 +169,20 @@ def test_a_reader_that_resumes_gets_a_worker_back_that_an_older_life_hid(groups:
     assert not follower.passed("b", of_life("second", changes=pb.KvChanges()))
     assert follower.passed("a", of_life("first", detached=pb.KvDetached()))
     assert follower.to_reopen() == ("b",)
+
+
+def test_nothing_is_kept_of_workers_that_have_left(groups: ManagerGroups) -> None:
+    """An orchestrator gives workers new names at each start, and a subscription may last for months."""
+    follower = EventFollower(groups, pb.SubscribeKvEventsRequest())
+    for number in range(100):
+        worker = f"w{number}"
+        assert follower.passed("a", snapshot(worker, 1))
+        changes = pb.SubscribeKvEventsResponse(worker_id=worker, stream="life-2", number=2, changes=pb.KvChanges())
+        assert not follower.passed("b", changes), "b has not said yet what it has of the worker"
+        assert follower.passed("a", left(worker, 1))
+        assert not follower.passed("b", left(worker, 2))
+        follower.to_reopen()
+    assert follower.known == 0
 
 
 def test_an_earlier_session_is_not_asked_for_again(groups: ManagerGroups) -> None:

@@ -209,6 +209,13 @@ def test_one_request_with_too_many_records_takes_no_more_memory() -> None:
     assert len(records) <= 1
 
 
+def test_a_request_without_records_takes_no_place() -> None:
+    records = KeptRecords(1 << 20)
+    for number in range(1_000):
+        records.add(f"r{number}", ())
+    assert (len(records), records.bytes) == (0, 0)
+
+
 def test_kept_records_pass_the_filters_of_a_query() -> None:
     records = KeptRecords(1 << 20)
     grant = Decision("d-1", DecisionKind.GRANT, 1, "2 fresh blocks", "r1", tenant="red")

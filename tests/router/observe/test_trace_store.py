@@ -31,7 +31,7 @@ from quire.decision.v1 import decision_pb2_grpc as rpc
 from router.grpc_api.decision_servicer import DecisionServicer
 from router.observe.otlp_receiver import add_otlp_receiver
 from router.observe.siblings import Siblings
-from router.observe.trace_codec import from_otlp, from_own
+from router.observe.trace_codec import KeptSpan, from_otlp, from_own
 from router.observe.trace_store import TraceStore
 from tests.support.spans import tracer_to
 
@@ -232,6 +232,23 @@ def test_a_request_is_found_while_any_span_names_it(store: TraceStore, tracer: T
     span(tracer, "filler")
     with pytest.raises(NotFound):
         store.trace(request_id="r1")
+
+
+def kept(span_id: str, request_id: str = "") -> KeptSpan:
+    return KeptSpan("t1", span_id, request_id, pb.Span)
+
+
+def test_a_span_that_is_sent_again_under_another_request_leaves_no_name_behind(store: TraceStore) -> None:
+    for number in range(1_000):
+        store.add((kept("s1", f"r{number}"),), "worker")
+    assert (len(store), store.names) == (1, 1)
+    assert (store.trace_of("r998"), store.trace_of("r999")) == ("", "t1")
+
+
+def test_a_trace_that_goes_on_for_ever_forgets_the_senders_of_the_spans_that_left(store: TraceStore) -> None:
+    for number in range(1_000):
+        store.add((kept(f"s{number}"),), f"worker-{number}")
+    assert store.senders("t1") == 4
 
 
 def test_a_ring_needs_room() -> None:
