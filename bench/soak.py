@@ -1,71 +1,59 @@
 """Everything at random for a while: a mixed load, and faults by a plan that is printed first and can be replayed.
 
-    make soak                                         10 minutes
+    make soak                                         10 minutes with faults, then 20 without: memory counts there
     python -m bench.soak --seed 7 --json
     python -m bench.soak --plan PLAN.json             the line that an earlier run printed after `plan:`
-    python -m bench.soak --minutes 30 --calm-minutes 20 --pause-s 60        memory over a long time
+    python -m bench.soak --minutes 10 --calm-minutes 3 --settled-minutes 1        a short one, which says less of memory
 
 Two routers on one port, two simulated workers that drain with `--drain migrate`, the KV manager and Redis run. Clients
-send one request after the other: good ones, and among them some that are cancelled, that are refused, that are no
-messages at all, and that come over HTTP. Meanwhile processes are killed (SIGKILL), drained (SIGTERM, also all in turn),
-stopped for 2 s and for 20 s (SIGSTOP), or have no file descriptor or memory left; Redis is wiped and overwritten,
-clients hang up and deadlines pass. The next fault waits until the suite is whole again. The seed determines plan and
-requests; how they meet depends on the machine. Each token of a good request is compared with the one that must come. At
-the end no block may be held. The exit status is 1 if anything was wrong.
+send one request after the other: good ones, and among them all kinds of others (`lib/mixed_load.py`). Meanwhile
+processes are killed (SIGKILL), drained (SIGTERM, also all in turn), stopped for 2 s and for 20 s (SIGSTOP), or have no
+file descriptor or memory left; Redis is wiped and overwritten, clients hang up and deadlines pass. The next fault waits
+until the suite is whole again. The seed determines plan and requests; how they meet depends on the machine. Each token
+of a good request is compared with the one that must come. At the end no block may be held.
 
-The resident memory of every process is read once a second. Its slope is that of a straight line through the values of
-the last `--calm-minutes`, in which no fault comes. The standard error is that of means over blocks of time, because
-values that follow each other are not independent. A slope below two standard errors, or below 10 MiB an hour, counts as
-flat. The rings of decisions and spans have 1 MiB, and the router remembers for ten minutes where it sent a block: a run
-with fewer calm minutes than that shows this growth.
+Memory is judged in the calm part. Every `--rest-s` the clients pause until nothing runs, and the memory that each
+process shares with no other (USS) is read. Values count from the age of `--settled-minutes` on: the router remembers
+for ten minutes where it sent a block, and its page shows ten minutes. Rings of decisions and spans have 1 MiB. The
+slope is Theil's, with Sen's 95 % bounds, over time and over requests. `memory_flat` is 1 if for all processes the upper
+bounds are below --most-mib-per-hour and --most-bytes-per-request; 0 if the lower bound of one is above; -1 if the
+values are too few, or scatter too much, to say. An entry of a dict that each request leaves has 100 bytes and more.
+
+The exit status is 1 if anything was wrong, or memory grows.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
-import math
 import os
 import random
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Final
 
-import psutil
-from grpc import aio
-
-from bench.attack import wire
-from bench.attack.kinds import Target, outcome, posted, streamed, unary
 from bench.attack.victim import Victim, victim
 from bench.fault_injection.injection import Injector
 from bench.fault_injection.plan import CLOCKS, WITHOUT_DISK, Fault, Form, Kind, form_of, read, scattered, written
-from bench.fault_injection.streams import RETRY, Stream
+from bench.fault_injection.streams import RETRY
 from bench.faults import DRAIN_S, prompts
 from bench.lib.harness import parser, progress, report
-from bench.lib.slopes import Life, slope
+from bench.lib.memory_watch import FLAT_UP_TO, GROWS, Bounds, MemoryWatch
+from bench.lib.mixed_load import CLIENTS_A_CHANNEL, MixedLoad
 from bench.serve import suite_flags
 from common.rpc.server import open_channel
-from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
 from quire.client import AsyncClient
-from quire.inference.v1 import inference_pb2 as pb
-from quire.types.v1 import types_pb2 as types
-from router.text.checkpoint import read_checkpoint
 
 DEMO: Final = Path("cli/demo_model/checkpoint")
 WORKERS: Final = 2
-MIB: Final = 1 << 20
 _UNKNOWN: Final = -1.0
-_SAMPLE_S: Final = 1.0
-_CANCEL_AFTER_S: Final = 0.3
-# Of twenty requests: what the rest of the load is made of.
-_MIX: Final = ("cancelled", "bad", "broken", "over_http")
-_EVERY: Final = 5
-_CLIENTS_A_CHANNEL: Final = 8
+# How long requests may take to end before memory is read, and how long what they leave behind may take.
+_REST_PATIENCE_S: Final = 120.0
+_SETTLE_S: Final = 2.0
 _SMALL_RINGS: Final = {"QUIRE_DECISION_RING_BYTES": "1MiB", "QUIRE_SPAN_RING_BYTES": "1MiB"}
 NOTES: Final = {
     "requests": "requests of all kinds",
@@ -75,117 +63,39 @@ NOTES: Final = {
     "blocks_leaked": "blocks that were held when nothing ran any more",
     "faults_injected": "faults of the plan that came",
     "gap_p99_s": "longest pause of a stream between two tokens, 99th percentile",
-    "rss_slope_mib_per_hour": "growth of resident memory, MiB an hour, the largest of all processes",
-    "rss_slope_se": "its standard error; -1: the run was too short for one",
+    "memory_flat": "1: the memory of every process is flat; 0: that of some process grows; -1: the run does not say",
+    "uss_mib_per_hour_high": "95 % upper bound of the growth, MiB an hour, the largest of all processes",
+    "uss_bytes_per_request_high": "the same in bytes for each request of the suite",
 }
 
 
-class Load:
-    """Clients of one suite; `became` counts the ends of their requests."""
+_OF_PROCESSES: Final = {
+    "memory_flat_": "the same of this process",
+    "memory_values_": "values that count",
+    "uss_mib_per_hour_": "growth of its memory (USS), MiB an hour",
+    "uss_bytes_per_request_": "growth of its memory, bytes for each request of the suite",
+    "uss_mib_": "its last value",
+    "fds_more_": "file descriptors more than at its first value that counts",
+    "threads_more_": "threads more than then",
+}
 
-    def __init__(self, suite: Victim, channel: aio.Channel, clients: Sequence[AsyncClient], seed: int) -> None:
-        """`channel` is for requests whose end does not count: it does not try again."""
-        self._target = Target(channel, suite.host, suite.grpc_port, suite.http_port, random.Random(seed))
-        self._clients, self._rng = clients, random.Random(f"soak/{seed}")
-        checkpoint = read_checkpoint(DEMO)
-        self._tokens = SimulatedTokens(readable_ids(DEMO, checkpoint.vocab_size, checkpoint.eos_token_ids))
-        self._numbers = itertools.count()
-        self.became: Counter[str] = Counter()
-        self.streams = self.broken = self.differing = 0
-        self.gaps: list[float] = []
 
-    async def client(self, number: int, until: float) -> None:
-        """Send one request after the other."""
-        kinds: dict[str, Callable[[], Coroutine[object, object, str]]] = {
-            "cancelled": self._cancelled,
-            "bad": self._bad,
-            "broken": self._broken,
-            "over_http": self._over_http,
-        }
-        while time.monotonic() < until:
-            turn = next(self._numbers)
-            if turn % _EVERY:
-                await self._good(self._clients[number // _CLIENTS_A_CHANNEL])
-                continue
-            kind = _MIX[turn // _EVERY % len(_MIX)]
-            ended = await outcome(lambda _, kind=kind: kinds[kind](), self._target)  # type: ignore[misc]
-            self.became[f"{kind} {ended}"] += 1
-
-    async def _good(self, client: AsyncClient) -> None:
-        """Read a stream to its end, over whatever router and worker, and compare it."""
-        (prompt,), count = prompts(self._rng, 1), self._rng.randrange(1, 400)
-        prompt = [40 + self._rng.randrange(20)] * 48 + prompt
-        stream = Stream(self._rng.randrange(1 << 30), prompt)
-        await stream.run(client, count)
-        self.streams += 1
-        self.became["good broken" if stream.broken else "good OK"] += 1
-        if stream.broken:
-            self.broken += 1
-            print(f"  a stream broke after {len(stream.tokens)} of {count} tokens: {stream.broken}", flush=True)
+async def follow(
+    faults: asyncio.Task[Counter[str]], load: MixedLoad, memory: MemoryWatch, suite: Victim, rest_s: float, until: float
+) -> None:
+    """Look at the memory whenever the suite rests, from the last fault on; once at least."""
+    await asyncio.wait({faults})
+    began = time.monotonic()
+    while True:
+        async with load.at_rest(_REST_PATIENCE_S) as rests:
+            if rests:
+                await asyncio.sleep(_SETTLE_S)
+                memory.look(suite.pids(), time.monotonic() - began, load.became.total())
+            else:
+                print(f"  requests still ran after {_REST_PATIENCE_S:g} s; memory was not read", flush=True)
+        if time.monotonic() >= until:
             return
-        self.gaps.append(stream.longest_gap)
-        if differing := stream.differing(self._tokens, count):
-            self.differing += differing
-            print(f"  {differing} of {count} tokens differ", flush=True)
-
-    def _request(self, most: int) -> bytes:
-        ids = [40 + self._rng.randrange(20)] * 48 + self._rng.choices(range(8, 200), k=self._rng.randrange(1, 64))
-        sampling = types.SamplingParams(
-            max_tokens=self._rng.randrange(1, most), ignore_eos=True, n=self._rng.choice((1, 1, 1, 3))
-        )
-        request = pb.GenerateRequest(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=ids)), sampling=sampling)
-        return request.SerializeToString()
-
-    async def _cancelled(self) -> str:
-        await streamed(self._target, self._request(2000), _CANCEL_AFTER_S)
-        return "OK"
-
-    async def _bad(self) -> str:
-        """Send a request that is refused, with many mistakes."""
-        ids = self._rng.choices(range(1 << 20, 1 << 30), k=200)
-        sampling = types.SamplingParams(temperature=-1, top_p=7, n=1000)
-        request = pb.GenerateRequest(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=ids)), sampling=sampling)
-        await streamed(self._target, request.SerializeToString())
-        return "OK"
-
-    async def _broken(self) -> str:
-        await unary(self._target, "/quire.inference.v1.InferenceService/GenerateUnary", wire.garbage(self._rng))
-        return "OK"
-
-    async def _over_http(self) -> str:
-        body = b'{"prompt": "Once upon a time", "max_tokens": %d, "stream": true}' % self._rng.randrange(1, 40)
-        return await posted(self._target, "/v1/completions", body)
-
-
-class Memory:
-    """The resident memory of all processes of a suite over time."""
-
-    def __init__(self, suite: Victim, until: float) -> None:
-        self._suite, self._until = suite, until
-        self.lives: dict[str, dict[int, Life]] = defaultdict(dict)
-
-    async def follow(self, faults: asyncio.Task[Counter[str]]) -> None:
-        """Read the memory once a second, from the last fault on, and once at least."""
-        await asyncio.wait({faults})
-        began = time.monotonic()
-        while True:
-            for name, pid in self._suite.pids().items():
-                with suppress(psutil.NoSuchProcess):
-                    rss = psutil.Process(pid).memory_info().rss / MIB
-                    self.lives[name].setdefault(pid, []).append((time.monotonic() - began, rss))
-            if time.monotonic() >= self._until:
-                return
-            await asyncio.sleep(_SAMPLE_S)
-
-    def figures(self) -> dict[str, float]:
-        """Return the slope of each process in MiB an hour, with its standard error."""
-        found: dict[str, float] = {}
-        for name, lives in sorted(self.lives.items()):
-            steepness, error = slope(list(lives.values()))
-            found[f"rss_slope_mib_per_hour_{name}"] = 3600 * steepness
-            found[f"rss_slope_se_{name}"] = 3600 * error if math.isfinite(error) else _UNKNOWN
-            found[f"rss_mib_{name}"] = list(lives.values())[-1][-1][1]
-        return found
+        await asyncio.sleep(min(rest_s, max(0.0, until - time.monotonic())))
 
 
 async def disturb(injector: Injector, plan: Sequence[Fault], began: float, until: float) -> Counter[str]:
@@ -217,15 +127,17 @@ async def soak(args: argparse.Namespace) -> dict[str, float]:
         running = victim(suite_flags(options), WORKERS, routers=2, drain_timeout=DRAIN_S)
         suite = await stack.enter_async_context(running)
         channel = await stack.enter_async_context(open_channel(f"{suite.host}:{suite.grpc_port}"))
-        address, wanted = f"{suite.host}:{suite.grpc_port}", -(-args.clients // _CLIENTS_A_CHANNEL) + 1
+        address, wanted = f"{suite.host}:{suite.grpc_port}", -(-args.clients // CLIENTS_A_CHANNEL) + 1
         clients = [await stack.enter_async_context(AsyncClient(address, retry=RETRY, ca="")) for _ in range(wanted)]
         injector = Injector(suite, clients[-1], prompts(random.Random(0), 8), WORKERS)
         await injector.whole()
         began = time.monotonic()
-        load, memory = Load(suite, channel, clients, args.seed), Memory(suite, began + disturbed + calm)
+        load = MixedLoad(suite, channel, clients, DEMO, args.seed)
+        bounds = Bounds(args.most_mib_per_hour, args.most_bytes_per_request)
+        memory = MemoryWatch(60 * args.settled_minutes, bounds)
         async with asyncio.TaskGroup() as group:
             faults = group.create_task(disturb(injector, plan, began, began + disturbed))
-            group.create_task(memory.follow(faults))
+            group.create_task(follow(faults, load, memory, suite, args.rest_s, began + disturbed + calm))
             group.create_task(_say(load, began + disturbed + calm))
             for number in range(args.clients):
                 group.create_task(load.client(number, began + disturbed + calm))
@@ -235,14 +147,14 @@ async def soak(args: argparse.Namespace) -> dict[str, float]:
         return _figures(load, faults.result(), leaked, memory.figures())
 
 
-async def _say(load: Load, until: float) -> None:
+async def _say(load: MixedLoad, until: float) -> None:
     while (left := until - time.monotonic()) > 0:
         progress(f"{load.became.total()} requests, {left / 60:.1f} minutes left")
         await asyncio.sleep(min(left, 5.0))
 
 
-def _figures(load: Load, faults: Counter[str], leaked: int, memory: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures, those of the memory first of the process that grows most."""
+def _figures(load: MixedLoad, faults: Counter[str], leaked: int, memory: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures; a bound that some process lacks, all together lack."""
     found = {
         "requests": load.became.total(),
         "streams": load.streams,
@@ -251,12 +163,13 @@ def _figures(load: Load, faults: Counter[str], leaked: int, memory: Mapping[str,
         "blocks_leaked": leaked,
         "faults_injected": faults.total(),
         "gap_p99_s": sorted(load.gaps)[int(0.99 * len(load.gaps))] if load.gaps else _UNKNOWN,
+        "memory_flat": memory["memory_flat"],
     }
-    name = max((name for name in memory if "_per_hour_" in name), key=lambda each: memory[each], default="")
-    if name:
-        process = name.removeprefix("rss_slope_mib_per_hour_")
-        found["rss_slope_mib_per_hour"] = memory[name]
-        found["rss_slope_se"] = memory[f"rss_slope_se_{process}"]
+    processes = sum(name.startswith("memory_flat_") for name in memory)
+    for what in ("uss_mib_per_hour_high", "uss_bytes_per_request_high"):
+        highest = [value for name, value in memory.items() if name.startswith(f"{what}_")]
+        if len(highest) == processes:
+            found[what] = max(highest)
     return found | {f"faults_{kind}": count for kind, count in sorted(faults.items())} | dict(memory)
 
 
@@ -269,8 +182,14 @@ _KINDS: Final = tuple(each for each in Kind if form_of(each) is Form.WHOLE and e
 def flags() -> argparse.ArgumentParser:
     made = parser(__doc__)
     made.formatter_class = argparse.RawDescriptionHelpFormatter
-    made.add_argument("--minutes", type=float, default=10.0, help="of the whole run")
-    made.add_argument("--calm-minutes", type=float, default=3.0, help="at the end, without faults: memory counts there")
+    made.add_argument("--minutes", type=float, default=30.0, help="of the whole run")
+    made.add_argument("--calm-minutes", type=float, default=20.0, help="at its end, without faults, for the memory")
+    made.add_argument("--settled-minutes", type=float, default=11.0, help="age from which a process's memory counts")
+    made.add_argument("--rest-s", type=float, default=10.0, help="seconds of load between two looks at the memory")
+    made.add_argument(
+        "--most-mib-per-hour", type=float, default=FLAT_UP_TO.uss_mib_per_hour, help="growth that is flat"
+    )
+    made.add_argument("--most-bytes-per-request", type=float, default=FLAT_UP_TO.uss_bytes_per_request, help="the same")
     made.add_argument("--pause-s", type=float, default=5.0, help="mean seconds from one fault of the plan to the next")
     made.add_argument("--clients", type=int, default=24, help="requests at once")
     made.add_argument("--seed", type=int, default=0, help="of the plan and of the requests")
@@ -285,9 +204,12 @@ def main() -> int:
     args = flags().parse_args()
     os.environ.update(_SMALL_RINGS)
     found = asyncio.run(soak(args))  # not uvloop: see bench.faults
-    notes = {name: "of this process" for name in found if name.startswith("rss_")} | NOTES
+    notes = {
+        name: words for prefix, words in _OF_PROCESSES.items() for name in found if name.startswith(prefix)
+    } | NOTES
     report("soak", found, notes, args.json)
-    return int(any(found[name] for name in ("streams_broken", "tokens_differing", "blocks_leaked")))
+    wrong = any(found[name] for name in ("streams_broken", "tokens_differing", "blocks_leaked"))
+    return int(wrong or found["memory_flat"] == GROWS)
 
 
 if __name__ == "__main__":

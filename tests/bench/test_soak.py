@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.fault_injection.plan import Fault, Kind, read, written
+from bench.lib.memory_watch import OPEN
 from tests.support.bench_process import run_benchmark
 
 
@@ -21,10 +22,13 @@ def test_seconds_of_a_plan_break_no_stream_change_no_token_and_leave_no_block(tm
     figures, lines = run_benchmark("soak", *words, "--clients", "6", "--simulate", "base=2ms")
     assert read(next(line for line in lines if line.startswith("plan: ")).removeprefix("plan: ")) == plan
     kinds = {line.split()[0] for line in lines if line.startswith("  ") and ": " in line}
-    assert {"good", "cancelled", "bad", "broken", "over_http"} <= kinds
+    assert {"good", "cancelled", "bad", "broken", "over_http", "gone"} <= kinds
     assert figures["streams"] > 0
     assert figures["faults_injected"] >= 1
     for name in ("streams_broken", "tokens_differing", "blocks_leaked"):
         assert figures[name] == 0, name
     for name in ("router-0", "router-1", "kvmanager", "worker-0", "worker-1", "redis"):
-        assert figures[f"rss_mib_{name}"] > 1
+        assert figures[f"uss_mib_{name}"] > 1
+        assert figures[f"fds_{name}"] > 0
+    assert figures["memory_flat"] == OPEN, "seconds show nothing of memory"
+    assert "uss_mib_per_hour_high" not in figures

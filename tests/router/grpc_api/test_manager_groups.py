@@ -177,9 +177,9 @@ def test_nothing_is_kept_of_workers_that_have_left(groups: ManagerGroups) -> Non
     for number in range(100):
         worker = f"w{number}"
         assert follower.passed("a", snapshot(worker, 1))
+        assert follower.passed("a", left(worker, 1))
         changes = pb.SubscribeKvEventsResponse(worker_id=worker, stream="life-2", number=2, changes=pb.KvChanges())
         assert not follower.passed("b", changes), "b has not said yet what it has of the worker"
-        assert follower.passed("a", left(worker, 1))
         assert not follower.passed("b", left(worker, 2))
         follower.to_reopen()
     assert follower.known == 0

@@ -1,0 +1,129 @@
+"""The memory of the processes of a suite over time and over requests, and whether it stays.
+
+Each value is taken while no request runs and none is sent, so that the values of a process are of comparable states. It
+is the memory that the process and its children share with no other process (USS). `settled_s` is the age of a process
+from which its values count: before that, tables grow to their bounds. `slopes.py` has the slope and its bounds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import psutil
+
+from bench.lib.slopes import UNKNOWN, Life, Slope, slope
+
+MIB: Final = 1 << 20
+FLAT, GROWS, OPEN = 1.0, 0.0, -1.0
+# Fewer values show nothing, although a bound may be finite.
+LEAST_VALUES: Final = 12
+
+
+class Value(NamedTuple):
+    """One look at a process: seconds and requests of the whole run so far, and what the process has."""
+
+    seconds: float
+    requests: int
+    uss_mib: float
+    fds: int
+    threads: int
+
+
+class Bounds(NamedTuple):
+    """The growth up to which memory counts as flat, over time and over requests.
+
+    A process is FLAT if the upper bounds of both slopes are no higher. It GROWS if the lower bound of one is higher.
+    """
+
+    uss_mib_per_hour: float = 10.0
+    uss_bytes_per_request: float = 128.0
+
+
+FLAT_UP_TO: Final = Bounds()
+
+
+@dataclass(slots=True)
+class _Process:
+    """One life of a process: the seconds of the run at which it began, and its values."""
+
+    began: float
+    values: list[Value] = field(default_factory=list)
+
+
+class MemoryWatch:
+    """The values of all processes, by name and process id."""
+
+    def __init__(self, settled_s: float, bounds: Bounds = FLAT_UP_TO) -> None:
+        self._settled_s, self._bounds = settled_s, bounds
+        self._lives: dict[str, dict[int, _Process]] = defaultdict(dict)
+
+    def look(self, pids: Mapping[str, int], seconds: float, requests: int) -> None:
+        """Take a value of each process."""
+        for name, pid in pids.items():
+            with suppress(psutil.NoSuchProcess):
+                age = time.time() - psutil.Process(pid).create_time()
+                self.add(name, pid, seconds - age, Value(seconds, requests, *_taken(pid)))
+
+    def add(self, name: str, pid: int, began: float, value: Value) -> None:
+        self._lives[name].setdefault(pid, _Process(began)).values.append(value)
+
+    def figures(self) -> dict[str, float]:
+        """Return what became of each process, and of all together as `memory_flat`: FLAT, GROWS or OPEN."""
+        found: dict[str, float] = {}
+        for name, lives in sorted(self._lives.items()):
+            found |= dict(self._figures_of(name, list(lives.values())))
+        verdicts = {verdict for name, verdict in found.items() if name.startswith("memory_flat_")}
+        return {"memory_flat": next((each for each in _WORST if each in verdicts), OPEN)} | found
+
+    def _figures_of(self, name: str, lives: Sequence[_Process]) -> Iterator[tuple[str, float]]:
+        settled = [[each for each in life.values if each.seconds - life.began >= self._settled_s] for life in lives]
+        slopes = _slopes(settled)
+        yield f"memory_flat_{name}", self._verdict(settled, slopes)
+        yield f"memory_values_{name}", sum(map(len, settled))
+        yield f"uss_mib_{name}", lives[-1].values[-1].uss_mib
+        for what, found in slopes.items():
+            for suffix, value in (("", found.middle), ("_low", found.low), ("_high", found.high)):
+                if found is not UNKNOWN and math.isfinite(value):
+                    yield f"{what}{suffix}_{name}", value
+        newest = settled[-1] or lives[-1].values
+        yield f"fds_{name}", newest[-1].fds
+        yield f"fds_more_{name}", newest[-1].fds - newest[0].fds
+        yield f"threads_{name}", newest[-1].threads
+        yield f"threads_more_{name}", newest[-1].threads - newest[0].threads
+
+    def _verdict(self, lives: Sequence[Sequence[Value]], slopes: Mapping[str, Slope]) -> float:
+        if sum(map(len, lives)) < LEAST_VALUES:
+            return OPEN
+        bounded = [(slopes[what], most) for what, most in self._bounds._asdict().items()]
+        if any(found.low > most for found, most in bounded):
+            return GROWS
+        return FLAT if all(found.high <= most for found, most in bounded) else OPEN
+
+
+def _slopes(lives: Sequence[Sequence[Value]]) -> dict[str, Slope]:
+    """Return the slopes of the memory over time and over requests, named as the bounds."""
+    by_time: list[Life] = [[(each.seconds / 3600, each.uss_mib) for each in life] for life in lives]
+    by_work: list[Life] = [[(float(each.requests), MIB * each.uss_mib) for each in life] for life in lives]
+    return {"uss_mib_per_hour": slope(by_time), "uss_bytes_per_request": slope(by_work)}
+
+
+# What all together are is what the first of these is that some process is.
+_WORST: Final = (GROWS, OPEN, FLAT)
+
+
+def _taken(pid: int) -> tuple[float, int, int]:
+    """Return MiB, file descriptors and threads of a process and its children."""
+    uss, fds, threads = 0, 0, 0
+    process = psutil.Process(pid)
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            uss += each.memory_full_info().uss
+            fds += each.num_fds()
+            threads += each.num_threads()
+    return uss / MIB, fds, threads
