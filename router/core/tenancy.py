@@ -16,6 +16,8 @@ _MINUTE_S = 60.0
 # A place that another request of the tenant holds is free at an unknown time; clients try again after so many seconds.
 _PLACE_RETRY_S = 1.0
 _MIN_RETRY_S = 0.1
+# Tenants of whom something is kept when it is looked for the first time whether that is still needed.
+_FIRST_LOOK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +104,23 @@ def peer_caller(host: str) -> Caller:
 class _Bucket:
     """A token bucket of one minute's allowance; its level may fall below zero by one large request."""
 
-    __slots__ = ("_at", "_level")
+    __slots__ = ("_allowance", "_at", "_level")
 
     def __init__(self, allowance: int, now: float) -> None:
-        self._level, self._at = float(allowance), now
+        self._level, self._at, self._allowance = float(allowance), now, allowance
 
     def seconds_until(self, amount: float, allowance: int, now: float) -> float:
         """Return how long until `amount` may be taken; 0 if at once. More than the allowance needs a full bucket."""
         gained = (now - self._at) * allowance / _MINUTE_S
-        self._level, self._at = min(allowance, self._level + gained), now
+        self._level, self._at, self._allowance = min(allowance, self._level + gained), now, allowance
         return max(0.0, (min(amount, allowance) - self._level) * _MINUTE_S / allowance)
 
     def take(self, amount: float) -> None:
         self._level -= amount
+
+    def is_full(self, now: float) -> bool:
+        """Return whether a new bucket would say the same."""
+        return self._level + (now - self._at) * self._allowance / _MINUTE_S >= self._allowance
 
 
 @dataclass(slots=True)
@@ -126,17 +132,28 @@ class _Use:
     requests: _Bucket | None = None
     tokens: _Bucket | None = None
 
+    def is_over(self, now: float) -> bool:
+        buckets = (each for each in (self.requests, self.tokens) if each is not None)
+        return not self.streams and all(each.is_full(now) for each in buckets)
+
 
 class TenantQuotas:
     """Holds tenants to their limits. One `leave` follows every `enter` that did not raise."""
 
     def __init__(self) -> None:
         self._uses: dict[str, _Use] = {}
+        self._next_look = _FIRST_LOOK
+
+    def __len__(self) -> int:
+        """Return the number of tenants of whom something is kept."""
+        return len(self._uses)
 
     def enter(self, tenant: Tenant, tokens: int, sequences: int, now: float) -> None:
         """Count a request. Raises Overloaded with the limit that it would overrun; then nothing was counted."""
         if not tenant.limits.are_set:
             return
+        if len(self._uses) >= self._next_look:
+            self._forget_idle(now)
         use = self._uses.setdefault(tenant.name, _Use())
         self._check_places(tenant, use, sequences)
         self._check_rates(tenant, use, tokens, now)
@@ -165,6 +182,11 @@ class TenantQuotas:
             use.tokens.take(-unused_tokens)
         if not use.streams and use.requests is None and use.tokens is None:
             del self._uses[tenant.name]
+
+    def _forget_idle(self, now: float) -> None:
+        """Forget tenants whose absence says the same: an operator's file may name ever new ones."""
+        self._uses = {name: use for name, use in self._uses.items() if not use.is_over(now)}
+        self._next_look = max(_FIRST_LOOK, 2 * len(self._uses))
 
     def _check_places(self, tenant: Tenant, use: _Use, sequences: int) -> None:
         most = tenant.limits

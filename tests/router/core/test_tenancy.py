@@ -99,3 +99,32 @@ def test_a_check_raises_as_an_entry_would_and_counts_nothing() -> None:
     quotas.check(tenant, 40, 1, 0.0)
     quotas.enter(tenant, 40, 1, 0.0)
     assert over(quotas, tenant, 1, 1, 0.0)[0] == "tenant red.streams"
+
+
+def test_tenants_that_come_no_more_are_forgotten() -> None:
+    """An operator's file may name ever new tenants, each of which keeps a rate for a minute."""
+    quotas, most = TenantQuotas(), 0
+    for number in range(5_000):
+        tenant = Tenant(f"t{number}", limits=TenantLimits(requests_per_minute=2, tokens_per_minute=100))
+        quotas.enter(tenant, 10, 1, float(number))
+        quotas.leave(tenant, 0, 1)
+        most = max(most, len(quotas))
+    assert most <= 512
+
+
+def test_tenants_that_still_owe_or_hold_something_are_remembered() -> None:
+    quotas = TenantQuotas()
+    owes, holds = (
+        Tenant("owes", limits=TenantLimits(tokens_per_minute=60)),
+        Tenant("holds", limits=TenantLimits(streams=1)),
+    )
+    quotas.enter(owes, 600, 1, 0.0)  # ten minutes' allowance
+    quotas.leave(owes, 0, 1)
+    quotas.enter(holds, 1, 1, 0.0)
+    for number in range(2_000):
+        tenant = Tenant(f"t{number}", limits=TenantLimits(requests_per_minute=2))
+        quotas.enter(tenant, 1, 1, number / 20)
+        quotas.leave(tenant, 0, 1)
+    assert len(quotas) < 2_000
+    assert over(quotas, owes, 60, 1, 100.0) == ("tenant owes.tokens_per_minute", 500.0)
+    assert over(quotas, holds, 1, 1, 100.0) == ("tenant holds.streams", 1.0)
