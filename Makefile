@@ -207,7 +207,7 @@ $(VENV)/.fuzz: $(PACKAGES) tests/fuzz/requirements.lock
 fuzz: $(STAMP) $(VENV)/.fuzz ## Send garbage of every kind to every service (FUZZ_SECONDS=600)
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -n 0 -m fuzz --timeout 1800 tests/fuzz
 
-soak: $(STAMP) ## Load and faults at random for 10 minutes, by a plan that is printed (ARGS="--seed N", "--plan FILE")
+soak: $(STAMP) ## Load and faults at random for 10 minutes, then 20 for the memory, by a printed plan (ARGS="--seed N")
 	$(BIN)/python -m bench.soak $(ARGS)
 
 bench: $(STAMP) ## Measure (BENCH=split|waste|prefix|engine|serve|load|constraints|peers|phases|quality|..., ARGS=...)

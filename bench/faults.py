@@ -59,7 +59,7 @@ from bench.fault_injection.plan import (
     read,
     written,
 )
-from bench.fault_injection.streams import RETRY, Stream, until_tokens
+from bench.fault_injection.streams import RETRY, Stream, prompts, until_tokens
 from bench.lib.harness import end_with_json, parser, progress, report
 from bench.serve import suite_flags
 from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
@@ -182,14 +182,6 @@ class Rounds:
 
 
 Injection: TypeAlias = Callable[[AsyncClient], Injects]
-
-
-def prompts(rng: random.Random, count: int) -> list[list[int]]:
-    """Return prompts of which every other one shares a prefix with others."""
-    return [
-        [40 + number % 4] * (48 if number % 2 else 0) + rng.choices(range(8, 200), k=rng.randrange(8, 64))
-        for number in range(count)
-    ]
 
 
 async def inject_all(address: str, injected: Injection, plan: Sequence[Fault], args: argparse.Namespace) -> Kinds:

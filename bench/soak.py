@@ -6,7 +6,7 @@
     python -m bench.soak --minutes 10 --calm-minutes 3 --settled-minutes 1        a short one, which says less of memory
 
 Two routers on one port, two simulated workers that drain with `--drain migrate`, the KV manager and Redis run. Clients
-send one request after the other: good ones, and among them all kinds of others (`lib/mixed_load.py`). Meanwhile
+send one request after the other: good ones, and among them all kinds of others (`mixed_load.py`). Meanwhile
 processes are killed (SIGKILL), drained (SIGTERM, also all in turn), stopped for 2 s and for 20 s (SIGSTOP), or have no
 file descriptor or memory left; Redis is wiped and overwritten, clients hang up and deadlines pass. The next fault waits
 until the suite is whole again. The seed determines plan and requests; how they meet depends on the machine. Each token
@@ -38,12 +38,12 @@ from typing import Final
 
 from bench.attack.victim import Victim, victim
 from bench.fault_injection.injection import Injector
+from bench.fault_injection.mixed_load import CLIENTS_A_CHANNEL, MixedLoad
 from bench.fault_injection.plan import CLOCKS, WITHOUT_DISK, Fault, Form, Kind, form_of, read, scattered, written
-from bench.fault_injection.streams import RETRY
-from bench.faults import DRAIN_S, prompts
+from bench.fault_injection.streams import RETRY, prompts
+from bench.faults import DRAIN_S
 from bench.lib.harness import parser, progress, report
 from bench.lib.memory_watch import FLAT_UP_TO, GROWS, Bounds, MemoryWatch
-from bench.lib.mixed_load import CLIENTS_A_CHANNEL, MixedLoad
 from bench.serve import suite_flags
 from common.rpc.server import open_channel
 from quire.client import AsyncClient

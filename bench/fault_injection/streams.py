@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,14 @@ class Stream:
         """Return how many tokens are not those that a worker must give; missing ones do not count."""
         expected = tokens.expected(self.seed, len(self.prompt), count)
         return sum(ours != theirs for ours, theirs in zip(self.tokens, expected, strict=False))
+
+
+def prompts(rng: random.Random, count: int) -> list[list[int]]:
+    """Return prompts of which every other one shares a prefix with others."""
+    return [
+        [40 + number % 4] * (48 if number % 2 else 0) + rng.choices(range(8, 200), k=rng.randrange(8, 64))
+        for number in range(count)
+    ]
 
 
 async def until_tokens(streams: Sequence[Stream], each: int, tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -2,6 +2,9 @@
 
 Of ten requests eight are good streams. The others are cancelled, refused or no messages at all; they come over HTTP or
 on a connection of their own, hang up in the middle, bring a constraint that nobody sent before, or ask the admin plane.
+
+Prompts come again: there are PROMPTS of them. So what the services remember of prompts is full soon. The router forgets
+after ten minutes where it sent one, and with ever new prompts its memory would follow the rate of the requests.
 """
 
 from __future__ import annotations
@@ -22,8 +25,7 @@ from grpc import aio
 from bench.attack import wire
 from bench.attack.kinds import Target, outcome, posted, streamed, unary
 from bench.attack.victim import Victim
-from bench.fault_injection.streams import Stream
-from bench.faults import prompts
+from bench.fault_injection.streams import Stream, prompts
 from common.rpc.server import open_channel
 from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
 from quire.client import AsyncClient
@@ -33,6 +35,7 @@ from quire.types.v1 import types_pb2 as types
 from router.text.checkpoint import read_checkpoint
 
 CLIENTS_A_CHANNEL: Final = 8
+PROMPTS: Final = 256
 _CANCEL_AFTER_S: Final = 0.3
 _EVERY: Final = 5
 _FIRST_BYTES: Final = 200
@@ -49,6 +52,7 @@ class MixedLoad:
         """`channel` is for requests whose end does not count: it does not try again."""
         self._target = Target(channel, suite.host, suite.grpc_port, suite.http_port, random.Random(seed))
         self._suite, self._clients, self._rng = suite, clients, random.Random(f"soak/{seed}")
+        self._prompts = [[40 + self._rng.randrange(20)] * 48 + each for each in prompts(self._rng, PROMPTS)]
         checkpoint = read_checkpoint(model)
         self._tokens = SimulatedTokens(readable_ids(model, checkpoint.vocab_size, checkpoint.eos_token_ids))
         self._numbers, self._open, self._running = itertools.count(), asyncio.Event(), 0
@@ -100,9 +104,8 @@ class MixedLoad:
 
     async def _good(self, client: AsyncClient) -> None:
         """Read a stream to its end, over whatever router and worker, and compare it."""
-        (prompt,), count = prompts(self._rng, 1), self._rng.randrange(1, 400)
-        prompt = [40 + self._rng.randrange(20)] * 48 + prompt
-        stream = Stream(self._rng.randrange(1 << 30), prompt)
+        count = self._rng.randrange(1, 400)
+        stream = Stream(self._rng.randrange(1 << 30), self._rng.choice(self._prompts))
         await stream.run(client, count)
         self.streams += 1
         self.became["good broken" if stream.broken else "good OK"] += 1
@@ -116,7 +119,7 @@ class MixedLoad:
             print(f"  {differing} of {count} tokens differ", flush=True)
 
     def _made(self, most: int, **fields: str) -> pb.GenerateRequest:
-        ids = [40 + self._rng.randrange(20)] * 48 + self._rng.choices(range(8, 200), k=self._rng.randrange(1, 64))
+        ids = self._rng.choice(self._prompts)
         sampling = types.SamplingParams(
             max_tokens=self._rng.randrange(1, most), ignore_eos=True, n=self._rng.choice((1, 1, 1, 3))
         )
@@ -162,9 +165,8 @@ class MixedLoad:
 
     async def _new_connection(self) -> str:
         async with open_channel(f"{self._target.host}:{self._target.grpc_port}") as channel:
-            await channel.unary_unary(_GENERATE_UNARY)(  # type: ignore[misc]
-                pb.GenerateUnaryRequest(request=self._made(20)).SerializeToString(), timeout=30.0
-            )
+            whole = pb.GenerateUnaryRequest(request=self._made(20))
+            await rpc.InferenceServiceStub(channel).GenerateUnary(whole, timeout=30.0)
         return "OK"
 
     async def _admin(self) -> str:
