@@ -69,13 +69,16 @@ NOTES: Final = {
 }
 
 
+# By the beginning of a figure's name; of several the last one counts.
 _OF_PROCESSES: Final = {
+    "uss_mib_": "memory that it shares with no other process, MiB, at the end",
     "memory_flat_": "the same of this process",
     "memory_values_": "values that count",
     "uss_mib_per_hour_": "growth of its memory (USS), MiB an hour",
     "uss_bytes_per_request_": "growth of its memory, bytes for each request of the suite",
-    "uss_mib_": "its last value",
+    "fds_": "file descriptors at the end",
     "fds_more_": "file descriptors more than at its first value that counts",
+    "threads_": "threads at the end",
     "threads_more_": "threads more than then",
 }
 
