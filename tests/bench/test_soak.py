@@ -22,7 +22,7 @@ def test_seconds_of_a_plan_break_no_stream_change_no_token_and_leave_no_block(tm
     figures, lines = run_benchmark("soak", *words, "--clients", "6", "--simulate", "base=2ms")
     assert read(next(line for line in lines if line.startswith("plan: ")).removeprefix("plan: ")) == plan
     kinds = {line.split()[0] for line in lines if line.startswith("  ") and ": " in line}
-    assert {"good", "cancelled", "bad", "broken", "over_http", "gone"} <= kinds
+    assert {"good", "cancelled", "bad", "broken", "over_http"} <= kinds
     assert figures["streams"] > 0
     assert figures["faults_injected"] >= 1
     for name in ("streams_broken", "tokens_differing", "blocks_leaked"):
