@@ -5,7 +5,6 @@ The rules are here, and they are pure; `resolved` asks the resolver of this mach
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import logging
 import socket
@@ -13,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import TypeAlias
 
 from common.limits import MAX_NAMED_MANAGERS
+from common.process.own_thread import in_own_thread
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +68,9 @@ async def resolved(host: str) -> Sequence[str]:
     """Return the IP addresses that the resolver of this machine has for a host. Raises OSError, also for no answer.
 
     The resolver bounds its own time: 5 s for each name server by default, and twice that for all. To give up earlier
-    would lose the answer of the second server, and would leave a thread busy that other lookups wait for.
+    would lose the answer of the second server. Nothing else waits for the lookup, nor does the end of the process.
     """
-    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    found = await in_own_thread(f"lookup of {host}", socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
     return [str(address[0]) for _, _, _, _, address in found]
 
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
+from common.process.own_thread import in_own_thread
+
 log = logging.getLogger(__name__)
 
 # Hosts that mean "listen on every address", so no client can use them.
@@ -26,7 +28,7 @@ async def reachable_address(host: str, port: int, towards: str, *others: str) ->
     peers, logged = (towards, *others), False
     while True:
         try:
-            own = await asyncio.to_thread(_address_towards, peers)
+            own = await in_own_thread("own address", _address_towards, peers)
         except OSError as error:
             if not logged:
                 names = ", ".join(peers)

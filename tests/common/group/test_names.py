@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import pytest
 
-from common.group.names import ManagerNames, resolved
+from common.group.names import ManagerNames
 from common.limits import MAX_NAMED_MANAGERS
 
 NAME = "managers.test:50052"
@@ -69,29 +68,3 @@ def test_of_too_many_addresses_the_first_are_followed_and_the_log_says_it_once(
     assert len(names.addresses) == MAX_NAMED_MANAGERS
     assert len(caplog.records) == 1
     assert "has 800 addresses; the first 64 are followed" in caplog.text
-
-
-async def test_the_resolver_of_this_machine_is_asked() -> None:
-    assert "127.0.0.1" in await resolved("localhost")
-    assert list(await resolved("127.0.0.7")) == ["127.0.0.7"]
-    with pytest.raises(OSError, match=r"."):
-        await resolved("no-such-host.invalid")
-
-
-async def test_a_lookup_is_awaited_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The resolver asks a second name server after 5 s; a lookup that is given up keeps its thread."""
-    loop, asked, answer = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-
-    async def getaddrinfo(*_: object, **__: object) -> list[tuple[object, ...]]:
-        asked.set()
-        await answer.wait()
-        return [(2, 1, 6, "", ("10.0.0.1", 0))]
-
-    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
-    looking = asyncio.create_task(resolved("managers.test"))
-    await asked.wait()
-    now = loop.time
-    monkeypatch.setattr(loop, "time", lambda: now() + 60.0)
-    await asyncio.sleep(0.01)
-    answer.set()
-    assert await looking == ["10.0.0.1"]
