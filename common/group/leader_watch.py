@@ -47,7 +47,8 @@ class LeaderWatch:
 
     A host of the `names`, HOST:PORT, may have several addresses, which are all followed, and which may change. One
     address alone is not followed: there is nothing to find out. `managers` has what each one said last, in their order.
-    A leader that hangs cannot say that it leads no more: of several that say so, the one of the highest term leads.
+    A leader that hangs cannot say that it leads no more: of several that say so, the one of the highest term leads. A
+    leader with two addresses is known by the same one as long as it is reachable there.
     A pool may be split over several groups of managers. A worker has the addresses of one group, and follows `leader`;
     a router has those of all groups, and asks `leaders`.
     """
@@ -74,6 +75,7 @@ class LeaderWatch:
         self._resolving: list[asyncio.Task[None]] = []
         self._following: dict[str, asyncio.Task[None]] = {}
         self.leader: str | None = None
+        self._owner = ""  # of the leader's process
         self._note_addresses()
 
     @property
@@ -101,6 +103,11 @@ class LeaderWatch:
     def group_at(self, address: str) -> str:
         """Return the name, as in `leaders`, of the group of the manager at an address."""
         return self._states[address].group or self._heard.get(address, address)
+
+    def same_process(self, one: str, other: str) -> bool:
+        """Return whether one process answers at both addresses, or did when it was heard there last."""
+        owners = {self._states[each].owner if each in self._states else "" for each in (one, other)}
+        return one == other or (len(owners) == 1 and "" not in owners)
 
     def heard(self) -> frozenset[str]:
         """Return the addresses that have answered."""
@@ -232,9 +239,11 @@ class LeaderWatch:
 
     def _find_leader(self) -> None:
         leading = [each for each in self._states.values() if each.leads]
-        leader = max(leading, key=lambda each: each.term).address if leading else None
-        if leader != self.leader:
-            self.leader = leader
+        # Of the highest term the leader of before stays: a leader may have two addresses.
+        found = max(leading, key=lambda each: (each.term, each.address == self.leader), default=None)
+        leader, owner = (found.address, found.owner) if found is not None else (None, "")
+        if (leader, owner) != (self.leader, self._owner):
+            self.leader, self._owner = leader, owner
             self._on_change()
 
 

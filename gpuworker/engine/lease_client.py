@@ -262,12 +262,15 @@ class LeaseClient:
         return self._watch.leader or turn
 
     def _leader_changed(self) -> None:
-        """Leave a manager when another one leads: one that hangs would keep this worker."""
+        """Leave a manager when another one leads: one that hangs would keep this worker.
+
+        A session with the leader stays, also where the leader is known by another of its addresses.
+        """
         self._leader_news.set()
         leader = self._watch.leader
         if leader is None or leader == self._address:
             return
-        if self._connection is not None:
+        if self._connection is not None and not self._watch.same_process(leader, self._address):
             self._connection.end(f"KV manager {leader} leads now")
         if self._opening is not None and not self._opening.expired():  # a change just before may have ended it
             self._opening.reschedule(asyncio.get_running_loop().time())

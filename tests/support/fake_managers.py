@@ -24,9 +24,18 @@ class FakeManager(rpc.KvManagerServiceServicer):
         self.state, self.changed = pb.WatchLeaderResponse(owner=self.owner), asyncio.Event()
         self.sessions, self.watched, self.opened = 0, 0, asyncio.Event()
         self.address = ""
+        self.cut = False
+
+    def cut_watches(self, cut: bool) -> None:
+        """End the streams that say who leads, and refuse new ones, or take them again; sessions go on."""
+        self.cut = cut
+        self._wake()
 
     def say(self, leads: bool, term: int, group: str = "") -> None:
         self.state = pb.WatchLeaderResponse(owner=self.owner, leads=leads, term=term, group=group)
+        self._wake()
+
+    def _wake(self) -> None:
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 
@@ -34,7 +43,7 @@ class FakeManager(rpc.KvManagerServiceServicer):
         self, request: pb.WatchLeaderRequest, context: object
     ) -> AsyncIterator[pb.WatchLeaderResponse]:
         self.watched += 1
-        while True:
+        while not self.cut:
             changed = self.changed
             yield self.state
             await changed.wait()

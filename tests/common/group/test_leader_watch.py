@@ -85,6 +85,70 @@ async def test_a_client_leaves_a_manager_that_hangs_when_another_one_leads(
     await client.close()
 
 
+async def test_of_two_that_lead_in_the_same_term_the_one_of_before_stays(
+    managers: tuple[FakeManager, FakeManager],
+) -> None:
+    """As the two addresses of one process. What is heard of the other one changes nothing, whatever comes first."""
+    for used, other in (managers, managers[::-1]):
+        used.say(True, 3)
+        other.say(False, 0)
+        news, supervisor = asyncio.Event(), Supervisor()
+        watch = LeaderWatch([each.address for each in managers], open_channel, news.set)
+        watch.start(supervisor)
+        await until_leader(watch, news, used.address)
+        for leads in (True, False, True):
+            other.say(leads, 3)
+            async with asyncio.timeout(PATIENCE):
+                while {each.address: each.leads for each in watch.managers}[other.address] != leads:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert watch.leader == used.address
+        await watch.close()
+        await supervisor.aclose()
+
+
+async def test_a_leader_with_two_addresses_is_left_by_nobody_when_one_path_breaks(
+    managers: tuple[FakeManager, FakeManager],
+) -> None:
+    """One process on two networks: the stream that says so breaks at one address, while the session there goes on."""
+    for each in managers:
+        each.owner = "the same"
+        each.say(True, 3)
+    client = LeaseClient([each.address for each in managers])
+    await client.start()
+    watch, seen = client._watch, []
+
+    def attached() -> bool:
+        return client._connection is not None and not client._connection.ended.done()
+
+    async with asyncio.timeout(PATIENCE):
+        while not attached() or not all(each.leads for each in watch.managers):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        session, used = client._connection, next(each for each in managers if each.address == client._address)
+        for _ in range(3):
+            used.cut_watches(True)
+            while all(each.reachable for each in watch.managers):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            seen.append(watch.leader)
+            used.cut_watches(False)
+            while not all(each.leads for each in watch.managers):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            seen.append(watch.leader)
+    (other,) = (each for each in managers if each is not used)
+    assert set(seen) == {other.address}, "the path that works counts, until it breaks"
+    assert client._connection is session
+    assert attached()
+    assert session is not None
+    other.opened.clear()
+    other.owner = "another"
+    other.say(True, 4)  # another process has the address by now
+    async with asyncio.timeout(PATIENCE):
+        while not any(each.owner == "another" for each in watch.managers):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert session.ended.done()
+        await other.opened.wait()
+    await client.close()
+
+
 async def test_two_changes_of_the_leader_at_once_end_one_attempt_to_attach() -> None:
     """The second one may come in the same turn of the loop, in the next ones, or once the attempt has ended."""
     with socket.socket() as hung:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 
@@ -27,9 +28,9 @@ class HeldLookups:
         self.begun, self.answer = list[str](), threading.Event()
         monkeypatch.setattr(socket, "getaddrinfo", self._getaddrinfo)
 
-    def _getaddrinfo(self, host: str, *args: object, **kwargs: object) -> object:
+    def _getaddrinfo(self, host: str, *args: Any, **kwargs: Any) -> object:
         if not host.endswith("held.test"):
-            return getaddrinfo(host, *args, **kwargs)  # type: ignore[call-overload]
+            return getaddrinfo(host, *args, **kwargs)
         self.begun.append(host)
         assert self.answer.wait(PATIENCE)
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 0))]
