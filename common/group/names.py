@@ -27,7 +27,7 @@ class ManagerNames:
     stands for its addresses, also where only one is left. An address that the name has lost stays while its manager is
     reachable. So an answer that is late, empty or incomplete breaks no stream.
     A machine may have an address of IPv4 and one of IPv6, and nobody can tell which belong together. So of a name the
-    family with more addresses counts; IPv4 where both have as many.
+    family with more addresses counts. Where both have as many, the one of before does; IPv4 at first.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -46,12 +46,12 @@ class ManagerNames:
 
     def take(self, name: str, hosts: Iterable[str], reachable: Collection[str] = ()) -> None:
         """Note the IP addresses that a name has now. Of its earlier ones those stay that are `reachable`."""
-        _, port = host_and_port(name)
-        found = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in _one_family(hosts)]
         before = self._found.get(name)
+        found, twice = _by_machine(name, hosts, before or ())
         if not found or (before is None and len(found) == 1):
             return
-        kept = [address for address in before or () if address in found or address in reachable]
+        stay = set(reachable).difference(twice).union(found)
+        kept = [address for address in before or () if address in stay]
         every = dict.fromkeys([*kept, *found])
         if len(every) > MAX_NAMED_MANAGERS and len(before or ()) < MAX_NAMED_MANAGERS:
             log.warning("%s has %d addresses; the first %d are followed", name, len(every), MAX_NAMED_MANAGERS)
@@ -74,11 +74,23 @@ async def resolved(host: str) -> Sequence[str]:
     return [str(address[0]) for _, _, _, _, address in found]
 
 
-def _one_family(hosts: Iterable[str]) -> list[str]:
-    """Return the addresses of one family, each once, the lowest first: resolvers change the order."""
-    known = {host: ipaddress.ip_address(host) for host in hosts}
-    by_family = [sorted((value, host) for host, value in known.items() if value.version == each) for each in (4, 6)]
-    return [host for _, host in max(by_family, key=len)]
+def _by_machine(name: str, hosts: Iterable[str], before: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the addresses of the family that counts, and those of the other one that stand for the same machines.
+
+    Each comes once, the lowest first: resolvers change the order. The family in use is that of the first address of
+    `before`. When it does not count, nothing says that the other one has the same machines.
+    """
+    _, port = host_and_port(name)
+    ordered = sorted(set(hosts), key=_in_order)
+    v4 = [f"{host}:{port}" for host in ordered if ":" not in host]
+    v6 = [f"[{host}]:{port}" for host in ordered if ":" in host]
+    in_use, other = (v6, v4) if before and before[0].startswith("[") else (v4, v6)
+    return (in_use, other) if len(in_use) >= len(other) else (other, [])
+
+
+def _in_order(host: str) -> tuple[int, int]:
+    address = ipaddress.ip_address(host)
+    return address.version, int(address)
 
 
 def _is_ip(host: str) -> bool:

@@ -68,3 +68,44 @@ def test_of_too_many_addresses_the_first_are_followed_and_the_log_says_it_once(
     assert len(names.addresses) == MAX_NAMED_MANAGERS
     assert len(caplog.records) == 1
     assert "has 800 addresses; the first 64 are followed" in caplog.text
+
+
+def v4(*lasts: int) -> list[str]:
+    return [f"10.0.0.{last}" for last in lasts]
+
+
+def v6(*lasts: int) -> list[str]:
+    return [f"fd00::{last}" for last in lasts]
+
+
+def named(*hosts: str) -> list[str]:
+    return [f"[{host}]:50052" if ":" in host else f"{host}:50052" for host in hosts]
+
+
+def test_after_an_answer_without_one_family_each_machine_counts_once_again() -> None:
+    names, both = ManagerNames([NAME]), [*v4(1, 2, 3), *v6(1, 2, 3)]
+    names.take(NAME, both)
+    names.take(NAME, v6(1, 2, 3), reachable=named(*both))
+    assert list(names.addresses) == named(*both), "nothing says that these are the same machines"
+    names.take(NAME, both, reachable=named(*both))
+    assert list(names.addresses) == named(*v4(1, 2, 3))
+
+
+def test_the_family_of_before_stays_while_the_other_one_has_no_more_addresses() -> None:
+    names, both = ManagerNames([NAME]), [*v4(1, 2), *v6(1, 2)]
+    names.take(NAME, v6(1, 2))  # half of an answer
+    names.take(NAME, both, reachable=named(*both))
+    assert list(names.addresses) == named(*v6(1, 2))
+    names.take(NAME, [*v4(1, 2), *v6(1)], reachable=named(*both))
+    assert list(names.addresses) == named(*v6(1, 2), *v4(1, 2)), "no reachable manager is left"
+    names.take(NAME, both, reachable=named(*both))
+    assert list(names.addresses) == named(*v6(1, 2))
+
+
+def test_machines_move_to_the_other_family_one_by_one() -> None:
+    names = ManagerNames([NAME])
+    names.take(NAME, v4(1, 2, 3))
+    names.take(NAME, [*v4(1), *v6(2, 3)], reachable=named(*v4(1), *v6(2, 3)))
+    assert list(names.addresses) == named(*v4(1), *v6(2, 3))
+    names.take(NAME, v6(1, 2, 3), reachable=named(*v6(1, 2, 3)))
+    assert list(names.addresses) == named(*v6(2, 3), *v6(1))
