@@ -6,6 +6,7 @@ The pools of an event loop have few threads: calls that hang keep all others wai
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,7 +17,7 @@ T = TypeVar("T")
 
 
 async def in_own_thread(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return what `function` returns, or raise what it raises.
+    """Return what `function` returns, or raise what it raises. Raises OSError where no thread can be started.
 
     The thread is a daemon: it keeps no process from ending. A call that nobody awaits any more goes on to its end.
     """
@@ -30,5 +31,8 @@ async def in_own_thread(name: str, function: Callable[P, T], *args: P.args, **kw
         except BaseException as error:  # noqa: BLE001
             call.set_exception(error)
 
-    threading.Thread(target=work, name=name, daemon=True).start()
+    try:
+        threading.Thread(target=work, name=name, daemon=True).start()
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, str(error)) from error
     return await asyncio.wrap_future(call)

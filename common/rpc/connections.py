@@ -18,11 +18,14 @@ import socket
 import stat
 import sys
 import termios
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
+
+from common.process.own_thread import in_own_thread
 
 _OPEN_FILES: Final = "/proc/self/fd"
 # Calls that nobody waits for.
@@ -31,6 +34,13 @@ _HEALTH: Final = "/grpc.health."
 _FLUSH_S: Final = 0.05
 # Of a socket that its other end, or gRPC, has closed meanwhile.
 _CLOSED: Final = frozenset({errno.EBADF, errno.ENOENT, errno.ENOTCONN, errno.EINVAL, errno.ENOTSOCK})
+
+# Sockets by the numbers of their files. The values are their inodes: a number may stand for another socket later.
+_Sockets: TypeAlias = dict[int, int]
+
+
+# Held while a descriptor is in use: two servers may end at once.
+_few_descriptors = threading.Lock()
 
 
 class Calls:
@@ -80,56 +90,88 @@ async def shut_down(ports: Collection[int], seconds: float) -> Ended:
     Between the two the kernel gets up to so many seconds to deliver what was written. A connection that is closed in
     one direction takes what its client still sends, so that no reset overtakes the last statuses.
     Elsewhere than on Linux nothing is found, and clients see what gRPC tells them.
+
+    There may be thousands of open files, so a thread looks at them: the loop still refuses late calls. It looks at all
+    of them twice, and then at the connections alone: once no listener is left, none can come.
     """
-    ended = _visit(ports, True, _replace)
-    await _delivered(ports, seconds)
-    return ended + _visit(ports, False, lambda _, connection: connection.shutdown(socket.SHUT_WR))
+    try:
+        listeners, ended = await in_own_thread("listeners", _find, ports, True)
+        ended += _visit(listeners, _replace)
+        connections, missed = await in_own_thread("connections", _find, ports, False)
+        await _delivered(connections, seconds)
+        return ended + missed + await in_own_thread("connections", _visit, connections, _end)
+    except OSError:  # no thread can be started
+        return Ended(failed=1)
 
 
-async def _delivered(ports: Collection[int], seconds: float) -> None:
+async def _delivered(connections: _Sockets, seconds: float) -> None:
     """Return when the other ends have acknowledged what each connection had to send, or after so many seconds.
 
     A connection counts until it was found with nothing to send once: refusals of later calls follow at any time.
     """
-    ends, waiting = time.monotonic() + seconds, None
-    while waiting is None or waiting:
+    ends, waiting = time.monotonic() + seconds, connections
+    while waiting:
         await asyncio.sleep(_FLUSH_S)
-        unsent = _unsent(ports)
-        waiting = unsent if waiting is None else waiting & unsent
+        waiting = await in_own_thread("connections", _unsent, waiting)
         if time.monotonic() >= ends:
             return
 
 
-def _unsent(ports: Collection[int]) -> set[int]:
-    """Return the inodes of connections whose other end has yet to acknowledge bytes."""
-    found = set[int]()
+def _unsent(connections: _Sockets) -> _Sockets:
+    """Return the connections whose other end has yet to acknowledge bytes."""
+    found: _Sockets = {}
 
-    def look(_: int, connection: socket.socket) -> None:
+    def look(number: int, connection: socket.socket) -> None:
         if int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder):
-            found.add(os.fstat(connection.fileno()).st_ino)
+            found[number] = connections[number]
 
-    _visit(ports, False, look)
+    _visit(connections, look)
     return found
 
 
-def _visit(ports: Collection[int], listening: bool, act: Callable[[int, socket.socket], object]) -> Ended:
-    """Act on each listener, or on each connection, of these local ports: on its number and a copy of it."""
-    done = failed = 0
+def _end(_: int, connection: socket.socket) -> None:
+    connection.shutdown(socket.SHUT_WR)
+
+
+def _find(ports: Collection[int], listening: bool) -> tuple[_Sockets, Ended]:
+    """Return the listeners, or the connections, of these local ports, and how many files could not be looked at."""
+    found: _Sockets = {}
+
+    def look(number: int, copy: socket.socket) -> bool:
+        if copy.getsockname()[1] in ports and _listens(copy) == listening:
+            found[number] = _inode(copy)
+        return False
+
     try:
-        numbers = _open_files()
+        return found, _look(_open_files(), look)
     except OSError:
-        return Ended(failed=1)
+        return found, Ended(failed=1)
+
+
+def _visit(sockets: _Sockets, act: Callable[[int, socket.socket], None]) -> Ended:
+    """Act on each of these sockets that is still open: on its number and a copy of it."""
+
+    def look(number: int, copy: socket.socket) -> bool:
+        if _inode(copy) != sockets[number]:
+            return False
+        act(number, copy)
+        return True
+
+    return _look(sockets, look)
+
+
+def _look(numbers: Iterable[int], look: Callable[[int, socket.socket], bool]) -> Ended:
+    """Look at the TCP sockets among these open files: at the number and a copy of each. Count where that is True."""
+    done = failed = 0
     for number in numbers:
-        try:
-            copy = _socket_of(number)
-            if copy is None:
-                continue
-            with copy:
-                if copy.getsockname()[1] in ports and _listens(copy) == listening:
-                    act(number, copy)
-                    done += 1
-        except OSError as error:
-            failed += error.errno not in _CLOSED
+        with _few_descriptors:
+            try:
+                copy = _socket_of(number)
+                if copy is not None:
+                    with copy:
+                        done += look(number, copy)
+            except OSError as error:
+                failed += error.errno not in _CLOSED
     return Ended(done, failed)
 
 
@@ -139,14 +181,15 @@ def _replace(number: int, listener: socket.socket) -> None:
     gRPC writes a line to standard error when it finds its listener shut down; so it finds an idle one.
     """
     with socket.socket(listener.family, socket.SOCK_STREAM) as idle:
-        if os.fstat(number).st_ino == os.fstat(listener.fileno()).st_ino:
+        if os.fstat(number).st_ino == _inode(listener):
             os.dup2(idle.fileno(), number, inheritable=False)
 
 
 def _open_files() -> list[int]:
     """Return the numbers of the open files; none elsewhere than on Linux. Raises OSError without a free descriptor."""
     try:
-        return [int(name) for name in os.listdir(_OPEN_FILES)]
+        with _few_descriptors:
+            return [int(name) for name in os.listdir(_OPEN_FILES)]
     except FileNotFoundError:
         return []
 
@@ -169,3 +212,7 @@ def _socket_of(number: int) -> socket.socket | None:
 
 def _listens(of: socket.socket) -> bool:
     return bool(of.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _inode(of: socket.socket) -> int:
+    return os.fstat(of.fileno()).st_ino

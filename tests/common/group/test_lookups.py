@@ -73,6 +73,15 @@ async def test_a_lookup_is_awaited_to_its_end(monkeypatch: pytest.MonkeyPatch) -
     assert await looking == ["10.0.0.1"]
 
 
+async def test_a_lookup_without_a_thread_is_one_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(OSError, match="can't start new thread"):
+        await resolved("managers.test")
+
+
 CHILD = """
 import asyncio, socket, sys, threading
 from common.group.leader_watch import LeaderWatch

@@ -6,15 +6,18 @@ import asyncio
 import os
 import socket
 import sys
+import threading
+from asyncio.subprocess import PIPE
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import grpc
 import pytest
 from grpc import aio
 
 from common.errors import Unavailable
+from common.rpc import connections
 from common.rpc.connections import Ended, shut_down
 from common.rpc.server import RpcServer
 
@@ -185,25 +188,71 @@ async def test_a_connection_ends_when_its_client_has_what_was_sent() -> None:
                 assert await ending == Ended(2, 0)
 
 
+@LINUX
+async def test_the_loop_looks_at_no_connection_and_a_thread_at_each_other_file_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A router may have 10,000 connections at its end, and still refuses late calls on its loop."""
+    looks, socket_of, here = Counter[tuple[str, int]](), connections._socket_of, threading.get_ident()
+
+    def looked_at(number: int) -> socket.socket | None:
+        looks["loop" if threading.get_ident() == here else "thread", number] += 1
+        return socket_of(number)
+
+    monkeypatch.setattr(connections, "_socket_of", looked_at)
+    monkeypatch.setattr(connections, "_FLUSH_S", 0.0)
+    with ExitStack() as files:
+        listener, other = (files.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))
+        accepted = []
+        for to in (listener, listener, other):
+            client = files.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(to.getsockname())
+            accepted.append(files.enter_context(to.accept()[0]))
+        slow, idle, others = (each.fileno() for each in accepted)
+        accepted[0].setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                accepted[0].send(b"x" * 65536)  # its client reads nothing
+        ending = asyncio.create_task(shut_down({listener.getsockname()[1]}, 60.0))
+        async with asyncio.timeout(60):
+            await until(lambda: looks["thread", slow] + looks["loop", slow] >= 10)
+        ending.cancel()
+        assert {number for (where, number), _ in looks.items() if where == "loop"} == {listener.fileno()}
+        assert looks["thread", others] == 2, "for the listeners, and for the connections"
+        assert looks["thread", idle] == 3, "nothing is left to send"
+
+
+@LINUX
+async def test_a_server_ends_although_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert await shut_down({1}, 0.0) == Ended(failed=1)
+
+
 FEW_DESCRIPTORS = """
 import asyncio, os, resource, socket
 from common.rpc.server import RpcServer
 
 async def main():
-    rpc = RpcServer([])
-    await rpc.start("127.0.0.1", 0)
-    clients = [await asyncio.open_connection("127.0.0.1", rpc.port) for _ in range(60)]
+    servers = [RpcServer([]) for _ in range(2)]
+    for each in servers:
+        await each.start("127.0.0.1", 0)
+    clients = [await asyncio.open_connection("127.0.0.1", servers[number % 2].port) for number in range(60)]
     for reader, _ in clients:
         await reader.readexactly(9)  # the server's settings: it has accepted the connection
     most = int(os.environ["FREE"]) + max(map(int, os.listdir("/proc/self/fd"))) + 1
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    await rpc.end_connections(0.1)
+    await asyncio.gather(*(each.end_connections(0.1) for each in servers))
     for _, writer in clients if os.environ["FREE"] != "0" else ():
         writer.close()
     if os.environ["FREE"] != "0":
         for reader, _ in clients:
             await reader.read()
-    await rpc.stop(0.0)
+    for each in servers:
+        await each.stop(0.0)
     print("ended", flush=True)
     os._exit(0)
 
@@ -213,13 +262,15 @@ asyncio.run(main())
 
 @LINUX
 @pytest.mark.parametrize("free", [0, 2])
-async def test_a_server_ends_although_its_sockets_outnumber_the_free_descriptors(free: int) -> None:
+async def test_servers_end_although_their_sockets_outnumber_the_free_descriptors(free: int) -> None:
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", FEW_DESCRIPTORS, env={**os.environ, "FREE": str(free)}, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", FEW_DESCRIPTORS, env={**os.environ, "FREE": str(free)}, stdout=PIPE, stderr=PIPE
     )
     try:
         async with asyncio.timeout(60):
-            assert (await child.communicate())[0].splitlines()[-1:] == [b"ended"]
+            out, err = await child.communicate()
+            assert out.splitlines()[-1:] == [b"ended"]
+            assert (b"connections could not be closed" in err) == (not free)
     finally:
         if child.returncode is None:
             child.kill()
