@@ -6,12 +6,14 @@ import asyncio
 import logging
 import resource
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
 
+from common import limits
 from common.errors import PortTaken
 from common.process.connections import Connections
 from common.rpc.tls import PublicCertificate, RenewedContext
@@ -93,6 +95,7 @@ async def serve_http(
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=reuse_port)
     except OSError as error:
         raise PortTaken("--port", host, port, error.strerror) from None
+    _notice_lost_hosts(listener)
     grace = max(1, round(grace_s))  # uvicorn takes whole seconds
     config = HttpConfig(
         app,
@@ -114,3 +117,17 @@ async def serve_http(
     if task.done():
         task.result()
     return HttpServer(server, task, listener.getsockname()[1])
+
+
+def _notice_lost_hosts(listener: socket.socket) -> None:
+    """End connections whose other end has acknowledged nothing for as long as a slow reader may take.
+
+    Accepted sockets have the options of their listener. Without them the kernel tries for some 15 minutes, or for ever
+    where nothing is to be sent. A reader that stands still for so long has no better right to its blocks.
+    """
+    if sys.platform == "linux":
+        silent_s = round(limits.HTTP_STALL_SECONDS)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, silent_s // 2)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, silent_s // 6)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * silent_s)

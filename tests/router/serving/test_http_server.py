@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import ssl
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,12 @@ from fastapi import FastAPI
 
 from cli.certificates.authority import Wanted, make, wanted
 from cli.certificates.folder import CertificateFolder
+from common import limits
+from common.rpc import connections
 from common.rpc.tls import PublicCertificate
 from router.serving.http_server import serve_http
+
+OPTIONS = ("TCP_USER_TIMEOUT", "TCP_KEEPIDLE", "TCP_KEEPINTVL")
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
@@ -28,3 +35,29 @@ async def test_a_server_that_stops_takes_no_connection_from_that_moment(encrypte
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", server.port))
     await stopping
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the option is one of Linux")
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
+async def test_a_client_whose_host_vanishes_is_noticed_within_the_time_of_a_slow_one(
+    encrypted: bool, tmp_path: Path
+) -> None:
+    """With data on its way and without. The kernel does it; what is asked of it is read from the accepted socket."""
+    folder = CertificateFolder(tmp_path)
+    make(folder, wanted(folder, [], public=["localhost"]))
+    tls = PublicCertificate.of(folder.public.cert, folder.public.key) if encrypted else None
+    server = await serve_http(FastAPI(), "127.0.0.1", 0, tls=tls)
+    context = ssl.create_default_context(cafile=str(folder.public.ca)) if encrypted else None
+    named = "localhost" if encrypted else None
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port, ssl=context, server_hostname=named)
+    writer.write(b"GET /none HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    async with asyncio.timeout(60):
+        await reader.readuntil(b"\r\n\r\n")
+    (number,) = connections._find({server.port}, listening=False)[0]
+    with socket.socket(fileno=os.dup(number)) as accepted:
+        tcp = {name: accepted.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in OPTIONS}
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert tcp["TCP_USER_TIMEOUT"] == limits.HTTP_STALL_SECONDS * 1000
+    assert tcp["TCP_KEEPIDLE"] + tcp["TCP_KEEPINTVL"] < limits.HTTP_STALL_SECONDS
+    writer.close()
+    await server.stop()
