@@ -23,6 +23,7 @@ from tests.kvmanager.conftest import ChannelTo
 from tests.support.kvmanager.fake_session import IDENTITY, RawWorker, attach_of
 from tests.support.kvmanager.manager_child import ManagerChild, manager_process
 from tests.support.kvmanager.remote_fake_worker import DrivenWorker
+from tests.support.lost_status import refusal_of
 
 PATIENCE = 120.0
 # Seconds of a lease: one that ends in no test, and one for tests in which it has to end.
@@ -95,10 +96,9 @@ async def test_one_leads_and_the_other_refuses_with_the_leaders_address(launch: 
     second = await launch()
     state = await until(second, leads=False)
     assert (state.leader, state.term) == (first.address, leading.term)
-    with pytest.raises(aio.AioRpcError) as refused:
-        await RawWorker(channel_to(second.address), attach_of()).attached()
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert refused.value.details() == f"this KV manager stands by; {first.address} leads its group"
+    refused = await refusal_of(lambda: RawWorker(channel_to(second.address), attach_of()).refused())
+    assert refused.code() is grpc.StatusCode.UNAVAILABLE
+    assert refused.details() == f"this KV manager stands by; {first.address} leads its group"
 
 
 async def test_a_standby_takes_over_from_a_killed_leader_with_a_higher_term_and_epoch(
@@ -275,7 +275,8 @@ async def test_a_manager_that_cannot_resolve_redis_ends_when_it_is_sent_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_POOL_KEY", 32 * "k")
-    flags = ("--host", "0.0.0.0", "--insecure", "--redis-url", "redis://no-such-host.invalid:6379", "--group", "g")
+    # The resolver refuses a name with "!" itself: no name server is asked.
+    flags = ("--host", "0.0.0.0", "--insecure", "--redis-url", "redis://no!host:6379", "--group", "g")
     async with manager_process(tmp_path / "state", *flags) as child:
         assert child.ready.startswith("READY ")
         child.process.send_signal(signal.SIGTERM)
