@@ -182,13 +182,13 @@ def test_embedded_managers_need_no_address_of_one(base: dict[str, str]) -> None:
 
 
 def test_shards_have_managers_and_workers_of_their_own(base: dict[str, str]) -> None:
-    options = suite_options(("--shards", "2", "--managers", "2", "--workers", "3", "--manager-port", "7000"), base)
+    options = suite_options(("--shards", "2", "--managers", "2", "--workers", "3"), base)
     found = programs(options)
     kept = [found[name] for name in found if name.startswith("kvmanager")]
     managers = [load(KvManagerSettings, each.flags, base | each.environment) for each in kept]
     ports = [each.port for each in managers]
-    second = int(base["QUIRE_SERVE_STANDBY_PORT"])
-    assert ports == [7000, second, second + 1, second + 2]
+    first, second = int(base["QUIRE_SERVE_MANAGER_PORT"]), int(base["QUIRE_SERVE_STANDBY_PORT"])
+    assert ports == [first, second, second + 1, second + 2]
     groups = [each.group for each in managers]
     assert groups == groups[:2] * 2
     assert len(set(groups)) == 2
