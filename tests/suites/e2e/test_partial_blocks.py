@@ -19,7 +19,6 @@ from tests.support.why import head_of
 
 SIZE, TOKENS = 64, 16
 _random = random.Random(64)
-FOLDER = checkpoint("llama")
 
 
 def fresh(count: int) -> list[int]:
@@ -40,13 +39,13 @@ async def counted(suite: Suite, name: str) -> float:
 
 
 async def test_prompts_that_part_inside_a_block_share_quarters_of_it(tmp_path: Path) -> None:
-    flags = ("--kv-blocks", "32", "--dtype", "float32")
-    async with running_suite(tmp_path, StackOptions(model=FOLDER, block_size=SIZE, worker_flags=flags)) as suite:
+    flags, folder = ("--kv-blocks", "32", "--dtype", "float32"), checkpoint("llama")
+    async with running_suite(tmp_path, StackOptions(model=folder, block_size=SIZE, worker_flags=flags)) as suite:
         first = await suite.generate(greedy(FIRST, TOKENS, "first"))
         await suite.until_all_free(1)
         second = await suite.generate(greedy(SECOND, TOKENS, "second"))
         await suite.until_all_free(1)
-        assert [first.tokens, second.tokens] == [hf_greedy(FOLDER, each, TOKENS) for each in (FIRST, SECOND)]
+        assert [first.tokens, second.tokens] == [hf_greedy(folder, each, TOKENS) for each in (FIRST, SECOND)]
         assert (cached_tokens(first), cached_tokens(second)) == (0, SIZE + 48)
         assert "partial block: 48 slots are copied from block" in await head_of(suite, "second")
         assert await counted(suite, "quire:prefix_cache_partial_hits_total{") == 1
@@ -57,7 +56,7 @@ async def test_prompts_that_part_inside_a_block_share_quarters_of_it(tmp_path: P
         again = await suite.generate(greedy(FIRST, TOKENS))
         outcomes = await asyncio.gather(*(suite.generate(greedy(each, TOKENS)) for each in (third, fourth)))
         assert again.tokens == first.tokens
-        assert [each.tokens for each in outcomes] == [hf_greedy(FOLDER, each, TOKENS) for each in (third, fourth)]
+        assert [each.tokens for each in outcomes] == [hf_greedy(folder, each, TOKENS) for each in (third, fourth)]
         assert [cached_tokens(each) for each in outcomes] == [SIZE + 32, SIZE + 16]
 
 

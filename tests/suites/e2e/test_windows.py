@@ -14,7 +14,6 @@ from tests.support.suite import cached_tokens, greedy, running_suite
 SIZE, TOKENS = 4, 12
 WINDOW = 8
 """Of the checkpoint."""
-FOLDER = checkpoint("mistral")
 _random = random.Random(12)
 FIRST = [_random.randrange(6, VOCAB_SIZE) for _ in range(79)]
 
@@ -22,7 +21,8 @@ FIRST = [_random.randrange(6, VOCAB_SIZE) for _ in range(79)]
 async def test_a_conversation_goes_on_behind_what_its_window_covers(tmp_path: Path) -> None:
     """Of 90 computed tokens 88 are in full blocks. A pool of 16 blocks of 4 has lost the first of them by then."""
     flags = ("--kv-blocks", "16", "--dtype", "float32", "--max-model-len", "256")
-    options = StackOptions(model=FOLDER, block_size=SIZE, worker_flags=flags)
+    folder = checkpoint("mistral")
+    options = StackOptions(model=folder, block_size=SIZE, worker_flags=flags)
     async with running_suite(tmp_path, options) as suite:
         assert suite_of(await suite.status())["window"] == WINDOW, "what `quire record` writes for a replay"
         first = await suite.generate(greedy(FIRST, TOKENS, "first"))
@@ -30,12 +30,12 @@ async def test_a_conversation_goes_on_behind_what_its_window_covers(tmp_path: Pa
         going_on = [*FIRST, *first.tokens, 7, 8, 9]
         second = await suite.generate(greedy(going_on, TOKENS, "second"))
         await suite.until_all_free(1)
-        assert [first.tokens, second.tokens] == [hf_greedy(FOLDER, each, TOKENS) for each in (FIRST, going_on)]
+        assert [first.tokens, second.tokens] == [hf_greedy(folder, each, TOKENS) for each in (FIRST, going_on)]
         assert (cached_tokens(first), cached_tokens(second)) == (0, 88)
         kill(suite, "kvmanager")
         further = [*going_on, *second.tokens, 10, 11]
         third = await suite.generate(greedy(further, TOKENS, "third"))
-        assert third.tokens == hf_greedy(FOLDER, further, TOKENS)
+        assert third.tokens == hf_greedy(folder, further, TOKENS)
         assert cached_tokens(third) == (len(going_on) + TOKENS - 1) // SIZE * SIZE
         uncached = greedy(further, TOKENS)
         uncached.cache.no_cache = True
