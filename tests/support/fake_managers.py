@@ -16,13 +16,15 @@ from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
 class FakeManager(rpc.KvManagerServiceServicer):
     """One manager, which has one worker, named after its address.
 
-    A session that it takes never gets an answer, as at a manager that hangs.
+    A session that it takes never gets an answer, as at a manager that hangs. Nor does a watch until `speaks` is set.
     """
 
     def __init__(self) -> None:
         self.owner = secrets.token_hex(4)
         self.state, self.changed = pb.WatchLeaderResponse(owner=self.owner), asyncio.Event()
         self.sessions, self.watched, self.opened = 0, 0, asyncio.Event()
+        self.speaks = asyncio.Event()
+        self.speaks.set()
         self.address = ""
         self.cut = False
 
@@ -43,6 +45,7 @@ class FakeManager(rpc.KvManagerServiceServicer):
         self, request: pb.WatchLeaderRequest, context: object
     ) -> AsyncIterator[pb.WatchLeaderResponse]:
         self.watched += 1
+        await self.speaks.wait()
         while not self.cut:
             changed = self.changed
             yield self.state
@@ -76,7 +79,7 @@ class Managers:
 
     async def __aenter__(self) -> Self:
         for host, manager in zip(self._hosts, self.all, strict=True):
-            server = aio.server()
+            server = aio.server(options=[("grpc.so_reuseport", 0)])  # a taken port is an error at once
             rpc.add_KvManagerServiceServicer_to_server(manager, server)
             manager.address = f"{host}:{server.add_insecure_port(f'{host}:{self._port}')}"
             await server.start()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -23,6 +23,8 @@ from tests.support.fake_managers import Managers
 
 PATIENCE = 60.0
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs several addresses of the loopback device")
 
 
 class Dns:
@@ -165,9 +167,12 @@ async def test_a_name_without_an_answer_keeps_no_other_one_waiting(supervisor: S
     assert watch.addresses == ("hangs.test:1", *(f"{host}:1" for host in HOSTS[:2]))
 
 
-async def test_a_manager_that_is_reached_during_a_lookup_is_not_left(supervisor: Supervisor) -> None:
-    port, calls = free_ports(1, HOSTS)[0], 0
-    found = Managers(HOSTS, port)
+async def test_a_manager_that_is_reached_during_a_lookup_is_not_left(
+    managers: Managers, supervisor: Supervisor
+) -> None:
+    calls = 0
+    for manager in managers.all:
+        manager.speaks.clear()
 
     async def resolve(_: str) -> Sequence[str]:
         nonlocal calls
@@ -175,16 +180,15 @@ async def test_a_manager_that_is_reached_during_a_lookup_is_not_left(supervisor:
         if calls == 1:
             return HOSTS[:2]
         if calls == 2:
-            await found.__aenter__()
+            for manager in managers.all:
+                manager.speaks.set()
             await until(lambda: all(each.reachable for each in watch.managers))
         return HOSTS[1:]
 
-    watch = LeaderWatch([found.name], open_channel, resolve=resolve, again_s=0.01)
+    watch = LeaderWatch([managers.name], open_channel, resolve=resolve, again_s=0.01)
     watch.start(supervisor)
     await until(lambda: calls > 4)
-    assert watch.addresses == tuple(f"{host}:{port}" for host in HOSTS)
-    await supervisor.aclose()
-    await found.__aexit__()
+    assert watch.addresses == tuple(each.address for each in managers.all)
 
 
 CHILD = """
@@ -202,7 +206,15 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root for a file of hosts")
+@pytest.fixture
+def may_mount() -> None:
+    """Skip unless a process here may have a file of hosts of its own. Root in a container often may not."""
+    probe = ["unshare", "--mount", "sh", "-c", "mount --bind /etc/hosts /etc/hosts"]
+    if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True, check=False).returncode:
+        pytest.skip("needs unshare, and the right to mount (root with CAP_SYS_ADMIN)")
+
+
+@pytest.mark.usefixtures("may_mount")
 async def test_the_resolver_of_a_machine_names_all_managers(managers: Managers, tmp_path: Path) -> None:
     """A process with a file /etc/hosts of its own, which changes: nothing but the resolver tells it the addresses."""
     hosts = tmp_path / "hosts"

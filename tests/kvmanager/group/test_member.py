@@ -141,7 +141,7 @@ class Process(rpc.KvManagerServiceServicer):
 
 
 async def serve(process: Process, stack: AsyncExitStack, port: int = 0) -> tuple[aio.Server, int]:
-    server = aio.server()
+    server = aio.server(options=[("grpc.so_reuseport", 0)])  # a taken port is an error at once
     rpc.add_KvManagerServiceServicer_to_server(process, server)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()

@@ -18,11 +18,18 @@ from tests.support.router.fake_managers import DOWN, PATIENCE, Manager
 
 
 @pytest.fixture
-async def managers() -> AsyncIterator[list[Manager]]:
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the answers of a slow machine: the router ends no first look and no call before."""
+    monkeypatch.setattr("common.group.leader_watch._FIRST_LOOK_S", PATIENCE)
+    monkeypatch.setattr("router.grpc_api.manager_calls._LIST_PATIENCE_S", PATIENCE)
+
+
+@pytest.fixture
+async def managers(patient: None) -> AsyncIterator[list[Manager]]:
     """The leaders of groups a and b."""
     both, servers = [Manager("a"), Manager("b")], []  # type: ignore[abstract]
     for each in both:
-        server = aio.server()
+        server = aio.server(options=[("grpc.so_reuseport", 0)])
         rpc.add_KvManagerServiceServicer_to_server(each, server)
         decision_pb2_grpc.add_DecisionServiceServicer_to_server(each, server)
         each.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

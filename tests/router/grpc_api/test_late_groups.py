@@ -183,7 +183,7 @@ async def test_a_pod_that_comes_back_elsewhere_gets_its_change(managers: list[Ma
             while late.calls._groups.unheard():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         other = Manager("b")  # type: ignore[abstract]
-        server = aio.server()
+        server = aio.server(options=[("grpc.so_reuseport", 0)])
         rpc.add_KvManagerServiceServicer_to_server(other, server)
         server.add_insecure_port(f"{HOSTS[2]}:{late.port}")
         await server.start()
