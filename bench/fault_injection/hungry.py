@@ -22,9 +22,8 @@ _WORDS: Final = 80  # characters of an error
 _REST_BYTES: Final = 1 << 10
 
 
-async def feed(address: str) -> Counter[str]:
-    """Make such calls until cancelled, so many at once; return what became of them, by status and words."""
-    became = Counter[str]()
+async def feed(address: str, became: Counter[str]) -> None:
+    """Make such calls until cancelled, so many at once; count in `became` how they end, by status and words."""
     name = "x" * (MAX_PUBLIC_MESSAGE_BYTES - _REST_BYTES)
 
     async def one() -> None:
@@ -38,8 +37,9 @@ async def feed(address: str) -> Counter[str]:
                     became[f"{error.code().name} ({(error.details() or '-')[:_WORDS]})"] += 1
                 await asyncio.sleep(_PAUSE_S)
 
-    try:
-        await asyncio.gather(*(one() for _ in range(_CALLS)))
-    except asyncio.CancelledError:
-        return became
-    return became
+    await asyncio.gather(*(one() for _ in range(_CALLS)))
+
+
+def lacked_memory(became: Counter[str]) -> bool:
+    """Return whether any of the calls was refused for want of memory."""
+    return any(not status.startswith(HAD_MEMORY) for status in became)

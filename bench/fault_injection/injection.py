@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
@@ -16,7 +17,7 @@ import redis.asyncio
 
 from bench.attack.victim import Victim
 from bench.fault_injection.clocks import Clocks
-from bench.fault_injection.hungry import HAD_MEMORY, feed
+from bench.fault_injection.hungry import feed, lacked_memory
 from bench.fault_injection.limits import without_disk, without_files, without_memory
 from bench.fault_injection.plan import CLOCKS, FREEZE_S, FROZEN, JUMP_S, STOP_S, WITHOUT_DISK, Fault, Kind
 from bench.fault_injection.streams import Stream
@@ -117,19 +118,31 @@ class Injector:
                 await self.whole()
 
     async def _starve(self, name: str) -> None:
-        """Let a process get no memory while large calls need some; say what became of the calls and of the process."""
-        pid = self._pid(name)
+        """Let a process get no memory while large calls need some; say what became of the calls and of the process.
+
+        That takes until the first call is refused: at first they may find memory that the process has in reserve.
+        """
+        pid, became, end = self._pid(name), Counter[str](), time.monotonic() + _PATIENCE_S
         with without_memory(pid):
-            feeding = asyncio.create_task(feed(self._own_address(name)))
-            await asyncio.sleep(STOP_S)
-            feeding.cancel()
-            became = await feeding
+            feeding = asyncio.create_task(feed(self._own_address(name), became))
+            try:
+                await asyncio.sleep(STOP_S)
+                while not (lacked_memory(became) or feeding.done() or time.monotonic() > end):
+                    if self._suite.pids().get(name) != pid:
+                        break
+                    await asyncio.sleep(_POLL_S)
+            finally:
+                feeding.cancel()
+                await asyncio.wait([feeding])
+        if not feeding.cancelled():
+            feeding.result()
         await self.whole()
         ended = "" if self._suite.pids().get(name) == pid else ", ended, and was started again"
         ends = ", ".join(f"{count} {status}" for status, count in sorted(became.items()))
         print(f"  {name} got no memory{ended}; large calls: {ends or 'none ended'}", flush=True)
-        if not ended and all(status.startswith(HAD_MEMORY) for status in became):
-            raise RuntimeError(f"{name} lacked no memory: no large call was refused, so nothing was injected")
+        if not ended and not lacked_memory(became):
+            what = "no large call was refused" if became else "no large call ended"
+            raise RuntimeError(f"{name} lacked no memory: {what} within {_PATIENCE_S:g} s, so nothing was injected")
 
     def _own_address(self, name: str) -> str:
         """Return a gRPC address of this process alone: routers share their public ports."""

@@ -136,6 +136,7 @@ for _ in sys.stdin:
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process can be set on Linux alone")
 def test_a_process_without_memory_gets_none_and_gets_some_afterwards() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", WANTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
