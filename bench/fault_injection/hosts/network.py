@@ -7,8 +7,10 @@ connection ends. The caller's own namespace is one of the hosts.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,8 @@ from common.process import die_with_parent
 
 PROXY: Final = Path(__file__).with_name("delay_proxy.py")
 _PROXY_PORT: Final = 9_999
+# Networks 10.N.0.0/16, each for one process.
+_NUMBERS: Final = range(213, 245)
 
 
 def missing() -> str:
@@ -36,12 +40,31 @@ def _run(*command: str) -> None:
         raise OSError(f"`{' '.join(command)}` fails: {done.stderr.strip() or done.returncode}")
 
 
+def _number_of_its_own() -> tuple[int, socket.socket]:
+    """Return the number of a network that no other process has, and what holds it until it is closed.
+
+    A name of an abstract socket has one owner in a network namespace, as a route has, and ends with its process.
+    """
+    for number in _NUMBERS:
+        held = socket.socket(socket.AF_UNIX)
+        try:
+            held.bind(f"\0quire-hosts-{number}")
+        except OSError as error:
+            held.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return number, held
+    raise OSError(errno.EADDRINUSE, f"{len(_NUMBERS)} networks of hosts run on this machine; expected fewer")
+
+
 class Network:
     """The hosts by name; the last one is the caller's own namespace. Use it as a context manager."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._name, self._stop = f"quire-{os.getpid()}", ExitStack()
-        self._addresses = {host: f"10.213.{number}.2" for number, host in enumerate(hosts, start=1)}
+        self._number, self._held = _number_of_its_own()
+        self._addresses = {host: f"10.{self._number}.{place}.2" for place, host in enumerate(hosts, start=1)}
 
     def address(self, host: str) -> str:
         return self._addresses[host]
@@ -52,17 +75,22 @@ class Network:
 
     def __enter__(self) -> Self:
         with ExitStack() as made:
+            made.callback(self._held.close)
             self._add(made, self._name)
             self._on_gateway("sysctl", "-qw", "net.ipv4.ip_forward=1")
             # The table of `delay`: the kernel would take connections that are older than the table for new ones.
             self._on_gateway("iptables", "-t", "nat", "-P", "PREROUTING", "ACCEPT")
-            for number, host in enumerate(self._addresses, start=1):
-                self._connect(made, number, host)
+            for place, host in enumerate(self._addresses, start=1):
+                self._connect(made, place, host)
             self._stop = made.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.close()
+
+    @property
+    def _all(self) -> str:
+        return f"10.{self._number}.0.0/16"
 
     def _namespace(self, host: str) -> str:
         return f"{self._name}-{host}"
@@ -72,20 +100,20 @@ class Network:
         made.callback(_run, "ip", "netns", "del", namespace)
         _run("ip", "-n", namespace, "link", "set", "lo", "up")
 
-    def _connect(self, made: ExitStack, number: int, host: str) -> None:
+    def _connect(self, made: ExitStack, place: int, host: str) -> None:
         """Put a cable between a host and the gateway; the host sends all packets of the network there."""
-        here, there = f"quire{number}", f"host{number}"
+        here, there = f"quire{self._number}", f"host{place}"
         own = host == next(reversed(self._addresses))
         if not own:
             self._add(made, self._namespace(host))
         within = () if own else ("-n", self._namespace(host))
         end = here if own else "eth0"
-        place = () if own else ("netns", self._namespace(host))
-        _run("ip", "link", "add", end, *place, "type", "veth", "peer", "name", there, "netns", self._name)
+        room = () if own else ("netns", self._namespace(host))
+        _run("ip", "link", "add", end, *room, "type", "veth", "peer", "name", there, "netns", self._name)
         for at, device, last in ((within, end, 2), (("-n", self._name), there, 1)):
-            _run("ip", *at, "addr", "add", f"10.213.{number}.{last}/29", "dev", device)
+            _run("ip", *at, "addr", "add", f"10.{self._number}.{place}.{last}/29", "dev", device)
             _run("ip", *at, "link", "set", device, "up")
-        _run("ip", *within, "route", "add", "10.213.0.0/16", "via", f"10.213.{number}.1")
+        _run("ip", *within, "route", "add", self._all, "via", f"10.{self._number}.{place}.1")
 
     def _on_gateway(self, *command: str) -> None:
         _run("ip", "netns", "exec", self._name, *command)
@@ -99,7 +127,7 @@ class Network:
         self._addresses[host] = f"{network}.{int(last) + 1}"
         _run("ip", *within, "addr", "del", f"{before}/29", "dev", "eth0")
         _run("ip", *within, "addr", "add", f"{self._addresses[host]}/29", "dev", "eth0")
-        _run("ip", *within, "route", "add", "10.213.0.0/16", "via", f"{network}.1")
+        _run("ip", *within, "route", "add", self._all, "via", f"{network}.1")
 
     @contextmanager
     def _rules(self, *rules: Sequence[str]) -> Iterator[None]:
