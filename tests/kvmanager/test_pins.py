@@ -245,7 +245,7 @@ async def test_a_group_begins_with_the_pins_of_no_group_and_goes_on_with_its_own
     await connect(alone).attached()
     await operator_of(alone, channel_to).pin("before")
     for names in (["before"], []):
-        of_group = await start_manager(redis_url=redis_url, group="a", group_lease=3.0)
+        of_group = await start_manager(redis_url=redis_url, group="a", group_lease=60.0)
         await until(of_group.process.leading.leads)
         await connect(of_group, "w-a").attached()
         assert await operator_of(of_group, channel_to).names() == names
@@ -253,6 +253,7 @@ async def test_a_group_begins_with_the_pins_of_no_group_and_goes_on_with_its_own
         if names:
             await operator_of(of_group, channel_to).unpin("before")
         await of_group.process.abort()
+        await redis_client.delete(index_format.group_keys("a")[0])  # as if its lease had ended
     assert await operator_of(alone, channel_to).names() == ["before"], "it is another group's"
 
 
