@@ -41,23 +41,21 @@ async def managers(patient: None) -> AsyncIterator[list[Manager]]:
 
 
 @pytest.fixture
-async def groups(managers: list[Manager]) -> AsyncIterator[ManagerGroups]:
-    """Both groups, known by name."""
+async def calls(managers: list[Manager]) -> AsyncIterator[ManagerCalls]:
+    """Calls to both groups, which are known by name."""
     supervisor = Supervisor()
-    found = ManagerGroups([each.address for each in managers], open_channel)
+    found = ManagerCalls([each.address for each in managers], open_channel)
     found.start(supervisor)
     async with asyncio.timeout(PATIENCE):
-        while set(found.leaders()) != {"a", "b"}:  # noqa: ASYNC110
+        while set(found._groups.leaders()) != {"a", "b"}:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     yield found
     await supervisor.aclose()
 
 
 @pytest.fixture
-def calls(groups: ManagerGroups, managers: list[Manager]) -> ManagerCalls:
-    found = ManagerCalls([each.address for each in managers], open_channel)
-    found._groups = groups
-    return found
+def groups(calls: ManagerCalls) -> ManagerGroups:
+    return calls._groups
 
 
 @pytest.fixture
