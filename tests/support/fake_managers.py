@@ -16,15 +16,13 @@ from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
 class FakeManager(rpc.KvManagerServiceServicer):
     """One manager, which has one worker, named after its address.
 
-    A session that it takes never gets an answer, as at a manager that hangs. Nor does a watch until `speaks` is set.
+    A session that it takes never gets an answer, as at a manager that hangs.
     """
 
     def __init__(self) -> None:
         self.owner = secrets.token_hex(4)
         self.state, self.changed = pb.WatchLeaderResponse(owner=self.owner), asyncio.Event()
         self.sessions, self.watched, self.opened = 0, 0, asyncio.Event()
-        self.speaks = asyncio.Event()
-        self.speaks.set()
         self.address = ""
         self.cut = False
 
@@ -45,7 +43,6 @@ class FakeManager(rpc.KvManagerServiceServicer):
         self, request: pb.WatchLeaderRequest, context: object
     ) -> AsyncIterator[pb.WatchLeaderResponse]:
         self.watched += 1
-        await self.speaks.wait()
         while not self.cut:
             changed = self.changed
             yield self.state

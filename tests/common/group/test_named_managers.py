@@ -19,7 +19,7 @@ from common.rpc.server import open_channel
 from gpuworker.engine.lease_client import LeaseClient
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from router.grpc_api.manager_calls import ManagerCalls
-from tests.support.fake_managers import Managers
+from tests.support.fake_managers import FakeManager, Managers
 
 PATIENCE = 60.0
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
@@ -167,12 +167,24 @@ async def test_a_name_without_an_answer_keeps_no_other_one_waiting(supervisor: S
     assert watch.addresses == ("hangs.test:1", *(f"{host}:1" for host in HOSTS[:2]))
 
 
-async def test_a_manager_that_is_reached_during_a_lookup_is_not_left(
-    managers: Managers, supervisor: Supervisor
-) -> None:
-    calls = 0
-    for manager in managers.all:
-        manager.speaks.clear()
+class Hesitant(FakeManager):
+    """It listens, and says nothing until it may speak."""
+
+    def __init__(self, may_speak: asyncio.Event) -> None:
+        super().__init__()
+        self._may_speak = may_speak
+
+    async def WatchLeader(
+        self, request: pb.WatchLeaderRequest, context: object
+    ) -> AsyncIterator[pb.WatchLeaderResponse]:
+        await self._may_speak.wait()
+        async for each in super().WatchLeader(request, context):
+            yield each
+
+
+async def test_a_manager_that_is_reached_during_a_lookup_is_not_left(supervisor: Supervisor) -> None:
+    found, may_speak, calls = Managers(HOSTS, free_ports(1, HOSTS)[0]), asyncio.Event(), 0
+    found.all = [Hesitant(may_speak) for _ in HOSTS]  # type: ignore[abstract]
 
     async def resolve(_: str) -> Sequence[str]:
         nonlocal calls
@@ -180,15 +192,16 @@ async def test_a_manager_that_is_reached_during_a_lookup_is_not_left(
         if calls == 1:
             return HOSTS[:2]
         if calls == 2:
-            for manager in managers.all:
-                manager.speaks.set()
+            may_speak.set()
             await until(lambda: all(each.reachable for each in watch.managers))
         return HOSTS[1:]
 
-    watch = LeaderWatch([managers.name], open_channel, resolve=resolve, again_s=0.01)
-    watch.start(supervisor)
-    await until(lambda: calls > 4)
-    assert watch.addresses == tuple(each.address for each in managers.all)
+    watch = LeaderWatch([found.name], open_channel, resolve=resolve, again_s=0.01)
+    async with found:
+        watch.start(supervisor)
+        await until(lambda: calls > 4)
+        assert watch.addresses == tuple(each.address for each in found.all)
+        await supervisor.aclose()
 
 
 CHILD = """
