@@ -43,7 +43,7 @@ async def split(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite
         shards=SHARDS,
         standby_ports=(0,) * (SHARDS - 1),
         worker_flags=flags,
-        manager_flags=("--group-lease", "1"),
+        manager_flags=("--group-lease", "5"),  # no manager that runs loses it, on a slow machine either
     )
     async with running_suite(tmp_path_factory.mktemp("split"), options) as running:
         yield running
