@@ -10,29 +10,10 @@ from typing import Any
 import pytest
 from grpc import aio
 
-from common.errors import StaleEpoch
 from common.rpc.server import open_channel
 from kvmanager.config import KvManagerSettings
-from kvmanager.main import ManagerProcess
 from tests.support.kvmanager.fake_session import RawWorker, attach_of
-
-
-class Running:
-    """A manager that serves, and what a test needs of it."""
-
-    def __init__(self, settings: KvManagerSettings) -> None:
-        self.stale: list[StaleEpoch] = []
-        self.process = ManagerProcess(settings, self.stale.append)
-        self.attachments = self.process.attachments
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.process.server.port}"
-
-    async def flushed(self) -> None:
-        """Return once the index holds everything."""
-        assert await self.process.index.flush(10.0)
-
+from tests.support.kvmanager.running import Running as Running  # noqa: PLC0414 - with the types of the fixtures
 
 Start = Callable[..., Awaitable[Running]]
 

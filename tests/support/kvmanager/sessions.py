@@ -12,8 +12,8 @@ from common.lease import Reserve
 from common.types import BlockHash, SequenceId
 from common.wire.lease_codec import attach_to_proto
 from quire.kvmanager.v1 import kvmanager_pb2
-from tests.kvmanager.conftest import Running
 from tests.support.kvmanager.fake_session import RawWorker
+from tests.support.kvmanager.running import Running
 
 HASHES = tuple(BlockHash(bytes([index]) * 16) for index in range(1, 5))
 
