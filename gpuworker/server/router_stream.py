@@ -302,8 +302,10 @@ class RouterStream:
         self._ended.clear()
         return left
 
-    def lose(self) -> None:
-        """Note that the router has gone."""
+    def lose(self, failure: QuireError | None = None) -> None:
+        """Note that the router has gone; should it read again, the stream ends with `failure`."""
+        if not self.closed:
+            self.failure = failure
         self.closed = True
         self.ready.set()
 

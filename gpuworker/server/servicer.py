@@ -25,6 +25,8 @@ from common.errors import (
     Unavailable,
 )
 from common.limits import MAX_ROUTER_STREAMS, ROUTER_HELLO_SECONDS
+from common.rpc.pulses import SilenceWatch
+from common.silence import SILENCE_S
 from common.types import FinishReason, PoolIdentity, SequenceId
 from common.wire.identity_codec import identity_from_proto
 from common.wire.packing import unpack_u32
@@ -62,11 +64,15 @@ class Serving:
 class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
     """Serves routers; `deliver` is the engine's sink and may be called from its thread.
 
-    What a lost router leaves runs on for `orphan_grace` seconds. `steps` makes the spans of recorded steps.
+    What a lost router leaves runs on for `orphan_grace` seconds. `steps` makes the spans of recorded steps. A router
+    that sends pulses is lost after `silence` seconds without any message.
     """
 
-    def __init__(self, tracer: Tracer, orphan_grace: float = 0.0, steps: StepSpans | None = None) -> None:
+    def __init__(
+        self, tracer: Tracer, orphan_grace: float = 0.0, steps: StepSpans | None = None, silence: float = SILENCE_S
+    ) -> None:
         self._tracer, self._loop, self._steps = tracer, asyncio.get_running_loop(), steps
+        self._silence = silence
         self.orphans = Orphans(orphan_grace, self._cancel)
         self._serving: Serving | None = None
         self._streams: set[RouterStream] = set()
@@ -165,9 +171,11 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
             hello = await self._greet(serving.engine.attach.identity, request_iterator)
         own = self._owner.__setitem__
         stream = RouterStream(serving.engine, self._next_sequence, own, serving.limits, self._tracer, serving.grammars)
-        stream.push(pb.StreamResponse(hello=pb.WorkerHello(info=serving.info())))
+        stream.push(pb.StreamResponse(hello=pb.WorkerHello(info=serving.info(), silence_seconds=self._silence)))
         self._begin(stream, hello)
-        tasks = [asyncio.create_task(work) for work in (self._read(stream, request_iterator), self._beat(stream))]
+        silence = SilenceWatch(self._silence)
+        works = self._read(stream, request_iterator, silence), self._beat(stream), self._watch(stream, hello, silence)
+        tasks = [asyncio.create_task(work) for work in works]
         for task in tasks:
             task.add_done_callback(lambda done: _end(stream, done))
         try:
@@ -182,7 +190,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
             for task in tasks:
                 task.cancel()
             self._connections = {name: each for name, each in self._connections.items() if each is not stream}
-            if not stream.ended_here and self.orphans.keeps(hello.incarnation):
+            if not stream.ended_here:
                 self._orphan(stream, hello.incarnation)
             stream.close()
             if not stream.sequences:
@@ -200,7 +208,9 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         self._streams.add(stream)
 
     def _orphan(self, stream: RouterStream, router: bytes) -> None:
-        """Keep the sequences of a lost router."""
+        """Keep the sequences of a lost router, if it wants that."""
+        if not self.orphans.keeps(router):
+            return
         stream.lose()
         left = stream.abandon()
         for live in left:
@@ -266,8 +276,11 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
                 raise IdentityMismatch(differences)
         return first.hello
 
-    async def _read(self, stream: RouterStream, requests: AsyncIterator[pb.StreamRequest]) -> None:
+    async def _read(
+        self, stream: RouterStream, requests: AsyncIterator[pb.StreamRequest], silence: SilenceWatch
+    ) -> None:
         async for request in requests:
+            silence.heard()
             match request.WhichOneof("message"):
                 case "submit":
                     self.orphans.replaced((request.submit.tenant, request.submit.request_id))
@@ -280,8 +293,19 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
                     self._find(stream, request.find)
                 case "adopt":
                     self._adopt(stream, request.adopt)
+                case "pulse":
+                    silence.begin()
                 case _:
                     pass
+
+    async def _watch(self, stream: RouterStream, hello: pb.Hello, silence: SilenceWatch) -> None:
+        """Lose a router that stands still. Its stream may not end before it runs again: a write to it waits."""
+        await silence.over()
+        what = f"no message of the router came for {silence.limit:g} s; a router that runs sends pulses"
+        log.warning("a stream ends: %s", what)
+        stream.lose(DeadlineExceeded(what))
+        self._orphan(stream, hello.incarnation)
+        stream.close()
 
     async def _beat(self, stream: RouterStream) -> None:
         while True:

@@ -19,6 +19,11 @@ def is_refused(error: aio.AioRpcError) -> bool:
     return "Connection refused" in (error.details() or "")
 
 
+def found_silent(error: aio.AioRpcError) -> bool:
+    """Return whether a worker ended a stream because nothing came from this router: no request is to blame."""
+    return error.code() is StatusCode.DEADLINE_EXCEEDED
+
+
 async def read(call: WorkerCall) -> pb.StreamResponse | None:
     """Return the next message, None at the end of the stream."""
     response = await call.read()

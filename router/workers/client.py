@@ -32,7 +32,7 @@ from router.core.identity import is_complete
 from router.core.suspicion import Breakdown
 from router.core.worker_events import Lost, Refused, SequenceAdmitted, SequenceEvent, SequenceFinished, TokensSampled
 from router.core.worker_model import Load
-from router.workers.call import WorkerCall, is_refused, read, write, write_first
+from router.workers.call import WorkerCall, found_silent, is_refused, read, write, write_first
 from router.workers.codec import (
     Submission,
     WorkerFacts,
@@ -295,7 +295,7 @@ class WorkerClient:
             broken = not self._draining and not self._leaving
         except aio.AioRpcError as failed:
             error = error_from_rpc(failed)
-            self.refused, severed = is_refused(failed), is_severed(failed)
+            self.refused, severed, broken = is_refused(failed), is_severed(failed), not found_silent(failed)
         except QuireError as refused:
             error = refused
         self._disconnect(error, broken, severed)
@@ -321,7 +321,8 @@ class WorkerClient:
             raise Unavailable(f"no hello within {self._pacing.hello:g} s") from None
         if answer is None or answer.WhichOneof("message") != "hello":
             raise ProtocolViolation("the worker's first message was no hello")
-        self._outbox, self._last_seq, self._draining, self.refused = Outbox(), 0, False, False
+        self._outbox = Outbox(answer.hello.silence_seconds)
+        self._last_seq, self._draining, self.refused = 0, False, False
         facts = facts_from_proto(answer.hello.info)
         self._breaks.greeted(facts.incarnation)
         self._listener.connected(self, facts)

@@ -8,18 +8,25 @@ from collections import OrderedDict
 from common.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation
 from common.hashing import little_endian_int32
 from common.limits import MAX_OUTBOX_BYTES, MAX_SUBMIT_BYTES
+from common.silence import pulse_seconds
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
 # Seconds in which acknowledgements gather: they need no promptness, and a message of their own each would be dear.
 _ACK_S = 0.25
 # Seconds after which a request may be sent again to a worker that does not read.
 _RETRY_S = 1.0
+_PULSE = pb.StreamRequest(pulse=pb.Pulse())
 
 
 class Outbox:
-    """Messages in the order in which they were put. A worker that does not read makes it full, not large."""
+    """Messages in the order in which they were put. A worker that does not read makes it full, not large.
 
-    def __init__(self) -> None:
+    A pulse comes first, and again after some time without a message, for a worker that bears so many seconds of silence.
+    None comes for 0: that worker does not bound it.
+    """
+
+    def __init__(self, silence: float = 0.0) -> None:
+        self._pulse_seconds = pulse_seconds(silence)
         # By position in the order.
         self._messages: OrderedDict[int, tuple[pb.StreamRequest, int]] = OrderedDict()
         # Position of each submission, by handle.
@@ -29,6 +36,8 @@ class Outbox:
         self._acknowledged: list[int] = []
         self._closed = False
         self.bytes = 0
+        if self._pulse_seconds is not None:
+            self.put(_PULSE)
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -85,7 +94,11 @@ class Outbox:
             if self._closed:
                 return None
             self._filled.clear()
-            await self._filled.wait()
+            try:
+                async with asyncio.timeout(self._pulse_seconds):
+                    await self._filled.wait()
+            except TimeoutError:
+                return _PULSE
         _, (message, size) = self._messages.popitem(last=False)
         self.bytes -= size
         if message.HasField("submit"):

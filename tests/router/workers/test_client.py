@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import AlreadyExists, IdentityMismatch, InvalidRequest, ProtocolViolation, Unavailable
+from common.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    IdentityMismatch,
+    InvalidRequest,
+    ProtocolViolation,
+    Unavailable,
+)
 from common.limits import MAX_HANDLE, MAX_SUBMIT_BYTES
 from common.types import FinishReason, MissReason, SamplingParams, TokenLogprobs, Usage
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
@@ -47,6 +54,13 @@ async def test_a_listener_that_refuses_the_worker_ends_the_stream(worker: FakeWo
         await listener.until(lambda: len(listener.errors) >= 2)
         assert not client.ready
     assert all(isinstance(error, IdentityMismatch) for error in listener.errors[:2])
+
+
+async def test_a_worker_that_bounds_silence_gets_pulses(worker: FakeWorker, listener: Listener) -> None:
+    worker.silence = 0.06
+    async with running_client(worker, listener):
+        await worker.until(lambda: len(worker.pulses) >= 3)
+    assert worker.streams == 1
 
 
 async def test_a_silent_worker_is_tried_again(worker: FakeWorker, listener: Listener) -> None:
@@ -295,6 +309,19 @@ async def test_the_listener_gets_a_break_before_the_sequences_do(
     await listener.until(lambda: bool(listener.errors))
     assert seen == [1]
     assert "the worker is draining" in str(listener.errors[0])
+
+
+async def test_a_worker_that_found_this_router_silent_convicts_no_request(
+    client: WorkerClient, worker: FakeWorker, listener: Listener
+) -> None:
+    inbox = Inbox()
+    client.submit(SUBMISSION, inbox.put)
+    await worker.until(lambda: bool(worker.submits))
+    worker.fail(DeadlineExceeded("no message of the router came for 10 s"))
+    lost = await inbox.next()
+    assert isinstance(lost, Lost)
+    assert lost.breakdown is None
+    await listener.until(lambda: len(listener.facts) == 2)
 
 
 @pytest.mark.parametrize("seq", [2, 0])

@@ -80,3 +80,27 @@ async def test_a_worker_that_does_not_read_makes_the_outbox_full_and_not_large()
     with pytest.raises(Overloaded, match=r"router\.outbox: .* wait for the worker, which does not read"):
         outbox.submit(submit(99, size))
     assert outbox.bytes <= MAX_OUTBOX_BYTES
+
+
+async def test_pulses_come_first_and_whenever_nothing_else_does() -> None:
+    outbox = Outbox(silence=0.06)
+    outbox.submit(submit(1))
+    kinds = [(await take(outbox)).WhichOneof("message") for _ in range(4)]
+    assert kinds == ["pulse", "submit", "pulse", "pulse"]
+    assert outbox.bytes == 0
+
+
+async def test_a_worker_that_bounds_no_silence_gets_no_pulse() -> None:
+    outbox = Outbox(silence=0.0)
+    outbox.submit(submit(1))
+    assert (await take(outbox)).HasField("submit")
+    assert not len(outbox)
+
+
+async def test_the_end_comes_at_once_although_pulses_do() -> None:
+    outbox = Outbox(silence=3600.0)
+    assert (await take(outbox)).HasField("pulse")
+    waiting = asyncio.create_task(outbox.take())
+    await asyncio.sleep(0)
+    outbox.close()
+    assert await waiting is None

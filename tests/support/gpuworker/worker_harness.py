@@ -12,6 +12,7 @@ from grpc import aio
 from common.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
 from common.lease import LeaseChannel
 from common.rpc.server import RpcServer, open_channel
+from common.silence import SILENCE_S
 from common.telemetry.spans import RecordedSpan
 from common.types import KvGeometry, PoolIdentity
 from common.wire.packing import pack_hashes, unpack_u32
@@ -113,10 +114,16 @@ class Served:
     """A servicer with its engine, listening."""
 
     def __init__(
-        self, runner: StepRunner, channel: LeaseChannel | None, config: AgentConfig, orphan_grace: float = 0.0
+        self,
+        runner: StepRunner,
+        channel: LeaseChannel | None,
+        config: AgentConfig,
+        orphan_grace: float = 0.0,
+        silence: float = SILENCE_S,
     ) -> None:
         self.collected = CollectedSpans()
-        self.servicer = GpuWorkerServicer(self.collected.tracer, orphan_grace, StepSpans(self.collected.tracer))
+        tracer = self.collected.tracer
+        self.servicer = GpuWorkerServicer(tracer, orphan_grace, StepSpans(tracer), silence)
         self.driver = EngineDriver(runner, config, channel, sink=self.servicer.deliver)
         self.engine: Engine = self.driver.engine
         self.address = ""
@@ -166,9 +173,10 @@ async def served(
     config: AgentConfig = CONFIG,
     orphan_grace: float = 0.0,
     record_steps: Callable[[], bool] | None = None,
+    silence: float = SILENCE_S,
 ) -> AsyncIterator[Served]:
     """Run a worker's service; every sequence must be gone when it ends."""
-    worker = Served(runner, channel, config, orphan_grace)
+    worker = Served(runner, channel, config, orphan_grace, silence)
     if record_steps is not None:
         worker.engine.record_steps(record_steps)
     server = RpcServer(["quire.gpuworker.v1.GpuWorkerService"])

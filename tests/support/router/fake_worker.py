@@ -45,6 +45,8 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
     greets: bool = True
     # The error that refuses every new stream.
     refuses: QuireError | None = None
+    # Seconds of a router's silence that it says it bears; 0: it says nothing of that.
+    silence: float = 0.0
     port: int = 0
     tls: ServerTls | None = None
     incarnation: bytes = field(default_factory=lambda: secrets.token_bytes(16))
@@ -52,6 +54,8 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
     submits: list[pb.Submit] = field(default_factory=list)
     cancels: list[pb.Cancel] = field(default_factory=list)
     streams: int = 0
+    # One for each pulse of a router.
+    pulses: list[pb.Pulse] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._changed = asyncio.Condition()
@@ -98,7 +102,8 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
             raise self.refuses
         self._outbox, self._seq = asyncio.Queue(), 0
         if self.greets:
-            self._outbox.put_nowait(pb.StreamResponse(hello=pb.WorkerHello(info=self.info())))
+            hello_back = pb.WorkerHello(info=self.info(), silence_seconds=self.silence)
+            self._outbox.put_nowait(pb.StreamResponse(hello=hello_back))
         await self._note_stream()
         outbox = self._outbox
         tasks = [asyncio.create_task(self._read(requests)), asyncio.create_task(self._beat())]
@@ -132,6 +137,8 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
                         self.run(request.submit)
                 case "cancel":
                     await self._note(self.cancels, request.cancel)
+                case "pulse":
+                    await self._note(self.pulses, request.pulse)
                 case "find":
                     # It has no orphans.
                     self.say(pb.StreamResponse(found=pb.Found(query=request.find.query)))

@@ -29,6 +29,7 @@ class StreamRequest(_message.Message):
     ACK_FIELD_NUMBER: _builtins.int
     FIND_FIELD_NUMBER: _builtins.int
     ADOPT_FIELD_NUMBER: _builtins.int
+    PULSE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -41,6 +42,8 @@ class StreamRequest(_message.Message):
     def find(self) -> Global___Find: ...
     @_builtins.property
     def adopt(self) -> Global___Adopt: ...
+    @_builtins.property
+    def pulse(self) -> Global___Pulse: ...
     def __init__(
         self,
         *,
@@ -50,16 +53,34 @@ class StreamRequest(_message.Message):
         ack: Global___Ack | None = ...,
         find: Global___Find | None = ...,
         adopt: Global___Adopt | None = ...,
+        pulse: Global___Pulse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adopt", b"adopt", "cancel", b"cancel", "find", b"find", "hello", b"hello", "message", b"message", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adopt", b"adopt", "cancel", b"cancel", "find", b"find", "hello", b"hello", "message", b"message", "pulse", b"pulse", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adopt", b"adopt", "cancel", b"cancel", "find", b"find", "hello", b"hello", "message", b"message", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adopt", b"adopt", "cancel", b"cancel", "find", b"find", "hello", b"hello", "message", b"message", "pulse", b"pulse", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "ack", "find", "adopt"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "submit", "cancel", "ack", "find", "adopt", "pulse"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___StreamRequest: _TypeAlias = StreamRequest  # noqa: Y015
+
+@_typing.final
+class Pulse(_message.Message):
+    """Says that the router runs, and nothing else. See WorkerHello."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pulse: _TypeAlias = Pulse  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
@@ -615,16 +636,22 @@ class WorkerHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INFO_FIELD_NUMBER: _builtins.int
+    SILENCE_SECONDS_FIELD_NUMBER: _builtins.int
+    silence_seconds: _builtins.float
+    """Once a router has sent a Pulse, the worker ends its stream with DEADLINE_EXCEEDED when no message comes for so many
+    seconds; its sequences are orphans then. A router sends a Pulse every sixth of that. 0: no bound.
+    """
     @_builtins.property
     def info(self) -> Global___WorkerInfo: ...
     def __init__(
         self,
         *,
         info: Global___WorkerInfo | None = ...,
+        silence_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "silence_seconds", b"silence_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -96,6 +96,7 @@ class SessionRequest(_message.Message):
     ATTACH_FIELD_NUMBER: _builtins.int
     INVENTORY_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    PULSE_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """(incarnation, attach counter) names a session; every message carries the counter."""
     seq: _builtins.int
@@ -108,6 +109,8 @@ class SessionRequest(_message.Message):
     def inventory(self) -> Global___Inventory: ...
     @_builtins.property
     def report(self) -> Global___Report: ...
+    @_builtins.property
+    def pulse(self) -> Global___Pulse: ...
     def __init__(
         self,
         *,
@@ -117,16 +120,34 @@ class SessionRequest(_message.Message):
         attach: Global___Attach | None = ...,
         inventory: Global___Inventory | None = ...,
         report: Global___Report | None = ...,
+        pulse: Global___Pulse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "inventory", b"inventory", "message", b"message", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "inventory", b"inventory", "message", b"message", "pulse", b"pulse", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "attach", b"attach", "inventory", b"inventory", "message", b"message", "report", b"report", "seq", b"seq", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "attach", b"attach", "inventory", b"inventory", "message", b"message", "pulse", b"pulse", "report", b"report", "seq", b"seq", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "inventory", "report"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "inventory", "report", "pulse"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
+
+@_typing.final
+class Pulse(_message.Message):
+    """Says nothing but that its sender runs. The worker sends one at times (AttachOk), and the manager answers each."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pulse: _TypeAlias = Pulse  # noqa: Y015
 
 @_typing.final
 class SessionResponse(_message.Message):
@@ -139,6 +160,7 @@ class SessionResponse(_message.Message):
     ATTACH_REJECTED_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    PULSE_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     seq: _builtins.int
     ack: _builtins.int
@@ -150,6 +172,8 @@ class SessionResponse(_message.Message):
     def batch(self) -> Global___GrantBatch: ...
     @_builtins.property
     def drain(self) -> Global___Drain: ...
+    @_builtins.property
+    def pulse(self) -> Global___Pulse: ...
     def __init__(
         self,
         *,
@@ -160,12 +184,13 @@ class SessionResponse(_message.Message):
         attach_rejected: Global___AttachRejected | None = ...,
         batch: Global___GrantBatch | None = ...,
         drain: Global___Drain | None = ...,
+        pulse: Global___Pulse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attach_ok", b"attach_ok", "attach_rejected", b"attach_rejected", "batch", b"batch", "drain", b"drain", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attach_ok", b"attach_ok", "attach_rejected", b"attach_rejected", "batch", b"batch", "drain", b"drain", "message", b"message", "pulse", b"pulse"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "attach_ok", b"attach_ok", "attach_rejected", b"attach_rejected", "batch", b"batch", "drain", b"drain", "message", b"message", "seq", b"seq", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "attach_ok", b"attach_ok", "attach_rejected", b"attach_rejected", "batch", b"batch", "drain", b"drain", "message", b"message", "pulse", b"pulse", "seq", b"seq", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach_ok", "attach_rejected", "batch", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach_ok", "attach_rejected", "batch", "drain", "pulse"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -581,17 +606,23 @@ class AttachOk(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     LEASE_TARGET_FIELD_NUMBER: _builtins.int
+    SILENCE_SECONDS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     lease_target: _builtins.int
+    silence_seconds: _builtins.float
+    """A worker leaves the session when nothing comes from the manager for so many seconds. So that something comes, it
+    sends a Pulse every sixth of that. 0: the manager answers no Pulse.
+    """
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         lease_target: _builtins.int = ...,
+        silence_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_target", b"lease_target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_target", b"lease_target", "silence_seconds", b"silence_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
