@@ -12,6 +12,7 @@ from quire.api.channel import (
     KEEPALIVE_MS,
     KEEPALIVE_TIMEOUT_MS,
     MAX_MESSAGE_BYTES,
+    PING_TIMEOUT_MS,
     Options,
 )
 
@@ -21,15 +22,20 @@ MAX_PENDING_REQUESTS: Final = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Callers:
-    """Limits of a server for its callers: bytes of a message, and milliseconds in which no packet passes."""
+    """Limits of a server for its callers: bytes of a message, and milliseconds in which no packet passes.
+
+    `still_ms`: milliseconds for which a caller's process may stand still although its host runs.
+    """
 
     most_bytes: int = MAX_MESSAGE_BYTES
     silence_ms: int = KEEPALIVE_TIMEOUT_MS
+    still_ms: int = PING_TIMEOUT_MS
 
 
 SERVICES: Final = Callers()
 # When a router ends a silent connection, the client's requests end too. So both ends wait longer.
-CLIENTS: Final = Callers(MAX_PUBLIC_MESSAGE_BYTES, CLIENT_KEEPALIVE_TIMEOUT_MS)
+# A client that is stopped for a while costs what a slow reader costs.
+CLIENTS: Final = Callers(MAX_PUBLIC_MESSAGE_BYTES, CLIENT_KEEPALIVE_TIMEOUT_MS, still_ms=60_000)
 
 
 def server_options(reuse_port: bool = False, callers: Callers = SERVICES) -> Options:
@@ -37,7 +43,11 @@ def server_options(reuse_port: bool = False, callers: Callers = SERVICES) -> Opt
 
     With `reuse_port` several processes share one port (SO_REUSEPORT).
     """
-    own = {"grpc.max_receive_message_length": callers.most_bytes, "grpc.keepalive_timeout_ms": callers.silence_ms}
+    own = {
+        "grpc.max_receive_message_length": callers.most_bytes,
+        "grpc.keepalive_timeout_ms": callers.silence_ms,
+        "grpc.http2.ping_timeout_ms": callers.still_ms,
+    }
     return [
         *(dict(COMMON_OPTIONS) | own).items(),
         ("grpc.so_reuseport", int(reuse_port)),

@@ -35,7 +35,7 @@ class SilenceWatch:
     async def over(self) -> None:
         """Return when nothing was heard for longer than the limit."""
         await self._begun.wait()
-        while not self._silence.over(self._now()):
+        while not self._silence.over(self._now()):  # noqa: ASYNC110 - it ends with time
             await asyncio.sleep(self._silence.every)
 
     def _now(self) -> float:

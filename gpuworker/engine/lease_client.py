@@ -11,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final
 
 from grpc import aio
 
@@ -36,7 +34,6 @@ from common.lease import (
     Report,
     highest_plausible_epoch,
 )
-from common.limits import MAX_LEASE_OUTBOX
 from common.process.supervised import Supervisor
 from common.rpc.server import Dial, open_channel
 from common.wire.inventory_codec import inventory_chunks
@@ -47,17 +44,14 @@ from common.wire.lease_codec import (
     rejected_from_proto,
     report_to_proto,
 )
+from gpuworker.engine.lease_connection import Connection, LeaseCall
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_Call: TypeAlias = "aio.StreamStreamCall[kvmanager_pb2.SessionRequest, kvmanager_pb2.SessionResponse]"
-
 OPEN_TIMEOUT_S: Final = 5.0
-ANSWER_TIMEOUT_S: Final = 30.0
 BACKOFF: Final = Backoff(first=0.05, longest=2.0, jitter=0.5)  # seconds between attempts
 _MANY: Final = 100  # failures after which the pause is the longest
-_UNANSWERED: Final = 256
 
 
 class _Refused(Exception):
@@ -66,49 +60,6 @@ class _Refused(Exception):
     def __init__(self, rejected: AttachRejected) -> None:
         super().__init__("; ".join(map(str, rejected.mismatches)) or rejected.reason)
         self.rejected = rejected
-
-
-@dataclass(slots=True)
-class _Connection:
-    """One stream. `session` is the session offered on it, None before; `ended` says why the stream is to end."""
-
-    number: int
-    call: _Call
-    ended: asyncio.Future[str]
-    outbox: asyncio.Queue[kvmanager_pb2.SessionRequest] = field(default_factory=asyncio.Queue)
-    session: int | None = None
-    epoch_seen: int = 0
-    answered: bool = False
-    sent: int = 0
-    received: int = 0
-    # When the latest messages were queued, by number; old messages without an answer are dropped.
-    queued: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_UNANSWERED))
-
-    def put(self, message: kvmanager_pb2.SessionRequest) -> None:
-        assert self.session is not None
-        self.sent += 1
-        self.queued.append((self.sent, time.perf_counter()))
-        message.session, message.seq, message.ack = self.session, self.sent, self.received
-        self.outbox.put_nowait(message)
-        if self.outbox.qsize() > MAX_LEASE_OUTBOX:
-            self.end(f"it left {MAX_LEASE_OUTBOX} messages unread")
-
-    def round_trip(self, ack: int) -> float | None:
-        """Return the seconds since message `ack` was queued, None when it was answered before."""
-        queued = None
-        while self.queued and self.queued[0][0] <= ack:
-            queued = self.queued.popleft()
-        return time.perf_counter() - queued[1] if queued is not None and queued[0] == ack else None
-
-    def end(self, why: str) -> None:
-        """Ask for the end of the stream, from this side."""
-        if not self.ended.done():
-            self.ended.set_result(why)
-
-    def end_unanswered(self) -> None:
-        """Give up on a manager that has not answered the Attach by now."""
-        if not self.answered:
-            self.end(f"no answer to an Attach within {ANSWER_TIMEOUT_S:g} s")
 
 
 class LeaseClient:
@@ -143,7 +94,7 @@ class LeaseClient:
         """Takes the seconds from a report to its grants."""
         self._rng = rng or random.Random()
         self._events: deque[tuple[int, LeaseEvent]] = deque()
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
         self._connections = 0
         self._polled = 0  # the connection whose Connected the engine saw last
         self._failures = 0
@@ -218,7 +169,7 @@ class LeaseClient:
         connection.put(kvmanager_pb2.SessionRequest(attach=attach_to_proto(attach)))
         for chunk in inventory_chunks(inventory):
             connection.put(kvmanager_pb2.SessionRequest(inventory=chunk))
-        asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, connection.end_unanswered)
+        connection.await_answer()
 
     def _report(self, session: int, report: Report) -> None:
         connection = self._connection
@@ -294,15 +245,15 @@ class LeaseClient:
         if self.before is not None:
             await self.before()
         async with self._dial(self._address) as channel:
-            call: _Call = kvmanager_pb2_grpc.KvManagerServiceStub(channel).Session()
+            call: LeaseCall = kvmanager_pb2_grpc.KvManagerServiceStub(channel).Session()
             try:
                 await self._open(call)
                 self._connections += 1
-                await self._serve(_Connection(self._connections, call, asyncio.get_running_loop().create_future()))
+                await self._serve(Connection(self._connections, call, asyncio.get_running_loop().create_future()))
             finally:
                 call.cancel()
 
-    async def _open(self, call: _Call) -> None:
+    async def _open(self, call: LeaseCall) -> None:
         """Wait for the manager's headers. Raises TimeoutError, at once when another manager is known to lead."""
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S) as self._opening:
@@ -310,17 +261,17 @@ class LeaseClient:
         finally:
             self._opening = None
 
-    async def _serve(self, connection: _Connection) -> None:
+    async def _serve(self, connection: Connection) -> None:
         """Serve a stream until either side ends it. Raises the error that ended the stream, if any."""
         self._connection = connection
         self._post(Connected())
-        reader, writer = asyncio.create_task(self._read(connection)), asyncio.create_task(self._write(connection))
-        writer.add_done_callback(lambda ended: _writer_ended(connection, ended))
+        reader, writer = asyncio.create_task(self._read(connection)), asyncio.create_task(connection.write())
+        writer.add_done_callback(lambda ended: connection.task_ended(ended, "messages to it could not be written"))
         try:
             await asyncio.wait((reader, connection.ended), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._connection = None
-            connection.ended.cancel()
+            connection.close()
             reader.cancel()
             writer.cancel()
             if connection.session is not None:
@@ -331,21 +282,13 @@ class LeaseClient:
         if not connection.ended.cancelled():
             log.warning("left KV manager %s: %s", self._address, connection.ended.result())
 
-    async def _write(self, connection: _Connection) -> None:
-        """The only writer of the stream: two writes at once end an RPC."""
-        while True:
-            message = await connection.outbox.get()
-            try:
-                await connection.call.write(message)
-            except (aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the reader reports the cause
-
-    async def _read(self, connection: _Connection) -> None:
+    async def _read(self, connection: Connection) -> None:
         async for response in connection.call:
+            connection.heard()
             if response.session == connection.session and not self._take(connection, response):
                 return
 
-    def _take(self, connection: _Connection, response: kvmanager_pb2.SessionResponse) -> bool:
+    def _take(self, connection: Connection, response: kvmanager_pb2.SessionResponse) -> bool:
         """Take one message of the session; return whether the stream goes on."""
         connection.received += 1
         if response.seq != connection.received:
@@ -360,6 +303,8 @@ class LeaseClient:
             seconds = connection.round_trip(response.ack)
             if seconds is not None:
                 self.on_round_trip(seconds)
+        elif kind == "pulse" and connection.answered:
+            pass
         elif kind == "drain":
             log.info("KV manager %s is going away", self._address)
             return False
@@ -367,22 +312,17 @@ class LeaseClient:
             raise ProtocolViolation(f"the manager sent {kind} where nothing of the kind was due")
         return True
 
-    def _take_answer(self, connection: _Connection, message: kvmanager_pb2.AttachOk) -> None:
+    def _take_answer(self, connection: Connection, message: kvmanager_pb2.AttachOk) -> None:
         ok = attach_ok_from_proto(message)
         if ok.epoch < connection.epoch_seen:
             raise StaleEpoch(f"a manager of epoch {ok.epoch} answered; {connection.epoch_seen} was seen before")
         if ok.epoch > highest_plausible_epoch(connection.epoch_seen):
             raise ProtocolViolation(f"the manager names epoch {ok.epoch}; no manager of this pool can have that one")
         connection.answered = True
+        connection.bound_silence(message.silence_seconds)
         self._failures = 0
         assert connection.session is not None
         self._post(Attached(connection.session, ok))
-
-
-def _writer_ended(connection: _Connection, writer: asyncio.Task[None]) -> None:
-    """End a connection whose writer ended by a defect: reports would only gather."""
-    if not writer.cancelled() and (error := writer.exception()) is not None:
-        connection.end(f"messages to it could not be written ({error!r})")
 
 
 def _in_words(error: Exception) -> str:

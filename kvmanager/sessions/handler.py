@@ -19,6 +19,7 @@ from common.errors import ProtocolViolation, Unavailable
 from common.lease import AttachRejected
 from common.limits import MAX_UNREAD_MESSAGES
 from common.rpc.roles import Peer
+from common.silence import SILENCE_S
 from common.wire.inventory_codec import InventoryAssembler, InventoryBounds
 from common.wire.lease_codec import (
     attach_from_proto,
@@ -162,6 +163,8 @@ class SessionHandler:
             return False
         if kind == "report":
             self._take_report(self._worker, request.report)
+        elif kind == "pulse":
+            self._send(kvmanager_pb2.SessionResponse(pulse=kvmanager_pb2.Pulse()))
         elif kind == "inventory":
             return await self._take_inventory(self._worker, request.inventory)
         else:
@@ -200,7 +203,9 @@ class SessionHandler:
         if self._over or not worker.current:
             return False
         ok, effects = worker.complete(inventory)
-        self._send(kvmanager_pb2.SessionResponse(attach_ok=attach_ok_to_proto(ok)))
+        message = attach_ok_to_proto(ok)
+        message.silence_seconds = SILENCE_S
+        self._send(kvmanager_pb2.SessionResponse(attach_ok=message))
         figures = {
             "sequences": len(inventory.sequences),
             "cached_blocks": len(inventory.cached_blocks),

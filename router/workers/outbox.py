@@ -21,8 +21,8 @@ _PULSE = pb.StreamRequest(pulse=pb.Pulse())
 class Outbox:
     """Messages in the order in which they were put. A worker that does not read makes it full, not large.
 
-    A pulse comes first, and again after some time without a message, for a worker that bears so many seconds of silence.
-    None comes for 0: that worker does not bound it.
+    For a worker that bears so many seconds of silence, a pulse comes first, and again after some time without any
+    message. 0: that worker does not bound silence, and none comes.
     """
 
     def __init__(self, silence: float = 0.0) -> None:

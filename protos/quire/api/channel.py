@@ -12,6 +12,11 @@ KEEPALIVE_MS: Final = 10_000
 KEEPALIVE_TIMEOUT_MS: Final = 5_000
 # Between a client and its router: longer, because a router that gives its client up ends the client's requests.
 CLIENT_KEEPALIVE_TIMEOUT_MS: Final = 15_000
+# For the answer to a ping. Keepalive asks whether packets arrive, which a kernel answers for a process that is stopped.
+# This asks whether the process runs: gRPC answers on threads of its own, whatever Python does meanwhile.
+PING_TIMEOUT_MS: Final = 10_000
+# A client asks another router later than workers notice that the first one stands still (common/silence.py).
+CLIENT_PING_TIMEOUT_MS: Final = 15_000
 
 COMMON_OPTIONS: Final[Options] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -20,6 +25,7 @@ COMMON_OPTIONS: Final[Options] = [
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 
 import grpc
 
-from quire.api.channel import CLIENT_KEEPALIVE_TIMEOUT_MS, Options, channel_options
+from quire.api.channel import CLIENT_KEEPALIVE_TIMEOUT_MS, CLIENT_PING_TIMEOUT_MS, Options, channel_options
 
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
@@ -21,9 +21,14 @@ _AUTHORIZATION: Final = "authorization"
 def client_options() -> Options:
     """Return the options of a client's channel: it sends keepalive pings during calls only.
 
-    Proxies close connections that ping without a call. Silence is borne for as long as a router bears it.
+    Proxies close connections that ping without a call. Silence is borne for as long as a router bears it, and a router
+    that stands still for as long as its workers need to notice that.
     """
-    own = {"grpc.keepalive_permit_without_calls": 0, "grpc.keepalive_timeout_ms": CLIENT_KEEPALIVE_TIMEOUT_MS}
+    own = {
+        "grpc.keepalive_permit_without_calls": 0,
+        "grpc.keepalive_timeout_ms": CLIENT_KEEPALIVE_TIMEOUT_MS,
+        "grpc.http2.ping_timeout_ms": CLIENT_PING_TIMEOUT_MS,
+    }
     return list((dict(channel_options()) | own).items())
 
 

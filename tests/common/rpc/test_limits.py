@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,6 +17,7 @@ from grpc import aio
 from common.limits import MAX_PUBLIC_MESSAGE_BYTES
 from common.rpc.options import CLIENTS, server_options
 from common.rpc.server import RpcServer, open_channel
+from common.silence import SILENCE_S, pulse_seconds
 from gpuworker.config import GpuWorkerSettings
 from quire.api.channel import KEEPALIVE_MS, MAX_MESSAGE_BYTES, channel_options
 from quire.client.setup import client_options
@@ -84,3 +89,64 @@ def test_a_client_asks_another_router_before_the_lost_ones_requests_end() -> Non
     client_notices = (client["grpc.keepalive_time_ms"] + client["grpc.keepalive_timeout_ms"]) / 1000
     grace = float(GpuWorkerSettings.model_fields["orphan_grace"].default)
     assert worker_notices + grace >= client_notices + client["grpc.max_reconnect_backoff_ms"] / 1000
+
+
+def test_a_process_that_stands_still_is_noticed_by_its_workers_first_and_then_by_its_clients() -> None:
+    """gRPC's own default is a minute. A worker that noticed later than a client would still hold its request."""
+    router, service, client = dict(server_options(callers=CLIENTS)), dict(server_options()), dict(client_options())
+    patience = "grpc.http2.ping_timeout_ms"
+    assert service[patience] == dict(channel_options())[patience] == 1000 * SILENCE_S
+    every = pulse_seconds(SILENCE_S)
+    assert every is not None
+    assert 1000 * (SILENCE_S + every) < client[patience] < router[patience]
+    # gRPC pings when nothing came for a while, and a client that gives up resumes while the worker keeps its request.
+    client_notices = (client["grpc.keepalive_time_ms"] + client[patience]) / 1000
+    grace = float(GpuWorkerSettings.model_fields["orphan_grace"].default)
+    assert SILENCE_S + grace > client_notices + client["grpc.max_reconnect_backoff_ms"] / 1000
+
+
+async def test_a_call_to_a_process_that_is_stopped_ends_although_its_kernel_answers() -> None:
+    server = await asyncio.create_subprocess_exec(sys.executable, "-c", _ENDLESS, stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        port = int(await server.stdout.readline())
+        options = dict(client_options()) | {"grpc.http2.ping_timeout_ms": 1_000}
+        async with (
+            asyncio.timeout(300.0),
+            aio.insecure_channel(f"127.0.0.1:{port}", options=list(options.items())) as channel,
+        ):
+            call = channel.unary_stream("/t.T/Endless")(b"")
+            assert await call.read() == b"x"
+            server.send_signal(signal.SIGSTOP)
+            with pytest.raises(aio.AioRpcError, match="ping timeout") as ended:
+                await _until_end(call)
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+    finally:
+        server.kill()
+        await server.wait()
+
+
+async def _until_end(call: Any) -> None:
+    while await call.read() is not aio.EOF:
+        pass
+
+
+_ENDLESS = """
+import asyncio, grpc
+from grpc import aio
+
+async def endless(request, context):
+    while True:
+        yield b"x"
+        await asyncio.sleep(0.05)
+
+async def main():
+    server = aio.server()
+    method = grpc.unary_stream_rpc_method_handler(endless)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", {"Endless": method}),))
+    print(server.add_insecure_port("127.0.0.1:0"), flush=True)
+    await server.start()
+    await server.wait_for_termination()
+
+asyncio.run(main())
+"""

@@ -6,13 +6,13 @@ import asyncio
 import random
 import threading
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 from grpc import aio
 
 from common.errors import Mismatch
 from common.lease import (
+    Attached,
     AttachOk,
     AttachRejected,
     CachedBlock,
@@ -26,10 +26,11 @@ from common.lease import (
 )
 from common.types import BlockHash, BlockId
 from common.wire.lease_codec import attach_from_proto, attach_ok_to_proto, batch_to_proto, rejected_to_proto
-from gpuworker.engine import lease_client
+from gpuworker.engine import lease_connection
 from gpuworker.engine.lease_client import LeaseClient
+from gpuworker.engine.lease_connection import Connection
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
-from tests.support.gpuworker.lease_harness import TIMEOUT_S, Rig, attach, soon
+from tests.support.gpuworker.lease_harness import TIMEOUT_S, Rig, Stream, attach, soon
 
 
 @pytest.fixture
@@ -247,7 +248,7 @@ async def test_violation_by_the_manager_ends_the_session(rig: Rig, gap: bool) ->
 
 
 async def test_manager_that_does_not_answer_is_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_client, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(lease_connection, "ANSWER_TIMEOUT_S", 0.05)
     await rig.event(Connected)
     stream = await rig.stream()
     await rig.attach(1)
@@ -270,14 +271,14 @@ async def test_client_connects_when_the_manager_comes_later() -> None:
 
 async def test_a_writer_that_fails_ends_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream stayed, and no report left the worker any more."""
-    sound, bugs = LeaseClient._write, iter(["a bug"])
+    sound, bugs = Connection.write, iter(["a bug"])
 
-    async def write(self: LeaseClient, connection: Any) -> None:
+    async def write(self: Connection) -> None:
         for bug in bugs:
             raise ZeroDivisionError(bug)
-        await sound(self, connection)
+        await sound(self)
 
-    monkeypatch.setattr(LeaseClient, "_write", write)
+    monkeypatch.setattr(Connection, "write", write)
     rig = Rig()
     await rig.server.start()
     await rig.client.start()
@@ -318,3 +319,45 @@ async def test_calls_after_the_loop_is_gone_are_harmless() -> None:
     await asyncio.to_thread(thread.join)
     client.send(1, Report())
     assert client.poll() == []
+
+
+# ------------------------------------------------------------ silence
+
+
+async def test_a_manager_that_stands_still_is_left_although_its_connection_is_open(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = await silent_session(rig, 1, 0.2)
+    assert await rig.event(Detached) == Detached(1)
+    assert "nothing came from it for 0.2 s" in caplog.text
+    await soon(stream.closed.wait())
+    await rig.session(2)
+
+
+async def test_a_manager_that_answers_pulses_is_kept(rig: Rig) -> None:
+    stream = await silent_session(rig, 1, 3600.0)
+    request = await stream.next()
+    assert (request.session, request.seq, request.WhichOneof("message")) == (1, 3, "pulse")
+    stream.say(1, pulse=kvmanager_pb2.Pulse(), ack=3)
+    stream.say(1, batch=batch_to_proto(GrantBatch(7)), ack=3)
+    assert (await rig.event(Granted)).batch.lease_target == 7
+    assert not rig.round_trips, "a pulse asks for no grants"
+
+
+@pytest.mark.parametrize("silence", [0.0, -1.0, float("nan"), float("inf")])
+async def test_a_manager_that_bounds_no_silence_gets_no_pulse(rig: Rig, silence: float) -> None:
+    stream = await silent_session(rig, 1, silence)
+    await rig.send(1, Report(step=5))
+    assert (await stream.next()).report.step == 5
+
+
+async def silent_session(rig: Rig, session: int, silence: float) -> Stream:
+    """Let the engine attach to a manager that says how much silence a worker is to bear, and then nothing more."""
+    await rig.event(Connected)
+    stream = await rig.stream()
+    await rig.attach(session)
+    assert (await stream.next()).HasField("attach")
+    assert (await stream.next()).inventory.last
+    stream.say(session, attach_ok=kvmanager_pb2.AttachOk(epoch=1, lease_target=4, silence_seconds=silence))
+    await rig.event(Attached)
+    return stream

@@ -14,6 +14,7 @@ from grpc import aio
 from common.checkpoint.fingerprint import model_fingerprint
 from common.errors import Unavailable
 from common.lease import Admit, CachedBlock, Inventory, InventorySequence, Report
+from common.silence import SILENCE_S
 from common.types import BlockHash, BlockId, FinishReason, KvGeometry, MissReason, SequenceId, SequencePhase
 from common.wire.inventory_codec import inventory_chunks
 from common.wire.lease_codec import attach_to_proto
@@ -60,6 +61,24 @@ async def test_envelopes_count_and_acknowledge(manager: Running, connect: Connec
     await worker.report(Report(reserve=(reserve(S0),)))
     response = await worker.receive()
     assert (response.session, response.seq, response.ack) == (1, 3, 3)
+
+
+async def test_a_pulse_is_answered_and_changes_nothing(manager: Running, connect: Connect) -> None:
+    worker = connect(manager)
+    answer = await worker.attach()
+    assert answer.attach_ok.silence_seconds == SILENCE_S
+    await worker.batch()
+    pool = manager.attachments.manager.ledger("w0").pool()
+    await worker.send(kvmanager_pb2.SessionRequest(pulse=kvmanager_pb2.Pulse()))
+    response = await worker.receive()
+    assert (response.WhichOneof("message"), response.session, response.seq, response.ack) == ("pulse", 1, 3, 3)
+    assert manager.attachments.manager.ledger("w0").pool() == pool
+
+
+async def test_a_session_that_begins_with_a_pulse_is_refused(manager: Running, connect: Connect) -> None:
+    worker = connect(manager)
+    await worker.send(kvmanager_pb2.SessionRequest(pulse=kvmanager_pb2.Pulse()))
+    assert await ended_with(worker) is grpc.StatusCode.INTERNAL
 
 
 async def test_inventory_rebuilds_rows_pool_and_cache(manager: Running, connect: Connect) -> None:
