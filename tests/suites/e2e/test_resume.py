@@ -1,4 +1,4 @@
-"""A router dies by kill -9, and its clients go on at another one: real processes, every token compared."""
+"""A router dies by kill -9 or stands still, and its clients go on at another one: real processes, every token compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest_asyncio
 from cli.demo_model import CHECKPOINT
 from cli.suite.stack import StackOptions, free_ports
 from common.rpc.server import open_channel
-from quire.client import AsyncClient, AsyncStream, Chunk, Client
+from quire.client import AsyncClient, AsyncStream, Chunk, Client, Retry
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc
@@ -180,6 +180,36 @@ async def test_the_client_goes_on_by_itself(suite: Suite, kind: str) -> None:
         whole = running.completion
     assert list(whole.token_ids) == expected(prompt, COUNT, 3)
     assert [token for chunk in chunks if chunk is not None for token in chunk.token_ids] == list(whole.token_ids)
+    await until_whole(suite)
+
+
+@pytest.mark.parametrize("kind", ["threads", "asyncio"])
+async def test_the_client_goes_on_although_its_router_stands_still(suite: Suite, kind: str) -> None:
+    """The router's kernel still acknowledges packets. It runs again afterwards, and has lost nothing else."""
+    prompt = prompts(1, seed=10)[0]
+    # The kernel still gives each other connection to the router that stands still. Each of these is tried anew.
+    addresses = [suite.stack.address] * 16
+    async with AsyncExitStack() as stack:
+        retry = Retry(resumes=64)
+        client = AsyncClient(addresses, retry=retry) if kind == "asyncio" else Client(addresses, retry=retry)
+        stack.callback(client.close) if isinstance(client, Client) else stack.push_async_callback(client.aclose)
+        running = client.stream(prompt, max_tokens=COUNT, ignore_eos=True, temperature=0.0, seed=3)
+
+        async def next_chunk() -> Chunk | None:
+            if isinstance(running, AsyncStream):
+                return await anext(running, None)
+            return await asyncio.to_thread(next, running, None)
+
+        await next_chunk()
+        async with stopped(suite):
+            still = await router_in_use(suite)
+            kill(suite, still, signal.SIGSTOP)
+        try:
+            while await next_chunk() is not None:
+                pass
+        finally:
+            kill(suite, still, signal.SIGCONT)
+        assert list(running.completion.token_ids) == expected(prompt, COUNT, 3)
     await until_whole(suite)
 
 
