@@ -44,6 +44,7 @@ from router.config import RouterSettings
 from router.constraints.checker import ConstraintChecker
 from router.core.admission import AdmissionLimiter, AdmissionLimits
 from router.core.routing import Router
+from router.draining import Faces, drain
 from router.from_settings import (
     authenticator_of,
     card_of,
@@ -105,7 +106,6 @@ _DISCOVERY: Final = "discovery"
 # While it fails, the page for operators shows old figures.
 _HISTORY: Final = "history of figures"
 _ASIDE: Final = frozenset({_DISCOVERY, _HISTORY})
-_LAST_REPLIES_S: Final = 0.5
 
 
 class RouterProcess:
@@ -218,7 +218,7 @@ class RouterProcess:
         recorder = Recorder(metrics, self._ring, self._telemetry.tracer, clock, new_id, self._tail, self._card.name)
         self.frontend = RouterFrontend(dispatcher, admission, self._text, recorder, checkpoint.eos_token_ids)
         self.status = RouterStatus(
-            self._card, self.pool, admission, self._redis_connected, lambda: self.frontend.draining, clock
+            self._card, self.pool, admission, self._redis_connected, lambda: self.frontend.leaving, clock
         )
         self._manager_calls, self.status.managers = manager, manager.managers
         self.status.discovery_problem = lambda: self._discovery.problem if self._discovery else ""
@@ -263,7 +263,7 @@ class RouterProcess:
 
     def _why_not_ready(self) -> str:
         """Return why no request can be served now; "" if they can."""
-        if self.frontend.draining:
+        if self.frontend.leaving:
             return "the router is draining"
         if self._serving_fails():
             return "a part of the router has failed and begins anew; its log has the details"
@@ -326,20 +326,10 @@ class RouterProcess:
 
     async def stop(self) -> None:
         """Refuse new requests, let running ones finish for `drain_timeout`, then stop."""
-        self.frontend.draining = True
-        await asyncio.gather(self._server.health.drain(), self._admin.rpc.health.drain())
-        grace = self.settings.drain_timeout
-        # New requests go to the siblings. Without siblings this router refuses them while it drains.
-        closing = asyncio.create_task(self._close(grace)) if self._shares else None
-        if not await self.frontend.drain(grace):
-            log.warning("stopping although some requests have not finished")
-        await self._background.aclose()
-        # Time for the last statuses to leave; health watchers are not waited for.
-        servers = (self._server, self._admin.rpc)
-        await asyncio.gather(*(each.end_connections(_LAST_REPLIES_S) for each in servers))
-        await self._close(_LAST_REPLIES_S)
-        if closing is not None:
-            await closing
+        faces = Faces(self._server, self._admin, self._http)
+        if self._http is not None:
+            self.supervisor.forget(self._http.task)
+        await drain(faces, self.frontend, self.settings.drain_timeout, self._shares, self._background.aclose)
         await self.supervisor.aclose()
         await self.pool.aclose()
         for client in self._clients or ():
@@ -350,14 +340,6 @@ class RouterProcess:
         if self._log is not None:
             await asyncio.to_thread(self._log.close)
         await self._telemetry.aclose()
-
-    async def _close(self, grace: float) -> None:
-        """Stop listening, on HTTP first; running calls have `grace` seconds."""
-        stops = [self._server.stop(grace), self._admin.stop(grace)]
-        if self._http is not None:
-            self.supervisor.forget(self._http.task)
-            stops.insert(0, self._http.stop())
-        await asyncio.gather(*stops)
 
 
 def _ids(name: str) -> Callable[[], str]:

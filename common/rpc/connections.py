@@ -20,7 +20,8 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -44,24 +45,44 @@ _few_descriptors = threading.Lock()
 
 
 class Calls:
-    """Counts the calls of a server that have not ended, those of health apart."""
+    """Counts the calls of a server that have not ended, those of health apart.
+
+    `by_port` has them by the port from which their client is connected.
+    """
 
     def __init__(self) -> None:
         self._running = 0
         self._over = asyncio.Event()
+        self.by_port = Counter[int]()
+        self._open = asyncio.Event()
+        self._open.set()
+
+    def hold(self) -> None:
+        """Let calls that come from now on wait, those of health apart."""
+        self._open.clear()
+
+    def release(self) -> None:
+        self._open.set()
 
     def around(self, method: str, context: Any) -> AbstractAsyncContextManager[None]:
         return self._count(context, 0 if method.startswith(_HEALTH) else 1)
 
     @asynccontextmanager
     async def _count(self, context: Any, calls: int) -> AsyncIterator[None]:
+        port = _port_of(context.peer())
         self._running += calls
+        self.by_port[port] += calls
         # gRPC calls this once it has written the call's status, or has given it up.
-        context.add_done_callback(lambda _: self._ended(calls))
+        context.add_done_callback(lambda _: self._ended(calls, port))
+        if calls:
+            await self._open.wait()
         yield
 
-    def _ended(self, calls: int) -> None:
+    def _ended(self, calls: int, port: int) -> None:
         self._running -= calls
+        self.by_port[port] -= calls
+        if not self.by_port[port]:
+            del self.by_port[port]
         if not self._running:
             self._over.set()
 
@@ -104,6 +125,36 @@ async def shut_down(ports: Collection[int], seconds: float) -> Ended:
         return Ended(failed=1)
 
 
+async def leave(ports: Collection[int], calls: Mapping[int, int], seconds: float) -> bool:
+    """Close the listeners of this process on these local ports, and for so many seconds each connection without a call.
+
+    Other processes on the ports get the clients' next connections. `calls` has the running calls by their clients'
+    ports. Return whether nobody is connected any more.
+    """
+    ends = time.monotonic() + seconds
+    try:
+        listeners, _ = await in_own_thread("listeners", _find, ports, True)
+        _visit(listeners, _replace)
+        while True:
+            connections, _ = await in_own_thread("connections", _find, ports, False)
+            _leave_idle(connections, calls)
+            if not connections or time.monotonic() >= ends:
+                return not connections
+            await asyncio.sleep(_FLUSH_S)
+    except OSError:  # no thread can be started
+        return False
+
+
+def _leave_idle(connections: _Sockets, calls: Mapping[int, int]) -> None:
+    """End what this process sends on connections without calls."""
+
+    def look(_: int, connection: socket.socket) -> None:
+        if not calls.get(connection.getpeername()[1]) and not _bytes(connection, termios.FIONREAD):
+            connection.shutdown(socket.SHUT_WR)
+
+    _visit(connections, look)
+
+
 async def _delivered(connections: _Sockets, seconds: float) -> None:
     """Return when the other ends have acknowledged what each connection had to send, or after so many seconds.
 
@@ -122,11 +173,22 @@ def _unsent(connections: _Sockets) -> _Sockets:
     found: _Sockets = {}
 
     def look(number: int, connection: socket.socket) -> None:
-        if int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder):
+        if _bytes(connection, termios.TIOCOUTQ):
             found[number] = connections[number]
 
     _visit(connections, look)
     return found
+
+
+def _bytes(connection: socket.socket, queue: int) -> int:
+    """Return the number of bytes in a queue of the kernel."""
+    return int.from_bytes(fcntl.ioctl(connection, queue, bytes(4)), sys.byteorder)
+
+
+def _port_of(peer: str) -> int:
+    """Return the port in gRPC's name of a peer, as in "ipv4:127.0.0.1:1234"; 0 where it has none."""
+    port = peer.rpartition(":")[2]
+    return int(port) if port.isascii() and port.isdigit() else 0
 
 
 def _end(_: int, connection: socket.socket) -> None:

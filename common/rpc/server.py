@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from grpc import aio
 
 from common.errors import PortTaken
-from common.rpc.connections import Calls, shut_down
+from common.rpc.connections import Calls, leave, shut_down
 from common.rpc.health import Health
 from common.rpc.interceptor import AroundInterceptor, ErrorsToStatuses
 from common.rpc.options import SERVICES, Callers, server_options
@@ -19,6 +20,9 @@ from common.rpc.tls import Identity, ServerTls, expecting
 from quire.api.channel import channel_options
 
 log = logging.getLogger(__name__)
+
+# Seconds for gRPC to write GOAWAY to its connections.
+_GOAWAY_S: Final = 0.1
 
 # Opens a channel to HOST:PORT.
 Dial: TypeAlias = Callable[[str], aio.Channel]
@@ -77,6 +81,29 @@ class RpcServer:
             return self.server.add_secure_port(f"{host}:{port}", tls.server_credentials())
         except RuntimeError:
             raise PortTaken(flag, host, port) from None
+
+    async def leave_to_others(self, seconds: float) -> None:
+        """Close the port, which other processes have too, and for so many seconds each connection without a call.
+
+        The clients' next connections are with the others. Calls that come here meanwhile are as any. gRPC itself would
+        answer those that are on their way as CANCELLED.
+        """
+        await leave({self.port}, self._calls.by_port, seconds)
+
+    async def send_away(self, grace: float, hold: float) -> None:
+        """Stop as `stop` does, and answer the calls of the last `hold` seconds before GOAWAY only after it.
+
+        A client that makes one call after another gets GOAWAY with the answer, and makes its next call elsewhere. A
+        call that it sent between the two would be CANCELLED.
+        """
+        self._calls.hold()
+        try:
+            await asyncio.sleep(hold)
+            stopping = asyncio.create_task(self.stop(grace))
+            await asyncio.wait({stopping}, timeout=_GOAWAY_S)
+        finally:
+            self._calls.release()
+        await stopping
 
     async def end_connections(self, seconds: float) -> None:
         """Close the port and all connections, once the running calls are over or after so many seconds.

@@ -73,7 +73,8 @@ class RouterFrontend:
         self._adopter = Adopter(dispatcher, admission, recorder)
         self._runs: set[RequestRun] = set()
         dispatcher.pool.listen(DrainMover(dispatcher.pool, self._placer, self._runs, self._clock))
-        self.draining = False
+        self.leaving = self.draining = False
+        """A router that is leaving takes no new clients. One that drains takes no new requests either."""
         self._idle = asyncio.Event()
         recorder.metrics.watch(lambda: admission.running, lambda: admission.queued)
 
@@ -186,11 +187,12 @@ class RouterFrontend:
 
         Those that have not are ended then with the reason: their calls would only be cancelled.
         """
-        self.draining = True
+        self.leaving = self.draining = True
         if not self._admission.inside:
             return True
         try:
-            await asyncio.wait_for(self._idle.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
         except TimeoutError:
             for run in list(self._runs):
                 self._end(run, Stopped(), Unavailable(STOPPED_WORDS))

@@ -29,7 +29,12 @@ class _Server(uvicorn.Server):
     def __init__(self, config: HttpConfig) -> None:
         super().__init__(config)
         self._http = config
-        self.listening = asyncio.Event()
+        self.listening, self.leaving = asyncio.Event(), asyncio.Event()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # uvicorn visits all connections before it waits for anything.
+        asyncio.get_running_loop().call_soon(self.leaving.set)
+        await super().shutdown(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         if (context := self._http.tls) is None:
@@ -62,6 +67,8 @@ class HttpServer:
         """`task` serves until `stop`; when it ends before, nothing listens any more."""
         self._server, self.task = server, task
         self.port = port
+        self.leaving = server.leaving
+        """Set once `stop` has ended each connection without a request; those with one end after it."""
 
     async def stop(self) -> None:
         """Take no new connection, let running requests finish within the grace period, then cancel them.

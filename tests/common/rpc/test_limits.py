@@ -115,7 +115,8 @@ async def test_a_call_to_a_process_that_is_stopped_ends_although_its_kernel_answ
             asyncio.timeout(300.0),
             aio.insecure_channel(f"127.0.0.1:{port}", options=list(options.items())) as channel,
         ):
-            call = channel.unary_stream("/t.T/Endless")(b"")
+            method: aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/t.T/Endless")
+            call = method(b"")
             assert await call.read() == b"x"
             server.send_signal(signal.SIGSTOP)
             with pytest.raises(aio.AioRpcError, match="ping timeout") as ended:

@@ -1,4 +1,4 @@
-"""A router dies by kill -9 or stands still, and its clients go on at another one: real processes, every token compared."""
+"""A router dies by kill -9 or stands still, and its clients go on elsewhere: real processes, every token compared."""
 
 from __future__ import annotations
 
