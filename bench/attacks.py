@@ -91,7 +91,8 @@ async def _attacker(plan: AttackPlan) -> AsyncIterator[asyncio.Task[Counter[str]
     talk = process.communicate(f"{words(plan)}\n".encode())
 
     async def outcomes() -> Counter[str]:
-        said, _ = await asyncio.wait_for(talk, plan.seconds + _LAST_ANSWERS_S)
+        async with asyncio.timeout(plan.seconds + _LAST_ANSWERS_S):
+            said, _ = await talk
         return Counter(json.loads(said))
 
     try:

@@ -95,17 +95,24 @@ async def sent(target: Target, port: int, parts: Iterable[bytes], read: bool = T
     try:
         for part in parts:
             writer.write(part)
-            await asyncio.wait_for(writer.drain(), ANSWER_S)
+            async with asyncio.timeout(ANSWER_S):
+                await writer.drain()
         if not read:
             await asyncio.sleep(HOLD_S)
             return "held"
-        line = await asyncio.wait_for(reader.readline(), ANSWER_S)
-        while await asyncio.wait_for(reader.read(1 << 16), ANSWER_S):
+        async with asyncio.timeout(ANSWER_S):
+            line = await reader.readline()
+        while await _more(reader):
             pass
         words = line.split()
         return f"HTTP_{words[1].decode()}" if len(words) > 1 and line.startswith(b"HTTP/1") else "closed"
     finally:
         writer.close()
+
+
+async def _more(reader: asyncio.StreamReader) -> bytes:
+    async with asyncio.timeout(ANSWER_S):
+        return await reader.read(1 << 16)
 
 
 # ------------------------------------------------------------ gRPC
@@ -182,7 +189,8 @@ def _garbage(make: Callable[[random.Random], bytes], over_grpc: bool) -> Attack:
     async def attack(target: Target) -> str:
         port = target.grpc_port if over_grpc else target.http_port
         try:
-            return await asyncio.wait_for(sent(target, port, [make(target.rng)]), HOLD_S)
+            async with asyncio.timeout(HOLD_S):
+                return await sent(target, port, [make(target.rng)])
         except TimeoutError:
             return "held"
 
@@ -200,7 +208,8 @@ async def many_prompts(target: Target) -> str:
     prompts = [[target.rng.randrange(8, 200) for _ in range(8)] for _ in range(1000)]
     body = {"prompt": prompts, "max_tokens": 200, "ignore_eos": True, "priority": 100}
     try:
-        return await asyncio.wait_for(posted(target, "/v1/completions", json.dumps(body).encode()), HOLD_S)
+        async with asyncio.timeout(HOLD_S):
+            return await posted(target, "/v1/completions", json.dumps(body).encode())
     except TimeoutError:
         return "held"
 

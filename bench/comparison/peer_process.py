@@ -177,7 +177,8 @@ class PeerProcess:
         assert process.stdout is not None
         while True:
             with suppress(TimeoutError):
-                return await asyncio.wait_for(process.stdout.readline(), _LOOK_SECONDS)
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    return await process.stdout.readline()
             if process.returncode is not None:
                 return b""
 

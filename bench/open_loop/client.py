@@ -85,7 +85,8 @@ class Client:
                 await self._one(api, Trace(time.monotonic()), self._request())
 
         count = len(range(plan.client, plan.streams, plan.clients))
-        await asyncio.wait_for(asyncio.gather(*(stream() for _ in range(count))), plan.seconds + plan.patience)
+        async with asyncio.timeout(plan.seconds + plan.patience):
+            await asyncio.gather(*(stream() for _ in range(count)))
 
     async def _one(self, api: Api, trace: Trace, request: LoadRequest) -> None:
         self._traces.append(trace)

@@ -70,7 +70,8 @@ class _Screen:
         with pressed() as keys, Live(self._drawn(), console=self._console, screen=True, auto_refresh=False) as live:
             while True:
                 try:
-                    key = await asyncio.wait_for(keys.get(), every)
+                    async with asyncio.timeout(every):
+                        key = await keys.get()
                 except TimeoutError:
                     await self._look()
                 else:

@@ -61,7 +61,8 @@ class Child:
         if process is not None and process.returncode is None:
             process.send_signal(signal.SIGTERM)
             try:
-                await asyncio.wait_for(process.wait(), self._patience)
+                async with asyncio.timeout(self._patience):
+                    await process.wait()
             except TimeoutError:
                 self._say(self.program.name, f"did not stop within {self._patience:g} s; killing it")
                 self.kill()

@@ -91,7 +91,8 @@ class Calls:
         if self._running:
             self._over.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._over.wait(), seconds)
+                async with asyncio.timeout(seconds):
+                    await self._over.wait()
 
 
 @dataclass(frozen=True, slots=True)

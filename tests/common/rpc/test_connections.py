@@ -18,7 +18,7 @@ from grpc import aio
 
 from common.errors import Unavailable
 from common.rpc import connections
-from common.rpc.connections import Ended, shut_down
+from common.rpc.connections import Calls, Ended, shut_down
 from common.rpc.server import RpcServer
 
 # A channel of its own for each client: channels to one address share a connection otherwise.
@@ -274,3 +274,15 @@ async def test_servers_end_although_their_sockets_outnumber_the_free_descriptors
         if child.returncode is None:
             child.kill()
             await child.wait()
+
+
+async def test_a_cancellation_that_meets_the_end_of_the_last_call_is_not_lost() -> None:
+    """Before Python 3.12 `asyncio.wait_for` swallows it, and what was cancelled goes on."""
+    calls = Calls()
+    calls._running = 1
+    waiting = asyncio.create_task(calls.over(60.0))
+    await asyncio.sleep(0)
+    calls._ended(1, 0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting

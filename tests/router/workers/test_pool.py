@@ -14,7 +14,7 @@ from common.clock import ManualClock, SystemClock
 from common.errors import Unavailable
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from router.core.worker_model import Capacity, WorkerModel, WorkerState
-from router.main import _LAST_REPLIES_S
+from router.draining import _LAST_REPLIES_S
 from router.workers.client import Pacing, RouterIdentity
 from router.workers.codec import WorkerFacts
 from router.workers.pool import LAST_WORDS_S, WorkerPool

@@ -133,7 +133,7 @@ async def restarted(suite: Suite, name: str) -> None:
             await asyncio.sleep(0.05)
         async with open_channel(suite.stack.children[name].program.address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            workers = []
+            workers = list[str]()
             while workers != ["connected"]:
                 answer = await stub.GetStatus(pb.GetStatusRequest(), metadata=ALONE, wait_for_ready=True)
                 workers = [each.state for each in answer.workers]
