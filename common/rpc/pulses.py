@@ -1,11 +1,11 @@
-"""Sends pulses on a stream, and waits for the silence of its other end (`common/silence.py`)."""
+"""Sends pulses on a stream, and waits for the silence of its other end (`common/rpc/silence.py`)."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
-from common.silence import Silence, pulse_seconds
+from common.rpc.silence import Silence, pulse_seconds
 
 
 async def send_pulses(limit: float, send: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from grpc import aio
 
 from common.limits import MAX_LEASE_OUTBOX
 from common.rpc.pulses import SilenceWatch, send_pulses
-from common.silence import pulse_seconds
+from common.rpc.silence import pulse_seconds
 from quire.kvmanager.v1 import kvmanager_pb2
 
 LeaseCall: TypeAlias = "aio.StreamStreamCall[kvmanager_pb2.SessionRequest, kvmanager_pb2.SessionResponse]"

@@ -26,7 +26,7 @@ from common.errors import (
 )
 from common.limits import MAX_ROUTER_STREAMS, ROUTER_HELLO_SECONDS
 from common.rpc.pulses import SilenceWatch
-from common.silence import SILENCE_S
+from common.rpc.silence import SILENCE_S
 from common.types import FinishReason, PoolIdentity, SequenceId
 from common.wire.identity_codec import identity_from_proto
 from common.wire.packing import unpack_u32

@@ -19,7 +19,7 @@ from common.errors import ProtocolViolation, Unavailable
 from common.lease import AttachRejected
 from common.limits import MAX_UNREAD_MESSAGES
 from common.rpc.roles import Peer
-from common.silence import SILENCE_S
+from common.rpc.silence import SILENCE_S
 from common.wire.inventory_codec import InventoryAssembler, InventoryBounds
 from common.wire.lease_codec import (
     attach_from_proto,

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from common.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation
 from common.hashing import little_endian_int32
 from common.limits import MAX_OUTBOX_BYTES, MAX_SUBMIT_BYTES
-from common.silence import pulse_seconds
+from common.rpc.silence import pulse_seconds
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
 # Seconds in which acknowledgements gather: they need no promptness, and a message of their own each would be dear.

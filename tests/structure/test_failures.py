@@ -31,7 +31,17 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         f"{SUITES}/e2e/test_chaos.py::test_a_second_manager_takes_over_and_is_replaced_in_turn",
         f"{SUITES}/e2e/test_shards.py::test_a_killed_manager_concerns_its_own_worker_alone",
     ),
-    "router killed": (Kind.ROUTER_KILLED, Kind.ROUTER_STOPPED, Kind.ROUTER_FROZEN, Kind.ROUTER_DRAINED),
+    "router killed, or stands still": (
+        Kind.ROUTER_KILLED,
+        Kind.ROUTER_STOPPED,
+        Kind.ROUTER_FROZEN,
+        Kind.ROUTER_DRAINED,
+        (
+            f"{WORKER}/server/test_silent_routers.py::"
+            "test_what_a_silent_router_holds_goes_on_elsewhere_while_its_stream_is_open"
+        ),
+        f"{SUITES}/e2e/test_resume.py::test_the_client_goes_on_although_its_router_stands_still",
+    ),
     "worker killed, or drained with `--drain migrate`": (
         Kind.WORKER_KILLED,
         Kind.WORKER_STOPPED,

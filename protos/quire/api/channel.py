@@ -15,7 +15,7 @@ CLIENT_KEEPALIVE_TIMEOUT_MS: Final = 15_000
 # For the answer to a ping. Keepalive asks whether packets arrive, which a kernel answers for a process that is stopped.
 # This asks whether the process runs: gRPC answers on threads of its own, whatever Python does meanwhile.
 PING_TIMEOUT_MS: Final = 10_000
-# A client asks another router later than workers notice that the first one stands still (common/silence.py).
+# A client asks another router later than workers notice that the first one stands still (common/rpc/silence.py).
 CLIENT_PING_TIMEOUT_MS: Final = 15_000
 
 COMMON_OPTIONS: Final[Options] = [

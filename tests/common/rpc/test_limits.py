@@ -17,7 +17,7 @@ from grpc import aio
 from common.limits import MAX_PUBLIC_MESSAGE_BYTES
 from common.rpc.options import CLIENTS, server_options
 from common.rpc.server import RpcServer, open_channel
-from common.silence import SILENCE_S, pulse_seconds
+from common.rpc.silence import SILENCE_S, pulse_seconds
 from gpuworker.config import GpuWorkerSettings
 from quire.api.channel import KEEPALIVE_MS, MAX_MESSAGE_BYTES, channel_options
 from quire.client.setup import client_options

@@ -12,7 +12,7 @@ from grpc import aio
 from common.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
 from common.lease import LeaseChannel
 from common.rpc.server import RpcServer, open_channel
-from common.silence import SILENCE_S
+from common.rpc.silence import SILENCE_S
 from common.telemetry.spans import RecordedSpan
 from common.types import KvGeometry, PoolIdentity
 from common.wire.packing import pack_hashes, unpack_u32

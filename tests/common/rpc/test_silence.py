@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.silence import SILENCE_S, Silence, pulse_seconds
+from common.rpc.silence import SILENCE_S, Silence, pulse_seconds
 from quire.api.channel import CLIENT_KEEPALIVE_TIMEOUT_MS
 
 
