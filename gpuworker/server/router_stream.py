@@ -304,7 +304,7 @@ class RouterStream:
 
     def lose(self, failure: QuireError | None = None) -> None:
         """Note that the router has gone; should it read again, the stream ends with `failure`."""
-        if not self.closed:
+        if failure is not None and not self.closed:
             self.failure = failure
         self.closed = True
         self.ready.set()
