@@ -45,12 +45,13 @@ class Step {
     for (int n = 0; all_kept_ && n < run.num_keep; ++n) all_kept_ = run.keep[n] == n;
   }
 
-  int64_t phases() const { return 3 + model_.num_layers * (11 + kAttendPhases); }
+  int64_t phases() const { return 4 + model_.num_layers * (11 + kAttendPhases); }
 
   // The whole step, as a team.
   void forward(Team& team) {
     Clock clock(run_.seconds, team);
     Member me{team, clock};
+    team.phase(run_.num_beside, [&](int64_t piece) { run_.beside(run_.beside_of, piece); });
     embed(me);
     float* residual = scratch_.residual;
     int64_t rows = step_.num_tokens;

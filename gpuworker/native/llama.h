@@ -69,6 +69,9 @@ typedef struct {
   void *scratch;                         // quire_llama_scratch bytes, aligned to 64
   double *seconds;                       // [QUIRE_NUM_PHASES] to add to, or null
   int64_t num_keep;
+  void (*beside)(void *of, int64_t piece);  // called for pieces 0 .. num_beside - 1 by the team, before all else
+  void *beside_of;
+  int64_t num_beside;
 } quire_llama_run;
 
 enum quire_llama_refusal { QUIRE_LLAMA_DONE = 0, QUIRE_LLAMA_BAD_TOKEN = 1, QUIRE_LLAMA_BAD_POSITION = 2 };

@@ -75,6 +75,9 @@ class LlamaRunStruct(ctypes.Structure):
         *((name, _pointer) for name in ("token_ids", "positions", "keep", "logits", "hidden", "scratch")),
         ("seconds", ctypes.POINTER(ctypes.c_double)),
         ("num_keep", _int64),
+        ("beside", _pointer),
+        ("beside_of", _pointer),
+        ("num_beside", _int64),
     )
 
 

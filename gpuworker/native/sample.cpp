@@ -48,10 +48,9 @@ void forbid_in(const uint32_t* bits, int64_t begin, int64_t end, float* logits) 
   }
 }
 
-// Finds the blocks in which the row's mask allows tokens, and forbids their other tokens. The logits of other blocks are
-// not read any more.
-void forbid(const quire_masks& masks, int64_t index, float* logits, int64_t vocab, Blocks& open) {
-  const uint32_t* bits = masks.bits + masks.of[index] * masks.words;
+// Finds the blocks in which a mask allows tokens, and forbids their other tokens. The logits of other blocks are not read
+// any more.
+void forbid(const uint32_t* bits, float* logits, int64_t vocab, Blocks& open) {
   open.clear();
   for (int64_t first = 0; first < vocab; first += kBlock) {
     const int64_t end = std::min(first + kBlock, vocab);
@@ -87,14 +86,29 @@ void await(const quire_masks& masks) {
   *masks.waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
+bool follow(const quire_sample& sample, int64_t index) {
+  return quire_follow(sample.followers[index], sample.table + sample.first[index], sample.positions[index]);
+}
+
+// Returns the row's mask; null where it may sample any token.
+const uint32_t* mask_of(const quire_sample& sample, int64_t index) {
+  if (sample.followers && sample.followers[index]) {
+    if (follow(sample, index)) return sample.followers[index]->bits;
+    sample.ended[index] = 1;
+    return nullptr;
+  }
+  const quire_masks* masks = sample.masks;
+  return masks && masks->of[index] >= 0 ? masks->bits + masks->of[index] * masks->words : nullptr;
+}
+
 // Leaves in the scratch memory which blocks the row may sample.
 void adjust(const quire_sample& sample, const quire_sample_row& row, int64_t index, float* logits) {
   if (row.repetition != 1.0f || row.frequency != 0.0f || row.presence != 0.0f)
     penalise(row, sample.table + sample.first[index], sample.positions[index], logits, sample.vocab);
   for (int32_t i = row.bias_begin; i < row.bias_end; ++i) logits[sample.bias_ids[i]] += sample.bias_values[i];
   Blocks& open = Scratch::mine().open;
-  if (sample.masks && sample.masks->of[index] >= 0)
-    forbid(*sample.masks, index, logits, sample.vocab, open);
+  if (const uint32_t* bits = mask_of(sample, index))
+    forbid(bits, logits, sample.vocab, open);
   else
     open_all(sample.vocab, open);
   forbid_words(sample, row, index, logits);
@@ -276,6 +290,11 @@ int threads_for(const quire_sample& sample) {
 
 }  // namespace
 }  // namespace quire
+
+extern "C" void quire_follow_row(void* argument, int64_t index) {
+  const quire_sample& sample = *static_cast<const quire_sample*>(argument);
+  if (sample.followers[index]) quire::follow(sample, index);
+}
 
 extern "C" int32_t quire_sample_tokens(void* argument) {
   const quire_sample& sample = *static_cast<const quire_sample*>(argument);

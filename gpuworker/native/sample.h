@@ -4,7 +4,7 @@
 // last bit: one thread samples a whole row, in an order that the size of the vocabulary alone decides.
 #pragma once
 
-#include "quire_cpu.h"
+#include "follow.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -54,9 +54,15 @@ typedef struct {
   float *logprobs;             // [count], out: of the sampled token, where requested
   int32_t *top_ids;            // [count, top_count], out: the best, of equal ones the lowest ids first
   float *top;                  // [count, top_count], out
-  const quire_masks *masks;    // null where no row has a constraint
+  const quire_masks *masks;    // null where no row's mask is filled elsewhere
+  quire_follower *const *followers;  // [count], of the rows whose masks are filled here; null: no row
+  uint8_t *ended;              // [count], out: which of them have no token to sample; any token stands there
   int32_t count, vocab, top_count, threads;
 } quire_sample;
+
+// Fills the mask of a row, where that has a follower; `sample` is a quire_sample. Its token need not be sampled yet, and
+// sampling fills no mask again.
+void quire_follow_row(void *sample, int64_t index);
 
 // Samples all rows; `sample` is a quire_sample. Returns 0.
 QUIRE_API int32_t quire_sample_tokens(void *sample);

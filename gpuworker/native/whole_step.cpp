@@ -61,7 +61,13 @@ extern "C" int32_t quire_run_step(void* argument) {
   quire_take_tokens(&whole.take);
   quire_attention_begin(whole.attention, whole.cache, &whole.step, whole.model->num_heads, whole.threads,
                         whole.deterministic);
-  const int32_t status = quire_llama_forward(whole.model, whole.attention, &whole.run);
+  quire_llama_run run = whole.run;
+  if (whole.sample.followers) {
+    run.beside = quire_follow_row;
+    run.beside_of = &whole.sample;
+    run.num_beside = whole.sample.count;
+  }
+  const int32_t status = quire_llama_forward(whole.model, whole.attention, &run);
   if (status) return status;
   if (whole.score.count) quire_score_tokens(&whole.score);
   return whole.sample.count ? quire_sample_tokens(&whole.sample) : 0;

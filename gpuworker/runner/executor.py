@@ -71,6 +71,8 @@ class RunnerStep:
         for row, entry in token_logprobs(sampled, work.sampling).items():
             logprobs[self.sequences[row]] = (*logprobs.get(self.sequences[row], ()), entry)
         scored, ended = work.scored, {} if masks is None else masks.ended
+        if sampled.ended:
+            ended = ended | {self.sequences[row]: cause for row, cause in sampled.ended.items()}
         of_prompts = {} if scored is None or sampled.scores is None else scored.logprobs(sampled.scores)
         # zip makes the tuples of one token each.
         tokens: _Tokens = dict(zip(self.sequences, zip(found, strict=True), strict=True))
@@ -123,6 +125,9 @@ class Failures:
 
 class StepExecutor(Protocol):
     """Runs steps in order. The engine's thread calls it and never waits for a step."""
+
+    follows_constraints: bool
+    """Whether its steps fill masks themselves, without Python."""
 
     def write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int, first: int = 0) -> None:
         """Write the tokens of a batch index from position `first` on; no unfinished step contains it."""

@@ -33,6 +33,7 @@ from gpuworker.sampling.sampler import SamplingBatch
 from gpuworker.sampling.scoring import ScoredPrompts, ScoredTokens
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.mask_thread import GrammarMaskThread
+from gpuworker.structured.native_matchers import Follower, follower, native_matchers
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,9 @@ class ModelRunner:
         self.grammars: GrammarCompiler | None = None
         """What compiles constraints; None where the runner follows none."""
         self._masks: GrammarMaskThread | None = None
+        self.follows_constraints = False
+        """Whether native steps follow the constraints of new sequences themselves; `constrain` sets it."""
+        self._followers: dict[SequenceId, Follower] = {}
         self.also_closed: list[Callable[[], None]] = []
         """What ends with the runner, such as a draft model."""
         threads = limits.threads or default_threads()
@@ -88,6 +92,9 @@ class ModelRunner:
         With `foresee`, results tell which tokens a constraint forces to follow.
         """
         self.grammars, self._masks = grammars, GrammarMaskThread(grammars, foresee)
+        self.follows_constraints = self.executor.follows_constraints and not foresee
+        if self.follows_constraints:
+            grammars.make_native = native_matchers
 
     @property
     def mask_lateness(self) -> MaskLateness:
@@ -106,10 +113,14 @@ class ModelRunner:
             raise ValueError(f"sequence {sequence} has {len(tokens)} tokens; {self._tokens.width - 1} fit")
         row = SampledRow(sampling, prompt_tokens, self._eos)
         if row.masked:
-            if self._masks is None:
+            if self._masks is None or self.grammars is None:
                 what = "has a constraint or a budget of thoughts, and the runner has no grammars: see `constrain`"
                 raise ValueError(f"sequence {sequence} {what}")
-            self._masks.add(sequence, row, tokens[prompt_tokens:])
+            followed = follower(self.grammars, row) if self.follows_constraints else None
+            if followed is not None:
+                self._followers[sequence] = followed
+            else:
+                self._masks.add(sequence, row, tokens[prompt_tokens:])
         if self._pooler is not None:
             self._pooler.add(sequence)
         self.executor.write(self._batch.add(sequence, row).index, np.array(tokens, dtype=np.int32), self._generation)
@@ -124,7 +135,7 @@ class ModelRunner:
         """Implement `StepRunner`; an unknown sequence is ignored."""
         left = self._batch.remove(sequence)
         self._prompts.remove(sequence)
-        if self._masks is not None and left is not None and left.masked:
+        if self._followers.pop(sequence, None) is None and self._masks is not None and left is not None and left.masked:
             self._masks.remove(sequence)
         if self._pooler is not None:
             self._pooler.remove(sequence)
@@ -226,7 +237,8 @@ class ModelRunner:
             if len(self._sampling) >= _KEPT_BATCHES:
                 self._sampling.clear()
             rows = [self._batch[sequence].row for sequence in sequences]
-            found = self._sampling[sequences] = SamplingBatch(rows, self._model.vocab_size, self._device)
+            followers = [self._followers.get(sequence) for sequence in sequences] if self._followers else ()
+            found = self._sampling[sequences] = SamplingBatch(rows, self._model.vocab_size, self._device, followers)
         return found
 
 

@@ -80,6 +80,7 @@ class NativeExecutor:
     """Implements `StepExecutor`. While `spent` is a list, the time of each step is appended to it."""
 
     spent: list[StepTimes] | None = None
+    follows_constraints = True
 
     def __init__(
         self, model: LlamaCpuModel, attention: NativeAttention, tokens: TokenTable, failures: Failures, threads: int

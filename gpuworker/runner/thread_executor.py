@@ -40,6 +40,8 @@ class _Launched:
 class ThreadExecutor:
     """Implements `StepExecutor` over a launcher. `threads` threads compute on a CPU."""
 
+    follows_constraints = False
+
     def __init__(
         self, launcher: StepLauncher, cache: KvCache, tokens: TokenTable, failures: Failures, threads: int
     ) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpuworker.core.stopping import FinishCause
 from gpuworker.native.library import best
 from gpuworker.sampling.masks import GrammarBitmask
 from gpuworker.sampling.rows import SampledRow
@@ -44,14 +46,36 @@ class SampleCall(ctypes.Structure):
         ("logits_stride", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("table", "first", "positions", "tokens", "logprobs", "top_ids", "top")),
         ("masks", ctypes.POINTER(MaskCall)),
+        ("followers", ctypes.c_void_p),
+        ("ended", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("count", "vocab", "top_count", "threads")),
     )
 
 
-class NativeRows:
-    """The parameters of S rows in the form that the library takes."""
+class RowFollower(Protocol):
+    """Fills the masks of a row within native steps."""
 
-    def __init__(self, rows: Sequence[SampledRow], vocab_size: int, library: ctypes.CDLL) -> None:
+    @property
+    def struct(self) -> ctypes.Structure:
+        """quire_follower; it stays as long as this object."""
+        ...
+
+    @property
+    def ending(self) -> FinishCause:
+        """Why the sequence has no further token, once a step says that it has none."""
+        ...
+
+
+class NativeRows:
+    """The parameters of S rows in the form that the library takes, and what follows the constraints of some of them."""
+
+    def __init__(
+        self,
+        rows: Sequence[SampledRow],
+        vocab_size: int,
+        library: ctypes.CDLL,
+        followers: Sequence[RowFollower | None] = (),
+    ) -> None:
         self.count, self.vocab_size, self.library = len(rows), vocab_size, library
         self.top_count = min(vocab_size, max([0, *(row.params.logprobs or 0 for row in rows)]))
         biases = [[(i, v) for i, v in row.params.logit_bias if 0 <= i < vocab_size] for row in rows]
@@ -72,6 +96,11 @@ class NativeRows:
         kept = ("rows", "bias_ids", "bias_values", "end_ids", "word_ids", "word_begins")
         # Of this memory, for every step: numpy takes 10 us to describe an array of structures.
         self.addresses = {name: _pointer(getattr(self, name)) for name in kept}
+        self.followers = tuple(followers) if any(followers) else ()
+        if self.followers:
+            found = [0 if each is None else ctypes.addressof(each.struct) for each in self.followers]
+            self._structs = np.array(found, dtype=np.uint64)
+            self.addresses["followers"] = _pointer(self._structs)
 
 
 def _describe(row: SampledRow, into: np.void) -> None:
@@ -107,6 +136,7 @@ class NativeSample:
         self.top_ids = np.zeros((count, top_count), dtype=np.int32)
         self.top = np.zeros((count, top_count), dtype=np.float32)
         first = batch_index.astype(np.int64) * table.shape[1]
+        self._ended = np.zeros(count, dtype=np.uint8) if rows.followers else None
         self._kept = (rows, positions, first, table, masks)
         self._run = rows.library.quire_sample_tokens
         self.call = SampleCall(
@@ -125,6 +155,16 @@ class NativeSample:
         )
         if masks is not None:
             self.call.masks = ctypes.pointer(_describe_masks(masks))
+        if self._ended is not None:
+            self.call.ended = _pointer(self._ended)
+
+    @property
+    def ended(self) -> dict[int, FinishCause]:
+        """The rows whose sequences were complete before this step, once it is over; their samples are discarded."""
+        if self._ended is None or not self._ended.any():
+            return {}
+        followers, rows = self._kept[0].followers, np.flatnonzero(self._ended).tolist()
+        return {row: each.ending for row in rows if (each := followers[row]) is not None}
 
     def point_at(self, logits: torch.Tensor) -> None:
         self.call.logits, self.call.logits_stride = logits.data_ptr(), logits.stride(0)
@@ -135,10 +175,12 @@ class NativeSample:
         self._run(ctypes.byref(self.call))
 
 
-def native_rows(rows: Sequence[SampledRow], vocab_size: int) -> NativeRows | None:
+def native_rows(
+    rows: Sequence[SampledRow], vocab_size: int, followers: Sequence[RowFollower | None] = ()
+) -> NativeRows | None:
     """Return the rows for the library; None where it was not built."""
     library = best()
-    return None if library is None else NativeRows(rows, vocab_size, library)
+    return None if library is None else NativeRows(rows, vocab_size, library, followers)
 
 
 def _describe_masks(masks: GrammarBitmask) -> MaskCall:

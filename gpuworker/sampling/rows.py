@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from common.types import SamplingParams
+from gpuworker.core.stopping import FinishCause
 from gpuworker.sampling.masks import GrammarBitmask
 from gpuworker.sampling.uniforms import uniforms
 
@@ -95,6 +97,8 @@ class SampledTokens:
     logprobs: RowLogprobs | None = None
     scores: PromptScores | None = None
     pooled: torch.Tensor | None = None  # [S, hidden_size] float32
+    ended: Mapping[int, FinishCause] = field(default_factory=dict)
+    """The rows whose followers let no token follow: their samples are discarded."""
 
 
 @dataclass(frozen=True, slots=True)

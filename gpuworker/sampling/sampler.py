@@ -24,7 +24,7 @@ from gpuworker.memory.devices import sent
 from gpuworker.sampling.bad_words import BadWords
 from gpuworker.sampling.best import best_tokens
 from gpuworker.sampling.masks import GrammarBitmask
-from gpuworker.sampling.native_sampler import NativeRows, NativeSample, native_rows
+from gpuworker.sampling.native_sampler import NativeRows, NativeSample, RowFollower, native_rows
 from gpuworker.sampling.rows import (
     Float64Array,
     Int32Array,
@@ -57,8 +57,14 @@ class SamplingBatch:
     The batch is made on the host. The first sample, or `prepare` before it, copies its tensors to the device.
     """
 
-    def __init__(self, rows: Sequence[SampledRow], vocab_size: int, device: torch.device) -> None:
-        self.rows = tuple(rows)
+    def __init__(
+        self,
+        rows: Sequence[SampledRow],
+        vocab_size: int,
+        device: torch.device,
+        followers: Sequence[RowFollower | None] = (),
+    ) -> None:
+        self.rows, self._followers = tuple(rows), tuple(followers) if any(followers) else ()
         self._device, self._vocab_size = device, vocab_size
         self._penalised = _where([row.penalised for row in rows])
         self._asking = _where([row.params.logprobs is not None for row in rows])
@@ -70,11 +76,19 @@ class SamplingBatch:
         self._ends = self._entries(
             [tuple((t, float(u)) for t in row.early_ends) for row, u in zip(rows, until, strict=True)]
         )
-        self.constrained = _where([row.masked for row in rows])
-        """The masked rows: where there are any, `at` needs masks."""
+        followed = [each is not None for each in self._followers or (None,) * len(rows)]
+        masked = [row.masked and not by_itself for row, by_itself in zip(rows, followed, strict=True)]
+        self.constrained = _where(masked)
+        """The masked rows without a follower: where there are any, `at` needs masks."""
         words = [(row, word) for row, each in enumerate(rows) for word in each.bad_words(vocab_size)]
         self._words = BadWords(words, [row.prompt_tokens for row in rows]) if words else None
-        adjusted = len(self._penalised), len(self.constrained), self._bias[0].size, self._ends[0].size, len(words)
+        adjusted = (
+            len(self._penalised),
+            any(row.masked for row in rows),
+            self._bias[0].size,
+            self._ends[0].size,
+            len(words),
+        )
         self.plain = not (len(self._asking) or len(self._random) or any(adjusted))
         self._prepared = False
         self.native: NativeRows | None = None
@@ -98,7 +112,7 @@ class SamplingBatch:
             return
         self._prepared = True
         if self._device.type == "cpu":
-            self.native = native_rows(self.rows, self._vocab_size)
+            self.native = native_rows(self.rows, self._vocab_size, self._followers)
         if self.native is not None or self.plain:
             return
         random_rows, cut = [self.rows[row].params for row in self._random], self._truncated
@@ -136,7 +150,7 @@ class SamplingBatch:
         at = self._asking
         arrays = native.logprobs[at], native.top_ids[at], native.top[at]
         found = RowLogprobs(at, *map(torch.from_numpy, arrays)) if len(at) else None
-        return SampledTokens(torch.from_numpy(native.tokens), found)
+        return SampledTokens(torch.from_numpy(native.tokens), found, ended=native.ended)
 
     def _adjust(self, logits: torch.Tensor, point: SamplePoint, table: torch.Tensor) -> None:
         """Apply everything that comes before log-probabilities, in place."""

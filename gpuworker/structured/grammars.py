@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
 from common.errors import FieldViolation, InvalidRequest, Unsupported
@@ -43,10 +43,20 @@ class Grammar:
     worn: bool = False
     digits: DigitTokens | None = None
     """Set where the constraint holds JSON, whose numbers must not run away."""
+    native: object = None
+    """The form that native steps follow; None where they do not."""
 
     def matcher(self) -> LLMatcher:
         """Return a matcher at the beginning; the matchers of a grammar share the lexer states that each has built."""
         return self.prototype.deep_copy()
+
+
+class NativeCompiler(Protocol):
+    """Makes the forms of grammars that native steps follow."""
+
+    def grammar(self, text: str, first_mask: bytes, digits: DigitTokens | None) -> object:
+        """Return the form of a grammar whose first mask is known; None where it has none."""
+        ...
 
 
 class GrammarCompiler:
@@ -62,6 +72,9 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._digits: DigitTokens | None = None
         self._thread: FairThread[Grammar] = FairThread(_deep_thread("quire-grammars"))
+        self.make_native: Callable[[LLTokenizer, int], NativeCompiler | None] | None = None
+        """Set where native steps follow constraints themselves, over the tokenizer and the width of the logits."""
+        self._native: NativeCompiler | None = None
         self.ends: tuple[int, ...] = ()
         """The tokens that mean the end of a text to llguidance, for all grammars; known once one was compiled."""
         self._recent: OrderedDict[Constraint, Grammar] = OrderedDict()
@@ -112,13 +125,15 @@ class GrammarCompiler:
         except ValueError as error:
             raise _refusal(constraint, str(error)) from error
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=parser_limits())
+        first_mask = b""
         if not matcher.is_error():
-            matcher.compute_bitmask()  # what allows nothing shows only now
+            first_mask = matcher.compute_bitmask()  # what allows nothing shows only now
         if matcher.is_error():
             raise _refusal(constraint, complaint(matcher))
         holds_json = constraint.kind is ConstraintKind.JSON_SCHEMA or "%json" in constraint.text
         digits = self._digit_tokens() if holds_json else None
-        return Grammar(matcher, self.ends, bool(self._eos), digits=digits)
+        native = None if self._native is None else self._native.grammar(text, first_mask, digits)
+        return Grammar(matcher, self.ends, bool(self._eos), digits=digits, native=native)
 
     def _digit_tokens(self) -> DigitTokens:
         """Look at every token, once: a tenth of a second for a large vocabulary."""
@@ -134,6 +149,8 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 self._tokenizer = self._read_tokenizer()
                 self.ends = tuple(self._tokenizer.eos_tokens)
+                if self.make_native is not None and self._eos:
+                    self._native = self.make_native(self._tokenizer, self.vocab_size)
             return self._tokenizer
 
     def _read_tokenizer(self) -> LLTokenizer:

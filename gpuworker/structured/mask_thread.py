@@ -17,7 +17,6 @@ a runner is closed, its executor ends first, while this thread still runs.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,9 +24,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import QuireError
 from common.process.cores import usable_cores
-from common.types import Constraint, FinishReason, SequenceId
+from common.types import FinishReason, SequenceId
 from gpuworker.core.stopping import FinishCause
 from gpuworker.core.thought import ThoughtFollower
 from gpuworker.engine.ports import MaskLateness
@@ -36,12 +34,11 @@ from gpuworker.sampling.rows import SampledRow
 from gpuworker.serial_thread import SerialThread
 from gpuworker.structured.followed import Followed
 from gpuworker.structured.grammars import GrammarCompiler
-from gpuworker.structured.sequence import Constrained, allow_others
+from gpuworker.structured.sequence import Constrained, allow_others, unfollowable
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-log = logging.getLogger(__name__)
 _CORES_PER_THREAD, _MOST_THREADS = 4, 8
 _ALL = np.uint32(0xFFFFFFFF)
 _Live = Constrained | Followed
@@ -143,12 +140,9 @@ class GrammarMaskThread:
     def _follow(self, row: SampledRow, output: Sequence[int]) -> _Live:
         constraint, budget = row.params.constraint, row.params.thought
         if budget is None and constraint is not None:
-            return self._constrained(row, constraint, output)
+            return Constrained.by(self._grammars, row, output)
         thought = None if budget is None else ThoughtFollower(budget, self._grammars.spelling())
-        return Followed(row, output, None if constraint is None else self._constrained(row, constraint, ()), thought)
-
-    def _constrained(self, row: SampledRow, constraint: Constraint, output: Sequence[int]) -> Constrained:
-        return Constrained(self._grammars.compile(constraint), row, output, lambda: self._grammars.compile(constraint))
+        return Followed(row, output, None if constraint is None else Constrained.by(self._grammars, row, ()), thought)
 
     def _remove(self, sequence: SequenceId) -> None:
         self._states.pop(sequence, None)
@@ -293,12 +287,7 @@ class GrammarMaskThread:
 
         A panic of the library is no Exception, and sampling waits for this thread: so every error ends up here.
         """
-        if isinstance(error, QuireError):  # the constraint was not checked before
-            ending = FinishCause(FinishReason.ERROR, message=str(error))
-        else:
-            log.error("a constraint could not be followed", exc_info=error)
-            ending = FinishCause(FinishReason.ERROR, message=f"the constraint could not be followed: {error!r}")
-        self._states.update(dict.fromkeys(sequences, ending))
+        self._states.update(dict.fromkeys(sequences, unfollowable(error)))
 
 
 def _nothing() -> None:

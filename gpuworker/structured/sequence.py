@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,12 @@ from common.types import FinishReason
 from gpuworker.core.stopping import FinishCause
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.structured.digits import DigitRun
-from gpuworker.structured.grammars import Grammar, complaint
+from gpuworker.structured.grammars import Grammar, GrammarCompiler, complaint
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+log = logging.getLogger(__name__)
 COMPLETE = FinishCause(FinishReason.STOP)
 _WORN = "lexer error"
 _WORD = 0xFFFFFFFF
@@ -51,6 +53,13 @@ class Constrained:
         self._run: tuple[int, ...] = ()
         for token in output:
             self.consume(token)
+
+    @classmethod
+    def by(cls, grammars: GrammarCompiler, row: SampledRow, output: Sequence[int]) -> Constrained:
+        """Return what follows a sequence by the constraint of its parameters."""
+        constraint = row.params.constraint
+        assert constraint is not None
+        return cls(grammars.compile(constraint), row, output, lambda: grammars.compile(constraint))
 
     def consume(self, token: int) -> None:
         """Take in the token at `position`."""
@@ -143,6 +152,14 @@ class Constrained:
     def _broken(self, why: str, wrong_field: str = "") -> FinishCause:
         what = f"the constraint cannot be followed after {self.position - self._begins_at} tokens: {why}"
         return FinishCause(FinishReason.ERROR, message=what, wrong_field=wrong_field)
+
+
+def unfollowable(error: BaseException) -> FinishCause:
+    """Return how a sequence ends that an error of any kind keeps from being followed; a panic is no Exception."""
+    if isinstance(error, QuireError):  # the constraint was not checked before
+        return FinishCause(FinishReason.ERROR, message=str(error))
+    log.error("a constraint could not be followed", exc_info=error)
+    return FinishCause(FinishReason.ERROR, message=f"the constraint could not be followed: {error!r}")
 
 
 def allow_others(bits: _Bits, ends: Sequence[int]) -> list[bool]:

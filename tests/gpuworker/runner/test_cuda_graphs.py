@@ -237,7 +237,7 @@ def test_draws_of_graphs_are_those_of_single_kernels(samplings: list[SamplingPar
 def test_constrained_rows_draw_behind_the_graph(by_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the forward is a graph, masks are waited for behind it, the draw is launched kernel by kernel."""
     if by_torch:
-        monkeypatch.setattr(sampler, "native_rows", lambda rows, vocab_size: None)
+        monkeypatch.setattr(sampler, "native_rows", lambda *_: None)
     endless = Constraint(ConstraintKind.REGEX, "([a-f]|[0-9]{2}){40}")
     samplings = [
         SamplingParams(temperature=0.0, constraint=endless),

@@ -79,6 +79,12 @@ def mask_thread_of(engine: EngineDriver) -> GrammarMaskThread:
     return engine.runner._masks
 
 
+def left_to_mask_thread(engine: EngineDriver) -> None:
+    """Let native steps follow no constraint themselves, for what only the mask thread can meet."""
+    assert isinstance(engine.runner, ModelRunner)
+    engine.runner.follows_constraints = False
+
+
 # ---------------------------------------------------------------- equality
 
 
@@ -101,7 +107,7 @@ def test_outputs_depend_on_neither_path_nor_neighbours_nor_preemption() -> None:
 def test_draws_by_torch_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     with driver("llama", "transformers", 16) as engine:
         native_draws = [each.tokens for each in run(engine, *range(len(SAMPLINGS)))]
-    monkeypatch.setattr(sampler, "native_rows", lambda rows, vocab_size: None)
+    monkeypatch.setattr(sampler, "native_rows", lambda *_: None)
     with driver("llama", "transformers", 16) as engine:
         assert [each.tokens for each in run(engine, *range(len(SAMPLINGS)))] == native_draws
 
@@ -221,6 +227,7 @@ def test_an_engine_stops_amid_constrained_sequences(path: ModelImpl) -> None:
 def test_a_failed_step_opens_the_masks_of_the_next_one(path: ModelImpl, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode fails while the next one, queued behind it, waits for masks that its token should have brought."""
     with driver("llama", path, 4) as engine:
+        left_to_mask_thread(engine)
         alone = run(engine, 2)[0].tokens
         fail_a_draw(engine, monkeypatch)
         sequences = [engine.submit(prompts()[n], COUNT, SAMPLINGS[n], eos=[EOS]) for n in (0, 2)]
@@ -259,6 +266,7 @@ def test_a_native_step_that_fails_opens_the_masks_of_the_next_one() -> None:
 @pytest.mark.parametrize("late", [1, 4])
 def test_a_late_mask_is_waited_for(path: ModelImpl, late: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with driver("llama", path, 16) as engine:
+        left_to_mask_thread(engine)
         alone = run(engine, 0)[0].tokens
         entered, go_on = threading.Event(), threading.Event()
         count, right = iter(range(1, 1000)), GrammarMaskThread._fill
