@@ -138,14 +138,15 @@ class NativeMatchers:
 
     def _made_tokenizer(self, tokenizer: LLTokenizer) -> int:
         spelled = [_spelled(tokenizer, token) for token in range(self.vocab_size)]
-        lengths, text = np.array([len(each) for each in spelled], dtype=np.uint32), b"".join(spelled)
+        lengths = np.array([len(each) for each in spelled], dtype=np.uint32)
+        text = np.frombuffer(b"".join(spelled), dtype=np.uint8)
         words, more = ctypes.create_string_buffer(200), self.ends[1:].astype(np.uint32)
         init = _TokenizerInit(
             struct_size=ctypes.sizeof(_TokenizerInit),
             vocab_size=self.vocab_size,
             tok_eos=int(self.ends[0]),
             token_lens=lengths.ctypes.data,
-            token_bytes=ctypes.cast(text, _pointer).value,
+            token_bytes=text.ctypes.data,
             tokenize_fn=address_of(self._ours.quire_tokenize),
             tokenize_user_data=self._cache,
             tok_eos_extra=more.ctypes.data if more.size else None,
@@ -331,10 +332,12 @@ _ids = itertools.count(1)
 _followers: WeakValueDictionary[int, Follower] = WeakValueDictionary()
 
 
-@LEFT
-def _left(number: int, output: ctypes._Pointer[ctypes.c_int32], count: int, bits: int) -> int:
+def _judge(number: int, output: ctypes._Pointer[ctypes.c_int32], count: int, bits: int) -> int:
     follower = _followers.get(number)
     return 0 if follower is not None and follower.judge(output[:count]) else 1
+
+
+_left = LEFT(_judge)
 
 
 def _tokenize(tokenizer: LLTokenizer, text: int, size: int, into: ctypes._Pointer[ctypes.c_uint32], room: int) -> int:

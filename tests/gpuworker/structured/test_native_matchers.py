@@ -275,15 +275,14 @@ def test_texts_are_tokenized_once_within_a_bound() -> None:
     library, asked = best(), list[bytes]()
     assert library is not None
 
-    @TOKENIZE
     def slow(_: object, text: int, size: int, into: object, room: int) -> int:
         asked.append(ctypes.string_at(text, size))
         for n in range(min(size, room)):
             into[n] = asked[-1][n]  # type: ignore[index]
         return size
 
-    library.quire_tokenizer_new.restype = ctypes.c_void_p
-    made, into = ctypes.c_void_p(library.quire_tokenizer_new(slow)), (ctypes.c_uint32 * 300)()
+    library.quire_tokenizer_new.restype, called = ctypes.c_void_p, TOKENIZE(slow)
+    made, into = ctypes.c_void_p(library.quire_tokenizer_new(called)), (ctypes.c_uint32 * 300)()
     library.quire_tokenize.restype = ctypes.c_size_t
 
     def tokenize(text: bytes, room: int = 300) -> list[int]:
