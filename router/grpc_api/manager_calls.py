@@ -29,7 +29,7 @@ from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
 from router.grpc_api.group_streams import DecisionFollower, EventFollower, Follower, Merged
 from router.grpc_api.late_groups import LateGroups
-from router.grpc_api.manager_groups import Answers, ManagerGroups
+from router.grpc_api.manager_groups import Answers, ManagerGroups, group_in_words
 from router.serving.call_context import Context
 
 MANAGER: Final = "quire.kvmanager.v1.KvManagerService"
@@ -277,12 +277,8 @@ def _pin_named(name: str) -> str:
 
 def _kept_elsewhere(failure: InvalidRequest, refusing: str, keeping: Sequence[str], pin: str) -> InvalidRequest:
     """Return the refusal of one group with the groups that keep the pin all the same."""
-    kept = f"that is {in_words(refusing)}; kept by {', '.join(map(in_words, keeping))}: `quire unpin {pin}` ends that"
+    kept = f"that is {group_in_words(refusing)}; kept by {', '.join(map(group_in_words, keeping))}: `quire unpin {pin}` ends that"
     return InvalidRequest(*(replace(each, description=f"{each.description}; {kept}") for each in failure.violations))
-
-
-def in_words(group: str) -> str:
-    return f"group {group}" if group else "the managers without a group"
 
 
 def with_other_groups(pins: Mapping[str, Iterable[pb.PinnedPrefix]]) -> list[pb.PinnedPrefix]:

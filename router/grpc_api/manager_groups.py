@@ -97,8 +97,18 @@ class ManagerGroups:
 
     async def ask(self, group: str, ask: Callable[[aio.Channel], Awaitable[object]]) -> QuireError | None:
         """Ask the leader of one group; return what kept it from the answer."""
-        answer = await self._answer(self.leaders().get(group, self._watch.addresses[0]), ask)
+        answer = await self.answer_of(group, ask)
         return answer if isinstance(answer, QuireError) else None
+
+    async def answer_of(self, group: str, ask: Callable[[aio.Channel], Awaitable[T]]) -> T | QuireError:
+        """Return what the leader of one group answers, or what kept it from that."""
+        address = self._address_of(group)
+        return address if isinstance(address, QuireError) else await self._answer(address, ask)
+
+    def _address_of(self, group: str) -> str | QuireError:
+        """Return where the leader of a group is asked. No other group is asked in place of one that has gone."""
+        gone = Unavailable(f"no manager of {group_in_words(group)} is known any more; ask again when one of them is there")
+        return self.leaders().get(group, gone)
 
     async def all(self, ask: Callable[[aio.Channel], Awaitable[T]]) -> Answers[T]:
         """Ask every group. Raises the error of one if none answers; NotFound only if all others say that too.
@@ -132,7 +142,9 @@ class ManagerGroups:
 
     async def stream(self, name: str, ask: Callable[[aio.Channel], Stream[T]]) -> AsyncGenerator[T, None]:
         """Yield what the leader of a group streams, as fast as it is read. Raises what ends the stream."""
-        address = self.leaders().get(name, self._watch.addresses[0])
+        address = self._address_of(name)
+        if isinstance(address, QuireError):
+            raise address
         async with self._dial(address) as channel:
             call = ask(channel)
             try:
@@ -146,6 +158,10 @@ class ManagerGroups:
 
 def _unheard_words(address: str) -> str:
     return f"the manager at {address} {_UNHEARD}; start it, or leave it out of --manager"
+
+
+def group_in_words(group: str) -> str:
+    return f"group {group}" if group else "the managers without a group"
 
 
 def in_words(error: aio.AioRpcError, address: str) -> QuireError:

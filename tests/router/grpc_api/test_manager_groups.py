@@ -7,11 +7,13 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from grpc import StatusCode
+from grpc import StatusCode, aio
 
 from common.errors import InvalidRequest, NotFound, Unavailable
+from common.rpc.server import open_channel
 from quire.decision.v1 import decision_pb2
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
+from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
 from router.grpc_api.group_streams import DecisionFollower, EventFollower, Merged
 from router.grpc_api.manager_calls import ManagerCalls
 from router.grpc_api.manager_groups import ManagerGroups
@@ -200,6 +202,31 @@ async def test_a_call_that_a_manager_cuts_off_was_not_cancelled_by_its_caller(
         each.silent, each.says = True, (StatusCode.CANCELLED, "")
     with pytest.raises(Unavailable, match="ended the call as it stopped"):
         await calls.pools(pb.GetPoolRequest())
+
+
+async def test_nobody_is_asked_in_place_of_a_group_that_has_gone(
+    groups: ManagerGroups, managers: list[Manager]
+) -> None:
+    """Its managers have other addresses by now, which DNS does not name yet."""
+
+    async def ask(channel: aio.Channel) -> pb.GetPoolResponse:
+        return await rpc.KvManagerServiceStub(channel).GetPool(pb.GetPoolRequest())
+
+    failure = await groups.ask("c", ask)
+    assert isinstance(failure, Unavailable)
+    assert "no manager of group c is known any more" in str(failure)
+    events = EventFollower(groups, pb.SubscribeKvEventsRequest()).open("c")
+    with pytest.raises(Unavailable, match="no manager of group c"):
+        async with aclosing(events), asyncio.timeout(PATIENCE):
+            await anext(events)
+    assert not [request for each in managers for request in each.asked]
+
+
+async def test_a_manager_that_nobody_has_heard_yet_is_asked_all_the_same(managers: list[Manager]) -> None:
+    """One address alone is not followed."""
+    alone = ManagerGroups([managers[0].address], open_channel)
+    assert await alone.ask("", lambda channel: rpc.KvManagerServiceStub(channel).GetPool(pb.GetPoolRequest())) is None
+    assert managers[0].asked == [pb.GetPoolRequest()]
 
 
 async def test_a_stream_ends_with_the_error_when_no_group_answers(
