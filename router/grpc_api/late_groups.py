@@ -65,6 +65,7 @@ class LateGroups:
         self._groups, self._look_s = groups, look_s
         self._changes: dict[str, _Change] = {}
         self._turns: dict[str, _Turn] = {}
+        self._bringing = set[str]()
         self._news = asyncio.Event()
 
     def __len__(self) -> int:
@@ -115,17 +116,21 @@ class LateGroups:
             self._news.set()
 
     async def run(self) -> None:
-        """Look again and again, as long as a change is kept, whether a new group has answered by now."""
-        while True:
-            self._news.clear()
-            if not self._changes:
-                await self._news.wait()
-            self._forget_removals()
-            async with asyncio.TaskGroup() as tasks:
-                for group in self._lacking():
-                    tasks.create_task(self._bring(group))
-            self._forget_done()
-            await asyncio.sleep(self._look_s)
+        """Look again and again, as long as a change is kept, whether a new group has answered by now.
+
+        One that hangs keeps no change from a group that is heard meanwhile.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                self._news.clear()
+                if not self._changes:
+                    await self._news.wait()
+                self._forget_removals()
+                for group in self._lacking() - self._bringing:
+                    self._bringing.add(group)
+                    tasks.create_task(self._bring_all(group))
+                self._forget_done()
+                await asyncio.sleep(self._look_s)
 
     def _lacking(self) -> set[str]:
         """Return the groups that lack a change."""
@@ -135,6 +140,12 @@ class LateGroups:
             asked = heard.intersection(change.answers.asked.values())
             change.reached |= {self._groups.group_at(address) for address in asked}
         return {group for change in self._changes.values() for group in self._groups.known() - change.reached}
+
+    async def _bring_all(self, group: str) -> None:
+        try:
+            await self._bring(group)
+        finally:
+            self._bringing.discard(group)
 
     async def _bring(self, group: str) -> None:
         """Ask a group for each change that it lacks, until it does not answer: it is asked again later."""

@@ -8,6 +8,7 @@ import pytest
 from grpc import StatusCode, aio
 
 from common.errors import Unavailable
+from common.process.ports import free_ports
 from common.process.supervised import Supervisor
 from common.rpc.server import open_channel
 from quire.decision.v1 import decision_pb2
@@ -151,6 +152,26 @@ async def test_a_late_group_that_hangs_delays_no_other_change(managers: list[Man
             assert late.manager.asked == [pb.ResetPrefixCacheRequest()], "one call of a group at a time"
         late.manager.go_on.set()
         await late.settled()
+
+
+async def test_a_late_group_that_hangs_delays_no_group_that_is_heard_meanwhile(managers: list[Manager]) -> None:
+    second, server = Manager("d"), aio.server()  # type: ignore[abstract]
+    second.address = f"{HOSTS[0]}:{free_ports(1, HOSTS)[0]}"
+    rpc.add_KvManagerServiceServicer_to_server(second, server)
+    async with Late("c", [*managers, second]) as late:
+        await late.calls.reset(pb.ResetPrefixCacheRequest())
+        late.manager.go_on.clear()
+        await late.begin()
+        await late.asked_for(pb.ResetPrefixCacheRequest())
+        server.add_insecure_port(second.address)
+        await server.start()
+        async with asyncio.timeout(PATIENCE):
+            while not second.asked:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert late.manager.asked == [pb.ResetPrefixCacheRequest()], "it hangs all the time, and is asked once"
+        late.manager.go_on.set()
+        await late.settled()
+    await server.stop(None)
 
 
 async def test_a_change_outlasts_the_addresses_that_a_name_has(managers: list[Manager]) -> None:
