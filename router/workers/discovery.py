@@ -42,6 +42,10 @@ _NUMBER: Final = re.compile(r"[+-]?\d+")
 
 POLL_SECONDS = 1.0
 _QUOTED_CHARS = 64
+# An entry that counted is known for so long after it counted last.
+_KNOWN_S = 3_600.0
+# Of a list that is longer than what one poll reads, other entries are read each time.
+MAX_KNOWN_ENTRIES = 4 * MAX_DISCOVERED_WORKERS
 
 
 class Members(Protocol):
@@ -89,8 +93,8 @@ class Discovery:
         self._redis, self._members, self._clock, self._lease = redis, members, clock, lease_seconds
         self._rules = rules
         self._found: dict[str, _Found] = {}
-        # The last entry of each name that counted, as long as Redis has one of the name.
-        self._known: dict[bytes, KnownEntry] = {}
+        # The last entry of each name that counted, and when; those that counted last are at the end.
+        self._known: dict[bytes, tuple[KnownEntry, float]] = {}
         # Those of the last poll, so that each is logged once while it lasts.
         self._passed_over: set[str] = set()
         self._refused: dict[str, str] = {}
@@ -162,29 +166,41 @@ class Discovery:
 
     def _accepted(self, values: dict[bytes, object]) -> list[DiscoveredWorker]:
         """Return the workers whose entries count; log each other entry once, as long as it stands there."""
-        workers, refused, known = [], {}, dict[bytes, KnownEntry]()
+        workers, refused = [], {}
         for name, value in values.items():
             if value == b"":
                 continue  # expired, or never there
-            before = self._known.get(name)
+            before, _ = self._known.get(name, (None, 0.0))
             try:
                 worker = self._worker(name, value, before)
             except ValueError as error:
                 refused[ascii(name.decode(errors="replace")[:_QUOTED_CHARS])] = str(error)
                 continue
-            known[name] = self._known_from(worker, before)
+            self._note_known(name, worker, before)
             if self._says_more(worker, before):
                 workers.append(worker)
-        self._known = known
+        self._forget_known()
         if new := {name: why for name, why in refused.items() if _kind(self._refused.get(name, "")) != _kind(why)}:
             log.warning("discovery passes over %d entries: %s", len(new), "; ".join(_named(new)))
         self._refused = refused
         return workers
 
-    def _known_from(self, worker: DiscoveredWorker, before: KnownEntry | None) -> KnownEntry:
+    def _note_known(self, name: bytes, worker: DiscoveredWorker, before: KnownEntry | None) -> None:
+        if self._rules.key is None:
+            return  # the dates of entries count for nothing
+        now = self._clock.monotonic()
         if before is None or is_fresh(worker, self._now()):
-            return KnownEntry(worker.written, worker.written, self._clock.monotonic())
-        return before.after(worker)
+            before = KnownEntry(worker.written, worker.written, now)
+        self._known.pop(name, None)
+        self._known[name] = before.after(worker), now
+
+    def _forget_known(self) -> None:
+        """Keep an entry for a while in which Redis lacks it, or has nonsense in its place, and only so many."""
+        oldest = self._clock.monotonic() - _KNOWN_S
+        for name, (_, counted) in list(self._known.items()):
+            if counted > oldest and len(self._known) <= MAX_KNOWN_ENTRIES:
+                return
+            del self._known[name]
 
     def _says_more(self, worker: DiscoveredWorker, before: KnownEntry | None) -> bool:
         """Return whether an entry shows that its worker is attached now: one of an old date must have changed."""

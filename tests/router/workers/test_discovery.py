@@ -158,10 +158,10 @@ async def test_time_without_redis_does_not_count_against_a_lease(pool: Pool, clo
 KEY, BEHIND = b"k" * 32, 4_000
 
 
-async def sign(redis: Redis, written: float) -> str:
-    worker = DiscoveredWorker("w0", address_of("w0"), "00", FULL)
-    await redis.sadd(DISCOVERY_WORKERS_KEY, "w0")
-    await redis.set(discovery_key("w0"), discovered_to_value(worker, KEY, written), px=600_000)
+async def sign(redis: Redis, written: float, name: str = "w0") -> str:
+    worker = DiscoveredWorker(name, address_of(name), "00", FULL)
+    await redis.sadd(DISCOVERY_WORKERS_KEY, name)
+    await redis.set(discovery_key(name), discovered_to_value(worker, KEY, written), px=600_000)
     return worker.address
 
 
@@ -194,6 +194,52 @@ async def test_clocks_that_differ_from_now_on_drop_no_worker_whose_entries_go_on
         await sign(redis_client, clock.now)
         await signed.poll()
         assert (pool.addresses, signed.problem) == ([address], "")
+
+
+@pytest.mark.parametrize("instead", [None, b"nonsense"])
+async def test_a_worker_whose_entry_is_missing_for_a_while_comes_back_though_the_clocks_differ(
+    pool: Pool, redis_client: Redis, instead: bytes | None
+) -> None:
+    """Redis was wiped or overwritten, or the manager was away. Then the manager writes the entry again."""
+    clock = SetClock(10_000.0)
+    signed = Discovery(redis_client, pool, clock, LEASE_S, EntryRules(KEY))
+    address = await sign(redis_client, clock.now)
+    await signed.poll()
+    clock.ahead = BEHIND
+    clock.advance(1.0)
+    await redis_client.delete(discovery_key("w0"))
+    if instead is not None:
+        await redis_client.set(discovery_key("w0"), instead)
+    for _ in range(3):
+        await signed.poll()
+        clock.advance(LEASE_S)
+    assert pool.addresses == []
+    await sign(redis_client, clock.now)
+    await signed.poll()
+    assert (pool.addresses, signed.problem) == ([address], "")
+
+
+async def test_entries_that_counted_are_known_for_an_hour_and_only_so_many(
+    pool: Pool, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.workers.discovery.MAX_KNOWN_ENTRIES", 2)
+    clock = SetClock(10_000.0)
+    signed = Discovery(redis_client, pool, clock, LEASE_S, EntryRules(KEY))
+    for name in ("w0", "w1", "w2"):
+        await sign(redis_client, clock.now, name)
+        await signed.poll()
+        await redis_client.delete(discovery_key(name))
+        clock.advance(1.0)
+    clock.ahead = BEHIND
+    for name in ("w0", "w1"):
+        await sign(redis_client, clock.now, name)
+    await signed.poll()
+    assert list(signed._known) == [b"w2", b"w1"], "the one that counted longest ago is forgotten"
+    assert signed.problem.startswith("'w0': its date is")
+    await redis_client.delete(discovery_key("w0"), discovery_key("w1"))
+    clock.advance(3_601.0)
+    await signed.poll()
+    assert not signed._known
 
 
 async def test_clocks_that_drift_apart_slowly_drop_no_worker(
