@@ -24,6 +24,8 @@ from router.grpc_api.manager_groups import Answers, ManagerGroups
 log = logging.getLogger(__name__)
 
 Ask: TypeAlias = Callable[[aio.Channel], Awaitable[object]]
+# Asks a group that has a change, with what it answered then, what a late group is to be asked now; None: nothing.
+Recheck: TypeAlias = Callable[[aio.Channel, Any], Awaitable[Ask | None]]
 
 MAX_LATE_CHANGES: Final = MAX_PINS + 1
 _LOOK_S: Final = 0.5
@@ -39,7 +41,7 @@ class _Change:
     ask: Ask
     answers: Answers[Any]
     removes_from: float
-    repeats: bool
+    recheck: Recheck | None
     reached: set[str]
     warned: set[str] = field(default_factory=set)
 
@@ -59,6 +61,9 @@ class LateGroups:
 
     A change is kept until all managers of now are heard, and at least as many new ones as were missing when it was
     made: a name of DNS may stand for other addresses by then, and for none in between.
+
+    Another router may have passed on a later change of the same kind. So the groups that have the change are asked
+    before it is brought to another one, and what they keep by then counts.
     """
 
     def __init__(self, groups: ManagerGroups, look_s: float = _LOOK_S) -> None:
@@ -102,17 +107,22 @@ class LateGroups:
         del self._changes[oldest.what]
 
     def keep(
-        self, what: str, ask: Ask, answers: Answers[Any], removes_from: float = math.inf, repeats: bool = False
+        self,
+        what: str,
+        ask: Ask,
+        answers: Answers[Any],
+        removes_from: float = math.inf,
+        recheck: Recheck | None = None,
     ) -> None:
         """Keep a change for managers that were not heard. It replaces an earlier one of `what`, a pin's for example.
 
-        From `removes_from` on, in seconds of the monotonic clock, it does nothing but remove a pin. `repeats`: an older
-        change of its kind does the same, so it need not arrive first.
+        From `removes_from` on, in seconds of the monotonic clock, it does nothing but remove a pin. Without a `recheck`
+        all changes of its kind do the same, so neither their order counts nor what other routers have passed on.
         """
         self._changes.pop(what, None)
         if answers.unheard:
             reached = set(answers.asked)
-            self._changes[what] = _Change(what, ask, answers, removes_from, repeats, reached)
+            self._changes[what] = _Change(what, ask, answers, removes_from, recheck, reached)
             self._news.set()
 
     async def run(self) -> None:
@@ -152,15 +162,38 @@ class LateGroups:
         for change in list(self._changes.values()):
             if group in change.reached:
                 continue
-            turn: AbstractAsyncContextManager[None] = nullcontext() if change.repeats else self.changing(change.what)
+            turn: AbstractAsyncContextManager[None] = self.changing(change.what) if change.recheck else nullcontext()
             async with turn:
                 if self._changes.get(change.what) is not change:
                     continue
-                failure = await self._groups.ask(group, change.ask)
+                ask = await self._wanted_now(change)
+                if ask is None:
+                    log.info("group %s does not get a change, as a later one was made: %s", group, change.what)
+                    change.reached.add(group)
+                    continue
+                if isinstance(ask, Unavailable):
+                    self._say(change, group, ask)
+                    continue
+                failure = await self._groups.ask(group, ask)
                 self._say(change, group, failure)
                 if not _is_final(failure):
                     return
                 change.reached.add(group)
+
+    async def _wanted_now(self, change: _Change) -> Ask | Unavailable | None:
+        """Return what a late group is to be asked by what the others keep; Unavailable where none of them says it."""
+        if change.recheck is None:
+            return change.ask
+        failure: QuireError | None = None
+        heard, asked = self._groups.heard(), change.answers.asked
+        for name, answer in zip(change.answers.groups, change.answers.found, strict=True):
+            # A manager that was asked before its first answer has said its group since.
+            group = self._groups.group_at(asked[name]) if asked[name] in heard else name
+            found = await self._groups.answer_of(group, _with(change.recheck, answer))
+            if not isinstance(found, QuireError):
+                return found
+            failure = found
+        return Unavailable(f"no group that has it says whether it still counts: {failure}")
 
     def _forget_removals(self) -> None:
         ended = time.monotonic() - _REMOVAL_KEPT_S
@@ -186,6 +219,10 @@ class LateGroups:
         elif group not in change.warned:
             change.warned.add(group)
             log.warning("%s lacks a change and is asked again: %s (%s)", who, change.what, failure)
+
+
+def _with(recheck: Recheck, answer: object) -> Callable[[aio.Channel], Awaitable[Ask | None]]:
+    return lambda channel: recheck(channel, answer)
 
 
 def _is_final(failure: QuireError | None) -> bool:

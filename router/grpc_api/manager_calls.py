@@ -28,7 +28,7 @@ from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
 from router.grpc_api.group_streams import DecisionFollower, EventFollower, Follower, Merged
-from router.grpc_api.late_groups import LateGroups
+from router.grpc_api.late_groups import Ask, LateGroups, Recheck
 from router.grpc_api.manager_groups import Answers, ManagerGroups, group_in_words
 from router.serving.call_context import Context
 
@@ -63,13 +63,16 @@ class ManagerCalls:
         ask: Callable[[aio.Channel], Awaitable[T]],
         later: Callable[[aio.Channel], Awaitable[T]] | None = None,
         removes_from: float = math.inf,
-        repeats: bool = False,
+        recheck: Recheck | None = None,
     ) -> Answers[T]:
-        """Ask every group for a change, and `later` those that answer for the first time then. Raises Unavailable."""
+        """Ask every group for a change, and `later` those that answer for the first time then. Raises Unavailable.
+
+        `recheck` asks a group that has the change what the others are to be asked by then.
+        """
         async with self._late.changing(what):
             self._late.make_room(what)
             answers = await self._groups.all(ask)
-            self._late.keep(what, later or ask, answers, removes_from, repeats)
+            self._late.keep(what, later or ask, answers, removes_from, recheck)
             return answers
 
     async def reset(
@@ -79,7 +82,6 @@ class ManagerCalls:
         answers = await self._change(
             "reset of the prefix cache",
             lambda channel: rpc.KvManagerServiceStub(channel).ResetPrefixCache(request, timeout=_PATIENCE_S),
-            repeats=True,
         )
         for name, failure in answers.failed.items():
             raise Unavailable(f"the other groups were reset, and group {name} was not: {failure}")
@@ -165,11 +167,19 @@ class ManagerCalls:
                 asked.duration = max(_LEAST_PIN_S, ends - time.monotonic())
             return await rpc.KvManagerServiceStub(channel).PinPrefix(asked, timeout=_LIST_PATIENCE_S)
 
+        async def recheck(channel: aio.Channel, answer: pb.PinPrefixResponse) -> Ask | None:
+            """A group that lacks the pin shows that it was removed or is over; one with another has a later one."""
+            kept = await _pin_at(channel, request.name)
+            if kept is None:
+                return _unpin(request.name)
+            return later if _content(kept) == _content(answer.pin) else None
+
         answers = await self._change(
             _pin_named(request.name),
             lambda channel: rpc.KvManagerServiceStub(channel).PinPrefix(request, timeout=_LIST_PATIENCE_S),
             later,
             math.inf if ends is None else ends,
+            recheck,
         )
         for name, failure in answers.failed.items():
             if isinstance(failure, InvalidRequest):
@@ -195,11 +205,13 @@ class ManagerCalls:
 
     async def unpin(self, request: pb.UnpinPrefixRequest, context: Context | None = None) -> pb.UnpinPrefixResponse:
         """Remove a pin. Raises Unavailable when a group does not answer, and NotFound."""
-        answers = await self._change(
-            _pin_named(request.name),
-            lambda channel: rpc.KvManagerServiceStub(channel).UnpinPrefix(request, timeout=_LIST_PATIENCE_S),
-            removes_from=time.monotonic(),
-        )
+        unpin = _unpin(request.name)
+
+        async def recheck(channel: aio.Channel, _: pb.UnpinPrefixResponse) -> Ask | None:
+            """A group that has a pin of this name got that later."""
+            return unpin if await _pin_at(channel, request.name) is None else None
+
+        answers = await self._change(_pin_named(request.name), unpin, removes_from=time.monotonic(), recheck=recheck)
         for name, failure in answers.failed.items():
             raise Unavailable(f"the other groups removed the pin, and group {name} did not: {failure}")
         return pb.UnpinPrefixResponse(unheard_managers=sorted(answers.unheard))
@@ -275,9 +287,21 @@ def _pin_named(name: str) -> str:
     return f"pin {name}"
 
 
+def _unpin(name: str) -> Callable[[aio.Channel], Awaitable[pb.UnpinPrefixResponse]]:
+    request = pb.UnpinPrefixRequest(name=name)
+    return lambda channel: rpc.KvManagerServiceStub(channel).UnpinPrefix(request, timeout=_LIST_PATIENCE_S)
+
+
+async def _pin_at(channel: aio.Channel, name: str) -> pb.PinnedPrefix | None:
+    """Return what a group keeps under a name."""
+    answer = await rpc.KvManagerServiceStub(channel).ListPins(pb.ListPinsRequest(), timeout=_LIST_PATIENCE_S)
+    return next((each for each in answer.pins if each.name == name), None)
+
+
 def _kept_elsewhere(failure: InvalidRequest, refusing: str, keeping: Sequence[str], pin: str) -> InvalidRequest:
     """Return the refusal of one group with the groups that keep the pin all the same."""
-    kept = f"that is {group_in_words(refusing)}; kept by {', '.join(map(group_in_words, keeping))}: `quire unpin {pin}` ends that"
+    others = ", ".join(map(group_in_words, keeping))
+    kept = f"that is {group_in_words(refusing)}; kept by {others}: `quire unpin {pin}` ends that"
     return InvalidRequest(*(replace(each, description=f"{each.description}; {kept}") for each in failure.violations))
 
 

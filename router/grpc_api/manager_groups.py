@@ -107,7 +107,9 @@ class ManagerGroups:
 
     def _address_of(self, group: str) -> str | QuireError:
         """Return where the leader of a group is asked. No other group is asked in place of one that has gone."""
-        gone = Unavailable(f"no manager of {group_in_words(group)} is known any more; ask again when one of them is there")
+        gone = Unavailable(
+            f"no manager of {group_in_words(group)} is known any more; ask again when one of them is there"
+        )
         return self.leaders().get(group, gone)
 
     async def all(self, ask: Callable[[aio.Channel], Awaitable[T]]) -> Answers[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from grpc import StatusCode, aio
@@ -15,7 +16,7 @@ from quire.decision.v1 import decision_pb2
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
 from router.grpc_api.manager_calls import ManagerCalls
-from tests.support.router.fake_managers import DOWN, HOSTS, PATIENCE, Late, Manager
+from tests.support.router.fake_managers import DOWN, HOSTS, PATIENCE, Late, Manager, settled
 
 
 async def test_a_manager_that_never_answered_is_named_from_the_first_call_on(
@@ -122,8 +123,54 @@ async def test_a_change_that_fails_leaves_the_earlier_one_kept(managers: list[Ma
         with pytest.raises(Unavailable):
             await late.calls.unpin(pb.UnpinPrefixRequest(name="of-a"))
         assert len(late.calls._late) == 1
+        for each in managers:
+            each.silent = False
         await late.begin()
         await late.asked_for(pb.UnpinPrefixRequest(name="of-a"))
+
+
+PIN, OTHER = pb.PinPrefixRequest(name="p", num_tokens=1), pb.PinPrefixRequest(name="p", num_tokens=2)
+UNPIN = pb.UnpinPrefixRequest(name="p")
+
+
+@pytest.mark.parametrize("last", [0, 1])
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [((PIN, UNPIN), None), ((PIN, OTHER), 2), ((PIN, UNPIN, OTHER), 2), ((PIN, OTHER, UNPIN), None)],
+)
+async def test_of_changes_by_several_routers_the_last_one_counts_whoever_brings_it_last(
+    managers: list[Manager], changes: tuple[Any, ...], kept: int | None, last: int
+) -> None:
+    """The first change goes through one router, and those after it through another one."""
+    async with Late("c", managers) as late:
+        routers = late.calls, late.another()
+        for number, change in enumerate(changes):
+            calls = routers[min(number, 1)]
+            await (calls.pin(change) if isinstance(change, pb.PinPrefixRequest) else calls.unpin(change))
+        assert [len(each._late) for each in routers] == [1, 1]
+        late.manager.pins["p"] = 7
+        async with routers[last]._late.changing("pin p"):
+            await late.begin()
+            await settled(routers[1 - last])
+        await settled(routers[last])
+        assert late.manager.pins.get("p") == kept
+
+
+async def test_a_change_waits_until_a_group_that_has_it_says_that_it_still_counts(managers: list[Manager]) -> None:
+    async with Late("c", managers) as late:
+        await late.calls.pin(PIN)
+        await late.calls.reset(pb.ResetPrefixCacheRequest())
+        for each in managers:
+            each.silent = True
+            each.asked.clear()
+        await late.begin()
+        async with asyncio.timeout(PATIENCE):
+            while not all(pb.ListPinsRequest() in each.asked for each in managers):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert PIN not in late.manager.asked
+        managers[1].silent = False
+        await late.settled()
+        assert (late.manager.pins["p"], pb.ResetPrefixCacheRequest() in late.manager.asked) == (1, True)
 
 
 @pytest.mark.parametrize("code", [StatusCode.DEADLINE_EXCEEDED, StatusCode.RESOURCE_EXHAUSTED, StatusCode.INTERNAL])

@@ -27,7 +27,10 @@ SILENT = (StatusCode.UNAVAILABLE, "this KV manager stands by")
 
 
 class Manager(rpc.KvManagerServiceServicer, decision_pb2_grpc.DecisionServiceServicer):
-    """The leader of one group, with one worker. `silent`: it refuses every call but that of who leads; `full`: pins."""
+    """The leader of one group, with one worker. `silent`: it refuses every call but that of who leads; `full`: pins.
+
+    `pins` are the tokens of each pin by its name.
+    """
 
     full = False
     last, ends = b"h" * 16, 1_000.0
@@ -36,6 +39,7 @@ class Manager(rpc.KvManagerServiceServicer, decision_pb2_grpc.DecisionServiceSer
         self.group, self.worker, self.silent, self.address = group, f"w-{group}", False, ""
         self.events: asyncio.Queue[pb.SubscribeKvEventsResponse | None] = asyncio.Queue()
         self.asked: list[Any] = []
+        self.pins = {"common": 0, f"of-{group}": 0}
         self.says, self.go_on = SILENT, asyncio.Event()
         self.go_on.set()
 
@@ -66,21 +70,24 @@ class Manager(rpc.KvManagerServiceServicer, decision_pb2_grpc.DecisionServiceSer
 
     def _pin(self, name: str) -> pb.PinnedPrefix:
         there = [pb.PinAtWorker(worker_id=self.worker, blocks_there=2)]
-        return pb.PinnedPrefix(name=name, num_blocks=2, workers=there, last_block_hash=self.last, expires=self.ends)
+        kept = pb.PinnedPrefix(name=name, num_blocks=2, num_tokens=self.pins[name], workers=there, expires=self.ends)
+        kept.last_block_hash = self.last
+        return kept
 
     async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> pb.PinPrefixResponse:
         await self._check(request, context)
         if self.full:
             await abort(context, InvalidRequest(FieldViolation("block_hashes", "8 blocks are pinned")))
+        self.pins[request.name] = request.num_tokens
         return pb.PinPrefixResponse(pin=self._pin(request.name), durable=True)
 
     async def ListPins(self, request: pb.ListPinsRequest, context: Any) -> pb.ListPinsResponse:
         await self._check(request, context)
-        return pb.ListPinsResponse(pins=[self._pin("common"), self._pin(f"of-{self.group}")], durable=True)
+        return pb.ListPinsResponse(pins=[self._pin(name) for name in self.pins], durable=True)
 
     async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Any) -> pb.UnpinPrefixResponse:
         await self._check(request, context)
-        if request.name not in ("common", f"of-{self.group}"):
+        if self.pins.pop(request.name, None) is None:
             await context.abort(StatusCode.NOT_FOUND, f"nothing is pinned as {request.name}")
         return pb.UnpinPrefixResponse()
 
@@ -116,11 +123,21 @@ class Late:
         self.hosts, name = hosts, HOSTS[0] if hosts is None else "late.test"
         self._address, self._name = f"{HOSTS[0]}:{self.port}", f"{name}:{self.port}"
         names = [*(each.address for each in others), self._name]
-        self.calls = ManagerCalls(names, self._dial, self._resolve)
-        self.calls._groups._watch._again_s = 0.01
+        self._names, self.calls = names, self._of_a_router(names)
         # A taken port is an error at once.
         self._supervisor, self._server = Supervisor(), aio.server(options=[("grpc.so_reuseport", 0)])
         rpc.add_KvManagerServiceServicer_to_server(self.manager, self._server)
+
+    def _of_a_router(self, names: Sequence[str]) -> ManagerCalls:
+        calls = ManagerCalls(names, self._dial, self._resolve)
+        calls._groups._watch._again_s = 0.01
+        return calls
+
+    def another(self) -> ManagerCalls:
+        """Return the calls of another router, which begins now."""
+        calls = self._of_a_router(self._names)
+        calls.start(self._supervisor)
+        return calls
 
     async def __aenter__(self) -> Self:
         self.calls.start(self._supervisor)
@@ -161,6 +178,11 @@ class Late:
 
     async def settled(self) -> None:
         """Wait until nothing is kept for the manager any more."""
-        async with asyncio.timeout(PATIENCE):
-            while len(self.calls._late):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await settled(self.calls)
+
+
+async def settled(calls: ManagerCalls) -> None:
+    """Wait until a router keeps no change any more."""
+    async with asyncio.timeout(PATIENCE):
+        while len(calls._late):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
