@@ -12,7 +12,6 @@ by its queue and its slower steps.
 
 from __future__ import annotations
 
-import heapq
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +20,10 @@ from enum import StrEnum
 from common.clock import Clock
 from common.lease import blocks_needed
 from common.types import Candidate, Decision, DecisionKind
-from router.core.shortlist import MOST_PRICED, SoonestSeen, named, shortlist, unnamed
+from router.core.least_times import Bounds, LeastTime, LeastTimes
+from router.core.shortlist import named, shortlist, unnamed
 from router.core.usual_rates import UsualRates, believed, trust_in
-from router.core.worker_model import WorkerModel
+from router.core.worker_model import Capacity, WorkerModel
 from router.core.worker_wait import departures, steps_ahead, wait_for_room
 
 # Costs closer than this count as equal: signals are no more precise, and a tie must not favour the first worker.
@@ -100,6 +100,8 @@ class WorkerCost:
     prefill: float
     decode_pressure: float
     unproven: bool
+    # Of the prefill, for each token.
+    token_s: float
 
     @property
     def work_s(self) -> float:
@@ -143,7 +145,7 @@ class Router:
 
     def __init__(self, clock: Clock, new_id: Callable[[], str], seed: int) -> None:
         self._clock, self._new_id, self._seed = clock, new_id, seed
-        self._soonest = SoonestSeen()
+        self._least = LeastTimes()
 
     def route(
         self,
@@ -170,9 +172,8 @@ class Router:
             found.verdicts.update(verdicts)
         least_s: float | None = None
         if found.costs and not found.has_one_in_time(placement):
-            if len(seen) < len(workers):
-                seen, found = self._look(placement, workers, seen, hits)
-            least_s = found.least_s(placement, placement.passes or bool(absent))
+            look = self._look(placement, workers, seen, hits)
+            seen, found, least_s = look.seen, look.priced, look.least_s(placement, placement.passes or bool(absent))
         found.leave_out_late(placement)
         best, tied = self._pick(found.costs, decision_id) if found.costs else (None, 0)
         outcome = next((each for each in _BEST_FIRST if each in found.verdicts), Outcome.NO_WORKER)
@@ -212,7 +213,7 @@ class Router:
         may soon be well: nobody knows when it goes on with what it has.
         """
         drawn = shortlist(workers, hits, self._drawn(placement.request_id))
-        return self._look(placement, workers, drawn, hits)[1].least_s(placement, has_room)
+        return self._look(placement, workers, drawn, hits).least_s(placement, has_room)
 
     def _look(
         self,
@@ -220,14 +221,21 @@ class Router:
         workers: Sequence[WorkerModel],
         drawn: Sequence[WorkerModel],
         hits: Mapping[str, int],
-    ) -> tuple[Sequence[WorkerModel], _Priced]:
-        """Price the drawn workers and those that were the soonest lately, or all of them once in a while."""
+    ) -> _Look:
+        """Price the drawn workers, and of many those with the lowest bounds too."""
         now = self._clock.monotonic()
-        seen = self._soonest.among(workers, drawn, now) if len(drawn) < len(workers) else workers
-        found = _Priced.of(placement, seen, hits, now)
-        if len(drawn) < len(seen) == len(workers):
-            self._soonest.keep(found.soonest(placement), len(workers), now)
-        return seen, found
+        if len(drawn) == len(workers):
+            return _Look(workers, _Priced.of(placement, workers, hits, now))
+        if self._least.is_old(len(workers), now):
+            usual, well = UsualRates.of(workers), [each for each in workers if each.trouble(now) is None]
+            away = [each for each in workers if each.trouble(now) is not None]
+            self._least.keep((_least_time(each, usual, now) for each in well), away, len(workers), now)
+        bounds = self._least.bounds(
+            workers, hits, placement.prompt_tokens, placement.avoids, lambda each: not _too_large(each, placement)
+        )
+        names = bounds.soonest().union(worker.worker_id for worker in drawn)
+        seen = [worker for worker in workers if worker.worker_id in names]
+        return _Look(seen, _Priced.of(placement, seen, hits, now), bounds, names)
 
     def _pick(self, costs: list[WorkerCost], decision_id: str) -> tuple[WorkerCost, int]:
         """Return the cheapest worker, or one of those that tie with it at random, and how many tie."""
@@ -267,12 +275,8 @@ _BEST_FIRST = (Outcome.PLACED, Outcome.WAIT, Outcome.NO_WORKER, Outcome.TOO_LARG
 
 def verdict(worker: WorkerModel, placement: PlacementRequest, now: float) -> tuple[Outcome, str]:
     """Return PLACED when the worker may be chosen, else the outcome without it and the reason."""
-    capacity = worker.capacity
-    if placement.max_len > capacity.max_model_len:
-        return Outcome.TOO_LARGE, f"{TOO_LARGE}: {placement.max_len} tokens of at most {capacity.max_model_len}"
-    needed = blocks_needed(placement.prompt_tokens, placement.max_len, capacity.block_size, capacity.window)
-    if needed > capacity.num_blocks:
-        return Outcome.TOO_LARGE, f"{TOO_LARGE}: {needed} blocks of {capacity.num_blocks} in its pool"
+    if too_large := _too_large(worker.capacity, placement):
+        return Outcome.TOO_LARGE, too_large
     if worker.worker_id in placement.avoids:
         return Outcome.NO_WORKER, "another worker is wanted: it has computed the prompt"
     if trouble := worker.trouble(now):
@@ -281,6 +285,14 @@ def verdict(worker: WorkerModel, placement: PlacementRequest, now: float) -> tup
     if worker.sequences + placement.sequences > limit:
         return Outcome.WAIT, f"over limit: {worker.sequences} sequences of at most {limit}"
     return Outcome.PLACED, ""
+
+
+def _too_large(capacity: Capacity, placement: PlacementRequest) -> str:
+    """Return why a worker of this capacity can never hold the request; "": it can."""
+    if placement.max_len > capacity.max_model_len:
+        return f"{TOO_LARGE}: {placement.max_len} tokens of at most {capacity.max_model_len}"
+    needed = blocks_needed(placement.prompt_tokens, placement.max_len, capacity.block_size, capacity.window)
+    return f"{TOO_LARGE}: {needed} blocks of {capacity.num_blocks} in its pool" if needed > capacity.num_blocks else ""
 
 
 def _may_recover(worker: WorkerModel, placement: PlacementRequest) -> bool:
@@ -326,17 +338,6 @@ class _Priced:
         passes = has_room or bool(self.recovering)
         return min((each.counted_s(passes) for each in self._now_or_later(placement)), default=0.0)
 
-    def soonest(self, placement: PlacementRequest) -> Iterator[str]:
-        """Yield the names of the soonest workers, with what is before the request there and without.
-
-        One in trouble is named too: while it may recover, what is before a request refuses none.
-        """
-        costs = self._now_or_later(placement)
-        for passes in (False, True):
-            ordered = heapq.nsmallest(MOST_PRICED // 2, costs, key=lambda each: each.counted_s(passes))
-            yield from (each.worker.worker_id for each in ordered)
-        yield from (each.worker_id for each in self.recovering[:1])
-
     def has_one_in_time(self, placement: PlacementRequest) -> bool:
         """Return whether some worker keeps the deadline, as far as that is known."""
         left, passes = placement.left, placement.passes
@@ -351,6 +352,34 @@ class _Priced:
         pairs = list(zip(self.costs, counted, strict=True))
         self.out.extend(each.too_late(placement.left, seconds) for each, seconds in pairs if seconds > most)
         self.costs[:] = [each for each, seconds in pairs if seconds <= most]
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """The priced workers, and bounds for the others, whose ids are not among the `names`."""
+
+    seen: Sequence[WorkerModel]
+    priced: _Priced
+    bounds: Bounds | None = None
+    names: frozenset[str] = frozenset()
+
+    def least_s(self, placement: PlacementRequest, has_room: bool) -> float:
+        """Return the least known seconds to the first token at any worker, or fewer, as `Router.soonest_s` does."""
+        if self.bounds is None:
+            return self.priced.least_s(placement, has_room)
+        passes = has_room or self.bounds.recovers or bool(self.priced.recovering)
+        return min(self.priced.least_s(placement, passes), self.bounds.least_s(self.names, passes))
+
+
+# What is before this one is before any request.
+_SMALLEST = PlacementRequest("", prompt_tokens=1, max_len=1, max_tokens=1)
+
+
+def _least_time(worker: WorkerModel, usual: UsualRates, now: float) -> LeastTime:
+    cost = _cost(worker, _SMALLEST, 0, usual, now)
+    if cost.unproven:
+        return LeastTime(worker, 0.0, 0.0, 0.0)
+    return LeastTime(worker, cost.known_delay, cost.token_s, cost.prefill - cost.token_s)
 
 
 def _cost(
@@ -374,4 +403,5 @@ def _cost(
     if not worker.load.manager_attached:
         delay += MANAGER_AWAY_S
     unproven = not worker.sequences and now - worker.shown_at > OLD_S
-    return WorkerCost(worker, hit_blocks, trust, delay, known, uncached * per_token + step, horizon * step, unproven)
+    prefill = uncached * per_token + step
+    return WorkerCost(worker, hit_blocks, trust, delay, known, prefill, horizon * step, unproven, per_token)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from common.types import Candidate
 from router.core.worker_model import WorkerModel
 
 MOST_PRICED = 64
 MOST_HOLDERS = 16
-# Seconds between two looks at all workers for one that keeps a deadline. A heartbeat may be as old.
+# Seconds between two looks at all workers for a deadline. A heartbeat may be as old.
 LOOK_EVERY_S = 0.1
 # Of the candidates with a cost, and of those that were filtered out.
 MOST_NAMED = 8
@@ -34,28 +34,6 @@ def shortlist(workers: Sequence[WorkerModel], hits: Mapping[str, int], seed: int
         holders = {place for _, place in heapq.nlargest(MOST_HOLDERS, held)}
     drawn = random.Random(seed).sample(range(len(workers)), MOST_PRICED - len(holders))
     return [workers[place] for place in sorted(holders.union(drawn))]
-
-
-class SoonestSeen:
-    """The workers that were the soonest to a first token when all of many were looked at last.
-
-    A deadline that no drawn worker keeps asks for all workers, and a client may send many such deadlines. In between
-    two looks at all, the drawn workers and the soonest of the last look stand for the others.
-    """
-
-    def __init__(self) -> None:
-        self._names, self._looked_at, self._workers = frozenset[str](), float("-inf"), 0
-
-    def among(self, workers: Sequence[WorkerModel], drawn: Sequence[WorkerModel], now: float) -> Sequence[WorkerModel]:
-        """Return all workers if the last look is `LOOK_EVERY_S` old or was at fewer; else those that stand for them."""
-        if now - self._looked_at >= LOOK_EVERY_S or len(workers) > self._workers:
-            return workers
-        names = self._names.union(worker.worker_id for worker in drawn)
-        return [worker for worker in workers if worker.worker_id in names]
-
-    def keep(self, names: Iterable[str], workers: int, now: float) -> None:
-        """Keep the soonest of so many workers, all of which were looked at."""
-        self._names, self._looked_at, self._workers = frozenset(names), now, workers
 
 
 def named(candidates: Sequence[Candidate], chosen: str) -> tuple[Candidate, ...]:

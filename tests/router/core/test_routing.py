@@ -12,9 +12,10 @@ import pytest
 
 from common.clock import ManualClock
 from common.types import Decision
+from router.core import routing
 from router.core.optimistic import OptimisticIndex
 from router.core.rates import StepLine
-from router.core.routing import TIE_SECONDS, Choice, Outcome, PlacementRequest, Router
+from router.core.routing import TIE_SECONDS, Choice, Outcome, PlacementRequest, Router, WorkerCost
 from router.core.shortlist import LOOK_EVERY_S, MOST_PRICED
 from router.core.worker_model import Capacity, Load, WorkerModel
 from tests.router.core.test_optimistic import block_hashes
@@ -283,42 +284,68 @@ def test_of_many_workers_one_in_time_is_found_beyond_those_that_are_drawn() -> N
     assert found == {"w0"}
 
 
-class CountedHits(dict[str, int]):
-    """Counts the workers that are priced: each one is looked up."""
-
-    looked_up = 0
-
-    def get(self, *args: Any) -> Any:
-        self.looked_up += 1
-        return super().get(*args)
-
-    def taken(self) -> int:
-        found, self.looked_up = self.looked_up, 0
-        return found
-
-
-def test_deadlines_that_no_worker_keeps_price_all_of_many_only_once_in_a_while() -> None:
-    """A client may send any number of them. In between, the soonest of the last time stand for the others."""
-    many, clock, hits = [worker(f"w{number}") for number in range(1000)], ManualClock(), CountedHits()
+def test_deadlines_that_no_worker_keeps_look_at_all_of_many_only_once_in_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client may send any number of them. In between, the lower bounds of the last look stand for the others."""
+    many, clock, priced = [worker(f"w{number}") for number in range(1000)], ManualClock(), list[str]()
     for number, each in enumerate(many):
         each.rates.prefill_token.value = TOKEN * (1000 - number)
-    numbers = itertools.count()
+    numbers, cost = itertools.count(), routing._cost
+
+    def counted(model: WorkerModel, *args: Any) -> WorkerCost:
+        priced.append(model.worker_id)
+        return cost(model, *args)
+
+    monkeypatch.setattr(routing, "_cost", counted)
     chooses = Router(clock, lambda: f"d{next(numbers)}", 1)
     asked: list[Callable[[], float]] = [
-        lambda: chooses.route(due(0.01), many, hits).least_s,
-        lambda: chooses.soonest_s(placement(), many, hits, has_room=False),
-        lambda: chooses.soonest_s(placement(), many, hits, has_room=True),
+        lambda: chooses.route(due(0.01), many, {}).least_s,
+        lambda: chooses.soonest_s(placement(), many, {}, has_room=False),
+        lambda: chooses.soonest_s(placement(), many, {}, has_room=True),
     ]
     for ask in asked:
         clock.advance(2 * LOOK_EVERY_S)
+        priced.clear()
         assert ask() == pytest.approx(100 * TOKEN + STEP), "that of the soonest of all"
-        assert 1000 <= hits.taken() <= 1000 + MOST_PRICED
+        assert 1000 <= len(priced) <= 1000 + 3 * MOST_PRICED
         for again in asked * 5:
+            priced.clear()
             assert again() == pytest.approx(100 * TOKEN + STEP)
-            assert hits.taken() <= 3 * MOST_PRICED
+            assert len(priced) <= 3 * MOST_PRICED
     clock.advance(2 * LOOK_EVERY_S)
     many[0].rates.prefill_token.value = TOKEN / 2
-    assert chooses.route(due(0.01), many, hits).least_s == pytest.approx(50 * TOKEN + STEP)
+    assert chooses.route(due(0.01), many, {}).least_s == pytest.approx(50 * TOKEN + STEP)
+
+
+SMALL = replace(CAPACITY, max_model_len=256)
+
+
+@pytest.mark.parametrize("first", [None, placement(prompt=400), placement(prompt=1), placement(sequences=4)])
+def test_what_one_request_asked_refuses_no_other_one(first: PlacementRequest | None) -> None:
+    """A few small workers are free, and the others are busy. A request that the small ones cannot hold came first."""
+    busy = Load(running=1, unheld_blocks=64, pending_prefill_tokens=60_000)
+    many = [worker(f"busy{number}", busy) for number in range(592)]
+    many += [worker(f"free{number}", capacity=SMALL) for number in range(8)]
+    chooses = router()
+    for number in range(100):
+        if first is not None:
+            assert chooses.route(replace(first, left=1e-9), many, {}).least_s > 1e-9
+        choice = chooses.route(replace(due(0.5), request_id=f"r{number}"), many, {})
+        assert (chosen(choice)[:4], choice.least_s <= 0.5) == ("free", True)
+        assert chooses.soonest_s(placement(), many, {}, has_room=False) == pytest.approx(100 * TOKEN + STEP)
+
+
+def test_a_request_that_may_be_in_time_at_a_worker_that_was_not_priced_is_not_refused() -> None:
+    """The others lack blocks for it, and have some for a smaller one: their bounds are lower than that of w499."""
+    busy = Load(running=3, unheld_blocks=3)
+    many = [worker(f"w{number}", busy) for number in range(500)]
+    for each in many[:499]:
+        each.rates.finished(1000.0, 3, now=0.0)
+    many[499].heartbeat(replace(busy, pending_prefill_tokens=50, unheld_blocks=64), now=0.0)
+    choices = [router(seed).route(due(0.5), many, {}) for seed in range(20)]
+    assert all(choice.least_s <= 0.5 for choice in choices)
+    assert any(chosen(choice) != "w499" for choice in choices), "else every one of them was priced"
 
 
 def test_between_two_looks_at_all_a_full_worker_that_was_the_soonest_is_known() -> None:

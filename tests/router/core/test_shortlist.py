@@ -6,11 +6,9 @@ import random
 
 from common.types import Candidate
 from router.core.shortlist import (
-    LOOK_EVERY_S,
     MOST_HOLDERS,
     MOST_NAMED,
     MOST_PRICED,
-    SoonestSeen,
     named,
     shortlist,
     unnamed,
@@ -48,23 +46,6 @@ def test_every_worker_is_drawn_now_and_then() -> None:
     many, draw = workers(200), random.Random(0)
     seen = {each.worker_id for _ in range(60) for each in shortlist(many, {}, draw.getrandbits(32))}
     assert len(seen) == 200
-
-
-def test_the_soonest_of_a_look_at_all_stand_for_the_others_for_a_while() -> None:
-    many, seen = workers(1000), SoonestSeen()
-    drawn = many[:3]
-    assert seen.among(many, drawn, 0.0) is many
-    seen.keep(["w500", "gone"], len(many), 0.0)
-    assert [each.worker_id for each in seen.among(many, drawn, 0.05)] == ["w0", "w1", "w2", "w500"]
-    assert seen.among(many, drawn, LOOK_EVERY_S) is many
-
-
-def test_a_look_at_some_workers_does_not_stand_for_all() -> None:
-    """A sequence that moves is placed among the workers with room in their batch."""
-    many, seen = workers(1000), SoonestSeen()
-    seen.keep(["w5"], 100, 0.0)
-    assert seen.among(many, many[:3], 0.01) is many
-    assert len(seen.among(many[:100], many[:3], 0.01)) == 4
 
 
 def test_a_record_names_the_cheapest_the_chosen_one_and_the_best_holder() -> None:
