@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from common.process.own_thread import in_own_thread
+from common.own_thread import in_own_thread
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from common.process.own_thread import in_own_thread
+from common.own_thread import in_own_thread
 
 _OPEN_FILES: Final = "/proc/self/fd"
 # Calls that nobody waits for.

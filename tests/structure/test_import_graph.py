@@ -25,6 +25,7 @@ LOOSE = {
         "index_format",
         "lease",
         "limits",
+        "own_thread",
         "service",
         "types",
         "version",

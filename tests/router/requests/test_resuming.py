@@ -337,7 +337,8 @@ async def test_a_router_that_stops_leaves_no_orphans_at_a_worker_that_reads_late
                 await reads.wait()
                 yield each
 
-        monkeypatch.setattr(whole.worker.servicer, "_read", lambda stream, requests: original(stream, late(requests)))
+        servicer = whole.worker.servicer
+        monkeypatch.setattr(servicer, "_read", lambda one, requests, silence: original(one, late(requests), silence))
         first = await whole.router()
         await whole.begun(first, wanted(n=2), 1)
         reads.clear()
