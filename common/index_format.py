@@ -173,7 +173,7 @@ class KnownEntry:
         return worker.written >= self.last and abs(claimed - passed) <= most
 
     def after(self, worker: DiscoveredWorker) -> KnownEntry:
-        """Return this with an entry that goes on with it, though the clocks differ by now."""
+        """Return this with an entry that goes on with it, although the clocks differ."""
         return replace(self, last=worker.written)
 
 
@@ -188,7 +188,7 @@ def discovered_from_value(
     """Return the worker in the value of a discovery key. Raises ValueError with what is wrong with it.
 
     With the pool's key, an entry must be signed with it and must not be old: who can write Redis, but has no key, could
-    else give an address of his own, or bring back that of a worker that is gone. One that goes on with the `known`
+    else give another address, or bring back that of a worker that is gone. One that goes on with the `known`
     entry of the same key, at `monotonic` seconds here, counts although the clocks have drifted apart or were set.
     """
     if len(value) > MAX_DISCOVERY_ENTRY_BYTES:

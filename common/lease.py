@@ -39,8 +39,8 @@ def public_incarnation(incarnation: bytes) -> bytes:
 def blocks_before_window(position: int, window: int, block_size: int) -> int:
     """Return how many leading blocks no token from `position` on reads, where every layer has a window (0: none has).
 
-    Whatever depends on windows asks this: a worker that releases blocks, the managers and routers that look for cached
-    ones, and a worker that checks a block table without its first blocks.
+    Workers release blocks by this rule; managers and routers look for cached blocks by it; workers check block tables
+    by it.
     """
     return max(0, position - window + 1) // block_size if window else 0
 
@@ -172,8 +172,8 @@ class InventorySequence:
 class CachedBlock:
     """A block with valid, sealed content. `parent` indexes the inventory's cached blocks; -1: none.
 
-    Where every layer has a window, a block stays when those before it are gone. Then `parent` is -1, and the block says
-    itself at which `depth` it stands, and after which hash (any 16 bytes at depth 0).
+    Where every layer has a window, a block stays when those before it are gone. Then `parent` is -1, and the entry
+    has its own `depth` and the hash before it (any 16 bytes at depth 0).
     """
 
     block: BlockId

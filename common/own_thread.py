@@ -19,7 +19,7 @@ T = TypeVar("T")
 async def in_own_thread(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Return what `function` returns, or raise what it raises. Raises OSError where no thread can be started.
 
-    The thread is a daemon: it keeps no process from ending. A call that nobody awaits any more goes on to its end.
+    The thread is a daemon: it keeps no process from ending. A cancelled wait leaves the call running to its end.
     """
     call = Future[T]()
     call.set_running_or_notify_cancel()

@@ -27,7 +27,9 @@ _RESOLVE_SOON_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ManagerState:
-    """What a manager says of itself: whether it leads, and in which term. None of it where it is not `reachable`.
+    """What a manager says of itself: whether it leads, and in which term.
+
+    All other fields are empty for one that is not `reachable`.
 
     `since` is when it began to lead or to stand by, or when this process lost it, in seconds of the monotonic clock.
     `group` is what it said last; "": it is in none, or has not said anything yet. `owner` names its process.
@@ -46,11 +48,9 @@ class LeaderWatch:
     """`leader` is the address of the manager that leads; None while none is known. `on_change` is called after changes.
 
     A host of the `names`, HOST:PORT, may have several addresses, which are all followed, and which may change. One
-    address alone is not followed: there is nothing to find out. `managers` has what each one said last, in their order.
-    A leader that hangs cannot say that it leads no more: of several that say so, the one of the highest term leads. A
-    leader with two addresses is known by the same one as long as it is reachable there.
-    A pool may be split over several groups of managers. A worker has the addresses of one group, and follows `leader`;
-    a router has those of all groups, and asks `leaders`.
+    address alone is not followed: it leads, or is the only choice. `managers` has what each one said last, in their
+    order. A hung leader still says that it leads: of several that say so, the one of the highest term counts. A leader
+    with two addresses is known by the same one as long as it is reachable there.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class LeaderWatch:
         return frozenset(self._heard)
 
     def unheard(self) -> list[str]:
-        """Return the addresses that have not answered yet: nobody knows which groups they belong to."""
+        """Return the addresses that have not answered yet: their groups are unknown."""
         return [address for address in self._states if address not in self._heard]
 
     async def first_look(self) -> None:
@@ -144,9 +144,9 @@ class LeaderWatch:
         await cancel_and_wait(*self._following.values(), *self._resolving)
 
     async def _resolve_name(self, name: str) -> None:
-        """Ask for the addresses of a name again and again, sooner while nobody leads. One lookup at a time runs."""
+        """Ask for the addresses of a name again and again, sooner without a leader. One lookup at a time runs."""
         while True:
-            with suppress(OSError, UnicodeError):  # the addresses of before stay; who dials a name gets the error
+            with suppress(OSError, UnicodeError):  # the known addresses stay
                 hosts = await self._resolve(host_and_port(name)[0])
                 # A manager may have been reached meanwhile.
                 self._names.take(name, hosts, {each.address for each in self._states.values() if each.reachable})
@@ -208,7 +208,7 @@ class LeaderWatch:
         self._rename([each for each in others if self._states[each].owner != state.owner])
 
     def _met_first(self, state: ManagerState) -> str:
-        """Return the address where this manager was met first: the same process answers there, or did until now."""
+        """Return the address where this manager was met first: the same process answers there, or did last."""
         for address, first in self._heard.items():
             if address != state.address and state.owner and self._states[address].owner == state.owner:
                 return first
@@ -220,7 +220,7 @@ class LeaderWatch:
         return [each for each, first in self._heard.items() if first == address and each != address]
 
     def _rename(self, addresses: list[str]) -> None:
-        """Know the manager at these addresses by the first of them."""
+        """Use the first of these addresses as the name of their manager."""
         for each in addresses:
             self._heard[each] = addresses[0]
 

@@ -26,7 +26,7 @@ class ManagerNames:
     A name stands for itself until it has several addresses: gRPC resolves it with each connection. From then on it
     stands for its addresses, also where only one is left. An address that the name has lost stays while its manager is
     reachable. So an answer that is late, empty or incomplete breaks no stream.
-    A machine may have an address of IPv4 and one of IPv6, and nobody can tell which belong together. So of a name the
+    A machine may have an address of IPv4 and one of IPv6, and DNS does not pair them. So of a name the
     family with more addresses counts. Where both have as many, the one of before does; IPv4 at first.
     """
 

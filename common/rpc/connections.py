@@ -29,7 +29,7 @@ from typing import Any, Final, TypeAlias
 from common.own_thread import in_own_thread
 
 _OPEN_FILES: Final = "/proc/self/fd"
-# Calls that nobody waits for.
+# Watches of health, which never end by themselves.
 _HEALTH: Final = "/grpc.health."
 # Seconds for gRPC to hand the last statuses to the kernel, and between two looks at what the kernel has sent.
 _FLUSH_S: Final = 0.05
@@ -130,7 +130,7 @@ async def leave(ports: Collection[int], calls: Mapping[int, int], seconds: float
     """Close the listeners of this process on these local ports, and for so many seconds each connection without a call.
 
     Other processes on the ports get the clients' next connections. `calls` has the running calls by their clients'
-    ports. Return whether nobody is connected any more.
+    ports. Return whether no client is connected then.
     """
     ends = time.monotonic() + seconds
     try:

@@ -210,7 +210,7 @@ class Router:
         """Return the least known seconds to the first token at a worker that may serve it, now or later; 0: none may.
 
         `has_room` leaves out what is before it there: what remains is its own work. So does a worker in trouble that
-        may soon be well: nobody knows when it goes on with what it has.
+        may soon be well: when it continues is unknown.
         """
         drawn = shortlist(workers, hits, self._drawn(placement.request_id))
         return self._look(placement, workers, drawn, hits).least_s(placement, has_room)

@@ -51,7 +51,7 @@ class Capacity:
         """Return how many blocks of its prompt a fork does not compute; its parent has so many hits.
 
         They are all full blocks before the last token. Where every layer has a window, they are among the blocks of the
-        parent's first grant. If hits left the window, nobody shares a block before it is full: the hits are all.
+        parent's first grant. If hits left the window, no sequence shares a block before it is full: the hits are all.
         """
         most = (tokens - 1) // self.block_size
         if not self.window:

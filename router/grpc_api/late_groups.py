@@ -1,6 +1,6 @@
 """Changes that are for all groups of KV managers, while a manager has not answered since the router's start.
 
-Nobody knows its group. Mostly it is a standby of a group that is known, and there is nothing to do. If it leads another
+Its group is unknown. Usually the manager is a standby of a known group, and there is nothing to do. If it leads another
 group, that group gets the change once it answers. A router that stops before forgets that; `quire pins` shows it then.
 """
 

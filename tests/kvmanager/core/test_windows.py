@@ -129,7 +129,7 @@ def test_a_block_whose_eviction_is_forgotten_was_seen_all_the_same() -> None:
 
 
 def test_blocks_that_are_still_being_filled_are_shared_from_the_first_one_on() -> None:
-    """Whoever has all blocks before one can compute it, if the sequence that was to fill it leaves."""
+    """A sequence with all blocks before a pending one can compute that block if its filler leaves."""
     ledger = windowed()
     first, second = admit(ledger, *(reserve(number, [*LONG, 99], block_size=SIZE) for number in (1, 2)))
     assert (first.n_shared, second.n_shared, second.miss_reason) == (0, 2, MissReason.WINDOWED)
