@@ -177,7 +177,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         works = self._read(stream, request_iterator, silence), self._beat(stream), self._watch(stream, hello, silence)
         tasks = [asyncio.create_task(work) for work in works]
         for task in tasks:
-            task.add_done_callback(lambda done: _end(stream, done))
+            task.add_done_callback(lambda done: self._end(stream, hello.incarnation, done))
         try:
             while (message := stream.take()) is not None or not stream.closed:
                 if message is not None:
@@ -217,6 +217,22 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
             if not live.ended:
                 self._owner[live.id] = None
         self.orphans.take(router, left)
+
+    def _end(self, stream: RouterStream, router: bytes, done: asyncio.Task[None]) -> None:
+        """End a stream with one of its tasks: quietly when the router has gone, else with the error.
+
+        A lost router leaves orphans at once: its stream takes no output, and its writer may wait for gRPC.
+        """
+        error = None if done.cancelled() else done.exception()
+        if error is None:
+            stream.lose()
+            if not (done.cancelled() or stream.ended_here):
+                self._orphan(stream, router)
+        elif isinstance(error, QuireError):
+            stream.fail(error)
+        else:
+            log.error("a task of a router's stream failed", exc_info=error)
+            stream.fail(EngineFailure("a task of the stream failed; the worker's log has the details"))
 
     def _cancel(self, sequence: SequenceId, reason: FinishReason) -> None:
         self._loaded().engine.cancel(sequence, reason)
@@ -320,15 +336,3 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
 
     def _next_sequence(self) -> SequenceId:
         return SequenceId(next(self._ids))
-
-
-def _end(stream: RouterStream, done: asyncio.Task[None]) -> None:
-    """End a stream with one of its tasks: quietly when the router has gone, else with the error."""
-    error = None if done.cancelled() else done.exception()
-    if error is None:
-        stream.lose()
-    elif isinstance(error, QuireError):
-        stream.fail(error)
-    else:
-        log.error("a task of a router's stream failed", exc_info=error)
-        stream.fail(EngineFailure("a task of the stream failed; the worker's log has the details"))

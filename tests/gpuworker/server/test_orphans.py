@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import grpc
 import pytest
 
+from gpuworker.engine.ports import EngineOutputs
 from gpuworker.server import orphans as orphans_module
 from gpuworker.server.orphans import Fate
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
@@ -36,6 +38,46 @@ async def test_the_next_router_gets_all_tokens_of_an_orphan_once_and_then_the_ot
         assert len(set(router.tokens[9])) == 6, "a token came twice"
         assert router.finished[9].usage.output_tokens == 6
         assert (worker.servicer.orphans.fates[Fate.KEPT], worker.servicer.orphans.fates[Fate.RESUMED]) == (1, 1)
+
+
+async def test_a_token_is_kept_that_comes_while_a_write_to_the_dead_router_holds_the_writer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = ManualRunner(lambda plan: plan.step % 50)
+    requests = asyncio.Queue[pb.StreamRequest | None]()
+
+    async def sent() -> AsyncIterator[pb.StreamRequest]:
+        while (message := await requests.get()) is not None:
+            yield message
+
+    async with served(runner, orphan_grace=LONG) as worker:
+        delivered: list[object] = []
+        deliver = worker.servicer._deliver
+
+        def noted(outputs: EngineOutputs) -> None:
+            deliver(outputs)
+            delivered.extend(outputs.tokens)
+
+        monkeypatch.setattr(worker.servicer, "_deliver", noted)
+        requests.put_nowait(pb.StreamRequest(hello=pb.Hello(router_id="r", incarnation=FIRST)))
+        writer = worker.servicer.Stream(sent(), cast("Any", None))
+        await anext(writer)  # gRPC writes the first message, and asks for no other one
+        requests.put_nowait(resumable(1, 6))
+        await worker.until(lambda: bool(runner.num_tokens))
+        await asyncio.to_thread(runner.step)
+        await worker.until(lambda: len(delivered) == 1)
+        (stream,) = worker.servicer._streams
+        requests.put_nowait(None)
+        await worker.until(lambda: stream.closed)
+        await asyncio.to_thread(runner.step)
+        await worker.until(lambda: len(delivered) == 2)
+        await cast("AsyncGenerator[object]", writer).aclose()
+        async with router_of(worker, SECOND) as router:
+            (orphan,) = (await found(router)).orphans
+            await adopt(router, 9, orphan.sequence)
+            runner.release()
+            await router.until_finished(9)
+            assert len(router.tokens[9]) == 6
 
 
 async def test_an_orphan_that_ends_keeps_its_end() -> None:
