@@ -35,7 +35,7 @@ os.environ["QUIRE_ROUTER_SIBLING_TIMEOUT"] = "60"
 # Suites of many tests run until a process ends. So the ports are shared by as few as can be.
 _NUMBER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _PROCESSES = max(4, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-ports.CANDIDATES = range(10_000 + 11 * _NUMBER, 19_000, 11 * _PROCESSES)  # type: ignore[misc]
+ports.CANDIDATES = range(10_000 + 12 * _NUMBER, 19_000, 12 * _PROCESSES)  # type: ignore[misc]
 # A machine that others use takes any time for an example.
 settings.register_profile("quire", deadline=None)
 settings.load_profile("quire")

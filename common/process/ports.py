@@ -11,8 +11,9 @@ from contextlib import ExitStack, suppress
 from typing import Final
 
 # Below the ports that systems give to outgoing connections (32,768 on Linux). A service derives further ports from its
-# own: of its workers, the next ones; of its metrics, the one 1,000 above. No candidate is one of those of another.
-CANDIDATES: Final = range(20_000, 32_000, 11)
+# own: of its workers, the next ones; of the metrics of each, the one 1,000 above. No candidate is one of those of
+# another, up to 8 workers.
+CANDIDATES: Final = range(20_000, 32_000, 12)
 
 _count = itertools.count(1)
 _last_picked: dict[int, int] = {}

@@ -18,6 +18,7 @@ from gpuworker.memory.kv_cache import KvCache
 from gpuworker.native.library import best
 from gpuworker.runner.model_runner import ModelRunner
 from gpuworker.runner.thread_executor import ThreadExecutor
+from gpuworker.sampling.native_sampler import RowFollower
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch
 from tests.support.checkpoints import EOS, SERVED, VOCAB_SIZE, checkpoint, hf_greedy
@@ -230,9 +231,15 @@ def test_samplers_are_made_once_for_each_number_of_drafts(
     made = []
 
     class Counted(SamplingBatch):
-        def __init__(self, rows: Sequence[SampledRow], vocab_size: int, device: torch.device) -> None:
+        def __init__(
+            self,
+            rows: Sequence[SampledRow],
+            vocab_size: int,
+            device: torch.device,
+            followers: Sequence[RowFollower | None] = (),
+        ) -> None:
             made.append(len(rows))
-            super().__init__(rows, vocab_size, device)
+            super().__init__(rows, vocab_size, device, followers)
 
     monkeypatch.setattr("gpuworker.runner.model_runner.SamplingBatch", Counted)
     runner = llama_runner()
