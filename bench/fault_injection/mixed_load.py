@@ -1,7 +1,7 @@
 """A mixed load on a running suite: good requests whose tokens are compared, and among them all kinds of others.
 
 Of ten requests eight are good streams. The others are cancelled, refused or no messages at all; they come over HTTP or
-on a connection of their own, hang up in the middle, bring a constraint that nobody sent before, or ask the admin plane.
+on a connection of their own, hang up in the middle, bring a new constraint, or ask the admin plane.
 
 Prompts come again: there are PROMPTS of them. So what the services remember of prompts is full soon. The router forgets
 after ten minutes where it sent one, and with ever new prompts its memory would follow the rate of the requests.

@@ -109,7 +109,7 @@ async def test_of_two_that_lead_in_the_same_term_the_one_of_before_stays(
 async def test_a_leader_with_two_addresses_is_left_by_nobody_when_one_path_breaks(
     managers: tuple[FakeManager, FakeManager],
 ) -> None:
-    """One process on two networks: the stream that says so breaks at one address, while the session there goes on."""
+    """One process on two networks: its watch breaks at one address, while the session there goes on."""
     for each in managers:
         each.owner = "the same"
         each.say(True, 3)

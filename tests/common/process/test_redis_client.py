@@ -1,4 +1,4 @@
-"""The client of Redis: a lost connection is told in one way, whatever the loop; many calls share few connections."""
+"""The client of Redis: each lost connection is one kind of error, and many calls share few connections."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ async def test_a_connection_without_a_call_ends_at_once_and_nobody_can_connect()
     async with dialled(rpc) as channel:
         assert await method(channel)(b"") == b"answer"
         await until(lambda: not rpc._calls.by_port)
-        await rpc.leave_to_others(LONG)  # it returns because nobody is left
+        await rpc.leave_to_others(LONG)  # it returns because no connection is left
         assert (await refused(channel)).code() is grpc.StatusCode.UNAVAILABLE
     await rpc.stop(0.0)
 
