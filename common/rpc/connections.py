@@ -24,7 +24,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeAlias
+
+from grpc import aio
 
 from common.own_thread import in_own_thread
 
@@ -45,9 +48,13 @@ _few_descriptors = threading.Lock()
 
 
 class Calls:
-    """Counts the calls of a server that have not ended, those of health apart.
+    """Counts the calls of a server that have not ended, those of health apart, and lets go of ended ones.
 
     `by_port` has them by the port from which their client is connected.
+
+    A call that is in a cycle when it ends waits for the collector with all that it had: gRPC's native call, its
+    message, the frames of its handler. One that was long enough there is in the oldest generation, which a service
+    walks after millions of new objects (`common/process/garbage.py`). So no cycle is left.
     """
 
     def __init__(self) -> None:
@@ -69,14 +76,21 @@ class Calls:
 
     @asynccontextmanager
     async def _count(self, context: Any, calls: int) -> AsyncIterator[None]:
-        port = _port_of(context.peer())
+        # gRPC runs a handler in a task that ends once the call's status is written, or the call is given up. A
+        # callback of the context would be called then too, but the context keeps it, and it keeps the context.
+        task, port = asyncio.current_task(), _port_of(context.peer())
+        assert task is not None
         self._running += calls
         self.by_port[port] += calls
-        # gRPC calls this once it has written the call's status, or has given it up.
-        context.add_done_callback(lambda _: self._ended(calls, port))
+        task.add_done_callback(lambda _: self._ended(calls, port))
         if calls:
             await self._open.wait()
-        yield
+        try:
+            yield
+        except aio.AbortError as error:
+            # The call's state keeps this error, and the error's frames keep the state.
+            task.add_done_callback(partial(_forget_frames, error))
+            raise
 
     def _ended(self, calls: int, port: int) -> None:
         self._running -= calls
@@ -93,6 +107,10 @@ class Calls:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._over.wait()
+
+
+def _forget_frames(error: BaseException, _: object) -> None:
+    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 @dataclass(frozen=True, slots=True)
