@@ -21,6 +21,7 @@ from common.decisions.disk.metrics import LogMetrics
 from common.decisions.disk.writer import opened as opened_log
 from common.decisions.ring import DecisionRing
 from common.limits import KEPT_RECORDS_SHARE
+from common.process.allocator import one_arena
 from common.process.debug import dumps_on_signal
 from common.process.garbage import collect_rarely
 from common.process.loop_turns import LoopTurns
@@ -378,6 +379,7 @@ async def _any_of(*events: asyncio.Event) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    one_arena()
     settings = load_or_exit(RouterSettings, argv, prog="quire-router")
     return run_service("router", settings, lambda: serve(settings))
 
