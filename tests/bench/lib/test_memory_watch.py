@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from bench.lib.memory_watch import FLAT, GROWS, MIB, OPEN, Bounds, MemoryWatch, Value
+from bench.lib.memory_watch import FLAT, GROWS, MIB, OPEN, Bounds, MemoryWatch, Value, own_bytes
 
 SETTLED_S = 600.0
 
@@ -73,3 +73,24 @@ def test_it_looks_at_processes_and_passes_over_those_that_ended() -> None:
     found = watch.figures()
     assert found["uss_mib_this"] > 1.0
     assert (found["fds_this"] > 0, found["threads_this"] > 0, "uss_mib_gone" in found) == (True, True, False)
+
+
+ROLLUP = """55d0-7ffe ---p 00000000 00:00 0    [rollup]
+Rss:              118004 kB
+Shared_Clean:      {shared} kB
+Shared_Dirty:          0 kB
+Private_Clean:     {clean} kB
+Private_Dirty:     83164 kB
+Swap:               4000 kB
+SwapPss:            {swap} kB
+Locked:                0 kB
+"""
+
+
+def test_a_library_that_a_neighbour_maps_too_or_no_more_changes_nothing() -> None:
+    shared, alone = ROLLUP.format(shared=34704, clean=136, swap=0), ROLLUP.format(shared=28500, clean=6340, swap=0)
+    assert own_bytes(shared) == own_bytes(alone) == 83164 * 1024
+
+
+def test_memory_that_is_swapped_out_counts() -> None:
+    assert own_bytes(ROLLUP.format(shared=0, clean=0, swap=3000)) == (83164 + 3000) * 1024
