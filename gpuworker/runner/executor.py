@@ -23,6 +23,7 @@ from gpuworker.core.drafting import verified
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.step_model import StepModel
+from gpuworker.runner.decode_frames import DecodeFrame
 from gpuworker.runner.launcher import LaidOutStep
 from gpuworker.sampling.rows import SampledTokens
 from gpuworker.sampling.sampler import token_logprobs
@@ -42,6 +43,8 @@ class RunnerStep:
     result: Future[StepResult]
     drafts: Mapping[SequenceId, tuple[int, ...]] = field(default_factory=dict)
     """Of the sequences that draft: they stand in `sequences` once more for each draft."""
+    frame: DecodeFrame | None = None
+    """Of a step whose arrays are written over once it is over."""
 
     def report(self, sampled: SampledTokens, seconds: float, at_once: bool = False) -> None:
         """Set the result: the sampled tokens, or the vectors, by sequence; the tensors are on the host.
@@ -128,6 +131,8 @@ class StepExecutor(Protocol):
 
     follows_constraints: bool
     """Whether its steps fill masks themselves, without Python."""
+    repeats: bool
+    """Whether a step may run on the arrays of an earlier one."""
 
     def write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int, first: int = 0) -> None:
         """Write the tokens of a batch index from position `first` on; no unfinished step contains it."""

@@ -24,6 +24,7 @@ from gpuworker.memory.devices import default_threads
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.step_model import StepModel
+from gpuworker.runner.decode_frames import SPARE_BLOCKS, DecodeFrames, only_decodes
 from gpuworker.runner.executor import ExecutorFactory, ExecutorParts, Failures, RunnerStep
 from gpuworker.runner.input_batch import InputBatch
 from gpuworker.runner.launcher import LaidOutStep
@@ -85,6 +86,7 @@ class ModelRunner:
         """What ends with the runner, such as a draft model."""
         threads = limits.threads or default_threads()
         self.executor = executor(ExecutorParts(model, cache, attention, self._tokens, self._failures, threads))
+        self._frames = DecodeFrames(cache.block_size) if self.executor.repeats and pooler is None else None
 
     def constrain(self, grammars: GrammarCompiler, foresee: bool = False) -> None:
         """Accept sequences with constraints too, which `grammars` compiles. Call once, before the first sequence.
@@ -139,14 +141,14 @@ class ModelRunner:
             self._masks.remove(sequence)
         if self._pooler is not None:
             self._pooler.remove(sequence)
-        self._sampling.clear()
+        self._forget_batches()
         if not self._batch and self._failures.failed(self._generation):
             self._generation += 1
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Implement `StepRunner`."""
         try:
-            step = self._lay_out(plan)
+            step = self._repeated(self._frames, plan) if self._frames and only_decodes(plan) else self._lay_out(plan)
         except Exception as error:
             raise self._blame(plan, error) from error
         try:
@@ -166,7 +168,7 @@ class ModelRunner:
 
     def _blame(self, plan: StepPlan, error: Exception) -> StepNotBuilt:
         """Return the failure of a layout, with the sequences that fail alone too."""
-        self._sampling.clear()
+        self._forget_batches()
         culprits = [row.sequence for row in plan.rows if not self._can_lay_out(plan, row)]
         return StepNotBuilt(culprits, f"a step could not be laid out: {error!r}")
 
@@ -186,6 +188,18 @@ class ModelRunner:
             self._masks.close()
 
     # ------------------------------------------------------------ laying out
+
+    def _repeated(self, frames: DecodeFrames, plan: StepPlan) -> RunnerStep:
+        """Return a step of decodes on the arrays of an earlier one, or laid out anew where none fits that is over."""
+        sequences = tuple([row.sequence for row in plan.rows])
+        frame = frames.take(plan.rows, sequences)
+        if frame is not None:
+            frame.result = _begun()
+            return RunnerStep(plan.step, self._generation, (), frame.work, sequences, frame.result, frame=frame)
+        step = self._lay_out(plan)
+        if step.work.point.masks is not None:
+            return step
+        return replace(step, frame=frames.keep(step.work, plan.rows, sequences, step.result))
 
     def _lay_out(self, plan: StepPlan) -> RunnerStep:
         """Return a plan as arrays, and begin the masks of its constrained rows; nothing fails after that."""
@@ -216,7 +230,7 @@ class ModelRunner:
         length = np.array([row.length for row in rows], dtype=np.int32)
         samples = np.array([row.samples for row in rows], dtype=bool)
         batch_index = self._batch.indices_of(rows)
-        width = -(-int((start + length).max(initial=1)) // self._block_size)
+        width = -(-int((start + length).max(initial=1)) // self._block_size) + (SPARE_BLOCKS if self._frames else 0)
         packed = pack_rows(start, length, self._batch.block_table(batch_index, width), self._block_size)
         pooled = None if self._pooler is None else self._pooler.tokens(packed.query_start, samples)
         if pooled is not None:
@@ -229,6 +243,11 @@ class ModelRunner:
         if on_cpu:
             sampling.prepare()
         return staged, staged.on(self._device) if on_cpu else None, sequences, sampling
+
+    def _forget_batches(self) -> None:
+        self._sampling.clear()
+        if self._frames:
+            self._frames.clear()
 
     def _sampling_batch(self, sequences: tuple[SequenceId, ...]) -> SamplingBatch:
         """Return the batch of an earlier step where the same sequences sample again, as often as they did."""

@@ -81,6 +81,7 @@ class NativeExecutor:
 
     spent: list[StepTimes] | None = None
     follows_constraints = True
+    repeats = True
 
     def __init__(
         self, model: LlamaCpuModel, attention: NativeAttention, tokens: TokenTable, failures: Failures, threads: int
@@ -99,13 +100,25 @@ class NativeExecutor:
         if self._failures.failed(step.generation):
             self._collector.put(lambda: self._refuse(step))
             return
-        described = self._describe(step)
+        described = self._described(step)
         number = self._queue.put(self._call, ctypes.addressof(described.whole))
         self._collector.put(lambda: self._collect(number, step, described))
 
     def close(self) -> None:
         self._collector.close()  # it waits for all queued steps
         self._queue.close()
+
+    def _described(self, step: RunnerStep) -> _Described:
+        """Return a step as it is described already, if it runs on the arrays of an earlier one."""
+        frame = step.frame
+        if frame is None:
+            return self._describe(step)
+        made: _Described | None = frame.described
+        if made is None or made.run is None or not self._model.again(made.run):
+            made = frame.described = self._describe(step)
+        elif made.sample is not None:
+            made.sample.again()
+        return made
 
     def _describe(self, step: RunnerStep) -> _Described:
         copies = np.array([(copy.src, copy.dst) for copy in step.copies], dtype=np.int32).reshape(-1, 2)

@@ -41,6 +41,7 @@ class ThreadExecutor:
     """Implements `StepExecutor` over a launcher. `threads` threads compute on a CPU."""
 
     follows_constraints = False
+    repeats = False
 
     def __init__(
         self, launcher: StepLauncher, cache: KvCache, tokens: TokenTable, failures: Failures, threads: int

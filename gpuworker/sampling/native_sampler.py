@@ -166,6 +166,11 @@ class NativeSample:
         followers, rows = self._kept[0].followers, np.flatnonzero(self._ended).tolist()
         return {row: each.ending for row in rows if (each := followers[row]) is not None}
 
+    def again(self) -> None:
+        """Prepare for another step of the same rows, once the results of this one are read."""
+        if self._ended is not None:
+            self._ended.fill(0)
+
     def point_at(self, logits: torch.Tensor) -> None:
         self.call.logits, self.call.logits_stride = logits.data_ptr(), logits.stride(0)
 

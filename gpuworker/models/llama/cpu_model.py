@@ -130,6 +130,16 @@ class LlamaCpuModel:
         )
         return DescribedRun(run, out, spent, (token_ids, positions, keep, self._scratch))
 
+    def again(self, done: DescribedRun) -> bool:
+        """Prepare a run that is over for another step; False where phases are timed and were not, or were and are not.
+
+        Then it must be described anew.
+        """
+        timed = bool(done.run.seconds)
+        if timed:
+            ctypes.memset(done.spent, 0, ctypes.sizeof(done.spent))
+        return timed == (self.seconds is not None)
+
     def add_up(self, done: DescribedRun) -> None:
         """Add the times of a run's phases, if they were taken."""
         if self.seconds is not None:
