@@ -12,6 +12,7 @@ from grpc import aio
 
 from common.errors import PortTaken
 from common.rpc.connections import Calls, leave, shut_down
+from common.rpc.gone_clients import log_no_gone_clients
 from common.rpc.health import Health
 from common.rpc.interceptor import AroundInterceptor, ErrorsToStatuses
 from common.rpc.options import SERVICES, Callers, server_options
@@ -54,6 +55,7 @@ class RpcServer:
         self._calls = Calls()
         counts = AroundInterceptor(self._calls.around)
         around = [counts, *interceptors, AroundInterceptor(ErrorsToStatuses), *checks]
+        log_no_gone_clients()
         self.server = aio.server(interceptors=around, options=server_options(reuse_port, callers))
         self.health = Health(services)
         self.port = self.own_port = 0

@@ -16,6 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from common import errors
+from common.rpc.gone_clients import cancelled_when_gone
 from quire.api.status import DETAILS_KEY, DOMAIN
 
 # Statuses travel as HTTP/2 trailers, of which peers accept 8 KiB by default.
@@ -74,9 +75,11 @@ def to_status(error: errors.QuireError) -> status_pb2.Status:
 
 
 async def abort(context: aio.ServicerContext[Any, Any], error: errors.QuireError) -> NoReturn:
+    """End a call with the status of an error. Raises AbortError, or CancelledError when the client is gone."""
     status = to_status(error)
     trailers = ((DETAILS_KEY, status.SerializeToString()),)
-    await context.abort(code_of(error), status.message, trailers)
+    with cancelled_when_gone():
+        await context.abort(code_of(error), status.message, trailers)
 
 
 def _retry(seconds: float) -> error_details_pb2.RetryInfo:

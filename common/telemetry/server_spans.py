@@ -88,7 +88,7 @@ def _code(context: Context, error: BaseException | None, timeout: float | None) 
         expired = timeout is not None and is_expiry(timeout, context.time_remaining())
         return grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
     code = context.code()
-    # An abort that found the client gone leaves the handler as another error; the context has the abort's code.
+    # A handler that raised ends with the code that its context has, if any.
     if error is not None and not isinstance(error, aio.AbortError) and not code:
         return grpc.StatusCode.UNKNOWN
     return code if isinstance(code, grpc.StatusCode) else _BY_NUMBER[code or 0]

@@ -1,0 +1,42 @@
+"""Calls whose client is gone, a moment before gRPC cancels them: what a handler still sends fails.
+
+A client goes whenever it likes, and its deadline may pass as the handler ends. So that is no error of a service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from grpc import aio
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+_GRPC_LOG: Final = logging.getLogger("grpc._cython.cygrpc")
+# How the text begins for a batch that gRPC took, but whose call ended first. Other batches are bugs.
+_CALL_ENDED: Final = 'Failed "execute_batch"'
+
+
+@contextmanager
+def cancelled_when_gone() -> Iterator[None]:
+    """Around what a handler sends: raises CancelledError when the client is gone."""
+    try:
+        yield
+    except aio.InternalError:
+        raise asyncio.CancelledError("the client went away") from None
+
+
+def log_no_gone_clients() -> None:
+    """Keep gRPC from logging that it could not send the last message of a call, or its status.
+
+    gRPC sends those itself after the handler. It ignores such a failure, unless the failure comes before the news that
+    the client is gone.
+    """
+    _GRPC_LOG.addFilter(_is_no_gone_client)
+
+
+def _is_no_gone_client(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, cygrpc.ExecuteBatchError) and str(error).startswith(_CALL_ENDED))
