@@ -126,7 +126,7 @@ def pack_entry(slot: int, generation: int) -> bytes:
 def unpack_entries(value: bytes) -> list[tuple[int, int]]:
     """Return (slot, generation) of each entry; bytes that are no whole entry at the end are ignored, and an excess."""
     whole = min(len(value) - len(value) % ENTRY_BYTES, MAX_INDEX_VALUE_BYTES)
-    return [(slot, generation) for slot, generation in _ENTRY.iter_unpack(value[:whole])]
+    return list(_ENTRY.iter_unpack(value[:whole]))
 
 
 def owner_from_fields(fields: Mapping[bytes, bytes]) -> SlotOwner | None:

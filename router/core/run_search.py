@@ -4,20 +4,27 @@ A run of blocks counts that reaches back from its end as far as the next token s
 where r is (W - 1) / block size, rounded up. So a run that counts begins with the first block, or has r blocks at least.
 Each run that counts therefore has one of the blocks 0, r, 2r, ... These are read first. Further blocks are read only
 beside those that a worker holds, the deepest first, until its deepest run that counts is known.
+
+The workers of a block are the bits of one integer. All workers are followed at once, by a few operations a block: each
+block of a long prompt may have hundreds of holders, and other ones than its neighbours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
+from functools import reduce
+from operator import or_
+from typing import Final, TypeAlias
 
 from common.lease import blocks_before_window
 from router.core.prefix_match import WINDOWS, Entry
 
 _NOBODY: Final = ("", -1)
-_NONE: Final = frozenset[Entry]()
 _MOST: Final = WINDOWS[-1]
 """Blocks that are wanted at once."""
+
+Workers: TypeAlias = int
+"""A set of workers: bit i stands for the i-th entry that counts, in the order in which the search met them."""
 
 
 class RunSearch:
@@ -39,24 +46,26 @@ class RunSearch:
 
         `length` is the number of all block hashes; `window` and `block_size` are in slots.
         """
-        self._live, self._unpack = live, unpack
+        self._unpack, self._bits = unpack, _Bits(live)
         self._window, self._block_size, self._length = window, block_size, length
         self._stride = max(1, -(-(window - 1) // block_size))
-        # Live entries of each block that was read, and by stretch where they change: begin, end and entries.
-        # A stretch goes from one of the blocks 0, r, 2r, ... to the block before the next of them.
-        self._holders: dict[int, frozenset[Entry]] = {}
-        self._changes: dict[int, list[tuple[int, int, frozenset[Entry]]]] = {}
-        self._last: tuple[bytes | None, frozenset[Entry]] = (None, _NONE)
+        # Workers of each block that was read. A stretch goes from one of the blocks 0, r, 2r, ... to the block before
+        # the next of them.
+        self._holders: dict[int, Workers] = {}
+        self._last: tuple[bytes | None, Workers] = (None, 0)
         self._queue = list(range(0, length, self._stride))
-        # The stretches that were asked for whole; the stretch to look at for each entry whose deepest run that counts
-        # is not known; and the ends of the runs that are known.
+        # The stretches that were asked for whole; by the stretch to look at, the workers whose deepest run that counts
+        # is not known; and the ends of the runs that are known, by the number of the worker's bit.
         self._asked: set[int] = set()
-        self._open: dict[Entry, int] = {}
-        self._ends: dict[Entry, int] = {}
+        self._open: dict[int, Workers] = {}
+        self._ends: dict[int, int] = {}
         # Whether blocks 0, r, 2r, ... were read.
         self.probed = not self._queue
-        # Slots of which an entry does not count: their owners may be newer than `live`.
-        self.unknown: set[int] = set()
+
+    @property
+    def unknown(self) -> set[int]:
+        """The slots of which an entry does not count: their owners may be newer than `live`."""
+        return self._bits.unknown
 
     def wanted(self) -> list[int]:
         """Return the places of the blocks to read next; none when all hits are known."""
@@ -64,101 +73,138 @@ class RunSearch:
 
     def feed(self, values: Sequence[bytes | None]) -> None:
         """Take the values of the wanted blocks, or of the first ones of them."""
-        self._changes.clear()
         for place, value in zip(self._queue[: len(values)], values, strict=True):
             # Neighbouring blocks mostly have the same holders, and so the same bytes.
             if value != self._last[0]:
-                self._last = value, self._counting(self._unpack(value) if value else ())
+                entries = self._unpack(value) if value else ()
+                self._last = value, reduce(or_, map(self._bits.__getitem__, entries), 0)
             self._holders[place] = self._last[1]
         del self._queue[: len(values)]
-        if not self._queue and not self.probed:
+        if self._queue:
+            return
+        if not self.probed:
             self.probed, self._open = True, self._deepest()
-        while self._open and not self._queue:
-            self._ask_further()
+        self._ask_further()
 
     def hits(self) -> dict[str, int]:
         """Return the number of blocks that need not be computed by worker id; workers with none are left out.
 
         If the search is not at its end, the hits are those that the blocks read so far prove.
         """
-        ends = dict(self._ends)
-        for entry, deepest in (self._open if self.probed else self._deepest()).items():
-            known = (self._end_of_run(entry, stretch) for stretch in self._held_from(entry, deepest))
-            if end := next(filter(None, known), 0):
-                ends[entry] = end
-        return {self._live[entry[0]][0]: end for entry, end in ends.items()}
+        ends, hits = dict(self._ends), dict[str, int]()
+        falling: Workers = 0
+        open_ = self._open if self.probed else self._deepest()
+        for stretch in range(max(open_, default=-1), -1, -1):
+            here, falling = self._split(stretch, falling | open_.get(stretch, 0))
+            falling |= self._without_run(stretch, here, ends)
+        for number, end in ends.items():
+            worker_id = self._bits.worker_ids[number]
+            hits[worker_id] = max(end, hits.get(worker_id, 0))
+        return hits
 
-    def _deepest(self) -> dict[Entry, int]:
-        """Return the deepest stretch whose first block each entry holds."""
-        found, last = dict[Entry, int](), _NONE
+    def _deepest(self) -> dict[int, Workers]:
+        """Return by stretch the workers that hold its first block, and that of no later stretch."""
+        deepest, found = dict[int, Workers](), 0
         for place in reversed(range(0, self._length, self._stride)):
-            holders = self._holders.get(place, _NONE)
-            if holders is not last:
-                found.update(dict.fromkeys(holders - found.keys(), place // self._stride))
-                last = holders
-        return found
-
-    def _held_from(self, entry: Entry, deepest: int) -> Iterator[int]:
-        """Yield the stretches whose first block an entry holds, from one back to the first one."""
-        held = self._holders
-        return (each for each in range(deepest, -1, -1) if entry in held.get(each * self._stride, _NONE))
-
-    def _counting(self, entries: Sequence[Entry]) -> frozenset[Entry]:
-        counting = set()
-        for entry in entries:
-            if self._live.get(entry[0], _NOBODY)[1] == entry[1]:
-                counting.add(entry)
-            else:
-                self.unknown.add(entry[0])
-        return frozenset(counting)
+            if new := self._holders.get(place, 0) & ~found:
+                deepest[place // self._stride] = new
+                found |= new
+        return deepest
 
     def _ask_further(self) -> None:
-        """Decide on what was read, and want what is needed beside that."""
-        needed: set[int] = set()
-        for entry in list(self._open):
-            needed |= self._decide(entry)
-        self._asked |= needed
-        for stretch in sorted(needed, reverse=True):
+        """Find the deepest runs of all workers, as far as they were read, and want what is needed beside that."""
+        open_, self._open = self._open, {}
+        needed, falling = list[int](), 0
+        for stretch in range(max(open_, default=-1), -1, -1):
+            here, falling = self._split(stretch, falling | open_.get(stretch, 0))
+            missing = self._missing(stretch) if here else []
+            needed += missing
+            if missing:
+                self._open[stretch] = here
+            else:
+                falling |= self._without_run(stretch, here, self._ends)
+        for stretch in dict.fromkeys(needed):
             self._queue += self._places(stretch)[1:]
+        self._asked.update(needed)
 
-    def _decide(self, entry: Entry) -> set[int]:
-        """Look for the deepest run of an entry; return the stretches to read before that can be decided."""
-        for stretch in self._held_from(entry, self._open.pop(entry)):
-            if missing := {stretch, max(0, stretch - 1)} - self._asked:
-                self._open[entry] = stretch
-                return missing
-            if end := self._end_of_run(entry, stretch):
-                self._ends[entry] = end
-                break
-        return set()
+    def _split(self, stretch: int, workers: Workers) -> tuple[Workers, Workers]:
+        """Return the workers that hold a stretch's first block, and the others: their runs begin further back."""
+        here = workers & self._holders.get(stretch * self._stride, 0)
+        return here, workers ^ here
 
-    def _end_of_run(self, entry: Entry, stretch: int) -> int:
-        """Return where the run ends that has the first block of a stretch; 0 if the run does not count.
+    def _missing(self, stretch: int) -> list[int]:
+        """Return which stretches to read before the runs that a stretch cuts can be told, the deepest first."""
+        whole = {stretch: None, max(0, stretch - 1): None}
+        return [each for each in whole if each not in self._asked and len(self._places(each)) > 1]
 
-        It ends within the stretch, or the entry's next stretch was looked at before. If it covers the stretch before,
-        it is long enough. A block that was not read counts as not held.
+    def _without_run(self, stretch: int, workers: Workers, ends: dict[int, int]) -> Workers:
+        """Put where runs end into `ends`, of workers that hold a stretch's first block; return those without a run.
+
+        A run that counts ends within the stretch, or the worker's next stretch was looked at before. If the run covers
+        the stretch before, it is long enough. A block that was not read counts as not held.
         """
-        gaps_before = (stop for _, stop, holders in self._changes_of(stretch - 1) if entry not in holders)
-        begin = max(gaps_before, default=max(0, stretch - 1) * self._stride)
-        gaps = (start for start, _, holders in self._changes_of(stretch) if entry not in holders)
-        end = next(gaps, self._places(stretch).stop)
-        return end if self._counts(begin, end) else 0
+        if not workers:
+            return 0
+        before, failed = self._holders_before(stretch, workers), 0
+        for end, ending in self._ends_within(stretch, workers):
+            distance = max(0, stretch * self._stride - self._latest_begin(end))
+            counting = ending & before[distance] if distance < len(before) else 0
+            ends.update(dict.fromkeys(_numbers(counting), end))
+            failed |= ending ^ counting
+        return failed
 
-    def _changes_of(self, stretch: int) -> list[tuple[int, int, frozenset[Entry]]]:
-        """Return the parts of a stretch whose blocks have the same holders; none before the first stretch."""
-        if stretch not in self._changes:
-            changes = self._changes[stretch] = list[tuple[int, int, frozenset[Entry]]]()
-            for place in self._places(stretch) if stretch >= 0 else ():
-                holders = self._holders.get(place, _NONE)
-                if changes and holders is changes[-1][2]:
-                    changes[-1] = changes[-1][0], place + 1, holders
-                else:
-                    changes.append((place, place + 1, holders))
-        return self._changes[stretch]
+    def _holders_before(self, stretch: int, workers: Workers) -> list[Workers]:
+        """Return which of the workers hold the last 0, 1, 2, ... blocks before a stretch, as long as any does."""
+        before = [workers]
+        for place in reversed(self._places(stretch - 1) if stretch else ()):
+            if not (workers := workers & self._holders.get(place, 0)):
+                break
+            before.append(workers)
+        return before
+
+    def _ends_within(self, stretch: int, workers: Workers) -> Iterator[tuple[int, Workers]]:
+        """Yield where the runs of workers end that hold a stretch's first block, with those whose runs end there."""
+        places = self._places(stretch)
+        for place in places:
+            still = workers & self._holders.get(place, 0)
+            if still != workers:
+                yield place, workers ^ still
+                workers = still
+            if not workers:
+                return
+        yield places.stop, workers
 
     def _places(self, stretch: int) -> range:
         return range(stretch * self._stride, min((stretch + 1) * self._stride, self._length))
 
-    def _counts(self, begin: int, end: int) -> bool:
+    def _latest_begin(self, end: int) -> int:
+        """Return the last block with which a run may begin that counts and has this end."""
         read = end - 1 if end == self._length else end
-        return begin <= blocks_before_window(read * self._block_size, self._window, self._block_size)
+        return blocks_before_window(read * self._block_size, self._window, self._block_size)
+
+
+class _Bits(dict[Entry, Workers]):
+    """The bit of each entry that was met; 0 if the entry does not count."""
+
+    def __init__(self, live: Mapping[int, tuple[str, int]]) -> None:
+        self._live = live
+        self.worker_ids: list[str] = []
+        self.unknown: set[int] = set()
+
+    def __missing__(self, entry: Entry) -> Workers:
+        worker_id, generation = self._live.get(entry[0], _NOBODY)
+        if generation == entry[1]:
+            self[entry] = 1 << len(self.worker_ids)
+            self.worker_ids.append(worker_id)
+        else:
+            self[entry] = 0
+            self.unknown.add(entry[0])
+        return self[entry]
+
+
+def _numbers(workers: Workers) -> Iterator[int]:
+    """Yield the number of each bit that is set."""
+    while workers:
+        lowest = workers & -workers
+        yield lowest.bit_length() - 1
+        workers ^= lowest
