@@ -3,37 +3,33 @@
 Three rules keep the worker safe. It touches only blocks in its block tables and its pool. It sends a report that frees
 blocks of a sequence only when no step in flight contains the sequence. After every break, undelivered messages are
 void: the next session starts from an inventory.
+
+This file has the life of a step and of a session. `GrantApplier` has the effects of grants, `BlockCloser` those of
+completed steps on blocks, `Departures` how sequences end and are preempted, and `ReportBuilder` the next report.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 
-from common.errors import AlreadyExists, FieldViolation, InvalidRequest, NotFound
-from common.lease import (
-    Admit,
-    Copy,
-    GrantBatch,
-    Inventory,
-    InventorySequence,
-    Report,
-    blocks_before_window,
-    blocks_needed,
-)
-from common.types import TRIMMED, BlockId, FinishReason, SequenceId, SequencePhase, Usage
+from common.errors import AlreadyExists, NotFound
+from common.lease import Copy, GrantBatch, Inventory, InventorySequence, Report
+from common.types import FinishReason, SequenceId, SequencePhase, Usage
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
-from gpuworker.core.block_states import BlockStates, Content
+from gpuworker.core.block_closer import BlockCloser
+from gpuworker.core.block_states import BlockStates
+from gpuworker.core.departures import Departures
 from gpuworker.core.draft_tally import DraftKind, DraftTally, added
 from gpuworker.core.drafting import NO_PRICES, DraftPrices
-from gpuworker.core.grant_check import check_grants, leading_empty
+from gpuworker.core.grant_applier import GrantApplier
 from gpuworker.core.invariants import violations
-from gpuworker.core.outcomes import AgentConfig, Applied, Completion, Counts, SequenceFinished
+from gpuworker.core.outcomes import AgentConfig, Applied, Completion, Counts
 from gpuworker.core.partial_copies import PartialCopies
 from gpuworker.core.report_builder import ReportBuilder, SessionState
+from gpuworker.core.request_check import check_request
 from gpuworker.core.sequence import NewSequence, Sequence
 from gpuworker.core.step_scheduler import StepScheduler
-from gpuworker.core.stopping import LENGTH, FinishCause
+from gpuworker.core.stopping import LENGTH
 
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -59,6 +55,11 @@ class LeaseAgent:
         self._in_flight: deque[StepPlan] = deque()
         self._copies: list[Copy] = []
         self._partial_copies = PartialCopies()
+        self._grants = GrantApplier(config, self._sequences, self._blocks, self._scheduler, self._partial_copies)
+        self._closer = BlockCloser(config.block_size, config.window, self._blocks, self._report)
+        self._departures = Departures(
+            self._sequences, self._blocks, self._scheduler, self._report, self._partial_copies, config.draft_model
+        )
         self._lease_target = 0
         self._want = 0  # at the last report, or at an admission since
         self._next_step = 1
@@ -67,13 +68,6 @@ class LeaseAgent:
         self.reset = 0
         self._last_sequence = -1
         self._deferred = 0
-        self._clear_events()
-
-    def _clear_events(self) -> None:
-        self._finished: list[SequenceFinished] = []
-        self._preempted: list[SequenceId] = []
-        self._forgotten: list[SequenceId] = []
-        self._recounted: dict[SequenceId, int] = {}
 
     # ------------------------------------------------------------ requests of clients
 
@@ -82,7 +76,7 @@ class LeaseAgent:
         self._check_id(new.sequence)
         hashed = self.config.prefix_caching and not new.no_cache
         sequence = Sequence(new, self._arrivals, hashed, self._partly)
-        self._refuse_impossible(sequence)
+        check_request(sequence, self.config)
         self._arrivals += 1
         self._last_sequence = new.sequence
         self._sequences[new.sequence] = sequence
@@ -103,26 +97,9 @@ class LeaseAgent:
         if sequence <= self._last_sequence:
             raise AlreadyExists(f"sequence {sequence}: ids rise, and {self._last_sequence} was used already")
 
-    def _refuse_impossible(self, sequence: Sequence) -> None:
-        prompt, limit, config = sequence.prompt_tokens, sequence.limit, self.config
-        sampled = int(sequence.new.stop.max_tokens != 0)
-        if not 0 < prompt <= limit - sampled:
-            text = f"{prompt} tokens, with room for {limit} in all: at least one is needed, and room to sample one"
-            raise InvalidRequest(FieldViolation("prompt", text))
-        needed = blocks_needed(prompt, limit, config.block_size, config.window)
-        if needed > config.num_blocks:
-            text = (
-                f"{limit} tokens (prompt {prompt}) need {needed} blocks of {config.block_size}; "
-                f"the worker has {config.num_blocks}: shorten the prompt or lower max_tokens"
-            )
-            raise InvalidRequest(FieldViolation("sampling.max_tokens", text))
-
     def cancel(self, sequence: SequenceId, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a sequence in any phase; nothing when it is unknown or has ended already."""
-        found = self._sequences.get(sequence)
-        if found is not None and found.phase is not SequencePhase.DRAINING_FINISH:
-            self._end(found, FinishCause(reason))
-            self._leave_if_idle(found)
+        self._departures.cancel(sequence, reason, self._next_step - 1)
 
     # ------------------------------------------------------------ what the manager grants and orders
 
@@ -130,19 +107,13 @@ class LeaseAgent:
         """Apply a batch of the current session by columns. Raises ProtocolViolation, with nothing applied, when a grant
         names a block that the worker still holds, or leaves a sequence nothing to compute.
         """
-        check_grants(batch, self._blocks, self._sequences, self.config.block_size, self.config.window)
+        admitted = self._grants.apply(batch)
         self._lease_target = batch.lease_target
-        for copy in batch.copy:
-            self._copy(copy)
-        copied = frozenset(copy.dst for copy in batch.copy)
-        admitted = tuple([admit for admit in batch.admit if self._admit(admit, copied)])
-        if batch.copy:
-            self._partial_copies.granted(admitted, batch.copy, self.config.block_size)
-        for block in batch.lease:
-            self._blocks.lease(block)
+        self._copies += batch.copy
         if batch.reset:
             self._reset_cache(batch.reset)
-        preempting = tuple([order for order in batch.preempt if self._preempt(order.sequence)])
+        planned = self._next_step - 1
+        preempting = tuple([order for order in batch.preempt if self._departures.preempt(order.sequence, planned)])
         for sequence in batch.cancel:
             self.cancel(sequence)
         self._report.applied()
@@ -157,45 +128,6 @@ class LeaseAgent:
         self._blocks.forget_unheld()
         self.reset = number
         self._report.reset(number)
-
-    def _copy(self, copy: Copy) -> None:
-        slots = copy.length % self.config.block_size or self.config.block_size
-        self._blocks.copy(copy.src, copy.dst, slots)
-        self._copies.append(copy)
-
-    def _admit(self, admit: Admit, copied: frozenset[BlockId]) -> bool:
-        """Empty the granted blocks; give the block table to the sequence if it still waits.
-
-        The blocks of a dropped admission are emptied too: a second sharer may already be admitted on them.
-        """
-        sequence = self._sequences.get(admit.sequence)
-        self._blocks.reset_fresh(admit.block_table[admit.n_shared :], copied)
-        if sequence is None or sequence.phase is not SequencePhase.WAITING:
-            return False
-        sequence.start(admit.block_table, admit.cached_tokens)
-        if empty := leading_empty(admit.block_table):
-            sequence.trimmed = empty
-            sequence.skip(empty << self._block_shift, self.config.block_size)
-        self._blocks.hold(admit.block_table)
-        self._uncover_last_known(sequence, admit.n_shared)
-        self._scheduler.add(sequence)
-        return True
-
-    def _uncover_last_known(self, sequence: Sequence, n_shared: int) -> None:
-        """Leave the slot of the last token unfilled in a copied block: its logits must be computed."""
-        index, offset = divmod(len(sequence.tokens) - 1, self.config.block_size)
-        if n_shared <= index < len(sequence.block_table):
-            block = sequence.block_table[index]
-            self._blocks.fill[block] = min(self._blocks.fill[block], offset)
-
-    def _preempt(self, sequence_id: SequenceId) -> bool:
-        sequence = self._sequences.get(sequence_id)
-        if sequence is None or sequence.phase is not SequencePhase.RUNNING:
-            return False
-        self._halt(sequence)
-        sequence.phase = SequencePhase.DRAINING_PREEMPT
-        self._leave_if_idle(sequence)
-        return True
 
     # ------------------------------------------------------------ steps
 
@@ -213,7 +145,7 @@ class LeaseAgent:
         self._report.bind(step.bound)
         self._report.stalled = tuple(sorted(step.stalled))
         self._deferred = step.deferred
-        self._recounted.update(step.recounted)
+        self._departures.recounted.update(step.recounted)
         self._return_excess()
         if not step.rows:
             return None
@@ -246,6 +178,7 @@ class LeaseAgent:
             raise ValueError(f"step {result.step} completed, but {plan.step} is the oldest in flight")
         tokens: dict[SequenceId, tuple[int, ...]] = {}
         drafts, shift, sequences = dict[DraftKind, DraftTally](), self._block_shift, self._sequences
+        planned = self._next_step - 1
         scored = self._score(plan) if plan.scored else ()
         if plan.copies:
             self._report.copied(self._partial_copies.ran(plan.copies))
@@ -262,16 +195,15 @@ class LeaseAgent:
                     end, tally = end + right, DraftTally(len(drafted), right)
                     drafts = added(drafts, {sequence.draft_kind: tally})
             elif end == sequence.limit and sequence.phase is not SequencePhase.DRAINING_FINISH:
-                self._end(sequence, LENGTH)  # nothing is sampled after its prompt
+                self._departures.end(sequence, LENGTH)  # nothing is sampled after its prompt
             if end >> shift != start >> shift:
-                self._close_blocks(sequence, row, end)
+                self._closer.close(sequence, row, end, planned)
             if start < sequence.recompute_below:
                 sequence.recomputed += min(end, sequence.recompute_below) - start
             if sequence.phase is not SequencePhase.RUNNING:
-                self._leave_if_idle(sequence)
+                self._departures.leave_if_idle(sequence, planned)
         self._report.computed(plan)
-        completion = self._completion(tokens, plan.scheduled_tokens, scored)
-        return replace(completion, drafts=drafts) if drafts else completion
+        return self._departures.completion(tokens, plan.scheduled_tokens, scored, drafts)
 
     def _score(self, plan: StepPlan) -> tuple[SequenceId, ...]:
         """Count the scored positions of a step, and return the sequences that still want them."""
@@ -286,16 +218,7 @@ class LeaseAgent:
 
         Call it after `apply` and `cancel`.
         """
-        return self._completion({}, 0)
-
-    def _completion(
-        self, tokens: dict[SequenceId, tuple[int, ...]], computed: int, scored: tuple[SequenceId, ...] = ()
-    ) -> Completion:
-        left = tuple(self._finished), tuple(self._preempted), tuple(self._forgotten)
-        completion = Completion(tokens, *left, computed, scored, recounted=self._recounted)
-        if self._finished or self._preempted or self._forgotten or self._recounted:
-            self._clear_events()
-        return completion
+        return self._departures.completion({}, 0, (), {})
 
     def _deliver(
         self, sequence: Sequence, row: ScheduledRow, result: StepResult, tokens: dict[SequenceId, tuple[int, ...]]
@@ -306,7 +229,7 @@ class LeaseAgent:
         sequence_id, config = row.sequence, self.config
         sampled = result.sampled[sequence_id]
         if sequence_id in result.ended:
-            self._end(sequence, result.ended[sequence_id])
+            self._departures.end(sequence, result.ended[sequence_id])
             return
         ending, count = None, 0
         for token in sampled:
@@ -318,80 +241,10 @@ class LeaseAgent:
         if row.drafts:
             sequence.count_drafts(len(row.drafts), min(count, len(sampled) - 1))
         if ending is not None:
-            self._end(sequence, ending)
+            self._departures.end(sequence, ending)
         elif config.new_drafter is not None:
             sequence.follow(sampled, config.new_drafter)
             sequence.expect(sampled, result.forced.get(sequence_id, ()))
-
-    def _close_blocks(self, sequence: Sequence, row: ScheduledRow, end: int) -> None:
-        """Seal each block whose last slot before position `end` this row wrote, by its id in the snapshot.
-
-        None is sealed past the accepted tokens.
-        """
-        if sequence.hashed:
-            for index in range(row.start >> self._block_shift, min(end, len(sequence.tokens)) >> self._block_shift):
-                self._seal(row.blocks[index], sequence, index)
-        if self.config.window:
-            self._trim(sequence, end)
-
-    def _seal(self, block: BlockId, sequence: Sequence, index: int) -> None:
-        block_hashes, parts = sequence.block_hashes, sequence.parts_of(index) if sequence.partly else ()
-        parent = block_hashes[index - 1] if index else None
-        self._blocks.content[block] = Content(block_hashes[index], parent, index, self._next_step - 1)
-        self._report.seal(block, block_hashes[index], parts)
-
-    def _trim(self, sequence: Sequence, next_position: int) -> None:
-        """Free leading blocks that no position from `next_position` on reads; steps in flight start there or later."""
-        gone = blocks_before_window(next_position, self.config.window, self.config.block_size)
-        if gone <= sequence.trimmed or sequence.phase is not SequencePhase.RUNNING:
-            return
-        self._blocks.let_go(sequence.block_table[sequence.trimmed : gone], self._next_step - 1)
-        sequence.block_table[sequence.trimmed : gone] = [TRIMMED] * (gone - sequence.trimmed)
-        sequence.snapshot = None
-        sequence.trimmed = gone
-        self._report.trim(sequence.id, gone)
-
-    # ------------------------------------------------------------ how sequences leave
-
-    def _end(self, sequence: Sequence, ending: FinishCause) -> None:
-        """Report a sequence's end and keep it out of later steps.
-
-        Its block table stays until no step in flight has it.
-        """
-        if sequence.phase is SequencePhase.RUNNING:
-            self._halt(sequence)
-        sequence.phase = SequencePhase.DRAINING_FINISH
-        sequence.reason = ending.reason
-        cause = ending.stop_token, ending.message, ending.wrong_field, ending.embedding
-        self._finished.append(SequenceFinished(sequence.id, ending.reason, sequence.usage(), *cause))
-
-    def _halt(self, sequence: Sequence) -> None:
-        """Leave a sequence out of later steps and of the stalled set, so that it does not come back as stalled."""
-        self._scheduler.remove(sequence)
-        stalled = self._report.stalled
-        if sequence.id in stalled:
-            self._report.stalled = tuple(each for each in stalled if each != sequence.id)
-
-    def _leave_if_idle(self, sequence: Sequence) -> None:
-        """Release the block table of a draining sequence, unless a step in flight contains it."""
-        if not sequence.draining or sequence.in_flight:
-            return
-        self._partial_copies.left(sequence.id)
-        if sequence.block_table:
-            self._blocks.let_go(sequence.block_table, self._next_step - 1)
-            self._forgotten.append(sequence.id)
-        if sequence.phase is SequencePhase.DRAINING_FINISH:
-            self._forget(sequence)
-            return
-        sequence.requeue()
-        self._preempted.append(sequence.id)
-        self._report.preempted(sequence.id, len(sequence.tokens))
-
-    def _forget(self, sequence: Sequence) -> None:
-        del self._sequences[sequence.id]
-        if sequence.drafter is not None and self.config.draft_model is not None:
-            self.config.draft_model.release(sequence.drafter)
-        self._report.finished(sequence.id, sequence.reason)
 
     # ------------------------------------------------------------ sessions
 

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from common.types import SequenceId
 from gpuworker.core.block_states import BlockStates
+from gpuworker.core.departures import Departures
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.partial_copies import PartialCopies
 from gpuworker.core.report_builder import ReportBuilder
@@ -17,6 +18,7 @@ T = TypeVar("T")
 _COLUMNS = (
     "_reserve", "_bind", "_seal", "_partials", "_copied", "_trim", "_returned", "_preempted", "_finished",
 )  # fmt: skip
+_PARTS = ("_sequences", "_blocks", "_scheduler", "_report", "_partial_copies")
 
 
 def shallow(thing: T) -> T:
@@ -36,8 +38,8 @@ def copy_agent(agent: LeaseAgent) -> LeaseAgent:
     twin._copies = agent._copies.copy()
     twin._partial_copies = PartialCopies()
     twin._partial_copies._by_sequence = agent._partial_copies._by_sequence.copy()
-    twin._finished, twin._preempted = agent._finished.copy(), agent._preempted.copy()
-    twin._forgotten, twin._recounted = agent._forgotten.copy(), agent._recounted.copy()
+    twin._departures = _copy_departures(agent._departures, twin)
+    twin._grants, twin._closer = _over_parts_of(twin, agent._grants), _over_parts_of(twin, agent._closer)
     return twin
 
 
@@ -78,6 +80,20 @@ def _copy_scheduler(old: StepScheduler, blocks: BlockStates, sequences: dict[Seq
     twin.decoding = [sequences[each.id] for each in old.decoding]
     twin.prefilling = [sequences[each.id] for each in old.prefilling]
     return twin
+
+
+def _over_parts_of(twin: LeaseAgent, old: T) -> T:
+    """Return a copy that works on the state of a twin."""
+    new = shallow(old)
+    new.__dict__.update({name: getattr(twin, name) for name in _PARTS if name in new.__dict__})
+    return new
+
+
+def _copy_departures(old: Departures, twin: LeaseAgent) -> Departures:
+    new = _over_parts_of(twin, old)
+    new._finished, new._preempted = old._finished.copy(), old._preempted.copy()
+    new._forgotten, new.recounted = old._forgotten.copy(), old.recounted.copy()
+    return new
 
 
 def _copy_sequence(old: Sequence) -> Sequence:

@@ -11,7 +11,10 @@ import sys
 import time
 
 from gpuworker.core import grant_check
+from gpuworker.core.block_closer import BlockCloser
 from gpuworker.core.block_states import BlockStates
+from gpuworker.core.departures import Departures
+from gpuworker.core.grant_applier import GrantApplier
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
 from gpuworker.core.partial_copies import PartialCopies
@@ -82,7 +85,7 @@ MUTANTS = (
     Mutant(
         "1",
         "a dropped admit drops the resets of its blocks too",
-        ((LeaseAgent, "_admit", reset_only_when_it_waits),),
+        ((GrantApplier, "_admit", reset_only_when_it_waits),),
         Walks("families", faults=CALM, pace=HASTY),
         ("I3",),
     ),
@@ -96,7 +99,7 @@ MUTANTS = (
     Mutant(
         "3",
         "a release is reported while a step of the sequence is in flight",
-        ((LeaseAgent, "_leave_if_idle", report_the_release_at_once),),
+        ((Departures, "leave_if_idle", report_the_release_at_once),),
         Exhaustive("cancel"),
         ("I2", "I4"),
     ),
@@ -215,7 +218,7 @@ MUTANTS = (
     Mutant(
         "19",
         "a fork's copy covers the last known token",
-        ((LeaseAgent, "_uncover_last_known", nothing), (fork, "copy_length", copy_all_known)),
+        ((GrantApplier, "_uncover_last_known", nothing), (fork, "copy_length", copy_all_known)),
         Exhaustive("fork"),
         ("I10",),
     ),
@@ -296,7 +299,7 @@ MUTANTS = (
     Mutant(
         "31",
         "a block is sealed when drafts fill it",
-        ((LeaseAgent, "_close_blocks", seal_drafts),),
+        ((BlockCloser, "close", seal_drafts),),
         Exhaustive("drafts"),
         ("I4",),
     ),

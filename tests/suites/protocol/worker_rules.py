@@ -8,7 +8,10 @@ from dataclasses import replace
 from common.lease import Admit, Copy, GrantBatch, Inventory
 from common.types import BlockHash, BlockId, SequenceId, SequencePhase
 from gpuworker.core.batch_plan import ScheduledRow
+from gpuworker.core.block_closer import BlockCloser
 from gpuworker.core.block_states import BlockStates, Content
+from gpuworker.core.departures import Departures
+from gpuworker.core.grant_applier import GrantApplier
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
 from gpuworker.core.outcomes import Applied
@@ -18,15 +21,15 @@ from gpuworker.core.sequence import Sequence as WorkerSequence
 from gpuworker.core.step_scheduler import Composition, StepScheduler
 from tests.suites.protocol.world import World
 
-_admit, _inventory, _apply = LeaseAgent._admit, LeaseAgent.inventory, LeaseAgent.apply
-_close_blocks, _advance = LeaseAgent._close_blocks, WorkerSequence.advance
+_admit, _inventory, _apply = GrantApplier._admit, LeaseAgent.inventory, LeaseAgent.apply
+_close, _advance = BlockCloser.close, WorkerSequence.advance
 _copy = BlockStates.copy
-_take, _leave_if_idle = StepScheduler._take, LeaseAgent._leave_if_idle
+_take, _leave_if_idle = StepScheduler._take, Departures.leave_if_idle
 
 
-def reset_only_when_it_waits(agent: LeaseAgent, admit: Admit, copied: frozenset[BlockId]) -> bool:
-    sequence = agent._sequences.get(admit.sequence)
-    return sequence is not None and sequence.phase is SequencePhase.WAITING and _admit(agent, admit, copied)
+def reset_only_when_it_waits(grants: GrantApplier, admit: Admit, copied: frozenset[BlockId]) -> bool:
+    sequence = grants._sequences.get(admit.sequence)
+    return sequence is not None and sequence.phase is SequencePhase.WAITING and _admit(grants, admit, copied)
 
 
 def wait_for_the_filler(scheduler: StepScheduler, sequence: WorkerSequence, room: int, step: Composition) -> int:
@@ -35,11 +38,11 @@ def wait_for_the_filler(scheduler: StepScheduler, sequence: WorkerSequence, room
     return 0 if waits else _take(scheduler, sequence, room, step)
 
 
-def report_the_release_at_once(agent: LeaseAgent, sequence: WorkerSequence) -> None:
+def report_the_release_at_once(departures: Departures, sequence: WorkerSequence, step: int) -> None:
     if sequence.phase is SequencePhase.DRAINING_FINISH and sequence.in_flight:
-        agent._report.finished(sequence.id, sequence.reason)
+        departures._report.finished(sequence.id, sequence.reason)
     else:
-        _leave_if_idle(agent, sequence)
+        _leave_if_idle(departures, sequence, step)
 
 
 def apply_what_was_buffered(session: LeaseSession, _number: int, batch: GrantBatch) -> Applied | None:
@@ -105,8 +108,8 @@ def attach_without_a_target(agent: LeaseAgent, _lease_target: int) -> None:
     agent._report.state = SessionState.OPEN
 
 
-def seal_drafts(agent: LeaseAgent, sequence: WorkerSequence, row: ScheduledRow, _end: int) -> None:
-    _close_blocks(agent, sequence, row, row.start + row.length + len(row.drafts))
+def seal_drafts(closer: BlockCloser, sequence: WorkerSequence, row: ScheduledRow, _end: int, step: int) -> None:
+    _close(closer, sequence, row, row.start + row.length + len(row.drafts), step)
 
 
 def compute_a_refused_draft(sequence: WorkerSequence, end: int, right: int) -> int:
