@@ -34,7 +34,8 @@ from common.types import BlockHash, Decision, KvGeometry, PoolIdentity
 from kvmanager.index.store import RedisIndexStore
 from kvmanager.ports import IndexCall, WorkerEntry
 from router.core.fair_queue import ONE_FLOW
-from router.core.routing import PlacementRequest, Router
+from router.core.placement import PlacementRequest
+from router.core.routing import Router
 from router.core.worker_model import Capacity, Load
 from router.requests.jobs import Job
 

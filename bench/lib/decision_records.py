@@ -21,7 +21,8 @@ from common.types import Decision, DecisionKind
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.ledger import Ledger
 from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
-from router.core.routing import PlacementRequest, Router
+from router.core.placement import PlacementRequest
+from router.core.routing import Router
 from router.core.worker_model import Capacity, Load, WorkerModel
 
 WORKERS = 8

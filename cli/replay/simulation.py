@@ -25,7 +25,8 @@ from gpuworker.core.stopping import StopRule
 from gpuworker.engine.ports import EngineOutputs, EngineRequest
 from kvmanager.core.manager import Manager, ManagerConfig
 from router.core.fair_queue import Flow
-from router.core.routing import PlacementRequest, Router
+from router.core.placement import PlacementRequest
+from router.core.routing import Router
 from router.core.tenancy import Tenant
 from router.core.worker_model import Capacity
 from router.requests.jobs import Job

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from common.errors import FieldViolation, InvalidRequest
 from common.types import Candidate, Decision, DecisionKind
-from router.core.routing import TOO_LARGE, PlacementRequest
+from router.core.placement import TOO_LARGE, PlacementRequest
 
 # Workers that the record of a wait names at most.
 _NAMED = 8

@@ -1,4 +1,4 @@
-"""The choice of a worker: one continuous cost in predicted seconds, filters with reasons, and a record of all of it.
+"""The choice of a worker: a continuous cost in predicted seconds, filters with reasons (`placement.py`), and a record.
 
     cost(w) = queue_delay(w) + prefill(prompt - hit(w)) + decode_pressure(w)
 
@@ -15,57 +15,25 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from common.clock import Clock
-from common.lease import blocks_needed
 from common.types import Candidate, Decision, DecisionKind
 from router.core.least_times import Bounds, LeastTime, LeastTimes
+from router.core.placement import Outcome, PlacementRequest, may_recover, too_large, verdict
 from router.core.shortlist import named, shortlist, unnamed
 from router.core.usual_rates import UsualRates, believed, trust_in
-from router.core.worker_model import Capacity, WorkerModel
+from router.core.worker_model import WorkerModel
 from router.core.worker_wait import departures, steps_ahead, wait_for_room
 
 # Costs closer than this count as equal: signals are no more precise, and a tie must not favour the first worker.
 TIE_SECONDS = 1e-4
-# Sequences at a worker per place in its batch: some wait there, so that the batch stays full between two messages.
-OVERCOMMIT = 2
-# Times as many for tenants below their share: the places of others do not count for them.
-ENTITLED = 2
 # What was measured longer ago refuses no request for its deadline: a stay of sequences, and rates of an idle worker.
 OLD_S = 30.0
 # Added for a worker without its KV manager, which grants no blocks: about the time of a restart of the manager.
 MANAGER_AWAY_S = 1.0
-
-
-class Outcome(StrEnum):
-    PLACED = "placed"
-    WAIT = "wait"
-    NO_WORKER = "no_worker"
-    TOO_LARGE = "too_large"
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
-    """Sequences to place at one worker. `prompt_tokens` include output of an earlier run.
-
-    `max_len` bounds prompt and output of one sequence.
-    """
-
-    request_id: str
-    prompt_tokens: int
-    max_len: int
-    max_tokens: int
-    sequences: int = 1
-    traceparent: str = ""
-    # Whether the tenant is below its share: its sequences may go to a worker whose places others hold.
-    entitled: bool = False
-    # Workers that are not to serve it.
-    avoids: frozenset[str] = frozenset()
-    # Seconds until its deadline.
-    left: float | None = None
-    # Whether it passes what is before it at a worker, so that its own work alone can make it late.
-    passes: bool = False
+TOO_LATE = "too late"
+"""How the reason begins of a worker that would miss the deadline; the seconds follow."""
+_BEST_FIRST = (Outcome.PLACED, Outcome.WAIT, Outcome.NO_WORKER, Outcome.TOO_LARGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +199,7 @@ class Router:
             away = [each for each in workers if each.trouble(now) is not None]
             self._least.keep((_least_time(each, usual, now) for each in well), away, len(workers), now)
         bounds = self._least.bounds(
-            workers, hits, placement.prompt_tokens, placement.avoids, lambda each: not _too_large(each, placement)
+            workers, hits, placement.prompt_tokens, placement.avoids, lambda each: not too_large(each, placement)
         )
         names = bounds.soonest().union(worker.worker_id for worker in drawn)
         seen = [worker for worker in workers if worker.worker_id in names]
@@ -248,55 +216,12 @@ class Router:
         return zlib.crc32(f"{self._seed}:{decision_id}".encode())
 
 
-def places_of(worker: WorkerModel) -> int:
-    """Return how many sequences a worker may have, those that wait there included."""
-    return OVERCOMMIT * worker.capacity.max_num_seqs
-
-
-def must_wait(worker: WorkerModel, placement: PlacementRequest, now: float) -> bool:
-    """Return whether a worker could take the request later, and not now: too many sequences are there."""
-    return verdict(worker, placement, now)[0] is Outcome.WAIT
-
-
 def _ages(workers: Sequence[WorkerModel], now: float) -> Iterator[tuple[str, float]]:
     """Yield the age of each signal that enters the costs; assumed rates have no age."""
     for worker in workers:
         yield f"{worker.worker_id}.heartbeat", now - worker.heartbeat_at
         if worker.shown_at > float("-inf"):
             yield f"{worker.worker_id}.rates", now - worker.shown_at
-
-
-TOO_LATE = "too late"
-"""How the reason begins of a worker that would miss the deadline; the seconds follow."""
-TOO_LARGE = "too large"
-"""How the reason begins of a worker that could never hold the request; the request's sizes follow."""
-_BEST_FIRST = (Outcome.PLACED, Outcome.WAIT, Outcome.NO_WORKER, Outcome.TOO_LARGE)
-
-
-def verdict(worker: WorkerModel, placement: PlacementRequest, now: float) -> tuple[Outcome, str]:
-    """Return PLACED when the worker may be chosen, else the outcome without it and the reason."""
-    if too_large := _too_large(worker.capacity, placement):
-        return Outcome.TOO_LARGE, too_large
-    if worker.worker_id in placement.avoids:
-        return Outcome.NO_WORKER, "another worker is wanted: it has computed the prompt"
-    if trouble := worker.trouble(now):
-        return Outcome.NO_WORKER, f"{trouble[0].value}: {trouble[1]}"
-    limit = max(places_of(worker) * (ENTITLED if placement.entitled else 1), placement.sequences)
-    if worker.sequences + placement.sequences > limit:
-        return Outcome.WAIT, f"over limit: {worker.sequences} sequences of at most {limit}"
-    return Outcome.PLACED, ""
-
-
-def _too_large(capacity: Capacity, placement: PlacementRequest) -> str:
-    """Return why a worker of this capacity can never hold the request; "": it can."""
-    if placement.max_len > capacity.max_model_len:
-        return f"{TOO_LARGE}: {placement.max_len} tokens of at most {capacity.max_model_len}"
-    needed = blocks_needed(placement.prompt_tokens, placement.max_len, capacity.block_size, capacity.window)
-    return f"{TOO_LARGE}: {needed} blocks of {capacity.num_blocks} in its pool" if needed > capacity.num_blocks else ""
-
-
-def _may_recover(worker: WorkerModel, placement: PlacementRequest) -> bool:
-    return worker.worker_id not in placement.avoids and not worker.drains
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +248,7 @@ class _Priced:
                 continue
             figures = (("hit_blocks", float(hit_blocks)),) if hit_blocks else ()
             found.out.append(Candidate(worker.worker_id, rejected=reason, figures=figures))
-            recovers = outcome is Outcome.NO_WORKER and _may_recover(worker, placement)
+            recovers = outcome is Outcome.NO_WORKER and may_recover(worker, placement)
             if recovers or outcome is Outcome.WAIT:
                 found.later.append((worker, hit_blocks))
             if recovers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.core.routing import Outcome, PlacementRequest, verdict
+from router.core.placement import Outcome, PlacementRequest, verdict
 from router.core.worker_model import WorkerModel
 
 

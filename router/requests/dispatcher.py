@@ -15,8 +15,9 @@ from router.core.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_at
 from router.core.identity import is_complete
 from router.core.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
 from router.core.place_shares import Shares
+from router.core.placement import Outcome, PlacementRequest, must_wait, places_of, verdict
 from router.core.refusals import too_large, waiting_record
-from router.core.routing import Choice, Outcome, PlacementRequest, Router, must_wait, places_of, verdict
+from router.core.routing import Choice, Router
 from router.core.watchdog import waits_for_a_place
 from router.core.worker_model import WorkerModel
 from router.ports import DecisionSink, PrefixIndex

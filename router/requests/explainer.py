@@ -13,8 +13,9 @@ from router.core.admission import AdmissionLimiter, check_deadline
 from router.core.embedding import check_kind
 from router.core.events import ValidatedRequest
 from router.core.identity import is_complete
+from router.core.placement import Outcome
 from router.core.refusals import reasons_against
-from router.core.routing import TIE_SECONDS, Choice, Outcome
+from router.core.routing import TIE_SECONDS, Choice
 from router.requests.dispatcher import Dispatcher
 from router.requests.jobs import Foresight, Job
 from router.requests.run import Prefix, placement_of

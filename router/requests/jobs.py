@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.types import BlockHash, Decision
-from router.core.routing import Choice, PlacementRequest
+from router.core.placement import PlacementRequest
+from router.core.routing import Choice
 from router.requests.reservation import LoadReservation
 from router.workers.client import WorkerClient
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from common.clock import Clock
 from router.core.fair_queue import Flow
 from router.core.place_shares import PlaceShares
-from router.core.routing import PlacementRequest
+from router.core.placement import PlacementRequest
 from router.core.worker_model import WorkerModel
 
 

@@ -13,8 +13,8 @@ from common.types import BlockHash, FinishReason, PoolIdentity
 from router.core.diagnosis.outcome import Outcome
 from router.core.events import ValidatedRequest
 from router.core.fair_queue import Ticket
+from router.core.placement import PlacementRequest
 from router.core.resuming import Continuation, Received
-from router.core.routing import PlacementRequest
 from router.core.suspicion import Suspicion
 from router.core.worker_events import (
     Lost,

@@ -15,7 +15,8 @@ from common.errors import EngineFailure, ProtocolViolation
 from common.types import FinishReason
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from router.core.events import GenerateEvent
-from router.core.routing import Choice, PlacementRequest, Router
+from router.core.placement import PlacementRequest
+from router.core.routing import Choice, Router
 from router.core.worker_model import WorkerModel
 from router.requests.inbox import Inbox
 from tests.support.router.fake_worker import FakeWorker, prompt_of

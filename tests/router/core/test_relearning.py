@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from common.clock import ManualClock
-from router.core.routing import Choice, PlacementRequest, Router
+from router.core.placement import PlacementRequest
+from router.core.routing import Choice, Router
 from router.core.worker_model import Capacity, Load, WorkerModel
 
 CAPACITY = Capacity(num_blocks=4096, block_size=16, max_num_seqs=32, max_model_len=512)

@@ -14,8 +14,9 @@ from common.clock import ManualClock
 from common.types import Decision
 from router.core import routing
 from router.core.optimistic import OptimisticIndex
+from router.core.placement import Outcome, PlacementRequest
 from router.core.rates import StepLine
-from router.core.routing import TIE_SECONDS, Choice, Outcome, PlacementRequest, Router, WorkerCost
+from router.core.routing import TIE_SECONDS, Choice, Router, WorkerCost
 from router.core.shortlist import LOOK_EVERY_S, MOST_PRICED
 from router.core.worker_model import Capacity, Load, WorkerModel
 from tests.router.core.test_optimistic import block_hashes

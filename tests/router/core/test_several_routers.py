@@ -6,7 +6,8 @@ import itertools
 import random
 
 from common.clock import ManualClock
-from router.core.routing import PlacementRequest, Router
+from router.core.placement import PlacementRequest
+from router.core.routing import Router
 from router.core.worker_model import Capacity, Load, WorkerModel
 
 CAPACITY = Capacity(num_blocks=4096, block_size=16, max_num_seqs=64, max_model_len=512)

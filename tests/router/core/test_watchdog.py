@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.core.routing import PlacementRequest
+from router.core.placement import PlacementRequest
 from router.core.watchdog import waits_for_a_place
 from router.core.worker_model import Capacity, Load, WorkerModel
 

@@ -10,7 +10,7 @@ import pytest
 from common.errors import QuireError, Unavailable
 from common.types import DecisionKind
 from router.core.fair_queue import PASSED_SECONDS
-from router.core.routing import PlacementRequest
+from router.core.placement import PlacementRequest
 from router.core.worker_model import Capacity, Load, WorkerModel
 from router.requests.jobs import Job
 from router.requests.reservation import LoadReservation

@@ -6,7 +6,7 @@ import pytest
 
 from common.clock import ManualClock
 from router.core.fair_queue import Flow
-from router.core.routing import PlacementRequest
+from router.core.placement import PlacementRequest
 from router.core.worker_model import Capacity, Load, WorkerModel
 from router.requests.reservation import Reserver
 from tests.support.kvmanager.ledgers import admit, lived, make_ledger, prompt, reserve
