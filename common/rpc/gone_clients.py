@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
-from grpc import aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 _GRPC_LOG: Final = logging.getLogger("grpc._cython.cygrpc")
@@ -19,13 +16,9 @@ _GRPC_LOG: Final = logging.getLogger("grpc._cython.cygrpc")
 _CALL_ENDED: Final = 'Failed "execute_batch"'
 
 
-@contextmanager
-def cancelled_when_gone() -> Iterator[None]:
-    """Around what a handler sends: raises CancelledError when the client is gone."""
-    try:
-        yield
-    except aio.InternalError:
-        raise asyncio.CancelledError("the client went away") from None
+def client_gone() -> asyncio.CancelledError:
+    """Return what a handler raises where gRPC could not send, an `aio.InternalError`."""
+    return asyncio.CancelledError("the client went away")
 
 
 def log_no_gone_clients() -> None:

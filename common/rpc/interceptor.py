@@ -18,7 +18,7 @@ import grpc
 from grpc import aio
 
 from common.errors import QuireError
-from common.rpc.gone_clients import cancelled_when_gone
+from common.rpc.gone_clients import client_gone
 from common.rpc.malformed import MessageCheck, TolerantDecoder
 from common.rpc.status import abort, no_memory
 from quire.api.status import error_from_rpc
@@ -86,8 +86,10 @@ class ErrorsToStatuses:
 
 async def send(context: Context, response: Any) -> None:
     """Write a response. Raises CancelledError when the client is gone: gRPC cancels the call only a moment later."""
-    with cancelled_when_gone():
+    try:
         await context.write(response)
+    except aio.InternalError:
+        raise client_gone() from None
 
 
 def _wrap(handler: grpc.RpcMethodHandler[Any, Any], around: Around, method: str) -> grpc.RpcMethodHandler[Any, Any]:

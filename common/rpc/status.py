@@ -16,7 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from common import errors
-from common.rpc.gone_clients import cancelled_when_gone
+from common.rpc.gone_clients import client_gone
 from quire.api.status import DETAILS_KEY, DOMAIN
 
 # Statuses travel as HTTP/2 trailers, of which peers accept 8 KiB by default.
@@ -78,8 +78,10 @@ async def abort(context: aio.ServicerContext[Any, Any], error: errors.QuireError
     """End a call with the status of an error. Raises AbortError, or CancelledError when the client is gone."""
     status = to_status(error)
     trailers = ((DETAILS_KEY, status.SerializeToString()),)
-    with cancelled_when_gone():
+    try:
         await context.abort(code_of(error), status.message, trailers)
+    except aio.InternalError:
+        raise client_gone() from None
 
 
 def _retry(seconds: float) -> error_details_pb2.RetryInfo:
