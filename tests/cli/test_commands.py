@@ -24,6 +24,7 @@ from quire.types.v1 import types_pb2 as types
 from tests.support.checkpoints import config_of
 from tests.support.hostile import hostile_folder
 from tests.support.up_harness import READY_SECONDS, Up, quire
+from tests.support.waiting import wait_until
 
 LONG = 700
 OPTIONS = """
@@ -95,10 +96,14 @@ class LongStreams:
 def test_status_shows_the_worker(up: Up, tmp_path: Path) -> None:
     idle = r"worker-0\s+127\.0\.0\.1:\d+\s+connected\s+attached\s+0\s+0\s+512\s+512"
     folder = hostile_folder(tmp_path / "hostile")
-    deadline = time.monotonic() + READY_SECONDS  # the blocks of the test before come free
-    while not re.search(idle, (shown := quire("status", *up.admin, cwd=folder)).stdout):
+
+    def status() -> str:
+        shown = quire("status", *up.admin, cwd=folder)
         assert shown.returncode == 0, shown.stderr
-        assert time.monotonic() < deadline, shown.stdout
+        return shown.stdout
+
+    # The blocks of the test before come free.
+    wait_until(status, lambda shown: re.search(idle, shown), seconds=READY_SECONDS)
 
 
 def test_figures_are_json_on_one_line_where_asked(up: Up) -> None:

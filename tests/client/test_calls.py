@@ -27,6 +27,7 @@ from quire.client.retry import Attempts
 from quire.inference.v1 import inference_pb2 as pb
 from tests.support.deadlines import TooSlow, with_enough_time
 from tests.support.fake_router import HELLO, PATIENCE_S, RouterDouble, admitted, facing, finished, served, tokens
+from tests.support.waiting import until
 
 QUICK = Retry(attempts=3, first_backoff=0.001)
 NEVER = Retry(attempts=1)
@@ -98,8 +99,7 @@ async def test_a_cancelled_task_cancels_the_request() -> None:
     double = RouterDouble([[admitted(), asyncio.Event()]])
     async with served(double) as address, facing("asyncio", address) as face:
         task = asyncio.create_task(face.call("generate", "x"))
-        while not double.requests:  # noqa: ASYNC110 - the double has no event for it
-            await asyncio.sleep(0)
+        await until(lambda: double.requests, every=0)
         task.cancel()
         await asyncio.wait_for(double.cancelled.wait(), PATIENCE_S)
         with pytest.raises(asyncio.CancelledError):
@@ -158,8 +158,7 @@ async def test_another_thread_may_close_the_client() -> None:
     async with served(double) as address:
         client = Client(address, timeout=10 * PATIENCE_S)
         reading = asyncio.create_task(asyncio.to_thread(read, client))
-        while not double.requests:  # noqa: ASYNC110 - the double has no event for it
-            await asyncio.sleep(0)
+        await until(lambda: double.requests, every=0)
         client.close()
         await asyncio.wait_for(reading, PATIENCE_S)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -13,6 +11,7 @@ import pytest
 
 from bench.comparison.peer_process import PeerOptions, PeerProcess, missing
 from common.errors import Unavailable
+from tests.support.waiting import until
 
 DRIVER = """
     import json, subprocess, sys
@@ -40,13 +39,6 @@ def options(tmp_path: Path) -> PeerOptions:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
     return PeerOptions(tmp_path, tmp_path, dtype="bfloat16", prefix_caching=True)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait for what another process does; fail when it has not after a while."""
-    async with asyncio.timeout(60.0):
-        while not holds():  # noqa: ASYNC110 - processes of the system set no event
-            await asyncio.sleep(0.01)
 
 
 def alive(process: psutil.Process) -> bool:

@@ -15,6 +15,7 @@ from common.process.supervised import Supervisor
 from common.rpc.server import open_channel
 from gpuworker.engine.lease_client import LeaseClient
 from tests.support.fake_managers import FakeManager, Managers
+from tests.support.waiting import until
 
 PATIENCE = 60.0
 
@@ -80,8 +81,7 @@ async def test_a_client_leaves_a_manager_that_hangs_when_another_one_leads(
         second.opened.clear()
         second.say(True, 4)
         await second.opened.wait()
-        while not any(isinstance(event, Connected) for event in client.poll()):  # noqa: ASYNC110 - for another thread
-            await asyncio.sleep(0.01)
+        await until(lambda: any(isinstance(event, Connected) for event in client.poll()))
     await client.close()
 
 
@@ -98,9 +98,7 @@ async def test_of_two_that_lead_in_the_same_term_the_one_of_before_stays(
         await until_leader(watch, news, used.address)
         for leads in (True, False, True):
             other.say(leads, 3)
-            async with asyncio.timeout(PATIENCE):
-                while {each.address: each.leads for each in watch.managers}[other.address] != leads:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await until_heard(watch, other.address, leads)
             assert watch.leader == used.address
         await watch.close()
         await supervisor.aclose()
@@ -121,17 +119,14 @@ async def test_a_leader_with_two_addresses_is_left_by_nobody_when_one_path_break
         return client._connection is not None and not client._connection.ended.done()
 
     async with asyncio.timeout(PATIENCE):
-        while not attached() or not all(each.leads for each in watch.managers):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: attached() and all(each.leads for each in watch.managers))
         session, used = client._connection, next(each for each in managers if each.address == client._address)
         for _ in range(3):
             used.cut_watches(True)
-            while all(each.reachable for each in watch.managers):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: not all(each.reachable for each in watch.managers))
             seen.append(watch.leader)
             used.cut_watches(False)
-            while not all(each.leads for each in watch.managers):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: all(each.leads for each in watch.managers))
             seen.append(watch.leader)
     (other,) = (each for each in managers if each is not used)
     assert set(seen) == {other.address}, "the path that works counts, until it breaks"
@@ -142,8 +137,7 @@ async def test_a_leader_with_two_addresses_is_left_by_nobody_when_one_path_break
     other.owner = "another"
     other.say(True, 4)  # another process has the address by now
     async with asyncio.timeout(PATIENCE):
-        while not any(each.owner == "another" for each in watch.managers):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: any(each.owner == "another" for each in watch.managers))
         assert session.ended.done()
         await other.opened.wait()
     await client.close()
@@ -157,9 +151,7 @@ async def test_two_changes_of_the_leader_at_once_end_one_attempt_to_attach() -> 
         for turns in range(5):
             client = LeaseClient([f"127.0.0.1:{hung.getsockname()[1]}", "127.0.0.1:2", "127.0.0.1:3"])
             await client.start()
-            async with asyncio.timeout(PATIENCE):
-                while client._opening is None:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await until_opening(client)
             assert client._watch is not None
             client._address = "127.0.0.1:9"
             client._watch.leader = "127.0.0.1:2"
@@ -190,7 +182,13 @@ async def test_a_router_follows_the_leader_of_each_group(managers: tuple[FakeMan
     await supervisor.aclose()
 
 
+async def until_heard(watch: LeaderWatch, address: str, leads: bool) -> None:
+    await until(lambda: {each.address: each.leads for each in watch.managers}[address] == leads)
+
+
+async def until_opening(client: LeaseClient) -> None:
+    await until(lambda: client._opening is not None)
+
+
 async def until_leaders(watch: LeaderWatch, expected: dict[str, str]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while watch.leaders() != expected:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: watch.leaders() == expected)

@@ -13,6 +13,7 @@ import pytest
 
 from common.group.names import resolved
 from common.rpc import event_loop
+from tests.support.waiting import until
 
 PATIENCE = 60.0
 # More than any pool of threads has that a loop of this machine would use.
@@ -50,8 +51,7 @@ def test_lookups_without_an_answer_keep_no_other_one_waiting(monkeypatch: pytest
     async def main() -> None:
         async with asyncio.timeout(PATIENCE):
             looking = [asyncio.create_task(resolved(f"{number}.held.test")) for number in range(MANY)]
-            while len(held.begun) < MANY:  # noqa: ASYNC110 - for other threads
-                await asyncio.sleep(0.01)
+            await until(lambda: len(held.begun) >= MANY)
             assert list(await resolved("127.0.0.7")) == ["127.0.0.7"]
             assert await asyncio.get_running_loop().getaddrinfo("localhost", 80)
             held.answer.set()
@@ -64,8 +64,7 @@ async def test_a_lookup_is_awaited_to_its_end(monkeypatch: pytest.MonkeyPatch) -
     """The resolver asks a second name server after 5 s."""
     held, loop = HeldLookups(monkeypatch), asyncio.get_running_loop()
     looking = asyncio.create_task(resolved("held.test"))
-    while not held.begun:  # noqa: ASYNC110 - for another thread
-        await asyncio.sleep(0.01)
+    await until(lambda: held.begun)
     now = loop.time
     monkeypatch.setattr(loop, "time", lambda: now() + 60.0)
     await asyncio.sleep(0.01)

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from gpuworker.engine.lease_client import LeaseClient
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from router.grpc_api.manager_calls import ManagerCalls
 from tests.support.fake_managers import FakeManager, Managers
+from tests.support.waiting import until
 
 PATIENCE = 60.0
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
@@ -41,12 +42,6 @@ class Dns:
         return self.hosts
 
 
-async def until(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not what():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 @pytest.fixture
 async def managers() -> AsyncIterator[Managers]:
     """Three managers at one port of three addresses; none leads."""
@@ -66,7 +61,7 @@ async def test_the_leader_is_found_among_all_addresses_of_a_name(managers: Manag
     watch = LeaderWatch([managers.name], open_channel, resolve=dns, again_s=0.01)
     assert watch.managers == ()
     watch.start(supervisor)
-    await until(lambda: [each.reachable for each in watch.managers] == [True, True])
+    await until(lambda: watch.managers, lambda found: [each.reachable for each in found] == [True, True])
     assert dns.asked[0] == "managers.test"
     managers[1].say(True, 3)
     await until(lambda: watch.leader == managers[1].address)
@@ -112,8 +107,7 @@ async def test_a_worker_attaches_to_the_leader_that_a_name_has(managers: Manager
     await client.start()
     async with asyncio.timeout(PATIENCE):
         await managers[1].opened.wait()
-        while not any(isinstance(event, Connected) for event in client.poll()):  # noqa: ASYNC110 - for another thread
-            await asyncio.sleep(0.01)
+        await until(lambda: any(isinstance(event, Connected) for event in client.poll()))
         managers[0].opened.clear()
         managers[0].say(True, 4)
         await managers[0].opened.wait()

@@ -8,6 +8,7 @@ import time
 from prometheus_client import CollectorRegistry
 
 from common.process.watchdog import StallClock, Watchdog, Work
+from tests.support.waiting import until
 
 BOUND = 30.0
 
@@ -75,11 +76,9 @@ async def test_a_blocked_loop_shows_as_lag() -> None:
     task = asyncio.create_task(Watchdog(BOUND, dict, report, registry).run())
     try:
         async with asyncio.timeout(60.0):
-            while not registry.get_sample_value("quire:event_loop_lag_seconds_count"):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: registry.get_sample_value("quire:event_loop_lag_seconds_count"))
             before = registry.get_sample_value("quire:event_loop_lag_seconds_sum") or 0.0
             time.sleep(0.4)  # noqa: ASYNC251 - what a callback must not do
-            while (registry.get_sample_value("quire:event_loop_lag_seconds_sum") or 0.0) < before + 0.25:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            await until(lambda: (registry.get_sample_value("quire:event_loop_lag_seconds_sum") or 0.0) >= before + 0.25)
     finally:
         task.cancel()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import grpc
 import pytest
@@ -11,14 +10,9 @@ from grpc import aio
 
 from common.errors import Unavailable
 from tests.common.rpc.test_connections import LINUX, dialled, method, served
+from tests.support.waiting import until
 
 LONG = 60.0
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LONG):
-        while not happened():  # noqa: ASYNC110 - the server runs beside
-            await asyncio.sleep(0.001)
 
 
 async def refused(channel: aio.Channel) -> aio.AioRpcError:

@@ -7,10 +7,11 @@ import runpy
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ("sh", "make", "grep", "touch", "test", "rm", "echo", "mkdir")
@@ -127,9 +128,7 @@ def test_silence_is_broken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
             return self
 
         def __next__(self) -> str:
-            deadline = time.monotonic() + 60.0
-            while "still at it" not in capsys_text() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: "still at it" in capsys_text())
             raise StopIteration
 
     seen: list[str] = []
