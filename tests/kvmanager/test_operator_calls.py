@@ -19,6 +19,7 @@ from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from quire.types.v1 import types_pb2
 from tests.kvmanager.conftest import ChannelTo, Connect, Running
 from tests.support.kvmanager.fake_session import RawWorker
+from tests.support.waiting import until
 
 HASHES = tuple(BlockHash(bytes([index]) * 16) for index in range(1, 5))
 PACKED = b"".join(HASHES)
@@ -295,9 +296,7 @@ async def test_a_client_that_goes_gives_its_subscription_back(manager: Running, 
     hub = manager.attachments.events
     calls = [stub.SubscribeKvEvents(kvmanager_pb2.SubscribeKvEventsRequest(), timeout=120.0) for _ in range(3)]
     async with asyncio.timeout(120.0):
-        while len(hub._subscriptions) < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: len(hub._subscriptions) >= 3, seconds=120.0)
         for call in calls:
             call.cancel()
-        while hub._subscriptions:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: not hub._subscriptions, seconds=120.0)

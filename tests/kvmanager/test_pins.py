@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 from grpc import aio
@@ -21,6 +20,7 @@ from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
 from tests.kvmanager.conftest import ChannelTo, Connect, Running, Start
 from tests.kvmanager.test_operator_calls import HASHES, scraped, values, worker_with_one_sequence
 from tests.support.kvmanager.fake_session import IDENTITY
+from tests.support.waiting import until
 
 TWO = b"".join(HASHES[:2])
 KEY = index_format.pins_key(IDENTITY.namespace)
@@ -56,13 +56,6 @@ class Operator:
 
 def operator_of(manager: Running, channel_to: ChannelTo) -> Operator:
     return Operator(channel_to(manager.address))
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait for a state, however slow the machine is."""
-    async with asyncio.timeout(60.0):
-        while not holds():  # noqa: ASYNC110 - a background task changes it
-            await asyncio.sleep(0.01)
 
 
 def kept(manager: Running, worker_id: str = "w0") -> int:
@@ -103,10 +96,8 @@ async def test_each_change_is_a_record_of_each_worker(
         found = (await stub.ListDecisions(decision_pb2.ListDecisionsRequest(kind="pin"))).decisions
         return [each.chosen for each in found]
 
-    async with asyncio.timeout(60.0):
-        while len(await records()) < 2:  # noqa: ASYNC110 - it is asked over the network
-            await asyncio.sleep(0.01)
-    assert await records() == ["pinned handbook of tenant acme: 2 blocks", "unpinned handbook"]
+    found = await until(records, lambda found: len(found) >= 2)
+    assert found == ["pinned handbook of tenant acme: 2 blocks", "unpinned handbook"]
 
 
 @pytest.mark.parametrize(

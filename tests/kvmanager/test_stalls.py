@@ -17,6 +17,7 @@ from kvmanager.core.ledger import Ledger
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from tests.kvmanager.conftest import Connect, Running, Start
 from tests.support.kvmanager.fake_session import TIMEOUT_S
+from tests.support.waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
@@ -32,9 +33,7 @@ def _page(manager: Running, path: str) -> str:
 
 
 async def _until(manager: Running, stalled: bool) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while await asyncio.to_thread(_stalled, manager) != stalled:  # noqa: ASYNC110 - asks another process's port
-            await asyncio.sleep(0.01)
+    await until(lambda: asyncio.to_thread(_stalled, manager), lambda found: found == stalled, seconds=TIMEOUT_S)
 
 
 async def _stalled_pools(manager: Running) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -14,10 +13,11 @@ from redis.asyncio import Redis
 
 from common import index_format
 from tests.kvmanager.conftest import ChannelTo
-from tests.kvmanager.group.test_processes import LONG, PATIENCE, SHORT, turns, until
+from tests.kvmanager.group.test_processes import LONG, PATIENCE, SHORT, turns, until_it_says
 from tests.support.kvmanager.fake_session import IDENTITY
 from tests.support.kvmanager.manager_child import ManagerChild, manager_process
 from tests.support.kvmanager.remote_fake_worker import DrivenWorker
+from tests.support.waiting import until
 
 GROUPS = ("a", "b", "c", "d")
 
@@ -56,10 +56,7 @@ async def owners(client: Redis) -> dict[str, tuple[int, int]]:
 
 
 async def until_owned(client: Redis, workers: set[str]) -> dict[str, tuple[int, int]]:
-    async with asyncio.timeout(PATIENCE):
-        while set(found := await owners(client)) != workers:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    return found
+    return await until(lambda: owners(client), lambda found: set(found) == workers, seconds=PATIENCE)
 
 
 async def test_a_hung_leader_of_one_group_is_fenced_while_the_others_go_on(
@@ -68,7 +65,7 @@ async def test_a_hung_leader_of_one_group_is_fenced_while_the_others_go_on(
     workers = {group: DrivenWorker(f"w-{group}", seed=seed) for seed, group in enumerate(GROUPS)}
     managers = {group: await launch(group, SHORT if group == "b" else LONG) for group in GROUPS}
     for group, child in managers.items():
-        await until(child, leads=True)
+        await until_it_says(child, leads=True)
         await workers[group].attach(channel_to(child.address))
         await turns(workers[group])
     before_owners = await until_owned(redis_client, {f"w-{group}" for group in GROUPS})
@@ -76,18 +73,16 @@ async def test_a_hung_leader_of_one_group_is_fenced_while_the_others_go_on(
     before = await fences(redis_client)
     assert len(set(before.values())) == len(GROUPS)
     standby = await launch("b", SHORT)
-    await until(standby, leads=False)
+    await until_it_says(standby, leads=False)
 
     managers["b"].process.send_signal(signal.SIGSTOP)
-    leading = await until(standby, leads=True)
+    leading = await until_it_says(standby, leads=True)
     await workers["b"].attach(channel_to(standby.address))
     for worker in workers.values():
         await turns(worker)
-    async with asyncio.timeout(PATIENCE):
-        while (after := await fences(redis_client))["b"] == before["b"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    after = await until(lambda: fences(redis_client), lambda found: found["b"] != before["b"], seconds=PATIENCE)
     managers["b"].process.send_signal(signal.SIGCONT)
-    state = await until(managers["b"], leads=False)
+    state = await until_it_says(managers["b"], leads=False)
     assert (state.leader, state.term, state.group) == (standby.address, leading.term, "b")
     for worker in workers.values():
         await turns(worker)
@@ -106,7 +101,7 @@ async def test_a_worker_that_two_groups_have_is_published_by_the_one_with_its_se
     """Its first manager is stopped when it attaches to the second one, and goes on as if nothing had happened."""
     first, second, worker = await launch("a"), await launch("b"), DrivenWorker("w")
     for child in (first, second):
-        await until(child, leads=True)
+        await until_it_says(child, leads=True)
     await worker.attach(channel_to(first.address))
     await turns(worker)
     before = await until_owned(redis_client, {"w"})
@@ -115,12 +110,10 @@ async def test_a_worker_that_two_groups_have_is_published_by_the_one_with_its_se
     await worker.attach(channel_to(second.address))
     assert worker.epoch > old_epoch
     await turns(worker)
-    async with asyncio.timeout(PATIENCE):
-        while (moved := await owners(redis_client)) == before:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    moved = await until(lambda: owners(redis_client), lambda found: found != before, seconds=PATIENCE)
     assert moved["w"][0] == before["w"][0]
     first.process.send_signal(signal.SIGCONT)
-    assert (await until(first, leads=True)).group == "a"
+    assert (await until_it_says(first, leads=True)).group == "a"
     # A manager renews its slots every lease_ttl / 3; its own session ends when it sees that the stream is broken.
     other = DrivenWorker("other", seed=1)
     await other.attach(channel_to(first.address))

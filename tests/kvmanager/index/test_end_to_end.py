@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import cast
 
@@ -20,6 +20,7 @@ from tests.kvmanager.conftest import ChannelTo, Running, Start
 from tests.support.kvmanager.fake_session import IDENTITY
 from tests.support.kvmanager.index_reader import index_members
 from tests.support.kvmanager.remote_fake_worker import DrivenWorker
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -27,13 +28,6 @@ async def own_redis() -> AsyncIterator[LocalRedis]:
     """A server that the test may kill and start again."""
     with LocalRedis() as server:
         yield server
-
-
-async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
-    """Return once it holds; for what only Redis and its clock decide."""
-    async with asyncio.timeout(60.0):
-        while not await holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 async def indexed(url: str, worker_id: str = "w0", identity: PoolIdentity = IDENTITY) -> set[BlockHash]:
@@ -59,7 +53,7 @@ async def until_index_equals_map(manager: Running, url: str) -> None:
     async def equal() -> bool:
         return bool(held(manager)) and await indexed(url) == held(manager)
 
-    await eventually(equal)
+    await until(equal)
 
 
 async def assert_index_equals_map(manager: Running, url: str, worker_id: str = "w0") -> None:
@@ -137,7 +131,7 @@ async def test_wiped_redis_is_filled_again_under_a_higher_epoch(
     async def published_again() -> bool:
         return publisher.counts.republished >= 2
 
-    await eventually(published_again)
+    await until(published_again)
     await until_index_equals_map(manager, redis_url)
     fence = await redis_client.get(index_format.fence_key(IDENTITY.namespace))
     assert fence is not None
@@ -146,7 +140,7 @@ async def test_wiped_redis_is_filled_again_under_a_higher_epoch(
     async def announced() -> bool:
         return bool(await redis_client.exists(index_format.discovery_key("w0")))
 
-    await eventually(announced)
+    await until(announced)
 
 
 async def test_worker_is_served_while_redis_is_away_and_published_after(
@@ -265,7 +259,7 @@ async def test_worker_that_left_is_retired(
     async def gone() -> bool:
         return not (await indexed(redis_url, "w0") or await redis_client.exists(index_format.discovery_key("w0")))
 
-    await eventually(gone)
+    await until(gone)
 
 
 async def test_after_the_last_worker_another_model_is_served_in_an_index_of_its_own(
@@ -293,7 +287,7 @@ async def test_after_the_last_worker_another_model_is_served_in_an_index_of_its_
     async def retired() -> bool:
         return not await indexed(redis_url, "w0")
 
-    await eventually(retired)  # at once, not when its lease of 5 s is over
+    await until(retired)  # at once, not when its lease of 5 s is over
     successor = await start_manager(redis_url=redis_url)
     await first.attach(channel_to(successor.address))
     await second.turn()
@@ -318,7 +312,7 @@ async def test_entries_are_written_again_before_they_expire(
     async def written_again() -> bool:
         return publisher.counts.added >= written + 3 * len(members)
 
-    await eventually(written_again)
+    await until(written_again)
     await until_index_equals_map(manager, redis_url)
     assert held(manager) == members
 
@@ -339,13 +333,9 @@ async def test_a_publisher_that_ends_by_a_bug_is_begun_again_and_health_says_so(
 
     monkeypatch.setattr(prefix_publisher.PrefixPublisher, "_renew", fails_twice)
     await worker.attach(channel_to(manager.address))
-    await eventually(lambda: is_true(manager.process.supervisor.failing == ("prefix-publisher",)))
+    await until(lambda: manager.process.supervisor.failing == ("prefix-publisher",))
     for _ in range(10):
         await worker.turn()
     async with asyncio.timeout(60.0):
         await assert_index_equals_map(manager, redis_url)
     assert failures > 2
-
-
-async def is_true(value: bool) -> bool:
-    return value

@@ -16,6 +16,7 @@ from kvmanager.sessions.handler import SessionHandler
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.kvmanager.conftest import Running
 from tests.support.kvmanager.fake_session import attach_of
+from tests.support.waiting import until
 
 
 def session_request(seq: int, **message: Any) -> kvmanager_pb2.SessionRequest:
@@ -63,9 +64,7 @@ async def test_a_worker_that_does_not_read_ends_its_session(manager: Running, mo
     for number in range(12):  # each of them is answered by a batch
         reserve = kvmanager_pb2.Reserve(sequence=number, num_tokens=4, max_len=8)
         handler.requests.put_nowait(session_request(3 + number, report=kvmanager_pb2.Report(reserve=[reserve])))
-    async with asyncio.timeout(60.0):
-        while manager.attachments.counts.quarantined == 0:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: manager.attachments.counts.quarantined != 0)
     handler.task.cancel()
     await ended(handler.task)
     assert manager.attachments.manager.workers() == ()

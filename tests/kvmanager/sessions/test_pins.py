@@ -18,6 +18,7 @@ from kvmanager.ports import KeptPins, PinsUnreadable
 from kvmanager.sessions import pins as sessions_pins
 from kvmanager.sessions.pins import OperatorPins
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
+from tests.support.waiting import until
 
 
 def numbered(first: int, count: int) -> tuple[BlockHash, ...]:
@@ -138,9 +139,7 @@ async def test_a_value_that_no_manager_has_written_stays_and_is_named(
         await operator.pins()
     assert (index.value, index.written) == (value, [])
     task = asyncio.create_task(operator.run())
-    async with asyncio.timeout(60.0):
-        while "cannot be read" not in caplog.text:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: "cannot be read" in caplog.text)
     task.cancel()
     index.value = None  # as the words say
     await operator.pin("p", "t", numbered(0, 1), 16, None)
@@ -169,9 +168,7 @@ async def test_a_change_that_is_broken_off_is_carried_out_all_the_same() -> None
     go_on.set()
     assert (done, operator._wake.is_set()) == ([], True), "the task does not wait for its next look"
     task = asyncio.create_task(operator.run())
-    async with asyncio.timeout(60.0):
-        while done != ["w0", "w1"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: done == ["w0", "w1"])
     task.cancel()
 
 
