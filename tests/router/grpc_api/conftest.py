@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -15,6 +14,7 @@ from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
 from router.grpc_api.manager_calls import ManagerCalls
 from router.grpc_api.manager_groups import ManagerGroups
 from tests.support.router.fake_managers import DOWN, PATIENCE, Manager
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -46,9 +46,7 @@ async def calls(managers: list[Manager]) -> AsyncIterator[ManagerCalls]:
     supervisor = Supervisor()
     found = ManagerCalls([each.address for each in managers], open_channel)
     found.start(supervisor)
-    async with asyncio.timeout(PATIENCE):
-        while set(found._groups.leaders()) != {"a", "b"}:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: set(found._groups.leaders()) == {"a", "b"})
     yield found
     await supervisor.aclose()
 

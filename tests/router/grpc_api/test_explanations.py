@@ -15,6 +15,7 @@ from router.core.tenancy import Caller, Tenant
 from router.grpc_api.explanation import Explanations
 from router.ports import RequestValidator
 from router.requests.explainer import Explainer
+from tests.support.waiting import until
 
 
 class HeldValidator:
@@ -42,15 +43,13 @@ async def test_one_tenant_leaves_places_to_others_and_gets_its_own_back() -> Non
     )
     tenants = [f"t{number}" for number in range(MAX_EXPLANATIONS_AT_ONCE // MAX_EXPLANATIONS_A_TENANT)]
     runs = [asyncio.create_task(outcome(explanations, "t0")) for _ in range(MAX_EXPLANATIONS_A_TENANT)]
-    while validator.inside < len(runs):  # noqa: ASYNC110 - it changes in other tasks
-        await asyncio.sleep(0)
+    await until(lambda: validator.inside >= len(runs), every=0)
     refused = await outcome(explanations, "t0")
     assert isinstance(refused, Overloaded)
     assert str(refused.violation.subject) == "tenant t0.explanations"
     for tenant in tenants[1:]:
         runs += [asyncio.create_task(outcome(explanations, tenant)) for _ in range(MAX_EXPLANATIONS_A_TENANT)]
-    while validator.inside < MAX_EXPLANATIONS_AT_ONCE:  # noqa: ASYNC110 - it changes in other tasks
-        await asyncio.sleep(0)
+    await until(lambda: validator.inside >= MAX_EXPLANATIONS_AT_ONCE, every=0)
     refused = await outcome(explanations, "late")
     assert isinstance(refused, Overloaded)
     assert str(refused.violation.subject) == "router.explanations"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -16,7 +15,8 @@ from quire.decision.v1 import decision_pb2
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
 from router.grpc_api.manager_calls import ManagerCalls
-from tests.support.router.fake_managers import DOWN, HOSTS, PATIENCE, Late, Manager, settled
+from tests.support.router.fake_managers import DOWN, HOSTS, Late, Manager, settled
+from tests.support.waiting import until
 
 
 async def test_a_manager_that_never_answered_is_named_from_the_first_call_on(
@@ -58,9 +58,7 @@ async def test_the_group_of_a_manager_that_comes_late_gets_the_changes_that_it_m
         await late.calls.reset(pb.ResetPrefixCacheRequest())
         assert len(late.calls._late) == 4
         await late.begin()
-        async with asyncio.timeout(PATIENCE):
-            while not late.manager.asked:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: late.manager.asked)
         late.manager.silent = False
         late.manager.asked.clear()
         await late.settled()
@@ -164,9 +162,7 @@ async def test_a_change_waits_until_a_group_that_has_it_says_that_it_still_count
             each.silent = True
             each.asked.clear()
         await late.begin()
-        async with asyncio.timeout(PATIENCE):
-            while not all(pb.ListPinsRequest() in each.asked for each in managers):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: all(pb.ListPinsRequest() in each.asked for each in managers))
         assert PIN not in late.manager.asked
         managers[1].silent = False
         await late.settled()
@@ -191,9 +187,7 @@ async def test_a_late_group_that_hangs_delays_no_other_change(managers: list[Man
         await late.calls.pin(pb.PinPrefixRequest(name="common"))
         late.manager.go_on.clear()
         await late.begin()
-        async with asyncio.timeout(PATIENCE):
-            while not late.manager.asked:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: late.manager.asked)
         assert late.manager.asked == [pb.ResetPrefixCacheRequest()]
         async with late.calls._late.changing("pin common"), late.calls._late.changing("reset of the prefix cache"):
             assert late.manager.asked == [pb.ResetPrefixCacheRequest()], "one call of a group at a time"
@@ -212,9 +206,7 @@ async def test_a_late_group_that_hangs_delays_no_group_that_is_heard_meanwhile(m
         await late.asked_for(pb.ResetPrefixCacheRequest())
         server.add_insecure_port(second.address)
         await server.start()
-        async with asyncio.timeout(PATIENCE):
-            while not second.asked:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: second.asked)
         assert late.manager.asked == [pb.ResetPrefixCacheRequest()], "it hangs all the time, and is asked once"
         late.manager.go_on.set()
         await late.settled()
@@ -241,24 +233,18 @@ async def test_a_pod_that_comes_back_elsewhere_gets_its_change(managers: list[Ma
     async with Late("a", managers[:1], HOSTS[:2]) as late:
         await late.begin(HOSTS[0])
         await late.addresses(*HOSTS[:2])
-        async with asyncio.timeout(PATIENCE):
-            while f"{HOSTS[0]}:{late.port}" not in late.calls._groups.heard():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: f"{HOSTS[0]}:{late.port}" in late.calls._groups.heard())
         pin = pb.PinPrefixRequest(name="common")
         assert len((await late.calls.pin(pin)).unheard_managers) >= 1
         late.hosts = HOSTS[:1]
-        async with asyncio.timeout(PATIENCE):
-            while late.calls._groups.unheard():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not late.calls._groups.unheard())
         other = Manager("b")  # type: ignore[abstract]
         server = aio.server(options=[("grpc.so_reuseport", 0)])
         rpc.add_KvManagerServiceServicer_to_server(other, server)
         server.add_insecure_port(f"{HOSTS[2]}:{late.port}")
         await server.start()
         await late.addresses(HOSTS[0], HOSTS[2])
-        async with asyncio.timeout(PATIENCE):
-            while pin not in other.asked:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: pin in other.asked)
         await late.settled()
         await server.stop(None)
 
@@ -274,8 +260,6 @@ async def test_a_manager_that_answered_once_is_its_groups_matter(managers: list[
     calls.start(supervisor)
     assert list((await calls.pools(pb.GetPoolRequest())).silent_groups) == []
     await server.stop(None)
-    async with asyncio.timeout(PATIENCE):
-        while calls.managers()[1].reachable:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not calls.managers()[1].reachable)
     assert list((await calls.pools(pb.GetPoolRequest())).silent_groups) == []
     await supervisor.aclose()

@@ -18,6 +18,7 @@ from router.grpc_api.group_streams import DecisionFollower, EventFollower, Merge
 from router.grpc_api.manager_calls import ManagerCalls
 from router.grpc_api.manager_groups import ManagerGroups
 from tests.support.router.fake_managers import PATIENCE, Manager
+from tests.support.waiting import until
 
 
 async def test_pools_and_decisions_of_all_groups_are_one_answer(calls: ManagerCalls) -> None:
@@ -156,8 +157,7 @@ async def test_a_worker_that_an_older_life_hid_comes_back_when_that_one_ends(
         first.events.put_nowait(of_life("first", detached=pb.KvDetached()))
         assert await anext(messages) == of_life("first", detached=pb.KvDetached())
         waiting = asyncio.ensure_future(anext(messages))
-        while len(second.asked) == asked:  # the stream of its new life begins again  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: len(second.asked) != asked)
         second.events.put_nowait(of_life("second", snapshot=whole))
         assert await waiting == of_life("second", snapshot=whole)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 
@@ -25,8 +25,8 @@ from router.observe.metrics import RouterMetrics
 from router.observe.record_trace import TraceHead
 from router.observe.tail_keeper import AskManager, TailKeeper
 from router.observe.trace_codec import UNREAD
+from tests.support.waiting import until
 
-PATIENCE_S = 60.0
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
 ORDINARY = Outcome(ended="length", before=(("prefill", 0.5),), has_first_token=True)
 PREEMPTED = replace(ORDINARY, preemptions=1)
@@ -78,12 +78,6 @@ async def building(keeper: TailKeeper) -> AsyncIterator[None]:
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not true():  # noqa: ASYNC110 - what is waited for has no event of its own
-            await asyncio.sleep(0.01)
 
 
 async def test_a_kept_request_has_a_trace_with_the_records_of_both_services() -> None:

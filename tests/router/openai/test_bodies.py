@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from common.limits import SMALL_HTTP_BODY_BYTES
 from router.openai.bodies import BodyBudget, BodyGate
 from tests.support.router.fake_worker import PATIENCE_S
+from tests.support.waiting import until
 
 LARGE = json.dumps("a" * (SMALL_HTTP_BODY_BYTES + 10)).encode()
 JSON = {"content-type": "application/json"}
@@ -48,9 +49,7 @@ async def test_bodies_together_are_bounded_and_small_ones_are_served_meanwhile(
     http: httpx.AsyncClient, budget: BodyBudget, held: asyncio.Event
 ) -> None:
     first = asyncio.create_task(http.post("/", content=LARGE, headers=JSON))
-    async with asyncio.timeout(PATIENCE_S):
-        while not budget.held:  # noqa: ASYNC110 - the budget has no event
-            await asyncio.sleep(0)
+    await until(lambda: budget.held, every=0, seconds=PATIENCE_S)
     second = await http.post("/", content=LARGE, headers=JSON)
     assert (second.status_code, second.headers["retry-after"]) == (429, "1")
     assert f"bodies of {len(LARGE)} bytes are being served" in second.json()["error"]["message"]

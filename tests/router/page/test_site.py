@@ -21,9 +21,7 @@ from router.page.query import Query
 from router.page.requests import most_of, name_of
 from router.page.site import PREFIX, Site
 from tests.router.page.turns import counted_turns
-
-# Bounds a hang; nothing that a test asserts depends on it.
-PATIENCE = 60.0
+from tests.support.waiting import until
 
 
 class Data:
@@ -198,9 +196,7 @@ def ask(site: Site, query: str, peer: str = "127.0.0.1", name: str = "echo") -> 
 
 
 async def until_inside(data: Data, most: int) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while data.inside < most:  # noqa: ASYNC110 - the tasks of this loop need turns
-            await asyncio.sleep(0)
+    await until(lambda: data.inside >= most, every=0)
 
 
 async def test_equal_questions_share_an_answer_for_a_second(data: Data) -> None:
@@ -309,9 +305,7 @@ async def test_a_question_that_all_readers_left_is_dropped(data: Data) -> None:
     await asyncio.gather(*readers, return_exceptions=True)
     # It asks what was asked already: nobody joins a question that is dropped.
     again = ask(site, "id=1", "10.0.0.2")
-    async with asyncio.timeout(PATIENCE):
-        while data.asked.count("1") < 2:  # noqa: ASYNC110 - the tasks of this loop need turns
-            await asyncio.sleep(0)
+    await until(lambda: data.asked.count("1") >= 2, every=0)
     data.hold.set()
     assert (await again).status == 200
     assert data.asked == ["0", "1", "2", "3", "1"]

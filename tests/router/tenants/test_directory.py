@@ -13,6 +13,7 @@ from common.errors import PermissionDenied, Unauthenticated
 from router.core.tenancy import Caller
 from router.tenants.directory import PeerDirectory, TenantDirectory
 from router.tenants.keys import hash_of, new_key
+from tests.support.waiting import until
 
 RED, BLUE = new_key(), new_key()
 # Fixed: it stands in the name of a test, which all processes of a run must agree on.
@@ -93,11 +94,9 @@ async def test_a_wrong_file_or_none_changes_nothing(tmp_path: Path, caplog: pyte
     path = tmp_path / "tenants.toml"
     async with watched(found) as changed:
         path.unlink()
-        while "cannot be read" not in caplog.text:  # noqa: ASYNC110 - a log line has no event
-            await asyncio.sleep(0.01)
+        await until(lambda: "cannot be read" in caplog.text)
         path.write_text("[tenants")
-        while "is not valid TOML" not in caplog.text:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: "is not valid TOML" in caplog.text)
         assert found.caller(f"Bearer {RED}", "").tenant.name == "red"
         assert not changed.is_set()
         path.write_text(tenants(red=RED, blue=BLUE))

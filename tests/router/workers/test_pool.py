@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -19,6 +19,7 @@ from router.workers.client import Pacing, RouterIdentity
 from router.workers.codec import WorkerFacts
 from router.workers.pool import LAST_WORDS_S, WorkerPool
 from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, FakeWorker, running
+from tests.support.waiting import until
 
 QUICK = Pacing(Backoff(first=0.01, longest=0.05, jitter=0.5))
 
@@ -140,8 +141,7 @@ async def test_a_router_that_stops_does_not_wait_for_a_worker_whose_heartbeat_is
         pool = WorkerPool(RouterIdentity("router", b"i" * 16), IDENTITY, clock, QUICK)
         pool.add(worker.address)
         async with asyncio.timeout(PATIENCE_S):
-            while not pool.models():  # noqa: ASYNC110 - it changes in other tasks
-                await asyncio.sleep(0)
+            await until(pool.models, every=0, seconds=PATIENCE_S)
             clock.advance(6.0)  # a frozen process is one reason for it
             await pool.aclose()
 
@@ -151,33 +151,27 @@ def test_the_last_words_to_workers_leave_time_to_close_everything_else() -> None
     assert LAST_WORDS_S + _LAST_REPLIES_S <= _LAST_REPLIES_SECONDS / 2
 
 
-async def _until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not true():  # noqa: ASYNC110 - what is waited for has no event of its own
-            await asyncio.sleep(0)
-
-
 async def test_the_pool_knows_which_workers_hand_over_without_a_look_at_all() -> None:
     double = FakeWorker()
     async with running(double):
         pool = WorkerPool(RouterIdentity("router", b"i" * 16), IDENTITY, SystemClock(), QUICK)
         pool.add(double.address)
-        await _until(lambda: bool(pool.models()))
+        await until(lambda: bool(pool.models()))
         (member,) = pool.members()
         kept = pool.migrating()
         assert not kept
         double.heartbeat(draining=True, migrating=True)
-        await _until(lambda: list(kept) == [member.client])
+        await until(lambda: list(kept) == [member.client])
         double.heartbeat()
-        await _until(lambda: not kept)
+        await until(lambda: not kept)
         double.heartbeat(draining=True, migrating=True)
-        await _until(lambda: bool(kept))
+        await until(lambda: bool(kept))
         await double.kill()
-        await _until(lambda: not kept)
+        await until(lambda: not kept)
         await double.start()
-        await _until(lambda: bool(pool.models()))
+        await until(lambda: bool(pool.models()))
         double.heartbeat(draining=True, migrating=True)
-        await _until(lambda: bool(kept))
+        await until(lambda: bool(kept))
         pool.remove(double.address)
         assert not kept
         await pool.aclose()

@@ -19,6 +19,7 @@ from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
 from router.grpc_api.manager_calls import ManagerCalls
+from tests.support.waiting import until
 
 PATIENCE = 60.0
 DOWN = "127.0.0.1:1"
@@ -164,17 +165,14 @@ class Late:
     async def addresses(self, *hosts: str) -> None:
         """Let the name stand for these hosts, and wait until the router knows that."""
         self.hosts, names = hosts, {f"{host}:{self.port}" for host in hosts}
-        async with asyncio.timeout(PATIENCE):
-            while not names <= {each.address for each in self.calls.managers()} or (  # noqa: ASYNC110
-                len(self.calls.managers()) > len(names) + 2
-            ):
-                await asyncio.sleep(0.01)
+        await until(
+            lambda: [each.address for each in self.calls.managers()],
+            lambda known: names <= set(known) and len(known) <= len(names) + 2,
+        )
 
     async def asked_for(self, *requests: Any) -> None:
         """Wait until the manager was asked for these."""
-        async with asyncio.timeout(PATIENCE):
-            while any(each not in self.manager.asked for each in requests):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: all(each in self.manager.asked for each in requests))
 
     async def settled(self) -> None:
         """Wait until nothing is kept for the manager any more."""
@@ -183,6 +181,4 @@ class Late:
 
 async def settled(calls: ManagerCalls) -> None:
     """Wait until a router keeps no change any more."""
-    async with asyncio.timeout(PATIENCE):
-        while len(calls._late):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not len(calls._late))

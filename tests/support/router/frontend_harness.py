@@ -35,6 +35,7 @@ from router.workers.client import Pacing, RouterIdentity
 from router.workers.pool import WorkerPool
 from tests.support.router.fake_worker import IDENTITY, PATIENCE_S
 from tests.support.spans import CollectedSpans
+from tests.support.waiting import until
 
 QUICK = Pacing(Backoff(first=0.01, longest=0.05, jitter=0.5), hello=1.0)
 CLOCK = SystemClock()
@@ -116,9 +117,7 @@ class Harness:
 
     async def until(self, true: Callable[[], bool]) -> None:
         """Let all other tasks run until `true` holds."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not true():  # noqa: ASYNC110 - what is waited for has no event of its own
-                await asyncio.sleep(0)
+        await until(true, every=0, seconds=PATIENCE_S)
 
 
 class Worker(Protocol):
