@@ -21,15 +21,16 @@ from router.config import RouterSettings
 from router.workers.pool import WorkerPool
 from tests.router.test_process import CHECKPOINT, DEMO, address_in, healthy, router
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker, running
+from tests.support.waiting import until
 
 QUICK = Restarts(Backoff(first=0.01, longest=0.05), sound_after=0.2)
 
 
 async def polled(redis: Redis) -> None:
     """Wait until somebody has read the set of workers."""
-    async with asyncio.timeout(PATIENCE_S):
-        while "cmdstat_srandmember" not in await redis.info("commandstats"):  # noqa: ASYNC110 - Redis has no such event
-            await asyncio.sleep(0.02)
+    await until(
+        lambda: redis.info("commandstats"), lambda found: "cmdstat_srandmember" in found, every=0.02, seconds=PATIENCE_S
+    )
 
 
 async def test_a_member_of_redis_that_nobody_can_read_does_not_end_the_discovery_of_workers(
@@ -48,9 +49,12 @@ async def test_a_member_of_redis_that_nobody_can_read_does_not_end_the_discovery
         async with open_channel(address) as channel:
             await healthy(channel, wanted=True)
             stub = rpc.InferenceServiceStub(channel)
-            async with asyncio.timeout(PATIENCE_S):
-                while not (await stub.GetStatus(pb.GetStatusRequest())).redis_connected:  # noqa: ASYNC110 - nor has it
-                    await asyncio.sleep(0.05)
+            await until(
+                lambda: stub.GetStatus(pb.GetStatusRequest()),
+                lambda status: status.redis_connected,
+                every=0.05,
+                seconds=PATIENCE_S,
+            )
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
@@ -15,6 +15,7 @@ from common.limits import MAX_CONSTRAINTS_A_PEER
 from router.tenants.directory import PeerDirectory
 from tests.support.router.fake_worker import PATIENCE_S
 from tests.support.router.http_harness import Api, served_api
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -49,12 +50,6 @@ async def client_at(api: Api, address: str) -> AsyncIterator[httpx.AsyncClient]:
 
 async def ask(client: httpx.AsyncClient, field: str, constraint: str) -> httpx.Response:
     return await client.post("/v1/completions", json={"prompt": "a", field: constraint})
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not true():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.01)
 
 
 async def test_costly_grammars_of_one_sender_do_not_delay_another(api: Api) -> None:

@@ -34,6 +34,7 @@ from tests.support.router.router_process import (
     router_under_attack,
     whole_answer,
 )
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -170,9 +171,7 @@ def certificate(tmp_path: Path) -> Leaf:
 
 
 async def until_counted(connections: Connections, wanted: int) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while len(connections) != wanted:  # noqa: ASYNC110 - the server has no event for it
-            await asyncio.sleep(0.01)
+    await until(lambda: len(connections) == wanted, seconds=PATIENCE_S)
 
 
 async def innocent_over_tls(port: int, certificate: Leaf, local: str) -> bytes:

@@ -19,6 +19,7 @@ from common.wire.lease_codec import attach_to_proto
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.support.kvmanager.fake_session import EMPTY, IDENTITY, RawWorker, attach_of
 from tests.support.kvmanager.manager_child import ManagerChild, manager_process
+from tests.support.waiting import until
 
 MANY_BLOCKS = 3_000_000
 # What a manager's memory may grow by under attack; the unmended one took 1 GB and 815 MB.
@@ -113,9 +114,12 @@ async def test_an_absurd_fence_in_redis_ends_no_manager(
     async with manager_process(tmp_path, *flags) as child, attached(child, "w0") as worker:
         await is_served(worker, 0)
         await redis_client.set(key, fence)
-        async with asyncio.timeout(60.0):  # until a renewal of the manager meets the fence
-            while await redis_client.get(key) == fence and child.process.returncode is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        # A renewal of the manager meets the fence.
+        await until(
+            lambda: redis_client.get(key),
+            lambda found: found != fence or child.process.returncode is not None,
+            every=0.05,
+        )
         assert child.process.returncode is None, "the manager has ended"
         assert int(await redis_client.get(key) or 0) < 2**33
         await is_served(worker, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from common.process.small_http import Reply, Request
 from tests.support.kvmanager.manager_child import manager_process
 from tests.support.router.fake_worker import PATIENCE_S
 from tests.support.router.router_process import raw_connection, whole_answer
+from tests.support.waiting import until
 
 GET = b"GET /live HTTP/1.1\r\nHost: a\r\n"
 LARGE = 8 << 20
@@ -39,12 +40,6 @@ async def answer_to(port: int, sent: bytes, local: str = "127.0.0.1", ends: bool
             with suppress(OSError):  # a server that refuses may have closed the connection by now
                 writer.write_eof()
         return await whole_answer(reader)
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not true():  # noqa: ASYNC110 - the server has no event for it
-            await asyncio.sleep(0.01)
 
 
 TOO_LARGE = {

@@ -16,6 +16,7 @@ from common.limits import MAX_HTTP_SEQUENCES
 from quire.inference.v1 import inference_pb2 as pb
 from tests.support.suite import PATIENCE, Suite, greedy, running_suite
 from tests.support.tenants import TenantSuite, random_prompts, tenant_suite
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -55,11 +56,17 @@ def flood(suite: Suite, metadata: tuple[tuple[str, str], ...] = ()) -> list[asyn
 
 async def until_full(suite: Suite) -> None:
     """Wait until all requests of the attack are there and hold every place that one tenant may hold."""
-    async with asyncio.timeout(PATIENCE):
-        while (status := await suite.status()).queued_requests + status.running_requests < REQUESTS:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        while (await suite.pools())[0].running < 15:  # noqa: ASYNC110 - a poll of another process
-            await asyncio.sleep(0.02)
+    await until(
+        suite.status,
+        lambda status: status.queued_requests + status.running_requests >= REQUESTS,
+        every=0.02,
+        seconds=PATIENCE,
+    )
+    await until(suite.pools, lambda pools: pools[0].running >= 15, every=0.02, seconds=PATIENCE)
+
+
+async def until_many_wait(suite: Suite) -> None:
+    await until(suite.status, lambda status: status.queued_requests >= 900, every=0.02, seconds=PATIENCE)
 
 
 async def end(attack: list[asyncio.Task[None]]) -> None:
@@ -92,8 +99,7 @@ async def test_without_keys_another_address_is_served_beside_a_thousand_prompts(
         body = {"prompt": prompts, "max_tokens": TOKENS, "priority": 100, "ignore_eos": True}
         attack = [asyncio.create_task(attacker.post("/v1/completions", json=body)) for _ in range(8)]
         async with asyncio.timeout(PATIENCE):
-            while (await anonymous.status()).queued_requests < 900:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+            await until_many_wait(anonymous)
             for prompt in random_prompts(5, 48, seed=4):
                 answer = await ordinary.post("/v1/completions", json={"prompt": prompt, "max_tokens": 8})
                 assert answer.status_code == 200
@@ -109,8 +115,7 @@ async def test_a_full_queue_of_one_address_has_room_for_another(anonymous: Suite
         body = {"prompt": prompts, "max_tokens": TOKENS, "ignore_eos": True}
         attack = [asyncio.create_task(attacker.post("/v1/completions", json=body)) for _ in range(8)]
         async with asyncio.timeout(PATIENCE):
-            while (await anonymous.status()).queued_requests < 900:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+            await until_many_wait(anonymous)
             # The rest of the queue: later ones of the same address are refused.
             more = [asyncio.create_task(attacker.post("/v1/completions", json=body)) for _ in range(2)]
             done, _ = await asyncio.wait(more, return_when=asyncio.FIRST_COMPLETED)

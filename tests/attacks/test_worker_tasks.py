@@ -18,6 +18,7 @@ from cli.demo_model import CHECKPOINT
 from cli.suite.stack import free_ports
 from common.process import die_with_parent
 from common.rpc.server import open_channel
+from tests.support import waiting
 from tests.support.gpuworker.worker_process import PATIENCE, ROOT, until
 from tests.support.kvmanager.manager_child import manager_process
 
@@ -88,6 +89,9 @@ async def test_a_lease_client_that_ends_is_seen_and_begun_again(tmp_path: Path) 
 
 async def answered(http: httpx.AsyncClient, port: int, status: int) -> None:
     """Wait until HTTP's health says so."""
-    async with asyncio.timeout(PATIENCE):
-        while (await http.get(f"http://127.0.0.1:{port}/health")).status_code != status:  # noqa: ASYNC110 - it has no event
-            await asyncio.sleep(0.02)
+    await waiting.until(
+        lambda: http.get(f"http://127.0.0.1:{port}/health"),
+        lambda answer: answer.status_code == status,
+        every=0.02,
+        seconds=PATIENCE,
+    )

@@ -29,6 +29,7 @@ from quire.types.v1 import types_pb2 as types
 from tests.support.gpuworker.engine_harness import EngineDriver
 from tests.support.gpuworker.fake_engine_ports import ManualRunner
 from tests.support.spans import CollectedSpans
+from tests.support.waiting import until
 
 CONFIG = AgentConfig(num_blocks=16, block_size=4, max_num_batched_tokens=16, max_num_seqs=4)
 IDENTITY = PoolIdentity("model", "tokenizer", CONFIG.block_size, KvGeometry(1, 1, 1, 1, "float32"))
@@ -149,9 +150,7 @@ class Served:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until something holds that the engine's thread or the loop brings about."""
-        async with asyncio.timeout(PATIENCE):
-            while not condition():  # noqa: ASYNC110 - it changes on another thread
-                await asyncio.sleep(0.002)
+        await until(condition, every=0.002, seconds=PATIENCE)
 
     async def step_until(self, runner: ManualRunner, condition: Callable[[], bool]) -> None:
         """Complete steps, as they come, until something holds that they or the loop bring about."""
