@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from tests.support.waiting import until
+
 CHROMIUM: Final = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
 # Bounds a hang; nothing that a test asserts depends on it.
 PATIENCE: Final = 120.0
@@ -60,10 +62,7 @@ class Page:
 
     async def until(self, script: str) -> Any:
         """Wait until an expression is true, and return its value."""
-        async with asyncio.timeout(PATIENCE):
-            while not (found := await self.run(script)):  # noqa: ASYNC110 - the page has no event for it
-                await asyncio.sleep(0.05)
-            return found
+        return await until(lambda: self.run(script), every=0.05, seconds=PATIENCE)
 
     async def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):

@@ -16,6 +16,7 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.support.reference import chat_tokens
 from tests.support.suite import PATIENCE, Outcome, Suite, greedy
+from tests.support.waiting import until
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -53,6 +54,11 @@ def kill(suite: Suite, name: str, number: signal.Signals = signal.SIGKILL) -> No
     os.kill(pid, number)
 
 
+async def until_restarted(suite: Suite, name: str, pid: int | None) -> None:
+    """Wait until the suite runs a process in the place of this one."""
+    await until(lambda: suite.stack.children[name].pid not in (None, pid), seconds=PATIENCE)
+
+
 def placed(outcomes: Sequence[Outcome]) -> set[str]:
     """Return the workers to which the router sent the requests at first."""
     return {outcome.admitted.worker_id for outcome in outcomes if outcome.admitted}
@@ -69,22 +75,22 @@ async def until_used(suite: Suite, worker_id: str) -> None:
 
 async def epoch(suite: Suite) -> int:
     """Return the manager's epoch, which a manager has from the first worker on that attaches."""
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            answer = await suite.manager.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=PATIENCE, wait_for_ready=True)
-            if answer.epoch:
-                return int(answer.epoch)
-            await asyncio.sleep(0.02)
+
+    async def now() -> int:
+        answer = await suite.manager.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=PATIENCE, wait_for_ready=True)
+        return int(answer.epoch)
+
+    return await until(now, every=0.02, seconds=PATIENCE)
 
 
 async def until_all_wait(suite: Suite, count: int) -> None:
     """Return when the workers have `count` sequences, none of which has blocks."""
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            workers = (await suite.inference.GetStatus(pb.GetStatusRequest(), timeout=PATIENCE)).workers
-            if [sum(w.running_sequences for w in workers), sum(w.waiting_sequences for w in workers)] == [0, count]:
-                return
-            await asyncio.sleep(0.05)
+
+    async def running_and_waiting() -> tuple[int, int]:
+        workers = (await suite.inference.GetStatus(pb.GetStatusRequest(), timeout=PATIENCE)).workers
+        return sum(w.running_sequences for w in workers), sum(w.waiting_sequences for w in workers)
+
+    await until(running_and_waiting, lambda found: found == (0, count), every=0.05, seconds=PATIENCE)
 
 
 @asynccontextmanager

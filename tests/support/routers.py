@@ -12,6 +12,7 @@ from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from tests.support.load import kill
 from tests.support.simulated import seeded
 from tests.support.suite import PATIENCE, Outcome, Suite, stream
+from tests.support.waiting import until
 
 # The mark of a call between routers.
 ALONE = (("quire-this-process-alone", "1"),)
@@ -51,6 +52,4 @@ async def killed(suite: Suite, name: str) -> None:
     """Kill a process and wait until it is gone: a connection that reaches it while it dies is reset."""
     pid = suite.stack.children[name].pid
     kill(suite, name)
-    async with asyncio.timeout(PATIENCE):
-        while suite.stack.children[name].pid == pid:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await until(lambda: suite.stack.children[name].pid != pid, seconds=PATIENCE)

@@ -19,6 +19,7 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from quire.types.v1 import types_pb2 as types
+from tests.support.waiting import until
 
 # Bounds a hang; nothing that a test asserts depends on it.
 PATIENCE = 180.0
@@ -109,11 +110,10 @@ class Suite:
 
     async def until_connected(self, workers: int) -> None:
         """Wait until the router may use so many workers."""
-        async with asyncio.timeout(PATIENCE):
-            while True:
-                if [each.state for each in (await self.status()).workers] == ["connected"] * workers:
-                    return
-                await asyncio.sleep(0.05)
+        wanted = ["connected"] * workers
+        await until(
+            self.status, lambda status: [each.state for each in status.workers] == wanted, every=0.05, seconds=PATIENCE
+        )
 
     async def until_all_free(self, workers: int) -> None:
         """Wait until the router has no request, and no worker a block in a block table or leased.

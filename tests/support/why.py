@@ -9,6 +9,7 @@ from common.process.python import module_command
 from quire.decision.v1 import decision_pb2
 from quire.inference.v1 import inference_pb2 as pb
 from tests.support.suite import PATIENCE, Suite
+from tests.support.waiting import until
 
 
 async def quire_why(suite: Suite, *flags: str) -> tuple[int, str, str]:
@@ -46,11 +47,8 @@ async def outcome_of(suite: Suite, request: pb.GenerateRequest) -> Mapping[str, 
 
 async def until_placed(suite: Suite, request: pb.GenerateRequest) -> str:
     """Wait until the router has chosen a worker for a request; return the worker's id."""
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            if records := await _records(suite, request.request_id, "routing"):
-                return records[-1].chosen
-            await asyncio.sleep(0.01)
+    records = await until(lambda: _records(suite, request.request_id, "routing"), seconds=PATIENCE)
+    return records[-1].chosen
 
 
 async def _records(suite: Suite, request_id: str, kind: str) -> Sequence[decision_pb2.DecisionRecord]:

@@ -20,6 +20,7 @@ from common.process.python import module_command
 from quire.decision.v1 import decision_pb2
 from tests.support.suite import PATIENCE, greedy
 from tests.support.tenants import TenantSuite, tenant_suite
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -113,9 +114,7 @@ async def test_a_run_that_is_killed_goes_on_where_it_was(tenants: TenantSuite, t
     # One at a time: the run is killed during the third, which lasts.
     written(batch.source, [completion(name, LONG if name == "n2" else 4) for name in names])
     process = batch.start("--concurrency", "1")
-    async with asyncio.timeout(PATIENCE):
-        while not batch.output.exists() or batch.output.read_bytes().count(b"\n") < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(lambda: batch.output.exists() and batch.output.read_bytes().count(b"\n") >= 2, seconds=PATIENCE)
     process.kill()
     await asyncio.to_thread(process.communicate, timeout=PATIENCE)
     kept = batch.output.read_bytes()
@@ -143,9 +142,12 @@ async def the_only_stream(tenants: TenantSuite) -> AsyncIterator[None]:
 async def until_refused(tenants: TenantSuite, times: int) -> None:
     """Wait until the narrow tenant was refused so often."""
     wanted = decision_pb2.ListDecisionsRequest(kind="rejection", tenant="narrow")
-    async with asyncio.timeout(PATIENCE):
-        while len((await tenants.suite.decisions.ListDecisions(wanted, timeout=PATIENCE)).decisions) < times:  # noqa: ASYNC110 - a poll of another process
-            await asyncio.sleep(0.02)
+    await until(
+        lambda: tenants.suite.decisions.ListDecisions(wanted, timeout=PATIENCE),
+        lambda found: len(found.decisions) >= times,
+        every=0.02,
+        seconds=PATIENCE,
+    )
 
 
 async def test_a_busy_server_is_asked_again_until_all_is_answered(tenants: TenantSuite, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -27,17 +27,11 @@ from tests.support.kvmanager.fake_session import RawWorker, attach_of
 from tests.support.load import all_started, epoch, kill, prompts
 from tests.support.reference import assert_greedy, chat_tokens
 from tests.support.suite import PATIENCE, Outcome, Suite, greedy
+from tests.support.waiting import until
 
 STREAMS, COUNT = 16, 96
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-
-async def eventually(holds: Callable[[], Awaitable[bool]], seconds: float = PATIENCE) -> None:
-    """Return once the condition holds; for conditions that only other processes bring about."""
-    async with asyncio.timeout(seconds):
-        while not await holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
 
 
 def assert_reference(asked: Sequence[list[int]], outcomes: Sequence[Outcome], count: int = COUNT) -> None:
@@ -57,7 +51,7 @@ async def until_connected(suite: Suite) -> None:
             return False  # sent to a router that was just killed, before its end was seen
         return [worker.state for worker in status.workers] == ["connected"] * WORKERS
 
-    await eventually(all_connected)
+    await until(all_connected, every=0.05, seconds=PATIENCE)
 
 
 async def test_a_killed_manager_amid_a_hundred_cancels_loses_nothing(suite: Suite) -> None:
@@ -96,7 +90,7 @@ async def test_a_wiped_redis_fails_no_request_and_is_filled_again(suite: Suite) 
         async def is_published() -> bool:
             return await index.number(fence) > 0
 
-        await eventually(is_published)
+        await until(is_published, every=0.05, seconds=PATIENCE)
         before = await index.number(fence)
         tasks = await all_started(suite, asked, COUNT)
         await redis.flushall()
@@ -108,7 +102,7 @@ async def test_a_wiped_redis_fails_no_request_and_is_filled_again(suite: Suite) 
         async def index_equals_map() -> bool:
             return [await index.hits(each) for each in whole] == [await index.manager_hits(each) for each in whole]
 
-        await eventually(index_equals_map)
+        await until(index_equals_map, every=0.05, seconds=PATIENCE)
         assert set(await index.owners()) == {"worker-0", "worker-1"}
         for tokens, outcome in zip(whole, outcomes, strict=True):
             assert outcome.admitted is not None
@@ -166,7 +160,7 @@ async def test_a_killed_router_leaves_nothing_running_and_its_successor_serves(s
     async def all_run() -> bool:
         return sum(pool.running for pool in await suite.pools()) == STREAMS
 
-    await eventually(all_run)
+    await until(all_run, every=0.05, seconds=PATIENCE)
     kill(suite, "router")
     broken = await asyncio.gather(*tasks, return_exceptions=True)
     assert {error.code() for error in broken if isinstance(error, grpc.aio.AioRpcError)} == {
@@ -194,7 +188,7 @@ async def test_streams_leave_a_worker_that_is_stopped_and_it_is_used_again_when_
     try:
         outcomes = await asyncio.gather(*tasks)
         assert stopped in {outcome.admitted.worker_id for outcome in outcomes if outcome.admitted}
-        await eventually(is_out_of_use)
+        await until(is_out_of_use, every=0.05, seconds=PATIENCE)
     finally:
         os.kill(pid, signal.SIGCONT)
     assert_reference(asked, outcomes, 4 * COUNT)

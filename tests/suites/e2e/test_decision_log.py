@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from common.process.python import module_command
 from quire.decision.v1 import decision_pb2 as pb
 from tests.support.load import kill
 from tests.support.suite import PATIENCE, Suite, greedy, running_suite
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -52,27 +52,25 @@ def kinds(log: Path, service: str, request_id: str) -> list[str]:
     return [each.kind for each in found.decisions]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.05)
-
-
 async def served(suite: Suite, log: Path, name: str) -> None:
     """Serve a request, and wait until its last record is on disk."""
     request = greedy(list(range(100, 140)), 2)
     request.request_id = name
     assert (await suite.generate(request)).finished is not None
-    await until(lambda: "outcome" in kinds(log, "router", name) and "grant" in kinds(log, "kvmanager", name))
+    await until(
+        lambda: "outcome" in kinds(log, "router", name) and "grant" in kinds(log, "kvmanager", name),
+        every=0.05,
+        seconds=PATIENCE,
+    )
 
 
 async def killed_and_back(suite: Suite, *services: str) -> None:
     restarts = {name: suite.stack.children[name].restarts for name in services}
     for name in services:
         kill(suite, name)
-    await until(lambda: all(suite.stack.children[name].restarts > restarts[name] for name in services))
+    await until(
+        lambda: all(suite.stack.children[name].restarts > restarts[name] for name in services), seconds=PATIENCE
+    )
     async with asyncio.timeout(PATIENCE):
         while True:
             try:

@@ -18,9 +18,10 @@ from quire.client import AsyncClient, Retry
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc
 from quire.types.v1 import types_pb2 as types
-from tests.support.load import kill
+from tests.support.load import kill, until_restarted
 from tests.support.routers import ALONE
 from tests.support.suite import PATIENCE, Suite, running_suite
+from tests.support.waiting import until
 
 ROUTERS = ("router-0", "router-1")
 PROMPT = [1, 2, 3]
@@ -47,9 +48,7 @@ class Storm:
     async def answered(self, more: int) -> None:
         """Wait until so many more calls of each kind were answered."""
         wanted = {kind: seen["OK"] + more for kind, seen in self.seen.items()}
-        async with asyncio.timeout(PATIENCE):
-            while any(seen["OK"] < wanted[kind] for kind, seen in self.seen.items()):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: all(seen["OK"] >= wanted[kind] for kind, seen in self.seen.items()), seconds=PATIENCE)
 
     async def _clients(self) -> None:
         # The bounds on retries are those of an overloaded server; here each call may need as many as the drain is long.
@@ -129,8 +128,7 @@ async def restarted(suite: Suite, name: str) -> None:
     pid = suite.stack.children[name].pid
     kill(suite, name, signal.SIGTERM)
     async with asyncio.timeout(PATIENCE):
-        while suite.stack.children[name].pid in (None, pid):  # noqa: ASYNC110 - the suite restarts it
-            await asyncio.sleep(0.05)
+        await until_restarted(suite, name, pid)
         async with open_channel(suite.stack.children[name].program.address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             workers = list[str]()

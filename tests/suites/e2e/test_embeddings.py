@@ -31,6 +31,7 @@ from tests.support.embeddings import Vectors, embedding_checkpoint, pooled_by_ha
 from tests.support.load import kill
 from tests.support.official_models import hold
 from tests.support.suite import PATIENCE, Suite, greedy, running_suite
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -234,11 +235,12 @@ async def test_a_killed_worker_changes_no_vector_and_each_comes_once(embedders: 
 
 async def until_waiting(suite: Suite, count: int) -> None:
     """Wait until so many sequences wait for blocks at the workers."""
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            if sum(each.waiting_sequences for each in (await suite.status()).workers) == count:
-                return
-            await asyncio.sleep(0.05)
+    await until(
+        suite.status,
+        lambda status: sum(each.waiting_sequences for each in status.workers) == count,
+        every=0.05,
+        seconds=PATIENCE,
+    )
 
 
 async def migrations(suite: Suite) -> float:

@@ -15,6 +15,7 @@ from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
 from quire.inference.v1 import inference_pb2
 from tests.support.suite import PATIENCE, Suite, greedy
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -33,9 +34,9 @@ async def explained(suite: Suite, request: inference_pb2.GenerateRequest) -> pb.
 
 async def until_cached(suite: Suite, request: inference_pb2.GenerateRequest, tokens: int) -> None:
     """Wait until the index has so much of a prompt: the manager publishes beside the requests."""
-    async with asyncio.timeout(PATIENCE):
-        while (await explained(suite, request)).cached_tokens < tokens:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.05)
+    await until(
+        lambda: explained(suite, request), lambda told: told.cached_tokens >= tokens, every=0.05, seconds=PATIENCE
+    )
 
 
 async def settled(suite: Suite, request: inference_pb2.GenerateRequest) -> pb.ExplainResponse:

@@ -21,6 +21,7 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from tests.support.load import epoch, kill, manager_stopped
 from tests.support.suite import PATIENCE, Outcome, Suite, greedy, running_suite
+from tests.support.waiting import until
 from tests.support.why import head_of, outcome_of, quire_why, until_placed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -94,29 +95,21 @@ async def waits_for(suite: Suite, holder: asyncio.Task[Outcome], seconds: float)
 
 async def until_paced(suite: Suite) -> None:
     """Wait until the router has learnt how fast the worker computes prompts."""
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            if all(each.prefill_tokens_per_second for each in (await suite.status()).workers):
-                return
-            await asyncio.sleep(0.01)
+    await until(
+        suite.status,
+        lambda status: all(each.prefill_tokens_per_second for each in status.workers),
+        seconds=PATIENCE,
+    )
 
 
 async def until_queued(suite: Suite, queued: int) -> None:
     """Wait until so many requests wait for a worker."""
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            if (await suite.status()).queued_requests == queued:
-                return
-            await asyncio.sleep(0.01)
+    await until(suite.status, lambda status: status.queued_requests == queued, seconds=PATIENCE)
 
 
 async def until_retained(suite: Suite, blocks: int) -> None:
     """Wait until the manager has the end of a request that retains so many blocks."""
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            if sum(pool.retained for pool in await suite.pools()) == blocks:
-                return
-            await asyncio.sleep(0.01)
+    await until(suite.pools, lambda pools: sum(pool.retained for pool in pools) == blocks, seconds=PATIENCE)
 
 
 async def until_succeeded(suite: Suite, before: int) -> None:
@@ -131,11 +124,12 @@ async def until_succeeded(suite: Suite, before: int) -> None:
 
 async def until_worker_is_idle(suite: Suite) -> None:
     """Wait until the worker runs nothing, whatever the router has still to send."""
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            if not any(pool.running + pool.waiting for pool in await suite.pools()):
-                return
-            await asyncio.sleep(0.05)
+    await until(
+        suite.pools,
+        lambda pools: not any(pool.running + pool.waiting for pool in pools),
+        every=0.05,
+        seconds=PATIENCE,
+    )
 
 
 async def test_incident_a_prefix_shorter_than_a_block(suite: Suite) -> None:

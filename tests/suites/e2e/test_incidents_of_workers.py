@@ -20,6 +20,7 @@ from quire.inference.v1 import inference_pb2 as pb
 from tests.support.index_view import Index, identity_of
 from tests.support.load import kill, manager_stopped
 from tests.support.suite import PATIENCE, Outcome, Suite, greedy, running_suite
+from tests.support.waiting import until
 from tests.support.why import head_of, outcome_of, until_placed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -95,8 +96,7 @@ async def killed(suite: Suite, name: str) -> None:
     clock, before = asyncio.get_running_loop().time, lives(suite, name)
     kill(suite, name)
     async with asyncio.timeout(PATIENCE):
-        while lives(suite, name) == before:  # noqa: ASYNC110 - the lines are those of another process
-            await asyncio.sleep(0.01)
+        await until(lambda: lives(suite, name) != before, seconds=PATIENCE)
         began = clock()
         while True:
             young = [each for each in (await suite.status()).workers if each.heartbeat_age < clock() - began]

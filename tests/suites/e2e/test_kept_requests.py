@@ -21,6 +21,7 @@ from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from tests.support.load import manager_stopped
 from tests.support.suite import PATIENCE, Outcome, Suite, greedy, running_suite
+from tests.support.waiting import until
 from tests.support.why import quire_trace, quire_why, until_placed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -76,9 +77,7 @@ async def refused(suite: Suite) -> pb.GenerateRequest:
             calls.append(suite.inference.Generate(runs, timeout=PATIENCE))
             await until_placed(suite, runs)
         calls.append(suite.inference.Generate(named(20), timeout=PATIENCE))
-        async with asyncio.timeout(PATIENCE):
-            while (await suite.status()).queued_requests != QUEUE:  # noqa: ASYNC110 - another process's count
-                await asyncio.sleep(0.01)
+        await until(suite.status, lambda status: status.queued_requests == QUEUE, seconds=PATIENCE)
         request = named(20)
         with pytest.raises(grpc.aio.AioRpcError):
             await suite.generate(request)

@@ -34,6 +34,7 @@ from tests.support.load import kill
 from tests.support.suite import PATIENCE, greedy, operator_channel
 from tests.support.tenants import TenantSuite, random_prompts, tenant_suite
 from tests.support.up_harness import quire
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -142,9 +143,12 @@ async def test_a_reset_by_command_and_a_manager_that_is_killed_bring_nothing_bac
     assert (done.returncode, answer["dropped_blocks"], answer["index_current"]) == (0, before, True), done.stderr
     old = {pool.worker_id for pool in await tenants.suite.pools()}
     kill(tenants.suite, "kvmanager")
-    async with asyncio.timeout(PATIENCE):
-        while {pool.worker_id for pool in await pools_or_none(tenants)} != old:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(
+        lambda: pools_or_none(tenants),
+        lambda pools: {pool.worker_id for pool in pools} == old,
+        every=0.05,
+        seconds=PATIENCE,
+    )
     assert await cached(tenants) == 0, "no inventory brings back what a reset dropped"
     assert (await tenants.probe("red", prompt)).cached_tokens == 0
     await idle(tenants)

@@ -22,6 +22,7 @@ from tests.support.load import kill
 from tests.support.suite import PATIENCE, greedy
 from tests.support.tenants import TenantSuite, random_prompts, tenant_suite
 from tests.support.up_harness import quire
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -77,9 +78,12 @@ async def hits(tenants: TenantSuite, request_id: str = "", tenant: str = "red") 
 
 async def until_attached(tenants: TenantSuite, kept: int) -> None:
     """Wait until a new manager has all workers and so many pinned blocks on each."""
-    async with asyncio.timeout(PATIENCE):
-        while [pool.kept_pinned for pool in await pools_or_none(tenants)] != [kept] * WORKERS:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(
+        lambda: pools_or_none(tenants),
+        lambda pools: [pool.kept_pinned for pool in pools] == [kept] * WORKERS,
+        every=0.05,
+        seconds=PATIENCE,
+    )
 
 
 async def pools_or_none(tenants: TenantSuite) -> Sequence[kv.Pool]:

@@ -19,6 +19,7 @@ from tests.suites.e2e.conftest import WORKERS
 from tests.support.load import kill, manager_stopped, prompts, until_all_wait, with_a_worker_killed
 from tests.support.reference import assert_greedy, next_logprobs
 from tests.support.suite import PATIENCE, Outcome, Suite, greedy, running_suite, stream
+from tests.support.waiting import until
 
 TOLERANCE = 1e-4
 
@@ -116,9 +117,7 @@ async def test_a_prompt_alone_is_computed_and_nothing_is_sampled(suite: Suite) -
 
 async def some_scored(outcomes: Sequence[Outcome]) -> None:
     """Return when a prompt is scored in part."""
-    async with asyncio.timeout(PATIENCE):
-        while not any(outcome.prompt_logprobs for outcome in outcomes):  # noqa: ASYNC110 - events of many streams
-            await asyncio.sleep(0)
+    await until(lambda: any(outcome.prompt_logprobs for outcome in outcomes), every=0, seconds=PATIENCE)
 
 
 async def test_a_worker_killed_within_prompts_repeats_and_loses_no_value(suite: Suite) -> None:

@@ -21,6 +21,7 @@ from common.process.local_redis import LocalRedis
 from tests.support.load import all_started, prompts
 from tests.support.reference import assert_greedy
 from tests.support.suite import PATIENCE, Suite, running_suite
+from tests.support.waiting import until
 
 WORKERS, STREAMS, COUNT = 2, 8, 96
 NO_FILES, FILES = "no file descriptor is left", "there are file descriptors again"
@@ -51,9 +52,7 @@ class Scene:
         return sum(line.startswith(f"{name}: ") and words in line for line in self.suite.lines)
 
     async def until_said(self, name: str, words: str, times: int = 1) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while self.said(name, words) < times:  # noqa: ASYNC110 - another process says it
-                await asyncio.sleep(0.05)
+        await until(lambda: self.said(name, words) >= times, seconds=PATIENCE)
 
 
 async def until_at_rest(process: psutil.Process) -> None:
@@ -75,8 +74,7 @@ async def until_at_rest(process: psutil.Process) -> None:
 async def share_of(process: psutil.Process, busy: psutil.Process) -> float:
     """Return how many seconds of a processor one process takes while another one takes one."""
     used, whole = processor_seconds(process), processor_seconds(busy)
-    while (taken := processor_seconds(busy) - whole) < 1.0:  # noqa: ASYNC110 - another process takes it
-        await asyncio.sleep(0.05)
+    taken = await until(lambda: processor_seconds(busy) - whole, lambda found: found >= 1.0, seconds=PATIENCE)
     return (processor_seconds(process) - used) / taken
 
 
@@ -123,15 +121,13 @@ async def test_a_redis_that_cannot_save_holds_up_the_index_alone(scene: Scene) -
     asked = prompts(STREAMS, seed=8)
     async with Redis.from_url(scene.redis.url) as redis:
 
-        async def saved() -> bool:
-            return bool((await redis.info("persistence"))["rdb_last_bgsave_status"] == "ok")
+        async def unsaved() -> bool:
+            return bool((await redis.info("persistence"))["rdb_last_bgsave_status"] != "ok")
 
         with without_disk(scene.redis.pid):
             await redis.set("changed", 1)
             await redis.config_set("save", "1 1")
-            async with asyncio.timeout(PATIENCE):
-                while await saved():  # noqa: ASYNC110 - another process changes it
-                    await asyncio.sleep(0.05)
+            await until(unsaved, every=0.05, seconds=PATIENCE)
             tasks = await all_started(scene.suite, asked, COUNT)
             await scene.until_said("kvmanager", NO_INDEX)
             outcomes = await asyncio.gather(*tasks)

@@ -14,7 +14,7 @@ from cli.suite.stack import StackOptions
 from quire.decision.v1 import decision_pb2
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2 as types
-from tests.support.load import kill, prompts, started
+from tests.support.load import kill, prompts, started, until_restarted
 from tests.support.suite import PATIENCE, Outcome, Suite, running_suite
 
 WORKERS, STREAMS, COUNT = 2, 12, 600
@@ -65,9 +65,7 @@ async def _restart_under(suite: Suite, name: str, asked: Sequence[pb.GenerateReq
         tasks = await started(suite, asked)
         kill(suite, name, signal.SIGTERM)
         outcomes = await asyncio.gather(*tasks)
-        async with asyncio.timeout(PATIENCE):
-            while suite.stack.children[name].pid in (None, pid):  # noqa: ASYNC110 - the suite restarts it
-                await asyncio.sleep(0.05)
+        await until_restarted(suite, name, pid)
         await suite.until_connected(WORKERS)
         if len(await _moved(suite)) > before:  # else it had no streams: all are asked for again
             return outcomes

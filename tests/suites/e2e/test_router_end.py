@@ -17,8 +17,9 @@ from cli.suite.stack import StackOptions
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc
 from quire.types.v1 import types_pb2 as types
-from tests.support.load import kill
+from tests.support.load import kill, until_restarted
 from tests.support.suite import PATIENCE, running_suite
+from tests.support.waiting import until
 
 RESTARTS, CHANNELS, CALLS_AT_ONCE = 3, 3, 4
 # Calls that have to be answered between two restarts.
@@ -62,9 +63,7 @@ class Storm:
     async def answered(self, more: int) -> None:
         """Wait until so many more calls were answered."""
         wanted = self.seen["OK"] + more
-        async with asyncio.timeout(PATIENCE):
-            while self.seen["OK"] < wanted:  # noqa: ASYNC110 - the calls run beside
-                await asyncio.sleep(0.01)
+        await until(lambda: self.seen["OK"] >= wanted, seconds=PATIENCE)
 
 
 async def test_no_call_is_cancelled_at_the_end_of_a_drain(tmp_path: Path) -> None:
@@ -77,9 +76,7 @@ async def test_no_call_is_cancelled_at_the_end_of_a_drain(tmp_path: Path) -> Non
                 await storm.answered(BETWEEN)
                 pid = suite.stack.children["router"].pid
                 kill(suite, "router", signal.SIGTERM)
-                async with asyncio.timeout(PATIENCE):
-                    while suite.stack.children["router"].pid in (None, pid):  # noqa: ASYNC110 - the suite restarts it
-                        await asyncio.sleep(0.05)
+                await until_restarted(suite, "router", pid)
             await storm.answered(BETWEEN)
         finally:
             storm.over = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, suppress
 
 import grpc
@@ -20,6 +20,7 @@ from tests.support.load import prompts
 from tests.support.routers import connections, killed, own_id, router_of
 from tests.support.simulated import expected, seeded
 from tests.support.suite import PATIENCE, Outcome, Suite, running_suite, stream
+from tests.support.waiting import until
 
 ROUTERS, WORKERS, CHANNELS = 3, 2, 2
 # Tokens that a test reads of a stream after a kill, and those of the stream: 15 s of them.
@@ -48,6 +49,18 @@ async def assert_whole_trace(decisions: decision_pb2_grpc.DecisionServiceStub, r
             await asyncio.sleep(0.05)
 
 
+async def records_of(
+    decisions: decision_pb2_grpc.DecisionServiceStub, request_id: str
+) -> Sequence[decision_pb2.DecisionRecord]:
+    """Return the records of a request, once there are any: a router that does not answer is left out."""
+    named = decision_pb2.ListDecisionsRequest(request_id=request_id)
+
+    async def found() -> Sequence[decision_pb2.DecisionRecord]:
+        return (await decisions.ListDecisions(named, timeout=PATIENCE)).decisions
+
+    return await until(found, every=0.05, seconds=PATIENCE)
+
+
 async def test_every_router_serves_and_any_of_them_knows_what_all_decided(suite: Suite) -> None:
     async with AsyncExitStack() as stack:
         shares = await connections(suite, stack, ROUTERS, CHANNELS)
@@ -60,11 +73,7 @@ async def test_every_router_serves_and_any_of_them_knows_what_all_decided(suite:
         decisions = decision_pb2_grpc.DecisionServiceStub(shares[0][1])
         for outcome in outcomes:
             assert outcome.admitted is not None
-            named = decision_pb2.ListDecisionsRequest(request_id=outcome.admitted.request_id)
-            async with asyncio.timeout(PATIENCE):
-                # A router that does not answer is left out.
-                while not (records := (await decisions.ListDecisions(named, timeout=PATIENCE)).decisions):  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+            records = await records_of(decisions, outcome.admitted.request_id)
             assert [record.kind for record in records] == ["admission", "routing", "outcome"]
             await assert_whole_trace(decisions, outcome.admitted.request_id)
 
@@ -94,12 +103,10 @@ async def test_streams_of_the_others_outlive_a_killed_router(suite: Suite) -> No
             asyncio.create_task(read(channel, seeded(prompt, LONG), outcome, goal))
             for (_, channel), prompt, outcome, goal in zip(shares, asked, outcomes, goals, strict=True)
         ]
-        async with asyncio.timeout(PATIENCE):
-            while not all(outcome.tokens for outcome in outcomes):  # noqa: ASYNC110 - events of many streams
-                await asyncio.sleep(0.01)
-            # A router that does not answer is left out.
-            while (await suite.status()).running_requests != ROUTERS * CHANNELS:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until(lambda: all(outcome.tokens for outcome in outcomes), seconds=PATIENCE)
+        # A router that does not answer is left out.
+        everything = ROUTERS * CHANNELS
+        await until(suite.status, lambda status: status.running_requests == everything, every=0.05, seconds=PATIENCE)
         await killed(suite, "router-1")
         async with open_channel(suite.stack.address) as channel:
             again = await stream(channel, seeded(asked[0], 16))
