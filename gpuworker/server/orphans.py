@@ -97,7 +97,10 @@ class Orphans:
         return self._grace > 0 and len(router) == _INCARNATION_BYTES
 
     def take(self, router: bytes, left: Sequence[LiveSequence]) -> None:
-        """Keep what a lost router left."""
+        """Keep what a lost router left; `router` is b"" for one that stood still.
+
+        The clients of that one may have left it, and be on their way to another router when it is here again.
+        """
         now = time.monotonic()
         for live in left:
             self._add(live, router, now)

@@ -207,7 +207,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         self.orphans.returned(hello.incarnation)
         self._streams.add(stream)
 
-    def _orphan(self, stream: RouterStream, router: bytes) -> None:
+    def _orphan(self, stream: RouterStream, router: bytes, stood_still: bool = False) -> None:
         """Keep the sequences of a lost router, if it wants that."""
         if not self.orphans.keeps(router):
             return
@@ -216,7 +216,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         for live in left:
             if not live.ended:
                 self._owner[live.id] = None
-        self.orphans.take(router, left)
+        self.orphans.take(b"" if stood_still else router, left)
 
     def _end(self, stream: RouterStream, router: bytes, done: asyncio.Task[None]) -> None:
         """End a stream with one of its tasks: quietly when the router has gone, else with the error.
@@ -320,7 +320,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         what = f"no message of the router came for {silence.limit:g} s; a router that runs sends pulses"
         log.warning("a stream ends: %s", what)
         stream.lose(DeadlineExceeded(what))
-        self._orphan(stream, hello.incarnation)
+        self._orphan(stream, hello.incarnation, stood_still=True)
         stream.close()
 
     async def _beat(self, stream: RouterStream) -> None:

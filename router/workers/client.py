@@ -105,10 +105,14 @@ class Pacing:
     """Pauses between attempts to connect, and the seconds that a worker has for its hello.
 
     A suite is ready at most the longest pause after its slowest worker; an attempt costs well under a millisecond.
+    `stood_still` is the pause of a router that runs again, before it goes on with what a worker has taken from it.
+    Clients that left meanwhile go on at other routers. Their ends must be read first, or this router would take their
+    sequences back, and end them then.
     """
 
     reconnect: Backoff = RECONNECT
     hello: float = 5.0
+    stood_still: float = 1.0
 
 
 class WorkerClient:
@@ -296,6 +300,8 @@ class WorkerClient:
         except aio.AioRpcError as failed:
             error = error_from_rpc(failed)
             self.refused, severed, broken = is_refused(failed), is_severed(failed), not found_silent(failed)
+            if not broken:
+                await asyncio.sleep(self._pacing.stood_still)
         except QuireError as refused:
             error = refused
         self._disconnect(error, broken, severed)

@@ -37,6 +37,22 @@ async def test_what_a_silent_router_holds_goes_on_elsewhere_while_its_stream_is_
         assert worker.servicer.orphans.fates == {Fate.KEPT: 1, Fate.RESUMED: 1}
 
 
+async def test_what_a_silent_router_left_stays_when_it_is_here_again() -> None:
+    """Its clients may have left it, and another router comes to ask for them a moment later."""
+    runner = ManualRunner(lambda plan: plan.step % 50)
+    async with served(runner, orphan_grace=LONG, silence=SHORT) as worker, router_of(worker, FIRST) as silent:
+        await silent.send(resumable(1, 6))
+        await worker.until(lambda: len(runner.num_tokens) == 1)
+        await silent.send(PULSE)
+        await worker.until(lambda: len(worker.servicer.orphans) == 1)
+        async with router_of(worker, FIRST), router_of(worker, SECOND) as router:
+            (orphan,) = (await found(router)).orphans
+            await adopt(router, 9, orphan.sequence)
+            runner.release()
+            await router.until_finished(9)
+        assert worker.servicer.orphans.fates == {Fate.KEPT: 1, Fate.RESUMED: 1}
+
+
 async def test_a_silent_router_that_runs_again_reads_why_its_stream_ended() -> None:
     async with served(ManualRunner(), orphan_grace=LONG, silence=SHORT) as worker, router_of(worker, FIRST) as silent:
         await silent.send(PULSE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -322,6 +323,30 @@ async def test_a_worker_that_found_this_router_silent_convicts_no_request(
     assert isinstance(lost, Lost)
     assert lost.breakdown is None
     await listener.until(lambda: len(listener.facts) == 2)
+
+
+async def test_a_router_that_stood_still_hears_first_which_clients_are_gone(
+    client: WorkerClient, worker: FakeWorker, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that it took back for a client that is gone would end, though the client goes on elsewhere."""
+    gone, stays, told_first = Inbox(), Inbox(), list[bool]()
+    handle = client.submit(SUBMISSION, gone.put)
+    client.submit(SUBMISSION, stays.put)
+    await worker.until(lambda: len(worker.submits) == 2)
+    sleep = asyncio.sleep
+
+    async def while_clients_leave(seconds: float) -> None:
+        if seconds == Pacing().stood_still:
+            told_first.append(gone.empty and stays.empty and not listener.errors)
+            client.cancel(handle, FinishReason.CANCELLED)
+        await sleep(0.0)
+
+    monkeypatch.setattr(asyncio, "sleep", while_clients_leave)
+    worker.fail(DeadlineExceeded("no message of the router came for 10 s"))
+    assert isinstance(await stays.next(), Lost)
+    monkeypatch.undo()
+    assert told_first == [True]
+    assert gone.empty
 
 
 @pytest.mark.parametrize("seq", [2, 0])
