@@ -1,8 +1,9 @@
 """The arrays of decode steps, written over for a later step of the same sequences.
 
 From one decode step to the next little changes: each row is one position further, and now and then a row has one block
-more. Weights go through all caches in a step, so the code between two steps finds them cold. To lay a small step out
-anew, with its tensors and structures, took 0.4 ms there; to write over the arrays of one that is over takes a fifth.
+more. Weights go through all caches in a step, so the code between two steps finds them cold. To lay out a step of four
+rows anew, with its tensors and structures, takes 0.36 ms of CPU more there than to write over the arrays of one that is
+over.
 """
 
 from __future__ import annotations
