@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from cli.client import add_json, command_console, failed, print_json
+from cli.client import add_json, command_console, print_json
 from cli.plots import plot_problems
 from cli.replay.figures import Interval, figures_of, over_seeds, recorded_figures
 from cli.replay.fit import MOST_REQUESTS, Fit, fit
@@ -259,7 +260,8 @@ def main(argv: Sequence[str]) -> int:
         if args.plot:
             plot(trace, found, args)
     except QuireError as error:
-        return failed(error)
+        print(f"quire: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0

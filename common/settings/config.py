@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import sys
 import tomllib
@@ -25,8 +26,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from common.errors import FieldViolation, InvalidConfig
-from common.settings.exit_status import exit_status
+from common.errors import FieldViolation, InvalidConfig, PortTaken
 from common.settings.foreign_flags import FOREIGN, advice
 from common.settings.options import Settings
 from common.settings.pydantic_words import expectation
@@ -36,6 +36,9 @@ from common.version import quire_version
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
 ENV_PREFIX: Final = "QUIRE_"
+# Exit statuses of a program that refuses its options, and of one whose port another process has.
+REFUSED_STATUS: Final = 2
+PORT_TAKEN_STATUS: Final = errno.EADDRINUSE
 _FILE: Final = "_FILE"
 _NO_VALUE: Final = object()
 _DESCRIPTION: Final = (
@@ -140,7 +143,7 @@ def load_or_exit(settings: type[SettingsT], argv: Sequence[str] | None = None, p
 
 
 def refuse(error: InvalidConfig, heading: str = "") -> NoReturn:
-    """Print each violation on a line of its own to stderr, under a heading, and exit with its status.
+    """Print each violation on a line of its own to stderr, under a heading, and exit with one of the statuses above.
 
     Without a heading the error came before anything was started.
     """
@@ -148,7 +151,7 @@ def refuse(error: InvalidConfig, heading: str = "") -> NoReturn:
     lines = [heading or f"{count} bad option{'s' if count > 1 else ''}; nothing was started."]
     lines += [f"  {violation.field}: {violation.description}" for violation in error.violations]
     print("\n".join(lines), file=sys.stderr)  # noqa: T201
-    sys.exit(exit_status(error))
+    sys.exit(PORT_TAKEN_STATUS if isinstance(error, PortTaken) else REFUSED_STATUS)
 
 
 def installed_settings() -> list[type[Settings]]:
