@@ -31,8 +31,8 @@ def only_decodes(plan: StepPlan) -> bool:
 class DecodeFrame:
     """A decode step on a CPU that may run again, further on: R rows of one position each, all of which sample.
 
-    `result` is that of the step that runs on it: once it is there, nobody reads the arrays any more. `described` is
-    what the executor has made of them, and keeps for the next time.
+    `result` is the future of the step that runs on it. Nobody reads the arrays once that is set. The executor keeps in
+    `described` what it made of them.
     """
 
     def __init__(
