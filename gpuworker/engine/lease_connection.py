@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 from grpc import aio
 
 from common.limits import MAX_LEASE_OUTBOX
+from common.rpc import stream_writes
 from common.rpc.pulses import SilenceWatch, send_pulses
 from common.rpc.silence import pulse_seconds
 from quire.kvmanager.v1 import kvmanager_pb2
@@ -74,12 +75,8 @@ class Connection:
 
     async def write(self) -> None:
         """Write what is queued; the only writer of the stream: two writes at once end an RPC."""
-        while True:
-            message = await self.outbox.get()
-            try:
-                await self.call.write(message)
-            except (aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the reader reports the cause
+        while await stream_writes.write(self.call, await self.outbox.get()):
+            pass  # once the stream has ended, the reader reports the cause
 
     def heard(self) -> None:
         """Note that something came."""

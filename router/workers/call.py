@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
-
 from grpc import StatusCode, aio
 
-from common.errors import Unavailable
+from common.rpc import stream_writes
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from router.workers.outbox import Outbox
 
@@ -30,24 +27,9 @@ async def read(call: WorkerCall) -> pb.StreamResponse | None:
     return response if isinstance(response, pb.StreamResponse) else None
 
 
-async def write_first(call: WorkerCall, message: pb.StreamRequest) -> None:
-    """Write the first message of a stream. Raises Unavailable when nothing answers.
-
-    A write to a call that has just ended makes grpc.aio report an internal error of its own, and the reason is lost.
-    """
-    try:
-        await call.write(message)
-    except asyncio.InvalidStateError:
-        pass  # the call has ended, and the next read raises the reason
-    except aio.AioRpcError as error:
-        if error.code() is not StatusCode.INTERNAL:
-            raise
-        raise Unavailable("nothing answers at its address") from error
-
-
 async def write(call: WorkerCall, outbox: Outbox) -> None:
-    """The one writer of a stream; a broken stream ends it, and the reader gets the error."""
-    with suppress(aio.AioRpcError, asyncio.InvalidStateError):
-        while (message := await outbox.take()) is not None:
-            await call.write(message)
-        await call.done_writing()
+    """The one writer of a stream; the end of the stream ends it, and the reader gets the reason."""
+    while (message := await outbox.take()) is not None:
+        if not await stream_writes.write(call, message):
+            return
+    await call.done_writing()

@@ -21,6 +21,7 @@ from grpc import aio
 from common.backoff import Backoff
 from common.errors import FieldViolation, InvalidRequest, ProtocolViolation, QuireError, Unavailable
 from common.limits import MAX_HANDLE
+from common.rpc import stream_writes
 from common.rpc.server import Dial, open_channel
 from common.types import FinishReason, PoolIdentity
 from common.wire.enum_codec import finish_to_proto
@@ -32,7 +33,7 @@ from router.core.identity import is_complete
 from router.core.suspicion import Breakdown
 from router.core.worker_events import Lost, Refused, SequenceAdmitted, SequenceEvent, SequenceFinished, TokensSampled
 from router.core.worker_model import Load
-from router.workers.call import WorkerCall, found_silent, is_refused, read, write, write_first
+from router.workers.call import WorkerCall, found_silent, is_refused, read, write
 from router.workers.codec import (
     Submission,
     WorkerFacts,
@@ -320,7 +321,7 @@ class WorkerClient:
         )
         try:
             async with asyncio.timeout(self._pacing.hello):
-                await write_first(call, pb.StreamRequest(hello=hello))
+                await stream_writes.write(call, pb.StreamRequest(hello=hello))
                 answer = await read(call)
         except TimeoutError:
             self.refused = False
