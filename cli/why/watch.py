@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias, cast
 
 import grpc
 
-from quire.api.status import error_from_rpc
+from quire.api.status import code_from_rpc, error_from_rpc
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
 
@@ -62,7 +62,7 @@ class Watcher:
                 while (response := await self._call.read()) is not grpc.aio.EOF:
                     yield self._taken(response)
             except grpc.aio.AioRpcError as error:
-                if error.code() not in _PASSING:
+                if code_from_rpc(error) not in _PASSING:
                     raise
                 if self._call is not None:
                     yield _words_of(error)

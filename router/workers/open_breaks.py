@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from grpc import StatusCode, aio
 
-from quire.api.status import DETAILS_KEY
+from quire.api.status import DETAILS_KEY, code_from_rpc
 from router.core.suspicion import Breakdown
 
 
 def is_severed(error: aio.AioRpcError) -> bool:
     """Return whether a connection broke under a call: a worker that ends a call itself says why."""
     said = any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ())
-    return error.code() is StatusCode.UNAVAILABLE and not said
+    return code_from_rpc(error) is StatusCode.UNAVAILABLE and not said
 
 
 class OpenBreaks:

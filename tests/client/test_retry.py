@@ -35,14 +35,14 @@ FULL = Overloaded(QuotaViolation("router.queue", "1 of 1 places are taken"), 2.0
 class Failure:
     """A failed RPC: of our own server with details, or (a code) of gRPC itself without."""
 
-    def __init__(self, cause: QuireError | grpc.StatusCode) -> None:
-        self._cause = cause
+    def __init__(self, cause: QuireError | grpc.StatusCode, said: str = "") -> None:
+        self._cause, self._said = cause, said
 
     def code(self) -> grpc.StatusCode:
         return code_of(self._cause) if isinstance(self._cause, QuireError) else self._cause
 
     def details(self) -> str:
-        return str(self._cause)
+        return self._said or str(self._cause)
 
     def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]]:
         if isinstance(self._cause, QuireError):
@@ -51,6 +51,8 @@ class Failure:
 
 
 LOST = Failure(grpc.StatusCode.UNAVAILABLE)
+# Of a connection whose pings were not answered, while a process at its other end stood still.
+GIVEN_UP = Failure(grpc.StatusCode.UNKNOWN, "Stream removed (ping timeout)")
 
 
 def attempts(
@@ -202,6 +204,12 @@ def test_attempts_to_resume_are_bounded_until_the_stream_goes_on() -> None:
     with pytest.raises(Interrupted) as error:
         tries.wait_after(held, fold)
     assert isinstance(error.value.meant, Unavailable), "what broke the stream, not what kept it from going on"
+
+
+def test_a_connection_that_grpc_gave_up_is_lost() -> None:
+    tries, _ = attempts(Retry(first_backoff=0.5))
+    assert tries.wait_after(GIVEN_UP, begun()) == 0.5
+    assert tries.wait_after(GIVEN_UP) == 0.5, "before its first event a call is made again"
 
 
 @pytest.mark.parametrize("end", [NotFound("r1"), InvalidRequest(FieldViolation("resume", "is wrong"))])

@@ -36,6 +36,10 @@ _FOREIGN: Final[Mapping[grpc.StatusCode, type[errors.QuireError]]] = {
 
 _CODE_OF_NUMBER: Final[Mapping[int, grpc.StatusCode]] = {code.value[0]: code for code in grpc.StatusCode}
 
+# How gRPC's core begins what it says of calls on a connection that it gave up, as where pings were not answered. Their
+# code is UNKNOWN, which no service of Quire sends (https://github.com/grpc/grpc/issues/34076).
+_CONNECTION_GIVEN_UP: Final = "Stream removed"
+
 DetailT = TypeVar("DetailT", bound=Message)
 
 
@@ -49,13 +53,21 @@ class RpcFailure(Protocol):
     def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
 
 
+def code_from_rpc(error: RpcFailure) -> grpc.StatusCode:
+    """Return the code of a failed RPC; UNAVAILABLE for every connection that broke, also where gRPC says UNKNOWN."""
+    code = error.code()
+    if code is grpc.StatusCode.UNKNOWN and (error.details() or "").startswith(_CONNECTION_GIVEN_UP):
+        return grpc.StatusCode.UNAVAILABLE
+    return code
+
+
 def status_from_rpc(error: RpcFailure) -> status_pb2.Status:
     """Return the status of a failed RPC, with the details that the other side sent."""
     packed = next((value for key, value in error.trailing_metadata() or () if key == DETAILS_KEY), None)
     if isinstance(packed, bytes):
         return status_pb2.Status.FromString(packed)
-    message = error.details() or error.code().name
-    return status_pb2.Status(code=error.code().value[0], message=message)
+    code = code_from_rpc(error)
+    return status_pb2.Status(code=code.value[0], message=error.details() or code.name)
 
 
 def error_from_rpc(error: RpcFailure) -> errors.QuireError:
