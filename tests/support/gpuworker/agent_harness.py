@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.hashing import block_digests, block_hash_of, root_digest
-from common.lease import Admit, Copy, GrantBatch, Inventory, Preempt
+from common.lease import Admit, Copy, GrantBatch, Inventory, Preempt, Report
 from common.types import BlockHash, BlockId, SequenceId
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.core.lease_agent import LeaseAgent
@@ -88,3 +88,10 @@ class Driver:
 
 def blocks(ids: list[int]) -> tuple[BlockId, ...]:
     return tuple(map(BlockId, ids))
+
+
+def report_of(worker: Driver) -> Report:
+    """Take the report that is due."""
+    report = worker.agent.take_report()
+    assert report is not None
+    return report
