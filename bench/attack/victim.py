@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import psutil
+from grpc import aio
 
 from bench.lib.tenants import write_tenants
 from cli.benchmark.served import peak_rss_mib
@@ -41,17 +42,21 @@ class Victim:
         return self._stack.redis_url
 
     @property
-    def manager_address(self) -> str:
-        return f"{self._stack.options.admin_host}:{self._stack.options.manager_port}"
+    def managers(self) -> list[str]:
+        """The names of the KV managers' processes."""
+        return self._of_service("kvmanager")
 
     @property
-    def managers(self) -> dict[str, str]:
-        """HOST:PORT of each KV manager, by the name of its process."""
-        return {
-            name: child.program.address
-            for name, child in self._stack.children.items()
-            if child.program.service == "kvmanager"
-        }
+    def routers(self) -> list[str]:
+        """The names of the routers' processes."""
+        return self._of_service("router")
+
+    def _of_service(self, service: str) -> list[str]:
+        return [name for name, child in self._stack.children.items() if child.program.service == service]
+
+    def channel(self, name: str) -> aio.Channel:
+        """Return a channel to one process, as its operator. Of a router it leads to the admin plane."""
+        return self._stack.channel(self._stack.children[name].program)
 
     def addresses_of(self, name: str) -> list[tuple[str, int]]:
         """Return the ports of a process at which others connect: a router's are gRPC and HTTP."""
@@ -60,12 +65,6 @@ class Victim:
             return [(self.host, options.grpc_port), (self.host, options.port)]
         host, _, port = program.address.rpartition(":")
         return [(host, int(port))]
-
-    @property
-    def admin_addresses(self) -> tuple[str, ...]:
-        """HOST:PORT of the admin plane of each router."""
-        options = self._stack.options
-        return tuple(f"{options.admin_host}:{port}" for port in options.own_ports) or (self._stack.admin_address,)
 
     @property
     def restarts(self) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from typing import Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.limits import MAX_PUBLIC_MESSAGE_BYTES
-from common.rpc.server import open_channel
 
 _CALLS: Final = 8
 _PAUSE_S: Final = 0.1
@@ -22,13 +22,16 @@ _WORDS: Final = 80  # characters of an error
 _REST_BYTES: Final = 1 << 10
 
 
-async def feed(address: str, became: Counter[str]) -> None:
-    """Make such calls until cancelled, so many at once; count in `became` how they end, by status and words."""
+async def feed(dial: Callable[[], grpc.aio.Channel], became: Counter[str]) -> None:
+    """Make such calls until cancelled, so many at once; count in `became` how they end, by status and words.
+
+    Each of them has a channel of its own, which `dial` opens.
+    """
     name = "x" * (MAX_PUBLIC_MESSAGE_BYTES - _REST_BYTES)
 
     async def one() -> None:
         # A health check of a service that nobody has: NOT_FOUND where there is memory to read the name.
-        async with open_channel(address) as channel:
+        async with dial() as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while True:
                 try:

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Final
 
 import grpc
@@ -21,7 +22,6 @@ from bench.fault_injection.hungry import feed, lacked_memory
 from bench.fault_injection.limits import without_disk, without_files, without_memory
 from bench.fault_injection.plan import CLOCKS, FREEZE_S, FROZEN, JUMP_S, STOP_S, WITHOUT_DISK, Fault, Kind
 from bench.fault_injection.streams import Stream
-from common.rpc.server import open_channel
 from quire.client import AsyncClient
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
@@ -124,7 +124,7 @@ class Injector:
         """
         pid, became, end = self._pid(name), Counter[str](), time.monotonic() + _PATIENCE_S
         with without_memory(pid):
-            feeding = asyncio.create_task(feed(self._own_address(name), became))
+            feeding = asyncio.create_task(feed(partial(self._suite.channel, name), became))
             try:
                 await asyncio.sleep(STOP_S)
                 while not (lacked_memory(became) or feeding.done() or time.monotonic() > end):
@@ -143,14 +143,6 @@ class Injector:
         if not ended and not lacked_memory(became):
             what = "no large call was refused" if became else "no large call ended"
             raise RuntimeError(f"{name} lacked no memory: {what} within {_PATIENCE_S:g} s, so nothing was injected")
-
-    def _own_address(self, name: str) -> str:
-        """Return a gRPC address of this process alone: routers share their public ports."""
-        service, _, number = name.partition("-")
-        if service == "router":
-            return self._suite.admin_addresses[int(number)]
-        host, port = self._suite.addresses_of(name)[0]
-        return f"{host}:{port}"
 
     async def _wipe(self, _: str) -> None:
         async with redis.asyncio.Redis.from_url(self._suite.redis_url) as connection:
@@ -186,10 +178,25 @@ class Injector:
         """Return the name of the manager that leads; `but` is not asked."""
         async with asyncio.timeout(_PATIENCE_S):
             while True:
-                for name, address in self._suite.managers.items():
-                    if name != but and await _leads(address):
+                for name in self._suite.managers:
+                    if name != but and await self._leads(name):
                         return name
                 await asyncio.sleep(_POLL_S)
+
+    async def _leads(self, manager: str) -> bool:
+        """Return whether a manager says that it leads. One that is alone does."""
+        async with self._suite.channel(manager) as channel:
+            watch = kvmanager_pb2_grpc.KvManagerServiceStub(channel).WatchLeader(
+                kvmanager_pb2.WatchLeaderRequest(), timeout=_CALL_S
+            )
+            try:
+                async for state in watch:
+                    return bool(state.leads)
+            except grpc.aio.AioRpcError:  # it is away, or is stopped
+                return False
+            finally:
+                watch.cancel()
+        return False
 
     def _streams(self) -> list[Stream]:
         rng = random.Random(len(self._prompts))
@@ -214,12 +221,12 @@ class Injector:
     async def whole(self) -> None:
         """Wait until each router may use all workers, and every process runs."""
         async with asyncio.timeout(_PATIENCE_S):
-            for address in self._suite.admin_addresses:
-                while not await self._sees_all(address):  # noqa: ASYNC110 - it is asked over the network
+            for name in self._suite.routers:
+                while not await self._sees_all(name):  # noqa: ASYNC110 - it is asked over the network
                     await asyncio.sleep(_POLL_S)
 
-    async def _sees_all(self, address: str) -> bool:
-        async with open_channel(address) as channel:
+    async def _sees_all(self, router: str) -> bool:
+        async with self._suite.channel(router) as channel:
             try:
                 status = await rpc.InferenceServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=5.0)
             except grpc.aio.AioRpcError:  # it is being started anew
@@ -233,7 +240,7 @@ class Injector:
         Raises TimeoutError when the manager lacks the pool of a worker for so long.
         """
         end = time.monotonic() + _PATIENCE_S
-        async with open_channel(self._suite.managers[await self._leader()]) as channel:
+        async with self._suite.channel(await self._leader()) as channel:
             stub = kvmanager_pb2_grpc.KvManagerServiceStub(channel)
             while True:
                 pools = (await stub.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=_PATIENCE_S)).pools
@@ -244,19 +251,3 @@ class Injector:
                 if late:
                     raise TimeoutError(f"the manager has the pools of {len(pools)} of {self._workers} workers")
                 await asyncio.sleep(_POLL_S)
-
-
-async def _leads(address: str) -> bool:
-    """Return whether a manager says that it leads. One that is alone does."""
-    async with open_channel(address) as channel:
-        watch = kvmanager_pb2_grpc.KvManagerServiceStub(channel).WatchLeader(
-            kvmanager_pb2.WatchLeaderRequest(), timeout=_CALL_S
-        )
-        try:
-            async for state in watch:
-                return bool(state.leads)
-        except grpc.aio.AioRpcError:  # it is away, or is stopped
-            return False
-        finally:
-            watch.cancel()
-    return False

@@ -171,6 +171,6 @@ class MixedLoad:
 
     async def _admin(self) -> str:
         """Ask the admin plane of a router on a connection of its own."""
-        async with open_channel(self._rng.choice(self._suite.admin_addresses)) as channel:
+        async with self._suite.channel(self._rng.choice(self._suite.routers)) as channel:
             await rpc.InferenceServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=5.0)
         return "OK"

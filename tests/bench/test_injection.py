@@ -23,14 +23,14 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.became, self.looks, self.later = Counter[str](), 0, dict[int, str]()
         self.error: Exception | None = None
-        self._suite = Mock(addresses_of=lambda _: [("127.0.0.1", 1)], pids=self._pids)
+        self._suite = Mock(pids=self._pids)
         monkeypatch.setattr(injection, "without_memory", Mock(return_value=Mock(__enter__=Mock(), __exit__=Mock())))
         monkeypatch.setattr(injection, "feed", self._feed)
         monkeypatch.setattr(injection, "STOP_S", 0.0)
         monkeypatch.setattr(injection, "_POLL_S", 0.0)
         monkeypatch.setattr(Injector, "whole", AsyncMock())
 
-    async def _feed(self, _: str, became: Counter[str]) -> None:
+    async def _feed(self, _: object, became: Counter[str]) -> None:
         self.became = became
         if self.error is not None:
             raise self.error

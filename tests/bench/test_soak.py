@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from bench.fault_injection.plan import Fault, Kind, read, written
@@ -20,15 +21,29 @@ def test_seconds_of_a_plan_break_no_stream_change_no_token_and_leave_no_block(tm
     (tmp_path / "plan.json").write_text(written(plan))
     words = ["--minutes", "0.35", "--calm-minutes", "0.05", "--plan", str(tmp_path / "plan.json")]
     figures, lines = run_benchmark("soak", *words, "--clients", "6", "--simulate", "base=2ms")
+    _nothing_is_wrong(figures)
     assert read(next(line for line in lines if line.startswith("plan: ")).removeprefix("plan: ")) == plan
     kinds = {line.split()[0] for line in lines if line.startswith("  ") and ": " in line}
     assert {"good", "cancelled", "bad", "broken", "over_http"} <= kinds
-    assert figures["streams"] > 0
-    assert figures["faults_injected"] >= 1
-    for name in ("streams_broken", "tokens_differing", "blocks_leaked"):
-        assert figures[name] == 0, name
     for name in ("router-0", "router-1", "kvmanager", "worker-0", "worker-1", "redis"):
         assert figures[f"uss_mib_{name}"] > 1
         assert figures[f"fds_{name}"] > 0
     assert figures["memory_flat"] == OPEN, "seconds show nothing of memory"
     assert "uss_mib_per_hour_high" not in figures
+
+
+def test_a_soak_with_tls_between_the_services_asks_every_service_as_its_operator(tmp_path: Path) -> None:
+    """The manager gets large calls on its own port, and says who leads; the routers tell of their workers."""
+    plan = [Fault(Kind.MANAGER_WITHOUT_MEMORY, "kvmanager", after_s=0.5)]
+    (tmp_path / "plan.json").write_text(written(plan))
+    words = ["--minutes", "0.1", "--calm-minutes", "0", "--plan", str(tmp_path / "plan.json")]
+    figures, lines = run_benchmark("soak", "--tls", *words, "--clients", "6", "--simulate", "base=2ms")
+    _nothing_is_wrong(figures)
+    assert not any(line.startswith("  admin UNAVAILABLE") for line in lines)
+
+
+def _nothing_is_wrong(figures: Mapping[str, float]) -> None:
+    assert figures["streams"] > 0
+    assert figures["faults_injected"] >= 1
+    for name in ("streams_broken", "tokens_differing", "blocks_leaked"):
+        assert figures[name] == 0, name
