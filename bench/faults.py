@@ -22,6 +22,9 @@ A simulated worker's token is determined by seed and position, so each lost, rep
 the longest pause of one stream, from its first token to its last. `none` is a round without a failure. Failures inside
 a process (a step that fails, a task that ends) cannot be injected from outside. tests/structure/test_failures.py names
 the tests that have them. `bench.soak` mixes most of this at random.
+
+The exit status is 1 if anything was wrong. A failure that cannot be injected, or after which the suite is not whole
+again, ends the run with one line and without figures.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from typing import Final, Protocol, TypeAlias
 
 from bench.attack.victim import victim
 from bench.fault_injection.clocks import compiler, shiftable_clocks
+from bench.fault_injection.failure import InjectionFailed, injecting
 from bench.fault_injection.hosts.injection import HostsInjector
 from bench.fault_injection.hosts.network import missing
 from bench.fault_injection.hosts.suite import suite_of_hosts
@@ -157,10 +161,15 @@ class Rounds:
         async def ended() -> None:
             await asyncio.wait(tasks)
 
-        await until_tokens(streams, fault.after_tokens, tasks)
-        injected = not all(task.done() for task in tasks)
-        await self._injector.inject(fault, ended)
-        await ended()
+        try:
+            await until_tokens(streams, fault.after_tokens, tasks)
+            injected = not all(task.done() for task in tasks)
+            await self._injector.inject(fault, ended)
+            await ended()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         await self._injector.whole()
         reason, share = _REASONS.get(fault.kind, ("", 0.0))
         given_up = [each for each in streams if reason and reason in each.broken.lower()]
@@ -182,19 +191,25 @@ class Rounds:
 
 
 Injection: TypeAlias = Callable[[AsyncClient], Injects]
+# Faults by their places in the whole plan, from 1 on.
+Part: TypeAlias = Mapping[int, Fault]
 
 
-async def inject_all(address: str, injected: Injection, plan: Sequence[Fault], args: argparse.Namespace) -> Kinds:
-    """Inject a plan into the suite of which a router listens at `address`."""
+async def inject_all(address: str, injected: Injection, plan: Part, args: argparse.Namespace) -> Kinds:
+    """Inject a part of the plan into the suite of which a router listens at `address`. Raises InjectionFailed."""
     async with AsyncExitStack() as stack:
         wanted = -(-args.streams // _STREAMS_A_CLIENT) + 1
         clients = [await stack.enter_async_context(AsyncClient(address, retry=RETRY, ca="")) for _ in range(wanted)]
         injector = injected(clients[-1])
         rounds, found = Rounds(clients, injector, args), dict[str, Found]()
-        await injector.whole()
-        for number, fault in enumerate(plan, start=1):
-            progress(f"{number} of {len(plan)}: {fault.kind} {fault.victim}")
-            began, one = time.monotonic(), await rounds.run(fault)
+        with injecting(f"the suite before round {min(plan)} (seed {args.seed})"):
+            await injector.whole()
+        for number, fault in plan.items():
+            progress(f"{number} of the plan: {fault}")
+            began = time.monotonic()
+            which = f"round {number} of the plan, {fault} after {fault.after_tokens} tokens"
+            with injecting(f"{which} (seed {args.seed}),"):
+                one = await rounds.run(fault)
             found.setdefault(fault.kind.value, Found()).add(one)
             print(f"  {time.monotonic() - began:6.1f} s  {fault.kind} {fault.victim}", flush=True)
         return found
@@ -206,26 +221,26 @@ async def measure(args: argparse.Namespace) -> Kinds:
     print(f"plan: {written(plan)}", flush=True)
     found: Kinds = {}
     for form in Form:
-        if part := [fault for fault in plan if form_of(fault.kind) is form]:
+        if part := {number: fault for number, fault in enumerate(plan, 1) if form_of(fault.kind) is form}:
             found |= await (measure_hosts(part, args) if form is Form.HOSTS else measure_part(part, form, args))
     return found
 
 
-async def measure_hosts(plan: Sequence[Fault], args: argparse.Namespace) -> Kinds:
+async def measure_hosts(plan: Part, args: argparse.Namespace) -> Kinds:
     """Run the failures between hosts."""
     with tempfile.TemporaryDirectory(prefix="quire-hosts-") as folder:
         async with suite_of_hosts(Path(folder), args.simulate) as suite:
             return await inject_all(suite.router, lambda _: HostsInjector(suite), plan, args)
 
 
-async def measure_part(plan: Sequence[Fault], form: Form, args: argparse.Namespace) -> Kinds:
+async def measure_part(plan: Part, form: Form, args: argparse.Namespace) -> Kinds:
     """Run the failures of a suite of processes on one host."""
     options: dict[str, object] = {"model": DEMO, "simulate": args.simulate, "kv_blocks": 4096, "insecure": True}
     options |= {"max_num_seqs": 128, "trace_sample_ratio": 0.0, "drain": "migrate"}
     async with AsyncExitStack() as stack:
-        jump = any(fault.kind in CLOCKS for fault in plan)
+        jump = any(fault.kind in CLOCKS for fault in plan.values())
         clocks = stack.enter_context(shiftable_clocks()) if jump else None
-        if any(fault.kind in WITHOUT_DISK for fault in plan):
+        if any(fault.kind in WITHOUT_DISK for fault in plan.values()):
             options["decision_log"] = stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-decisions-"))
         if form is Form.IMPATIENT:
             stack.enter_context(_environment("QUIRE_MANAGER_PATIENCE", str(_IMPATIENT_S)))
@@ -288,7 +303,11 @@ def flags() -> argparse.ArgumentParser:
 def main() -> int:
     args = flags().parse_args()
     # Not uvloop: it forks with the handlers of gRPC, which crash some children before they are services.
-    found = asyncio.run(measure(args))
+    try:
+        found = asyncio.run(measure(args))
+    except InjectionFailed as failed:
+        print(failed.line("faults"), file=sys.stderr)
+        return 1
     whole = Found()
     for each in found.values():
         whole.add(each)

@@ -19,7 +19,8 @@ slope is Theil's, with Sen's 95 % bounds, over time and over requests. `memory_f
 bounds are below --most-mib-per-hour and --most-bytes-per-request; 0 if the lower bound of one is above; -1 if the
 values are too few, or scatter too much, to say. An entry of a dict that each request leaves has 100 bytes and more.
 
-The exit status is 1 if anything was wrong, or memory grows.
+The exit status is 1 if anything was wrong, or memory grows. A fault that cannot be injected, or after which the suite
+is not whole again, ends the run with one line and without figures.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ from pathlib import Path
 from typing import Final
 
 from bench.attack.victim import Victim, victim
+from bench.fault_injection.failure import InjectionFailed, failing_alone, injecting
 from bench.fault_injection.injection import Injector
 from bench.fault_injection.mixed_load import CLIENTS_A_CHANNEL, MixedLoad
 from bench.fault_injection.plan import CLOCKS, WITHOUT_DISK, Fault, Form, Kind, form_of, read, scattered, written
 from bench.fault_injection.streams import RETRY, prompts
-from bench.faults import DRAIN_S
+from bench.faults import DRAIN_S, Injects
 from bench.lib.harness import parser, progress, report
 from bench.lib.memory_watch import FLAT_UP_TO, GROWS, Bounds, MemoryWatch
 from bench.serve import suite_flags
@@ -101,16 +103,21 @@ async def follow(
         await asyncio.sleep(min(rest_s, max(0.0, until - time.monotonic())))
 
 
-async def disturb(injector: Injector, plan: Sequence[Fault], began: float, until: float) -> Counter[str]:
-    """Inject the faults, each when it is due and the suite is whole; return how often each kind came."""
+async def disturb(injector: Injects, plan: Sequence[Fault], began: float, until: float, seed: int) -> Counter[str]:
+    """Inject the faults, each when it is due and the suite is whole; return how often each kind came.
+
+    Raises InjectionFailed, which names the fault and its second.
+    """
     came: Counter[str] = Counter()
-    for fault in plan:
+    for number, fault in enumerate(plan, start=1):
         await asyncio.sleep(max(0.0, began + fault.after_s - time.monotonic()))
         if time.monotonic() >= until:
             break
-        print(f"  {time.monotonic() - began:6.1f} s  {fault.kind} {fault.victim}", flush=True)
-        await injector.inject(fault, _none)
-        await injector.whole()
+        second = time.monotonic() - began
+        print(f"  {second:6.1f} s  {fault.kind} {fault.victim}", flush=True)
+        with injecting(f"fault {number} of {len(plan)}, {fault} at {second:.1f} s (seed {seed}),"):
+            await injector.inject(fault, _none)
+            await injector.whole()
         came[fault.kind.value] += 1
     return came
 
@@ -133,18 +140,21 @@ async def soak(args: argparse.Namespace) -> dict[str, float]:
         address, wanted = f"{suite.host}:{suite.grpc_port}", -(-args.clients // CLIENTS_A_CHANNEL) + 1
         clients = [await stack.enter_async_context(AsyncClient(address, retry=RETRY, ca="")) for _ in range(wanted)]
         injector = Injector(suite, clients[-1], prompts(random.Random(0), 8), WORKERS)
-        await injector.whole()
+        with injecting(f"the suite before fault 1 (seed {args.seed})"):
+            await injector.whole()
         began = time.monotonic()
         load = MixedLoad(suite, channel, clients, DEMO, args.seed)
         bounds = Bounds(args.most_mib_per_hour, args.most_bytes_per_request)
         memory = MemoryWatch(60 * args.settled_minutes, bounds)
-        async with asyncio.TaskGroup() as group:
-            faults = group.create_task(disturb(injector, plan, began, began + disturbed))
-            group.create_task(follow(faults, load, memory, suite, args.rest_s, began + disturbed + calm))
-            group.create_task(_say(load, began + disturbed + calm))
-            for number in range(args.clients):
-                group.create_task(load.client(number, began + disturbed + calm))
-        leaked = await injector.leaked()
+        with failing_alone():
+            async with asyncio.TaskGroup() as group:
+                faults = group.create_task(disturb(injector, plan, began, began + disturbed, args.seed))
+                group.create_task(follow(faults, load, memory, suite, args.rest_s, began + disturbed + calm))
+                group.create_task(_say(load, began + disturbed + calm))
+                for number in range(args.clients):
+                    group.create_task(load.client(number, began + disturbed + calm))
+        with injecting(f"the suite at the end (seed {args.seed})"):
+            leaked = await injector.leaked()
         for ended, count in sorted(load.became.items()):
             print(f"  {ended}: {count}")
         return _figures(load, faults.result(), leaked, memory.figures())
@@ -206,7 +216,11 @@ def flags() -> argparse.ArgumentParser:
 def main() -> int:
     args = flags().parse_args()
     os.environ.update(_SMALL_RINGS)
-    found = asyncio.run(soak(args))  # not uvloop: see bench.faults
+    try:
+        found = asyncio.run(soak(args))  # not uvloop: see bench.faults
+    except InjectionFailed as failed:
+        print(failed.line("soak"), file=sys.stderr)
+        return 1
     notes = {
         name: words for prefix, words in _OF_PROCESSES.items() for name in found if name.startswith(prefix)
     } | NOTES

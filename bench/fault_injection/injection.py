@@ -18,6 +18,7 @@ import redis.asyncio
 
 from bench.attack.victim import Victim
 from bench.fault_injection.clocks import Clocks
+from bench.fault_injection.failure import InjectionFailed, patience
 from bench.fault_injection.hungry import feed, lacked_memory
 from bench.fault_injection.limits import without_disk, without_files, without_memory
 from bench.fault_injection.plan import CLOCKS, FREEZE_S, FROZEN, JUMP_S, STOP_S, WITHOUT_DISK, Fault, Kind
@@ -60,7 +61,7 @@ class Injector:
     async def inject(self, fault: Fault, ended: Ended) -> None:
         """Let something fail; return when the cause is over, and killed processes are there again.
 
-        `ended` waits until no stream of the round runs any more.
+        `ended` waits until no stream of the round runs any more. Raises InjectionFailed.
         """
         if fault.kind is Kind.MANAGER_GONE:
             await self._stop(fault.victim, ended)
@@ -87,7 +88,10 @@ class Injector:
         yield (Kind.DEADLINES_PASSED,), self._run_out
 
     def _pid(self, name: str) -> int:
-        return self._suite.pids()[name]
+        pid = self._suite.pids().get(name)
+        if pid is None:
+            raise InjectionFailed(f"{name} to run", f"{', '.join(self._suite.pids()) or 'nothing'} alone runs")
+        return pid
 
     async def _limit(self, lowered: AbstractContextManager[None]) -> None:
         with lowered:
@@ -95,15 +99,19 @@ class Injector:
 
     async def _end(self, name: str, number: signal.Signals) -> None:
         """End a process, and wait until the suite has started it again."""
-        pid = self._suite.pids()[name]
+        pid = self._pid(name)
         os.kill(pid, number)
-        async with asyncio.timeout(_PATIENCE_S):
+
+        def came() -> str:
+            return f"process {pid} runs still" if name in self._suite.pids() else "it ended alone"
+
+        async with patience(_PATIENCE_S, f"{name} to end by {number.name} and to be started again", came):
             while self._suite.pids().get(name, pid) == pid:  # noqa: ASYNC110 - the process is watched elsewhere
                 await asyncio.sleep(_POLL_S)
 
     async def _stop(self, name: str, wait: Ended) -> None:
         """Let a process stand still for as long as `wait` takes."""
-        pid = self._suite.pids()[name]
+        pid = self._pid(name)
         os.kill(pid, signal.SIGSTOP)
         try:
             await wait()
@@ -142,7 +150,7 @@ class Injector:
         print(f"  {name} got no memory{ended}; large calls: {ends or 'none ended'}", flush=True)
         if not ended and not lacked_memory(became):
             what = "no large call was refused" if became else "no large call ended"
-            raise RuntimeError(f"{name} lacked no memory: {what} within {_PATIENCE_S:g} s, so nothing was injected")
+            raise InjectionFailed(f"{name} to refuse a large call within {_PATIENCE_S:g} s", what)
 
     async def _wipe(self, _: str) -> None:
         async with redis.asyncio.Redis.from_url(self._suite.redis_url) as connection:
@@ -176,10 +184,11 @@ class Injector:
 
     async def _leader(self, but: str = "") -> str:
         """Return the name of the manager that leads; `but` is not asked."""
-        async with asyncio.timeout(_PATIENCE_S):
+        asked = [name for name in self._suite.managers if name != but]
+        async with patience(_PATIENCE_S, f"{' or '.join(asked)} to lead", lambda: "none says that it does"):
             while True:
-                for name in self._suite.managers:
-                    if name != but and await self._leads(name):
+                for name in asked:
+                    if await self._leads(name):
                         return name
                 await asyncio.sleep(_POLL_S)
 
@@ -209,35 +218,51 @@ class Injector:
     async def _leave(self, _: str) -> None:
         streams = self._streams()
         tasks = [asyncio.create_task(stream.run(self._client, 2_000)) for stream in streams]
-        async with asyncio.timeout(_PATIENCE_S):
-            while not all(stream.tokens for stream in streams):  # noqa: ASYNC110 - other tasks fill them
-                await asyncio.sleep(_POLL_S)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+
+        def came() -> str:
+            broken = next((f"; one ended: {stream.broken}" for stream in streams if stream.broken), "")
+            return f"{sum(bool(stream.tokens) for stream in streams)} have some{broken}"
+
+        try:
+            async with patience(_PATIENCE_S, f"{len(streams)} streams to have tokens", came):
+                while not all(stream.tokens for stream in streams):  # noqa: ASYNC110 - other tasks fill them
+                    await asyncio.sleep(_POLL_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     # ------------------------------------------------------------ afterwards
 
     async def whole(self) -> None:
-        """Wait until each router may use all workers, and every process runs."""
-        async with asyncio.timeout(_PATIENCE_S):
-            for name in self._suite.routers:
-                while not await self._sees_all(name):  # noqa: ASYNC110 - it is asked over the network
-                    await asyncio.sleep(_POLL_S)
+        """Wait until each router may use all workers, and every process runs. Raises InjectionFailed."""
+        seen = dict.fromkeys(self._suite.routers, "no answer")
 
-    async def _sees_all(self, router: str) -> bool:
+        def came() -> str:
+            return ", ".join(f"{name}: {words}" for name, words in seen.items())
+
+        wanted = f"{self._workers} of {self._workers} workers"
+        async with patience(_PATIENCE_S, f"each router to use {wanted}", came):
+            for name in seen:
+                while seen[name] != wanted:
+                    seen[name] = await self._seen(name)
+                    if seen[name] != wanted:
+                        await asyncio.sleep(_POLL_S)
+
+    async def _seen(self, router: str) -> str:
+        """Return how many workers a router may use, or how it does not answer."""
         async with self._suite.channel(router) as channel:
             try:
                 status = await rpc.InferenceServiceStub(channel).GetStatus(pb.GetStatusRequest(), timeout=5.0)
-            except grpc.aio.AioRpcError:  # it is being started anew
-                return False
+            except grpc.aio.AioRpcError as error:  # it is being started anew
+                return error.code().name
         usable = [each for each in status.workers if each.state == "connected" and each.manager_attached]
-        return len(usable) == self._workers
+        return f"{len(usable)} of {self._workers} workers"
 
     async def leaked(self) -> int:
         """Return how many blocks are still held when nothing runs any more; the last requests have two minutes to end.
 
-        Raises TimeoutError when the manager lacks the pool of a worker for so long.
+        Raises InjectionFailed when the manager lacks the pool of a worker for so long.
         """
         end = time.monotonic() + _PATIENCE_S
         async with self._suite.channel(await self._leader()) as channel:
@@ -249,5 +274,6 @@ class Injector:
                 if whole and (late or not held):
                     return held
                 if late:
-                    raise TimeoutError(f"the manager has the pools of {len(pools)} of {self._workers} workers")
+                    wanted = f"the manager to have the pools of {self._workers} workers within {_PATIENCE_S:g} s"
+                    raise InjectionFailed(wanted, f"those of {len(pools)}")
                 await asyncio.sleep(_POLL_S)

@@ -158,6 +158,9 @@ class Fault:
     after_tokens: int = 0
     after_s: float = 0.0
 
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.victim}" if self.victim else self.kind.value
+
 
 def planned(seed: int, kinds: Sequence[Kind], rounds: int, most_tokens: int) -> list[Fault]:
     """Return each kind once a round, in an order, at processes and at moments that the seed determines."""

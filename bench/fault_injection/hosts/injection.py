@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import Final
 
+from bench.fault_injection.failure import InjectionFailed
 from bench.fault_injection.hosts.suite import MANAGERS, WORKERS, Suite, until
 from bench.fault_injection.plan import CUT_S, Fault, Kind
 
@@ -69,7 +70,7 @@ class HostsInjector:
             return attached is not None and worker not in attached
 
         with self._network.partition(leader, worker):
-            await until(given_up)
+            await until(given_up, f"{leader} to give {worker} up")
 
     async def _deposed(self, kind: Kind) -> None:
         """Cut the leader off from everything, or from Redis, until the other manager leads all workers."""
@@ -82,7 +83,7 @@ class HostsInjector:
 
         alone = kind is Kind.LEADER_ISOLATED
         with self._network.isolated(leader) if alone else self._network.partition(leader, "redis"):
-            await until(deposed)
+            await until(deposed, f"{standby} to lead all workers")
 
     async def whole(self) -> None:
         """Wait until the router may use all workers, and a leader has all of them."""
@@ -91,12 +92,12 @@ class HostsInjector:
         async def attached() -> bool:
             return set(await self._suite.attached()) == set(WORKERS)
 
-        await until(attached)
+        await until(attached, "a leader to have all workers")
 
     async def leaked(self) -> int:
         """Return how many blocks are still held when nothing runs any more.
 
-        Raises TimeoutError when the leader lacks the pool of a worker for two minutes.
+        Raises InjectionFailed when the leader lacks the pool of a worker for two minutes.
         """
         end = time.monotonic() + _PATIENCE_S
         while True:
@@ -105,7 +106,8 @@ class HostsInjector:
             if whole and (late or not any(held.values())):
                 return sum(held.values())
             if late:
-                raise TimeoutError(f"the leader has the pools of {sorted(held)} alone")
+                wanted = f"the leader to have the pools of {', '.join(WORKERS)} within {_PATIENCE_S:g} s"
+                raise InjectionFailed(wanted, f"those of {', '.join(sorted(held)) or 'none'}")
             await asyncio.sleep(_POLL_S)
 
 

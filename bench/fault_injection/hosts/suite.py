@@ -13,6 +13,7 @@ from typing import Final
 
 import grpc
 
+from bench.fault_injection.failure import InjectionFailed, patience
 from bench.fault_injection.hosts.network import Network
 from bench.fault_injection.streams import RETRY, Stream, until_tokens
 from cli.demo_model import CHECKPOINT
@@ -69,10 +70,11 @@ class Suite:
         await process.wait()
 
     def _all_run(self) -> None:
-        """Raise when a service has ended by itself."""
+        """Raise InjectionFailed when a service has ended by itself, and print what it said."""
         for host, process in self._processes.items():
             if process.returncode is not None:
-                raise AssertionError(f"{host} ended with {process.returncode}: {self.lines(host)[-_LINES:]}")
+                print(self.lines(host)[-_LINES:], flush=True)
+                raise InjectionFailed("every service to run", f"{host} ended with {process.returncode}")
 
     async def aclose(self) -> None:
         for host in tuple(self._processes):
@@ -133,7 +135,8 @@ class Suite:
 
     async def leader(self) -> str:
         """Return the manager that leads; wait until there is one, and one alone."""
-        async with asyncio.timeout(PATIENCE):
+        found: list[str] = []
+        async with patience(PATIENCE, "one manager to lead", lambda: f"{', '.join(found) or 'none'} leads"):
             while len(found := await self.leaders()) != 1:  # noqa: ASYNC110 - they are asked over the network
                 await asyncio.sleep(_POLL_S)
         return found[0]
@@ -159,7 +162,7 @@ class Suite:
             self._all_run()
             return await self.usable() == set(WORKERS)
 
-        await until(whole)
+        await until(whole, "the router to use every worker")
 
     async def until_free(self) -> None:
         """Wait until every worker is attached, and no block is held."""
@@ -167,7 +170,7 @@ class Suite:
         async def free() -> bool:
             return await self.attached() == dict.fromkeys(WORKERS, 0)
 
-        await until(free)
+        await until(free, "every worker to be attached, and no block to be held")
 
     # ------------------------------------------------------------ load
 
@@ -192,9 +195,9 @@ def _prompt(rng: random.Random) -> Sequence[int]:
     return [40 + rng.randrange(2)] * 32 + rng.choices(range(8, 200), k=rng.randrange(8, 64))
 
 
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    """Return once a condition holds that other processes bring about."""
-    async with asyncio.timeout(PATIENCE):
+async def until(holds: Callable[[], Awaitable[bool]], expected: str) -> None:
+    """Return once a condition holds that other processes bring about. Raises InjectionFailed."""
+    async with patience(PATIENCE, expected, lambda: "not so"):
         while not await holds():  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
 
