@@ -10,7 +10,8 @@ send one request after the other: good ones, and among them all kinds of others 
 processes are killed (SIGKILL), drained (SIGTERM, also all in turn), stopped for 2 s and for 20 s (SIGSTOP), or have no
 file descriptor or memory left; Redis is wiped and overwritten, clients hang up and deadlines pass. The next fault waits
 until the suite is whole again. The seed determines plan and requests; how they meet depends on the machine. Each token
-of a good request is compared with the one that must come. At the end no block may be held.
+of a good request, and the text of each message, is compared with the one that must come. At the end no block may be
+held.
 
 Memory is judged in the calm part. Every `--rest-s` the clients pause until nothing runs, and the memory that each
 process shares with no other (USS) is read. Values count from the age of `--settled-minutes` on: the router remembers
@@ -37,6 +38,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Final
 
+import httpx
+
 from bench.attack.victim import Victim, victim
 from bench.fault_injection.failure import InjectionFailed, failing_alone, injecting
 from bench.fault_injection.injection import Injector
@@ -61,6 +64,7 @@ NOTES: Final = {
     "requests": "requests of all kinds",
     "streams": "good requests whose tokens were compared",
     "streams_broken": "of these, those that ended with an error",
+    "messages": "answers of /v1/messages whose text was compared, as far as it came",
     "tokens_differing": "tokens that were lost, repeated or wrong",
     "blocks_leaked": "blocks that were held when nothing ran any more",
     "faults_injected": "faults of the plan that came",
@@ -139,11 +143,12 @@ async def soak(args: argparse.Namespace) -> dict[str, float]:
         channel = await stack.enter_async_context(open_channel(f"{suite.host}:{suite.grpc_port}"))
         address, wanted = f"{suite.host}:{suite.grpc_port}", -(-args.clients // CLIENTS_A_CHANNEL) + 1
         clients = [await stack.enter_async_context(AsyncClient(address, retry=RETRY, ca="")) for _ in range(wanted)]
+        http = await stack.enter_async_context(_http_client(suite))
         injector = Injector(suite, clients[-1], prompts(random.Random(0), 8), WORKERS)
         with injecting(f"the suite before fault 1 (seed {args.seed})"):
             await injector.whole()
         began = time.monotonic()
-        load = MixedLoad(suite, channel, clients, DEMO, args.seed)
+        load = MixedLoad(suite, channel, clients, http, DEMO, args.seed)
         bounds = Bounds(args.most_mib_per_hour, args.most_bytes_per_request)
         memory = MemoryWatch(60 * args.settled_minutes, bounds)
         with failing_alone():
@@ -160,6 +165,14 @@ async def soak(args: argparse.Namespace) -> dict[str, float]:
         return _figures(load, faults.result(), leaked, memory.figures())
 
 
+def _http_client(suite: Victim) -> httpx.AsyncClient:
+    """Return a client that opens a connection for each request, so that both routers get some, and waits long."""
+    once = httpx.Limits(max_keepalive_connections=0)
+    return httpx.AsyncClient(
+        base_url=f"http://{suite.host}:{suite.http_port}", limits=once, timeout=None, trust_env=False
+    )
+
+
 async def _say(load: MixedLoad, until: float) -> None:
     while (left := until - time.monotonic()) > 0:
         progress(f"{load.became.total()} requests, {left / 60:.1f} minutes left")
@@ -172,7 +185,8 @@ def _figures(load: MixedLoad, faults: Counter[str], leaked: int, memory: Mapping
         "requests": load.became.total(),
         "streams": load.streams,
         "streams_broken": load.broken,
-        "tokens_differing": load.differing,
+        "messages": load.messages.compared,
+        "tokens_differing": load.differing + load.messages.differing,
         "blocks_leaked": leaked,
         "faults_injected": faults.total(),
         "gap_p99_s": sorted(load.gaps)[int(0.99 * len(load.gaps))] if load.gaps else _UNKNOWN,

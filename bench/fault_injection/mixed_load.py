@@ -1,7 +1,8 @@
 """A mixed load on a running suite: good requests whose tokens are compared, and among them all kinds of others.
 
-Of ten requests eight are good streams. The others are cancelled, refused or no messages at all; they come over HTTP or
-on a connection of their own, hang up in the middle, bring a new constraint, or ask the admin plane.
+Of ten requests eight are good streams. The others go to /v1/messages (`messages.py`); are cancelled, refused or no
+messages at all; come over HTTP or on a connection of their own, hang up in the middle, bring a new constraint, or ask
+the admin plane.
 
 Prompts come again: there are PROMPTS of them. So what the services remember of prompts is full soon. The router forgets
 after ten minutes where it sent one, and with ever new prompts its memory would follow the rate of the requests.
@@ -20,11 +21,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
+import httpx
 from grpc import aio
 
 from bench.attack import wire
 from bench.attack.kinds import Target, outcome, posted, streamed, unary
 from bench.attack.victim import Victim
+from bench.fault_injection.messages import Messages
 from bench.fault_injection.streams import Stream, prompts
 from common.rpc.server import open_channel
 from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
@@ -47,17 +50,26 @@ class MixedLoad:
     """Clients of one suite; `became` counts the ends of their requests."""
 
     def __init__(
-        self, suite: Victim, channel: aio.Channel, clients: Sequence[AsyncClient], model: Path, seed: int
+        self,
+        suite: Victim,
+        channel: aio.Channel,
+        clients: Sequence[AsyncClient],
+        http: httpx.AsyncClient,
+        model: Path,
+        seed: int,
     ) -> None:
-        """`channel` is for requests whose end does not count: it does not try again."""
+        """`channel` and `http` are for requests whose end does not count: they do not try again."""
         self._target = Target(channel, suite.host, suite.grpc_port, suite.http_port, random.Random(seed))
         self._suite, self._clients, self._rng = suite, clients, random.Random(f"soak/{seed}")
         self._prompts = [[40 + self._rng.randrange(20)] * 48 + each for each in prompts(self._rng, PROMPTS)]
         checkpoint = read_checkpoint(model)
         self._tokens = SimulatedTokens(readable_ids(model, checkpoint.vocab_size, checkpoint.eos_token_ids))
+        self.messages = Messages(http, self._tokens, model, self._rng)
         self._numbers, self._open, self._running = itertools.count(), asyncio.Event(), 0
         self._open.set()
         self._others: tuple[tuple[str, Callable[[], Coroutine[object, object, str]]], ...] = (
+            ("message", self.messages.whole),
+            ("message_streamed", self.messages.streamed),
             ("cancelled", self._cancelled),
             ("bad", self._bad),
             ("broken", self._broken),

@@ -91,7 +91,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Injector:
     """Return an injector whose patience is over at once, and whose suite stays as it is."""
     monkeypatch.setattr(injection, "_PATIENCE_S", 0.01)
     monkeypatch.setattr(injection, "_POLL_S", 0.0)
-    monkeypatch.setattr(injection.os, "kill", Mock())
+    monkeypatch.setattr("os.kill", Mock())
     monkeypatch.setattr(Injector, "_seen", AsyncMock(return_value="1 of 2 workers"))
     monkeypatch.setattr(Injector, "_leads", AsyncMock(return_value=False))
     suite: Any = Mock(routers=["router-0", "router-1"], managers=["kvmanager"], pids=lambda: {"worker-0": 7})

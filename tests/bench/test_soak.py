@@ -24,7 +24,7 @@ def test_seconds_of_a_plan_break_no_stream_change_no_token_and_leave_no_block(tm
     _nothing_is_wrong(figures)
     assert read(next(line for line in lines if line.startswith("plan: ")).removeprefix("plan: ")) == plan
     kinds = {line.split()[0] for line in lines if line.startswith("  ") and ": " in line}
-    assert {"good", "cancelled", "bad", "broken", "over_http"} <= kinds
+    assert {"good", "message", "message_streamed", "cancelled", "bad", "broken", "over_http"} <= kinds
     for name in ("router-0", "router-1", "kvmanager", "worker-0", "worker-1", "redis"):
         assert figures[f"uss_mib_{name}"] > 1
         assert figures[f"fds_{name}"] > 0
@@ -44,6 +44,7 @@ def test_a_soak_with_tls_between_the_services_asks_every_service_as_its_operator
 
 def _nothing_is_wrong(figures: Mapping[str, float]) -> None:
     assert figures["streams"] > 0
+    assert figures["messages"] > 0
     assert figures["faults_injected"] >= 1
     for name in ("streams_broken", "tokens_differing", "blocks_leaked"):
         assert figures[name] == 0, name
