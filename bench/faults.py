@@ -59,8 +59,8 @@ from bench.fault_injection.plan import (
     Form,
     Kind,
     form_of,
+    plan_file,
     planned,
-    read,
     written,
 )
 from bench.fault_injection.streams import RETRY, Stream, prompts, until_tokens
@@ -217,7 +217,7 @@ async def inject_all(address: str, injected: Injection, plan: Part, args: argpar
 
 async def measure(args: argparse.Namespace) -> Kinds:
     kinds = [Kind(name) for name in args.kinds]
-    plan = read(args.replay.read_text()) if args.replay else planned(args.seed, kinds, args.rounds, args.tokens // 2)
+    plan = planned(args.seed, kinds, args.rounds, args.tokens // 2) if args.replay is None else args.replay
     print(f"plan: {written(plan)}", flush=True)
     found: Kinds = {}
     for form in Form:
@@ -295,13 +295,16 @@ def flags() -> argparse.ArgumentParser:
     )
     made.add_argument("--rounds", type=int, default=1, help="times that each failure comes")
     made.add_argument("--seed", type=int, default=0, help="of the plan and of the prompts")
-    made.add_argument("--replay", type=Path, metavar="FILE", help="a plan that an earlier run printed")
+    made.add_argument("--replay", type=plan_file(possible()), metavar="FILE", help="a plan that an earlier run printed")
     made.add_argument("--simulate", default="base=8ms,decode=4us,prefill=2us", help="what a simulated step costs")
     return made
 
 
 def main() -> int:
-    args = flags().parse_args()
+    made = flags()
+    args = made.parse_args()
+    if args.replay == []:
+        made.error("argument --replay: the plan has no fault; expected one at least")
     # Not uvloop: it forks with the handlers of gRPC, which crash some children before they are services.
     try:
         found = asyncio.run(measure(args))

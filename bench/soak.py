@@ -44,7 +44,7 @@ from bench.attack.victim import Victim, victim
 from bench.fault_injection.failure import InjectionFailed, failing_alone, injecting
 from bench.fault_injection.injection import Injector
 from bench.fault_injection.mixed_load import CLIENTS_A_CHANNEL, MixedLoad
-from bench.fault_injection.plan import CLOCKS, WITHOUT_DISK, Fault, Form, Kind, form_of, read, scattered, written
+from bench.fault_injection.plan import CLOCKS, WITHOUT_DISK, Fault, Form, Kind, form_of, plan_file, scattered, written
 from bench.fault_injection.streams import RETRY, prompts
 from bench.faults import DRAIN_S, Injects
 from bench.lib.harness import parser, progress, report
@@ -133,7 +133,7 @@ async def _none() -> None:
 async def soak(args: argparse.Namespace) -> dict[str, float]:
     calm = min(60 * args.calm_minutes, 60 * args.minutes)
     disturbed = 60 * args.minutes - calm
-    plan = read(args.plan.read_text()) if args.plan else scattered(args.seed, _KINDS, disturbed, args.pause_s)
+    plan = scattered(args.seed, _KINDS, disturbed, args.pause_s) if args.plan is None else args.plan
     print(f"plan: {written(plan)}", flush=True)
     options: dict[str, object] = {"model": DEMO, "simulate": args.simulate, "kv_blocks": 2048, "drain": "migrate"}
     options |= {"trace_sample_ratio": args.trace_sample_ratio, "max_num_seqs": 64, "insecure": not args.tls}
@@ -202,8 +202,9 @@ def _figures(load: MixedLoad, faults: Counter[str], leaked: int, memory: Mapping
 
 # Those of `bench.faults` that need no suite of another form.
 # Clocks and disks need preparation. A router without memory may end some streams with that reason.
-_LEFT_OUT: Final = {Kind.NONE, Kind.ROUTER_WITHOUT_MEMORY} | CLOCKS | WITHOUT_DISK
-_KINDS: Final = tuple(each for each in Kind if form_of(each) is Form.WHOLE and each not in _LEFT_OUT)
+_PREPARED: Final = CLOCKS | WITHOUT_DISK
+_POSSIBLE: Final = tuple(each for each in Kind if form_of(each) is Form.WHOLE and each not in _PREPARED)
+_KINDS: Final = tuple(each for each in _POSSIBLE if each not in {Kind.NONE, Kind.ROUTER_WITHOUT_MEMORY})
 
 
 def flags() -> argparse.ArgumentParser:
@@ -220,7 +221,7 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--pause-s", type=float, default=5.0, help="mean seconds from one fault of the plan to the next")
     made.add_argument("--clients", type=int, default=24, help="requests at once")
     made.add_argument("--seed", type=int, default=0, help="of the plan and of the requests")
-    made.add_argument("--plan", type=Path, metavar="FILE", help="a plan that an earlier run printed")
+    made.add_argument("--plan", type=plan_file(_POSSIBLE), metavar="FILE", help="a plan that an earlier run printed")
     made.add_argument("--simulate", default="base=8ms,decode=4us,prefill=2us", help="what a simulated step costs")
     made.add_argument("--tls", action="store_true", help="TLS between the services, as `quire serve` has it")
     made.add_argument("--trace-sample-ratio", type=float, default=1.0, help="share of the requests that are traced")

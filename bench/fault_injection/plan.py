@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Final
 
 STOP_S: Final = 2.0
@@ -213,3 +215,19 @@ def _fault(kind: str, victim: str, after_tokens: int = 0, after_s: float = 0.0) 
     if victim not in known:
         raise ValueError(f"{kind} has victim {victim!r}, expected {' or '.join(map(repr, known))}")
     return Fault(Kind(kind), victim, int(after_tokens), float(after_s))
+
+
+def plan_file(kinds: Collection[Kind]) -> Callable[[str], list[Fault]]:
+    """Return what argparse calls with the name of a file: it reads a plan of these kinds, or says why it cannot."""
+
+    def plan(name: str) -> list[Fault]:
+        try:
+            found = read(Path(name).read_text())
+        except (OSError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if other := sorted({fault.kind.value for fault in found} - set(kinds)):
+            what = f"{name} has {', '.join(other)}; expected faults that this benchmark can inject on this machine"
+            raise argparse.ArgumentTypeError(what)
+        return found
+
+    return plan

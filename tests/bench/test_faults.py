@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import faults, soak
 from bench.fault_injection.clocks import compiler, shiftable_clocks
 from bench.fault_injection.limits import without_memory
 from bench.fault_injection.plan import (
@@ -64,6 +65,39 @@ def test_a_soak_has_every_kind_before_any_comes_again_and_can_be_replayed() -> N
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="this is no plan"):
         read(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1]", "this is no plan"),
+        (None, "No such file"),
+        (written([Fault(Kind.REDIS_CLOCK, "redis"), Fault(Kind.LEADER_KILLED, "")]), "has leader_killed, redis_clock"),
+    ],
+    ids=["no plan", "no file", "other kinds"],
+)
+def test_a_plan_that_a_soak_cannot_inject_is_refused_before_anything_starts(
+    tmp_path: Path, text: str | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A soak has one KV manager, and the clocks of its processes are the machine's."""
+    plan = tmp_path / "plan.json"
+    if text is not None:
+        plan.write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        soak.flags().parse_args(["--plan", str(plan)])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "argument --plan: " in said
+    assert words in said
+
+
+def test_a_plan_without_faults_has_no_figures_and_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan.json").write_text("[]")
+    monkeypatch.setattr("sys.argv", ["bench.faults", "--replay", str(tmp_path / "plan.json")])
+    with pytest.raises(SystemExit, match="2"):
+        faults.main()
+    assert "the plan has no fault; expected one at least" in capsys.readouterr().err
 
 
 def test_failures_break_no_stream_and_change_no_token(tmp_path: Path) -> None:
