@@ -38,9 +38,27 @@ class EventStream(StreamingResponse):
         pulse = _Pulse(send, self._sign, limits.EVENT_SILENCE_SECONDS)
         async with aclosing(self._source):
             try:
-                await super().__call__(scope, receive, pulse.send)
+                await self._until_gone(receive, pulse.send)
             finally:
                 await pulse.stop()
+
+    async def _until_gone(self, receive: Receive, send: Send) -> None:
+        """Stream until the end, or until the client is gone.
+
+        The framework's own way runs a group of tasks. When the client leaves, the group, its tasks and their errors
+        are a cycle that keeps the request until the collector comes.
+        """
+        streaming = asyncio.create_task(self.stream_response(send))
+        leaving = asyncio.create_task(self.listen_for_disconnect(receive))
+        try:
+            await asyncio.wait({streaming, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            streaming.cancel()
+            leaving.cancel()
+            await asyncio.gather(streaming, leaving, return_exceptions=True)
+        for each in (streaming, leaving):
+            if not each.cancelled():
+                each.result()
 
 
 class _Pulse:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -16,11 +18,11 @@ GONE: Message = {"type": "http.disconnect"}
 
 
 class Connection:
-    """The two ends of one request; `commented` is set by the second comment."""
+    """The two ends of one request; `written` is set by the first body, `commented` by the second comment."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
-        self.commented, self.gone = asyncio.Event(), asyncio.Event()
+        self.written, self.commented, self.gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.ended = False
 
     async def receive(self) -> Message:
@@ -30,6 +32,8 @@ class Connection:
     async def send(self, message: Message) -> None:
         assert not self.ended, "nothing may follow the last message"
         self.bodies += [message["body"]] if "body" in message else []
+        if self.bodies:
+            self.written.set()
         self.ended = not message.get("more_body", True)
         if self.bodies.count(COMMENT) >= 2:
             self.commented.set()
@@ -90,3 +94,64 @@ async def test_a_client_that_goes_away_ends_comments_and_source(monkeypatch: pyt
     for _ in range(5):
         await asyncio.sleep(0.002)
     assert len(connection.bodies) == sent
+
+
+class Left:
+    """What a stream's lines hold."""
+
+
+async def test_a_client_that_goes_away_leaves_nothing_to_the_collector() -> None:
+    """A stream that was long enough there is in the oldest generation, and services do not walk that one for hours."""
+
+    async def lines(held: Left) -> AsyncGenerator[str, None]:
+        yield "data: 1\n\n"
+        await asyncio.Event().wait()
+
+    async def stream() -> weakref.ref[Left]:
+        connection, held = Connection(), Left()
+        answering = asyncio.create_task(
+            EventStream(lines(held), source(), {})(SCOPE, connection.receive, connection.send)
+        )
+        await connection.written.wait()
+        connection.gone.set()
+        await answering
+        return weakref.ref(held)
+
+    gc.collect()
+    gc.disable()
+    try:
+        left = await stream()
+        await asyncio.sleep(0)  # the loop lets go of the task
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+async def test_an_error_of_the_lines_ends_the_stream_and_is_raised() -> None:
+    connection = Connection()
+
+    async def lines() -> AsyncGenerator[str, None]:
+        yield "data: 1\n\n"
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await EventStream(lines(), source(), {})(SCOPE, connection.receive, connection.send)
+    assert connection.bodies == [b"data: 1\n\n"]
+
+
+async def test_a_stream_that_is_cancelled_ends_its_lines_first() -> None:
+    connection, ended = Connection(), asyncio.Event()
+
+    async def lines() -> AsyncGenerator[str, None]:
+        try:
+            yield "data: 1\n\n"
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    answering = asyncio.create_task(EventStream(lines(), source(), {})(SCOPE, connection.receive, connection.send))
+    await connection.written.wait()
+    answering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answering
+    assert ended.is_set()
