@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 
+@cache
 def quire_version() -> str:
     """Return the version of the package; "source" where it is not installed."""
     try:
