@@ -269,8 +269,11 @@ class Inbox:
         self._taken, self._ready = 0, True
 
     def close(self) -> None:
-        """Take nothing more: the request has ended. Its run, which `too_slow` refers to, is free."""
-        self._closed, self._too_slow = True, _nothing
+        """Take nothing more: the request has ended. Its run, which `too_slow` refers to, is free.
+
+        So is its reader: a cancelled task has an error, whose frames have this inbox.
+        """
+        self._closed, self._too_slow, self._reader = True, _nothing, None
         self._arrivals.clear()
         self._open.clear()
         self._turns.output_bytes -= self._waiting + self._taken
@@ -299,11 +302,11 @@ class Inbox:
     def _give_up(self) -> None:
         """Drop what waits, and end the sequences; a stream that stays blocked for long is cancelled."""
         self._left_unread = self._waiting
-        too_slow = self._too_slow
+        too_slow, reader = self._too_slow, self._reader
         self.interrupted.set()
         self.close()
-        if self._reader is not None:
-            self._stalled = asyncio.get_running_loop().call_later(OUTPUT_STALL_SECONDS, self._reader.cancel)
+        if reader is not None:
+            self._stalled = asyncio.get_running_loop().call_later(OUTPUT_STALL_SECONDS, reader.cancel)
         too_slow()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -224,6 +226,36 @@ async def test_what_a_stream_took_counts_until_it_was_sent() -> None:
     assert waiting == turns.output_bytes > 20_000
     inbox.close()
     assert turns.output_bytes == 0
+
+
+async def test_a_cancelled_stream_leaves_nothing_to_the_collector() -> None:
+    """Its task has the error, whose frames have the inbox."""
+
+    async def stream(inbox: Inbox) -> None:
+        try:
+            while True:
+                await inbox.take()
+        finally:
+            inbox.close()
+
+    async def cancelled() -> weakref.ref[Inbox]:
+        inbox = Inbox(_turns())
+        streaming = asyncio.create_task(stream(inbox))
+        inbox.put(0, 1, TokensSampled((7,)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        streaming.cancel()
+        await asyncio.wait({streaming})
+        return weakref.ref(inbox)
+
+    gc.collect()
+    gc.disable()
+    try:
+        left = await cancelled()
+        await asyncio.sleep(0)  # the loop lets go of the task
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 async def test_when_all_requests_have_too_much_those_with_little_stay(monkeypatch: pytest.MonkeyPatch) -> None:
