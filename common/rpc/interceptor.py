@@ -61,6 +61,9 @@ class ErrorsToStatuses:
 
     A request for which no memory is left becomes UNAVAILABLE: the caller may send it again, and the others go on.
     Cancellation, and an RPC that the handler aborted by itself, pass untouched.
+
+    An error that became a status loses its frames. They have what the handler has, and often the error as well: that
+    of a future, or of a message from elsewhere. Such a cycle would keep the request until the collector comes.
     """
 
     def __init__(self, method: str, context: Context) -> None:
@@ -72,16 +75,22 @@ class ErrorsToStatuses:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, aio.AioRpcError):
-            error = error_from_rpc(error)
-        if isinstance(error, MemoryError):
-            error = no_memory()
-        if isinstance(error, QuireError):
-            await abort(self._context, error)
         if error is None or isinstance(error, aio.AbortError | asyncio.CancelledError | GeneratorExit):
             return
+        try:
+            await abort(self._context, self._status_of(error))
+        finally:
+            error.__traceback__ = None
+
+    def _status_of(self, error: BaseException) -> QuireError:
+        if isinstance(error, aio.AioRpcError):
+            return error_from_rpc(error)
+        if isinstance(error, MemoryError):
+            return no_memory()
+        if isinstance(error, QuireError):
+            return error
         log.error("unexpected error in %s", self._method, exc_info=error)
-        await abort(self._context, QuireError("internal error; the server's log has the details"))
+        return QuireError("internal error; the server's log has the details")
 
 
 async def send(context: Context, response: Any) -> None:

@@ -41,7 +41,9 @@ class Refuses(grpc.GenericRpcHandler):
 
     async def answer(self, request: bytes, context: object) -> bytes:
         if self.draining:
-            raise Unavailable("draining")
+            # The frame has its own error, as where an error comes from a future or in a message.
+            error = Unavailable("draining")
+            raise error
         self.inside += 1
         await self.go_on.wait()
         return b"answer"
