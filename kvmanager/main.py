@@ -67,7 +67,8 @@ _FLUSH_S: Final = 2.0
 _LEAVE_S: Final = 2.0
 _GRACE_S: Final = 0.5
 # Objects of ledgers and records are cold when they are walked: 20,000 of them took 13 ms, and no grant left meanwhile.
-_YOUNG_OBJECTS: Final = 1_000
+# So few walks over young ones lead to one over what survived them.
+_WALKS: Final = 5
 # Seconds between two attempts of a standby to take the lease.
 _STANDBY_POLL_S: Final = 0.25
 _REDIS_PORT: Final = 6379
@@ -314,7 +315,7 @@ async def serve(settings: KvManagerSettings) -> int:
     process = ManagerProcess(settings, end)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
-    collect_rarely(_YOUNG_OBJECTS)
+    collect_rarely(_WALKS)
     print(await process.start(), flush=True)  # noqa: T201
     address = f"{settings.host}:{process.server.port}"
     dumps_on_signal("kvmanager", address, settings.state_dir, process.debug_state)
