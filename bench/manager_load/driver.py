@@ -26,7 +26,8 @@ from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 RATE: Final = 50.0
 _WARM_UP: Final = 3.0
-_YOUNG_OBJECTS: Final = 1_000
+# As the manager has it.
+_WALKS: Final = 5
 _IDENTITY: Final = PoolIdentity("bench", "none", BLOCK_SIZE, KvGeometry(1, 1, 1, 1, "float32"))
 
 
@@ -111,7 +112,7 @@ async def drive(address: str, first: int, workers: int, sequences: int, seconds:
         readers = [asyncio.create_task(each.read()) for each in streams]
         await asyncio.gather(*(each.attached.wait() for each in streams))
         # A pause of this process would count as the manager's: a grant waits in the socket meanwhile.
-        collect_rarely(_YOUNG_OBJECTS)
+        collect_rarely(_WALKS)
         print("ATTACHED", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
         begin, measured = time.perf_counter(), round(seconds * RATE)
