@@ -21,6 +21,7 @@ from common.rpc.roles import Role
 from common.rpc.server import open_channel
 from common.rpc.tls import Identity
 from common.settings.config import load_or_exit
+from common.settings.exit_status import exit_status
 from quire.api.status import error_from_rpc
 from quire.client import AsyncClient
 from quire.client.setup import credentials_of
@@ -143,13 +144,18 @@ def command_console(width: int | None = None, record: bool = False) -> Console:
     return Console(highlight=False, emoji=False, width=width or unless_given, record=record)
 
 
+def failed(error: QuireError) -> int:
+    """Print an error on one line, and return the exit status: 2 for wrong usage, 1 for what failed."""
+    print(f"quire: {error}", file=sys.stderr)
+    return exit_status(error)
+
+
 def run_command(body: Callable[[Console], Coroutine[Any, Any, None]], console: Console | None = None) -> int:
     """Run a command's body, print an error on one line, and return the exit status."""
     try:
         asyncio.run(body(console or command_console()))
     except QuireError as error:
-        print(f"quire: {error}", file=sys.stderr)
-        return 1
+        return failed(error)
     except KeyboardInterrupt:
         return 130
     return 0

@@ -11,6 +11,7 @@ from common.process.debug import stacks_on_signal
 from common.process.logs import setup_logging
 from common.rpc import event_loop
 from common.settings.config import refuse
+from common.settings.exit_status import FAILED_STATUS
 from common.settings.options import ServiceSettings
 
 _NO_MEMORY = "out of memory; give the process more (ulimit -v, the container's limit), or choose a smaller model"
@@ -30,7 +31,7 @@ def run_service(name: str, settings: ServiceSettings, serve: Callable[[], Corout
         refuse(error, f"quire-{name} cannot start:")
     except MemoryError:
         print(f"quire-{name}: {_NO_MEMORY}", file=sys.stderr)  # noqa: T201
-        return 1
+        return FAILED_STATUS
     except QuireError as error:
         print(f"quire-{name}: {error}", file=sys.stderr)  # noqa: T201
-        return 1
+        return FAILED_STATUS

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final
 
-from common.errors import FieldViolation, InvalidRequest
+from common.errors import FieldViolation, InvalidRequest, Unavailable
 
 _OK: Final = range(200, 300)
 
@@ -51,7 +51,7 @@ class ResultFile:
     """The output file, open for one run: `done` says of each request that ended earlier whether it succeeded."""
 
     def __init__(self, path: Path) -> None:
-        """Raises InvalidRequest when the file cannot be used, or another run writes it."""
+        """Raises InvalidRequest when the file cannot be used, Unavailable while another run writes it."""
         self._path = path
         self.done: dict[str, bool] = {}
         self.repaired = False
@@ -107,7 +107,7 @@ class ResultFile:
 
 
 def _locked(path: Path) -> IO[bytes]:
-    """Open a file for one run alone. Raises InvalidRequest."""
+    """Open a file for one run alone. Raises InvalidRequest, and Unavailable while another run has it."""
     try:
         file = path.open("ab")
     except OSError as error:
@@ -119,7 +119,7 @@ def _locked(path: Path) -> IO[bytes]:
     except OSError:
         pass
     file.close()
-    raise InvalidRequest(FieldViolation(str(path), "another run of quire batch writes it; wait for its end"))
+    raise Unavailable(f"{path}: another run of quire batch writes it; wait for its end")
 
 
 def _lines(path: Path) -> Iterator[bytes]:

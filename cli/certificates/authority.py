@@ -62,7 +62,7 @@ def ensure(folder: CertificateFolder, certificates: Sequence[Wanted], days: int 
 def make(folder: CertificateFolder, certificates: Iterable[Wanted], days: int = LEAF_DAYS) -> None:
     """Write certificates over those that are there, signed by the folder's CA; a new folder gets one.
 
-    Raises InvalidConfig when the CA's key is elsewhere.
+    Raises InvalidConfig when the CA's key is elsewhere, or when a file cannot be written.
     """
     authority = Authority.open(folder)
     for each in certificates:
@@ -176,10 +176,14 @@ def _write_pair(cert_path: Path, key_path: Path, cert: x509.Certificate, key: ec
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Write a file as a whole; it never has a wider mode, not even for a moment."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Write a file as a whole; it never has a wider mode, not even for a moment. Raises InvalidConfig."""
     unfinished = path.with_name(path.name + ".tmp")
-    unfinished.unlink(missing_ok=True)
-    with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content)
-    unfinished.replace(path)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        unfinished.unlink(missing_ok=True)
+        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+        unfinished.replace(path)
+    except OSError as error:
+        what = f"{path} cannot be written: {error.strerror}; expected a folder that you may write to"
+        raise InvalidConfig(FieldViolation("DIR", what)) from None

@@ -103,10 +103,24 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Raise InvalidRequest for numbers out of range."""
+    wrong = [
+        FieldViolation(flag, f"is {value}; expected 1 or more")
+        for flag, value in (("--logged-block-size", args.logged_block_size), ("--sample", args.sample))
+        if value < 1
+    ]
+    if not args.max_loss >= 0:
+        wrong.append(FieldViolation("--max-loss", f"is {args.max_loss:g}; expected 0 or more"))
+    if wrong:
+        raise InvalidRequest(*wrong)
+
+
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
 
     async def body(console: Console) -> None:
+        _check(args)
         everything = read_requests(args.log)
         requests = thinned(everything, args.sample)
         speeds = read_speeds(args.speeds, args.workload) if args.speeds else None

@@ -20,10 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cli.batch.lines import checked_ids, items
 from cli.batch.results import Result, ResultFile
 from cli.batch.runner import Counts, Runner, Target
-from cli.client import add_http_address, add_json, http_target, print_json
+from cli.client import add_http_address, add_json, failed, http_target, print_json
 from common.errors import FieldViolation, InvalidRequest, QuireError
+from common.settings.exit_status import exit_status
 
-_BAD_INPUT: Final = 2
 _MOST_AT_ONCE: Final = 1024
 
 
@@ -47,10 +47,9 @@ def main(argv: Sequence[str]) -> int:
         for each in error.violations:
             print(f"quire: {each.field}: {each.description}", file=sys.stderr)
         print("quire: nothing was sent", file=sys.stderr)
-        return _BAD_INPUT
+        return exit_status(error)
     except QuireError as error:
-        print(f"quire: {error}", file=sys.stderr)
-        return 1
+        return failed(error)
     except KeyboardInterrupt:
         print("quire: the same command goes on from here", file=sys.stderr)
         return 130

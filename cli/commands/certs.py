@@ -16,7 +16,7 @@ from rich.console import Console
 from cli.certificates.authority import LEAF_DAYS, RENEW_DAYS, Wanted, ends_at, ensure, make, wanted
 from cli.certificates.folder import CertificateFolder
 from cli.client import add_json, print_json, run_command
-from common.errors import AlreadyExists
+from common.errors import FieldViolation, InvalidConfig
 from common.rpc.roles import Role
 
 # What a DNS name may have: `<id>.worker.quire.internal`.
@@ -70,14 +70,15 @@ def certificates(args: argparse.Namespace, folder: CertificateFolder) -> list[Wa
 
 
 def write(args: argparse.Namespace) -> list[Wanted]:
-    """Make the certificates; return those that were written. Raises AlreadyExists and InvalidConfig."""
+    """Make the certificates; return those that were written. Raises InvalidConfig."""
     folder = CertificateFolder(args.folder)
     todo = certificates(args, folder)
     if args.if_needed:
         return ensure(folder, todo, args.days)
     there = [str(each.leaf.cert) for each in todo if each.leaf.cert.exists()]
     if there and not args.force:
-        raise AlreadyExists(f"{', '.join(there)} exist; --force writes over them, --if-needed makes what is missing")
+        what = f"{', '.join(there)} exist; --force writes over them, --if-needed makes what is missing"
+        raise InvalidConfig(FieldViolation("DIR", what))
     make(folder, todo, args.days)
     return todo
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from cli.client import add_address, router_client
+from cli.client import add_address, failed, router_client
 from common.errors import QuireError, Unsupported
 from quire.client import AsyncStream, Completion, Message, Model, Options
 
@@ -177,8 +177,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         chat(args)
     except QuireError as error:
-        print(f"quire: {error}", file=sys.stderr)
-        return 1
+        return failed(error)
     except KeyboardInterrupt:
         return 130
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import tempfile
 import time
@@ -19,7 +20,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from cli.client import PLAIN, add_json, command_console, print_json, router_client, run_command
+from cli.client import PLAIN, add_json, command_console, failed, print_json, router_client, run_command
 from cli.commands.generate import print_answer
 from cli.demo_model import CHECKPOINT, general_prompts
 from cli.demo_model.prompts import questions, system_text
@@ -203,6 +204,13 @@ def svg_of(console: Console) -> str:
     return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="quire demo"), flags=re.DOTALL)
 
 
+def _check_writable(path: Path) -> None:
+    """Raise InvalidConfig for a file that cannot be written, before anything starts."""
+    if not os.access(path.parent, os.W_OK) or path.is_dir():
+        what = f"{path} cannot be written; expected a file in a folder that is there"
+        raise InvalidConfig(FieldViolation("--svg", what))
+
+
 def main(argv: Sequence[str]) -> int:
     flags = argparse.ArgumentParser("quire demo", description=__doc__)
     flags.add_argument("--svg", type=Path, metavar="PATH", help=f"also draw the output, {_SVG_WIDTH} columns wide")
@@ -210,9 +218,11 @@ def main(argv: Sequence[str]) -> int:
     add_json(flags)
     args = flags.parse_args(argv)
     try:
+        if args.svg is not None:
+            _check_writable(args.svg)
         shown = demonstration(args.model)
     except QuireError as error:
-        flags.error(str(error))
+        return failed(error)
     console = command_console(_SVG_WIDTH, record=True) if args.svg else command_console()
 
     async def body(printed: Console) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cli.client import add_address, add_json, print_json, router_client, run_command
-from common.errors import DeadlineExceeded, InvalidRequest
+from common.errors import DeadlineExceeded, FieldViolation, InvalidRequest
 from quire.client import AsyncClient, AsyncStream, Completion, InterruptedByDeadline, Message, Options, Prompt
 
 # Fields of a request that have a flag, by the flag's name.
@@ -118,6 +118,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
 
     async def body(console: Console) -> None:
+        if args.timeout is not None and not args.timeout > 0:
+            raise InvalidRequest(FieldViolation("--timeout", f"is {args.timeout:g}; expected seconds above 0"))
         async with router_client(args.address) as client:
             done = await answer(client, args, Console(quiet=True) if args.json else console)
         if args.json:

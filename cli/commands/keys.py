@@ -36,7 +36,7 @@ def table_of(tenant: str, key: str) -> str:
 
 
 def append_tenant(path: Path, tenant: str, key: str) -> None:
-    """Add a tenant to a file. Raises InvalidRequest when it is there already, or when the file cannot be read."""
+    """Add a tenant to a file. Raises InvalidRequest when it is there already, or the file is of no use."""
     try:
         before = path.read_text() if path.exists() else ""
         known = tomllib.loads(before).get("tenants", {})
@@ -46,8 +46,12 @@ def append_tenant(path: Path, tenant: str, key: str) -> None:
         what = f"{path} has tenant {tenant}; leave --append out and add the hash to its keys"
         raise InvalidRequest(FieldViolation("tenant", what))
     gap = "\n" if before and not before.endswith("\n\n") else ""
-    with path.open("a") as file:
-        file.write(gap + table_of(tenant, key))
+    try:
+        with path.open("a") as file:
+            file.write(gap + table_of(tenant, key))
+    except OSError as error:
+        what = f"{path} cannot be written: {error.strerror}; name a file in a folder that is there"
+        raise InvalidRequest(FieldViolation("--append", what)) from None
 
 
 def main(argv: Sequence[str]) -> int:

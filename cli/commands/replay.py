@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +16,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from cli.client import add_json, command_console, print_json
+from cli.client import add_json, command_console, failed, print_json
 from cli.plots import plot_problems
 from cli.replay.figures import Interval, figures_of, over_seeds, recorded_figures
 from cli.replay.fit import MOST_REQUESTS, Fit, fit
@@ -260,8 +259,7 @@ def main(argv: Sequence[str]) -> int:
         if args.plot:
             plot(trace, found, args)
     except QuireError as error:
-        print(f"quire: {error}", file=sys.stderr)
-        return 1
+        return failed(error)
     except KeyboardInterrupt:
         return 130
     return 0

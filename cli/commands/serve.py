@@ -19,6 +19,7 @@ from cli.suite.preflight import suite_options
 from cli.suite.stack import Stack, StackOptions
 from common.errors import InvalidConfig, QuireError
 from common.settings.config import refuse
+from common.settings.exit_status import REFUSED_STATUS, exit_status
 
 _COLOURS = {"redis": "red", "kvmanager": "magenta", "router": "cyan"}
 KILLED_STATUS = 130
@@ -45,6 +46,11 @@ class Foreground:
         self._stack = Stack(options, say, shows=True)
         self._stop = asyncio.Event()
         self._killed = False
+
+    @property
+    def refused(self) -> bool:
+        """Whether a service refused its options."""
+        return self._stack.refused
 
     async def run(self) -> int:
         """Return the exit status. Raises Unavailable when a service cannot run."""
@@ -89,10 +95,11 @@ def main(argv: Sequence[str]) -> int:
     say = Lines(Console(highlight=False))
 
     async def body() -> int:
-        return await Foreground(options, say).run()
+        foreground = Foreground(options, say)
+        try:
+            return await foreground.run()
+        except QuireError as error:
+            say("quire", str(error))
+            return REFUSED_STATUS if foreground.refused else exit_status(error)
 
-    try:
-        return asyncio.run(body())
-    except QuireError as error:
-        say("quire", str(error))
-        return 1
+    return asyncio.run(body())

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from cli.suite.programs import Program
 from common.backoff import Backoff
 from common.process import die_with_parent
-from common.settings.config import PORT_TAKEN_STATUS, REFUSED_STATUS
+from common.settings.exit_status import PORT_TAKEN_STATUS, REFUSED_STATUS
 
 _BACKOFF = Backoff(first=0.5, longest=30.0)  # seconds between restarts
 _STABLE_SECONDS = 30.0
@@ -43,6 +43,7 @@ class Child:
         self.ready = False
         self.restarts = 0
         self.port_taken = False  # whether it ended because another process has its port
+        self.refused = False  # whether it ended because it refuses its options
         self.last_lines: list[str] = []
 
     @property
@@ -99,7 +100,8 @@ class Child:
             if self._stopping:
                 return
             self.port_taken = code == PORT_TAKEN_STATUS or any(_PORT_TAKEN_WORDS in line for line in self.last_lines)
-            if code == REFUSED_STATUS or not self.ready:
+            self.refused = code == REFUSED_STATUS
+            if self.refused or not self.ready:
                 self._say(self.program.name, f"{_ended(code)}; it is not started again")
                 self._on_failed(self)
                 return

@@ -163,6 +163,11 @@ class Stack:
         assert self._failing is not None
         return Unavailable(f"{self._failing.program.name} cannot run{self._last_words(self._failing)}")
 
+    @property
+    def refused(self) -> bool:
+        """Whether a service refused its options, and the suite failed for that."""
+        return self._failing is not None and self._failing.refused
+
     def _last_words(self, child: Child) -> str:
         """Return the last lines of a process; where they were printed, only that they were."""
         shown = self._shows and not child.program.quiet

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import errno
 import os
 import sys
 import tomllib
@@ -26,7 +25,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from common.errors import FieldViolation, InvalidConfig, PortTaken
+from common.errors import FieldViolation, InvalidConfig
+from common.settings.exit_status import exit_status
 from common.settings.foreign_flags import FOREIGN, advice
 from common.settings.options import Settings
 from common.settings.pydantic_words import expectation
@@ -36,9 +36,6 @@ from common.version import quire_version
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
 ENV_PREFIX: Final = "QUIRE_"
-# Exit statuses of a program that refuses its options, and of one whose port another process has.
-REFUSED_STATUS: Final = 2
-PORT_TAKEN_STATUS: Final = errno.EADDRINUSE
 _FILE: Final = "_FILE"
 _NO_VALUE: Final = object()
 _DESCRIPTION: Final = (
@@ -143,7 +140,7 @@ def load_or_exit(settings: type[SettingsT], argv: Sequence[str] | None = None, p
 
 
 def refuse(error: InvalidConfig, heading: str = "") -> NoReturn:
-    """Print each violation on a line of its own to stderr, under a heading, and exit with one of the statuses above.
+    """Print each violation on a line of its own to stderr, under a heading, and exit with its status.
 
     Without a heading the error came before anything was started.
     """
@@ -151,7 +148,7 @@ def refuse(error: InvalidConfig, heading: str = "") -> NoReturn:
     lines = [heading or f"{count} bad option{'s' if count > 1 else ''}; nothing was started."]
     lines += [f"  {violation.field}: {violation.description}" for violation in error.violations]
     print("\n".join(lines), file=sys.stderr)  # noqa: T201
-    sys.exit(PORT_TAKEN_STATUS if isinstance(error, PortTaken) else REFUSED_STATUS)
+    sys.exit(exit_status(error))
 
 
 def installed_settings() -> list[type[Settings]]:

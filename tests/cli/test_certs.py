@@ -73,7 +73,7 @@ def test_nothing_is_written_over_unless_it_is_forced(
     folder: CertificateFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, ca = folder.role(Role.WORKER).cert.read_bytes(), folder.ca_cert.read_bytes()
-    assert main([str(folder.path)]) == 1
+    assert main([str(folder.path)]) == 2
     assert "exist; --force writes over them, --if-needed makes what is missing" in capsys.readouterr().err
     assert folder.role(Role.WORKER).cert.read_bytes() == before
     assert main([str(folder.path), "--force"]) == 0

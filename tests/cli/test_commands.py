@@ -168,7 +168,7 @@ def test_generate_streams_and_trace_draws_what_it_names(up: Up) -> None:
 def test_a_constraint_is_examined_although_the_folder_is_hostile(up: Up) -> None:
     """The router starts the examiner as a child process in the suite's folder."""
     refused = quire("generate", "ab", "--raw", "--regex", "(", "--address", up.address)
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "regex" in refused.stderr
 
 
@@ -181,7 +181,7 @@ def test_generate_keeps_to_a_regex_of_a_file(up: Up, tmp_path: Path) -> None:
 
 def test_errors_are_one_line_and_say_what_to_do(up: Up) -> None:
     too_long = quire("generate", "ab", "--raw", "--max-tokens", "4000", "--address", up.address)
-    assert too_long.returncode == 1
+    assert too_long.returncode == 2
     assert "--max-tokens" in too_long.stderr
     assert len(too_long.stderr.splitlines()) == 1
     nobody = quire("status", "--admin-address", f"127.0.0.1:{free_ports(1)[0]}")
@@ -276,7 +276,7 @@ def test_embedded_managers_serve_and_a_second_ctrl_c_kills(tmp_path: Path) -> No
 def test_a_service_that_refuses_to_run_stops_the_suite_with_its_words(tmp_path: Path) -> None:
     up = Up(tmp_path, "--simulate", "--kv-blocks", "4", "--max-model-len", "512")
     try:
-        assert up.process.wait(timeout=READY_SECONDS) == 1
+        assert up.process.wait(timeout=READY_SECONDS) == 2
         up.until("worker-0 cannot run; its lines above say why")
         assert sum("--max-model-len: 4 blocks of 16 slots do not hold one sequence" in line for line in up.lines) == 1
         assert any(line.endswith("quire-gpuworker cannot start:\n") for line in up.lines)
@@ -302,7 +302,7 @@ def test_a_checkpoint_without_weights_is_refused_before_anything_starts(tmp_path
 
 def test_what_a_router_refuses_is_named_by_its_flag(up: Up) -> None:
     refused = quire("generate", "--address", up.address, "--max-tokens", "0", "--temperature", "-1", "Hello")
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert refused.stderr == (
         "quire: --temperature: is -1; expected 0 or more (0 is greedy); --max-tokens: is 0; expected 1 or more\n"
     )

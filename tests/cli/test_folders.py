@@ -50,7 +50,7 @@ def calls(nobody: str) -> dict[str, tuple[list[str], int, str]]:
         "calibration": (["quire", "calibration", *admin], 1, NOBODY),
         "top": (["quire", "top", "--once", *admin], 1, NOBODY),
         "record": (["quire", "record", "log.jsonl", *admin], 1, NOBODY),
-        "replay": (["quire", "replay", "nowhere"], 1, "cannot be read"),
+        "replay": (["quire", "replay", "nowhere"], 2, "cannot be read"),
         "keys": (["quire", "keys", "acme"], 0, "shown once"),
         "debug": (["quire", "debug", "dump"], 1, "no service has an entry in"),
         "certs": (["quire", "certs", "made"], 0, "until"),

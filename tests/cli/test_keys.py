@@ -49,9 +49,9 @@ def test_a_tenant_that_exists_keeps_its_file_as_it_is(tmp_path: Path, capsys: py
     path = tmp_path / "tenants.toml"
     made(capsys, "red", "--append", str(path))
     before = path.read_text()
-    assert keys.main(["red", "--append", str(path)]) == 1
+    assert keys.main(["red", "--append", str(path)]) == 2
     assert "has tenant red" in capsys.readouterr().err
-    assert keys.main(["no name"]) == 1
+    assert keys.main(["no name"]) == 2
     assert path.read_text() == before
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.batch.results import Result, ResultFile
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, Unavailable
 
 OK = Result("a", 200, "req-1", {"id": "x", "text": "é\n"})
 REFUSED = Result("b", 400, "req-2", {"error": {"message": "no"}})
@@ -74,7 +74,7 @@ def test_a_line_in_the_middle_that_is_no_result_goes_and_a_double_counts_once(tm
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(OK.line()[:-9])  # so that the first run replaces the file
-    with ResultFile(path), pytest.raises(InvalidRequest, match="another run of quire batch"):
+    with ResultFile(path), pytest.raises(Unavailable, match="another run of quire batch"):
         ResultFile(path)
     with ResultFile(path) as file:
         assert file.done == {}

@@ -152,12 +152,12 @@ def test_measured_speeds_decide_among_what_loses_little_enough(
 def test_speeds_that_are_none_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     log, speeds = write_log(tmp_path / "requests.jsonl"), tmp_path / "phases.json"
     speeds.write_text(content)
-    assert advise_block_size.main([str(log), "--speeds", str(speeds)]) == 1
+    assert advise_block_size.main([str(log), "--speeds", str(speeds)]) == 2
     assert str(speeds) in capsys.readouterr().err
 
 
 def test_a_log_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert advise_block_size.main([str(tmp_path / "none.jsonl")]) == 1
+    assert advise_block_size.main([str(tmp_path / "none.jsonl")]) == 2
     assert "cannot be read" in capsys.readouterr().err
 
 

@@ -21,7 +21,7 @@ def log(folder: Path, suite: dict[str, object] | None = None, arrivals: tuple[Ar
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert main(argv) == 1
+    assert main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1

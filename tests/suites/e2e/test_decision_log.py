@@ -118,13 +118,13 @@ async def test_a_suite_that_is_gone_is_asked_about_requests_of_both_lives(tmp_pa
     status, out, err = await quire("decisions", "--until", "1d", *where)
     assert (status, err) == (0, "")
     assert out == "no decision here matches; the newest are kept (--decision-log-size, --decision-log-age)\n"
-    for words, line in (
-        (("why", "nobody", *where), "no record of request nobody"),
-        (("decisions", "--log", str(tmp_path / "nowhere")), "is no folder; name the one that the services have"),
-        (("why", "before", "--log", str(tmp_path / "state")), "has no decision log; name a folder"),
-        (("decisions", "--follow", *where), "--log: has no new records; expected it without --follow"),
+    for words, ends, line in (
+        (("why", "nobody", *where), 1, "no record of request nobody"),
+        (("decisions", "--log", str(tmp_path / "nowhere")), 2, "is no folder; name the one that the services have"),
+        (("why", "before", "--log", str(tmp_path / "state")), 2, "has no decision log; name a folder"),
+        (("decisions", "--follow", *where), 2, "--log: has no new records; expected it without --follow"),
     ):
         status, _, err = await quire(*words)
-        assert status == 1
+        assert status == ends
         assert line in err
         assert err.count("\n") == 1

@@ -112,7 +112,7 @@ async def test_why_compares_a_span_of_time_with_the_one_before(suite: Suite) -> 
     assert hits["head"].startswith("Nothing to compare: no request that counts ended in the span before")
     assert any(each.startswith("records go back ") for each in hits["missing"])
     status, out, _ = await quire_why(suite, "--hit-rate", "compared")
-    assert status == 1
+    assert status == 2
 
 
 async def test_top_has_the_blocks_of_each_worker(suite: Suite) -> None:

@@ -150,5 +150,5 @@ async def test_the_command_takes_text_chats_and_token_ids(suite: Suite) -> None:
     assert json.loads(answers[0][1])["prompt_tokens"] == len(prompt)
     assert json.loads(answers[1][1])["max_tokens"] == 7
     assert "would get it at once" in answers[2][1]
-    assert (answers[3][0], answers[4][0]) == (1, 1)
+    assert (answers[3][0], answers[4][0]) == (2, 2)
     assert "PROMPT" in answers[4][2]

@@ -114,6 +114,6 @@ async def test_a_file_that_is_there_is_not_overwritten(suite: Suite, tmp_path: P
     )
     async with asyncio.timeout(PATIENCE):
         _, err = await process.communicate()
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert "File exists; name a new file in a folder that is there" in err.decode()
     assert path.read_text(encoding="utf-8") == "mine"
