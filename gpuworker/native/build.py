@@ -6,6 +6,7 @@ standard library alone: it runs inside an isolated build environment.
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import functools
 import hashlib
@@ -171,10 +172,19 @@ def _run(command: list[str]) -> None:
         print(done.stderr, file=sys.stderr)  # noqa: T201
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the command line."""
+    flags = argparse.ArgumentParser("build.py", description=__doc__, allow_abbrev=False)
+    flags.add_argument("--force", action="store_true", help="compile every file, changed or not")
+    flags.add_argument("--progress", action="store_true", help="say how far the build is, and print no libraries")
+    args = flags.parse_args()
     try:
-        libraries = build("--force" in sys.argv, "--progress" in sys.argv)
+        libraries = build(args.force, args.progress)
     except NoCompiler as reason:
         sys.exit(str(reason))
-    if "--progress" not in sys.argv:
+    if not args.progress:
         print(*libraries, sep="\n")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

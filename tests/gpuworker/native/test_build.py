@@ -6,6 +6,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,12 @@ def test_a_worker_without_kernels_says_that_there_is_no_compiler(
     said = "no native CPU kernels, so the torch ones run, which are several times slower"
     assert said in caplog.text
     assert "there is no C++ compiler: install a C++ compiler (Debian: apt-get install g++)" in caplog.text
+
+
+@pytest.mark.parametrize("flag", ["--fast", "--progres", "all"])
+def test_a_flag_that_is_none_is_refused_before_anything_is_compiled(flag: str) -> None:
+    done = subprocess.run(
+        [sys.executable, build.__file__, flag], capture_output=True, text=True, check=False, env={"CXX": "false"}
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"unrecognized arguments: {flag}" in done.stderr
