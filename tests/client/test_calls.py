@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import threading
 from subprocess import run
@@ -42,6 +43,14 @@ async def test_generate_returns_the_whole_answer(kind: str) -> None:
     assert (done.text, done.token_ids, done.cached_tokens, done.finish_reason) == ("Hello", (1, 2, 3), 4, "stop")
     assert double.requests[0].prompt.text == "x"
     assert double.metadata[0]["tenant"] == "a"
+
+
+@both
+@pytest.mark.parametrize("timeout", [math.inf, 1e300])
+async def test_an_endless_timeout_is_no_timeout_that_passed(kind: str, timeout: float) -> None:
+    double = RouterDouble()
+    async with served(double) as address, facing(kind, address) as face:
+        assert (await face.call("generate", "x", timeout=timeout)).text == "Hello"
 
 
 @both

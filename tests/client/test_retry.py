@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import grpc
@@ -114,6 +115,12 @@ def test_no_wait_goes_past_the_deadline() -> None:
     with pytest.raises(Overloaded):  # 2 s asked for and 1 s of jitter: the deadline comes first
         tries.wait_after(Failure(FULL))
     assert tries.wait_after(LOST) == 1.0
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e300])
+def test_an_endless_timeout_is_one_that_grpc_can_count(timeout: float) -> None:
+    """gRPC takes an infinite timeout for one that has passed."""
+    assert attempts(timeout=timeout)[0].time_left() == 1e9
 
 
 def test_the_time_left_never_falls_below_zero() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Required, TypeAlias, TypedDict
 
+from google.protobuf.descriptor import FieldDescriptor
+
 from quire.api.errors import FieldViolation, InvalidRequest
 from quire.client.chat import CHAT, ChatOptions, Message, chat_of
 from quire.inference.v1 import inference_pb2 as pb
@@ -110,6 +112,13 @@ _OF_BLOCKS: Final = frozenset({"cache_retention"})
 _ENVELOPE: Final = (
     frozenset({"priority", "request_id", "traceparent", "prediction"}) | _OF_TOKENS | _OF_THOUGHTS | _OF_BLOCKS
 )
+# The ends of what fits a field, by its type.
+_RANGES: Final = {
+    FieldDescriptor.TYPE_INT32: (-(1 << 31), (1 << 31) - 1),
+    FieldDescriptor.TYPE_UINT32: (0, (1 << 32) - 1),
+    FieldDescriptor.TYPE_INT64: (-(1 << 63), (1 << 63) - 1),
+    FieldDescriptor.TYPE_UINT64: (0, (1 << 64) - 1),
+}
 _CACHE: Final = frozenset({"no_cache", "salt", "shared_domain"})
 
 
@@ -189,6 +198,12 @@ def _check_fields(kind: Any, fields: Mapping[str, Any], path: str) -> None:
         try:
             kind(**{name: value})
         except (TypeError, ValueError) as error:
-            wrong.append(FieldViolation(path + name, f"is {value!r}: {error}"))
+            wrong.append(FieldViolation(path + name, f"is {value!r}{_expectation(kind, name, error)}"))
     if wrong:
         raise InvalidRequest(*wrong)
+
+
+def _expectation(kind: Any, name: str, error: Exception) -> str:
+    """Return what was expected of a field that does not take a value."""
+    ends = _RANGES.get(kind.DESCRIPTOR.fields_by_name[name].type)
+    return f"; expected {ends[0]} to {ends[1]}" if ends and isinstance(error, ValueError) else f": {error}"

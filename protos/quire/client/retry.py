@@ -34,6 +34,8 @@ from quire.client.folding import Fold
 _LOST: Final = frozenset(
     code.value[0] for code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL)
 )
+# gRPC takes a timeout that is infinite, or does not fit its clock, for one that has passed; this one is 31 years.
+_LONGEST_S: Final = 1e9
 # After these a stream may be resumed a moment later: the first router's death may be news to a worker.
 _RESUMED_AGAIN: Final = _LOST | {
     grpc.StatusCode.ALREADY_EXISTS.value[0],
@@ -122,7 +124,7 @@ class Attempts:
 
     def time_left(self) -> float | None:
         """Return the timeout of the next attempt in seconds."""
-        return None if self._deadline is None else max(0.0, self._deadline - self._now())
+        return None if self._deadline is None else min(max(0.0, self._deadline - self._now()), _LONGEST_S)
 
     def succeeded(self) -> None:
         self._budget.give_back()
