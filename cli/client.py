@@ -22,6 +22,7 @@ from common.rpc.server import open_channel
 from common.rpc.tls import Identity
 from common.settings.config import load_or_exit
 from common.settings.exit_status import exit_status
+from common.settings.options import checked_address
 from quire.api.status import error_from_rpc
 from quire.client import AsyncClient
 from quire.client.setup import credentials_of
@@ -29,19 +30,36 @@ from quire.client.setup import credentials_of
 _PIPED_WIDTH = 140
 # The messages of gRPC servers themselves.
 _NO_SUCH_METHOD = "Method not found!"
+# gRPC's word for a host whose name leads to no address.
+_NOT_RESOLVED = "errors resolving"
+
+
+def address_of(word: str) -> str:
+    """Return an address of the command line. Raises ArgumentTypeError."""
+    try:
+        return checked_address(word)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"is {word!r}; {error}") from None
+
+
+def path_of(word: str) -> Path:
+    """Return a path of the command line. Raises ArgumentTypeError for none: a Path would be the working directory."""
+    if not word:
+        raise argparse.ArgumentTypeError("is empty; expected a path")
+    return Path(word)
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
     """Add the flag for the router's address. Its default comes from the environment and the option file."""
     address = load_or_exit(ClientSettings, ()).address
     text = "HOST:PORT of the router (default %(default)s; environment: QUIRE_ADDRESS)"
-    parser.add_argument("--address", default=address, help=text)
+    parser.add_argument("--address", type=address_of, default=address, help=text)
 
 
 def add_http_address(parser: argparse.ArgumentParser) -> None:
     """Add the flag for the router's HTTP port, as `add_address` does."""
     text = "HOST:PORT of the router's HTTP port (default %(default)s; environment: QUIRE_HTTP_ADDRESS)"
-    parser.add_argument("--http-address", default=_access().http_address, help=text)
+    parser.add_argument("--http-address", type=address_of, default=_access().http_address, help=text)
 
 
 def http_target(address: str) -> tuple[str, str, Path | None]:
@@ -63,9 +81,9 @@ def add_admin_address(parser: argparse.ArgumentParser) -> None:
     """Add the flags for the router's admin plane, as `add_address` does: its address, and the certificates' folder."""
     settings = _access()
     text = "HOST:PORT of the router's admin plane (default %(default)s; environment: QUIRE_ADMIN_ADDRESS)"
-    parser.add_argument("--admin-address", default=settings.admin_address, help=text)
+    parser.add_argument("--admin-address", type=address_of, default=settings.admin_address, help=text)
     text = "state directory of `quire serve`, for the operator's certificate (default %(default)s; QUIRE_STATE_DIR)"
-    parser.add_argument("--state-dir", type=Path, default=settings.state_dir, help=text)
+    parser.add_argument("--state-dir", type=path_of, default=settings.state_dir, help=text)
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:
@@ -124,6 +142,9 @@ def _with_advice(error: QuireError, address: str) -> QuireError:
         what = f"no router answers at {address}; start one with `quire serve`"
         refused = "connection refused" in str(error).lower()
         return Unavailable(what if refused else f"{what}, or name the --state-dir of its certificates")
+    if isinstance(error, Unavailable) and _NOT_RESOLVED in str(error).lower():
+        host = address.rpartition(":")[0]
+        return Unavailable(f"no router answers at {address}: the host {host!r} has no address; name another HOST:PORT")
     if isinstance(error, Unsupported) and str(error) == _NO_SUCH_METHOD:
         return Unsupported(
             f"what answers at {address} is no router, or another of its ports; `quire serve` names them when ready"

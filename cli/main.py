@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -57,9 +58,20 @@ def _nearest(word: str) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def _is_text(word: str) -> bool:
+    """Return whether a word of the command line was UTF-8; Python keeps other bytes as lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in word)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="strict")  # in the locale C, Python lets bytes through that are no text
+    wrong = next((place for place, word in enumerate(words, 1) if not _is_text(word)), None)
+    if wrong is not None:
+        print(f"quire: argument {wrong} is {words[wrong - 1]!a}; expected text in UTF-8", file=sys.stderr)
+        return 2
     words[:1] = [_ALIASES.get(word, word) for word in words[:1]]
     if not words or words[0] in ("-h", "--help"):
         print(usage())

@@ -50,7 +50,7 @@ def _requests_of(line: str) -> Iterator[LoggedRequest]:
         return
     try:
         said = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"is no JSON: {error}") from None
     if not isinstance(said, dict):
         raise ValueError(f"is no JSON object: {line.strip()[:40]}")

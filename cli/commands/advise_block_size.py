@@ -20,7 +20,7 @@ from rich.table import Table
 from cli.block_size.accounting import BLOCK_SIZES
 from cli.block_size.advice import BlockSizeCost, costs, recommend
 from cli.block_size.request_log import LoggedRequest, read_log
-from cli.client import add_json, print_json, run_command
+from cli.client import add_json, path_of, print_json, run_command
 from common.errors import FieldViolation, InvalidRequest
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--logged-block-size", type=int, default=16, help="block size under which the log was written")
     flags.add_argument("--max-loss", type=float, default=0.05, help="most that waste and missed hits may add up to")
     flags.add_argument("--sample", type=int, default=1000, help="requests to count with; more are thinned out evenly")
-    flags.add_argument("--speeds", type=Path, help="output of  python -m bench.phases --json  on this machine")
+    flags.add_argument("--speeds", type=path_of, help="output of  python -m bench.phases --json  on this machine")
     flags.add_argument("--workload", default="general", help="whose speeds to take from it: short, general or long")
     add_json(flags)
     return flags
@@ -41,21 +41,29 @@ def parser() -> argparse.ArgumentParser:
 
 def read_requests(path: str) -> list[LoggedRequest]:
     """Return the requests of a log file. Raises InvalidRequest when the file is missing or malformed."""
-    if path == "-":
-        return read_log(sys.stdin)
     try:
+        if path == "-":
+            return read_log(sys.stdin)
         with open(path) as file:
             return read_log(file)
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(FieldViolation("log", f"{path} cannot be read: {error}")) from None
+        raise InvalidRequest(
+            FieldViolation("log", f"{path or 'an empty name'} cannot be read: {_why(error)}")
+        ) from None
+
+
+def _why(error: OSError | UnicodeDecodeError) -> str:
+    return "it is no UTF-8" if isinstance(error, UnicodeDecodeError) else str(error.strerror)
 
 
 def read_speeds(path: Path, workload: str) -> dict[int, float]:
     """Return output tokens a second by block size, from the output of `bench.phases --json`. Raises InvalidRequest."""
     try:
         figures: Mapping[str, float] = json.loads(path.read_text().splitlines()[-1])["figures"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        what = f"{path} does not end with the JSON line of bench.phases: {error!r}"
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(FieldViolation("--speeds", f"{path} cannot be read: {_why(error)}")) from None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        what = f"{path} does not end with the JSON line of bench.phases; name a file with its output"
         raise InvalidRequest(FieldViolation("--speeds", what)) from None
     found = {size: figures.get(f"{_SPEED_PREFIX}{size}_{workload}") for size in BLOCK_SIZES}
     measured = {size: speed for size, speed in found.items() if speed}

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cli.batch.lines import checked_ids, items
 from cli.batch.results import Result, ResultFile
 from cli.batch.runner import Counts, Runner, Target
-from cli.client import add_http_address, add_json, failed, http_target, print_json
+from cli.client import add_http_address, add_json, failed, http_target, path_of, print_json
 from common.errors import FieldViolation, InvalidRequest, QuireError
 from common.settings.exit_status import exit_status
 
@@ -29,8 +29,10 @@ _MOST_AT_ONCE: Final = 1024
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser("quire batch", description=__doc__)
-    flags.add_argument("input", type=Path, help="JSONL file: custom_id, method, url and body on each line")
-    flags.add_argument("output", type=Path, help="JSONL file of the answers; those that it has are not asked for again")
+    flags.add_argument("input", type=path_of, help="JSONL file: custom_id, method, url and body on each line")
+    flags.add_argument(
+        "output", type=path_of, help="JSONL file of the answers; those that it has are not asked for again"
+    )
     flags.add_argument("--concurrency", type=int, default=32, help="requests at once (default %(default)s)")
     flags.add_argument("--attempts", type=int, default=10, help="tries of each while the server is busy or away")
     flags.add_argument("--timeout", type=float, default=600.0, help="seconds for each answer (default %(default)g)")

@@ -11,7 +11,6 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Final
 
@@ -22,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from cli.benchmark.measure import Wish, measure
 from cli.benchmark.report import as_json
 from cli.benchmark.screen import show
-from cli.client import run_command
+from cli.client import path_of, run_command
 from cli.demo_model import CHECKPOINT
 from cli.plots import plot_problems
 from common.errors import FieldViolation, InvalidConfig
@@ -38,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--seconds", type=float, default=_SECONDS, help="for everything (default %(default)g)")
     flags.add_argument("--figures-only", action="store_true", help="try no other options")
     flags.add_argument("--json", action="store_true", help="print one object of JSON")
-    flags.add_argument("--plot", type=Path, metavar="FILE", help="also draw the figures, into a .png or .svg")
+    flags.add_argument("--plot", type=path_of, metavar="FILE", help="also draw the figures, into a .png or .svg")
     return flags
 
 

@@ -6,21 +6,25 @@ A folder that has a CA keeps it: further certificates are signed by the same one
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import re
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import Any, Final
 
 from rich.console import Console
 
 from cli.certificates.authority import LEAF_DAYS, RENEW_DAYS, Wanted, ends_at, ensure, make, wanted
 from cli.certificates.folder import CertificateFolder
-from cli.client import add_json, print_json, run_command
+from cli.client import add_json, path_of, print_json, run_command
 from common.errors import FieldViolation, InvalidConfig
 from common.rpc.roles import Role
 
 # What a DNS name may have: `<id>.worker.quire.internal`.
 _LABELS: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
+_LABEL: Final = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_HOST: Final = re.compile(rf"(\*\.)?{_LABEL}(\.{_LABEL})*")
+_LONGEST_NAME: Final = 253
 _ALWAYS_PUBLIC: Final = ("localhost", "127.0.0.1", "::1")
 
 
@@ -28,6 +32,16 @@ def worker_id(word: str) -> str:
     """Return a worker's id that can stand in a certificate. Raises ArgumentTypeError."""
     if not _LABELS.fullmatch(word):
         raise argparse.ArgumentTypeError(f"is {word!r}; expected 1 to 63 of a-z, 0-9, '-' and '.', as in worker-0")
+    return word
+
+
+def public_name(word: str) -> str:
+    """Return a host name or an address that can stand in a certificate. Raises ArgumentTypeError."""
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(word))
+    if len(word) > _LONGEST_NAME or not _HOST.fullmatch(word):
+        what = f"is {word!r}; expected a host name such as quire.example.org or *.example.org, or an address"
+        raise argparse.ArgumentTypeError(what)
     return word
 
 
@@ -40,12 +54,13 @@ def days(word: str) -> int:
 def parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     flags = argparse.ArgumentParser("quire certs", description=__doc__, formatter_class=form)
-    flags.add_argument("folder", type=Path, metavar="DIR", help="where to write them")
+    flags.add_argument("folder", type=path_of, metavar="DIR", help="where to write them")
     flags.add_argument(
         "--worker-id", type=worker_id, action="append", default=[], metavar="ID", help="also one for this worker alone"
     )
     flags.add_argument(
         "--public-name",
+        type=public_name,
         action="append",
         default=[],
         metavar="NAME",

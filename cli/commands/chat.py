@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cli.client import add_address, failed, router_client
-from common.errors import QuireError, Unsupported
+from common.errors import FieldViolation, InvalidRequest, QuireError, Unsupported
 from quire.client import AsyncStream, Completion, Message, Model, Options
 
 _PROMPT, _MORE = "> ", ". "
@@ -178,6 +178,8 @@ def main(argv: Sequence[str]) -> int:
         chat(args)
     except QuireError as error:
         return failed(error)
+    except UnicodeDecodeError:
+        return failed(InvalidRequest(FieldViolation("standard input", "is no UTF-8; expected text")))
     except KeyboardInterrupt:
         return 130
     return 0

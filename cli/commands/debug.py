@@ -21,7 +21,7 @@ import psutil
 from rich.console import Console
 from rich.text import Text
 
-from cli.client import run_command
+from cli.client import path_of, run_command
 from common.errors import NotFound
 from common.process.debug import dump_path, entry_path
 
@@ -108,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--address", help="HOST:PORT where the service listens (default: every service)")
     folder = Path(os.environ.get("QUIRE_STATE_DIR", ".quire"))
     text = "state directory of the services (default %(default)s; environment: QUIRE_STATE_DIR)"
-    flags.add_argument("--state-dir", type=Path, default=folder, help=text)
+    flags.add_argument("--state-dir", type=path_of, default=folder, help=text)
     flags.add_argument("--json", action="store_true", help="print one JSON document a service, on a line of its own")
     return flags
 

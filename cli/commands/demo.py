@@ -20,7 +20,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from cli.client import PLAIN, add_json, command_console, failed, print_json, router_client, run_command
+from cli.client import PLAIN, add_json, command_console, failed, path_of, print_json, router_client, run_command
 from cli.commands.generate import print_answer
 from cli.demo_model import CHECKPOINT, general_prompts
 from cli.demo_model.prompts import questions, system_text
@@ -213,7 +213,7 @@ def _check_writable(path: Path) -> None:
 
 def main(argv: Sequence[str]) -> int:
     flags = argparse.ArgumentParser("quire demo", description=__doc__)
-    flags.add_argument("--svg", type=Path, metavar="PATH", help=f"also draw the output, {_SVG_WIDTH} columns wide")
+    flags.add_argument("--svg", type=path_of, metavar="PATH", help=f"also draw the output, {_SVG_WIDTH} columns wide")
     flags.add_argument("--model", metavar="MODEL", help="a folder, a GGUF file or smollm2; default: the demo model")
     add_json(flags)
     args = flags.parse_args(argv)

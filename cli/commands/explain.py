@@ -100,11 +100,11 @@ def chat_of(text: str) -> tuple[list[Message], dict[str, Any]]:
     """Return the messages in a text, and the options that stand beside them. Raises InvalidRequest."""
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(FieldViolation("--chat", f"is no JSON: {error}")) from None
     options = {name: found[name] for name in _OF_BODY if name in found} if isinstance(found, Mapping) else {}
     messages = found.get("messages") if isinstance(found, Mapping) else found
-    if not isinstance(messages, list) or not messages:
+    if not isinstance(messages, list) or not messages or not isinstance(messages[0], Mapping):
         what = 'has no messages; expected [{"role": "user", "content": "..."}], or an object with "messages"'
         raise InvalidRequest(FieldViolation("--chat", what))
     return messages, options

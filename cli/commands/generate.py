@@ -44,10 +44,16 @@ def text_of(word: str) -> str:
         return Path(word[1:]).read_text() if word.startswith("@") else word
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{error.filename} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise argparse.ArgumentTypeError(f"{word[1:]} cannot be read: it is no UTF-8") from None
 
 
 def prompt_of(args: argparse.Namespace) -> Prompt:
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    """Raises InvalidRequest for a standard input that is no text."""
+    try:
+        text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    except UnicodeDecodeError:
+        raise InvalidRequest(FieldViolation("PROMPT", "of standard input is no UTF-8; expected text")) from None
     if args.raw:
         return str(text)
     system = [Message(role="system", content=args.system)] if args.system else []

@@ -15,7 +15,7 @@ from typing import Final
 
 from rich.console import Console
 
-from cli.client import add_json, print_json, run_command
+from cli.client import add_json, path_of, print_json, run_command
 from common.errors import FieldViolation, InvalidRequest
 from router.tenants.keys import hash_of, new_key
 
@@ -25,7 +25,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser("quire keys", description=__doc__)
     flags.add_argument("tenant", help="letters, digits, dots, hyphens and underscores; at most 64")
-    flags.add_argument("--append", type=Path, metavar="FILE", help="add the tenant to this file, which may be new")
+    flags.add_argument("--append", type=path_of, metavar="FILE", help="add the tenant to this file, which may be new")
     add_json(flags)
     return flags
 
@@ -40,8 +40,13 @@ def append_tenant(path: Path, tenant: str, key: str) -> None:
     try:
         before = path.read_text() if path.exists() else ""
         known = tomllib.loads(before).get("tenants", {})
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidRequest(FieldViolation("--append", f"{path} cannot be read: {error}")) from None
+    except OSError as error:
+        raise InvalidRequest(FieldViolation("--append", f"{path} cannot be read: {error.strerror}")) from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidRequest(FieldViolation("--append", f"{path} is no file of tenants in TOML: {error}")) from None
+    if not isinstance(known, dict):
+        what = f"{path} is no file of tenants: its tenants are no table; expected tables such as [tenants.red]"
+        raise InvalidRequest(FieldViolation("--append", what))
     if tenant in known:
         what = f"{path} has tenant {tenant}; leave --append out and add the hash to its keys"
         raise InvalidRequest(FieldViolation("tenant", what))

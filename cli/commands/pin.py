@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from google.protobuf.json_format import MessageToDict
@@ -23,6 +24,15 @@ from quire.inference.v1 import inference_pb2_grpc as rpc
 
 # A prompt may be computed on many workers, one after the other.
 _PATIENCE_S: Final = 600.0
+# Flags of the fields of a request that the router may refuse.
+_FLAGS: Final = {
+    "name": "--name",
+    "tenant": "--tenant",
+    "duration": "--for",
+    "compute_on": "--compute",
+    "cache.salt": "--salt",
+    "cache.shared_domain": "--shared-domain",
+}
 _KINDS: Final = ("system", "chat", "text", "token_ids")
 
 
@@ -75,6 +85,17 @@ def _prompt_of(args: argparse.Namespace) -> tuple[str | list[int] | list[Message
     return [Message(role="system", content=text_of("--system", args.system))], {}
 
 
+def named_by_flags(error: InvalidRequest) -> InvalidRequest:
+    """Return a refusal whose fields have the names that they have on the command line."""
+    return InvalidRequest(*(replace(each, field=_on_the_command_line(each.field)) for each in error.violations))
+
+
+def _on_the_command_line(field: str) -> str:
+    if field.partition(".")[0] == "prompt":
+        return "the prompt"
+    return _FLAGS.get(field, field)
+
+
 def in_words(answer: pb.PinResponse, wanted: int, now: float) -> str:
     end = f"for {answer.expires - now:.0f} s" if answer.HasField("expires") else "until it is unpinned"
     lines = [f"pinned {answer.name}: {answer.num_blocks} blocks of {answer.num_tokens} tokens, {end}"]
@@ -92,9 +113,12 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
 
     async def body(console: Console) -> None:
-        question = question_of(args)
-        async with admin_channel(args.admin_address, args.state_dir) as channel:
-            answer = await rpc.InferenceServiceStub(channel).Pin(question, timeout=_PATIENCE_S)
+        try:
+            question = question_of(args)
+            async with admin_channel(args.admin_address, args.state_dir) as channel:
+                answer = await rpc.InferenceServiceStub(channel).Pin(question, timeout=_PATIENCE_S)
+        except InvalidRequest as refused:
+            raise named_by_flags(refused) from refused
         if args.json:
             whole = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
             print_json(whole)

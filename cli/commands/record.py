@@ -10,12 +10,11 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 
-from cli.client import add_admin_address, admin_channel, run_command
+from cli.client import add_admin_address, admin_channel, path_of, run_command
 from cli.replay.trace import Arrival, Measured, header, line_of
 from common.errors import FieldViolation, InvalidConfig
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
@@ -26,7 +25,7 @@ from router.core.diagnosis.words import count
 def parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     flags = argparse.ArgumentParser("quire record", description=__doc__, formatter_class=form)
-    flags.add_argument("file", type=Path, help="log to write; it must not exist")
+    flags.add_argument("file", type=path_of, help="log to write; it must not exist")
     flags.add_argument("--seconds", type=float, metavar="N", help="end after so many seconds; unset: at Ctrl-C")
     flags.add_argument("--requests", type=int, metavar="N", help="end after so many sequences")
     add_admin_address(flags)
@@ -106,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
 
     async def body(console: Console) -> None:
-        if (args.seconds is not None and args.seconds <= 0) or (args.requests is not None and args.requests <= 0):
+        if (args.seconds is not None and not args.seconds > 0) or (args.requests is not None and args.requests <= 0):
             raise InvalidConfig(FieldViolation("--seconds, --requests", "are to be above 0; leave out what has no end"))
         try:
             file = args.file.open("x", encoding="utf-8")

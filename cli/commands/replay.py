@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from cli.client import add_json, command_console, failed, print_json
+from cli.client import add_json, command_console, failed, path_of, print_json
 from cli.plots import plot_problems
 from cli.replay.figures import Interval, figures_of, over_seeds, recorded_figures
 from cli.replay.fit import MOST_REQUESTS, Fit, fit
@@ -45,7 +45,7 @@ _MOST_POLICIES: Final = 8
 def parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     flags = argparse.ArgumentParser("quire replay", description=__doc__, formatter_class=form)
-    flags.add_argument("log", type=Path, help="log of `quire record`, or a trace in Mooncake's form")
+    flags.add_argument("log", type=path_of, help="log of `quire record`, or a trace in Mooncake's form")
     change = flags.add_argument_group("what changes")
     change.add_argument("--workers", type=int, metavar="N", help="workers")
     change.add_argument("--routers", type=int, metavar="N", help="routers, which take the requests in turn")
@@ -64,10 +64,12 @@ def parser() -> argparse.ArgumentParser:
     text = f"costs of a step, such as {DEFAULT_COSTS}; unset: fitted to the log, and these where it has no times"
     how.add_argument("--costs", metavar="COSTS", help=text)
     how.add_argument("--seeds", type=int, metavar="N", default=3, help="replays with different tie-breaks (default 3)")
-    flags.add_argument("--export", type=Path, metavar="FILE", help="write the arrivals into a file, and replay nothing")
+    flags.add_argument(
+        "--export", type=path_of, metavar="FILE", help="write the arrivals into a file, and replay nothing"
+    )
     text = "form of --export (default %(default)s)"
     flags.add_argument("--form", choices=("quire", "mooncake"), default="mooncake", help=text)
-    flags.add_argument("--plot", type=Path, metavar="FILE", help="also draw the figures, into a .png or .svg")
+    flags.add_argument("--plot", type=path_of, metavar="FILE", help="also draw the figures, into a .png or .svg")
     add_json(flags)
     return flags
 

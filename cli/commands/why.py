@@ -19,7 +19,7 @@ from typing import Any, Final
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
-from cli.client import add_admin_address, add_json, print_json, run_command
+from cli.client import add_admin_address, add_json, path_of, print_json, run_command
 from cli.views.change import ChangeView
 from cli.views.why import WhyTable, WhyView, head_lines
 from cli.why.change import DEFAULT_SPAN_S, changes, ends_of
@@ -51,7 +51,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--hit-rate", action="store_true", help=text)
     flags.add_argument("--latency", action="store_true", help="the same for the time to the first token")
     flags.add_argument("--tenant", default="", help="requests of this tenant alone")
-    flags.add_argument("--export", type=Path, metavar="FILE", help="write one JSON file with all of it, for a ticket")
+    flags.add_argument(
+        "--export", type=path_of, metavar="FILE", help="write one JSON file with all of it, for a ticket"
+    )
     add_log(flags)
     add_admin_address(flags)
     add_json(flags)

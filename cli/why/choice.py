@@ -13,6 +13,8 @@ from router.core.diagnosis.outcome import Outcome, outcome_of
 from router.core.diagnosis.story import REFUSED_BY_MANAGER
 
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+# Times of records are nanoseconds since 1970 in 64 bits; ten years before now are among them, twice as many too.
+_LONGEST_S: Final = 3650 * _UNITS["d"]
 # Reasons of errors with which the service, and not the client, ended a request.
 _REFUSALS: Final = frozenset({"OVERLOADED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "INVALID_REQUEST"})
 _NO_MISS: Final = frozenset({"", "full_hit", "capped"})
@@ -35,7 +37,10 @@ def seconds_of(text: str, flag: str = "--since") -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
     if match is None:
         raise InvalidConfig(FieldViolation(flag, f"is {text!r}; expected a span of time such as 30s, 5m, 2h or 1d"))
-    return float(match[1]) * _UNITS[match[2]]
+    seconds = float(match[1]) * _UNITS[match[2]]
+    if seconds > _LONGEST_S:
+        raise InvalidConfig(FieldViolation(flag, f"is {text!r}; expected {_LONGEST_S / _UNITS['d']:g}d at most"))
+    return seconds
 
 
 def chosen(choice: Choice, records: Iterable[Decision], now_ns: int) -> list[str]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Final, TypeAlias
 
 import grpc
 
-from cli.client import admin_channel
+from cli.client import admin_channel, path_of
 from common.decisions.disk.reader import LogReader
 from common.errors import NotFound, Unavailable
 from quire.api.status import error_from_rpc
@@ -78,7 +77,7 @@ def words_of(error: grpc.aio.AioRpcError | Unavailable) -> str:
 
 def add_log(flags: argparse.ArgumentParser) -> None:
     text = "read the --decision-log folder DIR instead of asking running services; repeatable"
-    flags.add_argument("--log", type=Path, action="append", metavar="DIR", help=text)
+    flags.add_argument("--log", type=path_of, action="append", metavar="DIR", help=text)
 
 
 @asynccontextmanager

@@ -19,6 +19,9 @@ from common.untrusted.ids import ID_WORDS, is_id
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
+# A port each, and more than any machine has cores.
+_MOST_PROCESSES = 4096
+
 
 def _block_size(value: int) -> int:
     if not 4 <= value <= 256 or value & (value - 1):
@@ -26,9 +29,10 @@ def _block_size(value: int) -> int:
     return value
 
 
-def _address(value: str) -> str:
+def checked_address(value: str) -> str:
+    """Return an address as it is. Raises ValueError when it is no HOST:PORT."""
     host, colon, port = value.rpartition(":")
-    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
+    if not (colon and host and "/" not in host and port.isdecimal() and 0 < int(port) < 65536):
         raise ValueError("expected HOST:PORT, with [..] around an IPv6 address")
     return value
 
@@ -67,8 +71,8 @@ def _count_or_auto(value: object) -> object:
         count = int(str(_count(value)))
     except ValueError:
         count = 0
-    if count < 1:
-        raise ValueError("expected a whole number from 1 on, or auto")
+    if not 1 <= count <= _MOST_PROCESSES:
+        raise ValueError(f"expected a whole number from 1 to {_MOST_PROCESSES}, or auto")
     return count
 
 
@@ -146,7 +150,7 @@ def one_of(*words: str) -> Callable[[str], str]:
 
 
 BlockSize = Annotated[int, AfterValidator(_block_size)]
-Address = Annotated[str, AfterValidator(_address)]
+Address = Annotated[str, AfterValidator(checked_address)]
 Network = Annotated[str, AfterValidator(_network)]
 Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split_each)]
 WorkerId = Annotated[str, AfterValidator(_id)]

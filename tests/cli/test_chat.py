@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import pytest
 import pytest_asyncio
 
 from common.errors import FieldViolation, InvalidRequest
@@ -139,3 +141,19 @@ async def test_what_cannot_be_talked_with_is_said(router: tuple[ChatRouter, str]
 
     assert await said(address) == (1, "quire: demo has no chat template; quire generate --raw completes a text\n")
     assert await said("127.0.0.1:1") == (1, "quire: no router answers at 127.0.0.1:1; start one with `quire serve`\n")
+
+
+@pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
+async def test_piped_bytes_that_are_no_text_are_refused(router: tuple[ChatRouter, str], locale: str) -> None:
+    double, address = router
+    done = await asyncio.to_thread(
+        subprocess.run,
+        command(address),
+        input=b"\xff\xfe\n",
+        capture_output=True,
+        timeout=PATIENCE_S,
+        env={**os.environ, "LC_ALL": locale},
+    )
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr == b"quire: standard input: is no UTF-8; expected text\n"
+    assert not double.requests

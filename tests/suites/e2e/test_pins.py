@@ -150,11 +150,11 @@ async def test_an_evicted_pinned_prefix_names_why(tenants: TenantSuite) -> None:
     [
         (("--text", "Hi"), 2, "expected a block of 16 at least: a shorter prompt is never cached"),
         (("--text", "word " * 400), 2, "of at most 16, 0.25 of 64 blocks"),
-        (("--text", HANDBOOK, "--name", "two words"), 2, "name: is not 1 to 64 printable ASCII characters"),
-        (("--text", HANDBOOK, "--for", "-1"), 2, "duration: is -1; expected seconds above 0"),
+        (("--text", HANDBOOK, "--name", "two words"), 2, "--name: is not 1 to 64 printable ASCII characters"),
+        (("--text", HANDBOOK, "--for", "-1"), 2, "--for: is -1; expected seconds above 0"),
         (("--text", HANDBOOK, "--shared-domain", "none"), 1, "shared domain 'none' is not open"),
         (("--text", HANDBOOK, "--chat", "-"), 2, "2 of them are given; expected one"),
-        (("--text", HANDBOOK, "--tenant", "green"), 2, "tenant: is 'green'; name the tenant"),
+        (("--text", HANDBOOK, "--tenant", "green"), 2, "--tenant: is 'green'; name the tenant"),
     ],
     ids=["short", "long", "name", "duration", "domain", "twice", "tenant"],
 )
