@@ -57,10 +57,10 @@ WRONG: tuple[tuple[Sequence[str], str], ...] = (
     (["certs", "made", "--public-name", ""], NO_HOST_NAME),
     (["certs", "made", "--public-name", "two words"], NO_HOST_NAME),
     (["certs", "made", "--public-name", ".".join(["a" * 60] * 5)], NO_HOST_NAME),
-    (["why", "--hit-rate", "--since", "99999999d"], "--since: is '99999999d'; expected 3650d at most"),
-    (["why", "--last", "--since", "99999999d"], "--since: is '99999999d'; expected 3650d at most"),
-    (["decisions", "--until", "99999999h"], "--until: is '99999999h'; expected 3650d at most"),
-    (["calibration", "--since", "99999999d"], "--since: is '99999999d'; expected 3650d at most"),
+    (["why", "--hit-rate", "--since", "99999999d"], "--since: is '99999999d'; expected 36500d at most"),
+    (["why", "--last", "--since", "99999999d"], "--since: is '99999999d'; expected 36500d at most"),
+    (["decisions", "--until", "99999999h"], "--until: is '99999999h'; expected 36500d at most"),
+    (["calibration", "--since", "99999999d"], "--since: is '99999999d'; expected 36500d at most"),
     (["record", "log", "--seconds", "nan"], "--seconds, --requests: are to be above 0"),
     (["serve", "--workers", "9" * 14], f"--workers: is '{'9' * 14}'; expected a whole number from 1 to 4096, or auto"),
 )
@@ -113,3 +113,9 @@ def test_a_host_without_an_address_is_named(capsys: pytest.CaptureFixture[str]) 
     assert main(["generate", "Hi", "--address", "a..b:50051"]) == 1
     said = "no router answers at a..b:50051: the host 'a..b' has no address;"
     assert capsys.readouterr().err == f"quire: {said} name another HOST:PORT\n"
+
+
+@pytest.mark.parametrize("command", ["why --hit-rate", "why --last", "decisions", "calibration"])
+def test_the_longest_span_of_time_fits_a_question(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--since", "36500d"]) == 1
+    assert "no router answers" in capsys.readouterr().err
