@@ -35,8 +35,9 @@ from router.requests.output_stream import OutputStream
 from router.requests.probation import Turn
 from router.requests.reservation import LoadReservation
 from router.requests.run_log import RunLog
-from router.workers.client import Sink, WorkerClient
+from router.workers.client import WorkerClient
 from router.workers.codec import Submission
+from router.workers.in_flight import Sink
 
 # Why a sequence moves from a worker that is well.
 DRAINED = "drain: its worker hands its sequences over"

@@ -11,9 +11,8 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from grpc import aio
@@ -31,7 +30,7 @@ from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 from router.core.identity import is_complete
 from router.core.suspicion import Breakdown
-from router.core.worker_events import Lost, Refused, SequenceAdmitted, SequenceEvent, SequenceFinished, TokensSampled
+from router.core.worker_events import Lost, Refused, SequenceEvent, SequenceFinished
 from router.core.worker_model import Load
 from router.workers.call import WorkerCall, found_silent, is_refused, read, write
 from router.workers.codec import (
@@ -44,13 +43,12 @@ from router.workers.codec import (
     submit_to_proto,
 )
 from router.workers.confirmations import Confirmations
+from router.workers.in_flight import InFlight, Sink
 from router.workers.open_breaks import OpenBreaks, is_severed
 from router.workers.orphan_queries import FoundOrphans, OrphanQueries
 from router.workers.outbox import Outbox
 
 log = logging.getLogger(__name__)
-
-Sink = Callable[[SequenceEvent], None]
 
 
 class WorkerListener(Protocol):
@@ -73,29 +71,6 @@ class RouterIdentity:
 
     router_id: str
     incarnation: bytes
-
-
-# Heartbeats of a worker after a submission that show that it survived reading it. The first may have been on its way.
-_BEATS = 2
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A sequence at the worker; `beats` counts the heartbeats before its submission."""
-
-    sink: Sink
-    beats: int
-    heard_at: float = field(default_factory=time.monotonic)
-    admitted: bool = False
-    sampled: bool = False
-
-    def saw(self, event: SequenceEvent) -> None:
-        self.admitted = self.admitted or isinstance(event, SequenceAdmitted)
-        self.sampled = isinstance(event, TokensSampled)
-
-    def begun(self, beats: int) -> bool:
-        """Return whether the sequence may have broken the worker: by its submission, or by a step."""
-        return self.sampled or self.admitted or beats - self.beats < _BEATS
 
 
 RECONNECT = Backoff(first=0.1, longest=1.0, jitter=0.5)
@@ -130,7 +105,7 @@ class WorkerClient:
         self.address, self._dial = address, dial
         self._router, self._listener, self._pacing = router, listener, pacing or Pacing()
         self._outbox: Outbox | None = None
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, InFlight] = {}
         # Handles that the router cancelled; later events for them are dropped.
         self._given_up: set[int] = set()
         self._queries = OrphanQueries()
@@ -163,7 +138,7 @@ class WorkerClient:
             raise Unavailable(f"worker at {self.address} is not connected")
         handle = self._next_handle()
         self._outbox.submit(pb.StreamRequest(submit=submit_to_proto(submission, handle, fork_of)))
-        self._in_flight[handle] = _InFlight(sink, self._beats)
+        self._in_flight[handle] = InFlight(sink, self._beats)
         self._last_handle = handle
         return handle
 
@@ -185,7 +160,7 @@ class WorkerClient:
             raise Unavailable(f"worker at {self.address} is not connected")
         handle = self._next_handle()
         self._outbox.put(pb.StreamRequest(adopt=pb.Adopt(handle=handle, sequence=sequence, timeout_seconds=timeout)))
-        self._in_flight[handle] = _InFlight(sink, self._beats)
+        self._in_flight[handle] = InFlight(sink, self._beats)
         self._last_handle = handle
         return handle, self._confirmations.expect(handle)
 
@@ -239,7 +214,7 @@ class WorkerClient:
             del self._in_flight[handle]
         self._abandon(lost, reason, broken=False)
 
-    def _abandon(self, lost: dict[int, _InFlight], reason: str, broken: bool, severed: bool = False) -> None:
+    def _abandon(self, lost: dict[int, InFlight], reason: str, broken: bool, severed: bool = False) -> None:
         for handle in lost if self._outbox is not None else ():
             self._tell_to_cancel(handle, FinishReason.CANCELLED)
         breakdown = Breakdown(unsettled=broken and severed and bool(lost))
@@ -249,7 +224,7 @@ class WorkerClient:
             begun = broken and each.begun(self._beats)
             self._give(handle, each, Lost(f"{self.address}: {reason}", breakdown if begun else None))
 
-    def _give(self, handle: int, to: _InFlight, event: SequenceEvent) -> None:
+    def _give(self, handle: int, to: InFlight, event: SequenceEvent) -> None:
         """Hand an event to its sink. A sink that fails loses its own sequence alone."""
         try:
             to.sink(event)
