@@ -24,7 +24,7 @@ def test_seconds_of_a_plan_break_no_stream_change_no_token_and_leave_no_block(tm
     _nothing_is_wrong(figures)
     assert read(next(line for line in lines if line.startswith("plan: ")).removeprefix("plan: ")) == plan
     kinds = {line.split()[0] for line in lines if line.startswith("  ") and ": " in line}
-    assert {"good", "message", "message_streamed", "cancelled", "bad", "broken", "over_http"} <= kinds
+    assert {"good", "message", "message_streamed", "cancelled", "bad"} <= kinds
     for name in ("router-0", "router-1", "kvmanager", "worker-0", "worker-1", "redis"):
         assert figures[f"uss_mib_{name}"] > 1
         assert figures[f"fds_{name}"] > 0

@@ -153,7 +153,7 @@ async def test_encoding_leaves_the_event_loop_free(demo: Tokenizer) -> None:
         await asyncio.sleep(0)
         turns += 1
     # `Tokenizer.encode` of the library in a thread, which holds the GIL, leaves fewer than ten.
-    assert turns > 1000
+    assert turns > 100
 
 
 async def test_a_tokenizer_that_truncates_and_pads_does_neither_here(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from quire.types.v1 import types_pb2
 from router.core.worker_events import Lost, Preempted, Refused, SequenceAdmitted, SequenceFinished, TokensSampled
 from router.core.worker_model import Capacity, Load
 from router.workers.client import Pacing, WorkerClient
-from tests.support.router.client_harness import SUBMISSION, Inbox, Listener, running_client
+from tests.support.router.client_harness import QUICK, SUBMISSION, Inbox, Listener, running_client
 from tests.support.router.fake_worker import IDENTITY, FakeWorker, prompt_of
 
 # ------------------------------------------------------------ hello
@@ -66,7 +66,7 @@ async def test_a_worker_that_bounds_silence_gets_pulses(worker: FakeWorker, list
 
 async def test_a_silent_worker_is_tried_again(worker: FakeWorker, listener: Listener) -> None:
     worker.greets = False
-    async with running_client(worker, listener):
+    async with running_client(worker, listener, replace(QUICK, hello=0.2)):
         await worker.until(lambda: worker.streams >= 2)
     assert str(listener.errors[0]) == "no hello within 0.2 s"
 

@@ -167,7 +167,7 @@ async def test_preemptions_do_not_change_where_thoughts_end(thinking: Suite) -> 
     requests = [bounded(place % 18, prompt) for place, prompt in enumerate(prompts(24, seed=5))]
     alone = [await thinking.generate(request) for request in requests]
     preemptions = 0
-    async with asyncio.timeout(3 * PATIENCE):
+    async with asyncio.timeout(2 * PATIENCE):
         while not preemptions:
             together = await all_at_once(thinking, requests)
             assert outputs(together) == outputs(alone)

@@ -15,7 +15,7 @@ from router.workers.client import Pacing, RouterIdentity, WorkerClient
 from router.workers.codec import Submission, WorkerFacts
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker
 
-QUICK = Pacing(Backoff(first=0.01, longest=0.05, jitter=0.5), hello=0.2)
+QUICK = Pacing(Backoff(first=0.01, longest=0.05, jitter=0.5), hello=PATIENCE_S)
 SUBMISSION = Submission("r1", 0, (1, 2, 3, 4, 5), (), b"r" * 32, SamplingParams(max_tokens=3), eos_token_ids=(7,))
 
 
@@ -69,8 +69,8 @@ class Inbox:
 class running_client:  # noqa: N801
     """Runs a client until the end of the block."""
 
-    def __init__(self, worker: FakeWorker, listener: Listener) -> None:
-        self._client = WorkerClient(worker.address, RouterIdentity("router", b"i" * 16), listener, QUICK)
+    def __init__(self, worker: FakeWorker, listener: Listener, pacing: Pacing = QUICK) -> None:
+        self._client = WorkerClient(worker.address, RouterIdentity("router", b"i" * 16), listener, pacing)
 
     async def __aenter__(self) -> WorkerClient:
         self._task = asyncio.create_task(self._client.run())
