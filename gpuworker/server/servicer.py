@@ -198,13 +198,19 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _begin(self, stream: RouterStream, hello: pb.Hello) -> None:
-        """Take up a stream. The earlier one of its connection ends: its router has moved the sequences."""
+        """Take up a stream. The earlier one of its connection ends: its router has moved the sequences.
+
+        A router that stood still moves them from now on, and has fewer clients than it knows: what it left stays.
+        """
         if hello.connection:
             name = hello.incarnation, hello.connection
             if (earlier := self._connections.get(name)) is not None:
+                if hello.stood_still:
+                    self._orphan(earlier, hello.incarnation, stood_still=True)
                 earlier.close()
             self._connections[name] = stream
-        self.orphans.returned(hello.incarnation)
+        if not hello.stood_still:
+            self.orphans.returned(hello.incarnation)
         self._streams.add(stream)
 
     def _orphan(self, stream: RouterStream, router: bytes, stood_still: bool = False) -> None:

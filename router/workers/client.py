@@ -114,6 +114,8 @@ class WorkerClient:
         self._beats = 0
         # Whether the worker has said that it ends: the end of its stream is then no failure.
         self._draining = False
+        # Whether this router stood still since the last hello.
+        self._stood_still = False
         self._connection = secrets.randbits(63) + 1
         self._leaving = False
         self._confirmations, self._breaks = Confirmations(), OpenBreaks()
@@ -275,8 +277,9 @@ class WorkerClient:
             broken = not self._draining and not self._leaving
         except aio.AioRpcError as failed:
             error = error_from_rpc(failed)
-            self.refused, severed, broken = is_refused(failed), is_severed(failed), not found_silent(failed)
-            if not broken:
+            self.refused, severed = is_refused(failed), is_severed(failed)
+            if found_silent(failed) or (self._outbox is not None and self._outbox.stood_still):
+                self._stood_still, broken = True, False
                 await asyncio.sleep(self._pacing.stood_still)
         except QuireError as refused:
             error = refused
@@ -293,6 +296,7 @@ class WorkerClient:
             incarnation=self._router.incarnation,
             identity=identity_to_proto(known) if known else None,
             connection=self._connection,
+            stood_still=self._stood_still,
         )
         try:
             async with asyncio.timeout(self._pacing.hello):
@@ -304,7 +308,7 @@ class WorkerClient:
         if answer is None or answer.WhichOneof("message") != "hello":
             raise ProtocolViolation("the worker's first message was no hello")
         self._outbox = Outbox(answer.hello.silence_seconds)
-        self._last_seq, self._draining, self.refused = 0, False, False
+        self._last_seq, self._draining, self.refused, self._stood_still = 0, False, False, False
         facts = facts_from_proto(answer.hello.info)
         self._breaks.greeted(facts.incarnation)
         self._listener.connected(self, facts)

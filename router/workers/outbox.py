@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from time import monotonic
 
 from common.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation
 from common.hashing import little_endian_int32
@@ -26,7 +27,8 @@ class Outbox:
     """
 
     def __init__(self, silence: float = 0.0) -> None:
-        self._pulse_seconds = pulse_seconds(silence)
+        self._silence, self._pulse_seconds = silence, pulse_seconds(silence)
+        self._taken_at, self._longest = monotonic(), 0.0
         # By position in the order.
         self._messages: OrderedDict[int, tuple[pb.StreamRequest, int]] = OrderedDict()
         # Position of each submission, by handle.
@@ -88,8 +90,18 @@ class Outbox:
         self._closed = True
         self._filled.set()
 
+    @property
+    def stood_still(self) -> bool:
+        """Whether nothing was taken for longer than the worker bears. Pulses were due: this router stood still."""
+        return self._pulse_seconds is not None and max(self._longest, monotonic() - self._taken_at) > self._silence
+
     async def take(self) -> pb.StreamRequest | None:
         """Return the next message, once there is one; None at the end."""
+        message, now = await self._next(), monotonic()
+        self._longest, self._taken_at = max(self._longest, now - self._taken_at), now
+        return message
+
+    async def _next(self) -> pb.StreamRequest | None:
         while not self._messages:
             if self._closed:
                 return None

@@ -53,6 +53,26 @@ async def test_what_a_silent_router_left_stays_when_it_is_here_again() -> None:
         assert worker.servicer.orphans.fates == {Fate.KEPT: 1, Fate.RESUMED: 1}
 
 
+@pytest.mark.parametrize("open_still", [False, True], ids=["the connection broke", "the break is not known"])
+async def test_what_a_router_left_stays_when_it_says_that_it_stood_still(open_still: bool) -> None:
+    """gRPC gives up the connection to a process that answers no ping, before or after the silence is noticed."""
+    runner = ManualRunner(lambda plan: plan.step % 50)
+    async with served(runner, orphan_grace=LONG) as worker:
+        async with router_of(worker, FIRST, connection=7) as stopped:
+            await stopped.send(resumable(1, 6))
+            await worker.until(lambda: len(runner.num_tokens) == 1)
+            if not open_still:
+                stopped.call.cancel()
+                await worker.until(lambda: len(worker.servicer.orphans) == 1)
+            again = router_of(worker, FIRST, connection=7, stood_still=True)
+            async with again, router_of(worker, SECOND) as router:
+                (orphan,) = (await found(router)).orphans
+                await adopt(router, 9, orphan.sequence)
+                runner.release()
+                await router.until_finished(9)
+        assert worker.servicer.orphans.fates == {Fate.KEPT: 1, Fate.RESUMED: 1}
+
+
 async def test_a_silent_router_that_runs_again_reads_why_its_stream_ended() -> None:
     async with served(ManualRunner(), orphan_grace=LONG, silence=SHORT) as worker, router_of(worker, FIRST) as silent:
         await silent.send(PULSE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
 from router.core.worker_events import Lost, Preempted, Refused, SequenceAdmitted, SequenceFinished, TokensSampled
 from router.core.worker_model import Capacity, Load
+from router.workers import outbox
 from router.workers.client import Pacing, WorkerClient
 from tests.support.router.client_harness import QUICK, SUBMISSION, Inbox, Listener, running_client
 from tests.support.router.fake_worker import IDENTITY, FakeWorker, prompt_of
@@ -323,6 +325,26 @@ async def test_a_worker_that_found_this_router_silent_convicts_no_request(
     assert isinstance(lost, Lost)
     assert lost.breakdown is None
     await listener.until(lambda: len(listener.facts) == 2)
+
+
+async def test_a_router_that_stood_still_says_so_however_its_stream_ended(
+    worker: FakeWorker, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own gRPC may end the connection when it runs again, because no ping was answered meanwhile."""
+    worker.silence, inbox = 600.0, Inbox()
+    async with running_client(worker, listener) as client:
+        await listener.until(lambda: client.ready)
+        client.submit(SUBMISSION, inbox.put)
+        await worker.until(lambda: bool(worker.submits))
+        monkeypatch.setattr(outbox, "monotonic", lambda: time.monotonic() + 2 * worker.silence)
+        worker.fail(Unavailable("ping timeout"))
+        lost = await inbox.next()
+        assert isinstance(lost, Lost)
+        assert lost.breakdown is None
+        await listener.until(lambda: len(listener.facts) == 2)
+        worker.fail(Unavailable("and once more, without a pause"))
+        await listener.until(lambda: len(listener.facts) == 3)
+    assert [hello.stood_still for hello in worker.hellos] == [False, True, False]
 
 
 async def test_a_router_that_stood_still_hears_first_which_clients_are_gone(

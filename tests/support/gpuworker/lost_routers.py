@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from google.rpc import status_pb2
 
@@ -41,10 +42,10 @@ async def refusal(router: RouterEnd) -> tuple[int, int]:
 
 
 @asynccontextmanager
-async def router_of(worker: Served, incarnation: bytes) -> AsyncIterator[RouterEnd]:
+async def router_of(worker: Served, incarnation: bytes, **hello: Any) -> AsyncIterator[RouterEnd]:
     async with worker.stub() as stub:
         router = RouterEnd(stub.Stream())
-        await router.send(pb.StreamRequest(hello=pb.Hello(router_id="r", incarnation=incarnation)))
+        await router.send(pb.StreamRequest(hello=pb.Hello(router_id="r", incarnation=incarnation, **hello)))
         await router.until("hello")
         yield router
 

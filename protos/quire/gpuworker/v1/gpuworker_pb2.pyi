@@ -85,7 +85,8 @@ Global___Pulse: _TypeAlias = Pulse  # noqa: Y015
 @_typing.final
 class Hello(_message.Message):
     """The sequences of a router whose stream is lost are orphans. They run on for the worker's --orphan-grace. Any router of
-    the pool may adopt them. A router that comes back has moved its sequences to other workers, so its orphans end.
+    the pool may adopt them. A router that comes back has moved its sequences to other workers, so its orphans end. Those of
+    one that stood still stay.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -94,6 +95,7 @@ class Hello(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
     CONNECTION_FIELD_NUMBER: _builtins.int
+    STOOD_STILL_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     incarnation: _builtins.bytes
     """16 random bytes per router process. A router without them leaves no orphans."""
@@ -101,6 +103,8 @@ class Hello(_message.Message):
     """Names one connection of the router process through all its streams; 0 names none. A new stream ends the earlier one
     of its connection, whose break the worker may not have seen yet, and cancels what that one left.
     """
+    stood_still: _builtins.bool
+    """The router stood still until now. Its clients may have left it, and be on their way to other routers."""
     @_builtins.property
     def identity(self) -> _types_pb2.PoolIdentity:
         """The pool's identity, unset while the router does not know it. A worker with another identity refuses."""
@@ -112,10 +116,11 @@ class Hello(_message.Message):
         incarnation: _builtins.bytes = ...,
         identity: _types_pb2.PoolIdentity | None = ...,
         connection: _builtins.int = ...,
+        stood_still: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connection", b"connection", "identity", b"identity", "incarnation", b"incarnation", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connection", b"connection", "identity", b"identity", "incarnation", b"incarnation", "router_id", b"router_id", "stood_still", b"stood_still"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
