@@ -191,7 +191,7 @@ class RouterProcess:
         return bool({*self.supervisor.failing} - _ASIDE)
 
     async def _report_failing(self, failing: tuple[str, ...]) -> None:
-        await self._server.health.failing(tuple(name for name in failing if name not in _ASIDE))
+        await self._server.health.failing(tuple([name for name in failing if name not in _ASIDE]))
 
     async def _report_stall(self, reason: str) -> None:
         for health in (self._server.health, self._admin.rpc.health):

@@ -86,7 +86,7 @@ class LeaderWatch:
     @property
     def managers(self) -> tuple[ManagerState, ...]:
         """() where there is one address alone."""
-        return tuple(self._states[address] for address in self.addresses if address in self._states)
+        return tuple([self._states[address] for address in self.addresses if address in self._states])
 
     def leaders(self) -> dict[str, str]:
         """Return an address for each group that is known by now: of its leader, else of any of its managers.

@@ -39,7 +39,7 @@ class Topology:
     def within(self, cpus: Iterable[int]) -> Topology:
         """Return the part with these cpus; a quota is divided by the number of cpus."""
         part = self.cpus & frozenset(cpus)
-        cores = tuple(core & part for core in self.cores if core & part)
+        cores = tuple([core & part for core in self.cores if core & part])
         nodes = {number: node & part for number, node in self.nodes.items() if node & part}
         quota = None if self.quota is None else self.quota * len(part) / max(1, len(self.cpus))
         return replace(self, cores=cores, nodes=nodes, quota=quota)

@@ -65,4 +65,4 @@ def mismatches_to_proto(mismatches: Iterable[Mismatch]) -> list[kvmanager_pb2.Id
 
 def mismatches_from_proto(messages: Iterable[kvmanager_pb2.IdentityDifference]) -> tuple[Mismatch, ...]:
     """Return the differences as the worker sees them: `ours` is the worker's value."""
-    return tuple(Mismatch(each.field, each.worker, each.manager, each.flag) for each in messages)
+    return tuple([Mismatch(each.field, each.worker, each.manager, each.flag) for each in messages])

@@ -25,9 +25,11 @@ def tokens_to_proto(retention: Iterable[RetainedTokens]) -> Iterator[gpuworker_p
 
 def tokens_from_proto(messages: Iterable[gpuworker_pb2.RetainedTokens]) -> tuple[RetainedTokens, ...]:
     return tuple(
-        RetainedTokens(each.start, each.end or None, each.priority, each.seconds)
-        for each in islice(messages, MOST_RANGES)
-        if _is_sensible(each.start, each.end, each.priority, each.seconds)
+        [
+            RetainedTokens(each.start, each.end or None, each.priority, each.seconds)
+            for each in islice(messages, MOST_RANGES)
+            if _is_sensible(each.start, each.end, each.priority, each.seconds)
+        ]
     )
 
 
@@ -39,9 +41,11 @@ def blocks_to_proto(retention: Iterable[RetainedBlocks]) -> Iterator[kvmanager_p
 
 def blocks_from_proto(messages: Iterable[kvmanager_pb2.RetainedBlocks]) -> tuple[RetainedBlocks, ...]:
     return tuple(
-        RetainedBlocks(each.first, each.end or LAST_BLOCK, each.priority, each.seconds)
-        for each in islice(messages, MOST_RANGES)
-        if _is_sensible(each.first, each.end, each.priority, each.seconds)
+        [
+            RetainedBlocks(each.first, each.end or LAST_BLOCK, each.priority, each.seconds)
+            for each in islice(messages, MOST_RANGES)
+            if _is_sensible(each.first, each.end, each.priority, each.seconds)
+        ]
     )
 
 

@@ -59,7 +59,7 @@ class DomainsSeen:
     def _remember(self, fingerprint: bytes, sender: SentBy) -> SentBy | None:
         """Note that a sender sent a prefix; return another sender of it, unless this one has sent it before."""
         before = self._sent.pop(fingerprint, ())
-        others = tuple(each for each in before if each.domain != sender.domain)
+        others = tuple([each for each in before if each.domain != sender.domain])
         self._sent[fingerprint] = (*others[-1:], sender)
         if len(self._sent) > self._most:
             self._sent.popitem(last=False)

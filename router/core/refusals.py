@@ -36,7 +36,7 @@ def waiting_record(
         kind=DecisionKind.QUEUED,
         time_ns=time_ns,
         request_id=request.request_id,
-        candidates=tuple(_refusal(each, own) for each in blocked.candidates[:_NAMED]),
+        candidates=tuple([_refusal(each, own) for each in blocked.candidates[:_NAMED]]),
         signal_ages=(),
         figures=(("ahead", float(ahead)),),
         traceparent=request.traceparent,

@@ -19,8 +19,8 @@ class WorkerNetworks:
 
     def __init__(self, networks: Iterable[str]) -> None:
         names = tuple(networks)
-        self._networks = tuple(each for each in map(_network, names) if each is not None)
-        self._names = tuple(name.lower() for name in names if _network(name) is None)
+        self._networks = tuple([each for each in map(_network, names) if each is not None])
+        self._names = tuple([name.lower() for name in names if _network(name) is None])
 
     def refusal(self, address: str) -> str:
         """Return why the router does not connect to HOST:PORT, or nothing if it may."""

@@ -124,11 +124,11 @@ class ManagerGroups:
         failures = {name: each for name, each in zip(leaders, answers, strict=True) if isinstance(each, QuireError)}
         unheard = self._unheard(leaders)
         failures |= {address: Unavailable(_unheard_words(address)) for address in unheard}
-        found = tuple(each for each in answers if not isinstance(each, QuireError))
+        found = tuple([each for each in answers if not isinstance(each, QuireError)])
         silent = {name: error for name, error in failures.items() if not isinstance(error, NotFound)}
         if not found:
             raise next(iter((silent or failures).values()))
-        groups = tuple(name for name in leaders if name not in failures)
+        groups = tuple([name for name in leaders if name not in failures])
         return Answers(found, silent, groups, unheard, leaders, heard)
 
     def _unheard(self, asked: dict[str, str]) -> frozenset[str]:

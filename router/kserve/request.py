@@ -167,7 +167,7 @@ class _Reader:
                 what = f"has {', '.join(sorted(output.parameters))}, which is not offered; expected none"
                 self._refuse(f"outputs[{place}].parameters", what)
         wanted = {*(named or [TEXT_OUTPUT.name]), *(name for name in known if self.flag(f"return_{name}"))}
-        return tuple(tensor for tensor in OUTPUTS if tensor.name in wanted)
+        return tuple([tensor for tensor in OUTPUTS if tensor.name in wanted])
 
     def _text(self, name: str) -> str:
         try:

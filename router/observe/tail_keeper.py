@@ -93,7 +93,7 @@ class TailKeeper:
     def keep(self, head: TraceHead | None, ended: EndedRequest) -> None:
         """Keep the router's records of a request at once, and the rest soon; build a trace if it has a head."""
         found = self._ring.page(DecisionQuery(ended.request_id, since_ns=ended.began_ns), MAX_KEPT_RECORDS)
-        whole = replace(ended, decisions=tuple(each for _, each in found.records))
+        whole = replace(ended, decisions=tuple([each for _, each in found.records]))
         self._records.add(ended.request_id, whole.decisions)
         self._waiting.append(_Kept(head, whole))
         self._came.set()

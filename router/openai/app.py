@@ -250,7 +250,7 @@ class _Api:
             echo, first = map(self._echo, order.requests(), validated), (each.prompt[0] for each in validated)
             answer.form = replace(answer.form, echo=tuple(echo), first_tokens=tuple(first))
         if answer.form.return_token_ids:
-            ids = tuple(json.dumps(each.prompt, separators=(",", ":")) for each in validated)
+            ids = tuple([json.dumps(each.prompt, separators=(",", ":")) for each in validated])
             answer.form = replace(answer.form, prompt_token_ids=ids)
 
     def _echo(self, asked: pb.GenerateRequest, validated: ValidatedRequest) -> str:

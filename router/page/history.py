@@ -109,7 +109,7 @@ def _points(samples: list[Sample]) -> Iterator[Point]:
 def _between(before: Buckets, after: Buckets) -> Buckets:
     """Return the observations between two samples; all of the later one where a bound is missing in the first."""
     earlier = dict(before)
-    return tuple((bound, count - earlier.get(bound, 0.0)) for bound, count in after)
+    return tuple([(bound, count - earlier.get(bound, 0.0)) for bound, count in after])
 
 
 def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float | None:

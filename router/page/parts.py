@@ -54,7 +54,7 @@ def total_of(counter: Counter) -> float:
 def buckets_of(histogram: Histogram) -> Buckets:
     """Return bounds and counts of a histogram without labels."""
     (metric,) = histogram.collect()
-    return tuple((float(each.labels["le"]), each.value) for each in metric.samples if "le" in each.labels)
+    return tuple([(float(each.labels["le"]), each.value) for each in metric.samples if "le" in each.labels])
 
 
 def history_of(sampler: Sampler, clock: Clock) -> History:

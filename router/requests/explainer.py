@@ -52,7 +52,7 @@ class Explanation:
         """Return the workers of which chance takes one."""
         costs = [(each.cost, each.name) for each in self.choice.decision.candidates if each.cost is not None]
         cheapest = min(costs, default=(0.0, ""))[0]
-        return tuple(name for cost, name in costs if cost <= cheapest + TIE_SECONDS)
+        return tuple([name for cost, name in costs if cost <= cheapest + TIE_SECONDS])
 
 
 class Explainer:

@@ -85,7 +85,7 @@ class Reserver:
         fork = capacity.fork_load(request.prompt_tokens, hit_blocks)
         loads = [(uncached, blocks), *[fork] * (request.sequences - 1)]
         most, released = request.max_tokens, self._taken(flow, len(loads))
-        return tuple(LoadReservation(worker, *load, self._clock, released, most_output=most) for load in loads)
+        return tuple([LoadReservation(worker, *load, self._clock, released, most_output=most) for load in loads])
 
     def adopt(self, worker: WorkerModel, flow: Flow) -> LoadReservation:
         """Count a sequence that runs at a worker already, whose heartbeats show its load."""

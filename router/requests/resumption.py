@@ -137,7 +137,7 @@ class Resumption:
         validated = _validated(submit, found[0].orphan, call, self._clock.monotonic())
         counts = tuple(resume.output_tokens_received)
         received = Received(resume.request_id, counts, resume.prompt_logprobs_received, again)
-        sequences = tuple(found[index] for index in range(validated.sampling.n))
+        sequences = tuple([found[index] for index in range(validated.sampling.n)])
         received.check([each.orphan for each in sequences], validated.sampling.logprobs is not None)
         return Resumable(validated, sequences, received)
 
@@ -175,7 +175,7 @@ class Resumption:
         members = [member for member in everyone if not member.client.refused]
         answers = await asyncio.gather(*(self._answer(member, request_id, tenant) for member in members))
         found = [(member, answer) for member, answer in zip(members, answers, strict=True) if answer is not None]
-        gone = tuple(member.name for member in everyone if member.client.refused)
+        gone = tuple([member.name for member in everyone if member.client.refused])
         return _Answers(found, silent=len(found) < max(1, len(members)), gone=gone)
 
     async def _answer(self, member: Member, request_id: str, tenant: str) -> FoundOrphans | None:

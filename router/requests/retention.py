@@ -101,7 +101,7 @@ async def retained_tokens(
             end = min(each.end, whole) if each.HasField("end") else whole
             terms.append(RetainedTokens(each.start, end, each.priority, _seconds(each, "duration")))
     lowered = (_lowered(each, highest) for each in terms if each.end is None or each.start < each.end)
-    return tuple(each for each in lowered if each.priority != DEFAULT_RETENTION_PRIORITY)
+    return tuple([each for each in lowered if each.priority != DEFAULT_RETENTION_PRIORITY])
 
 
 def _covers(known: RetainedTokens, priority: int, seconds: float) -> bool:

@@ -311,7 +311,8 @@ class Prefix:
         if request.no_cache:
             return Prefix(tokens, (), root, domain)
         digests = block_digests(root, tokens, identity.block_size)
-        return Prefix(tokens, tuple(map(block_hash_of, digests)), digests[-1] if digests else root, domain)
+        hashes = tuple([block_hash_of(each) for each in digests])
+        return Prefix(tokens, hashes, digests[-1] if digests else root, domain)
 
 
 def placement_request_of(run: RequestRun, tokens: int, sequences: int) -> PlacementRequest:

@@ -106,7 +106,7 @@ class TenantDirectory:
 
     def _stamps(self) -> tuple[object, ...]:
         """Return what changes with the file, and with the files that it names."""
-        return tuple(_stamp(path) for path in (self._path, *self._table.files))
+        return tuple([_stamp(path) for path in (self._path, *self._table.files)])
 
     def _take(self, table: TenantTable) -> None:
         self._table, self._keys = table, KeyTable(table.names_by_hash)

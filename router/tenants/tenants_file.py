@@ -181,5 +181,5 @@ def _tenant(name: str, entry: TenantEntry, file: TenantsFile, server_key: bytes)
         admin=entry.admin,
         limits=TenantLimits(entry.requests_per_minute, entry.tokens_per_minute, entry.streams, entry.sequences),
         cache_domain=cache_domain(server_key, "tenant", name),
-        shared_domains=tuple((shared, cache_domain(server_key, "shared", shared)) for shared in open_to),
+        shared_domains=tuple([(shared, cache_domain(server_key, "shared", shared)) for shared in open_to]),
     )

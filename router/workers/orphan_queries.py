@@ -40,7 +40,7 @@ class OrphanQueries:
         if answer is None or answer.done():
             return
         first = found.orphans[0].submit if found.orphans else None
-        orphans = tuple(orphan_from_proto(each, first) for each in found.orphans) if first is not None else ()
+        orphans = tuple([orphan_from_proto(each, first) for each in found.orphans]) if first is not None else ()
         answer.set_result(FoundOrphans(orphans, first, found.held))
 
     def lose(self, error: QuireError) -> None:

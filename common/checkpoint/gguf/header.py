@@ -193,7 +193,7 @@ def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name, dimensions = cursor.text(), cursor.scalar("I")
     if dimensions > _MOST_DIMENSIONS:
         raise ValueError(f"{name} has {dimensions} dimensions")
-    shape = tuple(cursor.scalar("Q") for _ in range(dimensions))[::-1]
+    shape = tuple([cursor.scalar("Q") for _ in range(dimensions)])[::-1]
     return name, shape, cursor.scalar("I"), cursor.scalar("Q")
 
 

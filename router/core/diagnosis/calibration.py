@@ -131,7 +131,7 @@ def _pairs(route: Decision, outcome: Outcome | None) -> dict[Measure, Pair]:
 def calibrations(found: Sequence[Predicted]) -> tuple[Calibration, ...]:
     """Return each measure that some request has."""
     by_measure = ((each, [one.pairs[each] for one in found if each in one.pairs]) for each in Measure)
-    return tuple(_calibration(measure, pairs) for measure, pairs in by_measure if pairs)
+    return tuple([_calibration(measure, pairs) for measure, pairs in by_measure if pairs])
 
 
 def _calibration(measure: Measure, pairs: Sequence[Pair]) -> Calibration:

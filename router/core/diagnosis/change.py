@@ -131,7 +131,7 @@ def _change(measure: _Measure, before: Sequence[_Sample], after: Sequence[_Sampl
         return Change(measure.name, first, second, None, ())
     divisions = [Division(measure.component, _components(before, after))]
     divisions += [Division(name, _by_group(before, after, constant, name)) for name in measure.groups]
-    several = tuple(each for each in divisions if each.by == measure.component or len(each.parts) > 1)
+    several = tuple([each for each in divisions if each.by == measure.component or len(each.parts) > 1])
     return Change(measure.name, first, second, second.value - first.value, several)
 
 

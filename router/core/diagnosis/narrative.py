@@ -17,7 +17,7 @@ ROUTER, MANAGER = "router", "kvmanager"
 def steps_of(story: Story) -> tuple[Step, ...]:
     """Return the decisions in sentences; offsets are from the first record of the request."""
     told = sorted(_told(story), key=lambda each: (each[0], each[1], each[2]))
-    return tuple(Step((time_ns - story.began_ns) / 1e9, service, sentence) for time_ns, service, sentence in told)
+    return tuple([Step((time_ns - story.began_ns) / 1e9, service, sentence) for time_ns, service, sentence in told])
 
 
 def _told(story: Story) -> Iterator[tuple[int, str, str]]:

@@ -94,14 +94,14 @@ PRIVATE_COUNTS: Final = ("other_domain_tokens",)
 
 def texts_of(outcome: Outcome) -> tuple[str, ...]:
     """Return the words of an outcome as the reasons of its decision record; empty ones are left out."""
-    return tuple(f"{name}: {value}" for name in _TEXTS if (value := getattr(outcome, name)))
+    return tuple([f"{name}: {value}" for name in _TEXTS if (value := getattr(outcome, name))])
 
 
 def figures_of(outcome: Outcome) -> Seconds:
     """Return the numbers of an outcome as the figures of its decision record; zeros are left out."""
     counts = [(name, float(getattr(outcome, name))) for name in (*_COUNTS, *_FLAGS)]
     phases = [(f"{part}.{name}", seconds) for part in ("before", "after") for name, seconds in getattr(outcome, part)]
-    return tuple(each for each in (*counts, *phases) if each[1])
+    return tuple([each for each in (*counts, *phases) if each[1]])
 
 
 def outcome_of(decision: Decision) -> Outcome:
@@ -123,4 +123,4 @@ def _named(reason: str) -> tuple[str, str]:
 def _phases(figures: Mapping[str, float], prefix: str) -> Seconds:
     """Return the seconds of one part, in the order of the phases, whatever the order of the record's map is."""
     found = [(phase.value, figures.get(prefix + phase, 0.0)) for phase in Phase]
-    return tuple(each for each in found if each[1] > 0.0)
+    return tuple([each for each in found if each[1] > 0.0])

@@ -52,4 +52,4 @@ class PhaseClock:
 
 
 def _seconds(part: dict[Phase, float]) -> Seconds:
-    return tuple((phase.value, part[phase]) for phase in Phase if part.get(phase, 0.0) > 0.0)
+    return tuple([(phase.value, part[phase]) for phase in Phase if part.get(phase, 0.0) > 0.0])

@@ -50,9 +50,11 @@ def _phases(story: Story, outcome: Outcome) -> tuple[PhaseSpan, ...]:
         return ()
     parts = ((False, outcome.before), (True, outcome.after))
     return tuple(
-        PhaseSpan(Phase(name), after, seconds, seconds / total, cause_of(Phase(name), seconds, story, outcome))
-        for after, part in parts
-        for name, seconds in part
+        [
+            PhaseSpan(Phase(name), after, seconds, seconds / total, cause_of(Phase(name), seconds, story, outcome))
+            for after, part in parts
+            for name, seconds in part
+        ]
     )
 
 
@@ -96,7 +98,7 @@ def _greatest(story: Story, outcome: Outcome, phases: Iterable[PhaseSpan], whole
     total = sum(seconds.values())
     unknown = seconds.pop(Cause.NOT_KNOWN, 0.0)
     ordered = sorted(seconds.items(), key=lambda each: (-each[1], each[0]))
-    evidence = tuple(_part(story, outcome, cause, part, total) for cause, part in ordered if part >= TIE * total)
+    evidence = tuple([_part(story, outcome, cause, part, total) for cause, part in ordered if part >= TIE * total])
     if ordered and ordered[0][1] > _second(ordered) + unknown + TIE * total:
         cause, part = ordered[0]
         lead = "Nothing held it up: " if _is_work(cause) and part > (1 - NEGLIGIBLE) * total else ""

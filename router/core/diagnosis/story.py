@@ -140,8 +140,8 @@ def story_of(request_id: str, decisions: Iterable[Decision], unread: Iterable[st
         queued=_all(own, (DecisionKind.QUEUED,), _queued),
         shortfalls=_all(own, (DecisionKind.SHORTFALL,), _shortfall),
         grants=_all(own, (DecisionKind.GRANT,), _grant),
-        lost_to=tuple(_preemption(each) for each in _preemptions(records) if each.victim == request_id),
-        gained_from=tuple(_preemption(each) for each in _preemptions(records) if each.beneficiary == request_id),
+        lost_to=tuple([_preemption(each) for each in _preemptions(records) if each.victim == request_id]),
+        gained_from=tuple([_preemption(each) for each in _preemptions(records) if each.beneficiary == request_id]),
         unread=tuple(unread),
     )
 
@@ -161,7 +161,7 @@ def _last_run(request_id: str, records: list[Decision]) -> list[Decision]:
 def _all(
     records: Iterable[Decision], kinds: tuple[DecisionKind, ...], make: Callable[[Decision], RecordT]
 ) -> tuple[RecordT, ...]:
-    return tuple(make(each) for each in records if each.kind in kinds)
+    return tuple([make(each) for each in records if each.kind in kinds])
 
 
 def _preemptions(records: Iterable[Decision]) -> list[Decision]:
@@ -182,15 +182,17 @@ def _refusal(decision: Decision) -> Refusal:
 
 def _placement(decision: Decision) -> Placement:
     options = tuple(
-        Option(each.name, each.cost, each.terms, _number(each, "hit_blocks"), each.rejected)
-        for each in decision.candidates
+        [
+            Option(each.name, each.cost, each.terms, _number(each, "hit_blocks"), each.rejected)
+            for each in decision.candidates
+        ]
     )
     moved = _first(decision.reasons) if decision.kind is DecisionKind.MIGRATION else ""
     return Placement(decision.time_ns, decision.chosen, options, moved)
 
 
 def _queued(decision: Decision) -> Queued:
-    workers = tuple((each.name, each.rejected) for each in decision.candidates if each.rejected)
+    workers = tuple([(each.name, each.rejected) for each in decision.candidates if each.rejected])
     return Queued(decision.time_ns, _number(decision, "ahead"), workers)
 
 
