@@ -38,7 +38,9 @@ install: $(STAMP) ## Make the environment in .venv (once; again when pyproject.t
 # Of pip's chatter a line for every 20 packages is shown; its errors, and its other warnings, come through.
 PIP_LINES := $(PYTHON) docker/pip_lines.py
 
-# First the lock, whose files must have the hashes there; then torch, in the build that fits the host; then Quire itself.
+# First the lock, whose files must have the hashes there; then torch, in the build that fits the host; then Quire itself. The
+# lock is complete, so pip looks for nothing more: pip 23.2 takes the newest release for a package with extras, which has no
+# hash there.
 PIP := PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install --progress-bar off
 TEXT := .text/botchan.txt
@@ -46,7 +48,7 @@ $(PACKAGES): pyproject.toml protos/pyproject.toml requirements.lock constraints.
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=...")'
 	@test -x $(BIN)/python || { echo "1/3 creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "2/3 installing pinned packages (a minute or two)"
-	@{ { $(PIP_INSTALL) --require-hashes -r requirements.lock \
+	@{ { $(PIP_INSTALL) --require-hashes --no-deps -r requirements.lock \
 		&& $(PIP_INSTALL) -c constraints.txt torch "triton; sys_platform == 'linux'" \
 		&& HATCH_BUILD_NO_HOOKS=1 $(PIP_INSTALL) --no-deps --no-build-isolation -e ./protos -e .; } 2>&1 \
 		|| touch $@.failed; } | $(PIP_LINES)
@@ -201,7 +203,7 @@ pins: $(STAMP) ## Write versions and hashes of what is installed, and of what py
 
 $(VENV)/.fuzz: $(PACKAGES) tests/fuzz/requirements.lock
 	@echo "installing what fuzzing needs besides"
-	@$(PIP_INSTALL) --quiet --require-hashes -r tests/fuzz/requirements.lock
+	@$(PIP_INSTALL) --quiet --require-hashes --no-deps -r tests/fuzz/requirements.lock
 	@touch $@
 
 fuzz: $(STAMP) $(VENV)/.fuzz ## Send garbage of every kind to every service (FUZZ_SECONDS=600)

@@ -21,7 +21,7 @@ FROM tools AS wheel
 ARG PIP_INDEX_URL
 ARG PIP_TRUSTED_HOST
 RUN python requirements.py --build > build.txt \
-    && pip install --require-hashes -r build.txt
+    && pip install --require-hashes --no-deps -r build.txt
 COPY . .
 RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel ./protos .
 
@@ -55,7 +55,7 @@ ARG PIP_TRUSTED_HOST
 # PyTorch's own index has builds without CUDA; pip takes them because 2.13.0+cpu counts as newer than 2.13.0.
 ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 RUN python requirements.py gpuworker > requirements.txt \
-    && pip --python /opt/quire/bin/python install --require-hashes -r requirements.txt \
+    && pip --python /opt/quire/bin/python install --require-hashes --no-deps -r requirements.txt \
     && pip --python /opt/quire/bin/python install -c constraints.txt torch
 COPY --from=wheel /wheel /wheel
 RUN pip --python /opt/quire/bin/python install --no-deps --no-index /wheel/*.whl \
@@ -72,7 +72,7 @@ ARG PIP_TRUSTED_HOST
 ARG PIP_EXTRA_INDEX_URL
 # PyPI's torch brings the CUDA runtime in packages of its own; the host needs the driver and its container toolkit alone.
 RUN python requirements.py gpuworker > requirements.txt \
-    && pip --python /opt/quire/bin/python install --require-hashes -r requirements.txt \
+    && pip --python /opt/quire/bin/python install --require-hashes --no-deps -r requirements.txt \
     && pip --python /opt/quire/bin/python install -c constraints.txt torch triton
 COPY --from=wheel /wheel /wheel
 RUN pip --python /opt/quire/bin/python install --no-deps --no-index /wheel/*.whl \
