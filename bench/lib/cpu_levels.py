@@ -26,6 +26,7 @@ _ONEDNN: Final = {
     "avx512": "AVX512_CORE",
     "avx512_vnni": "AVX512_CORE_VNNI",
     "avx512_bf16": "AVX512_CORE_BF16",
+    "amx": "AVX512_CORE_AMX",
 }
 
 

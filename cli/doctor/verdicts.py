@@ -14,6 +14,7 @@ _GIB: Final = 1 << 30
 _LEAST_MEMORY: Final = 2 * _GIB
 _LEAST_FILES: Final = 1024
 _LEVEL_WORDS: Final = {
+    "amx": "AVX-512 with bf16, AMX",
     "avx512_bf16": "AVX-512 with bf16",
     "avx512_vnni": "AVX-512 with VNNI, without bf16",
     "avx512": "AVX-512, without VNNI and bf16",

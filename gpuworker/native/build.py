@@ -35,16 +35,22 @@ _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 _AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 _AVX512 = [*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq")), "-mprefer-vector-width=512"]
 _VNNI = [*_AVX512, "-mavx512vnni"]
+_BF16 = [*_VNNI, "-mavx512bf16"]
 # From the plainest to the best; the loader tries them from the end.
 LEVELS: dict[str, list[str]] = {"scalar": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     LEVELS |= {"avx2": _AVX2, "avx_vnni": [*_AVX2, "-mavxvnni"]}
-    LEVELS |= {"avx512": _AVX512, "avx512_vnni": _VNNI, "avx512_bf16": [*_VNNI, "-mavx512bf16"]}
+    LEVELS |= {"avx512": _AVX512, "avx512_vnni": _VNNI, "avx512_bf16": _BF16}
+    LEVELS |= {"amx": [*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]}
 # A level differs from the one before it by a macro: sources that do not read it are not compiled again.
 _BEFORE = {"avx_vnni": ("avx2", "__AVXVNNI__")}
 _BEFORE |= {"avx512_vnni": ("avx512", "__AVX512VNNI__"), "avx512_bf16": ("avx512_vnni", "__AVX512BF16__")}
+_BEFORE |= {"amx": ("avx512_bf16", "__AMX_TILE__")}
 # An instruction of a level that an older assembler lacks: there the level is left out (GCC 10, binutils 2.35).
-_NEW = {"avx_vnni": 'void add() { asm("{vex} vpdpwssd %ymm0, %ymm1, %ymm2"); }'}
+_NEW = {
+    "avx_vnni": 'void add() { asm("{vex} vpdpwssd %ymm0, %ymm1, %ymm2"); }',
+    "amx": 'void add() { asm("tdpbf16ps %tmm0, %tmm1, %tmm2"); }',
+}
 if SANITIZED:
     _BEFORE = {}
     LEVELS = {SANITIZED: LEVELS[SANITIZED]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from gpuworker.native.build import LEVELS, NoCompiler, compiler, library, may_la
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+_AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 # From the plainest to the best, with the flags of /proc/cpuinfo that each needs.
 _NEEDS = {
     "scalar": frozenset[str](),
@@ -17,8 +19,11 @@ _NEEDS = {
     "avx512": _AVX512,
     "avx512_vnni": _AVX512 | {"avx512_vnni"},
     "avx512_bf16": _AVX512 | {"avx512_vnni", "avx512_bf16"},
+    "amx": _AVX512 | {"avx512_vnni", "avx512_bf16"} | _AMX,
 }
 NAMES = tuple(_NEEDS)
+# Of Linux on x86-64: a system call, and its arguments (arch/x86/include/uapi/asm/prctl.h, asm/fpu/types.h).
+_ARCH_PRCTL, _REQUEST_REGISTERS, _AMX_REGISTERS = 158, 0x1023, 18
 INSTALL_COMPILER = "install a C++ compiler (Debian: apt-get install g++), then run `make install`"
 
 
@@ -37,7 +42,10 @@ def why_not(level: str, flags: frozenset[str] | None = None) -> str | None:
     """Return why a level cannot be used on a processor (this one unless `flags` are given), and what to do."""
     flags = processor_flags() if flags is None else flags
     if lacking := sorted(_NEEDS[level] - flags):
-        return f"this processor lacks {', '.join(lacking)}; it runs {', '.join(levels_of(flags))}"
+        lacks = f"this processor lacks {', '.join(lacking)}"
+        if _AMX.issuperset(lacking) and _flags_of_processor() >= _AMX:
+            lacks = "the kernel gives this process no registers of AMX (Linux does from 5.16 on; sandboxes may not)"
+        return f"{lacks}; it runs {', '.join(levels_of(flags))}"
     return why_missing(level)
 
 
@@ -57,7 +65,13 @@ def why_missing(level: str) -> str | None:
 
 
 def processor_flags() -> frozenset[str]:
-    """Return the flags of /proc/cpuinfo, "Features" on ARM; none where that cannot be read."""
+    """Return the flags of /proc/cpuinfo that this process may use; none where it cannot be read."""
+    flags = _flags_of_processor()
+    return flags if flags.isdisjoint(_AMX) or _may_use_amx() else flags - _AMX
+
+
+def _flags_of_processor() -> frozenset[str]:
+    """Return the flags of /proc/cpuinfo, "Features" on ARM."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -65,3 +79,12 @@ def processor_flags() -> frozenset[str]:
     return frozenset(
         next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
     )
+
+
+@functools.cache
+def _may_use_amx() -> bool:
+    """Ask the kernel for the registers of AMX, for all threads of this process; return whether it gives them.
+
+    Kernels before 5.16, some sandboxes, and a process with a signal stack that is too small for them do not.
+    """
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_REGISTERS, _AMX_REGISTERS) == 0

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch  # noqa: F401 - brings the OpenMP library that ours resolves against
 
 from gpuworker.native.build import library
-from gpuworker.native.levels import levels_here, why_missing, why_not
+from gpuworker.native.levels import levels_here, why_not
 
 __all__ = ["ABI_VERSION", "NativeUnavailable", "best", "level_of", "levels_here", "load", "use_level"]
 
@@ -58,8 +58,8 @@ def best() -> ctypes.CDLL | None:
 def load(level: str) -> ctypes.CDLL:
     """Return the library of one level. Raises NativeUnavailable."""
     path = library(level)
-    if missing := why_missing(level):
-        raise NativeUnavailable(missing)
+    if reason := why_not(level):
+        raise NativeUnavailable(reason)
     _share_openmp()
     try:
         loaded = ctypes.CDLL(str(path))

@@ -13,7 +13,9 @@ namespace {
 
 // Rows of a task: few enough that their inputs stay in the L2 cache while the panels pass by.
 constexpr int64_t kBlockRows = (140 + kTileRows - 1) / kTileRows * kTileRows;
-constexpr int64_t kSums = kBlockRows * kPanel;
+// On AMX up to so many, since products are so quick that reading the weights once for each block of rows would count.
+constexpr int64_t kAmxBlockRows = 8 * kAmxTileRows, kAmxLeastBlockRows = 2 * kAmxTileRows, kAmxBlockBytes = 1 << 20;
+constexpr int64_t kSums = std::max(kBlockRows, kAmxBlockRows) * kPanel;
 constexpr int64_t kL1Inputs = 128;
 
 // Beyond so many rows a block of integer weights, and without dot products of bf16 one of bf16 weights, is made floats
@@ -27,6 +29,7 @@ constexpr int64_t kGroupRowsUnpacking = kRowsUnpacking;
 #endif
 
 struct Scratch {
+  int shaped_rows = 0;  // of the registers of the matrix unit
   alignas(64) float sums[2 * kSums];
   // A block of a panel whose integers have become floats, with the scales of its groups.
   alignas(64) uint8_t unpacked[(Layout::kBlockInputs * 4 + Layout::kBlockInputs * 2 / 32 * 8) * kPanel];
@@ -39,22 +42,31 @@ struct Task {
   int panels;
 };
 
+int64_t amx_block_rows(const Layout& layout) {
+  const int64_t fit = kAmxBlockBytes / (layout.steps * step_inputs(layout.kind) * activation_bytes(layout.kind));
+  return std::clamp(fit / kAmxTileRows * kAmxTileRows, kAmxLeastBlockRows, kAmxBlockRows);
+}
+
 // How a product is cut into tasks: panels fastest, so that all members share a block of rows. Tiles have equal rows, as
-// nearly as can be: a last one of few rows would cost as much as a full one.
+// nearly as can be: a last one of few rows would cost as much as a full one. On AMX each has `full_rows` but the last one,
+// since the unit takes 16 rows at a time.
 struct Plan {
-  int64_t rows, tiles, blocks, panels, per_task, tasks_of_block, tasks;
+  int64_t full_rows, rows, tiles, blocks, panels, per_task, tasks_of_block, tasks;
 
   Plan(const Layout& layout, int64_t all_rows) : rows(all_rows), panels(layout.panels) {
-    const int64_t of_tile = layout.groups ? kGroupTileRows : kTileRows, of_block = kBlockRows / of_tile;
+    const bool amx = on_amx(layout.kind);
+    const int64_t of_tile = amx ? kAmxTileRows : layout.groups ? kGroupTileRows : kTileRows;
+    const int64_t of_block = (amx ? amx_block_rows(layout) : kBlockRows) / of_tile;
+    full_rows = amx ? of_tile : 0;
     tiles = (rows + of_tile - 1) / of_tile;
     // One row more than has room for all columns is faster as two tiles than as one whose halves take turns.
     if (kWholeRows < kTileRows && rows == kWholeRows + 1) tiles = 2;
     blocks = (tiles + of_block - 1) / of_block;
-    per_task = rows <= kPairRows ? 2 : 1;
+    per_task = rows <= (amx ? kAmxPairRows : kPairRows) ? 2 : 1;
     tasks_of_block = (panels + per_task - 1) / per_task;
     tasks = blocks * tasks_of_block;
   }
-  int64_t row(int64_t tile) const { return rows * tile / tiles; }
+  int64_t row(int64_t tile) const { return full_rows ? std::min(full_rows * tile, rows) : rows * tile / tiles; }
   Task task(int64_t index) const {
     const int64_t block = index / tasks_of_block, panel = index % tasks_of_block * per_task;
     const int64_t tile = tiles * block / blocks, after = tiles * (block + 1) / blocks;
@@ -127,6 +139,7 @@ class Product {
 
   // Where halves of the columns take turns, a block of floats fits the L1 cache. The order of sums stays.
   static int64_t steps_of_block(const Layout& layout, int64_t rows) {
+    if (on_amx(layout.kind)) return rows <= kAmxTileRows ? layout.steps : layout.block_steps;
     if (rows <= kWholeRows || kTileRows == kWholeRows || activation_bytes(layout.kind) < 4) return layout.block_steps;
     const int64_t least = layout.groups ? layout.group_steps : kChunk;
     return std::max(kL1Inputs / step_inputs(layout.kind) / least, int64_t{1}) * least;
@@ -145,9 +158,10 @@ class Product {
     tile.first = step == 0;
     tile.sums_stride = kSums;
     tile.x_sums_stride = layout_.groups;
+    tile.shaped_rows = &scratch.shaped_rows;
     // A single tile reads each weight once and prefetches its own next lines; of several tiles, each prefetches its
     // part of the next block.
-    tile.near = task.tiles == 1 && task.rows <= kWholeRows;
+    tile.near = task.tiles == 1 && (task.rows <= kWholeRows || on_amx(w_.kind));
     tile.panel_end = layout_.panel(w_, task.panel) + layout_.panel_bytes;
     tile.next = b.next ? b.next : tile.panel_end;
     const int64_t block_bytes = layout_.offset(step + steps) - layout_.offset(step);
@@ -164,18 +178,29 @@ class Product {
       const int64_t begin = plan_.row(task.tile + i) - task.row, end = plan_.row(task.tile + i + 1) - task.row;
       tile.x = static_cast<const uint8_t*>(x_.data) + (task.row + begin) * x_.stride + x_offset;
       tile.sums = scratch.sums + begin * kPanel;
+      tile.rows = static_cast<int>(end - begin);
       if (w_.has_zeros) {
         tile.x_sums = x_.sums + (task.row + begin) * layout_.groups + step / layout_.group_steps;
       }
       const int64_t covered = i * ahead_part;
       tile.ahead = b.ahead && covered < block_bytes ? b.ahead + covered : nullptr;
       if (b.last) fetch_outputs(task, begin, end);
-      tile_function(kind, static_cast<int>(end - begin), task.panels)(tile);
-      if (b.last) store(task, begin, end, scratch);
+      function_of(kind, tile.rows, task.panels)(tile);
+      // The sums of a tile are read once the next one runs: those of the matrix unit are late.
+      if (b.last && i > 0) store(task, plan_.row(task.tile + i - 1) - task.row, begin, scratch);
+      if (b.last && i + 1 == task.tiles) store(task, begin, end, scratch);
     }
   }
 
+  static TileFunction function_of(int32_t kind, int rows, int panels) {
+#if defined(QUIRE_AMX)
+    if (on_amx(kind)) return amx_tile_function(kind, rows, panels);
+#endif
+    return tile_function(kind, rows, panels);
+  }
+
   int64_t rows_unpacking() const {
+    if (on_amx(w_.kind)) return kAmxTileRows;
     if (w_.kind == QUIRE_LINEAR_BF16) return kBf16RowsUnpacking;
     return layout_.groups ? kGroupRowsUnpacking : kRowsUnpacking;
   }
@@ -244,21 +269,6 @@ class Product {
   const int64_t block_steps_;
 };
 
-template <typename Loader>
-void unpack_group(const uint8_t* from, int64_t steps, uint8_t* to) {
-  constexpr int64_t vector = sizeof(typename Loader::Math::Weight);
-  for (int64_t i = 0; i < steps; ++i, from += Loader::kBytes) {
-    typename Loader::Math::Weight w[Loader::kSub][2];
-    Loader::load(from, w);
-    for (int s = 0; s < Loader::kSub; ++s) {
-      for (int half = 0; half < 2; ++half) {
-        std::memcpy(to, &w[s][half], vector);
-        to += vector;
-      }
-    }
-  }
-}
-
 void Product::unpack(Tile& tile, Scratch& scratch) const {
   const int64_t inputs = step_inputs(w_.kind), target = unpacked(w_.kind);
   const int64_t target_steps = tile.steps * inputs / step_inputs(target);
@@ -269,11 +279,11 @@ void Product::unpack(Tile& tile, Scratch& scratch) const {
     from += layout_.head;
     to += layout_.head;
     switch (w_.kind) {
-      case QUIRE_LINEAR_BF16: unpack_group<Bf16Loader>(from, tile.steps, to); break;
-      case QUIRE_LINEAR_I8_F32: unpack_group<I8F32Loader>(from, tile.steps, to); break;
-      case QUIRE_LINEAR_I8_BF16: unpack_group<I8Bf16Loader>(from, tile.steps, to); break;
-      case QUIRE_LINEAR_I4_F32: unpack_group<I4F32Loader>(from, tile.steps, to); break;
-      default: unpack_group<I4Bf16Loader>(from, tile.steps, to);
+      case QUIRE_LINEAR_BF16: quire::unpack<Bf16Loader>(from, tile.steps, to); break;
+      case QUIRE_LINEAR_I8_F32: quire::unpack<I8F32Loader>(from, tile.steps, to); break;
+      case QUIRE_LINEAR_I8_BF16: quire::unpack<I8Bf16Loader>(from, tile.steps, to); break;
+      case QUIRE_LINEAR_I4_F32: quire::unpack<I4F32Loader>(from, tile.steps, to); break;
+      default: quire::unpack<I4Bf16Loader>(from, tile.steps, to);
     }
     from += tile.steps * step_bytes(w_.kind);
     to += target_steps * step_bytes(target);
@@ -285,6 +295,14 @@ void Product::unpack(Tile& tile, Scratch& scratch) const {
 Scratch& scratch_of_thread() {
   static thread_local Scratch scratch;
   return scratch;
+}
+
+// What a member does once it has no more tasks.
+void end_tasks(Scratch& scratch) {
+#if defined(QUIRE_AMX)
+  if (scratch.shaped_rows) amx_release();
+#endif
+  scratch.shaped_rows = 0;
 }
 
 // The end of a task prefetches the start of the one that this member probably takes next: members take turns.
@@ -303,6 +321,7 @@ void linear(Team& team, const quire_linear& w, const Input& x, int64_t rows, con
   const Plan& plan = product.plan();
   Scratch& scratch = scratch_of_thread();
   team.phase(plan.tasks, [&](int64_t now) { run_task(team, product, now, scratch); });
+  end_tasks(scratch);
 }
 
 void linear(Team& team, Queue& queue, const quire_linear& w, const Input& x, int64_t rows, const Output& out) {
@@ -310,6 +329,7 @@ void linear(Team& team, Queue& queue, const quire_linear& w, const Input& x, int
   const Product product(w, x, rows, out);
   Scratch& scratch = scratch_of_thread();
   for (int64_t now; (now = queue.take()) < product.plan().tasks;) run_task(team, product, now, scratch);
+  end_tasks(scratch);
 }
 
 }  // namespace quire

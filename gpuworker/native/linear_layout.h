@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "amx.h"
 #include "bf16_dots.h"
 #include "byte_dots.h"
 #include "linear.h"
@@ -25,6 +26,12 @@ constexpr bool kBf16Dots = false;
 constexpr bool kByteDots = true;
 #else
 constexpr bool kByteDots = false;
+#endif
+
+#if defined(QUIRE_AMX)
+constexpr bool kAmx = true;
+#else
+constexpr bool kAmx = false;
 #endif
 
 // The inputs of a panel's last step, after its sums are complete.
@@ -65,6 +72,14 @@ inline int64_t step_bytes(int32_t kind) {
   return kPanel * step_inputs(kind) * each;
 }
 
+// Whether the matrix unit multiplies a kind: all rows, so that a result does not depend on their number.
+inline bool on_amx(int32_t kind) { return kAmx && (is_bf16(kind) || kind == QUIRE_LINEAR_W8A8); }
+
+// The inputs of a panel are filled up with zeros to a multiple of so many: a row of a register of the matrix unit.
+inline int64_t padded_inputs(int32_t kind) {
+  return on_amx(kind) ? 64 / activation_bytes(kind) : step_inputs(kind);
+}
+
 // The place of weight (k, column) of a panel: the byte, and for int4 the bits in the 16-bit word that starts there.
 struct Place {
   int64_t byte;
@@ -88,19 +103,20 @@ struct Layout {
   int64_t groups, group_steps;  // groups: 0 without groups
   int64_t head;                 // bytes in front of each group
   int64_t panel_bytes;
-  int64_t block_steps;          // steps of a block of k that fits the L2 cache beside the activations
+  int64_t block_steps;          // steps of a block of k that fits the L2 cache beside the activations, on AMX the L1 cache
   int64_t unit;                 // columns of one source in a panel: 32, or 16 of a paired weight
 
   explicit Layout(const quire_linear& w) : kind(w.kind) {
     unit = w.paired ? kPanel / 2 : kPanel;
     panels = w.paired ? (w.n / 2 + unit - 1) / unit : (w.n + kPanel - 1) / kPanel;
     const int64_t inputs = step_inputs(kind);
-    steps = (w.k + inputs - 1) / inputs;
+    const int64_t padded = padded_inputs(kind);
+    steps = (w.k + padded - 1) / padded * padded / inputs;
     groups = w.group ? w.k / w.group : 0;
     group_steps = w.group ? w.group / inputs : steps;
     head = groups ? kPanel * 4 * (w.has_zeros ? 2 : 1) : 0;
     panel_bytes = (steps * step_bytes(kind) + groups * head + 63) / 64 * 64;
-    const int64_t most = (activation_bytes(kind) < 4 ? kBlockInputs * 2 : kBlockInputs) / inputs;
+    const int64_t most = (on_amx(kind) || activation_bytes(kind) == 4 ? kBlockInputs : kBlockInputs * 2) / inputs;
     block_steps = groups ? std::max<int64_t>(most / group_steps, 1) * group_steps : most;
   }
 

@@ -173,4 +173,20 @@ using I4Bf16Loader = I4F32Loader;
 
 #endif
 
+// Writes the weights of so many steps one after the other, as they are multiplied.
+template <typename Loader>
+void unpack(const uint8_t* from, int64_t steps, uint8_t* to) {
+  constexpr int64_t vector = sizeof(typename Loader::Math::Weight);
+  for (int64_t i = 0; i < steps; ++i, from += Loader::kBytes) {
+    typename Loader::Math::Weight w[Loader::kSub][2];
+    Loader::load(from, w);
+    for (int s = 0; s < Loader::kSub; ++s) {
+      for (int half = 0; half < 2; ++half) {
+        std::memcpy(to, &w[s][half], vector);
+        to += vector;
+      }
+    }
+  }
+}
+
 }  // namespace quire

@@ -42,6 +42,8 @@ struct Tile {
   bool first;              // sums start from nothing
   float* sums;             // [panels][sums_stride / 32][32]; int32 for W8A8
   int64_t sums_stride;     // elements from panel to panel
+  int rows;
+  int* shaped_rows;        // the matrix unit: for how many rows its registers are shaped now
   const float* x_sums;     // weights with zeros: [row][group], from this block's first group
   int64_t x_sums_stride;   // elements from row to row
   // The lines to prefetch meanwhile, for the L2 cache: the L1 cache has few requests in flight, on which loads wait too.
@@ -285,5 +287,9 @@ using TileFunction = void (*)(const Tile&);
 
 // The function for a kind, a number of rows (1 to kTileRows) and of panels (2 up to kPairRows rows).
 TileFunction tile_function(int32_t kind, int rows, int panels);
+
+// The same for kinds that the matrix unit multiplies (linear_layout.h: on_amx).
+constexpr int kAmxTileRows = 32, kAmxPairRows = 16;
+TileFunction amx_tile_function(int32_t kind, int rows, int panels);
 
 }  // namespace quire

@@ -42,6 +42,7 @@ def test_each_level_limits_the_references() -> None:
         "avx512": "AVX512_CORE",
         "avx512_vnni": "AVX512_CORE_VNNI",
         "avx512_bf16": "AVX512_CORE_BF16",
+        "amx": "AVX512_CORE_AMX",
     }
     assert limits("avx2")["ATEN_CPU_CAPABILITY"] == limits("avx_vnni")["ATEN_CPU_CAPABILITY"] == "avx2"
 

@@ -40,6 +40,7 @@ def test_without_a_compiler_its_absence_is_the_reason(monkeypatch: pytest.Monkey
 
 SKYLAKE_X = frozenset({"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"})
 ICE_LAKE = SKYLAKE_X | {"avx512_vnni"}
+SAPPHIRE_RAPIDS = ICE_LAKE | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
 ZEN_3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 ALDER_LAKE = ZEN_3 | {"avx_vnni"}
 
@@ -58,6 +59,8 @@ ALDER_LAKE = ZEN_3 | {"avx_vnni"}
         (ICE_LAKE, "avx512_vnni"),
         (ICE_LAKE | {"avx512_bf16"}, "avx512_bf16"),
         (SKYLAKE_X | {"avx512_bf16"}, "avx512"),
+        (SAPPHIRE_RAPIDS, "amx"),
+        (SAPPHIRE_RAPIDS - {"amx_int8"}, "avx512_bf16"),
     ],
 )
 def test_a_processor_takes_the_best_level_that_it_has_all_of(flags: frozenset[str], best: str) -> None:
@@ -89,6 +92,7 @@ BEYOND = {
     "avx_vnni": r"%zmm|%k[1-7]|(?<!\{vex\} )vpdp",
     "avx512": r"vpdp(bu|ws)sd|vdpbf16ps|vcvtne2?ps2bf16",
     "avx512_vnni": r"vdpbf16ps|vcvtne2?ps2bf16",
+    "avx512_bf16": r"%tmm",
 }
 
 
@@ -112,6 +116,8 @@ def test_sources_without_dot_products_serve_three_levels() -> None:
     assert build._compiled_at("avx2", build.SOURCE / "sample.cpp") == "avx2"
     assert build._compiled_at("avx_vnni", build.SOURCE / "sample.cpp") == "avx2"
     assert build._compiled_at("avx_vnni", build.SOURCE / "attention_rows.cpp") == "avx_vnni"
+    assert build._compiled_at("amx", build.SOURCE / "attention_tiles.cpp") == "amx"
+    assert build._compiled_at("amx", build.SOURCE / "attention_rows.cpp") == "avx512_bf16"
 
 
 @pytest.mark.skipif("avx_vnni" not in build.LEVELS, reason="levels of x86-64")

@@ -20,7 +20,7 @@ from gpuworker.native.linear import IntegerWeight, Kind, PackedLinear, Rows, Sto
 
 WEIGHT_ONLY = (Kind.I8_F32, Kind.I8_BF16, Kind.I4_F32, Kind.I4_BF16)
 # Every number of rows of a tile, and both sides of each limit: pairs of panels, tiles, unpacked integers, blocks.
-BATCHES = (*range(1, 17), 29, 43, 64, 65, 136, 137, 141, 150)
+BATCHES = (*range(1, 18), 29, 32, 33, 43, 64, 65, 136, 137, 141, 150, 256, 257)
 pytestmark = pytest.mark.skipif(native.best() is None, reason="the native library was not built")
 
 
@@ -75,7 +75,8 @@ def test_any_shape_is_the_product_in_float64(
 ) -> None:
     x, weight = _numbers(rows, k), _numbers(n, k, seed=1).to(dtype)
     result = PackedLinear([Rows(weight)], kind, library=library)(x)
-    rounds = native.level_of(library) == "avx512_bf16"  # the others widen weights and keep activations in float32
+    # The other levels widen weights and keep activations in float32.
+    rounds = native.level_of(library) in ("avx512_bf16", "amx")
     _assert_close(result, _as_taken(kind, x) if rounds else x, _as_taken(kind, weight.float()))
 
 

@@ -1,0 +1,176 @@
+// The tile functions of the matrix unit: up to 32 rows of activations times a panel, or up to 16 times two.
+//
+// Registers 0 to 3 have the sums of 16 rows and 16 columns each, 4 and 5 the activations of 16 rows, 6 and 7 the weights of
+// 16 columns. Panels of bf16, and of bytes that meet bytes, lie as the unit reads them. Other integers become bf16 for a few
+// inputs at a time, or, for many rows, once for all of them (linear.cpp): the sums are the same.
+#include "amx.h"
+
+#if defined(QUIRE_AMX)
+
+#include <algorithm>
+#include <type_traits>
+
+#include "linear_bytes.h"
+#include "linear_layout.h"
+#include "linear_tile_table.h"
+#include "unroll.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kSlabBytes = 2 * kTileRegisterRows * kTileRegisterBytes;  // weights of one register of inputs, a panel
+
+// A is how many registers of rows there are, P how many panels; A · P is at most two.
+template <typename Loader, int A, int P>
+class AmxKernel {
+ public:
+  static void run(const Tile& tile) { AmxKernel(tile).all(); }
+
+ private:
+  static constexpr bool kOfBytes = std::is_same<Loader, W8A8Loader>::value;
+  static constexpr bool kStraight = Loader::kBytes == kPanel * Loader::kSub * 4;  // the unit reads the panel itself
+  static constexpr int64_t kSlabSteps = kTileRegisterRows / Loader::kSub;
+  static constexpr int64_t kRowBytes = kPanel * sizeof(float), kHalf = kTileRegisterBytes;
+
+  explicit AmxKernel(const Tile& tile) : t_(tile), x_(tile.x), w_(tile.weights), ahead_(tile.ahead) {
+    if (*t_.shaped_rows == t_.rows) return;
+    const int first = std::min(t_.rows, kTileRegisterRows), second = A == 2 ? t_.rows - first : first;
+    amx_set(AmxShape(first, first, second, second, first, A == 2 ? second : first, kTileRegisterRows, kTileRegisterRows));
+    *t_.shaped_rows = t_.rows;
+  }
+
+  void all() {
+    if (t_.grouped) return run_groups();
+    each([&](auto c) { t_.first ? amx_zero<c>() : amx_load<c>(at(c, t_.sums, t_.sums_stride), kRowBytes); });
+    sweep(t_.steps);
+    each([&](auto c) { amx_store<c>(at(c, t_.sums, t_.sums_stride), kRowBytes); });
+  }
+
+  // Calls f with the number of each register of sums.
+  template <typename F>
+  static QUIRE_INLINE void each(F&& f) {
+    f(std::integral_constant<int, 0>());
+    f(std::integral_constant<int, 1>());
+    if constexpr (A * P == 2) {
+      f(std::integral_constant<int, 2>());
+      f(std::integral_constant<int, 3>());
+    }
+  }
+
+  // The place of a register of sums: the second pair has the second 16 rows, or the second panel.
+  static float* at(int c, float* sums, int64_t panel_stride) {
+    return sums + c % 2 * kTileRegisterRows + (c < 2 ? 0 : A == 2 ? kTileRegisterRows * kPanel : panel_stride);
+  }
+
+  template <int C, int X, int W>
+  static QUIRE_INLINE void dot() {
+    if constexpr (kOfBytes) {
+      amx_dot_bytes<C, X, W>();
+    } else {
+      amx_dot_bf16<C, X, W>();
+    }
+  }
+
+  // Adds the products of so many steps to the sums.
+  QUIRE_INLINE void sweep(int64_t steps) {
+    for (int64_t left = steps; left > 0; left -= kSlabSteps) {
+      fetch();
+      amx_load<4>(x_, t_.x_stride);
+      if constexpr (A == 2) amx_load<5>(x_ + kTileRegisterRows * t_.x_stride, t_.x_stride);
+      const uint8_t* w = slab(w_);
+      amx_load<6>(w, 2 * kHalf);
+      dot<0, 4, 6>();
+      amx_load<7>(w + kHalf, 2 * kHalf);
+      dot<1, 4, 7>();
+      if constexpr (A == 2) {
+        dot<2, 5, 6>();
+        dot<3, 5, 7>();
+      } else if constexpr (P == 2) {
+        const uint8_t* second = slab(w_ + t_.panel_stride);
+        amx_load<6>(second, 2 * kHalf);
+        dot<2, 4, 6>();
+        amx_load<7>(second + kHalf, 2 * kHalf);
+        dot<3, 4, 7>();
+      }
+      x_ += kTileRegisterBytes;
+      w_ += kSlabSteps * Loader::kBytes;
+    }
+  }
+
+  // The weights at `from` as the unit reads them.
+  QUIRE_INLINE const uint8_t* slab(const uint8_t* from) {
+    if constexpr (kStraight) return from;
+    unpack<Loader>(from, kSlabSteps, slab_);
+    return slab_;
+  }
+
+  // As Kernel::fetch does, for a slab.
+  QUIRE_INLINE void fetch() {
+    if (t_.near) {
+      const uint8_t* soon = w_ + kNear / P;
+      if (soon >= t_.panel_end) soon += t_.next - t_.panel_end;
+      for (int64_t at = 0; at < kSlabSteps * Loader::kBytes; at += 64) {
+        for (int p = 0; p < P; ++p) __builtin_prefetch(soon + p * t_.panel_stride + at, 0, 2);
+      }
+    } else if (ahead_) {
+      const int64_t lines = t_.ahead_lines * kSlabSteps / kChunk;
+      for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(ahead_ + line * 64, 0, 2);
+      ahead_ += lines * 64;
+    }
+  }
+
+  // The sums of each group, scaled, are added to the totals in memory.
+  void run_groups() {
+    const int64_t head = kPanel * 4 * (t_.has_zeros ? 2 : 1);
+    for (int64_t g = 0; g < t_.groups; ++g) {
+      const uint8_t* heads = w_;
+      w_ += head;
+      each([](auto c) { amx_zero<c>(); });
+      sweep(t_.steps);
+      each([&](auto c) { amx_store<c>(at(c, sums_, kTileRegisterRows * kPanel), kRowBytes); });
+      for (int p = 0; p < P; ++p) {
+        const float* scales = reinterpret_cast<const float*>(heads + p * t_.panel_stride);
+        for (int half = 0; half < 2; ++half) add_group(g, p, half, scales + half * kLanes);
+      }
+    }
+  }
+
+  void add_group(int64_t g, int p, int half, const float* scales) {
+    const Vec scale = Vec::load(scales), shift = t_.has_zeros ? Vec::load(scales + kPanel) : Vec::zero();
+    const float* sums = sums_ + p * kTileRegisterRows * kPanel + half * kLanes;
+    float* totals = t_.sums + p * t_.sums_stride + half * kLanes;
+    for (int r = 0; r < t_.rows; ++r, sums += kPanel, totals += kPanel) {
+      Vec total = t_.first && g == 0 ? Vec::zero() : Vec::load(totals);
+      total = fma(Vec::load(sums), scale, total);
+      if (t_.has_zeros) total = fma(Vec::all(t_.x_sums[r * t_.x_sums_stride + g]), shift, total);
+      total.store(totals);
+    }
+  }
+
+  const Tile& t_;
+  const uint8_t *x_, *w_, *ahead_;
+  alignas(64) uint8_t slab_[kStraight ? 64 : kSlabBytes];
+  alignas(64) float sums_[2 * kTileRegisterRows * kPanel];  // of a group
+};
+
+template <typename Loader>
+TileFunction of(int rows, int panels) {
+  if (panels == 2) return &AmxKernel<Loader, 1, 2>::run;
+  if (rows > kTileRegisterRows) return &AmxKernel<Loader, 2, 1>::run;
+  return &AmxKernel<Loader, 1, 1>::run;
+}
+
+}  // namespace
+
+TileFunction amx_tile_function(int32_t kind, int rows, int panels) {
+  switch (kind) {
+    case QUIRE_LINEAR_BF16: return of<Bf16Loader>(rows, panels);
+    case QUIRE_LINEAR_I8_BF16: return of<I8Bf16Loader>(rows, panels);
+    case QUIRE_LINEAR_I4_BF16: return of<I4Bf16Loader>(rows, panels);
+    default: return of<W8A8Loader>(rows, panels);
+  }
+}
+
+}  // namespace quire
+
+#endif
