@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "amx.h"
 #include "attention_bf16.h"
 #include "attention_kernels.h"
 
@@ -41,6 +42,7 @@ struct Floats {
   static Acc broadcast(const Number* p) { return Vec::all(*p); }
   static Acc dot(Acc acc, Acc a, Acc b) { return fma(a, b, acc); }
   static constexpr int kPer = 1;  // numbers in a step
+  static constexpr bool kAmx = false;
 };
 
 #if defined(QUIRE_BF16_DOTS)
@@ -58,6 +60,11 @@ struct Bf16Pairs {
   }
   static Acc dot(Acc acc, __m512i a, __m512i b) { return dot_bf16(acc, a, b); }
   static constexpr int kPer = 2;
+#if defined(QUIRE_AMX)
+  static constexpr bool kAmx = true;  // both products run on the matrix unit
+#else
+  static constexpr bool kAmx = false;
+#endif
 };
 
 // 32 numbers of a row, of which `count` are there, as bf16; and lanes 0-15 and 16-31 alternating.
