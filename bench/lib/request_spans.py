@@ -114,8 +114,9 @@ class _Turn:
         names = enumerate(each.decision_id for each in grants)
         admits = [Admit(SequenceId(number), _BLOCKS, 0, decision_id=name) for number, name in names]
         with self._spent(MANAGER):
-            spans.reported(report, GrantBatch(64, admit=tuple(admits)), grants)
-            spans.reported(Report(finished=tuple((each, FinishReason.LENGTH) for each, _ in numbered)), None, ())
+            spans.reported(report, GrantBatch(64, admit=tuple(admits)), grants, time.time_ns())
+            finished = Report(finished=tuple((each, FinishReason.LENGTH) for each, _ in numbered))
+            spans.reported(finished, None, (), time.time_ns())
 
     def _end(self, traces: Sequence[RequestTrace]) -> None:
         finished = Finished(0, FinishReason.LENGTH, _USAGE, Timings(0.0, 0.1, 0.01, 1.0))

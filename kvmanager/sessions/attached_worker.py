@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from time import time_ns
 from typing import NamedTuple, Protocol
 
 from common.errors import ProtocolViolation
@@ -30,6 +31,7 @@ class Effects(NamedTuple):
     batch: GrantBatch | None
     events: tuple[IndexEvent, ...]
     decisions: tuple[Decision, ...]
+    came_ns: int  # the wall clock before any of it
 
 
 class AttachedWorker:
@@ -65,44 +67,45 @@ class AttachedWorker:
 
     def complete(self, inventory: Inventory) -> tuple[AttachOk, Effects]:
         """Return the answer to an inventory whose rebuild is done, and the first batch."""
+        came_ns = time_ns()
         ok = self._manager.rebuilt(self.registration)
-        return ok, self._scheduled(inventory)
+        return ok, self._scheduled(inventory, came_ns)
 
     def report(self, report: Report) -> Effects:
         """Apply a report and schedule. Raises ProtocolViolation."""
         if not self.registration.ready:
             raise ProtocolViolation("a report came before the inventory was complete")
-        ledger = self.registration.ledger
+        ledger, came_ns = self.registration.ledger, time_ns()
         ledger.apply(report)
         if report.reset and not ledger.reset_pending:
             self._reset_settled.set()
-        return self._scheduled(report)
+        return self._scheduled(report, came_ns)
 
     def order_reset(self) -> Effects:
         """Return what a reset of the ledger's cache caused, with the batch that orders it."""
         self._reset_settled.clear()
-        return self._scheduled(Report())
+        return self._scheduled(Report(), time_ns())
 
     async def reset_settled(self) -> None:
         """Return once the worker has confirmed the reset, or its session is over."""
         await self._reset_settled.wait()
 
-    def _scheduled(self, message: Report | Inventory) -> Effects:
+    def _scheduled(self, message: Report | Inventory, came_ns: int) -> Effects:
         ledger = self.registration.ledger
         batch = ledger.schedule()
-        return Effects(message, batch, ledger.drain_index_events(), ledger.drain_decisions())
+        return Effects(message, batch, ledger.drain_index_events(), ledger.drain_decisions(), came_ns)
 
     def settle(self, effects: Effects) -> None:
         """Pass on the other effects of a message. Call it after the answer has left."""
         for decision in effects.decisions:
             self._sink.record(decision)
         if isinstance(effects.message, Inventory):
-            self._spans.opened(effects.message, effects.batch, effects.decisions)
+            self._spans.opened(effects.message, effects.batch, effects.decisions, effects.came_ns)
             if self.current:
                 self._feed = self._index.open_feed(self.attach, self.registration.ledger.index_snapshot)
                 self._events.attached(self.attach, self.registration.ledger.index_snapshot)
         else:
-            self._spans.reported(effects.message, effects.batch, effects.decisions)
+            self._spans.reported(effects.message, effects.batch, effects.decisions, effects.came_ns)
         if self.current and effects.events:
             self._events.changed(self.attach.worker_id, effects.events)
         if self._feed is not None and effects.events:

@@ -26,24 +26,30 @@ class ReserveSpans:
         self._waiting: dict[SequenceId, Span] = {}
         self._preempting: dict[SequenceId, tuple[Span | None, Decision]] = {}
 
-    def opened(self, inventory: Inventory, batch: GrantBatch | None, decisions: Iterable[Decision]) -> None:
+    def opened(
+        self, inventory: Inventory, batch: GrantBatch | None, decisions: Iterable[Decision], came_ns: int
+    ) -> None:
         """Take over the sequences of an inventory; those that wait begin a span."""
         for entry in inventory.sequences:
             if is_sampled(entry.reserve.traceparent):
                 self._reserves[entry.reserve.sequence] = entry.reserve
                 if entry.phase is SequencePhase.WAITING:
-                    self._begin(entry.reserve.sequence, ())
+                    self._begin(entry.reserve.sequence, (), came_ns)
         self._decided(batch, decisions)
 
-    def reported(self, report: Report, batch: GrantBatch | None, decisions: Iterable[Decision]) -> None:
-        """Begin and end spans according to a report and the grants that followed it."""
+    def reported(self, report: Report, batch: GrantBatch | None, decisions: Iterable[Decision], came_ns: int) -> None:
+        """Begin and end spans according to a report and the grants that followed it.
+
+        This is called after the answer has left. What begins here began when the report came, at `came_ns` of the
+        wall clock.
+        """
         for reserve in report.reserve:
             if is_sampled(reserve.traceparent):
                 self._reserves[reserve.sequence] = reserve
-                self._begin(reserve.sequence, ())
+                self._begin(reserve.sequence, (), came_ns)
         if self._reserves:
             for sequence, _ in report.preempted:
-                self._given_up(sequence)
+                self._given_up(sequence, came_ns)
             for sequence, reason in report.finished:
                 self._finished(sequence, f"finished ({reason}) before it was admitted")
             self._decided(batch, decisions)
@@ -55,7 +61,7 @@ class ReserveSpans:
 
     # ------------------------------------------------------------ one sequence
 
-    def _begin(self, sequence: SequenceId, links: Iterable[Link]) -> None:
+    def _begin(self, sequence: SequenceId, links: Iterable[Link], came_ns: int) -> None:
         reserve = self._reserves[sequence]
         attributes: dict[str, str | int] = {
             "quire.worker_id": self._worker_id,
@@ -66,16 +72,20 @@ class ReserveSpans:
             "quire.num_block_hashes": len(reserve.block_hashes),
         }
         self._waiting[sequence] = self._tracer.start_span(
-            "kvmanager.reserve", context_from(reserve.traceparent), attributes=attributes, links=tuple(links)
+            "kvmanager.reserve",
+            context_from(reserve.traceparent),
+            attributes=attributes,
+            links=tuple(links),
+            start_time=came_ns,
         )
 
-    def _given_up(self, sequence: SequenceId) -> None:
+    def _given_up(self, sequence: SequenceId, came_ns: int) -> None:
         """End the preemption's span: the victim waits again, and its new span links to the beneficiary."""
         span, decision = self._preempting.pop(sequence, (None, None))
         if span is not None:
             span.end()
         if sequence in self._reserves:
-            self._begin(sequence, self._links(decision.beneficiary) if decision else ())
+            self._begin(sequence, self._links(decision.beneficiary) if decision else (), came_ns)
             if decision is not None:
                 add_decision(self._waiting[sequence], decision)
 

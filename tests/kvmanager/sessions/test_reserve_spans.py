@@ -15,6 +15,7 @@ from tests.support.kvmanager.ledgers import make_ledger
 from tests.support.spans import CollectedSpans
 
 S0, S1, S2 = map(SequenceId, range(3))
+CAME_NS = 1_000_000_000
 HASHES = tuple(BlockHash(bytes([index]) * 16) for index in range(1, 9))
 
 
@@ -40,12 +41,12 @@ class Traced:
 
     def open(self, inventory: Inventory) -> None:
         self.ledger.rebuild(inventory)
-        self.spans.opened(inventory, self.ledger.schedule(), self.ledger.drain_decisions())
+        self.spans.opened(inventory, self.ledger.schedule(), self.ledger.drain_decisions(), CAME_NS)
 
     def report(self, **columns: object) -> None:
         report = Report(**columns)  # type: ignore[arg-type]
         self.ledger.apply(report)
-        self.spans.reported(report, self.ledger.schedule(), self.ledger.drain_decisions())
+        self.spans.reported(report, self.ledger.schedule(), self.ledger.drain_decisions(), CAME_NS)
 
     @property
     def ended(self) -> Sequence[RecordedSpan]:
@@ -86,6 +87,15 @@ def test_admission_at_once_is_one_span_with_the_grant() -> None:
     assert attributes["quire.request_id"] == "r0"
     assert attributes["quire.miss_reason"] == "disabled"
     assert attributes["quire.blocks"] == 2
+
+
+def test_spans_begin_when_the_report_came_though_they_are_made_after_its_answer() -> None:
+    traced = preempting()
+    traced.report(preempted=((S1, 17),), stalled=(S0,))
+    traced.report(finished=((S0, FinishReason.STOP),))
+    waits = [span for span in traced.ended if span.name == "kvmanager.reserve"]
+    assert len(waits) == 3  # the victim waited twice
+    assert {span.start_time for span in waits} == {CAME_NS}
 
 
 def test_request_that_is_not_sampled_leaves_nothing() -> None:
