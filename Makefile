@@ -55,13 +55,15 @@ $(PACKAGES): pyproject.toml protos/pyproject.toml requirements.lock constraints.
 	@! rm $@.failed 2>/dev/null
 	@touch $@
 
-# Without a compiler there is no stamp: each `make` tries again, which takes no time.
+# Without a compiler there is no stamp: each `make` tries again, which takes no time. What the build says of its progress
+# goes by way of descriptor 3.
 $(STAMP): $(PACKAGES) $(NATIVE)
 	@echo "3/3 building CPU kernels"
-	@{ if said=$$($(BIN)/python gpuworker/native/build.py --progress 2>&1 >&3); then touch $@; \
+	@{ ( if said=$$($(BIN)/python gpuworker/native/build.py --progress 2>&1 >&3); then touch $@; \
 	elif echo "$$said" | grep -q "no C++ compiler"; then \
 		echo "    no C++ compiler: slower torch kernels run on the CPU; install one (Debian: apt-get install g++), then run make install"; \
-	else echo "$$said"; exit 1; fi; } 3>&1
+	else echo "$$said"; exit 1; fi ) 3>&1 || touch $@.failed; } | $(PIP_LINES)
+	@! rm $@.failed 2>/dev/null
 
 clients: $(CLIENTS)/light/.installed $(EMBEDDERS)/.installed ## Install the clients that the tests call with: .clients, and what the examples in Node and C++ need
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \

@@ -1,7 +1,7 @@
 """Reads what pip prints, and prints one line for every 20 packages, for large files, and after 15 s of silence.
 
-Errors and warnings come through. (awk is no tool for this: mawk, which is Debian's, holds a pipe's lines back until it
-has 4096 bytes of them.)
+Errors and warnings come through, and so does what the build of the CPU kernels prints. (awk is no tool for this: mawk,
+which is Debian's, holds a pipe's lines back until it has 4096 bytes of them.)
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ("sh", "make", "grep", "touch", "test", "rm", "echo", "mkdir")
 COMPILERS = ("c++", "g++", "clang++")
 NEEDED = ("pyproject.toml", "protos/pyproject.toml", "requirements.lock", "constraints.txt", "hatch_build.py")
+COPIED = ("Makefile", "docker/pip_lines.py", "gpuworker/native/build.py")
 shown = runpy.run_path(str(ROOT / "docker/pip_lines.py"))["shown"]
 
 
@@ -27,8 +28,9 @@ def clone(tmp_path: Path) -> Path:
     native = folder / "gpuworker" / "native"
     native.mkdir(parents=True)
     (native / "tiny.cpp").write_text('extern "C" int tiny() { return 1; }\n')
-    shutil.copy(ROOT / "gpuworker/native/build.py", native)
-    shutil.copy(ROOT / "Makefile", folder)
+    for name in COPIED:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
     for name in NEEDED:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
@@ -82,6 +84,28 @@ def test_a_compiler_that_fails_is_quoted_and_make_fails(clone: Path) -> None:
     assert done.returncode != 0
     assert "false --really" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_build_that_is_silent_is_seen_to_go_on(clone: Path, tmp_path: Path) -> None:
+    """A compiler that stands still goes on once `make` has said so."""
+    lines = clone / "docker/pip_lines.py"
+    lines.write_text(lines.read_text().replace("_SILENCE_SECONDS: Final = 15.0", "_SILENCE_SECONDS: Final = 0.05"))
+    compiler, seen, output = tmp_path / "c++", tmp_path / "seen", tmp_path / "output"
+    compiler.write_text(f"#!/bin/sh\nuntil test -e {seen}; do sleep 0.05; done\necho cannot go on >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    env = os.environ | {"CXX": str(compiler)}
+    command = ["make", "install", f"PYTHON={sys.executable}"]
+    with (
+        output.open("w") as written,
+        subprocess.Popen(command, cwd=clone, env=env, stdout=written, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            wait_until(lambda: "still at it after" in output.read_text())
+        finally:
+            seen.touch()
+        assert process.wait(240.0) != 0
+    assert "cannot go on" in output.read_text()
+    assert not (clone / ".venv/.installed").exists()
 
 
 def test_pips_lines_are_counted_by_the_twenty_and_its_errors_are_whole() -> None:
