@@ -163,7 +163,8 @@ def test_every_package_but_torch_and_triton_has_hashes(name: str) -> None:
     for command in unhashed:
         own = "--no-deps --no-index /wheel/" in command
         assert own or command.partition("constraints.txt ")[2] in ("torch", "torch triton"), command
-    assert all("--no-deps" in each for each in commands if "--require-hashes" in each)  # an older pip would look beside it
+    # An older pip would look beside it.
+    assert all("--no-deps" in each for each in commands if "--require-hashes" in each)
     assert all("--no-build-isolation" in each for each in commands if "pip wheel" in each)
 
 
