@@ -26,6 +26,8 @@ from tests.support.why import head_of, outcome_of, until_placed
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 WORKERS = 2
+# A pause of Redis ends when a test ends it; a test is given less time than this.
+PAUSE_MS = 3_600_000
 names = (f"incident-{number}" for number in itertools.count())
 _random = random.Random(19)
 
@@ -149,7 +151,7 @@ async def test_incident_a_stale_index_after_a_workers_restart(suite: Suite, inde
     holder = worker_of(await suite.generate(named(tokens)))
     await until_indexed(suite, index, tokens, holder)
     async with Redis.from_url(index.url) as redis:
-        await redis.client_pause(120_000, all=False)
+        await redis.client_pause(PAUSE_MS, all=False)
         try:
             await killed(suite, holder)
             request = named(tokens)
