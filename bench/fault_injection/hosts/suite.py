@@ -31,7 +31,8 @@ MANAGERS: Final = ("manager-a", "manager-b")
 HOSTS: Final = ("redis", *MANAGERS, *WORKERS, "router", "client")
 # Bounds a hang; nothing that a test asserts depends on it.
 PATIENCE: Final = 240.0
-_CALL_S: Final = 2.0
+# What does not answer is asked again, so this bounds only what a service that is cut off holds up.
+_CALL_S: Final = 30.0
 _POLL_S: Final = 0.1
 _LINES: Final = 8_000  # characters of what a service said that has ended
 SIMULATED: Final = "base=8ms,decode=4us,prefill=2us"
@@ -157,12 +158,15 @@ class Suite:
 
     async def until_whole(self) -> None:
         """Wait until the router may use every worker."""
+        usable = set[str]()
 
         async def whole() -> bool:
+            nonlocal usable
             self._all_run()
-            return await self.usable() == set(WORKERS)
+            usable = await self.usable()
+            return usable == set(WORKERS)
 
-        await until(whole, "the router to use every worker")
+        await until(whole, "the router to use every worker", lambda: f"it uses {', '.join(sorted(usable)) or 'none'}")
 
     async def until_free(self) -> None:
         """Wait until every worker is attached, and no block is held."""
@@ -195,9 +199,11 @@ def _prompt(rng: random.Random) -> Sequence[int]:
     return [40 + rng.randrange(2)] * 32 + rng.choices(range(8, 200), k=rng.randrange(8, 64))
 
 
-async def until(holds: Callable[[], Awaitable[bool]], expected: str) -> None:
-    """Return once a condition holds that other processes bring about. Raises InjectionFailed."""
-    async with patience(PATIENCE, expected, lambda: "not so"):
+async def until(
+    holds: Callable[[], Awaitable[bool]], expected: str, came: Callable[[], str] = lambda: "not so"
+) -> None:
+    """Return once a condition holds that other processes bring about. Raises InjectionFailed, with what came."""
+    async with patience(PATIENCE, expected, came):
         while not await holds():  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
 
