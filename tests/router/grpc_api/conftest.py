@@ -13,8 +13,7 @@ from quire.decision.v1 import decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
 from router.grpc_api.manager_calls import ManagerCalls
 from router.grpc_api.manager_groups import ManagerGroups
-from tests.support.router.fake_managers import DOWN, PATIENCE, Manager
-from tests.support.waiting import until
+from tests.support.router.fake_managers import DOWN, PATIENCE, Manager, knows
 
 
 @pytest.fixture
@@ -34,6 +33,7 @@ async def managers(patient: None) -> AsyncIterator[list[Manager]]:
         decision_pb2_grpc.add_DecisionServiceServicer_to_server(each, server)
         each.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
+        each.serves = True
         servers.append(server)
     yield both
     for server in servers:
@@ -46,7 +46,7 @@ async def calls(managers: list[Manager]) -> AsyncIterator[ManagerCalls]:
     supervisor = Supervisor()
     found = ManagerCalls([each.address for each in managers], open_channel)
     found.start(supervisor)
-    await until(lambda: set(found._groups.leaders()) == {"a", "b"})
+    await knows(found, {"a", "b"})
     yield found
     await supervisor.aclose()
 
@@ -62,5 +62,6 @@ async def one_down(managers: list[Manager]) -> AsyncIterator[ManagerCalls]:
     supervisor = Supervisor()
     found = ManagerCalls([*(each.address for each in managers), DOWN], open_channel)
     found.start(supervisor)
+    await knows(found, {"a", "b"})
     yield found
     await supervisor.aclose()

@@ -141,7 +141,7 @@ async def test_of_changes_by_several_routers_the_last_one_counts_whoever_brings_
 ) -> None:
     """The first change goes through one router, and those after it through another one."""
     async with Late("c", managers) as late:
-        routers = late.calls, late.another()
+        routers = late.calls, await late.another()
         for number, change in enumerate(changes):
             calls = routers[min(number, 1)]
             await (calls.pin(change) if isinstance(change, pb.PinPrefixRequest) else calls.unpin(change))

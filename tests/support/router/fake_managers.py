@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence, Set
 from typing import Any, Self
 
 import pytest
@@ -30,10 +30,10 @@ SILENT = (StatusCode.UNAVAILABLE, "this KV manager stands by")
 class Manager(rpc.KvManagerServiceServicer, decision_pb2_grpc.DecisionServiceServicer):
     """The leader of one group, with one worker. `silent`: it refuses every call but that of who leads; `full`: pins.
 
-    `pins` are the tokens of each pin by its name.
+    `serves`: it listens before a router begins. `pins` are the tokens of each pin by its name.
     """
 
-    full = False
+    full = serves = False
     last, ends = b"h" * 16, 1_000.0
 
     def __init__(self, group: str) -> None:
@@ -124,6 +124,7 @@ class Late:
         self.hosts, name = hosts, HOSTS[0] if hosts is None else "late.test"
         self._address, self._name = f"{HOSTS[0]}:{self.port}", f"{name}:{self.port}"
         names = [*(each.address for each in others), self._name]
+        self._groups = {each.group for each in others if each.serves}
         self._names, self.calls = names, self._of_a_router(names)
         # A taken port is an error at once.
         self._supervisor, self._server = Supervisor(), aio.server(options=[("grpc.so_reuseport", 0)])
@@ -134,14 +135,16 @@ class Late:
         calls._groups._watch._again_s = 0.01
         return calls
 
-    def another(self) -> ManagerCalls:
+    async def another(self) -> ManagerCalls:
         """Return the calls of another router, which begins now."""
         calls = self._of_a_router(self._names)
         calls.start(self._supervisor)
+        await knows(calls, self._groups)
         return calls
 
     async def __aenter__(self) -> Self:
         self.calls.start(self._supervisor)
+        await knows(self.calls, self._groups)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -177,6 +180,11 @@ class Late:
     async def settled(self) -> None:
         """Wait until nothing is kept for the manager any more."""
         await settled(self.calls)
+
+
+async def knows(calls: ManagerCalls, groups: Set[str]) -> None:
+    """Wait until a router has heard these groups. On a busy machine its first attempt at a manager may fail."""
+    await until(lambda: groups <= calls._groups.known())
 
 
 async def settled(calls: ManagerCalls) -> None:
