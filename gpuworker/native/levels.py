@@ -87,4 +87,4 @@ def _may_use_amx() -> bool:
 
     Kernels before 5.16, some sandboxes, and a process with a signal stack that is too small for them do not.
     """
-    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_REGISTERS, _AMX_REGISTERS) == 0
+    return not int(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_REGISTERS, _AMX_REGISTERS))
