@@ -22,11 +22,13 @@ class Config(Protocol):
 
 
 def compose(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Compose on the repository with an environment of our own; neither the caller's nor a file .env counts.
+    """Run Compose on compose.yaml; words may begin with `-f` and further files."""
+    return compose_alone("-f", str(REPOSITORY / "compose.yaml"), *words, **environment)
 
-    Words may begin with `-f` and further files.
-    """
-    command = [str(COMPOSE), "--env-file", os.devnull, "-f", str(REPOSITORY / "compose.yaml"), *words]
+
+def compose_alone(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Compose with an environment of our own; neither the caller's nor a file .env counts."""
+    command = [str(COMPOSE), "--env-file", os.devnull, *words]
     return subprocess.run(
         command, env={"PATH": os.environ["PATH"], **environment}, capture_output=True, text=True, check=False
     )
