@@ -69,9 +69,13 @@ class Network:
     def address(self, host: str) -> str:
         return self._addresses[host]
 
+    def namespace(self, host: str) -> str:
+        """Return the name of a host's network namespace; the last host has none."""
+        return f"{self._name}-{host}"
+
     def command(self, host: str, command: Sequence[str]) -> list[str]:
         """Return a command that runs another one on a host, and ends with this process."""
-        return ["ip", "netns", "exec", self._namespace(host), *die_with_parent.command(list(command))]
+        return ["ip", "netns", "exec", self.namespace(host), *die_with_parent.command(list(command))]
 
     def __enter__(self) -> Self:
         with ExitStack() as made:
@@ -92,9 +96,6 @@ class Network:
     def _all(self) -> str:
         return f"10.{self._number}.0.0/16"
 
-    def _namespace(self, host: str) -> str:
-        return f"{self._name}-{host}"
-
     def _add(self, made: ExitStack, namespace: str) -> None:
         _run("ip", "netns", "add", namespace)
         made.callback(_run, "ip", "netns", "del", namespace)
@@ -105,10 +106,10 @@ class Network:
         here, there = f"quire{self._number}", f"host{place}"
         own = host == next(reversed(self._addresses))
         if not own:
-            self._add(made, self._namespace(host))
-        within = () if own else ("-n", self._namespace(host))
+            self._add(made, self.namespace(host))
+        within = () if own else ("-n", self.namespace(host))
         end = here if own else "eth0"
-        room = () if own else ("netns", self._namespace(host))
+        room = () if own else ("netns", self.namespace(host))
         _run("ip", "link", "add", end, *room, "type", "veth", "peer", "name", there, "netns", self._name)
         for at, device, last in ((within, end, 2), (("-n", self._name), there, 1)):
             _run("ip", *at, "addr", "add", f"10.{self._number}.{place}.{last}/29", "dev", device)
@@ -122,7 +123,7 @@ class Network:
 
     def move(self, host: str) -> None:
         """Give a host another address for good: its connections fall silent, and nothing answers at the old one."""
-        before, within = self._addresses[host], ("-n", self._namespace(host))
+        before, within = self._addresses[host], ("-n", self.namespace(host))
         network, _, last = before.rpartition(".")
         self._addresses[host] = f"{network}.{int(last) + 1}"
         _run("ip", *within, "addr", "del", f"{before}/29", "dev", "eth0")
