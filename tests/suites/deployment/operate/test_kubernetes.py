@@ -42,6 +42,7 @@ KUBERNETES = ("1.30", "1.37")
 # What a service may need after its drain_timeout (common.rpc.server, cli.suite.stack).
 LAST_REPLIES_S = 5
 
+COMPONENTS = ("tracing", "cert-manager", "decision-log", "standby", "autoscale", "keda", "prometheus-operator")
 each_variant = pytest.mark.parametrize("name", VARIANTS)
 
 
@@ -66,8 +67,7 @@ def test_a_build_is_always_the_same_and_all_in_one_namespace(name: str, manifest
 
 def test_every_folder_is_built_here() -> None:
     folders = {str(path.parent.relative_to(K8S)) for path in K8S.glob("**/kustomization.yaml")}
-    components = {f"components/{each}" for each in ("tracing", "cert-manager", "decision-log", "standby")}
-    assert folders == {*VARIANTS, *components}
+    assert folders == {*VARIANTS, *(f"components/{each}" for each in COMPONENTS)}
 
 
 # ---------------------------------------------------------------- images and ports
