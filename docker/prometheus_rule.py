@@ -1,4 +1,4 @@
-"""Writes the rules of Prometheus as a PrometheusRule, the Prometheus Operator's kind: `python docker/prometheus_rule.py`.
+"""Writes the rules of Prometheus as a PrometheusRule, a kind of its operator: `python docker/prometheus_rule.py`.
 
 Standard library only. The groups are copied as text, so that their comments and their order stay.
 """

@@ -1,4 +1,4 @@
-"""The commands of OPERATING.md for several hosts, run as they stand, with an engine and a cluster that only look at them."""
+"""The commands of OPERATING.md for several hosts, run as they stand; engine and cluster only look at them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.suites.deployment.operate.files import ROOT, RUNBOOK
 from tests.suites.deployment.operate.manifests import K8S, KUBECTL, Manifests, built
 
 DOCKER = shutil.which("docker")
-# `docker compose FILES PROFILE up ...` becomes `docker-compose FILES PROFILE config -q`, and `docker stack deploy FILES NAME`
-# becomes `docker stack config FILES`: what both would start is read, and nothing is started.
+# `docker compose FILES up ...` becomes `docker-compose FILES config -q`, and `docker stack deploy FILES NAME` becomes
+# `docker stack config FILES`: what both would start is read, and nothing is started.
 ENGINE = f"""#!/usr/bin/env python3
 import pathlib, subprocess, sys
 words = sys.argv[1:]

@@ -37,16 +37,18 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
 # By service: what its secrets are.
 OWN = {
     "redis": {"redis/redis/users.acl"},
-    "kvmanager": {f"certs/manager/tls.{end}" for end in ("crt", "key")} | {"redis/manager/redis-url", "redis/manager/pool-key"},
+    "kvmanager": {f"certs/manager/tls.{end}" for end in ("crt", "key")}
+    | {"redis/manager/redis-url", "redis/manager/pool-key"},
     "gpuworker": {f"certs/worker/tls.{end}" for end in ("crt", "key")},
-    "router": {f"certs/router/tls.{end}" for end in ("crt", "key")} | {"redis/router/redis-url", "redis/router/pool-key"},
+    "router": {f"certs/router/tls.{end}" for end in ("crt", "key")}
+    | {"redis/router/redis-url", "redis/router/pool-key"},
 }
 # Keys that `docker stack deploy` ignores or refuses; `docker stack config` is silent about the first ones.
-WITHOUT_EFFECT = {
-    *("build", "cgroupns_mode", "cgroup_parent", "devices", "domainname", "external_links", "ipc", "links", "mac_address"),
-    *("network_mode", "pid", "privileged", "restart", "security_opt", "shm_size", "userns_mode"),
-    *("container_name", "expose", "extends", "depends_on", "profiles", "cpuset", "mem_limit"),
-}
+WITHOUT_EFFECT = frozenset(
+    "build cgroupns_mode cgroup_parent devices domainname external_links ipc links mac_address network_mode pid "
+    "privileged restart security_opt shm_size userns_mode container_name expose extends depends_on profiles cpuset "
+    "mem_limit".split()
+)
 
 both = pytest.mark.parametrize("files", [CPU, GPU], ids=["cpu", "gpu"])
 each_service = pytest.mark.parametrize("name", SETTINGS)
@@ -151,7 +153,9 @@ def test_each_service_has_the_secrets_of_its_own_role_alone(files: tuple[str, ..
     project = read(files)
     for name, wanted in OWN.items():
         service = project["services"][name]
-        sources = {project["secrets"][each["source"]]["file"].removeprefix(f"{SECRETS}/") for each in service["secrets"]}
+        sources = {
+            project["secrets"][each["source"]]["file"].removeprefix(f"{SECRETS}/") for each in service["secrets"]
+        }
         assert sources == wanted, name
         for each in service["secrets"]:
             assert (each["uid"], each["mode"]) == (service["user"].partition(":")[0], 0o400), each
@@ -167,7 +171,7 @@ def test_the_commands_of_the_file_make_every_secret_that_it_names(secrets: Path)
 
 def test_changed_files_become_new_secrets_by_another_version() -> None:
     def names(**environment: str) -> set[str]:
-        project = read(**environment)
+        project = read(CPU, **environment)
         return {each["name"] for each in (*project["secrets"].values(), *project["configs"].values())}
 
     assert len(names()) == len(names(SECRETS_VERSION="2026-12")) == 12
@@ -238,7 +242,9 @@ def test_there_is_time_to_drain(files: tuple[str, ...], name: str) -> None:
 
 @both
 def test_one_container_is_replaced_at_a_time_and_a_failed_update_is_taken_back(files: tuple[str, ...]) -> None:
-    orders = {name: service["deploy"]["update_config"].pop("order") for name, service in read(files)["services"].items()}
+    orders = {
+        name: service["deploy"]["update_config"].pop("order") for name, service in read(files)["services"].items()
+    }
     first = "stop-first" if files == GPU else "start-first"  # a new worker needs the GPU of an old one
     assert orders == {"redis": "stop-first", "kvmanager": "stop-first", "gpuworker": first, "router": "start-first"}
     for service in services(files).values():
@@ -248,6 +254,17 @@ def test_one_container_is_replaced_at_a_time_and_a_failed_update_is_taken_back(f
 
 
 ASKED = {"kvmanager": "http://127.0.0.1:51052/", "gpuworker": "http://127.0.0.1:51053/", "router": "127.0.0.1:50051"}
+
+
+def fake_probe(program: Path, asked: str, health: bool, live: bool) -> None:
+    """Write a `python` whose module common.rpc.probe gives these two answers, and which knows nothing else."""
+    words = ("health", "live") if asked.endswith("/") else ("", " live")
+    cases = "".join(
+        f"'{asked}{word}') exit {int(not good)};;\n" for word, good in zip(words, (health, live), strict=True)
+    )
+    head = '#!/bin/sh\n[ "$1 $2 $3" = "-I -m common.rpc.probe" ] || exit 9\nshift 3\n'
+    program.write_text(f'{head}case "$*" in\n{cases}*) exit 9;;\nesac\n')
+    program.chmod(0o755)
 
 
 @each_service
@@ -267,13 +284,7 @@ def test_a_container_is_healthy_once_it_has_served_and_while_it_lives(
     """By the command of the file itself, in a shell, with a probe that answers what the test says."""
     kind, command = services()[name]["healthcheck"]["test"]
     assert kind == "CMD-SHELL"
-    answers = {"": health, "health": health, "live": live}
-    cases = "".join(f"'{ASKED[name]}{word}') exit {int(not good)};; " for word, good in answers.items() if name != "router")
-    if name == "router":
-        cases = f"'{ASKED[name]}') exit {int(not health)};; '{ASKED[name]} live') exit {int(not live)};; "
-    probe = tmp_path / "python"
-    probe.write_text(f'#!/bin/sh\n[ "$1 $2 $3" = "-I -m common.rpc.probe" ] || exit 9\nshift 3\ncase "$*" in {cases}*) exit 9;; esac\n')
-    probe.chmod(0o755)
+    fake_probe(tmp_path / "python", ASKED[name], health, live)
     mark = tmp_path / "served"
     if served:
         mark.touch()

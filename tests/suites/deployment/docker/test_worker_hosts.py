@@ -1,4 +1,4 @@
-"""Workers on hosts of their own: the files for their hosts, and the one that opens the stack to them, as Compose reads them."""
+"""Workers on hosts of their own: the files for them, and the one that opens the first host, as Compose reads them."""
 
 from __future__ import annotations
 

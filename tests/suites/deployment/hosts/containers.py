@@ -1,4 +1,4 @@
-"""Containers on one host of a network, as an engine's bridge has them: an address that nobody else reaches, and published ports.
+"""Containers on one host of a network, as an engine's bridge has them: published ports at an address that nobody sees.
 
 Each container is a network namespace behind the host's. What is published is rewritten on its way in, and what a
 container sends leaves under the host's address, so a service cannot see at which address others reach it.

@@ -49,7 +49,9 @@ def test_each_service_is_scraped_at_its_port_for_metrics_and_nothing_else_is(
 
 def test_series_have_the_labels_that_rules_and_dashboard_select(monitor: dict[str, Any]) -> None:
     (plain,) = load_yaml(PROMETHEUS / "kubernetes.yml")["scrape_configs"]
-    wanted = {rule["target_label"]: rule["source_labels"] for rule in plain["relabel_configs"] if "target_label" in rule}
+    wanted = {
+        rule["target_label"]: rule["source_labels"] for rule in plain["relabel_configs"] if "target_label" in rule
+    }
     job = "__meta_kubernetes_pod_label_" + monitor["jobLabel"].replace(".", "_").replace("/", "_")
     assert wanted["job"] == [job]
     for endpoint in monitor["podMetricsEndpoints"]:
@@ -75,7 +77,9 @@ def test_the_rules_were_written_from_the_files_as_they_are() -> None:
 
 
 def test_a_group_is_copied_with_its_comments_and_empty_lines() -> None:
-    text = "# a file\ngroups:\n  - name: a\n    rules:\n      # why\n\n      - record: b\n        expr: |\n          1\n"
+    text = (
+        "# a file\ngroups:\n  - name: a\n    rules:\n      # why\n\n      - record: b\n        expr: |\n          1\n"
+    )
     copied = _SCRIPT["groups"](text)
     assert "        # why\n\n        - record: b\n" in copied
     assert yaml.safe_load("spec:\n  groups:\n" + copied)["spec"]["groups"] == yaml.safe_load(text)["groups"]

@@ -147,7 +147,7 @@ async def test_every_rule_is_evaluated_and_a_healthy_suite_raises_no_alert(scrap
 
 
 async def test_autoscalers_get_one_value_of_each_metric(scraped: httpx.AsyncClient) -> None:
-    """By the queries that prometheus-adapter makes of its rules; a metric of several values, or of none, is no metric."""
+    """By the queries that prometheus-adapter makes of its rules; it takes one value of each."""
     values = {}
     for rule in load_yaml(PROMETHEUS / "adapter.yml")["externalRules"]:
         query = rule["metricsQuery"].replace("<<.Series>>", rule["seriesQuery"]).replace("<<.LabelMatchers>>", "")
