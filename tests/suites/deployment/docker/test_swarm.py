@@ -205,6 +205,13 @@ def test_only_the_router_is_published_and_workers_do_not_reach_redis(files: tupl
 
 
 @both
+def test_long_connections_between_services_pass_no_virtual_address(files: tuple[str, ...]) -> None:
+    """Swarm cuts idle ones there. A published port needs such an address, and clients come by it."""
+    modes = {name: service["deploy"].get("endpoint_mode", "vip") for name, service in services(files).items()}
+    assert modes == {"redis": "dnsrr", "kvmanager": "dnsrr", "gpuworker": "dnsrr", "router": "vip"}
+
+
+@both
 def test_every_container_is_confined_and_bounded(files: tuple[str, ...]) -> None:
     for name, service in services(files).items():
         assert (service["read_only"], service["cap_drop"], service["init"]) == (True, ["ALL"], True), name
