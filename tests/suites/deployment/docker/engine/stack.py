@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,10 +68,15 @@ class Transcript:
 
 
 class Stack:
-    """One Compose project with ports of its own, and the engine's view of its containers."""
+    """One Compose project with ports of its own, and the engine's view of its containers.
 
-    def __init__(self, transcript: Transcript) -> None:
-        self.transcript = transcript
+    `files` are given to Compose in this order, `variables` beside those of every stack.
+    """
+
+    def __init__(
+        self, transcript: Transcript, project: str = PROJECT, files: Sequence[str] = FILES, **variables: str
+    ) -> None:
+        self.transcript, self._project, self._files = transcript, project, files
         self.grpc_port, self.http_port = _free_port(), _free_port()
         # The caller's build variables count; the caller's choice of a model does not.
         kept = {key: value for key, value in os.environ.items() if key not in ("MODEL_DIR", "MODEL_NAME")}
@@ -82,12 +87,13 @@ class Stack:
             # With more than one core each, three workers and the rest would compete for a small machine.
             "WORKER_CPUS": os.environ.get("WORKER_CPUS", "1"),
             "WORKER_MEMORY": os.environ.get("WORKER_MEMORY", "2G"),
+            **variables,
         }
 
     def compose(self, *words: str, timeout: float = 300.0) -> str:
         """Run `docker compose`; return what it printed. Fails the test, with that, when it fails."""
-        files = [word for file in FILES for word in ("-f", str(REPOSITORY / file))]
-        return self._run(["docker", "compose", "-p", PROJECT, *files, *words], timeout)
+        files = [word for file in self._files for word in ("-f", str(REPOSITORY / file))]
+        return self._run(["docker", "compose", "-p", self._project, *files, *words], timeout)
 
     def docker(self, *words: str) -> str:
         return self._run(["docker", *words], 60.0)
