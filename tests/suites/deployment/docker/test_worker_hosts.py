@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,12 @@ each_number = pytest.mark.parametrize("number", range(1, MOST + 1))
 
 def read(*words: str, **environment: str) -> Services:
     """Return the services that Compose makes of files and profiles."""
-    done = compose_alone(*words, "config", "--format", "json", **environment)
+    return _read(words, tuple(sorted(environment.items())))
+
+
+@cache
+def _read(words: tuple[str, ...], environment: tuple[tuple[str, str], ...]) -> Services:
+    done = compose_alone(*words, "config", "--format", "json", **dict(environment))
     assert (done.returncode, done.stderr) == (0, "")
     found: Services = json.loads(done.stdout)["services"]
     return found
