@@ -60,7 +60,7 @@ _NEEDS = {
         bench/test_load.py bench/test_peers.py bench/test_soak.py bench/test_split.py cli/suite/test_ports.py
         cli/test_bench.py cli/test_commands.py cli/test_doctor.py cli/test_folders.py cli/test_text_options.py
         gpuworker/test_process.py kvmanager/test_process.py router/test_privacy.py router/test_process.py
-        suites/clients suites/deployment/operate suites/e2e
+        suites/clients suites/deployment/operate suites/deployment/test_page.py suites/e2e
     """,
     "fuzz": "fuzz",
     "searches": "kvmanager/core/test_soak.py suites/protocol",

@@ -22,7 +22,7 @@ from common.process import die_with_parent
 
 PROXY: Final = Path(__file__).with_name("delay_proxy.py")
 _PROXY_PORT: Final = 9_999
-# Networks 10.N.0.0/16, each for one process.
+# Networks 10.N.0.0/16; a process may have several.
 _NUMBERS: Final = range(213, 245)
 
 
@@ -41,7 +41,7 @@ def _run(*command: str) -> None:
 
 
 def _number_of_its_own() -> tuple[int, socket.socket]:
-    """Return the number of a network that no other process has, and what holds it until it is closed.
+    """Return the number of a network that nobody else has, and what holds it until it is closed.
 
     A name of an abstract socket has one owner in a network namespace, as a route has, and ends with its process.
     """
@@ -62,8 +62,8 @@ class Network:
     """The hosts by name; the last one is the caller's own namespace. Use it as a context manager."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        self._name, self._stop = f"quire-{os.getpid()}", ExitStack()
         self._number, self._held = _number_of_its_own()
+        self._name, self._stop = f"quire-{os.getpid()}-{self._number}", ExitStack()
         self._addresses = {host: f"10.{self._number}.{place}.2" for place, host in enumerate(hosts, start=1)}
 
     def address(self, host: str) -> str:
