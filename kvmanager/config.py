@@ -30,12 +30,15 @@ from common.settings.options import (
 from common.settings.pool_key import PoolSettings
 from kvmanager.core.config import (
     DEFAULT_EVICTION,
+    DEFAULT_MAX_PREEMPTIONS,
     DEFAULT_MAX_RETENTION,
     DEFAULT_MAX_WAIT,
     DEFAULT_PIN_SHARE,
+    DEFAULT_PREEMPTION,
     DEFAULT_RETENTION_SHARE,
     EvictionName,
     Runway,
+    VictimOrder,
 )
 
 
@@ -74,6 +77,17 @@ class KvManagerSettings(PoolSettings, DecisionLogSettings):
         DEFAULT_EVICTION,
         description="which cached blocks leave first; utility: those least likely to be used again soon, as learned; "
         "frequency: those used least often; lru: those released longest ago",
+    )
+    preemption_policy: VictimOrder = Field(
+        DEFAULT_PREEMPTION,
+        description="who gives its blocks when they run out, of the lowest priority; work: who loses the least; "
+        "arrival: who came last",
+    )
+    max_preemptions: int = Field(
+        DEFAULT_MAX_PREEMPTIONS,
+        ge=0,
+        description="times after which a request is preempted for higher priorities alone; it is then admitted with "
+        "all blocks of its greatest length; 0: there is no bound",
     )
     backfill: bool = Field(
         True,

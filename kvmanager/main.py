@@ -254,6 +254,8 @@ def _manager_config(settings: KvManagerSettings) -> ManagerConfig:
         runway_reach=4 * settings.runway_slots,
         watermark=settings.watermark,
         eviction=settings.eviction_policy,
+        preemption=settings.preemption_policy,
+        max_preemptions=settings.max_preemptions,
         backfill=settings.backfill,
         max_wait=settings.max_wait,
         retention_share=settings.retention_share,

@@ -9,7 +9,7 @@ from typing import Any, Final, get_args
 from cli.replay.routers import ROUTERS
 from cli.replay.simulation import ReplayOptions
 from common.errors import FieldViolation, InvalidConfig
-from kvmanager.core.config import EvictionName, Runway
+from kvmanager.core.config import EvictionName, Runway, VictimOrder
 
 Change = Callable[[ReplayOptions], ReplayOptions]
 
@@ -27,6 +27,7 @@ _GROUPS: Final[tuple[Mapping[str, Change], ...]] = (
     {name: _router(name) for name in ROUTERS},
     {name: _manager(eviction=name) for name in get_args(EvictionName)},
     {f"runway-{name}": _manager(runway=name) for name in get_args(Runway)},
+    {f"victims-{name}": _manager(preemption=name) for name in get_args(VictimOrder)},
     {"backfill": _manager(backfill=True), "no-backfill": _manager(backfill=False)},
     {
         "prefix-caching": lambda options: replace(options, prefix_caching=True),

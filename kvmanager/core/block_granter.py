@@ -263,7 +263,7 @@ class BlockGranter(Evictor):
     def _wanted(self, state: LedgerState, sequence: Sequence, unread: int, hits: int) -> int:
         """Return the places with which a sequence is admitted, `unread` empty ones and `hits` blocks included."""
         config = state.config
-        if config.runway == "max" and not config.window:
+        if config.holds_whole(sequence.preemptions):
             return sequence.max_blocks
         whole = -(-sequence.num_tokens // config.block_size)
         # A fork may share more than its window; its partial last block comes after that.

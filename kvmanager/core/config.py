@@ -9,9 +9,13 @@ from common.lease import blocks_before_window, blocks_needed
 
 Runway = Literal["auto", "max"]
 EvictionName = Literal["lru", "frequency", "utility"]
+VictimOrder = Literal["work", "arrival"]
 
 DEFAULT_EVICTION: Final[EvictionName] = "utility"
 """What `bench.eviction` found to be best."""
+DEFAULT_PREEMPTION: Final[VictimOrder] = "work"
+"""What `bench.preemption` found to be best."""
+DEFAULT_MAX_PREEMPTIONS: Final = 4
 DEFAULT_MAX_WAIT: Final = 30.0
 """Seconds."""
 DEFAULT_RETENTION_SHARE: Final = 0.25
@@ -40,8 +44,10 @@ class LedgerConfig:
     blocks alone. "max" gives each sequence all blocks of its max_len at admission. `watermark` is the part of the pool
     that an admission leaves free for the growth of those that run; `ghosts` bounds the memory of evicted hashes (0:
     four for each block).
-    `eviction` names the policy of `eviction/choice.py`. With `backfill`, sequences pass one that lacks blocks, for a
-    bounded time. One that has waited for `max_wait` seconds gets every eighth admission (0: priority alone decides).
+    `eviction` names the policy of `eviction/choice.py`, `preemption` that of `preemption.py`. A sequence that was
+    preempted `max_preemptions` times is preempted again for higher priorities alone (0: there is no bound).
+    With `backfill`, sequences pass one that lacks blocks, for a bounded time. One that has waited for `max_wait`
+    seconds gets every eighth admission (0: priority alone decides).
     Of one tenant, at most `retention_share` of the blocks are retained, of all tenants together at most half, each for
     at most `max_retention` seconds.
     """
@@ -57,6 +63,8 @@ class LedgerConfig:
     watermark: float = 0.01
     ghosts: int = 0
     eviction: EvictionName = DEFAULT_EVICTION
+    preemption: VictimOrder = DEFAULT_PREEMPTION
+    max_preemptions: int = DEFAULT_MAX_PREEMPTIONS
     backfill: bool = True
     max_wait: float = DEFAULT_MAX_WAIT
     retention_share: float = DEFAULT_RETENTION_SHARE
@@ -69,6 +77,13 @@ class LedgerConfig:
         on, and releases those that left the window.
         """
         return blocks_needed(num_tokens, num_tokens, self.block_size, self.window)
+
+    def holds_whole(self, preemptions: int) -> bool:
+        """Return whether a sequence that was preempted so often is admitted with all blocks that it may ever need.
+
+        Not where every layer has a window: it would hold blocks that it needs only when others have left the window.
+        """
+        return not self.window and (self.runway == "max" or preemptions >= self.max_preemptions > 0)
 
     def hits_of(self, num_tokens: int) -> int:
         """Return how many leading full blocks of a sequence may be shared: not the one that holds its last token."""

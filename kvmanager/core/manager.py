@@ -17,13 +17,16 @@ from common.types import PoolIdentity
 from kvmanager.core import epochs
 from kvmanager.core.config import (
     DEFAULT_EVICTION,
+    DEFAULT_MAX_PREEMPTIONS,
     DEFAULT_MAX_RETENTION,
     DEFAULT_MAX_WAIT,
     DEFAULT_PIN_SHARE,
+    DEFAULT_PREEMPTION,
     DEFAULT_RETENTION_SHARE,
     EvictionName,
     LedgerConfig,
     Runway,
+    VictimOrder,
 )
 from kvmanager.core.ledger import Ledger
 from kvmanager.core.pins import Pin, PinBook
@@ -43,6 +46,8 @@ class ManagerConfig:
     runway_reach: int = 128
     watermark: float = 0.01
     eviction: EvictionName = DEFAULT_EVICTION
+    preemption: VictimOrder = DEFAULT_PREEMPTION
+    max_preemptions: int = DEFAULT_MAX_PREEMPTIONS
     backfill: bool = True
     max_wait: float = DEFAULT_MAX_WAIT
     retention_share: float = DEFAULT_RETENTION_SHARE
@@ -151,6 +156,8 @@ class Manager:
             runway_reach=config.runway_reach,
             watermark=config.watermark,
             eviction=config.eviction,
+            preemption=config.preemption,
+            max_preemptions=config.max_preemptions,
             backfill=config.backfill,
             max_wait=config.max_wait,
             retention_share=config.retention_share,

@@ -1,27 +1,37 @@
-"""The preemption policy: which sequence loses its blocks when the pool is used up, or for whom else.
+"""The preemption policy: which sequences lose their blocks when the pool is used up, or for whom else.
 
-The victim has the lowest priority, then the tenant of the greatest load, then the latest arrival. A sequence keeps its
-arrival for life. The most senior sequence is never a victim, so it ends, and then another one is the most senior: every
-sequence ends.
+The victim has the lowest priority, then the tenant of the greatest load, then the least work to lose (`VictimOrder`
+"work") or the latest arrival ("arrival"). The most senior sequence is never a victim, so it ends, and then another one
+is the most senior: every sequence ends.
 
-A sequence that waits for admission is entitled to a preemption in two cases. Its priority is higher than the victim's.
+A sequence that was preempted `max_preemptions` times is spared: only a higher priority may preempt it again. It is
+admitted with all blocks that it may ever need, so it never lacks one, and those that do wait for its end at most. Where
+every layer has a window its blocks come as it goes on; there it is the last to be chosen, by arrival.
+
+A sequence that waits for admission is entitled to preemptions in two cases. Its priority is higher than the victims'.
 Or its tenant is within its share with it, the victim's tenant is over its share, and one of that tenant's sequences
 goes on. With the victim, that tenant would be over its share again, so the two never take turns.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right as bisect
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
 
 from common.lease import Preempt
 from common.types import TRIMMED, BlockId, Candidate, SequenceId, SequencePhase
 from kvmanager.core.block import Blocks
+from kvmanager.core.config import VictimOrder
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.sequence import Sequence
 from kvmanager.core.shares import TenantShares
 
-_CHOICE = "lowest priority, then greatest load of a tenant, then latest arrival"
+_CHOICES: Final[dict[VictimOrder, str]] = {
+    "work": "lowest priority, then greatest load of a tenant, then least work to lose",
+    "arrival": "lowest priority, then greatest load of a tenant, then latest arrival",
+}
 
 
 class PreemptionPolicy:
@@ -36,45 +46,55 @@ class PreemptionPolicy:
         if not stalled:
             return ()
         running = running_sequences(state)
-        victims = victims_for(stalled, running, TenantShares(state), state.blocks)
+        victims = victims_for(stalled, running, Exposure(state))
+        if not victims:
+            return ()
         leaving = {victim.id for victim in victims}
         going_on = [each for each in stalled if each not in leaving] or stalled
         beneficiary = min((state.sequences[each] for each in going_on), key=seniority)
-        return self._order_all(state, victims, beneficiary, running, ("pool is used up", _CHOICE))
+        return self._order_all(state, victims, beneficiary, running, "pool is used up")
 
     def preempt_for(self, state: LedgerState, sequence: Sequence, missing: Callable[[], int]) -> tuple[Preempt, ...]:
-        """Order a preemption for a sequence that waits, if it is entitled to one that helps.
+        """Order as many preemptions as a sequence that waits needs, if it is entitled to enough of them.
 
         `missing` returns the blocks that it lacks; it is called only when there is a victim.
         """
         if state.preempting or state.live_stalled():
             return ()
-        running = running_sequences(state)
+        running, exposure = running_sequences(state), Exposure(state)
         blocks = state.config.admission_blocks(sequence.num_tokens)
-        victims = self.victims(sequence, running, TenantShares(state), blocks)
-        if not victims:
+        entitled = self.victims(sequence, running, exposure, blocks)
+        if not entitled:
             return ()
-        pool = state.blocks
-        if missing() > sum(private_blocks(each, pool) for each in victims):
+        lacking, freed, victims = missing(), FreedBlocks(state.blocks), list[Sequence]()
+        for each in entitled:
+            if victims and freed.count >= lacking:
+                break
+            if victims and not self.may_replace(sequence, each, exposure, blocks):
+                continue  # those before it have left its tenant within its share
+            exposure.shares.remove(each)
+            freed.release(each)
+            victims.append(each)
+        if freed.count < lacking:
             return ()
-        victim = victims[0]
-        reason = "a higher priority waits" if victim.priority < sequence.priority else "a tenant below its share waits"
-        return self._order_all(state, [victim], sequence, running, (reason, _CHOICE))
+        victims = needed_of(victims, freed, lacking)
+        higher = victims[0].priority < sequence.priority
+        reason = "a higher priority waits" if higher else "a tenant below its share waits"
+        return self._order_all(state, victims, sequence, running, reason)
 
-    def victims(self, sequence: Sequence, running: list[Sequence], shares: TenantShares, blocks: int) -> list[Sequence]:
+    def victims(self, sequence: Sequence, running: list[Sequence], exposure: Exposure, blocks: int) -> list[Sequence]:
         """Return those that a waiting sequence which needs so many blocks may replace, the first victim first."""
         senior = min((*running, sequence), key=seniority)
+        found = [each for each in running if each is not senior and self.may_replace(sequence, each, exposure, blocks)]
+        return sorted(found, key=exposure.of, reverse=True)
+
+    def may_replace(self, sequence: Sequence, victim: Sequence, exposure: Exposure, blocks: int) -> bool:
+        """Return whether a waiting sequence which needs so many blocks is entitled to those of a running one."""
+        if victim.priority < sequence.priority and not victim.by_age:
+            return True
+        shares = exposure.shares
         within = not shares.running(sequence.tenant) or shares.load(sequence.tenant, 1, blocks) <= 1.0
-        found = [
-            each
-            for each in running
-            if each is not senior
-            and (
-                (each.priority < sequence.priority and not each.by_age)
-                or (within and _gives_way(each, sequence, shares))
-            )
-        ]
-        return sorted(found, key=lambda each: _exposure(each, shares), reverse=True)
+        return within and not exposure.spares(victim) and _gives_way(victim, sequence, shares)
 
     def _order_all(
         self,
@@ -82,10 +102,10 @@ class PreemptionPolicy:
         victims: list[Sequence],
         beneficiary: Sequence,
         running: list[Sequence],
-        reasons: tuple[str, ...],
+        reason: str,
     ) -> tuple[Preempt, ...]:
         # The records of one order share their candidates: the first has them.
-        named = candidates(running, state.blocks)
+        named, reasons = candidates(running, state), (reason, _CHOICES[state.config.preemption])
         shown = [named, *[()] * (len(victims) - 1)]
         records = [_record(state, each, beneficiary, reasons, of) for each, of in zip(victims, shown, strict=True)]
         orders = tuple(Preempt(each.id, record) for each, record in zip(victims, records, strict=True))
@@ -101,6 +121,18 @@ class PreemptionPolicy:
 def private_blocks(sequence: Sequence, blocks: Blocks) -> int:
     """Return how many blocks of a block table no other sequence holds: the blocks that its preemption frees."""
     return sum(blocks.refs[block] == 1 for block in sequence.block_table if block != TRIMMED)
+
+
+def work_lost(sequence: Sequence, blocks: Blocks, block_size: int) -> int:
+    """Return how many tokens of a sequence must be computed again at most: all that no other sequence holds.
+
+    The pool is used up when somebody is preempted, so sealed blocks that nobody holds will soon be evicted. Blocks are
+    shared, and sealed, from the first one on. Where nothing is sealed the worker's last report of the length counts.
+    """
+    table, size = sequence.block_table, block_size
+    sealed = bisect(table, False, key=lambda block: block != TRIMMED and blocks.hash[block] is None)
+    shared = bisect(table, False, key=lambda block: block == TRIMMED or blocks.refs[block] < 2)
+    return max(0, min(max(sequence.computed, sealed * size), len(table) * size) - shared * size)
 
 
 def tokens_lost(sequence: Sequence, blocks: Blocks, block_size: int) -> int:
@@ -122,24 +154,44 @@ def running_sequences(state: LedgerState) -> list[Sequence]:
     return [each for each in state.sequences.values() if each.phase is SequencePhase.RUNNING]
 
 
-def victims_for(
-    stalled: Iterable[SequenceId], running: list[Sequence], shares: TenantShares, blocks: Blocks
-) -> list[Sequence]:
+def victims_for(stalled: Collection[SequenceId], running: list[Sequence], exposure: Exposure) -> list[Sequence]:
     """Return victims, the first one first, until each stalled sequence that is not among them gets a block.
 
-    One at least; the most senior one is none. Each victim is chosen by what the tenants hold without those before it.
+    One at least, unless all others are spared; the most senior one is none. Each victim is chosen by what the tenants
+    hold without those before it.
     """
-    senior = min(running, key=seniority)
+    senior, needy, victims = min(running, key=seniority), set(stalled), list[Sequence]()
+    highest = max(each.priority for each in running if each.id in needy)
     left = [each for each in running if each is not senior]
-    needy, freed, victims = set(stalled), FreedBlocks(blocks), list[Sequence]()
+    left = [each for each in left if each.priority < highest or not exposure.spares(each)]
+    freed = FreedBlocks(exposure.blocks)
     while left and (not victims or freed.count < len(needy)):
-        victim = max(left, key=lambda each: _exposure(each, shares))
+        victim = max(left, key=exposure.of)
         left.remove(victim)
-        shares.remove(victim)
+        exposure.shares.remove(victim)
         needy.discard(victim.id)
         freed.release(victim)
         victims.append(victim)
-    return victims
+    return needed_of(victims, freed, len(needy), frozenset(stalled))
+
+
+def needed_of(
+    victims: list[Sequence], freed: FreedBlocks, lacking: int, stalled: Collection[SequenceId] = ()
+) -> list[Sequence]:
+    """Return the victims without those that need not leave, because the others free all blocks that are lacking.
+
+    One that is stalled and stays lacks a block, too. The last victim is needed.
+    """
+    kept = victims[-1:]
+    for victim in reversed(victims[:-1]):
+        freed.take_back(victim)
+        lacks = lacking + (victim.id in stalled)
+        if freed.count >= lacks:
+            lacking = lacks
+        else:
+            freed.release(victim)
+            kept.append(victim)
+    return kept[::-1]
 
 
 class FreedBlocks:
@@ -156,10 +208,42 @@ class FreedBlocks:
                 self._dropped[block] += 1
                 self.count += self._dropped[block] == self._blocks.refs[block]
 
+    def take_back(self, sequence: Sequence) -> None:
+        """Undo the release of a sequence."""
+        for block in sequence.block_table:
+            if block != TRIMMED:
+                self.count -= self._dropped[block] == self._blocks.refs[block]
+                self._dropped[block] -= 1
 
-def _exposure(sequence: Sequence, shares: TenantShares) -> tuple[int, float, int]:
-    """Return the key by which victims are chosen, the greatest first."""
-    return (-sequence.priority, shares.load(sequence.tenant), sequence.arrival)
+
+class Exposure:
+    """The order of victims at one moment; `shares` are without those that were chosen before."""
+
+    def __init__(self, state: LedgerState) -> None:
+        self.shares, self.blocks = TenantShares(state), state.blocks
+        self._config = state.config
+        # By sequence: work does not change while victims are chosen.
+        self._work: dict[SequenceId, int] = {}
+
+    def of(self, sequence: Sequence) -> tuple[int, float, bool, int, int]:
+        """Return the key by which victims are chosen, the greatest first."""
+        bounded = self.is_bounded(sequence)
+        work = 0 if bounded or self._config.preemption != "work" else -self._work_of(sequence)
+        return (-sequence.priority, self.shares.load(sequence.tenant), not bounded, work, sequence.arrival)
+
+    def spares(self, sequence: Sequence) -> bool:
+        """Return whether no sequence of the same priority may preempt this one."""
+        return self.is_bounded(sequence) and not self._config.window
+
+    def is_bounded(self, sequence: Sequence) -> bool:
+        """Return whether a sequence was preempted as often as it may be."""
+        return sequence.preemptions >= self._config.max_preemptions > 0
+
+    def _work_of(self, sequence: Sequence) -> int:
+        work = self._work.get(sequence.id)
+        if work is None:
+            work = self._work[sequence.id] = work_lost(sequence, self.blocks, self._config.block_size)
+        return work
 
 
 def _gives_way(victim: Sequence, sequence: Sequence, shares: TenantShares) -> bool:
@@ -175,15 +259,18 @@ def _gives_way(victim: Sequence, sequence: Sequence, shares: TenantShares) -> bo
     return (shares.load(sequence.tenant), sequence.arrival) < (without, victim.arrival)
 
 
-def candidates(running: Iterable[Sequence], blocks: Blocks) -> tuple[Candidate, ...]:
+def candidates(running: Iterable[Sequence], state: LedgerState) -> tuple[Candidate, ...]:
     """Return every running sequence with the terms of the choice, the first to be preempted first."""
+    blocks, size, exposure = state.blocks, state.config.block_size, Exposure(state)
     found = []
-    for sequence in sorted(running, key=seniority, reverse=True):
+    for sequence in sorted(running, key=exposure.of, reverse=True):
         terms = (
             ("priority", float(sequence.priority)),
             ("arrival", float(sequence.arrival)),
             ("private_blocks", float(private_blocks(sequence, blocks))),
             ("num_tokens", float(sequence.num_tokens)),
+            ("work_lost", float(work_lost(sequence, blocks, size))),
+            ("preemptions", float(sequence.preemptions)),
         )
         found.append(Candidate(sequence.name, terms=terms))
     return tuple(found)
@@ -199,6 +286,7 @@ def _record(
     blocks = state.blocks
     figures = {
         "tokens_lost": float(tokens_lost(victim, blocks, state.config.block_size)),
+        "work_lost": float(work_lost(victim, blocks, state.config.block_size)),
         "blocks_freed": float(private_blocks(victim, blocks)),
         "stalled": float(len(state.live_stalled())),
         "running": float(state.running),

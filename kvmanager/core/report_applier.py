@@ -161,7 +161,7 @@ class ReportApplier:
             self.release_table(state, sequence)
             sequence.num_tokens = num_tokens
             sequence.fork_of = None  # after its first own token, its tokens differ from its parent's
-            sequence.recompute = True
+            sequence.recompute, sequence.computed = True, 0
             sequence.preemptions += 1
             sequence.queued_at = state.clock.monotonic()
             state.totals.preemptions += 1

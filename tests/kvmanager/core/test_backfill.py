@@ -163,7 +163,7 @@ def test_a_preemption_comes_before_those_that_would_pass() -> None:
         ),
     )
     assert batch is not None
-    assert len(batch.preempt) == 1
+    assert [order.sequence for order in batch.preempt] == [1]
     assert batch.admit == ()
 
 

@@ -160,7 +160,7 @@ def test_behaviour_30_a_preempted_sequence_keeps_its_place() -> None:
 
 def test_the_record_names_victim_beneficiary_and_what_was_lost() -> None:
     ledger = full_pool()
-    play(ledger, seal=((2, hashes(prompt(16, start=300))[0]),), computed=((3, 19),))
+    play(ledger, seal=((2, hashes(prompt(16, start=300))[0]),), computed=((1, 30), (2, 30), (3, 19)))
     ledger.drain_decisions()
     batch = play(ledger, stalled=(2, 1), lease_want=2)
     assert batch is not None
@@ -168,8 +168,12 @@ def test_the_record_names_victim_beneficiary_and_what_was_lost() -> None:
     assert (decision.kind, decision.decision_id) == (DecisionKind.PREEMPTION, batch.preempt[0].decision_id)
     assert (decision.chosen, decision.victim, decision.beneficiary) == ("r3", "r3", "r1")
     assert [candidate.name for candidate in decision.candidates] == ["r3", "r2", "r1"]
-    assert dict(decision.candidates[0].terms) == {"priority": 0, "arrival": 2, "private_blocks": 2, "num_tokens": 16}
-    assert dict(decision.figures) == {"tokens_lost": 3, "blocks_freed": 2, "stalled": 2, "running": 3}
+    assert dict(decision.candidates[0].terms) == {
+        "priority": 0, "arrival": 2, "private_blocks": 2, "num_tokens": 16, "work_lost": 19, "preemptions": 0,
+    }  # fmt: skip
+    assert dict(decision.figures) == {
+        "tokens_lost": 3, "work_lost": 19, "blocks_freed": 2, "stalled": 2, "running": 3,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(5))

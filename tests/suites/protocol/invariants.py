@@ -1,4 +1,4 @@
-"""The invariants I1 to I12 of the lease protocol, checked on a world after every event."""
+"""The invariants I1 to I13 of the lease protocol, checked on a world after every event."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from common.types import TRIMMED, BlockId
 from gpuworker.core.lease_agent import LeaseAgent
 from kvmanager.core.audit import InvariantBroken
 from kvmanager.core.ledger import Ledger
+from kvmanager.core.preemption import running_sequences, seniority
 from tests.suites.protocol import content
 from tests.suites.protocol.agent_copies import copy_agent
 
@@ -50,6 +51,7 @@ def check(world: World) -> None:
             if not world.scenario.window:
                 _map_is_prefix_closed(session.ledger, world.scenario.block_size)
             _reset_is_kept(world, manager, session.ledger)
+            _preemptions_are_bounded(world, session.ledger)
     link = world.link
     if link is not None and link.served is not None and world.managers[link.manager].core.current(link.served):
         _registered_content_is_true(world, link.served.ledger)
@@ -148,15 +150,32 @@ def _reset_is_kept(world: World, manager: ModelManager, ledger: Ledger) -> None:
         raise Violation("I11", f"blocks {back} are registered again, and nothing has computed them since the reset")
 
 
+def _preemptions_are_bounded(world: World, ledger: Ledger) -> None:
+    """I13: no sequence is preempted more often than the bound, in one session and where all have one priority."""
+    most = world.scenario.max_preemptions
+    if not most or world.scenario.window or len({each.priority for each in world.scenario.requests}) > 1:
+        return
+    for sequence in ledger.state.sequences.values():
+        if sequence.preemptions > most:
+            raise Violation("I13", f"sequence {sequence.id} was preempted {sequence.preemptions} times of {most}")
+
+
 def _stalls_are_short(world: World) -> None:
-    """I9: once both sides have every message, a stall means that no block is left and a preemption is outstanding."""
+    """I9: once both sides have every message, a stall means that no block is left and a preemption is outstanding.
+
+    Or all others are spared: they hold what they may need, and their ends give blocks to the one that is stalled.
+    """
     link, agent = world.link, world.agent
     if link is None or link.served is None or not world.worker.open or link.to_manager or link.to_worker:
         return
     ledger = link.served.ledger
     if not agent._report.stalled or agent._blocks.pool or not ledger.state.live_stalled() or _owes_report(agent):
         return
-    if ledger.state.block_pool.available or not (ledger.state.preempting or ledger.state.running < 2):
+    state = ledger.state
+    senior = min(running_sequences(state), key=seniority)
+    most = 0 if world.scenario.window else world.scenario.max_preemptions
+    others = [each for each in running_sequences(state) if each is not senior and (not most or each.preemptions < most)]
+    if state.block_pool.available or (others and not state.preempting):
         raise Violation("I9", "sequences stall, nothing is under way for them")
 
 

@@ -150,5 +150,5 @@ def _sequence_key(each: Sequence) -> tuple[object, ...]:
     return (
         each.id, each.num_tokens, each.max_blocks, each.priority, each.tenant, tuple(each.block_hashes), each.cacheable,
         each.fork_of, each.phase.value, tuple(each.block_table), each.n_shared, each.trimmed, each.recompute,
-        each.copy_source,
+        each.copy_source, each.computed, each.preemptions,
     )  # fmt: skip

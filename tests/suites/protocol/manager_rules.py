@@ -16,12 +16,11 @@ from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.manager import Manager, WorkerRegistration
 from kvmanager.core.partial_copy import PartialCopy, partial_copy
 from kvmanager.core.policies import LedgerPolicies
-from kvmanager.core.preemption import PreemptionPolicy
+from kvmanager.core.preemption import Exposure, PreemptionPolicy
 from kvmanager.core.prefix_cache import PrefixCache
 from kvmanager.core.rebuild import InventoryLoader
 from kvmanager.core.report_applier import ReportApplier
 from kvmanager.core.sequence import Sequence as ManagerSequence
-from kvmanager.core.shares import TenantShares
 from tests.suites.protocol.mutant import Patch
 from tests.suites.protocol.world import World
 
@@ -41,11 +40,11 @@ class ReleasesOnTheOrder(PreemptionPolicy):
 
 class LetsTenantsTakeTurns(PreemptionPolicy):
     def victims(
-        self, sequence: ManagerSequence, running: list[ManagerSequence], shares: TenantShares, blocks: int
+        self, sequence: ManagerSequence, running: list[ManagerSequence], exposure: Exposure, blocks: int
     ) -> list[ManagerSequence]:
         """A tenant without anything takes from any other one, which may then have nothing either."""
-        if shares.running(sequence.tenant):
-            return super().victims(sequence, running, shares, blocks)
+        if exposure.shares.running(sequence.tenant):
+            return super().victims(sequence, running, exposure, blocks)
         return [each for each in running if each.tenant != sequence.tenant]
 
 

@@ -24,6 +24,7 @@ class ManagerSide(State):
             runway_reach=self.scenario.runway_reach,
             watermark=0.0,
             eviction=self.eviction,
+            max_preemptions=self.scenario.max_preemptions,
         )
         manager = ModelManager(Manager(config, _CLOCK, lambda: "", policies=self.policies))
         self.managers.append(manager)

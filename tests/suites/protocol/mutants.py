@@ -25,6 +25,7 @@ from kvmanager.core.config import LedgerConfig
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.manager import Manager
 from kvmanager.core.partial_index import PartialIndex
+from kvmanager.core.preemption import Exposure
 from kvmanager.core.prefix_cache import PrefixCache
 from tests.suites.protocol.edge_rules import break_without_loss_of_session, keep_the_generation, no_jump, resume
 from tests.suites.protocol.index import Index
@@ -280,7 +281,7 @@ MUTANTS = (
         "a tenant that is preempted for another one may be left with nothing",
         (obey(preemption=LetsTenantsTakeTurns()),),
         Exhaustive("tenants"),
-        ("I10",),
+        ("I10", "I13"),
     ),
     Mutant(
         "29",
@@ -428,6 +429,20 @@ MUTANTS = (
         ((PrefixCache, "deepest_run", run_of_any_blocks), (grant_check, "_check_window", take_any_table)),
         Walks("window_reuse"),
         ("I3", "I10"),
+    ),
+    Mutant(
+        "50",
+        "who was preempted as often as may be loses the least, and is preempted again",
+        ((Exposure, "is_bounded", never),),
+        Walks("rivals", faults=CALM),
+        ("I13",),
+    ),
+    Mutant(
+        "51",
+        "who may not be preempted again is admitted with its tokens alone",
+        ((LedgerConfig, "holds_whole", never),),
+        Walks("rivals", faults=CALM),
+        ("I9", "I10"),
     ),
 )
 

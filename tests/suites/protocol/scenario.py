@@ -66,6 +66,7 @@ class Scenario:
     runway_reach: int = 4
     max_num_seqs: int = 8
     window: int = 0
+    max_preemptions: int = 4
     partly: bool = False
     with_index: bool = False
     max_faults: int = 0

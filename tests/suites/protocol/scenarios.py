@@ -38,6 +38,7 @@ WINDOWED = (Request((0, 1, 0, 1, 1, 0, 0), 1), Request((0, 1, 0, 1, 1, 0, 1), 2)
 TINY: dict[str, Scenario] = {
     "peace": Scenario(TWO_SHARERS, 3),
     "pressure": Scenario((Request((0, 1), 4), Request((0, 1, 1), 3)), 4, budget=3),
+    "rivals": Scenario((Request((0,), 5, no_cache=True), Request((1,), 5)), 4, budget=3, max_preemptions=1),
     "cancel": Scenario(TWO_SHARERS, 4, max_faults=1, faults={"cancel": 1}),
     "cancel_nested": Scenario(NESTED, 4, budget=2, max_faults=1, faults={"cancel": 1}),
     "break": Scenario((Request((0, 1, 0), 1), Request((0, 1, 1), 1)), 4, max_faults=1, faults={"stream_break": 1}),
@@ -94,6 +95,9 @@ _TWO_FAMILIES = tuple(
 _CROWD = tuple(Request((n % 2, n // 2 % 2), 7 if n else 9) for n in range(7))
 """More sequences stall at once than the blocks of one can serve."""
 
+_RIVALS = tuple(Request((n % 2,), 24 - 4 * (n % 5), no_cache=True) for n in range(10))
+"""Long outputs that share nothing, so most of them are preempted."""
+
 _LONG_PROMPTS = tuple(Request((*SHARED, *SHARED, *SHARED[: 1 + n]), 5, priority=n % 2) for n in range(4))
 """Each has twice the blocks that it may hold at once."""
 
@@ -120,6 +124,9 @@ LARGE: dict[str, Scenario] = {
     "priorities": Scenario(_PRIORITIES, 7, budget=6, max_num_seqs=3),
     "tenants": Scenario(_TENANTS, 8, budget=6, max_num_seqs=3),
     "crowd": Scenario(_CROWD, 9, budget=7),
+    "rivals": Scenario(_RIVALS, 14, budget=6, max_preemptions=1),
+    "rivals_mixed": Scenario(_MIXED, 8, budget=4, max_preemptions=1),
+    "rivals_tenants": Scenario(_TENANTS, 8, budget=6, max_num_seqs=3, max_preemptions=1),
     "wide_blocks": Scenario(_MIXED, 6, block_size=4, budget=5, runway_slots=4, runway_reach=4, with_index=True),
     "drafts": Scenario(_DRAFTING, 12, budget=12, with_index=True, runway_slots=4, runway_reach=8),
     "drafts_tight": Scenario(_DRAFTING, 9, block_size=4, budget=6),
