@@ -7,6 +7,7 @@ step's needs before the step: it preempts the latest sequence at once until ever
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ class Crowd:
             yield NewSequence(
                 SequenceId(number), "", tokens, (), bytes(32), limit, StopRule(self.output), no_cache=True
             )
+
+
+CROWD = Crowd(requests=300, prompt=64, output=512, num_blocks=4096)
 
 
 def seconds_of(computed: int, sampled: int) -> float:
@@ -174,3 +178,15 @@ class InProcess:
         if each.tokens == self.crowd.prompt + self.crowd.output:
             self.running.remove(each)
             self._give(each, -each.blocks)
+
+
+def main() -> None:
+    """Print the rate of the policy in process, and that of the split over it by the delay of a report."""
+    at_once = InProcess(CROWD).rate()
+    sys.stdout.write(f"in process: {at_once:.0f} tokens/s\n")
+    for delay in (1, 3):
+        sys.stdout.write(f"reports {delay} steps late: {split_rate(CROWD, delay) / at_once:.3f} of that\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.suites.protocol.lockstep import Crowd, InProcess, split_rate
-
-CROWD = Crowd(requests=300, prompt=64, output=512, num_blocks=4096)
+from tests.suites.protocol.lockstep import CROWD, InProcess, split_rate
 
 
 @pytest.fixture(scope="module")
