@@ -1,16 +1,23 @@
-"""What a huge request costs those behind it, and how long a low priority waits: real ledger and lease agent.
+"""What a huge request costs those behind it, how long a low priority waits, and how many keep their deadlines.
 
     python -m bench.fairness --json
 
-Steps follow each other, each of the same 8 ms; no model runs, nothing is timed, and the figures are exact for a seed.
-Each scenario runs by the rule alone (`_before`: in turn, by priority) and with backfilling and admission by age
-(`_after`). Waits are seconds from arrival to the grant of the blocks.
+The real ledger and lease agent run. Steps follow each other, each of the same 8 ms; no model runs, nothing is timed,
+and the figures are exact for a seed. Each scenario runs by the rule alone (`_before`: in turn, by priority) and with
+backfilling and admission by age (`_after`). Waits are seconds from arrival to the grant of the blocks.
+
+The router's real queue orders requests with deadlines for places at workers: in turn, whether or not they can still be
+in time (`_before`), in turn without those that are hopeless (`_refused`), and the earliest deadline first without those
+(`_after`).
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import math
 import random
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -27,9 +34,12 @@ from gpuworker.core.sequence import NewSequence
 from gpuworker.core.stopping import StopRule
 from kvmanager.core.config import DEFAULT_MAX_WAIT, LedgerConfig
 from kvmanager.core.ledger import Ledger
+from router.core.fair_queue import FairQueue, due_at
 
 STEP_S: Final = 0.008
 BLOCKS, BLOCK_SIZE, PLACES = 1024, 16, 64
+QUEUED_PLACES: Final = 16
+"""Places at workers for the requests with deadlines."""
 HUGE: Final = BLOCKS * BLOCK_SIZE * 4 // 5
 """Tokens of the prompt of a huge request: four fifths of the pool."""
 
@@ -128,6 +138,65 @@ def low_priority(seed: int, seconds: float, *, fair: bool) -> dict[str, float]:
     return {"low_priority_wait_s": wait}
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A request of the router's queue, in seconds: its arrival, how long it holds a place, the time for its answer."""
+
+    at: float
+    holds: float
+    allowed: float
+
+    @property
+    def deadline(self) -> float:
+        return self.at + self.allowed
+
+
+def timed(load: float, seconds: float, seed: int) -> list[Timed]:
+    """Return Poisson arrivals that use so much of the places: some must be quick, others have 20 times as long."""
+    rng, at, found = random.Random(seed), 0.0, list[Timed]()
+    while (at := at + rng.expovariate(load * QUEUED_PLACES)) < seconds:
+        holds = rng.expovariate(1.0)
+        found.append(Timed(at, holds, holds + rng.choice((0.5, 2.0, 10.0))))
+    return found
+
+
+def in_time(requests: Sequence[Timed], *, earliest: bool, refuse: bool) -> float:
+    """Return the share of requests that end in time: by the earliest deadline or in turn, hopeless ones refused or not.
+
+    How long a request holds its place is known here; a router predicts it.
+    """
+    queue, running, kept = FairQueue[Timed](), list[float](), 0
+    coming, left = deque(requests), len(requests)
+    while coming or queue:
+        now = min([coming[0].at] if coming else [], default=math.inf)
+        if len(running) == QUEUED_PLACES and queue:
+            now = min(now, running[0])
+        while running and running[0] <= now:
+            heapq.heappop(running)
+        while coming and coming[0].at <= now:
+            each = coming.popleft()
+            queue.join(queue.ticket(0, due=due_at(now, each.deadline if earliest else None)), each)
+        while queue and len(running) < QUEUED_PLACES:
+            ticket, each = queue.head()
+            queue.serve(ticket)
+            late = now + each.holds > each.deadline
+            kept += not late
+            if not (late and refuse):
+                heapq.heappush(running, now + each.holds)
+    return kept / left
+
+
+def deadlines(seed: int, seconds: float) -> dict[str, float]:
+    """Requests with deadlines use 0.9 and 1.1 of the places."""
+    found: dict[str, float] = {}
+    for load in (0.9, 1.1):
+        requests, name = timed(load, seconds, seed), f"in_time_load_{load:g}"
+        found[f"{name}_before"] = in_time(requests, earliest=False, refuse=False)
+        found[f"{name}_refused"] = in_time(requests, earliest=False, refuse=True)
+        found[f"{name}_after"] = in_time(requests, earliest=True, refuse=True)
+    return found
+
+
 def _numbered(arrivals: Sequence[Arrival]) -> Iterator[tuple[int, Arrival]]:
     return iter(enumerate(arrivals))
 
@@ -155,12 +224,15 @@ def main() -> None:
             for seed in range(args.seeds)
         ]
         figures |= {f"{key}_{name}": median(run[key] for run in runs) for key in runs[0]}
+    queued = [deadlines(seed, 10 * args.seconds) for seed in range(args.seeds)]
+    figures |= {key: median(run[key] for run in queued) for key in queued[0]}
     notes = {
         "huge_wait_s_after": f"a prompt of {HUGE} tokens, four fifths of the pool, beside {args.rate:g} requests/s",
         "behind_wait_p50_s_after": "requests that came while the huge one waited",
         "low_priority_wait_s_after": (
             f"of at most {2 * args.seconds * 11 / 12:.0f} s, beside requests of a higher priority for every place"
         ),
+        "in_time_load_1.1_after": "share of requests that end by their deadline, where they need 1.1 of the places",
     }
     report("fairness", figures, notes, args.json)
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from bench import fairness
-from bench.fairness import HUGE, Arrival, serve
+from bench.fairness import HUGE, Arrival, Timed, in_time, serve, timed
 
 
 def test_a_huge_request_is_passed_by_one_that_ends_in_time() -> None:
@@ -20,6 +20,22 @@ def test_a_huge_request_is_passed_by_one_that_ends_in_time() -> None:
     assert after[3] >= 60
 
 
+def test_the_earliest_deadline_goes_first_and_a_hopeless_one_takes_no_place() -> None:
+    # The first 16 hold all places for a second; then 16 have time and 16 have none to lose.
+    full = [Timed(0.0, 1.0, 9.0)] * 16
+    patient, urgent = [Timed(0.1, 1.0, 9.0)] * 16, [Timed(0.2, 1.0, 1.9)] * 16
+    assert in_time([*full, *patient, *urgent], earliest=False, refuse=True) == 32 / 48
+    assert in_time([*full, *patient, *urgent], earliest=True, refuse=True) == 1.0
+    hopeless, next_ones = [Timed(0.1, 1.0, 1.5)] * 16, [Timed(0.2, 1.0, 2.0)] * 16
+    assert in_time([*full, *hopeless, *next_ones], earliest=False, refuse=False) == 16 / 48
+    assert in_time([*full, *hopeless, *next_ones], earliest=False, refuse=True) == 32 / 48
+
+
+def test_more_are_in_time_by_deadlines() -> None:
+    requests = timed(1.1, 120.0, seed=1)
+    assert in_time(requests, earliest=True, refuse=True) > in_time(requests, earliest=False, refuse=True)
+
+
 def test_the_figures_have_their_fixed_names(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -28,4 +44,6 @@ def test_the_figures_have_their_fixed_names(
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     names = ("huge_wait_s", "behind_wait_p50_s", "behind_wait_p90_s", "huge_preemptions", "low_priority_wait_s")
     assert said["bench"] == "fairness"
-    assert set(said["figures"]) == {f"{name}_{when}" for name in names for when in ("before", "after")}
+    found = {f"{name}_{when}" for name in names for when in ("before", "after")}
+    found |= {f"in_time_load_{load}_{when}" for load in ("0.9", "1.1") for when in ("before", "refused", "after")}
+    assert set(said["figures"]) == found
