@@ -289,10 +289,6 @@ class _Simulation:
 
     def _take(self, worker_id: str, outputs: EngineOutputs) -> None:
         now, live = self._loop.time(), self._live
-        for admit in outputs.admitted:
-            live[admit.sequence].replayed.cached_tokens = admit.cached_tokens
-        for sequence, cached in outputs.recounted.items():
-            live[sequence].replayed.cached_tokens = cached
         for sequence, tokens in outputs.tokens:
             each = live[sequence]
             replayed = each.replayed
@@ -304,7 +300,7 @@ class _Simulation:
             live[sequence].replayed.preemptions += 1
         for ended in outputs.finished:
             each = live.pop(ended.sequence)
-            each.replayed.finished_at = now
+            each.replayed.finished_at, each.replayed.cached_tokens = now, ended.usage.cached_tokens
             each.reservation.complete(each.replayed.tokens)
             self._workers[worker_id].forget(ended.sequence)
             each.done.set_result(None)

@@ -186,6 +186,14 @@ def hits(found: Replay) -> float:
     return figures_of(found)["hit_share"]
 
 
+def test_what_a_request_computed_before_its_preemption_is_no_hit() -> None:
+    """Every fourth request shares 64 tokens; the others share nothing."""
+    found = replay(crowd(60, 80.0, seed=3), replace(ONE, workers=2, num_blocks=28))
+    assert any(each.preemptions and number % 4 for number, each in enumerate(found.requests))
+    assert {each.cached_tokens for number, each in enumerate(found.requests) if number % 4} == {0}
+    assert max(each.cached_tokens for each in found.requests) == 64
+
+
 def golden_lines() -> list[str]:
     """Return where each request of a small crowd went, what it hit, and what it was preempted by."""
     found = replay(crowd(60, 80.0, seed=3), replace(ONE, workers=2, num_blocks=28))
