@@ -20,6 +20,7 @@ from bench.lib.harness import parser, progress, report_columns
 from bench.lib.workloads import make, warm_up
 from cli.benchmark.closed_loop import NOTES, figures, medians
 from cli.benchmark.served import ServedSuite, peak_rss_mib, served_suite
+from gpuworker.native.levels import NAMES
 
 
 def suite_flags(options: Mapping[str, object]) -> list[str]:
@@ -37,10 +38,12 @@ def suite_flags(options: Mapping[str, object]) -> list[str]:
 def bench_options(model: str, load_format: str, args: argparse.Namespace, dtype: str, caching: bool) -> list[str]:
     """Return the flags of a suite for a comparison; all other options are the defaults of `quire serve`."""
     alone = {"model": model, "load_format": load_format, "dtype": dtype, "prefix_caching": caching}
-    return suite_flags({**alone, **worker_options(args), "trace_sample_ratio": args.trace_sample_ratio})
+    of_suite = {"cpu_level": args.level, "trace_sample_ratio": args.trace_sample_ratio}
+    return suite_flags({**alone, **worker_options(args), **of_suite})
 
 
 def add_suite_flags(flags: argparse.ArgumentParser) -> None:
+    flags.add_argument("--level", choices=NAMES, help="vector instructions of our kernels; unset: the best ones here")
     flags.add_argument("--trace-sample-ratio", type=float, default=0.0, help="share of the requests that are traced")
 
 

@@ -22,8 +22,14 @@ def test_options_become_flags_of_the_suite() -> None:
     assert suite_flags(options) == ["--no-prefix-caching", "--block-size", "16", "--deterministic"]
 
 
+def test_a_level_is_that_of_the_workers() -> None:
+    args = argparse.Namespace(block_size=16, threads=1, level="avx2", trace_sample_ratio=0.0)
+    flags = bench_options("model", "auto", args, "float32", caching=True)
+    assert flags[flags.index("--cpu-level") + 1] == "avx2"
+
+
 async def test_a_workload_goes_through_all_processes() -> None:
-    args = argparse.Namespace(block_size=16, threads=1, trace_sample_ratio=0.0)
+    args = argparse.Namespace(block_size=16, threads=1, level=None, trace_sample_ratio=0.0)
     workload = make("W3", scale=0.01)
     with checkpoint(None, SHAPE) as (folder, load_format):
         options = bench_options(str(folder), load_format, args, "float32", caching=True)
@@ -43,7 +49,7 @@ async def test_a_workload_goes_through_all_processes() -> None:
 
 
 async def test_one_suite_traces_the_requests_that_want_it_and_no_others() -> None:
-    args = argparse.Namespace(block_size=16, threads=1, trace_sample_ratio=1.0)
+    args = argparse.Namespace(block_size=16, threads=1, level=None, trace_sample_ratio=1.0)
     workload, named = equal_requests(40, 4, 2, 0), "0af7651916cd43dd8448eb211c80319c"
     with checkpoint(None, SHAPE) as (folder, load_format):
         options = bench_options(str(folder), load_format, args, "float32", caching=True)
