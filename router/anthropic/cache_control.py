@@ -13,7 +13,7 @@ from common.errors import FieldViolation, InvalidRequest
 from common.limits import MAX_RETENTION_MESSAGE_RANGES
 from router.anthropic.types import Block, CacheControl, CountRequest
 from router.core.tools import quoted
-from router.openai.retention import CacheRetention, RetentionRange
+from router.serving.retention import CacheRetention, RetentionRange
 
 PRIORITY: Final = 60
 """Above all blocks without retention, and below what an operator's own clients may ask for."""

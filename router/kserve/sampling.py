@@ -6,7 +6,7 @@ The names are vLLM's. Such clients send numbers as text too, and pydantic conver
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from common.errors import FieldViolation
 from common.settings.pydantic_words import mistake
 from quire.inference.v1 import inference_pb2
 from router.serving.numbers import Float32, Int32, Int64
+from router.serving.retention import CacheRetention
 
 CONSTRAINTS: Final = ("json_schema", "regex", "grammar")
 # Fields whose name is the same in SamplingParams of quire.types.v1.
@@ -58,6 +59,7 @@ class SamplingFields(BaseModel):
     cache_salt: str = ""
     no_cache: bool = False
     shared_domain: str = ""
+    cache_retention: CacheRetention | None = None
 
     def write(self, request: inference_pb2.GenerateRequest) -> None:
         """Set the given fields in Quire's own request; the rest stays unset."""
@@ -76,6 +78,8 @@ class SamplingFields(BaseModel):
                 setattr(request, name, value if isinstance(value, str) else json.dumps(value))
         request.cache.salt, request.cache.no_cache = self.cache_salt, self.no_cache
         request.cache.shared_domain = self.shared_domain
+        if self.cache_retention is not None:
+            request.cache_retention.CopyFrom(self.cache_retention.message())
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +103,23 @@ def sampling_of(parameters: Mapping[str, Any], text: bytes | None) -> tuple[Samp
     if len(merged) > _MOST_NAMES:
         wrong.append(FieldViolation("parameters", f"are {len(merged)}; expected at most {_MOST_NAMES}"))
         merged = {}
-    problems: dict[str, str] = {}
+    problems: dict[str, tuple[str, str]] = {}
     try:
         fields = SamplingFields.model_validate(merged)
     except ValidationError as error:
         for each in error.errors():
             # A union reports each of its members: the first is enough.
-            problems.setdefault(str(each["loc"][0]), _words(each))
+            name, *inner = each["loc"]
+            problems.setdefault(str(name), (_inside(inner) if name == "cache_retention" else "", _words(each)))
         fields = SamplingFields.model_validate({name: merged[name] for name in merged.keys() - problems})
-    wrong += [FieldViolation(paths[name], what) for name, what in problems.items()]
+    wrong += [FieldViolation(paths[name] + inner, what) for name, (inner, what) in problems.items()]
     first, *others = [name for name in CONSTRAINTS if getattr(fields, name) is not None] or [""]
     wrong += [FieldViolation(paths[name], f"is given beside {first}; expected one of them") for name in others]
     return Sampling(fields, paths), wrong
+
+
+def _inside(path: Iterable[int | str]) -> str:
+    return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in path)
 
 
 def _in_json(name: str) -> str:
@@ -132,6 +141,6 @@ def _parsed(text: bytes, wrong: list[FieldViolation]) -> dict[str, Any]:
 
 
 def _words(problem: ErrorDetails) -> str:
-    if problem["type"] == "extra_forbidden":
+    if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
         return f"is not known; expected one of {', '.join(SamplingFields.model_fields)}"
     return mistake(problem)

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from common import limits
 from router.openai import foreign_fields
-from router.openai.retention import CacheRetention
 from router.serving.numbers import Float32, Int32, Int64
+from router.serving.retention import CacheRetention
 
 # Long lists report the first wrong entry alone. `bodies.py` bounds the values of a whole body.
 TokenIds = Annotated[list[Int32], Field(fail_fast=True)]

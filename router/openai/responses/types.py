@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from common import limits
-from router.openai.retention import CacheRetention
 from router.openai.types import Texts
 from router.serving.numbers import Float32, Int32, Int64
+from router.serving.retention import CacheRetention
 
 Json = dict[str, Any]
 # Values that have no effect.

@@ -230,6 +230,27 @@ def test_cache_options_are_handed_on() -> None:
     assert (cache.salt, cache.no_cache) == ("s", True)
 
 
+def test_retention_is_handed_on() -> None:
+    given = {"priority": 80, "duration": 2.5, "ranges": [{"start": 4, "end": 8, "priority": 90}]}
+    kept = asked(input_ids=[1], sampling_parameters={"cache_retention": given}).generate.cache_retention
+    assert (kept.priority, kept.duration, kept.HasField("decode_priority")) == (80, 2.5, False)
+    assert [(each.start, each.end, each.priority) for each in kept.ranges] == [(4, 8, 90)]
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "what"),
+    [
+        ({"ranges": [{"start": 0}]}, ".ranges[0].priority", "is missing"),
+        ({"priorities": 3}, ".priorities", "is not known; expected nothing of this name"),
+        ("long", "", "expected an object"),
+    ],
+)
+def test_wrong_retention_is_named_where_it_stands(given: object, field: str, what: str) -> None:
+    found = wrong(infer(input_ids=[1], sampling_parameters={"cache_retention": given}))
+    assert list(found) == [f"sampling_parameters.cache_retention{field}"]
+    assert what in found[f"sampling_parameters.cache_retention{field}"]
+
+
 # ------------------------------------------------------------ the protocol's own parameters
 
 
