@@ -1,4 +1,4 @@
-// The two products of attention of many queries on the matrix unit, and V as it reads V.
+// The two products of attention of many queries on the matrix unit: K with queries, and V with the weights of the softmax.
 #pragma once
 
 #include "amx.h"
@@ -21,7 +21,9 @@ class AmxScope {
 };
 
 // How often `amx_multiply` fetches.
-inline int amx_fetches(int groups, int inputs, int vectors) { return (groups + 1) / 2 * ((vectors + 1) / 2) * (inputs / 32); }
+inline int amx_fetches(int groups, int inputs, int vectors) {
+  return (groups + 1) / 2 * ((vectors + 1) / 2) * (inputs / 32);
+}
 
 // Products of rows [16 · groups][inputs] and lanes [inputs / 2][16 · vectors][2] become sums [row][lane], or are added to them.
 // a(g) is where 16 rows begin, each `stride` numbers long. `inputs` is a multiple of 32.
