@@ -137,7 +137,7 @@ def test_where_every_layer_has_a_window_blocks_are_used_again_whose_ancestors_ar
 ) -> None:
     life = Life(40, 4, seed=5, window=window, runway_reach=runway_reach, eviction=eviction)
     behind_empty_places = 0
-    for _ in range(3000):
+    for _ in range(4500):
         life.operate()
         life.ledger.check_invariants()
         reasons = (reason for each in life.ledger.drain_decisions() for reason in each.reasons)
