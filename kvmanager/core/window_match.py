@@ -51,6 +51,7 @@ def deciding_hashes(
     limit = min(len(block_hashes), config.hits_of(num_tokens))
     missing, hits = list[int](), match.hit_blocks
     cache.deepest_run(block_hashes, limit, config.unread_blocks, missing)
-    places = {hits, limit, *missing, *range(config.unread_blocks(hits), hits)}
+    # A window of one token reads no block before it; the last hit is looked up all the same.
+    places = {hits, limit, *missing, *range(min(config.unread_blocks(hits), max(hits - 1, 0)), hits)}
     first = block_hashes[: window_blocks(config.window, config.block_size)]
     return {*first, *(block_hashes[place] for place in places if place < len(block_hashes))}

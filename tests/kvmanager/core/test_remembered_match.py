@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from common.lease import Report
-from common.types import FinishReason, SequenceId
+from common.types import FinishReason, MissReason, SequenceId
 from kvmanager.core.ledger import Ledger
-from kvmanager.core.prefix_cache import PrefixCache
+from kvmanager.core.prefix_cache import PrefixCache, PrefixMatch
+from kvmanager.core.window_match import deciding_hashes
 from tests.support.kvmanager.ledgers import admit, block_table, finish, hashes, make_ledger, play, prompt, reserve, seal
 
 LONG = prompt(16 * 21)
@@ -71,3 +74,12 @@ def test_a_hit_that_is_evicted_while_the_sequence_waits_is_no_hit() -> None:
     assert ledger.state.remembered is not None
     assert len(ledger.state.remembered.hits) == 2
     ledger.check_invariants()
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 40])
+def test_with_a_window_the_last_hit_decides_however_few_blocks_are_read(window: int) -> None:
+    """A window of one token reads no block, and yet the hit before it may leave."""
+    config, known = make_ledger(24, window=window).state.config, hashes(LONG)
+    lacks_nothing = mock.Mock(spec=PrefixCache)
+    deciding = deciding_hashes(lacks_nothing, config, known, len(LONG), PrefixMatch(5, MissReason.NEVER_SEEN))
+    assert {known[0], known[4], known[5]} <= deciding
