@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from quire.inference.v1 import inference_pb2 as pb
 from tests.suites.e2e.conftest import WORKERS
 from tests.support.index_view import Index, identity_of
 from tests.support.kvmanager.fake_session import RawWorker, attach_of
-from tests.support.load import all_started, epoch, kill, prompts
+from tests.support.load import all_started, epoch, kill, prompts, started
 from tests.support.reference import assert_greedy, chat_tokens
 from tests.support.suite import PATIENCE, Outcome, Suite, greedy
 from tests.support.waiting import until
@@ -175,9 +176,11 @@ async def test_a_killed_router_leaves_nothing_running_and_its_successor_serves(s
 async def test_streams_leave_a_worker_that_is_stopped_and_it_is_used_again_when_it_goes_on(suite: Suite) -> None:
     asked = prompts(STREAMS, seed=51)
     await until_connected(suite)
-    tasks = await all_started(suite, asked, 4 * COUNT)
-    # The router may have preferred either of them: on a busy machine one looks slower.
-    stopped = max(await suite.pools(), key=lambda pool: pool.running).worker_id
+    seen = [Outcome() for _ in asked]
+    tasks = await started(suite, [greedy(prompt, 4 * COUNT) for prompt in asked], seen)
+    # The router may have preferred either of them: on a busy machine one looks slower. The manager hears of both late.
+    workers = Counter(each.admitted.worker_id for each in seen if each.admitted and not each.finished)
+    ((stopped, _),) = workers.most_common(1)
     pid = suite.stack.children[stopped].pid
     assert pid is not None
 
