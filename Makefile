@@ -26,6 +26,8 @@ FUZZ_SECONDS ?= 600
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 # More OpenMP threads than cores makes every tensor operation crawl; the tests run several processes at once.
 export OMP_NUM_THREADS ?= 1
+# Tests start many processes. If Python may keep no compiled modules, each process compiles all of Quire that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install clients demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest test-clients test-triton test-all test-docker test-hosts sanitize search coverage check fmt lint types protos protos-baseline pins fuzz soak bench bench-gpu clean
