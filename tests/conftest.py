@@ -88,7 +88,7 @@ _SHARED = (
     """,
 )
 # The tests of these share nothing, and each takes long.
-_EACH_ALONE = "cli/suite/test_ports.py cli/test_folders.py suites/models suites/protocol"
+_EACH_ALONE = "cli/suite/test_ports.py cli/test_folders.py suites/models suites/protocol suites/triton_interpreted"
 _ONLY_WHEN_NAMED = ("exhaustive", "frameworks", "fuzz", "prometheus")
 
 
