@@ -282,6 +282,7 @@ def test_the_next_one_has_its_blocks_by_the_step_that_was_foreseen(seed: int, ca
         assert state.steps <= foreseen, f"it waits after step {foreseen}"
 
 
+@pytest.mark.searches
 @given(seed=st.integers(0, 100_000))
 @settings(max_examples=80)
 def test_nobody_is_preempted_again_and_again(seed: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -247,5 +248,5 @@ class Group(RuleBasedStateMachine):
         super().teardown()
 
 
-TestGroup = Group.TestCase
+TestGroup = pytest.mark.searches(Group.TestCase)
 TestGroup.settings = settings(max_examples=300, stateful_step_count=_STEPS, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -196,4 +197,4 @@ class LedgerLife(RuleBasedStateMachine):
 LedgerLife.TestCase.settings = settings(
     max_examples=120, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-TestLedgerLife = LedgerLife.TestCase
+TestLedgerLife = pytest.mark.searches(LedgerLife.TestCase)

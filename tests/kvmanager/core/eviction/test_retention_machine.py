@@ -314,6 +314,7 @@ class Machine(RuleBasedStateMachine):
             audit(self.state)
 
 
+@pytest.mark.searches
 @pytest.mark.parametrize("policy", ["lru", "frequency", "utility"])
 def test_eviction_with_retention_is_that_of_a_second_implementation(policy: str) -> None:
     machine = type(f"Machine_{policy}", (Machine,), {"policy": policy})

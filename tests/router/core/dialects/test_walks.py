@@ -18,6 +18,8 @@ from router.core.dialects.reader import kept_tokens, reader
 from tests.router.core.dialects.walks import Vocabulary, matcher, vocabulary, walk
 from tests.support.gpuworker.random_schemas import NAMES, SchemaMaker
 
+pytestmark = pytest.mark.searches
+
 # Each dialect with the thoughts of its family.
 FAMILIES = [
     ("hermes", "qwen3"), ("llama3_json", "deepseek_r1"), ("pythonic", None), ("mistral", "mistral"),
