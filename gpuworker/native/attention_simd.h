@@ -13,10 +13,13 @@ constexpr float kLog2E = 1.44269504f;
 constexpr float kNoScore = -1e30f;
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
-// x · 2^n for whole n <= 0; 0 where n is kNoPower.
+// x · 2^n for whole n <= 0; 0 where n is kNoPower. A result below the least normal float would cost Intel's processors 70 ns:
+// as much as a masked slot would cost.
 #if defined(__AVX512F__)
-constexpr float kNoPower = -160.0f;
-inline Vec scale_down(Vec x, Vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+constexpr float kNoPower = -126.0f;
+inline Vec scale_down(Vec x, Vec n) {
+  return {_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n.v, _mm512_set1_ps(kNoPower), _CMP_GT_OQ), x.v, n.v)};
+}
 #elif defined(__AVX2__)
 constexpr float kNoPower = -127.0f;
 inline Vec scale_down(Vec x, Vec n) { return scale2(x, n); }
@@ -43,13 +46,13 @@ inline Vec exp2_falling(Vec x) {
   return scale_down(p, n);
 }
 #if defined(__AVX512F__)
-// The same with a relative error below 9e-5, for results that are rounded to bf16. 2^x = 2^n · 2^r with n <= x < n + 1; the
-// polynomial is the minimax fit of degree 3 to 2^r that is 1 at 0.
+// The same with a relative error below 9e-5, for results that are rounded to bf16, and x up to 100. 2^x = 2^n · 2^r with
+// n <= x < n + 1; the polynomial is the minimax fit of degree 3 to 2^r that is 1 at 0.
 inline Vec exp2_of_bf16(Vec x) {
-  const Vec kept = max(x, Vec::all(kNoPower)), r{_mm512_reduce_ps(kept.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+  const Vec r{_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
   Vec p = Vec::all(7.70670548e-2f);
   for (float c : {2.27644980e-1f, 6.95116818e-1f, 1.0f}) p = fma(p, r, Vec::all(c));
-  return {_mm512_scalef_ps(p.v, kept.v)};
+  return scale_down(p, x);
 }
 #endif
 inline float exp2_falling(float x) {
