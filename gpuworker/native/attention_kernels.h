@@ -55,8 +55,10 @@ void load_query(const Work&, int32_t token, int head, float* to);
 // first K and V of an item of rows are fetched while the one before it still computes.
 void attend_rows(const Work&, const Item&, const Item* before, const Item* after, float* scratch);
 void attend_tiles(const Work&, const Item&, float* scratch);
+void attend_tiles_on_amx(const Work&, const Item&, float* scratch);  // caches of bf16 and int8, at its level
 size_t rows_scratch(const quire_cache&);
 size_t tiles_scratch(const quire_cache&);
+size_t amx_tiles_scratch(const quire_cache&);
 
 inline int padded(int count, int to) { return (count + to - 1) / to * to; }
 
@@ -69,16 +71,16 @@ inline void prefetch(const void* from, size_t bytes) {
 // limited number of requests in flight; bursts of requests would wait for each other, and the arithmetic for them.
 class Fetcher {
  public:
-  // So many calls of some() fetch all `bytes` of each of kRuns runs; with no calls to come, nothing.
+  // So many calls of some() fetch all `bytes` of each of `count` runs; with no calls to come, nothing.
   template <typename T>
-  void start(const T* const* runs, size_t bytes, int calls, bool into_l1 = false) {
+  void start(const T* const* runs, size_t bytes, int calls, bool into_l1 = false, int count = kRuns) {
     into_l1_ = into_l1;
     left_ = 0;
     next_run_ = reinterpret_cast<const char* const*>(runs);
-    last_run_ = next_run_ + (calls ? kRuns : 0);
+    last_run_ = next_run_ + (calls ? count : 0);
     if (!calls) return;
     lines_ = static_cast<int>((bytes + 63) / 64);
-    quota_ = (kRuns * lines_ + calls - 1) / calls;
+    quota_ = (count * lines_ + calls - 1) / calls;
   }
 
   void some() {

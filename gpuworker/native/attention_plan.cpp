@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <tuple>
 
 namespace quire {
 
@@ -74,7 +75,7 @@ class Planner {
   }
 
   void add_prefill(int row) {
-    const int tokens = std::max(1, (plan_.deterministic ? kFixedLanes : kMaxLanes) / heads_);
+    const int tokens = std::max(1, (plan_.deterministic ? kFixedLanes : tile_lanes(plan_.cache)) / heads_);
     const int first = step_.query_start[row], count = step_.query_start[row + 1] - first;
     const int start = step_.context_len[row] - count;
     for (int at = 0; at < count; at += tokens) {
@@ -127,7 +128,7 @@ class Planner {
   }
 
   void add_shared(const std::vector<int>& rows, size_t from, size_t to, int begin, int end) {
-    const size_t at_once = std::max(1, kMaxLanes / heads_);
+    const size_t at_once = std::max(1, tile_lanes(plan_.cache) / heads_);
     for (size_t first = from; first < to; first += at_once) {
       const size_t last = std::min(first + at_once, to);
       for (size_t i = first; i < last; ++i) {
@@ -176,8 +177,19 @@ class Planner {
         emit_chunk(span, begin, end, parts, next);
       }
     }
+    sort_items();
+  }
+
+  // The costliest first, so that members end together; but the items of a row that read the same K and V follow each other,
+  // and find them in the L2 cache.
+  void sort_items() {
+    std::vector<float> most(step_.num_rows, 0.0f);
+    for (const Item& item : window_.items) most[item.table_row] = std::max(most[item.table_row], item.cost);
+    const auto place = [&](const Item& item) {
+      return std::make_tuple(-most[item.table_row], item.table_row, item.head / plan_.group(), -item.cost);
+    };
     std::stable_sort(window_.items.begin(), window_.items.end(),
-                     [](const Item& a, const Item& b) { return a.cost > b.cost; });
+                     [&](const Item& a, const Item& b) { return place(a) < place(b); });
   }
 
   void emit_chunk(const Span& span, int begin, int end, const std::vector<int32_t>& parts, std::vector<int32_t>& next) {

@@ -15,7 +15,7 @@
 namespace quire {
 
 constexpr int kTile = 64;      // positions that a kernel scores at once; tiles begin at multiples of it
-constexpr int kMaxLanes = 64;  // (query, head) pairs of an item
+constexpr int kMaxLanes = 64;  // (query, head) pairs of an item, but for items of tiles on the matrix unit
 constexpr int kFold = 256;     // deterministic: positions that are summed up before they are added to the rest
 
 // A query of an item: a token of the step that sees positions [first, end).
@@ -41,7 +41,7 @@ struct Merge {
 struct Window {
   int32_t size;  // 0: none
   std::vector<Query> queries;
-  std::vector<Item> items;  // the costliest first
+  std::vector<Item> items;  // those of a row follow each other, the costliest row first
   std::vector<Merge> merges;
   int32_t parts = 0;
 };
@@ -73,6 +73,9 @@ class AttentionPlan {
   const Window& window(int size) const;
   int group() const { return num_heads / cache.num_kv_heads; }
 };
+
+// (query, head) pairs of an item of tiles, at most.
+int tile_lanes(const quire_cache&);
 
 std::unique_ptr<Window> make_window(const AttentionPlan&, int size);
 

@@ -20,6 +20,10 @@ constexpr int kVectors = 1;
 constexpr int rows_at_once(int) { return 4; }
 #endif
 
+// Rows of K are whole numbers of it, or are filled up with zeros.
+template <typename Kind>
+constexpr int kKeyUnit = Kind::kAmx ? 32 : Kind::kPer;
+
 // Calls body(row, std::integral_constant of rows) for `count` rows: most at once, then by fours, and what is left singly.
 template <int Most, typename Body>
 inline void for_rows(int count, Body&& body) {

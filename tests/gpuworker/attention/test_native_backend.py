@@ -88,6 +88,22 @@ def test_a_long_context_is_cut_and_merged(library: ctypes.CDLL, kv_dtype: str, d
     check(library, random_step(case), layer, kv_dtype, threads=3, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("slope", [0.05, 0.5, 5.0, -0.5])
+def test_scores_that_rise_or_fall_along_the_context(library: ctypes.CDLL, slope: float, kv_dtype: str) -> None:
+    """What weights are relative to moves seldom, at each tile, or by more than a float has powers of two."""
+    case = Case(((0, 380), (300, 40)), 32, num_heads=2, num_kv_heads=1, head_dim_k=32, head_dim_v=32, layers=1)
+    step = random_step(case)
+    for keys in (step.key[:380, 0], step.past[1][0][0, :, 0], step.key[380:, 0]):
+        first = 300 if len(keys) == 40 else 0
+        keys.zero_()[:, 0] = slope * torch.arange(first, first + len(keys))
+    step.query.zero_()[..., 0] = 1.0  # scores are numbers of K, which are exact
+    typed = in_type(step, kv_dtype)
+    out = attend(library, typed, LayerAttention(layer=0, scale=1.0))
+    error = 4 * ROUNDING[kv_dtype] * float(step.value.abs().max()) + 1e-5
+    np.testing.assert_allclose(out.numpy(), reference(typed, LayerAttention(layer=0, scale=1.0)), atol=error, rtol=0)
+
+
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[Step, LayerAttention]:
     size = draw(st.sampled_from([4, 8, 16, 32, 64, 128, 256]))

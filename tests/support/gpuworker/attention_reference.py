@@ -141,7 +141,7 @@ def _one_query(layer: LayerAttention, query: Float64Array, keys: Float64Array, v
         scores = keys[first:, head // group] @ one * layer.scale
         if layer.softcap is not None:
             scores = layer.softcap * np.tanh(scores / layer.softcap)
-        weights = np.exp(scores)
-        sink = 0.0 if layer.sinks is None else np.exp(layer.sinks[head].double().item())
+        weights = np.exp(scores - scores.max())
+        sink = 0.0 if layer.sinks is None else np.exp(layer.sinks[head].double().item() - scores.max())
         out.append(weights @ values[first:, head // group] / (weights.sum() + sink))
     return np.stack(out)
