@@ -65,6 +65,16 @@ class Departures:
             self.end(sequence, FinishCause(reason))
             self.leave_if_idle(sequence, step)
 
+    def hand_over(self, sequence_id: SequenceId, step: int) -> None:
+        """End a sequence that goes on elsewhere, behind the tokens of the steps in flight; one of these may end it."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence.phase is SequencePhase.DRAINING_FINISH:
+            return
+        if sequence.phase is SequencePhase.RUNNING:
+            self._halt(sequence)
+        sequence.phase, sequence.leaves = SequencePhase.DRAINING_FINISH, True
+        self.leave_if_idle(sequence, step)
+
     def preempt(self, sequence_id: SequenceId, step: int) -> bool:
         """Take a sequence's blocks; False when it does not run."""
         sequence = self._sequences.get(sequence_id)
@@ -82,7 +92,7 @@ class Departures:
         """
         if sequence.phase is SequencePhase.RUNNING:
             self._halt(sequence)
-        sequence.phase = SequencePhase.DRAINING_FINISH
+        sequence.phase, sequence.leaves = SequencePhase.DRAINING_FINISH, False
         sequence.reason = ending.reason
         cause = ending.stop_token, ending.message, ending.wrong_field, ending.embedding
         self._finished.append(SequenceFinished(sequence.id, ending.reason, sequence.usage(), *cause))
@@ -98,6 +108,8 @@ class Departures:
         """Release the block table of a draining sequence, unless a step in flight contains it."""
         if not sequence.draining or sequence.in_flight:
             return
+        if sequence.leaves:
+            self.end(sequence, FinishCause(FinishReason.CANCELLED))
         self._partial_copies.left(sequence.id)
         if sequence.block_table:
             self._blocks.let_go(sequence.block_table, step)

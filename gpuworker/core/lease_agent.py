@@ -84,7 +84,7 @@ class LeaseAgent:
 
     def unfinished(self) -> list[Sequence]:
         """Return the sequences that have not ended, in order of arrival."""
-        return [each for each in self._sequences.values() if each.phase is not SequencePhase.DRAINING_FINISH]
+        return [each for each in self._sequences.values() if not each.ended]
 
     def take_over(self, others: list[Sequence]) -> None:
         """Queue sequences of an agent whose K/V is void, before the first session; they keep tokens and hashes."""
@@ -100,6 +100,10 @@ class LeaseAgent:
     def cancel(self, sequence: SequenceId, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a sequence in any phase; nothing when it is unknown or has ended already."""
         self._departures.cancel(sequence, reason, self._next_step - 1)
+
+    def hand_over(self, sequence: SequenceId) -> None:
+        """End a sequence that goes on elsewhere, behind what the steps in flight sample for it. Idempotent."""
+        self._departures.hand_over(sequence, self._next_step - 1)
 
     # ------------------------------------------------------------ what the manager grants and orders
 
@@ -194,7 +198,7 @@ class LeaseAgent:
                     self._blocks.fill_up(blocks, end, end + right, shift)
                     end, tally = end + right, DraftTally(len(drafted), right)
                     drafts = added(drafts, {sequence.draft_kind: tally})
-            elif end == sequence.limit and sequence.phase is not SequencePhase.DRAINING_FINISH:
+            elif end == sequence.limit and not sequence.ended:
                 self._departures.end(sequence, LENGTH)  # nothing is sampled after its prompt
             if end >> shift != start >> shift:
                 self._closer.close(sequence, row, end, planned)
@@ -208,7 +212,7 @@ class LeaseAgent:
     def _score(self, plan: StepPlan) -> tuple[SequenceId, ...]:
         """Count the scored positions of a step, and return the sequences that still want them."""
         found = [(self._sequences[plan.rows[part.row].sequence], part.end) for part in plan.scored]
-        live = [each for each in found if each[0].phase is not SequencePhase.DRAINING_FINISH]
+        live = [each for each in found if not each[0].ended]
         for sequence, end in live:
             sequence.scored = end
         return tuple([sequence.id for sequence, _ in live])
@@ -224,7 +228,7 @@ class LeaseAgent:
         self, sequence: Sequence, row: ScheduledRow, result: StepResult, tokens: dict[SequenceId, tuple[int, ...]]
     ) -> None:
         """Accept the tokens of a step up to a stop; drop them if the sequence has ended, but not if it is preempted."""
-        if sequence.phase is SequencePhase.DRAINING_FINISH:
+        if sequence.ended:
             return
         sequence_id, config = row.sequence, self.config
         sampled = result.sampled[sequence_id]

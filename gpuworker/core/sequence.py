@@ -53,7 +53,8 @@ class Sequence:
     that was granted as a hit does not count where the sequence computes it after all. `announced_hits` are those of the
     grant, until all is planned; `granted_until` are those of the last grant. `partial_hashes` has three for each full
     block, then those of the prompt's last block; it is empty where no part of a block is reused (`partly`). `forced`
-    are tokens that a constraint forces to follow `tokens`. `draft_kind` is that of the last guesses.
+    are tokens that a constraint forces to follow `tokens`. `draft_kind` is that of the last guesses. A sequence that
+    `leaves` is in no later plan, and takes the tokens of steps in flight until it ends.
     """
 
     __slots__ = (
@@ -70,6 +71,7 @@ class Sequence:
         "hashed",
         "id",
         "in_flight",
+        "leaves",
         "limit",
         "new",
         "num_computed_tokens",
@@ -114,6 +116,7 @@ class Sequence:
         self.snapshot: tuple[BlockId, ...] | None = None
         self.num_computed_tokens = 0
         self.in_flight = 0
+        self.leaves = False
         self.sampling = 0
         self.trimmed = 0
         self.cached_tokens = 0
@@ -139,6 +142,11 @@ class Sequence:
     def draining(self) -> bool:
         """Whether the sequence is out of all later plans and keeps its block table only for steps in flight."""
         return self.phase in (SequencePhase.DRAINING_FINISH, SequencePhase.DRAINING_PREEMPT)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the sequence takes no more tokens: its end is said."""
+        return self.phase is SequencePhase.DRAINING_FINISH and not self.leaves
 
     def start(self, block_table: tuple[BlockId, ...], cached_tokens: int) -> None:
         """Run on `block_table`; `cached_tokens` are those of the grant."""

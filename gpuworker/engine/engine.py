@@ -36,7 +36,7 @@ _LOAD_AGE_SECONDS = 0.05
 
 
 class Engine:
-    """Runs sequences until it is stopped. Any thread may call `submit`, `cancel`, `load` and `wake`.
+    """Runs sequences until it is stopped. Any thread may call `submit`, `cancel`, `hand_over`, `load` and `wake`.
 
     `new_agent` makes an empty lease agent and `new_attach` the identity part of an attach. Both are called again after
     a failed step, which voids the KV cache and therefore the worker's incarnation. `attach` is the present one.
@@ -61,7 +61,7 @@ class Engine:
         self._wants_step: Callable[[], bool] | None = None
         self._in_runner: set[SequenceId] = set()  # the runner holds state of these
         self._flights: deque[Flight] = deque()
-        self._commands: deque[EngineRequest | tuple[SequenceId, FinishReason]] = deque()
+        self._commands: deque[EngineRequest | tuple[SequenceId, FinishReason | None]] = deque()
         self._steps, self._sampled, self._scheduled, self._rates = 0, 0, 0, StepRates()
         self._drafts = dict[DraftKind, DraftTally]()
         self._over_at: float | None = None  # when the last step in flight was over, within a turn
@@ -113,6 +113,11 @@ class Engine:
     def cancel(self, sequence: SequenceId, reason: FinishReason) -> None:
         """End a sequence early, in any state; unknown ones are ignored."""
         self._commands.append((sequence, reason))
+        self.wake()
+
+    def hand_over(self, sequence: SequenceId) -> None:
+        """End a sequence that goes on elsewhere, behind the tokens of the steps in flight; unknown ones are ignored."""
+        self._commands.append((sequence, None))
         self.wake()
 
     def wake(self) -> None:
@@ -178,9 +183,16 @@ class Engine:
             if isinstance(command, EngineRequest):
                 self._take_request(command)
             else:
-                self._agent.cancel(*command)
+                self._end(*command)
                 self._settle(self._agent.departures())
         return worked
+
+    def _end(self, sequence: SequenceId, reason: FinishReason | None) -> None:
+        """Cancel a sequence for a reason, or hand it over (None)."""
+        if reason is None:
+            self._agent.hand_over(sequence)
+        else:
+            self._agent.cancel(sequence, reason)
 
     def _take_request(self, request: EngineRequest) -> None:
         try:

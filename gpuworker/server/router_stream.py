@@ -227,7 +227,9 @@ class RouterStream:
                 self._live[sequence].handed_over = True
         elif reason is FinishReason.CANCELLED:
             self._forget_output(message.handle)
-        if sequence is not None:
+        if sequence is not None and message.hands_over:
+            self._engine.hand_over(sequence)
+        elif sequence is not None:
             self._engine.cancel(sequence, reason)
         elif self._compile_queue is not None and (waited := self._compile_queue.withdraw(message.handle)) is not None:
             self._give_room(message.handle)

@@ -310,3 +310,52 @@ def test_a_preempted_sequence_that_had_ended_does_not_wait_again() -> None:
     worker.agent.check_invariants()
     assert (completion.preempted, completion.forgotten) == ((), (ONE,))
     assert not worker.agent.has_work
+
+
+def test_a_sequence_that_is_handed_over_ends_behind_the_tokens_of_both_steps_in_flight() -> None:
+    worker = running()
+    first, second = worker.plan(), worker.plan()
+    worker.agent.hand_over(ONE)
+    worker.agent.hand_over(ONE)
+    assert worker.agent.departures().finished == ()
+    assert worker.agent.plan() is None, "it is in no later plan"
+    done = worker.complete(first, 3)
+    assert (done.tokens, done.finished) == ({0: (3,)}, ())
+    done = worker.complete(second, 4)
+    assert done.tokens == {0: (4,)}
+    (end,) = done.finished
+    assert (end.reason, end.usage.output_tokens, done.forgotten) == (FinishReason.CANCELLED, 2, (0,))
+    report = worker.agent.take_report()
+    assert report is not None
+    assert report.finished == ((0, FinishReason.CANCELLED),)
+    assert not worker.agent.has_work
+
+
+def test_a_stop_token_of_a_step_in_flight_ends_a_sequence_that_is_handed_over() -> None:
+    worker = running()
+    first, second = worker.plan(), worker.plan()
+    worker.agent.hand_over(ONE)
+    done = worker.complete(first, EOS)
+    assert (done.tokens, [end.reason for end in done.finished]) == ({0: (EOS,)}, [FinishReason.STOP])
+    done = worker.complete(second, 4)
+    assert (done.tokens, done.finished, done.forgotten) == ({}, (), (0,))
+
+
+@pytest.mark.parametrize("phase", ["waits", "runs", "is preempted"])
+def test_a_sequence_without_a_step_in_flight_is_handed_over_at_once(phase: str) -> None:
+    worker = Driver()
+    worker.submit(0, range(6), max_tokens=8)
+    if phase != "waits":
+        worker.admit(0, [0, 1])
+    if phase == "is preempted":
+        plan = worker.plan()
+        worker.preempt(0)
+        worker.agent.hand_over(ONE)
+        assert worker.agent.departures().finished == ()
+        done = worker.complete(plan, 3)
+        assert (done.tokens, done.preempted) == ({0: (3,)}, ()), "its end wins over the preemption"
+    else:
+        worker.agent.hand_over(ONE)
+        done = worker.agent.departures()
+    assert [end.reason for end in done.finished] == [FinishReason.CANCELLED]
+    assert not worker.agent.has_work

@@ -82,6 +82,21 @@ def test_a_cancelled_sequence_is_in_no_later_plan_and_its_blocks_return_within_t
         driver.assert_all_free()
 
 
+def test_what_the_steps_in_flight_sample_comes_before_the_end_of_a_sequence_that_is_handed_over() -> None:
+    runner = ManualRunner()
+    with EngineDriver(runner, CONFIG) as driver:
+        moved = driver.submit([1, 2, 3], 40)
+        runner.await_submissions(2)
+        driver.engine.hand_over(moved)
+        driver.engine.hand_over(SequenceId(99))
+        runner.step()
+        runner.step()
+        (result,) = driver.finish()
+        assert (result.tokens, result.reason) == ([7, 7], FinishReason.CANCELLED)
+        assert moved not in runner.num_tokens
+        driver.assert_all_free()
+
+
 def test_a_request_larger_than_the_pool_is_refused_with_the_numbers_and_the_next_one_runs() -> None:
     runner = ManualRunner()
     with EngineDriver(runner, CONFIG) as driver:

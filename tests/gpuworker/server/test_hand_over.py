@@ -68,7 +68,7 @@ async def test_a_sequence_that_ends_by_itself_is_not_handed_over(monkeypatch: py
         await worker.until(lambda: len(runner.num_tokens) == 1)
         (stream,) = worker.servicer._streams
         # The last step is already planned when the engine gets the cancel, which therefore ends nothing.
-        monkeypatch.setattr(stream._engine, "cancel", lambda *_: None)
+        monkeypatch.setattr(stream._engine, "hand_over", lambda _: None)
         await router.send(HANDS_OVER)
         await found(router)
         runner.release()
