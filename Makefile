@@ -168,6 +168,7 @@ test-hosts: $(STAMP) ## Run each service in a network namespace; lose, delay and
 search: $(STAMP) ## Search the lease protocol's model at length (7 minutes), and print which mutant each search kills
 	$(PYTEST) -m exhaustive tests/suites/protocol
 	$(BIN)/python -m tests.suites.protocol.mutants
+	$(BIN)/python -m tests.suites.protocol.drain.mutants
 
 models-matrix: $(STAMP) ## Try every family of causal language models, tiny, against transformers; write docs/models.md (minutes)
 	$(BIN)/python -m tests.suites.models.matrix $(ARGS)

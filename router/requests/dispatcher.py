@@ -311,7 +311,7 @@ class Dispatcher:
 
     def take_up(self, placement: Placement, job: Job) -> Placement | None:
         """Record the move to a booked place; None, with the place released, where its worker may not get it."""
-        if not self._may_take(placement):
+        if not self.may_take(placement):
             for reservation in placement.reservations:
                 reservation.release()
             return None
@@ -325,8 +325,8 @@ class Dispatcher:
         self._decisions.record(decision)
         return replace(placement, decision=decision, looked_up_ns=decision.time_ns)
 
-    def _may_take(self, placement: Placement) -> bool:
-        """Return whether a booked worker is the same process, and well: it may have restarted or begun to drain."""
+    def may_take(self, placement: Placement) -> bool:
+        """Return whether a placement's worker is the same process, and well: it may have restarted, or drain by now."""
         model = self._pool.model_of(placement.client)
         if model is None or any(each.model is not model for each in placement.reservations):
             return False

@@ -84,11 +84,14 @@ class Placer:
         return self._dispatcher.book(job, request.flow)
 
     async def _may_be_tried(self, run: RequestRun, placement: Placement) -> bool:
-        """Let a suspect wait; return False when its worker went or it was interrupted: then it has no place."""
+        """Let a suspect wait; return False when its worker may not get it any more, or it was interrupted.
+
+        Then it has no place. While it waits, the worker may begin to drain.
+        """
         there, interrupted = False, run.inbox.interrupted
         try:
             run.take_turn(await self._probation.wait(run.suspicion, interrupted))
-            there = placement.client.ready and not interrupted.is_set()
+            there = self._dispatcher.may_take(placement) and not interrupted.is_set()
         finally:
             if not there:
                 for reservation in placement.reservations:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 from tests.suites.protocol.scenario import Scenario
@@ -14,6 +14,16 @@ from tests.suites.protocol.search import Found, Pace, exhaust, walk
 
 Patch = tuple[Any, str, Any]
 STEADY, HASTY = Pace(150, 0.06), Pace(150, 0.1)
+
+
+class Search(Protocol):
+    """A search that is to notice a simpler rule."""
+
+    def run(self) -> Found: ...
+
+    def shortened(self) -> Search:
+        """Return the same search, about as long as it needs to kill."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +84,7 @@ class Mutant:
     name: str
     rule: str
     patches: tuple[Patch, ...]
-    search: Exhaustive | Walks
+    search: Search
     dies_by: tuple[str, ...]
 
     @contextmanager

@@ -7,7 +7,7 @@ import pytest
 from common.types import BlockHash
 from kvmanager.ports import IndexCall
 from tests.suites.protocol.index import Index
-from tests.suites.protocol.mutant import Exhaustive, Mutant, Walks
+from tests.suites.protocol.mutant import Mutant, Search
 from tests.suites.protocol.mutants import MUTANTS
 
 
@@ -18,7 +18,7 @@ def test_the_search_kills_the_mutant(mutant: Mutant) -> None:
 
 
 @pytest.mark.parametrize("search", dict.fromkeys(mutant.search for mutant in MUTANTS), ids=str)
-def test_the_same_search_finds_nothing_in_the_real_rules(search: Exhaustive | Walks) -> None:
+def test_the_same_search_finds_nothing_in_the_real_rules(search: Search) -> None:
     found = search.shortened().run()
     assert found.violation is None, found.trace
 
