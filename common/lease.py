@@ -160,12 +160,16 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class InventorySequence:
-    """One live sequence at an attach. `block_table` is empty if WAITING; `reserve.num_tokens` is the length now."""
+    """One live sequence at an attach. `block_table` is empty if WAITING; `reserve.num_tokens` is the length now.
+
+    `preemptions` says how often it has lost its blocks and waited again.
+    """
 
     reserve: Reserve
     phase: SequencePhase
     arrival: int
     block_table: tuple[BlockId, ...] = ()
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

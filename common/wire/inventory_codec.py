@@ -94,6 +94,7 @@ def _sequence_to_proto(sequence: InventorySequence) -> kvmanager_pb2.InventorySe
         phase=phase_to_proto(sequence.phase),
         arrival=sequence.arrival,
         block_table=packing.pack_blocks(sequence.block_table),
+        preemptions=sequence.preemptions,
     )
 
 
@@ -103,6 +104,7 @@ def _sequence_from_proto(message: kvmanager_pb2.InventorySequence) -> InventoryS
         phase=phase_from_proto(message.phase),
         arrival=message.arrival,
         block_table=tuple(packing.unpack_indexes(message.block_table)),
+        preemptions=message.preemptions,
     )
 
 

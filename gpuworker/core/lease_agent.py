@@ -352,4 +352,5 @@ class LeaseAgent:
 
 
 def _inventory_of(sequence: Sequence) -> InventorySequence:
-    return InventorySequence(sequence.reserve(), sequence.phase, sequence.arrival, sequence.blocks())
+    table, count = sequence.blocks(), sequence.preemptions
+    return InventorySequence(sequence.reserve(), sequence.phase, sequence.arrival, table, count)

@@ -178,10 +178,21 @@ def _register(state: LedgerState, entry: InventorySequence) -> Sequence:
     sequence = state.register(entry.reserve, entry.arrival)
     # The sequence may have grown since its submission, and then its tokens differ from its parent's.
     sequence.fork_of = None
-    sequence.phase = entry.phase
+    sequence.phase, sequence.preemptions = entry.phase, _preemptions_of(state, sequence, entry)
     if entry.phase is SequencePhase.WAITING:
         state.queue_or_refuse(sequence)
     return sequence
+
+
+def _preemptions_of(state: LedgerState, sequence: Sequence, entry: InventorySequence) -> int:
+    """Return how often a sequence counts as preempted.
+
+    One that runs without all its blocks may be preempted once more, whatever its count: the bound of its last manager
+    was a higher one, or none. Several such sequences that nobody may preempt would wait for each other's blocks.
+    """
+    most = state.config.max_preemptions
+    lacks = entry.phase is not SequencePhase.WAITING and len(entry.block_table) < sequence.max_blocks
+    return min(entry.preemptions, most - 1) if lacks and most else entry.preemptions
 
 
 def _restore_in_window(state: LedgerState, entries: CachedBlocks, first: int, cached: list[BlockId]) -> None:

@@ -147,6 +147,7 @@ inventories = st.builds(
             phase=st.sampled_from(SequencePhase),
             arrival=u64,
             block_table=tuples_of(row_blocks, 30),
+            preemptions=u32,
         ),
         10,
     ),

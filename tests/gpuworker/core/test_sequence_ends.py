@@ -121,6 +121,9 @@ def test_behaviour_24_a_preempted_sequence_keeps_its_in_flight_token_and_goes_on
     report = worker.agent.take_report()
     assert report is not None
     assert report.preempted == ((0, 8),)
+    (again,) = worker.agent.inventory().sequences
+    assert again.preemptions == 1
+    worker.agent.attached(0)
     worker.admit(0, [4, 5])
     assert worker.agent.tokens_of(ONE) == (0, 1, 2, 3, 4, 5, 50, 51)
     assert worker.rows() == [(0, 0, 8, (4, 5), True)]

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from common.types import DecisionKind, SequenceId
+from common.lease import Inventory, InventorySequence
+from common.types import BlockId, DecisionKind, SequenceId, SequencePhase
 from kvmanager.core.ledger import Ledger
 from tests.support.kvmanager.fake_worker import FakeWorker
 from tests.support.kvmanager.ledgers import admit, block_table, finish, hashes, make_ledger, play, prompt, reserve, seal
@@ -166,13 +167,17 @@ def preempt_often_to_the_bound(ledger: Ledger) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("most", [1, 2, 4])
-def test_behaviour_30_no_sequence_is_preempted_more_often_than_the_bound(seed: int, most: int) -> None:
+@pytest.mark.parametrize("session", [8000, 30], ids=["one manager", "many managers"])
+def test_behaviour_30_no_sequence_is_preempted_more_often_than_the_bound(seed: int, most: int, session: int) -> None:
     block_size, requests = 4, 8
     ledger, worker = make_ledger(12, block_size, max_preemptions=most), FakeWorker(12, block_size, vocabulary=50)
     for number in range(requests):
         worker.submit(prompt(4 + number % 5, start=1000 * (number + seed)), 36 + (seed * number) % 9)
     counts = dict.fromkeys(worker.live, 0)
-    for _ in range(8000):
+    for step in range(8000):
+        if step % session == session - 1:
+            ledger = make_ledger(12, block_size, max_preemptions=most)
+            ledger.rebuild(worker.inventory())
         worker.step()
         report = worker.report()
         for number, _ in report.preempted:
@@ -229,3 +234,34 @@ def test_without_a_bound_the_least_work_is_lost_every_time() -> None:
     ledger = running(7, 40, 40, max_preemptions=0)
     ledger.state.sequences[SequenceId(2)].preemptions = 100
     assert preempted(ledger, 1) == [2]
+
+
+# ---------------------------------------------------------------- a new manager
+
+
+def attached_again(*counts: int, max_preemptions: int = 2, blocks: int = 3) -> Ledger:
+    """Return a ledger of a new session: sequences of at most 3 blocks, preempted so often, that have `blocks` each."""
+    ledger = make_ledger(len(counts) * blocks, max_preemptions=max_preemptions, watermark=0.0)
+    entries = []
+    for number, count in enumerate(counts):
+        table = tuple(BlockId(number * blocks + index) for index in range(blocks))
+        entry = reserve(number + 1, prompt(17, start=100 * number), max_len=48)
+        entries.append(InventorySequence(entry, SequencePhase.RUNNING, number, table, count))
+    ledger.rebuild(Inventory(tuple(entries)))
+    return ledger
+
+
+def test_a_new_manager_spares_who_was_preempted_often() -> None:
+    ledger = attached_again(0, 0, 2)
+    batch = play(ledger, reserve=(reserve(9, prompt(17, start=9000), max_len=48, tenant="other"),))
+    assert batch is not None
+    assert [order.sequence for order in batch.preempt] == [2], "the third has the latest arrival"
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (7, 2)])
+def test_sequences_without_all_their_blocks_do_not_wait_for_each_other(counts: tuple[int, int]) -> None:
+    """Their last manager had another bound, or none: both were preempted often, and may lack blocks."""
+    ledger = attached_again(*counts, blocks=2)
+    assert preempted(ledger, 1, 2) == [2]
+    play(ledger, preempted=((2, 17),), stalled=(1,), lease_want=1)
+    assert ledger.state.sequences[SequenceId(2)].preemptions == 2, "from here on it is spared"

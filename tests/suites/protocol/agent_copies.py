@@ -149,4 +149,6 @@ def _sequence_key(sequence: Sequence) -> tuple[object, ...]:
         sequence.in_flight,
         sequence.sampling,
         sequence.trimmed,
+        sequence.preemptions,
+        sequence.leaves,
     )

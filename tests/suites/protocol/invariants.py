@@ -151,13 +151,15 @@ def _reset_is_kept(world: World, manager: ModelManager, ledger: Ledger) -> None:
 
 
 def _preemptions_are_bounded(world: World, ledger: Ledger) -> None:
-    """I13: no sequence is preempted more often than the bound, in one session and where all have one priority."""
+    """I13: no sequence is preempted more often than the bound, whatever managers it has, where all have one priority."""
     most = world.scenario.max_preemptions
     if not most or world.scenario.window or len({each.priority for each in world.scenario.requests}) > 1:
         return
-    for sequence in ledger.state.sequences.values():
-        if sequence.preemptions > most:
-            raise Violation("I13", f"sequence {sequence.id} was preempted {sequence.preemptions} times of {most}")
+    counts = [(each.id, each.preemptions) for each in ledger.state.sequences.values()]
+    counts += [(each.id, each.preemptions) for each in world.agent._sequences.values()]
+    for sequence, count in counts:
+        if count > most:
+            raise Violation("I13", f"sequence {sequence} was preempted {count} times of {most}")
 
 
 def _stalls_are_short(world: World) -> None:

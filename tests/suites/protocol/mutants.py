@@ -20,7 +20,7 @@ from gpuworker.core.lease_session import LeaseSession
 from gpuworker.core.partial_copies import PartialCopies
 from gpuworker.core.sequence import Sequence
 from gpuworker.core.step_scheduler import StepScheduler
-from kvmanager.core import epochs, fork
+from kvmanager.core import epochs, fork, rebuild
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.manager import Manager
@@ -54,7 +54,7 @@ from tests.suites.protocol.manager_rules import (
     reach_back_too_little,
     run_of_any_blocks,
 )
-from tests.suites.protocol.mutant import HASTY, Exhaustive, Mutant, Walks, always, never, nothing
+from tests.suites.protocol.mutant import HASTY, Exhaustive, Mutant, Walks, always, never, nothing, zero
 from tests.suites.protocol.worker_rules import (
     accept_any_manager,
     adopt_orphans,
@@ -435,6 +435,13 @@ MUTANTS = (
         "who was preempted as often as may be loses the least, and is preempted again",
         ((Exposure, "is_bounded", never),),
         Walks("rivals", faults=CALM),
+        ("I13",),
+    ),
+    Mutant(
+        "50b",
+        "a rebuild counts the preemptions of each sequence anew",
+        ((rebuild, "_preemptions_of", zero),),
+        Walks("rivals", faults=("stream_break", "manager_crash")),
         ("I13",),
     ),
     Mutant(

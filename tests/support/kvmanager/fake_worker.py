@@ -38,6 +38,7 @@ class Live:
     pos: int = 0
     trimmed: int = 0
     reason: FinishReason = FinishReason.STOP
+    preemptions: int = 0
 
     contents: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
@@ -293,6 +294,7 @@ class FakeWorker:
                 self.ended.append((number, live.reason))
                 del self.live[number]
             elif live.phase is DRAINING_PREEMPT:
+                live.preemptions += 1
                 preempted.append((number, len(live.tokens)))
                 live.phase, live.block_table, live.pos, live.trimmed = WAITING, [], 0, 0
         returned, self.pool = self.pool[self.target :], self.pool[: self.target]
@@ -369,7 +371,7 @@ class FakeWorker:
             old.request_id,
             partial_hashes=live.parts(size) if self.partly and cacheable else (),
         )
-        return InventorySequence(now, live.phase, live.arrival, tuple(live.block_table))
+        return InventorySequence(now, live.phase, live.arrival, tuple(live.block_table), live.preemptions)
 
 
 def partial_hashes_of(tokens: Sequence[int], keys: tuple[BlockHash, ...], block_size: int) -> tuple[BlockHash, ...]:

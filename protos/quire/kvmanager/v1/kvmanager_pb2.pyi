@@ -363,10 +363,13 @@ class InventorySequence(_message.Message):
     PHASE_FIELD_NUMBER: _builtins.int
     ARRIVAL_FIELD_NUMBER: _builtins.int
     BLOCK_TABLE_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
     phase: Global___SequencePhase.ValueType
     arrival: _builtins.int
     block_table: _builtins.bytes
     """int32 block ids; -1 where a block left the attention window."""
+    preemptions: _builtins.int
+    """How often it has lost its blocks and waited again. 0 also from a worker that does not tell."""
     @_builtins.property
     def reserve(self) -> Global___Reserve: ...
     def __init__(
@@ -376,10 +379,11 @@ class InventorySequence(_message.Message):
         phase: Global___SequencePhase.ValueType = ...,
         arrival: _builtins.int = ...,
         block_table: _builtins.bytes = ...,
+        preemptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival", "block_table", b"block_table", "phase", b"phase", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival", "block_table", b"block_table", "phase", b"phase", "preemptions", b"preemptions", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
