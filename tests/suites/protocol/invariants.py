@@ -151,7 +151,7 @@ def _reset_is_kept(world: World, manager: ModelManager, ledger: Ledger) -> None:
 
 
 def _preemptions_are_bounded(world: World, ledger: Ledger) -> None:
-    """I13: no sequence is preempted more often than the bound, whatever managers it has, where all have one priority."""
+    """I13: no sequence is preempted more often than the bound, by all its managers, where all have one priority."""
     most = world.scenario.max_preemptions
     if not most or world.scenario.window or len({each.priority for each in world.scenario.requests}) > 1:
         return
