@@ -130,8 +130,8 @@ class ManagerProcess:
         registry = new_registry()
         figures = ManagerMetrics(registry, self.attachments, self.settings.block_size)
         LogMetrics(registry, self._log)
-        self.metrics = MetricsServer(registry, lambda: not self._why_not(), self._why_not)
-        self.watchdog = Watchdog(self.settings.stall_timeout, self._work, _stays_ready, registry)
+        self.metrics = MetricsServer(registry, lambda: not self._why_not(), self._why_not, lambda: self.watchdog.reason)
+        self.watchdog = Watchdog(self.settings.stall_timeout, self._work, self._report_stall, registry)
         spans = server_spans(self._telemetry.tracer, untraced=(servicer.SESSION_METHOD,))
         services, identity = [servicer.SERVICE, decision_servicer.SERVICE], Identity.of(self.settings)
         server = RpcServer(services, [spans], tls=identity)
@@ -158,6 +158,14 @@ class ManagerProcess:
     async def _show(self, failing: tuple[str, ...]) -> None:
         """Let health say whether all background tasks run."""
         await self.server.health.failing(failing)
+
+    async def _report_stall(self, reason: str) -> None:
+        """Let health say by the name `work` alone that ledgers stand still, even if all of them do.
+
+        Other workers need the manager, and so do those that stand still: a new attach begins a ledger anew. In
+        Kubernetes a manager that is not ready gets no attach.
+        """
+        await self.server.health.stalled(reason, serves_on=True)
 
     async def _ready_while_settled(self, member: GroupMember) -> None:
         """Let health say whether this manager leads its group or stands by."""
@@ -295,14 +303,6 @@ def _decision_ids(source: str) -> Callable[[], str]:
 def _without_secrets(url: str) -> str:
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-async def _stays_ready(reason: str) -> None:
-    """Leave health as it is: one stalled ledger must not take the manager from the other workers.
-
-    A new attach begins the ledger anew, and a manager that is not ready gets no attach in Kubernetes. The gauge
-    `quire:stalled`, the log and `debug_state` have the reason.
-    """
 
 
 async def serve(settings: KvManagerSettings) -> int:

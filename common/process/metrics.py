@@ -64,16 +64,21 @@ def metrics_port(configured: int | None, grpc_port: int) -> int:
 
 
 class MetricsServer:
-    """Serves GET /metrics, /health and /live; `healthy` says whether the process can serve requests.
+    """Serves GET /metrics, /health, /work and /live; `healthy` says whether the process can serve requests.
 
-    Probes have no certificate, so they ask here and not the gRPC port. /live answers while the event loop turns.
+    Probes have no certificate, so they ask here and not the gRPC port. /live answers while the event loop turns. /work
+    is as /health, and not well either while work stands still at a process that serves on.
     """
 
     def __init__(
-        self, registry: CollectorRegistry, healthy: Callable[[], bool], why_not: Callable[[], str] = lambda: ""
+        self,
+        registry: CollectorRegistry,
+        healthy: Callable[[], bool],
+        why_not: Callable[[], str] = lambda: "",
+        stalled: Callable[[], str] = lambda: "",
     ) -> None:
-        """`why_not` returns a reason for what is not healthy."""
-        self._registry, self._healthy, self._why_not = registry, healthy, why_not
+        """`why_not` returns a reason for what is not healthy, `stalled` one for work that stands still."""
+        self._registry, self._healthy, self._why_not, self._stalled = registry, healthy, why_not, stalled
         self._pages: dict[str, Callable[[], object]] = {}
         self._actions: dict[str, Action] = {}
         self._open_actions = True
@@ -136,18 +141,22 @@ class MetricsServer:
             return text(HTTPStatus.METHOD_NOT_ALLOWED, f"{request.path} changes something; expected POST")
         if request.path == "/metrics":
             return Reply(HTTPStatus.OK, *exposed(self._registry, request.accept))
-        if request.path in ("/health", "/live"):
-            well = request.path == "/live" or self._healthy()
-            status, word = (HTTPStatus.OK, "ok") if well else (HTTPStatus.SERVICE_UNAVAILABLE, "not ready")
-            why = "" if well else self._why_not()
-            return _json(status, {"status": word} | ({"reason": why} if why else {}))
+        if request.path in ("/health", "/work", "/live"):
+            return self._health(request.path)
         if (page := self._pages.get(request.path)) is not None:
             return _json(HTTPStatus.OK, page())
         if self._site is not None and (shown := _shown(request, *self._site)) is not None:
             return shown
         sites = [f"{self._site[0]}/"] if self._site is not None else []
-        named = ", ".join(["/metrics", "/health", *self._pages, *sites])
+        named = ", ".join(["/metrics", "/health", "/work", *self._pages, *sites])
         return text(HTTPStatus.NOT_FOUND, f"{named} and /live are here")
+
+    def _health(self, path: str) -> Reply:
+        stalled = self._stalled() if path == "/work" else ""
+        well = path == "/live" or (self._healthy() and not stalled)
+        status, word = (HTTPStatus.OK, "ok") if well else (HTTPStatus.SERVICE_UNAVAILABLE, "not ready")
+        why = "" if well else self._why_not() or stalled
+        return _json(status, {"status": word} | ({"reason": why} if why else {}))
 
 
 def _shown(request: Request, prefix: str, answer: Answer) -> Reply | Awaitable[Reply] | None:

@@ -104,13 +104,15 @@ class Watchdog:
         works = self._look()
         self._clocks = {name: self._clocks.get(name) or StallClock(self._bound) for name in works}
         looked = {name: self._clocks[name].look(work, now) for name, work in works.items()}
-        self.reasons = {name: why for name, why in looked.items() if why}
+        known, self.reasons = self.reasons, {name: why for name, why in looked.items() if why}
         reason = "; ".join(f"{name}: {why}" if name else why for name, why in self.reasons.items())
+        if len(self.reasons) == len(works) > 1:
+            reason = f"all {len(works)}: {reason}"
         if reason == self.reason:
             return
         before, self.reason = self.reason, reason
         self._stalled.set(bool(reason))
-        if reason and not before:
+        if self.reasons.keys() - known.keys():
             log.error("work stands still: %s", reason)
         elif not reason:
             log.warning("the work goes on again")

@@ -1,6 +1,8 @@
 """grpc.health.v1 and reflection: NOT_SERVING until a service is ready and while it drains.
 
-One more name, `live`, is SERVING from the start: a process that waits for others to come back must not be restarted.
+Two more names stand beside the services. `live` is SERVING from the start: a process that waits for others to come back
+must not be restarted. `work` is NOT_SERVING also while work stands still at a service that serves on: no readiness
+should ask for it, and an alert may.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from common.rpc.reflection import add_reflection
 
 _STATUS: TypeAlias = health_pb2.HealthCheckResponse
 LIVE: Final = "live"
+WORK: Final = "work"
 
 
 class _ListingServicer(health.aio.HealthServicer):  # type: ignore[misc]  # grpcio-health-checking has no types
@@ -31,17 +34,18 @@ class _ListingServicer(health.aio.HealthServicer):  # type: ignore[misc]  # grpc
 class Health:
     """The health of one server as a whole (service name "") and of each of its services; all change together.
 
-    The service name `live` is separate: it is SERVING as long as the process runs, until it drains.
+    The service name `live` is separate: it is SERVING as long as the process runs, until it drains. So is `work`: it is
+    as the others, and NOT_SERVING while any work stands still.
     """
 
     def __init__(self, services: Sequence[str]) -> None:
         self._names = ("", *services)
         self._servicer = _ListingServicer()
-        self._ready = self._failing = self._stalled = False
+        self._ready = self._failing = self._stalled = self._serves_on = False
 
     async def add_to(self, server: aio.Server) -> None:
         """Register health and reflection; every service is NOT_SERVING from the first moment."""
-        await self._set(_STATUS.NOT_SERVING)
+        await self._set(well=False, works=False)
         await self._servicer.set(LIVE, _STATUS.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         add_reflection((*self._names[1:], health.SERVICE_NAME), server)
@@ -61,9 +65,12 @@ class Health:
         self._failing = bool(tasks)
         await self._update()
 
-    async def stalled(self, reason: str) -> None:
-        """Set NOT_SERVING while the service's work stands still for a reason (`common/process/watchdog.py`)."""
-        self._stalled = bool(reason)
+    async def stalled(self, reason: str, serves_on: bool = False) -> None:
+        """Set NOT_SERVING while the service's work stands still for a reason (`common/process/watchdog.py`).
+
+        A service that `serves_on` is needed all the same: only the name `work` tells.
+        """
+        self._stalled, self._serves_on = bool(reason), serves_on
         await self._update()
 
     async def drain(self) -> None:
@@ -71,12 +78,13 @@ class Health:
         await self._servicer.enter_graceful_shutdown()
 
     async def _update(self) -> None:
-        well = self._ready and not self._failing and not self._stalled
-        await self._set(_STATUS.SERVING if well else _STATUS.NOT_SERVING)
+        well = self._ready and not self._failing
+        await self._set(well and (self._serves_on or not self._stalled), well and not self._stalled)
 
-    async def _set(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+    async def _set(self, well: bool, works: bool) -> None:
         for name in self._names:
-            await self._servicer.set(name, status)
+            await self._servicer.set(name, _STATUS.SERVING if well else _STATUS.NOT_SERVING)
+        await self._servicer.set(WORK, _STATUS.SERVING if works else _STATUS.NOT_SERVING)
 
 
 async def wait_until_serving(channel: aio.Channel, timeout: float, service: str = "") -> None:

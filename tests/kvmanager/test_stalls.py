@@ -1,4 +1,7 @@
-"""A manager that grants nothing although blocks are free: metric, log and debug state say so; it stays ready."""
+"""A manager that grants nothing although blocks are free: metric, log, debug state and the health of its work say so.
+
+It stays ready.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ import asyncio
 import json
 import logging
 import urllib.request
+from http import HTTPStatus
+from urllib.error import HTTPError
 
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.lease import GrantBatch, Report, Reserve
+from common.rpc.health import WORK
 from common.types import SequenceId
 from kvmanager.core.ledger import Ledger
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
@@ -19,7 +25,7 @@ from tests.kvmanager.conftest import Connect, Running, Start
 from tests.support.kvmanager.fake_session import TIMEOUT_S
 from tests.support.waiting import until
 
-SERVING = health_pb2.HealthCheckResponse.SERVING
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def _stalled(manager: Running) -> bool:
@@ -34,6 +40,23 @@ def _page(manager: Running, path: str) -> str:
 
 async def _until(manager: Running, stalled: bool) -> None:
     await until(lambda: asyncio.to_thread(_stalled, manager), lambda found: found == stalled, seconds=TIMEOUT_S)
+
+
+async def _health(manager: Running, service: str = "") -> int:
+    async with aio.insecure_channel(manager.address) as channel:
+        asked = health_pb2.HealthCheckRequest(service=service)
+        return (await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=TIMEOUT_S)).status
+
+
+async def _why_no_work(manager: Running) -> str:
+    """Return what /work says to a probe; "" where it is well."""
+    try:
+        await asyncio.to_thread(_page, manager, "work")
+    except HTTPError as error:
+        if error.code == HTTPStatus.SERVICE_UNAVAILABLE:
+            return str(json.loads(error.read())["reason"])
+        raise
+    return ""
 
 
 async def _stalled_pools(manager: Running) -> dict[str, str]:
@@ -66,12 +89,37 @@ async def test_sequences_that_wait_beside_free_blocks_are_shown_and_the_manager_
     assert await _stalled_pools(manager) == {"w0": reason.removeprefix("w0: ")}
     # It stays ready, so that this worker and all others reach it.
     assert "reason" not in json.loads(await asyncio.to_thread(_page, manager, "health"))
-    async with aio.insecure_channel(manager.address) as channel:
-        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
-        assert health.status == SERVING
+    assert [await _health(manager, service) for service in ("", WORK)] == [SERVING, NOT_SERVING]
+    assert await _why_no_work(manager) == reason
     works.set()
     batch = await worker.exchange(Report())
     assert [admit.sequence for admit in batch.admit] == [1]
     await _until(manager, stalled=False)
     assert manager.process.debug_state()["stalled"] == ""
     assert await _stalled_pools(manager) == {"w0": ""}
+    assert [await _health(manager, service) for service in ("", WORK)] == [SERVING, SERVING]
+    assert await _why_no_work(manager) == ""
+
+
+async def test_a_manager_whose_ledgers_all_stand_still_takes_a_new_attach_which_mends_one(
+    start_manager: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    schedule, stuck = Ledger.schedule, set[Ledger]()
+    monkeypatch.setattr(Ledger, "schedule", lambda self: None if self in stuck else schedule(self))
+    manager = await start_manager(stall_timeout=0.1)
+    workers = [connect(manager, worker_id=name) for name in ("w0", "w1")]
+    for number, worker in enumerate(workers):
+        await worker.attached()
+        stuck.update(ledger for _, ledger in manager.process.attachments.ledgers())
+        await worker.report(Report(reserve=(Reserve(SequenceId(1), 4, 8),)))
+        await until(lambda: _why_no_work(manager), lambda why, name=f"w{number}": name in why, seconds=TIMEOUT_S)  # type: ignore[misc]
+    assert (await _why_no_work(manager)).startswith("all 2: w0: 1 sequences wait")
+    assert [record.getMessage()[:27] for record in caplog.records if record.levelno == logging.ERROR] == [
+        "work stands still: w0: 1 se",
+        "work stands still: all 2: w",
+    ]
+    assert [await _health(manager, service) for service in ("", WORK)] == [SERVING, NOT_SERVING]
+    workers[1].call.cancel()
+    again = connect(manager, worker_id="w1")
+    await again.attached()
+    await until(lambda: _why_no_work(manager), lambda why: why.startswith("w0: "), seconds=TIMEOUT_S)

@@ -181,6 +181,6 @@ async def test_a_site_answers_below_its_prefix_with_its_own_headers(
     assert (request.path, request.query, request.origin) == ("/page/data", "a=b&c=%20d", "http://localhost:1")
     assert request.host == f"127.0.0.1:{server.port}"
     assert (await client.get("/")).headers["location"] == "/page/"
-    assert (await client.get("/pages")).text == "/metrics, /health, /page/ and /live are here\n"
+    assert (await client.get("/pages")).text == "/metrics, /health, /work, /page/ and /live are here\n"
     assert (await client.post("/page/data")).status_code == HTTPStatus.METHOD_NOT_ALLOWED
     assert len(asked) == 1

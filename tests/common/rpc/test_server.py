@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from common.errors import InvalidConfig, Unavailable
-from common.rpc.health import LIVE, wait_until_serving
+from common.rpc.health import LIVE, WORK, wait_until_serving
 from common.rpc.server import RpcServer, open_channel
 
 SERVICE = "quire.inference.v1.InferenceService"
@@ -92,7 +92,28 @@ async def test_the_status_of_all_services_is_listed(rpc: RpcServer, channel: aio
     await rpc.ready()
     answer = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
     found = {name: each.status for name, each in answer.statuses.items()}
-    assert found == dict.fromkeys(("", SERVICE, LIVE), STATUS.SERVING)
+    assert found == dict.fromkeys(("", SERVICE, LIVE, WORK), STATUS.SERVING)
+
+
+@pytest.mark.parametrize("serves_on", [False, True])
+async def test_work_that_stands_still_shows_and_a_service_that_serves_on_stays_serving(
+    rpc: RpcServer, channel: aio.Channel, serves_on: bool
+) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+
+    async def found() -> dict[str, int]:
+        answer = await stub.List(health_pb2.HealthListRequest())
+        return {name: each.status for name, each in answer.statuses.items()}
+
+    await rpc.ready()
+    await rpc.health.stalled("one waits", serves_on)
+    others = STATUS.SERVING if serves_on else STATUS.NOT_SERVING
+    assert await found() == {"": others, SERVICE: others, LIVE: STATUS.SERVING, WORK: STATUS.NOT_SERVING}
+    await rpc.health.failing(("a task",))
+    assert (await found())[""] == STATUS.NOT_SERVING
+    await rpc.health.failing(())
+    await rpc.health.stalled("", serves_on)
+    assert set((await found()).values()) == {STATUS.SERVING}
 
 
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
