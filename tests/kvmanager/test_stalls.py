@@ -45,7 +45,8 @@ async def _until(manager: Running, stalled: bool) -> None:
 async def _health(manager: Running, service: str = "") -> int:
     async with aio.insecure_channel(manager.address) as channel:
         asked = health_pb2.HealthCheckRequest(service=service)
-        return (await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=TIMEOUT_S)).status
+        answer = await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=TIMEOUT_S)
+    return int(answer.status)
 
 
 async def _why_no_work(manager: Running) -> str:

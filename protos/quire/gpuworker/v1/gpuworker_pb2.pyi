@@ -370,8 +370,9 @@ class Cancel(_message.Message):
     handle: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
     hands_over: _builtins.bool
-    """The sequence goes on at another worker. Until its Ack this worker keeps what the sequence put out, as it does for one
-    that has ended, and a drain waits for it. So another router can resume the request if this router dies meanwhile.
+    """The sequence goes on at another worker. It ends here behind what the steps in flight sample for it; without this
+    field that is dropped. Until its Ack this worker keeps what the sequence put out, as it does for one that has ended,
+    and a drain waits for it. So another router can resume the request if this router dies meanwhile.
     """
     def __init__(
         self,
