@@ -81,12 +81,16 @@ class ManagerSide(State):
         self._answer(link, manager, served.ledger)
 
     def reset(self, number: int) -> bool:
-        """An operator resets the prefix cache. What it drops is known where the worker has a session."""
+        """An operator resets the prefix cache. What it drops is known where the worker has its latest session.
+
+        The ledger of an earlier one may count a block as cached that a sequence has used since.
+        """
         manager = self.managers[number]
         session = manager.session()
         self.resets += 1
         self.dropped = frozenset()
-        if session is not None and session.ready:
+        latest = self.links[-1] if self.links else None
+        if session is not None and session.ready and latest is not None and latest.served is session:
             self.dropped = frozenset(session.ledger.state.block_pool.cached)
         manager.core.reset_cache(self.resets)
         if session is not None and session.ready:
