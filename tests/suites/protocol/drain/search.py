@@ -17,13 +17,11 @@ DRAINS: dict[str, Drain] = {
     "alone": Drain((_LONG,), at_once=True),
     "stops": Drain((replace(_LONG, stop_at=2),), at_once=True),
     "unread": Drain((_SHORT,), late=True, at_once=True),
-    "full": Drain((_SHORT, replace(_SHORT, max_tokens=1)), max_num_seqs=1, at_once=True),
-    "comes": Drain((_SHORT, replace(_SHORT, max_tokens=1)), at_once=True, after=1),
     "leave": Drain((_SHORT,), at_once=True, faults={"leave": 1}),
     "crash": Drain((_SHORT,), at_once=True, faults={"crash": 1}),
     "lose_manager": Drain((_SHORT,), at_once=True, faults={"lose_manager": 1}),
 }
-"""Worlds whose states a search visits all; of `full` and `comes` the early ones."""
+"""Worlds whose states a search visits all."""
 
 _SEVERAL = (Request((0, 1, 0), 6), Request((0, 1, 0, 0, 1), 5, stop_at=3), Request((1, 1), 7), Request((0, 1), 1))
 
