@@ -1,5 +1,7 @@
 """What a huge request costs those behind it, how long a low priority waits, and how many keep their deadlines.
 
+A huge prompt that is granted whole, and in parts, is compared by `bench/lib/long_prompts.py`.
+
     python -m bench.fairness --json
 
 The real ledger and lease agent run. Steps follow each other, each of the same 8 ms; no model runs, nothing is timed,
@@ -23,6 +25,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
+from bench.lib import long_prompts
 from bench.lib.harness import parser, report
 from common.clock import ManualClock
 from common.lease import Inventory
@@ -226,7 +229,9 @@ def main() -> None:
         figures |= {f"{key}_{name}": median(run[key] for run in runs) for key in runs[0]}
     queued = [deadlines(seed, 10 * args.seconds) for seed in range(args.seeds)]
     figures |= {key: median(run[key] for run in queued) for key in queued[0]}
+    figures |= long_prompts.figures_of(args.seeds)
     notes = {
+        "long_gpu_exact_ttft_s_chunked": "first token of a prompt that is four fifths of the pool, granted in parts",
         "huge_wait_s_after": f"a prompt of {HUGE} tokens, four fifths of the pool, beside {args.rate:g} requests/s",
         "behind_wait_p50_s_after": "requests that came while the huge one waited",
         "low_priority_wait_s_after": (

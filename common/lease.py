@@ -64,6 +64,10 @@ def blocks_needed(num_tokens: int, max_len: int, block_size: int, window: int = 
     return min(whole, window_blocks(window, block_size)) if window else whole
 
 
+RUNWAY_UNDER_PRESSURE: Final = 3
+"""While a sequence waits for blocks, one in so many blocks of the runway is leased. Prompts leave those to decodes."""
+
+
 # ---------------------------------------------------------------- retention
 
 DEFAULT_RETENTION_PRIORITY: Final = 35

@@ -89,6 +89,11 @@ class KvManagerSettings(PoolSettings, DecisionLogSettings):
         description="times after which a request is preempted for higher priorities alone; it is then admitted with "
         "all blocks of its greatest length; 0: there is no bound",
     )
+    chunked_grants: bool = Field(
+        True,
+        description="a long prompt that waits for blocks begins with half of them, where those that run leave these, "
+        "and gets the others as they come free",
+    )
     backfill: bool = Field(
         True,
         description="requests pass one that lacks blocks if they end before it can have them, or leave it enough",

@@ -264,6 +264,7 @@ def _manager_config(settings: KvManagerSettings) -> ManagerConfig:
         eviction=settings.eviction_policy,
         preemption=settings.preemption_policy,
         max_preemptions=settings.max_preemptions,
+        chunked_grants=settings.chunked_grants,
         backfill=settings.backfill,
         max_wait=settings.max_wait,
         retention_share=settings.retention_share,

@@ -30,6 +30,10 @@ _GROUPS: Final[tuple[Mapping[str, Change], ...]] = (
     {f"victims-{name}": _manager(preemption=name) for name in get_args(VictimOrder)},
     {"backfill": _manager(backfill=True), "no-backfill": _manager(backfill=False)},
     {
+        "chunked-grants": _manager(chunked_grants=True),
+        "no-chunked-grants": _manager(chunked_grants=False),
+    },
+    {
         "prefix-caching": lambda options: replace(options, prefix_caching=True),
         "no-prefix-caching": lambda options: replace(options, prefix_caching=False),
     },

@@ -40,6 +40,8 @@ class LeaseAgent:
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
         self._partly = config.block_size >= config.min_partial_block and not config.window
+        # Where every layer has a window, each prompt is granted in parts, and decodes come first in a step alone.
+        self._kept_slots = 0 if config.window else config.runway_slots
         self._block_shift = config.block_size.bit_length() - 1
         self._blocks = BlockStates(config.num_blocks, linked=not config.window)
         self._scheduler = StepScheduler(
@@ -145,7 +147,7 @@ class LeaseAgent:
         if len(self._in_flight) >= MAX_STEPS_IN_FLIGHT or self._waits_for_tokens(prices):
             return None
         drafting = self.config.new_drafter is not None and not self._in_flight
-        step = self._scheduler.compose(prices if drafting else None)
+        step = self._scheduler.compose(prices if drafting else None, self._kept_slots)
         self._report.bind(step.bound)
         self._report.stalled = tuple(sorted(step.stalled))
         self._deferred = step.deferred

@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from operator import itemgetter
 
+from common.lease import RUNWAY_UNDER_PRESSURE
 from common.types import BlockId, SequenceId
 from gpuworker.core.batch_plan import ScheduledRow, ScoredPart
 from gpuworker.core.block_states import BlockStates
@@ -26,7 +27,7 @@ class Composition:
     `bound` are blocks that sequences took from the pool; `stalled` found none; `deferred` counts those that found no
     budget and keep their order. `scorable` is how many more positions may score a prompt. `drafts` counts those of all
     rows, and a draft model took `guessing` seconds for them. `recounted` has the cached tokens of prompts that the step
-    ends, where the grants said other numbers.
+    ends, where the grants said other numbers. Prompts that lack blocks leave some to decodes, for `kept_slots` slots.
     """
 
     scorable: int
@@ -38,6 +39,7 @@ class Composition:
     drafts: int = 0
     guessing: float = 0.0
     recounted: dict[SequenceId, int] = field(default_factory=dict)
+    kept_slots: int = 0
 
 
 def _room_to_score(sequence: Sequence, scorable: int) -> int:
@@ -96,13 +98,14 @@ class StepScheduler:
     def remove(self, sequence: Sequence) -> None:
         (self.prefilling if sequence in self.prefilling else self.decoding).remove(sequence)
 
-    def compose(self, prices: DraftPrices | None = None) -> Composition:
+    def compose(self, prices: DraftPrices | None = None, kept_slots: int = 0) -> Composition:
         """Compose the next step from every running sequence that can sample its next token or come nearer to it.
 
-        With `prices`, no other step is in flight, and sequences may draft.
+        With `prices`, no other step is in flight, and sequences may draft. A prompt that lacks blocks leaves a part of
+        those in the pool that decodes will bind within `kept_slots` slots.
         """
-        step = Composition(self.max_scored_tokens)
-        urgent = self._urgent_prompts()
+        step = Composition(self.max_scored_tokens, kept_slots=kept_slots)
+        urgent = self._urgent_prompts(kept_slots)
         left = self._compose_decodes(step, self.budget, urgent)
         if prices is not None:
             spare = max(0, left - urgent[-1][1]) if urgent else left
@@ -174,7 +177,7 @@ class StepScheduler:
             left -= 1
         return left
 
-    def _urgent_prompts(self) -> list[tuple[int, int]]:
+    def _urgent_prompts(self, kept_slots: int) -> list[tuple[int, int]]:
         """Return the prompts of higher priority than some decode, the highest first.
 
         Each comes with minus its priority, and the tokens that it and those before it want of a step.
@@ -187,16 +190,18 @@ class StepScheduler:
             if sequence.seniority[0] >= lowest:
                 break
             self.advance(sequence)
-            wanted = self._wanted(sequence)
+            wanted = self._wanted(sequence, kept_slots)
             if wanted > 0:
                 tokens += wanted
                 found.append((sequence.seniority[0], tokens))
         return found
 
-    def _wanted(self, sequence: Sequence) -> int:
+    def _wanted(self, sequence: Sequence, kept_slots: int) -> int:
         """Return how many tokens of a prompt a step could compute: for the others there are no blocks, or no scores."""
-        slots = (len(sequence.block_table) + len(self.blocks.pool)) << self.shift
-        wanted = min(len(sequence.tokens), slots) - sequence.num_computed_tokens
+        known, there = len(sequence.tokens), len(sequence.block_table)
+        if there << self.shift < known:
+            there += max(0, len(self.blocks.pool) - self._kept_for_decodes(kept_slots))
+        wanted = min(known, there << self.shift) - sequence.num_computed_tokens
         if sequence.score_until:
             wanted = min(wanted, _room_to_score(sequence, self.max_scored_tokens))
         return min(wanted, self.long_prefill_cap or wanted)
@@ -253,15 +258,16 @@ class StepScheduler:
     def _take(self, sequence: Sequence, room: int, step: Composition) -> int:
         """Write up to `room` unfilled positions in a row from `num_computed_tokens` on; return how many.
 
-        A prompt whose layers have a window may find no block. It is stalled only if no step of it is to be run or in
-        flight: such a step lets blocks go that left the window.
+        A prompt that was granted in part may find no block. It is stalled only if no step of it is to be run or in
+        flight: where all layers have a window, such a step lets blocks go that left it.
         """
         start, end = sequence.num_computed_tokens, min(sequence.num_computed_tokens + room, len(sequence.tokens))
         fill, row, size, alone = self.blocks.fill, sequence.block_table, self.block_size, not sequence.in_flight
+        kept = self._kept_for_decodes(step.kept_slots) if len(row) * size < end else 0
         while sequence.num_computed_tokens < end:
             index, offset = sequence.num_computed_tokens >> self.shift, sequence.num_computed_tokens & (size - 1)
             stalls = alone and sequence.num_computed_tokens == start
-            if index == len(row) and not self._bind(sequence, step, stalls):
+            if index == len(row) and not self._bind(sequence, step, stalls, kept):
                 break
             if fill[row[index]] > offset:
                 break  # another row filled it: a slot is written once; the next step continues after it
@@ -270,8 +276,12 @@ class StepScheduler:
             sequence.num_computed_tokens += length
         return sequence.num_computed_tokens - start
 
-    def _bind(self, sequence: Sequence, step: Composition, stalls: bool = True) -> bool:
-        block = self.blocks.bind()
+    def _kept_for_decodes(self, slots: int) -> int:
+        """Return how many blocks of the pool a prompt leaves to decodes: a part of those that they bind so soon."""
+        return -(-self._wanted_by_decodes(slots) // RUNWAY_UNDER_PRESSURE) if slots else 0
+
+    def _bind(self, sequence: Sequence, step: Composition, stalls: bool = True, kept: int = 0) -> bool:
+        block = self.blocks.bind() if len(self.blocks.pool) > kept else None
         if block is None:
             if stalls:
                 step.stalled.append(sequence.id)
@@ -287,15 +297,7 @@ class StepScheduler:
         next chunk count. The token that reaches a sequence's limit is never computed, so its slot is never needed. A
         sequence that drafts needs slots for drafts.
         """
-        want, shift, round_up = 0, self.shift, self.block_size - 1
-        for sequence in self.decoding:
-            ahead = runway_slots if sequence.drafter is None else runway_slots + MAX_DRAFTS
-            slots, most = sequence.num_computed_tokens + ahead, sequence.limit - 1
-            if slots > most:  # comparisons: this runs for all sequences at each report
-                slots = most
-            missing = ((slots + round_up) >> shift) - len(sequence.block_table)
-            if missing > 0:
-                want += missing
+        want, shift, round_up = self._wanted_by_decodes(runway_slots), self.shift, self.block_size - 1
         budget = self.budget
         for sequence in self.prefilling:
             known = len(sequence.tokens)
@@ -305,4 +307,17 @@ class StepScheduler:
                 budget -= chunk
                 slots = min(slots, sequence.num_computed_tokens + chunk)
             want += max(0, ((slots + round_up) >> shift) - len(sequence.block_table))
+        return want
+
+    def _wanted_by_decodes(self, runway_slots: int) -> int:
+        """Return how many blocks the decodes will bind within so many slots."""
+        want, shift, round_up = 0, self.shift, self.block_size - 1
+        for sequence in self.decoding:
+            ahead = runway_slots if sequence.drafter is None else runway_slots + MAX_DRAFTS
+            slots, most = sequence.num_computed_tokens + ahead, sequence.limit - 1
+            if slots > most:  # comparisons: this runs for all sequences at each report
+                slots = most
+            missing = ((slots + round_up) >> shift) - len(sequence.block_table)
+            if missing > 0:
+                want += missing
         return want

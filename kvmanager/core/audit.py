@@ -149,6 +149,9 @@ def _sequences(state: LedgerState) -> None:
     _check(state.growth == sum(each.growth for each in running), "the blocks that may still be bound are miscounted")
     waiting = {each.id for each in state.sequences.values() if each.phase is SequencePhase.WAITING}
     _check(set(state.queue) == waiting and len(state.queue) == len(waiting), "the queue is not the waiting sequences")
+    if state.config.grants_parts:
+        lacking = {each.id for each in running if each.lacking(state.config.block_size)}
+        _check(lacking <= {state.partial}, f"{lacking} run and lack blocks of their prompts; {state.partial} may")
     draining = {each.id for each in state.sequences.values() if each.phase is SequencePhase.DRAINING_PREEMPT}
     _check(state.preempting == draining, "the outstanding preemptions are miscounted")
     for each in state.sequences.values():

@@ -71,12 +71,18 @@ class Growth:
                 return True
             if counted <= steps and blocks > room:
                 return False
-        found = self._counted[steps] = self._after(steps)
+        found = self._counted[steps] = self.after(steps)
         return found <= room
 
-    def _after(self, steps: int) -> int:
+    def after(self, steps: int) -> int:
+        """Return how many blocks may be bound after so many steps."""
         size = self._block_size
         return sum([min(growth, (steps - room + size - 1) // size) for growth, room in self._grows if steps > room])
+
+
+def growth_beside(head: Sequence, sequences: Iterable[Sequence], now: int, block_size: int) -> Growth:
+    """Return the growth of those that run beside one that waits, or that runs and lacks blocks of its prompt."""
+    return Growth((each for each in running(sequences) if each is not head), now, block_size)
 
 
 @dataclass(slots=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from common.lease import PARTIAL_REASON, RETENTION_REASON, Admit, Copy
-from common.types import TRIMMED, BlockHash, BlockId, DecisionKind, MissReason, SequencePhase
-from kvmanager.core import backfill, fork
+from common.lease import Admit, Copy
+from common.types import TRIMMED, BlockHash, BlockId, MissReason, SequencePhase
+from kvmanager.core import backfill, chunked_grants, fork
 from kvmanager.core.backfill import Growth, Reservation
 from kvmanager.core.block import CACHED
 from kvmanager.core.evictor import Evictor
+from kvmanager.core.grant_record import GrantPlan, record_grant
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.partial_copy import PartialCopy, learn, partial_copy
 from kvmanager.core.prefix_cache import PrefixMatch
@@ -22,25 +23,6 @@ from kvmanager.core.window_match import match_in_window, settled
 
 _IN_TURN = 7
 """Admissions by priority between two by age."""
-
-
-@dataclass(frozen=True, slots=True)
-class GrantPlan:
-    """How a sequence would be admitted: the blocks that it shares, how many it gets, and why there are no more hits.
-
-    `left` blocks are available then. Its block table begins with `unread` empty places, for hits that left its window.
-    """
-
-    hits: list[BlockId]
-    fresh: int
-    match: PrefixMatch
-    left: int = 0
-    unread: int = 0
-
-    @property
-    def shared(self) -> int:
-        """Blocks that the sequence does not compute: hits, and those before them that it does not read."""
-        return self.unread + len(self.hits)
 
 
 class BlockGranter(Evictor):
@@ -59,9 +41,12 @@ class BlockGranter(Evictor):
         if state.preempting or state.live_stalled():
             state.blocked_by = "deferred"
             return copies, admits
-        fresh: set[BlockId] = set()
+        fresh, part = set[BlockId](), state.partly_granted()
         while state.queue:
             sequence, by_age = self._choose(state)
+            if part is not None and chunked_grants.comes_first(state, part, sequence):
+                state.blocked_by = "prompt"
+                break
             if state.admitted >= self.places(state, sequence):
                 state.blocked_by = "places"
                 break
@@ -97,27 +82,59 @@ class BlockGranter(Evictor):
         elif part is not None:
             copies.append(Copy(part.source, sequence.block_table[shared], shared * size + part.slots))
 
+    def begin(self, state: LedgerState, copies: list[Copy], admits: list[Admit]) -> None:
+        """Let the next sequence, which lacks blocks, begin with a part of its prompt's, and get the others later."""
+        config = state.config
+        if state.blocked_by != "capacity" or not config.grants_parts or state.partly_granted() is not None:
+            return
+        sequence, by_age = self._choose(state)
+        plan, missing = self._plan(state, sequence, self._found(state, sequence))
+        free = plan.fresh - missing
+        if config.holds_whole(sequence.preemptions) or not chunked_grants.is_enough(config, free, plan.fresh):
+            return
+        until = self._promised(state, sequence).until
+        part = chunked_grants.first_part(state, sequence, plan.fresh, free, until)
+        if part:
+            sequence.by_age = by_age
+            state.admitted_in_turn = 0 if by_age else state.admitted_in_turn + 1
+            state.partial, state.blocked_by = sequence.id, "prompt"
+            self._admit(state, sequence, replace(plan, fresh=part, left=0), copies, admits, set())
+
+    def _awaited(self, state: LedgerState) -> Sequence | None:
+        """Return the sequence for whose blocks those behind it wait; None where blocks are not the reason."""
+        if state.blocked_by == "prompt":
+            return state.partly_granted()
+        return self.next(state) if state.blocked_by == "capacity" else None
+
+    def _promised(self, state: LedgerState, head: Sequence) -> Reservation:
+        """Return when the next sequence will have its blocks, as it was foreseen not long ago."""
+        kept = state.reservation if state.reservation and state.reservation.sequence == head.id else None
+        if kept is None or kept.is_due(state.steps):
+            kept = state.reservation = self._reserve(state, head, kept)
+        return kept
+
     def backfill(self, state: LedgerState, copies: list[Copy], admits: list[Admit]) -> None:
         """Add to a batch those that pass the next sequence, which lacks blocks."""
         config, now = state.config, state.steps
-        if state.blocked_by != "capacity" or len(state.queue) < 2 or not config.backfill or config.window:
+        head = self._awaited(state)
+        if head is None or not config.backfill or config.window:
             return
-        head = self.next(state)
         kept = state.reservation if state.reservation and state.reservation.sequence == head.id else None
         if kept is not None and kept.is_over(now):
             return
         spare = state.block_pool.available - config.watermark_blocks
         waiting = (state.sequences[each] for each in state.queue)
         candidates = backfill.candidates_behind(waiting, head, spare)
+        if head.block_table:
+            candidates = [each for each in candidates if not chunked_grants.begins_alike(head, each)]
         if not candidates:
             return
-        if kept is None or kept.is_due(now):
-            kept = state.reservation = self._reserve(state, head, kept)
+        kept = self._promised(state, head)
         candidates = [each for each in candidates if kept.admits(each, now)]
         if not candidates:
             return
         fresh = {block for admit in admits for block in admit.block_table[admit.n_shared :]}
-        growth = Growth(backfill.running(state.sequences.values()), now, config.block_size)
+        growth = backfill.growth_beside(head, state.sequences.values(), now, config.block_size)
         for sequence in candidates:
             if kept.admits(sequence, now) and self._may_pass(state, sequence, growth):
                 plan, missing = self._plan(state, sequence, self._found(state, sequence))
@@ -130,8 +147,9 @@ class BlockGranter(Evictor):
         """Look when the next sequence will have its blocks."""
         config, now, size = state.config, state.steps, state.config.block_size
         missing = self.missing_blocks(state, head) - state.block_pool.leased
-        hits = frozenset(self._found(state, head).hits)
-        holders = backfill.holders_of(backfill.running(state.sequences.values()), state.blocks.refs, hits, now, size)
+        hits = frozenset(() if head.block_table else self._found(state, head).hits)
+        runs = [each for each in backfill.running(state.sequences.values()) if each is not head]
+        holders = backfill.holders_of(runs, state.blocks.refs, hits, now, size)
         found = backfill.reserved(holders, missing, size, config.runway_slots)
         growth = head.max_blocks - config.admission_blocks(head.num_tokens)
         return backfill.renewed(old, head, growth, found, now, state.block_pool.in_use)
@@ -148,7 +166,8 @@ class BlockGranter(Evictor):
     def explain(self, state: LedgerState) -> None:
         """Record why those that joined the queue and were not admitted wait."""
         if state.queue.unexplained and state.blocked_by != "deferred":
-            explain_waits(state, self.next(state), lambda each: self._fresh(state, each))
+            head = (state.partly_granted() if state.blocked_by == "prompt" else None) or self.next(state)
+            explain_waits(state, head, lambda each: self._fresh(state, each))
 
     def next(self, state: LedgerState) -> Sequence:
         """Return the sequence that is admitted next. The queue must not be empty."""
@@ -228,7 +247,9 @@ class BlockGranter(Evictor):
         return None if missing > 0 else plan
 
     def missing_blocks(self, state: LedgerState, sequence: Sequence) -> int:
-        """Return how many blocks are missing for the admission of a sequence; 0 or less when there are enough."""
+        """Return how many blocks are missing for the prompt of a sequence; 0 or less when there are enough."""
+        if sequence.block_table:
+            return chunked_grants.missing_blocks(state, sequence)
         return self._demand(state, sequence)[1]
 
     def _demand(self, state: LedgerState, sequence: Sequence) -> tuple[GrantPlan, int]:
@@ -240,6 +261,8 @@ class BlockGranter(Evictor):
         return plan, missing
 
     def _fresh(self, state: LedgerState, sequence: Sequence) -> int:
+        if sequence.phase is SequencePhase.RUNNING:
+            return sequence.lacking(state.config.block_size)
         return self._plan(state, sequence, self._found(state, sequence))[0].fresh
 
     def _found(self, state: LedgerState, sequence: Sequence) -> RememberedMatch:
@@ -334,7 +357,7 @@ class BlockGranter(Evictor):
             cached_tokens=plan.shared * state.config.block_size + (part.slots if part is not None else 0),
             miss_reason=plan.match.miss_reason,
             diverged_at=plan.match.diverged_at,
-            decision_id=_record_grant(state, sequence, plan, evicted, passes, part),
+            decision_id=record_grant(state, sequence, plan, evicted, passes, part),
         )
 
     # ------------------------------------------------------------ the lease pool
@@ -352,51 +375,3 @@ class BlockGranter(Evictor):
         pool = state.block_pool
         spare = len(pool.free) - state.config.watermark_blocks
         return [pool.lease() for _ in range(min(target - pool.leased, spare))]
-
-
-def _await(state: LedgerState, hits: list[BlockId]) -> int:
-    """Leave hits on blocks that are not sealed to be counted once they are; return how many there are."""
-    unsealed = [block for block in hits if state.blocks.hash[block] is None]
-    for block in unsealed:
-        state.blocks.awaited[block] = state.blocks.awaited.get(block, 0) + 1
-    return len(unsealed)
-
-
-def _record_grant(
-    state: LedgerState, sequence: Sequence, plan: GrantPlan, evicted: int, passes: bool, part: PartialCopy | None
-) -> str:
-    match, hits = plan.match, plan.shared
-    awaited = _await(state, plan.hits[: match.hit_blocks]) if not sequence.recompute else 0
-    asked = sequence.takes_hits and state.config.caches
-    queried = min(sequence.num_tokens // state.config.block_size, len(sequence.block_hashes)) if asked else 0
-    state.totals.count_admission(queried, match.hit_blocks - awaited, match.miss_reason.value, sequence.recompute)
-    reasons = [match.miss_reason.value]
-    if match.miss_reason is MissReason.DIVERGED_AT:
-        reasons.append(f"never seen from block {match.diverged_at} on")
-    if plan.unread:
-        reasons.append(f"the first {plan.unread} of the shared blocks left the window and are not needed")
-    if part is not None:
-        reasons.append(f"{PARTIAL_REASON}{part.slots} slots are copied from block {part.source}")
-        if not sequence.recompute:
-            state.totals.partial_hits += 1
-            state.totals.partial_hit_tokens += part.slots
-    if match.retention:
-        reasons.append(f"{RETENTION_REASON}{match.retention}")
-    if sequence.computes_all:
-        reasons.append("computes all its tokens, for their log-probabilities")
-    if sequence.recompute:
-        reasons.append("computed again after a preemption")
-    figures = {
-        "num_tokens": float(sequence.num_tokens),
-        "hit_blocks": float(hits),
-        "fresh_blocks": float(plan.fresh),
-        "evicted": float(evicted),
-        "available": float(state.block_pool.available),
-        "waiting": float(len(state.queue)),
-        "waited_seconds": state.clock.monotonic() - sequence.queued_at,
-        **({"passes": 1.0} if passes else {}),
-        **({"partial_tokens": float(part.slots)} if part is not None else {}),
-    }
-    chosen = f"{hits} shared and {plan.fresh} fresh blocks"
-    kind = DecisionKind.GRANT
-    return state.decisions.record(kind, chosen, sequence, tuple(reasons), figures, beneficiary=match.evicted_for)

@@ -16,6 +16,8 @@ DEFAULT_EVICTION: Final[EvictionName] = "utility"
 DEFAULT_PREEMPTION: Final[VictimOrder] = "work"
 """What `bench.preemption` found to be best."""
 DEFAULT_MAX_PREEMPTIONS: Final = 4
+DEFAULT_FIRST_PART: Final = 256
+"""Slots."""
 DEFAULT_MAX_WAIT: Final = 30.0
 """Seconds."""
 DEFAULT_RETENTION_SHARE: Final = 0.25
@@ -46,6 +48,7 @@ class LedgerConfig:
     four for each block).
     `eviction` names the policy of `eviction/choice.py`, `preemption` that of `preemption.py`. A sequence that was
     preempted `max_preemptions` times is preempted again for higher priorities alone (0: there is no bound).
+    With `chunked_grants`, the next sequence may begin with half of its prompt's blocks, of `first_part` slots at least.
     With `backfill`, sequences pass one that lacks blocks, for a bounded time. One that has waited for `max_wait`
     seconds gets every eighth admission (0: priority alone decides).
     Of one tenant, at most `retention_share` of the blocks are retained, of all tenants together at most half, each for
@@ -65,6 +68,8 @@ class LedgerConfig:
     eviction: EvictionName = DEFAULT_EVICTION
     preemption: VictimOrder = DEFAULT_PREEMPTION
     max_preemptions: int = DEFAULT_MAX_PREEMPTIONS
+    chunked_grants: bool = True
+    first_part: int = DEFAULT_FIRST_PART
     backfill: bool = True
     max_wait: float = DEFAULT_MAX_WAIT
     retention_share: float = DEFAULT_RETENTION_SHARE
@@ -84,6 +89,11 @@ class LedgerConfig:
         Not where every layer has a window: it would hold blocks that it needs only when others have left the window.
         """
         return not self.window and (self.runway == "max" or preemptions >= self.max_preemptions > 0)
+
+    @property
+    def grants_parts(self) -> bool:
+        """Whether a prompt may begin before all its blocks are free. With windows alone, each one does anyway."""
+        return self.chunked_grants and not self.window and self.runway != "max"
 
     def hits_of(self, num_tokens: int) -> int:
         """Return how many leading full blocks of a sequence may be shared: not the one that holds its last token."""

@@ -9,7 +9,7 @@ from functools import partial
 from common.clock import Clock
 from common.lease import Admit, Copy, GrantBatch, Inventory, Preempt, Report
 from common.types import BlockHash, BlockId, Decision, DecisionKind, SequenceId
-from kvmanager.core import runway
+from kvmanager.core import chunked_grants, runway
 from kvmanager.core.audit import audit
 from kvmanager.core.block_map import BlockMap, BlockView, map_of, view_of
 from kvmanager.core.block_table import BlockTable, table_of
@@ -89,6 +89,7 @@ class Ledger:
         copies, admits = granter.admit(state)
         preempt = preempt or self._preempt_for_next()
         if not preempt:
+            granter.begin(state, copies, admits)
             granter.backfill(state, copies, admits)
         granter.explain(state)
         return copies, admits, preempt
@@ -114,6 +115,9 @@ class Ledger:
         """Return the bounds of the lease pool, and how many sequences are stalled."""
         state = self.state
         stalled = len(state.live_stalled())
+        if (part := state.partly_granted()) is not None:
+            want = min(max(chunked_grants.lease_want(state, part), stalled), state.growth)
+            return runway.RunwayTerms(want, want), stalled + (part.id in state.stalled)
         growth, pressed = state.growth, state.blocked_by == "capacity"
         return runway.runway_terms(state.config, state.lease_want, stalled, growth, state.running, pressed), stalled
 

@@ -31,8 +31,9 @@ from kvmanager.core.sequence import Sequence
 from kvmanager.core.waiting_queue import WaitingQueue
 from kvmanager.core.window_match import deciding_hashes
 
-BlockedBy = Literal["", "capacity", "places", "deferred"]
-"""Why the next sequence was not admitted: too few blocks, no place, or a stall or a preemption came first."""
+BlockedBy = Literal["", "capacity", "places", "prompt", "deferred"]
+"""Why the next sequence was not admitted: too few blocks, no place, a prompt that lacks blocks comes first, or a stall
+or a preemption does."""
 
 NEVER_SENT = None
 """Last sent lease target of a worker that has received none since its attach: the next batch is always sent."""
@@ -58,14 +59,15 @@ class LedgerState:
 
     `running` counts sequences in RUNNING and `admitted` all that hold a block table. `growth` is the number of blocks
     that running sequences may still bind. `admitted_in_turn` counts admissions since the last one by age, and `steps`
-    the worker's steps since the session began. `last_sent_target` is the lease target that the worker received last.
+    the worker's steps since the session began. `partial` is the last sequence that began with a part of its blocks.
+    `last_sent_target` is the lease target that the worker received last.
     """
 
     __slots__ = (
         "admitted", "admitted_in_turn", "block_pool", "blocked_by", "blocks", "cache", "caches", "clock", "config",
         "copying", "decisions", "eviction", "growth", "last_sent_target", "last_step", "lease_want", "next_arrival",
-        "preempting", "queue", "refused", "remembered", "reservation", "resets", "retention", "running", "sequences",
-        "stalled", "steps", "tenants", "totals",
+        "partial", "preempting", "queue", "refused", "remembered", "reservation", "resets", "retention", "running",
+        "sequences", "stalled", "steps", "tenants", "totals",
     )  # fmt: skip
 
     def __init__(self, config: LedgerConfig, clock: Clock, decision_ids: Callable[[], str], worker: str = "") -> None:
@@ -105,6 +107,7 @@ class LedgerState:
         self.steps = 0
         self.last_step: int | None = None
         self.reservation: Reservation | None = None
+        self.partial: SequenceId | None = None
 
     # ------------------------------------------------------------ sequences
 
@@ -204,9 +207,22 @@ class LedgerState:
         """Count what a tenant's running sequences hold more than before."""
         self.tenants[sequence.tenant] = self.tenants[sequence.tenant].more(running, blocks)
 
+    def partly_granted(self) -> Sequence | None:
+        """Return the sequence that runs with a part of its prompt's blocks; there is at most one."""
+        if self.partial is None or not self._runs(self.partial):
+            return None
+        sequence = self.sequences[self.partial]
+        return sequence if sequence.lacking(self.config.block_size) else None
+
     def live_stalled(self) -> list[SequenceId]:
-        """Return the stalled sequences that still run; one that left must not block admission."""
-        return [each for each in self.stalled if self._runs(each)] if self.stalled else []
+        """Return the stalled sequences that still run; one that left must not block admission.
+
+        A prompt that was granted in part is none of them: it waits for blocks as the next sequence does.
+        """
+        if not self.stalled:
+            return []
+        part = self.partly_granted()
+        return [each for each in self.stalled if self._runs(each) and (part is None or each != part.id)]
 
     def _runs(self, sequence_id: SequenceId) -> bool:
         sequence = self.sequences.get(sequence_id)

@@ -17,6 +17,7 @@ from common.types import PoolIdentity
 from kvmanager.core import epochs
 from kvmanager.core.config import (
     DEFAULT_EVICTION,
+    DEFAULT_FIRST_PART,
     DEFAULT_MAX_PREEMPTIONS,
     DEFAULT_MAX_RETENTION,
     DEFAULT_MAX_WAIT,
@@ -48,6 +49,8 @@ class ManagerConfig:
     eviction: EvictionName = DEFAULT_EVICTION
     preemption: VictimOrder = DEFAULT_PREEMPTION
     max_preemptions: int = DEFAULT_MAX_PREEMPTIONS
+    chunked_grants: bool = True
+    first_part: int = DEFAULT_FIRST_PART
     backfill: bool = True
     max_wait: float = DEFAULT_MAX_WAIT
     retention_share: float = DEFAULT_RETENTION_SHARE
@@ -158,6 +161,8 @@ class Manager:
             eviction=config.eviction,
             preemption=config.preemption,
             max_preemptions=config.max_preemptions,
+            chunked_grants=config.chunked_grants,
+            first_part=config.first_part,
             backfill=config.backfill,
             max_wait=config.max_wait,
             retention_share=config.retention_share,

@@ -14,6 +14,7 @@ from common.errors import ProtocolViolation
 from common.lease import CachedBlocks, Inventory, InventorySequence
 from common.types import TRIMMED, BlockHash, BlockId, SequencePhase
 from kvmanager.core.block import NOBODY, ROOT, BlockState
+from kvmanager.core.chunked_grants import partial_of
 from kvmanager.core.eviction.restored import order_after_rebuild
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.sequence import Sequence
@@ -36,6 +37,8 @@ class InventoryLoader:
         tables = [(sequence, table) for sequence, table in loaded if sequence.phase is not SequencePhase.WAITING]
         for sequence, table in tables:
             _restore_table(state, sequence, table)
+        if state.config.grants_parts:
+            state.partial = partial_of((sequence for sequence, _ in tables), state.config.block_size)
         for block in inventory.pool:
             _restore_lease(state, block)
         yield

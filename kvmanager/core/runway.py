@@ -7,12 +7,10 @@ while no sequence waits for blocks. While one does, a third of the slots must do
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
+from common.lease import RUNWAY_UNDER_PRESSURE
 from kvmanager.core.config import LedgerConfig
-
-PRESSED: Final = 3
-"""The part of the worker's want that is leased while a sequence waits for blocks: one in so many."""
 
 
 class RunwayTerms(NamedTuple):
@@ -31,7 +29,7 @@ def runway_terms(
     grow: so a request that needs the whole pool can run alone.
     """
     if pressed:
-        lease_want = -(-lease_want // PRESSED)
+        lease_want = -(-lease_want // RUNWAY_UNDER_PRESSURE)
     want = min(max(lease_want, stalled), growth)
     further = running * (config.runway_reach - config.runway_slots) // config.block_size
     return RunwayTerms(want, min(growth, want + further))

@@ -90,6 +90,10 @@ class Sequence:
     def takes_hits(self) -> bool:
         return self.cacheable and not self.computes_all
 
+    def lacking(self, block_size: int) -> int:
+        """Return how many blocks its known tokens still need, without the last one, whose block a decode binds."""
+        return max(0, -(-(self.num_tokens - 1) // block_size) - len(self.block_table))
+
     @property
     def growth(self) -> int:
         """Blocks that the sequence may still bind."""

@@ -11,15 +11,17 @@ from common.errors import InvalidConfig
 
 
 def test_joined_policies_change_one_choice_each() -> None:
-    found = with_policies(ReplayOptions(), "least-loaded+lru+runway-max+victims-arrival+no-backfill+no-prefix-caching")
+    names = "least-loaded+lru+runway-max+victims-arrival+no-backfill+no-chunked-grants+no-prefix-caching"
+    found = with_policies(ReplayOptions(), names)
     assert found.router is LeastLoaded
     assert (found.manager.eviction, found.manager.runway, found.manager.backfill) == ("lru", "max", False)
     assert found.manager.preemption == "arrival"
+    assert not found.manager.chunked_grants
     assert not found.prefix_caching
 
 
 def test_each_policy_has_an_opposite_that_changes_it_back() -> None:
-    back = "cost+utility+runway-auto+victims-work+backfill+prefix-caching"
+    back = "cost+utility+runway-auto+victims-work+backfill+chunked-grants+prefix-caching"
     for name in POLICIES:
         assert with_policies(with_policies(ReplayOptions(), name), back) == ReplayOptions()
 

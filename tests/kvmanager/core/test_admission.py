@@ -94,7 +94,7 @@ def test_a_sequence_that_will_grow_needs_a_block_more_beside_others() -> None:
 
 
 def test_the_watermark_is_left_to_those_that_run() -> None:
-    ledger = make_ledger(100, watermark=0.05)
+    ledger = make_ledger(100, watermark=0.05, chunked_grants=False)
     assert admitted(admit(ledger, reserve(1, prompt(16 * 10)))) == [1]
     assert admit(ledger, reserve(2, prompt(16 * 86, start=1000))) == ()
     finish(ledger, 2)

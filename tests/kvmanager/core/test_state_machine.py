@@ -37,6 +37,7 @@ class LedgerLife(RuleBasedStateMachine):
         max_num_seqs=st.integers(2, 5),
         eviction=st.sampled_from(get_args(EvictionName)),
         partly=st.booleans(),
+        first_part=st.sampled_from([1, 4, 256]),
     )
     def start(
         self, num_blocks: int, block_size: int, window: int, prompts: list[list[int]], partly: bool, **options: Any

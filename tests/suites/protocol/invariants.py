@@ -1,4 +1,4 @@
-"""The invariants I1 to I13 of the lease protocol, checked on a world after every event."""
+"""The invariants I1 to I14 of the lease protocol, checked on a world after every event."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Violation(Exception):
         text = str(broken)
         if not isinstance(broken, InvariantBroken):
             return cls("I2", text)
-        for words, invariant in (("without its parent", "I5"), ("pending", "I8")):
+        named = (("without its parent", "I5"), ("pending", "I8"), ("lack blocks of their prompts", "I14"))
+        for words, invariant in named:
             if words in text:
                 return cls(invariant, text)
         return cls("I1", text)
@@ -62,7 +63,7 @@ def check(world: World) -> None:
 
 
 def audit(ledger: Ledger) -> None:
-    """I1, I5, I8: the manager's own audit of its state."""
+    """I1, I5, I8, I14: the manager's own audit of its state. I14: at most one prompt runs with a part of its blocks."""
     try:
         ledger.check_invariants()
     except ProtocolViolation as broken:

@@ -42,6 +42,7 @@ def ledger_key(ledger: Ledger) -> tuple[object, ...]:
         state.resets.key(),
         tuple(state.copying.items()),
         tuple(sorted(state.cache.partials.first.items())),
+        _partial_key(state) if state.config.grants_parts else None,
     )
 
 
@@ -69,6 +70,7 @@ def _copy_state(old: LedgerState) -> LedgerState:
     new.running, new.admitted, new.next_arrival = old.running, old.admitted, old.next_arrival
     new.admitted_in_turn, new.steps, new.last_step = old.admitted_in_turn, old.steps, old.last_step
     new.reservation = replace(old.reservation) if old.reservation else None
+    new.partial = old.partial
     return new
 
 
@@ -138,6 +140,14 @@ def _copy_sequence(old: Sequence) -> Sequence:
 
 
 # ---------------------------------------------------------------- keys
+
+
+def _partial_key(state: LedgerState) -> tuple[object, ...]:
+    """Return what decides when a prompt begins with a part of its blocks; steps count from now on."""
+    promised, now = state.reservation, state.steps
+    until = None if promised is None or promised.until is None else max(0, promised.until - now)
+    ends = tuple([min(now - each.started_at, each.max_len) for each in state.sequences.values() if each.block_table])
+    return (state.partial, promised and promised.sequence, until, promised and promised.is_due(now), ends)
 
 
 def _blocks_key(blocks: Blocks) -> tuple[object, ...]:

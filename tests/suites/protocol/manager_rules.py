@@ -9,9 +9,10 @@ from typing import Any
 
 from common.lease import Admit, AttachOk, Copy, Inventory, blocks_before_window
 from common.types import BlockHash, BlockId, SequenceId
-from kvmanager.core.block_granter import BlockGranter, GrantPlan
+from kvmanager.core.block_granter import BlockGranter
 from kvmanager.core.block_pool import FreeBlocks
 from kvmanager.core.config import LedgerConfig
+from kvmanager.core.grant_record import GrantPlan
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.manager import Manager, WorkerRegistration
 from kvmanager.core.partial_copy import PartialCopy, partial_copy
@@ -142,6 +143,19 @@ def publish_beside_a_cached_copy(state: LedgerState, block: BlockId, key: BlockH
 def complete_without_reset(manager: Manager, registration: WorkerRegistration, inventory: Inventory) -> AttachOk:
     registration.attach = replace(registration.attach, reset=manager.last_reset)
     return _complete(manager, registration, inventory)
+
+
+def lease_nothing_to_it(_state: LedgerState, _part: ManagerSequence) -> int:
+    """What a prompt lacks is never leased."""
+    return 0
+
+
+def forget_who_lacks_blocks(_sequences: Iterable[ManagerSequence], _block_size: int) -> None:
+    """A rebuild takes each sequence that runs for one that has all blocks of its prompt."""
+
+
+def see_nobody_lacking(_state: LedgerState) -> None:
+    """Whether a prompt already runs with a part of its blocks is not looked at."""
 
 
 def hold_no_source(_state: LedgerState, _sequence: ManagerSequence, _block: BlockId) -> None:

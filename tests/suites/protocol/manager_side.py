@@ -25,6 +25,8 @@ class ManagerSide(State):
             watermark=0.0,
             eviction=self.eviction,
             max_preemptions=self.scenario.max_preemptions,
+            chunked_grants=self.scenario.first_part > 0,
+            first_part=self.scenario.first_part,
         )
         manager = ModelManager(Manager(config, _CLOCK, lambda: "", policies=self.policies))
         self.managers.append(manager)

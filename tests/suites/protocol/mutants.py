@@ -20,7 +20,7 @@ from gpuworker.core.lease_session import LeaseSession
 from gpuworker.core.partial_copies import PartialCopies
 from gpuworker.core.sequence import Sequence
 from gpuworker.core.step_scheduler import StepScheduler
-from kvmanager.core import epochs, fork, rebuild
+from kvmanager.core import chunked_grants, epochs, fork, rebuild
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.manager import Manager
@@ -47,17 +47,21 @@ from tests.suites.protocol.manager_rules import (
     copy_all_known,
     count_by_redis_alone,
     expect_the_last_block_too,
+    forget_who_lacks_blocks,
     hold_no_source,
+    lease_nothing_to_it,
     obey,
     one_block_a_hash,
     publish_beside_a_cached_copy,
     reach_back_too_little,
     run_of_any_blocks,
+    see_nobody_lacking,
 )
 from tests.suites.protocol.mutant import HASTY, Exhaustive, Mutant, Walks, always, never, nothing, zero
 from tests.suites.protocol.worker_rules import (
     accept_any_manager,
     adopt_orphans,
+    always_keep_a_block,
     apply_what_was_buffered,
     attach_without_a_target,
     compute_a_refused_draft,
@@ -450,6 +454,34 @@ MUTANTS = (
         ((LedgerConfig, "holds_whole", never),),
         Walks("rivals", faults=CALM),
         ("I9", "I10"),
+    ),
+    Mutant(
+        "52",
+        "a prompt begins with a part of its blocks while another one lacks some",
+        ((LedgerState, "partly_granted", see_nobody_lacking),),
+        Walks("parts", faults=CALM),
+        ("I14",),
+    ),
+    Mutant(
+        "53",
+        "a prompt that lacks blocks always leaves one in the pool",
+        ((StepScheduler, "_kept_for_decodes", always_keep_a_block),),
+        Exhaustive("parts"),
+        ("I10",),
+    ),
+    Mutant(
+        "54",
+        "a rebuild forgets which prompt lacks blocks",
+        ((rebuild, "partial_of", forget_who_lacks_blocks),),
+        Exhaustive("parts_break"),
+        ("I14",),
+    ),
+    Mutant(
+        "55",
+        "what a prompt lacks is not leased",
+        ((chunked_grants, "lease_want", lease_nothing_to_it),),
+        Exhaustive("parts"),
+        ("I10",),
     ),
 )
 

@@ -54,7 +54,8 @@ def _outputs(request: Request) -> tuple[int, ...]:
 class Scenario:
     """Sizes and requests of one world. `faults` bounds each kind; `max_faults` all of them together.
 
-    `partly`: parts of cached blocks are reused, although blocks are small.
+    `partly`: parts of cached blocks are reused, although blocks are small. `first_part`: prompts begin with so many
+    slots of their blocks and get the others later; 0: with all.
     """
 
     requests: tuple[Request, ...]
@@ -68,6 +69,7 @@ class Scenario:
     window: int = 0
     max_preemptions: int = 4
     partly: bool = False
+    first_part: int = 0
     with_index: bool = False
     max_faults: int = 0
     faults: dict[str, int] = field(default_factory=dict, hash=False)

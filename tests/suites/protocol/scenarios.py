@@ -35,6 +35,9 @@ DIVERGING = (Request((0, 1, 0, 0), 2), Request((0, 1, 0, 1, 0), 1), Request((0, 
 WINDOWED = (Request((0, 1, 0, 1, 1, 0, 0), 1), Request((0, 1, 0, 1, 1, 0, 1), 2))
 """With a window of 4, the second reads two of the three blocks that it has in common with the first."""
 
+BEGINNING = (Request((1,), 3, no_cache=True), Request((0, 1, 0, 1, 1, 0, 0), 1))
+"""The second begins with two or three of its four blocks, while the first may bind a second one."""
+
 TINY: dict[str, Scenario] = {
     "peace": Scenario(TWO_SHARERS, 3),
     "pressure": Scenario((Request((0, 1), 4), Request((0, 1, 1), 3)), 4, budget=3),
@@ -67,6 +70,8 @@ TINY: dict[str, Scenario] = {
     "partial_break": Scenario(
         DIVERGING[:2], 3, block_size=4, budget=6, partly=True, max_faults=2, faults={"stream_break": 1, "cancel": 1}
     ),
+    "parts": Scenario(BEGINNING, 4, first_part=4, max_faults=1, faults={"cancel": 1}),
+    "parts_break": Scenario(BEGINNING, 4, first_part=4, max_faults=1, faults={"stream_break": 1}),
     "index": Scenario((Request((0, 1, 0), 1),), 3, with_index=True, max_faults=2, faults={"wipe": 1, "hand_over": 1}),
 }
 
@@ -114,6 +119,19 @@ _DIVERGING = tuple(
 )
 """They part at many places within the second block and the third."""
 
+_LONG = Request((*SHARED, *SHARED, 0), 2)
+_BEGINNING = (
+    *(Request((n % 2, n // 2 % 2), 4 + n) for n in range(3)),
+    _LONG,
+    replace(_LONG, fork_of=3),
+    Request((0, 1, 0), 7, no_cache=True),
+    replace(_LONG, prompt=(1, *_LONG.prompt)),
+    Request((1, 1), 5, priority=1),
+    replace(_LONG, prompt=(*_LONG.prompt, 1), no_cache=True),
+    Request((0, 0), 4),
+)
+"""The long prompts are most of a pool of ten blocks, and those that run beside them grow."""
+
 LARGE: dict[str, Scenario] = {
     "mixed": Scenario(_MIXED, 12, budget=6, with_index=True, runway_slots=4, runway_reach=8),
     "tight": Scenario(_MIXED, 8, budget=4),
@@ -134,6 +152,11 @@ LARGE: dict[str, Scenario] = {
     "partial": Scenario(_DIVERGING, 9, block_size=4, budget=6, partly=True, with_index=True),
     "partial_mixed": Scenario(_MIXED, 6, block_size=4, budget=5, runway_slots=4, runway_reach=4, partly=True),
     "partial_drafts": Scenario(_DRAFTING, 9, block_size=4, budget=6, partly=True),
+    "parts": Scenario(_BEGINNING, 10, budget=5, first_part=4, with_index=True),
+    "parts_mixed": Scenario(_MIXED, 8, budget=4, first_part=2),
+    "parts_priorities": Scenario(_PRIORITIES, 7, budget=6, max_num_seqs=3, first_part=2),
+    "parts_tenants": Scenario(_TENANTS, 8, budget=6, max_num_seqs=3, first_part=2),
+    "parts_drafts": Scenario(_DRAFTING, 9, budget=6, first_part=2),
     "window": Scenario(tuple(Request((*SHARED, n % 2), 9) for n in range(4)), 9, window=4, budget=5),
     "window_tight": Scenario(_LONG_PROMPTS, 6, window=4, budget=9),
     "window_reuse": Scenario(_CONTINUED, 10, window=4, budget=5, max_num_seqs=2, with_index=True),
