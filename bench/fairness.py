@@ -84,7 +84,10 @@ def serve(arrivals: Sequence[Arrival], horizon: int, *, fair: bool) -> Waits:
     clock, ids = ManualClock(), itertools.count(1)
     agent = LeaseAgent(AgentConfig(BLOCKS, BLOCK_SIZE, max_num_seqs=PLACES, max_num_batched_tokens=2048))
     max_wait = DEFAULT_MAX_WAIT if fair else 0.0
-    config = LedgerConfig(BLOCKS, BLOCK_SIZE, max_num_seqs=PLACES, backfill=fair, max_wait=max_wait)
+    # Prompts are granted whole, so that a wait ends with all blocks.
+    config = LedgerConfig(
+        BLOCKS, BLOCK_SIZE, max_num_seqs=PLACES, backfill=fair, max_wait=max_wait, chunked_grants=False
+    )
     ledger = Ledger(config, clock, lambda: f"d{next(ids)}")
     ledger.rebuild(Inventory())
     agent.inventory()
