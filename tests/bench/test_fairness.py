@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 
 from bench import fairness
 from bench.fairness import HUGE, Arrival, Timed, in_time, serve, timed
+from bench.lib import long_prompts
 
 
 def test_a_huge_request_is_passed_by_one_that_ends_in_time() -> None:
@@ -18,6 +20,14 @@ def test_a_huge_request_is_passed_by_one_that_ends_in_time() -> None:
     assert before[2] > 60
     assert after[2] < 5
     assert after[3] >= 60
+
+
+def test_a_huge_prompt_is_earlier_in_parts_and_nobody_pays() -> None:
+    found = long_prompts.compare(long_prompts.MACHINES["gpu_capped"], 0, exact=True)
+    assert found["ttft_s_chunked"] < 0.9 * found["ttft_s_whole"]
+    assert found["behind_p50_s_chunked"] <= found["behind_p50_s_whole"]
+    assert found["tokens_per_s_chunked"] >= found["tokens_per_s_whole"]
+    assert found["preemptions_chunked"] <= found["preemptions_whole"]
 
 
 def test_the_earliest_deadline_goes_first_and_a_hopeless_one_takes_no_place() -> None:
@@ -46,4 +56,7 @@ def test_the_figures_have_their_fixed_names(
     assert said["bench"] == "fairness"
     found = {f"{name}_{when}" for name in names for when in ("before", "after")}
     found |= {f"in_time_load_{load}_{when}" for load in ("0.9", "1.1") for when in ("before", "refused", "after")}
+    figures = ("ttft_s", "behind_p50_s", "behind_p90_s", "tokens_per_s", "preemptions")
+    kinds = itertools.product(long_prompts.MACHINES, ("exact", "generous"), figures, ("whole", "chunked"))
+    found |= {f"long_{'_'.join(kind)}" for kind in kinds}
     assert set(said["figures"]) == found
