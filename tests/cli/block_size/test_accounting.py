@@ -55,7 +55,7 @@ def test_the_smaller_runway_under_pressure_costs_no_steps(
 ) -> None:
     """A report is answered so many steps later."""
     smaller = count_steps(16, MIXED, blocks, delay)
-    monkeypatch.setattr(runway, "PRESSED", 1)
+    monkeypatch.setattr(runway, "RUNWAY_UNDER_PRESSURE", 1)
     assert smaller <= 1.02 * count_steps(16, MIXED, blocks, delay)
 
 
