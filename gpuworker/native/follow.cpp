@@ -83,6 +83,18 @@ bool quire_follow(quire_follower* followed, const int32_t* tokens, int64_t posit
   return false;
 }
 
+int32_t quire_forced(quire_follower* followed, const int32_t* tokens, int64_t position, int32_t* forced, int32_t room) {
+  quire_follower& follower = *followed;
+  if (follower.state != QUIRE_FOLLOWER_GOES_ON) return 0;
+  if (!take_in(follower, tokens, position)) follower.state = QUIRE_FOLLOWER_LEFT;
+  if (follower.state != QUIRE_FOLLOWER_GOES_ON) return 0;
+  static_assert(sizeof(uint32_t) == sizeof(int32_t));
+  const quire_grammar& grammar = *follower.grammar;
+  const int32_t count = grammar.forced(follower.matcher, reinterpret_cast<uint32_t*>(forced), static_cast<size_t>(room));
+  if (count < 0) follower.state = QUIRE_FOLLOWER_LEFT;
+  return std::clamp(count, 0, room);
+}
+
 struct quire_tokenizer {
   quire_slow_tokenize slow;
   std::mutex mutex;

@@ -24,6 +24,7 @@ typedef struct {
   int32_t (*consume)(void *matcher, uint32_t token);
   int32_t (*mask)(void *matcher, uint32_t *bits, size_t bytes);
   bool (*is_stopped)(const void *matcher);
+  int32_t (*forced)(void *matcher, uint32_t *tokens, size_t room);
   // Follows a sequence that is left to Python, whose output has `count` tokens.
   int32_t (*left)(int64_t id, const int32_t *output, int64_t count, uint32_t *bits);
   const void *prototype;  // a matcher at the beginning
@@ -52,6 +53,10 @@ typedef struct {
 // Takes in the tokens before `position`, of all `tokens` of the sequence, and fills the mask, unless that is done. Returns
 // whether a token follows.
 bool quire_follow(quire_follower *follower, const int32_t *tokens, int64_t position);
+
+// Takes in the tokens before `position` and writes those that the constraint forces from there on, `room` at most. Returns
+// how many they are.
+int32_t quire_forced(quire_follower *follower, const int32_t *tokens, int64_t position, int32_t *forced, int32_t room);
 
 // What llguidance tokenizes with: a cache before a function that needs Python. `slow` and quire_tokenize write `room`
 // tokens at most, and return how many there are. Any thread may call quire_tokenize.

@@ -17,7 +17,7 @@ class GrammarStruct(ctypes.Structure):
     """quire_grammar."""
 
     _fields_ = (
-        *((name, _pointer) for name in ("clone", "reset", "consume", "mask", "is_stopped")),
+        *((name, _pointer) for name in ("clone", "reset", "consume", "mask", "is_stopped", "forced")),
         ("left", LEFT),
         *((name, _pointer) for name in ("prototype", "ends", "tails", "whole")),
         ("vocab", _int64),

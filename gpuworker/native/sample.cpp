@@ -270,6 +270,28 @@ void sample_row(const quire_sample& sample, int64_t index) {
   sample.table[sample.first[index] + position] = static_cast<int32_t>(token);
 }
 
+// Whether a row stands behind another one of the same follower, for a draft.
+bool is_behind(const quire_sample& sample, int64_t index) {
+  return sample.followers && index > 0 && sample.followers[index] && sample.followers[index] == sample.followers[index - 1];
+}
+
+// Samples a row, and those of its drafts as long as the drafts are right. So a follower takes in nothing but samples that
+// count.
+void sample_with_drafts(const quire_sample& sample, const int64_t first) {
+  int64_t index = first;
+  for (;; ++index) {
+    const int32_t* token = sample.table + sample.first[index] + sample.positions[index];
+    const bool has_draft = index + 1 < sample.count && is_behind(sample, index + 1);
+    const int32_t draft = *token;
+    sample_row(sample, index);
+    if (!has_draft || sample.ended[index] || *token != draft) break;
+  }
+  if (!sample.forced || !sample.followers[first] || sample.ended[index]) return;
+  const int32_t* tokens = sample.table + sample.first[index];
+  sample.num_forced[first] = quire_forced(sample.followers[first], tokens, sample.positions[index] + 1,
+                                          sample.forced + first * sample.forced_count, sample.forced_count);
+}
+
 constexpr int64_t kScan = 1, kExponentials = 8;
 
 // All threads where one would take some hundred microseconds, else one: a region takes a few, and milliseconds on busy
@@ -293,7 +315,7 @@ int threads_for(const quire_sample& sample) {
 
 extern "C" void quire_follow_row(void* argument, int64_t index) {
   const quire_sample& sample = *static_cast<const quire_sample*>(argument);
-  if (sample.followers[index]) quire::follow(sample, index);
+  if (sample.followers[index] && !quire::is_behind(sample, index)) quire::follow(sample, index);
 }
 
 extern "C" int32_t quire_sample_tokens(void* argument) {
@@ -301,7 +323,9 @@ extern "C" int32_t quire_sample_tokens(void* argument) {
   if (sample.masks) quire::await(*sample.masks);
   quire::Queue rows;
   quire::run_team(quire::threads_for(sample), 0, [&](const quire::Team&) {
-    for (int64_t index; (index = rows.take()) < sample.count;) quire::sample_row(sample, index);
+    for (int64_t index; (index = rows.take()) < sample.count;) {
+      if (!quire::is_behind(sample, index)) quire::sample_with_drafts(sample, index);
+    }
   });
   return 0;
 }

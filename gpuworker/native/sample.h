@@ -55,12 +55,16 @@ typedef struct {
   int32_t *top_ids;            // [count, top_count], out: the best, of equal ones the lowest ids first
   float *top;                  // [count, top_count], out
   const quire_masks *masks;    // null where no row's mask is filled elsewhere
-  quire_follower *const *followers;  // [count], of the rows whose masks are filled here; null: no row
+  // [count], of the rows whose masks are filled here; null: no row. A follower's first row may have rows of drafts behind
+  // it: the draft of each is the token before its position. They are sampled in order, up to the first draft that is wrong.
+  quire_follower *const *followers;
   uint8_t *ended;              // [count], out: which of them have no token to sample; any token stands there
-  int32_t count, vocab, top_count, threads;
+  int32_t *forced;             // [count, forced_count], out: what must follow a follower's samples, at its first row; or null
+  int32_t *num_forced;         // [count], out: how many these are
+  int32_t count, vocab, top_count, threads, forced_count, reserved;
 } quire_sample;
 
-// Fills the mask of a row, where that has a follower; `sample` is a quire_sample. Its token need not be sampled yet, and
+// Fills the mask of a row, where that has a follower and is its first row; `sample` is a quire_sample. Its token need not be sampled yet, and
 // sampling fills no mask again.
 void quire_follow_row(void *sample, int64_t index);
 

@@ -20,6 +20,7 @@ from common.types import SequenceId, TokenLogprobs
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.core.batch_plan import StepResult
 from gpuworker.core.drafting import verified
+from gpuworker.core.stopping import FinishCause
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.step_model import StepModel
@@ -55,14 +56,14 @@ class RunnerStep:
             self.result.set_result(self.work.pooling.result(self.number, sampled.pooled, seconds))
             return
         found, masks = sampled.tokens.tolist(), self.work.point.masks
-        counted = self._verified(found) if self.drafts else {}
+        counted = self._verified(found, sampled.ended) if self.drafts else {}
         if masks is None:
-            self._set_result(sampled, found, counted, {}, seconds)
+            self._set_result(sampled, found, counted, self._forced(sampled), seconds)
             return
         # First: the masks of the next step, which runs already, wait for the tokens.
         forced, rest = masks.sampled(found, counted, at_once)
         try:
-            self._set_result(sampled, found, counted, forced, seconds)
+            self._set_result(sampled, found, counted, forced | self._forced(sampled), seconds)
         finally:
             rest()
 
@@ -75,7 +76,7 @@ class RunnerStep:
             logprobs[self.sequences[row]] = (*logprobs.get(self.sequences[row], ()), entry)
         scored, ended = work.scored, {} if masks is None else masks.ended
         if sampled.ended:
-            ended = ended | {self.sequences[row]: cause for row, cause in sampled.ended.items()}
+            ended = ended | {self.sequences[row]: cause for row, cause in sampled.ended.items() if self._is_first(row)}
         of_prompts = {} if scored is None or sampled.scores is None else scored.logprobs(sampled.scores)
         # zip makes the tuples of one token each.
         tokens: _Tokens = dict(zip(self.sequences, zip(found, strict=True), strict=True))
@@ -84,12 +85,23 @@ class RunnerStep:
             logprobs = {sequence: entries[: len(tokens[sequence])] for sequence, entries in logprobs.items()}
         self.result.set_result(StepResult(self.number, tokens, logprobs, seconds, ended, of_prompts, forced))
 
-    def _verified(self, found: Sequence[int]) -> _Tokens:
-        """Return the samples that count, of each sequence that drafts: those with a mask, where it has masks."""
+    def _is_first(self, row: int) -> bool:
+        """Whether a row is its sequence's own, and not that of a draft."""
+        return row == 0 or self.sequences[row - 1] != self.sequences[row]
+
+    def _forced(self, sampled: SampledTokens) -> _Tokens:
+        return {self.sequences[row]: tokens for row, tokens in sampled.forced.items()}
+
+    def _verified(self, found: Sequence[int], ended: Mapping[int, FinishCause]) -> _Tokens:
+        """Return the samples that count, of each sequence that drafts: those with a mask, where it has masks.
+
+        Behind a draft that completes its output, the follower of a sequence has ended.
+        """
         usable = {} if self.work.point.masks is None else self.work.point.masks.usable
         verified_tokens = {}
         for sequence, drafts in self.drafts.items():
             first, rows = self.sequences.index(sequence), usable.get(sequence, len(drafts) + 1)
+            rows = next((row for row in range(1, rows) if first + row in ended), rows)
             samples = tuple(found[first : first + rows])
             verified_tokens[sequence] = samples[: verified(drafts[: rows - 1], samples)]
         return verified_tokens

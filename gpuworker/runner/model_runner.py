@@ -81,6 +81,7 @@ class ModelRunner:
         self._masks: GrammarMaskThread | None = None
         self.follows_constraints = False
         """Whether native steps follow the constraints of new sequences themselves; `constrain` sets it."""
+        self._foresees = False
         self._followers: dict[SequenceId, Follower] = {}
         self.also_closed: list[Callable[[], None]] = []
         """What ends with the runner, such as a draft model."""
@@ -94,7 +95,7 @@ class ModelRunner:
         With `foresee`, results tell which tokens a constraint forces to follow.
         """
         self.grammars, self._masks = grammars, GrammarMaskThread(grammars, foresee)
-        self.follows_constraints = self.executor.follows_constraints and not foresee
+        self.follows_constraints, self._foresees = self.executor.follows_constraints, foresee
         if self.follows_constraints:
             grammars.make_native = native_matchers
 
@@ -118,7 +119,7 @@ class ModelRunner:
             if self._masks is None or self.grammars is None:
                 what = "has a constraint or a budget of thoughts, and the runner has no grammars: see `constrain`"
                 raise ValueError(f"sequence {sequence} {what}")
-            followed = follower(self.grammars, row) if self.follows_constraints else None
+            followed = follower(self.grammars, row, self._foresees) if self.follows_constraints else None
             if followed is not None:
                 self._followers[sequence] = followed
             else:

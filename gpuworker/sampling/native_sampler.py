@@ -28,6 +28,8 @@ ROW = np.dtype(  # quire_sample_row
     ],
     align=True,
 )
+MAX_FORCED = 32
+"""Tokens that a step foresees: a step verifies half as many, and the next one may sample one of them."""
 _MOST = 2**31 - 1
 
 
@@ -47,8 +49,8 @@ class SampleCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("table", "first", "positions", "tokens", "logprobs", "top_ids", "top")),
         ("masks", ctypes.POINTER(MaskCall)),
         ("followers", ctypes.c_void_p),
-        ("ended", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("count", "vocab", "top_count", "threads")),
+        *((name, ctypes.c_void_p) for name in ("ended", "forced", "num_forced")),
+        *((name, ctypes.c_int32) for name in ("count", "vocab", "top_count", "threads", "forced_count", "reserved")),
     )
 
 
@@ -61,13 +63,21 @@ class RowFollower(Protocol):
         ...
 
     @property
+    def foresees(self) -> bool:
+        """Whether steps tell which tokens must follow those that they sample."""
+        ...
+
+    @property
     def ending(self) -> FinishCause:
         """Why the sequence has no further token, once a step says that it has none."""
         ...
 
 
 class NativeRows:
-    """The parameters of S rows in the form that the library takes, and what follows the constraints of some of them."""
+    """The parameters of S rows in the form that the library takes, and what follows the constraints of some of them.
+
+    A follower that stands in several rows, one behind the other, has drafts.
+    """
 
     def __init__(
         self,
@@ -97,6 +107,7 @@ class NativeRows:
         # Of this memory, for every step: numpy takes 10 us to describe an array of structures.
         self.addresses = {name: _pointer(getattr(self, name)) for name in kept}
         self.followers = tuple(followers) if any(followers) else ()
+        self.foresees = any(each is not None and each.foresees for each in self.followers)
         if self.followers:
             found = [0 if each is None else ctypes.addressof(each.struct) for each in self.followers]
             self._structs = np.array(found, dtype=np.uint64)
@@ -131,12 +142,13 @@ class NativeSample:
         masks: GrammarBitmask | None = None,
     ) -> None:
         count, top_count = rows.count, rows.top_count
-        self.tokens = np.empty(count, dtype=np.int64)
-        self.logprobs = np.empty(count, dtype=np.float32)
+        self.tokens = np.zeros(count, dtype=np.int64)  # rows behind a wrong draft are not sampled
+        self.logprobs = np.zeros(count, dtype=np.float32)
         self.top_ids = np.zeros((count, top_count), dtype=np.int32)
         self.top = np.zeros((count, top_count), dtype=np.float32)
         first = batch_index.astype(np.int64) * table.shape[1]
         self._ended = np.zeros(count, dtype=np.uint8) if rows.followers else None
+        self._num_forced = np.zeros(count, dtype=np.int32) if rows.foresees else None
         self._kept = (rows, positions, first, table, masks)
         self._run = rows.library.quire_sample_tokens
         self.call = SampleCall(
@@ -157,19 +169,33 @@ class NativeSample:
             self.call.masks = ctypes.pointer(_describe_masks(masks))
         if self._ended is not None:
             self.call.ended = _pointer(self._ended)
+        if self._num_forced is not None:
+            self._forced = np.zeros((count, MAX_FORCED), dtype=np.int32)
+            self.call.forced, self.call.num_forced = _pointer(self._forced), _pointer(self._num_forced)
+            self.call.forced_count = MAX_FORCED
 
     @property
     def ended(self) -> dict[int, FinishCause]:
-        """The rows whose sequences were complete before this step, once it is over; their samples are discarded."""
+        """The rows whose followers let no token follow, once the step is over; their samples are discarded."""
         if self._ended is None or not self._ended.any():
             return {}
         followers, rows = self._kept[0].followers, np.flatnonzero(self._ended).tolist()
         return {row: each.ending for row in rows if (each := followers[row]) is not None}
 
+    @property
+    def forced(self) -> dict[int, tuple[int, ...]]:
+        """What constraints force to follow the samples of a step that is over, by the first row of each follower."""
+        if self._num_forced is None or not self._num_forced.any():
+            return {}
+        rows = np.flatnonzero(self._num_forced).tolist()
+        return {row: tuple(self._forced[row, : self._num_forced[row]].tolist()) for row in rows}
+
     def again(self) -> None:
         """Prepare for another step of the same rows, once the results of this one are read."""
         if self._ended is not None:
             self._ended.fill(0)
+        if self._num_forced is not None:
+            self._num_forced.fill(0)
 
     def point_at(self, logits: torch.Tensor) -> None:
         self.call.logits, self.call.logits_stride = logits.data_ptr(), logits.stride(0)

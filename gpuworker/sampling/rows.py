@@ -99,6 +99,8 @@ class SampledTokens:
     pooled: torch.Tensor | None = None  # [S, hidden_size] float32
     ended: Mapping[int, FinishCause] = field(default_factory=dict)
     """The rows whose followers let no token follow: their samples are discarded."""
+    forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """What constraints force to follow the samples, by the first row of a sequence."""
 
 
 @dataclass(frozen=True, slots=True)

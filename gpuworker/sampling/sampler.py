@@ -150,7 +150,7 @@ class SamplingBatch:
         at = self._asking
         arrays = native.logprobs[at], native.top_ids[at], native.top[at]
         found = RowLogprobs(at, *map(torch.from_numpy, arrays)) if len(at) else None
-        return SampledTokens(torch.from_numpy(native.tokens), found, ended=native.ended)
+        return SampledTokens(torch.from_numpy(native.tokens), found, ended=native.ended, forced=native.forced)
 
     def _adjust(self, logits: torch.Tensor, point: SamplePoint, table: torch.Tensor) -> None:
         """Apply everything that comes before log-probabilities, in place."""

@@ -55,14 +55,17 @@ def native_matchers(tokenizer: LLTokenizer, vocab_size: int) -> NativeMatchers |
         return None
 
 
-def follower(grammars: GrammarCompiler, row: SampledRow) -> Follower | None:
-    """Return what follows a new sequence in native steps; None where the grammar mask thread must."""
+def follower(grammars: GrammarCompiler, row: SampledRow, foresees: bool = False) -> Follower | None:
+    """Return what follows a new sequence in native steps; None where the grammar mask thread must.
+
+    With `foresees`, steps tell which tokens the constraint forces.
+    """
     params = row.params
     grammar = None if params.constraint is None else grammars.compiled(params.constraint)
     native = None if grammar is None else grammar.native
     if not isinstance(native, NativeGrammar) or params.thought is not None or params.min_tokens:
         return None
-    return native.follower(row.prompt_tokens, lambda output: Constrained.by(grammars, row, output))
+    return native.follower(row.prompt_tokens, lambda output: Constrained.by(grammars, row, output), foresees)
 
 
 class _Limits(ctypes.Structure):
@@ -221,6 +224,7 @@ class NativeGrammar:
             "consume": library.llg_matcher_consume_token,
             "mask": library.llg_matcher_compute_mask_into,
             "is_stopped": library.llg_matcher_is_stopped,
+            "forced": library.llg_matcher_compute_ff_tokens,
         }
         self.struct = GrammarStruct(
             **{name: address_of(function) for name, function in functions.items()},
@@ -236,7 +240,9 @@ class NativeGrammar:
             self.struct.tails, self.struct.whole = tails.ctypes.data, whole.ctypes.data
         matchers.grammars.add(self)
 
-    def follower(self, begin: int, constrained: Callable[[Sequence[int]], Constrained]) -> Follower | None:
+    def follower(
+        self, begin: int, constrained: Callable[[Sequence[int]], Constrained], foresees: bool = False
+    ) -> Follower | None:
         """Return what follows a sequence whose output begins at a position; None where no matcher is to be had.
 
         `constrained` follows the output from its beginning in Python, where native code does not judge.
@@ -244,8 +250,8 @@ class NativeGrammar:
         try:
             matcher = self._idle.pop()
         except IndexError:
-            return Follower(self, None, begin, constrained) if self._matchers.take_slot() else None
-        return Follower(self, matcher, begin, constrained)
+            return Follower(self, None, begin, constrained, foresees) if self._matchers.take_slot() else None
+        return Follower(self, matcher, begin, constrained, foresees)
 
     @property
     def num_words(self) -> int:
@@ -283,8 +289,9 @@ class Follower:
         matcher: int | None,
         begin: int,
         constrained: Callable[[Sequence[int]], Constrained],
+        foresees: bool = False,
     ) -> None:
-        self._grammar, self._constrained = grammar, constrained
+        self._grammar, self._constrained, self.foresees = grammar, constrained, foresees
         self._state: Constrained | None = None
         self._known = 0
         self._ending = COMPLETE
@@ -390,6 +397,7 @@ _FUNCTIONS: Final = (
     ("matcher_consume_token", _int32, _pointer, _uint32),
     ("matcher_compute_mask_into", _int32, _pointer, _pointer, _size),
     ("matcher_is_stopped", _bool, _pointer),
+    ("matcher_compute_ff_tokens", _int32, _pointer, _pointer, _size),
     ("matcher_is_error", _bool, _pointer),
     ("matcher_get_error", ctypes.c_char_p, _pointer),
 )
