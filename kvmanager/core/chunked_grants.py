@@ -1,7 +1,7 @@
 """Decides when a long prompt begins with a part of its blocks, and how many of the others it gets as they come free.
 
 So the prefill of a huge prompt overlaps the end of the sequences whose blocks it waits for. Only the next sequence may
-begin so, at most one of a worker, and nobody of its priority or a lower one is admitted before its blocks are there.
+begin so, at most one of a worker. No other one of its priority or a lower one is admitted before its blocks are there.
 
 The others keep what they need. Until the step by which the next sequence was foreseen to have its blocks, it takes none
 that those which run may bind by then. A part of their runway stays in the lease pool, where the worker leaves it to

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -173,25 +174,31 @@ def test_the_figures_of_a_log_are_exposed(disk: Disk) -> None:
     assert registry.get_sample_value("quire:decision_log_bytes") == disk.size > 0
 
 
-@pytest.fixture
-def largest_file() -> Iterator[int]:
-    """A limit on the size of files, which stands for a full disk: the kernel takes a part of a write and no more."""
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Limit the size of files, as a full disk does: the kernel takes a part of a write and no more.
+
+    The limit holds for the whole process: what pytest writes meanwhile fails too.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))
-    yield 1_000
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_leaves_whole_frames_alone(tmp_path: Path, largest_file: int) -> None:
+def test_a_full_disk_leaves_whole_frames_alone(tmp_path: Path) -> None:
     folder = LogFolder.claimed(tmp_path, "router", BOUNDS, 0)
     writer = DecisionLogWriter(folder, ManualClock(1.0))
-    for number in range(40):
-        writer.add(number, decision(number, os.urandom(40).hex()), 1)
-        writer.flush()
+    with files_of_at_most(1_000):
+        for number in range(40):
+            writer.add(number, decision(number, os.urandom(40).hex()), 1)
+            writer.flush()
     path = segment_path(folder.path, 1)
     contents = contents_of(path.read_bytes())
     assert writer.counts.not_written > 0
-    assert contents.end == path.stat().st_size <= largest_file
+    assert contents.end == path.stat().st_size <= 1_000
     assert sum(each.count for each in contents.frames) == writer.counts.written > 0
 
 
