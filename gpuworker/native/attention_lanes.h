@@ -13,7 +13,7 @@ class LaneGroup {
 
  public:
   // How many go together. On the matrix unit their queries, scores and sums are to lie in the L1 cache.
-  static constexpr int kMost = Kind::kAmx ? 32 : 64;
+  static constexpr int kMost = Kind::kAmx ? 32 : kMaxLanes;
 
   static size_t query_numbers(int head_dim_k) { return padded(head_dim_k, 32) * kMost; }
   static size_t sum_floats(int head_dim_v) { return padded(head_dim_v, 16) * kMost; }
