@@ -31,8 +31,8 @@ class BlockGranter(Evictor):
     It has no state of its own.
     """
 
-    def admit(self, state: LedgerState) -> tuple[list[Copy], list[Admit]]:
-        """Admit the next sequence while it fits."""
+    def admit(self, state: LedgerState, most: int | None = None) -> tuple[list[Copy], list[Admit]]:
+        """Admit the next sequence while it fits, `most` sequences at once."""
         copies: list[Copy] = []
         admits: list[Admit] = []
         state.blocked_by = ""
@@ -43,6 +43,9 @@ class BlockGranter(Evictor):
             return copies, admits
         fresh, part = set[BlockId](), state.partly_granted()
         while state.queue:
+            if len(admits) == most:
+                state.blocked_by = "batch"
+                break
             sequence, by_age = self._choose(state)
             if part is not None and chunked_grants.comes_first(state, part, sequence):
                 state.blocked_by = "prompt"
@@ -165,7 +168,7 @@ class BlockGranter(Evictor):
 
     def explain(self, state: LedgerState) -> None:
         """Record why those that joined the queue and were not admitted wait."""
-        if state.queue.unexplained and state.blocked_by != "deferred":
+        if state.queue.unexplained and state.blocked_by not in ("deferred", "batch"):
             head = (state.partly_granted() if state.blocked_by == "prompt" else None) or self.next(state)
             explain_waits(state, head, lambda each: self._fresh(state, each))
 

@@ -60,13 +60,16 @@ class Ledger:
 
     # ------------------------------------------------------------ M -> W
 
-    def schedule(self) -> GrantBatch | None:
-        """Decide what to grant and order; None when there is nothing to send. Call it after each report and rebuild."""
+    def schedule(self, most: int | None = None) -> GrantBatch | None:
+        """Decide what to grant and order; None when there is nothing to send. Call it after each report and rebuild.
+
+        With `most`, a batch has so many admissions at most, and `has_more` says whether the next batch can follow.
+        """
         state, granter, pool = self.state, self.policies.granter, self.state.block_pool
         terms, stalled = self._runway_terms()
         refill = runway.is_short(terms, pool.leased, stalled)
         lease = granter.lease(state, terms.want - pool.leased) if refill else []
-        copies, admits, preempt = self._admit_or_preempt()
+        copies, admits, preempt = self._admit_or_preempt(most)
         if admits or preempt:
             terms, _ = self._runway_terms()
         target = self._target(terms, refill)
@@ -79,14 +82,19 @@ class Ledger:
         state.last_sent_target = target
         return GrantBatch(target, tuple(copies), tuple(admits), tuple(lease), reset, preempt, cancel)
 
-    def _admit_or_preempt(self) -> tuple[list[Copy], list[Admit], tuple[Preempt, ...]]:
+    @property
+    def has_more(self) -> bool:
+        """Whether the last batch had enough admissions before the queue was looked through."""
+        return self.state.blocked_by == "batch"
+
+    def _admit_or_preempt(self, most: int | None) -> tuple[list[Copy], list[Admit], tuple[Preempt, ...]]:
         """Grant what the sequences that wait and those that are stalled need. After most reports there are none."""
         state, granter = self.state, self.policies.granter
         if not state.queue and not state.stalled:
             state.blocked_by = ""
             return [], [], ()
         preempt = self.policies.preemption.preempt(state)
-        copies, admits = granter.admit(state)
+        copies, admits = granter.admit(state, most)
         preempt = preempt or self._preempt_for_next()
         if not preempt:
             granter.begin(state, copies, admits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from time import time_ns
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from common.errors import ProtocolViolation
 from common.lease import Attach, AttachOk, GrantBatch, Inventory, Report
@@ -16,6 +16,9 @@ from kvmanager.index.worker_feed import WorkerFeed
 from kvmanager.index.writer import IndexWriter
 from kvmanager.sessions.kv_events import KvEventHub
 from kvmanager.sessions.reserve_spans import ReserveSpans
+
+ADMISSIONS_A_BATCH: Final = 32
+"""The worker begins with these while the others are decided, and other workers are served in between."""
 
 
 class DecisionSink(Protocol):
@@ -72,14 +75,23 @@ class AttachedWorker:
         return ok, self._scheduled(inventory, came_ns)
 
     def report(self, report: Report) -> Effects:
-        """Apply a report and schedule. Raises ProtocolViolation."""
+        """Apply a report and schedule; `has_more` says whether that was all. Raises ProtocolViolation."""
         if not self.registration.ready:
             raise ProtocolViolation("a report came before the inventory was complete")
         ledger, came_ns = self.registration.ledger, time_ns()
         ledger.apply(report)
         if report.reset and not ledger.reset_pending:
             self._reset_settled.set()
-        return self._scheduled(report, came_ns)
+        return self._scheduled(report, came_ns, ADMISSIONS_A_BATCH)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `further` is to be called."""
+        return self.registration.ledger.has_more
+
+    def further(self) -> Effects:
+        """Return what the next batch for a report causes."""
+        return self._scheduled(Report(), time_ns(), ADMISSIONS_A_BATCH)
 
     def order_reset(self) -> Effects:
         """Return what a reset of the ledger's cache caused, with the batch that orders it."""
@@ -90,9 +102,9 @@ class AttachedWorker:
         """Return once the worker has confirmed the reset, or its session is over."""
         await self._reset_settled.wait()
 
-    def _scheduled(self, message: Report | Inventory, came_ns: int) -> Effects:
+    def _scheduled(self, message: Report | Inventory, came_ns: int, most: int | None = None) -> Effects:
         ledger = self.registration.ledger
-        batch = ledger.schedule()
+        batch = ledger.schedule(most)
         return Effects(message, batch, ledger.drain_index_events(), ledger.drain_decisions(), came_ns)
 
     def settle(self, effects: Effects) -> None:

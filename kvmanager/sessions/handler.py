@@ -52,10 +52,10 @@ async def _next_turn() -> None:
 
 
 class SessionHandler:
-    """Serves one stream until it ends. `observe` receives the seconds that each report took.
+    """Serves one stream until it ends. `observe` receives the seconds from each report to its first batch.
 
     `peer` is the worker by its certificate; None without TLS. `between_steps` is awaited between the steps of a
-    rebuild.
+    rebuild, and between the batches for a report.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class SessionHandler:
         if not self._worker.current:  # an old handler may still have messages queued
             return False
         if kind == "report":
-            self._take_report(self._worker, request.report)
+            return await self._take_report(self._worker, request.report)
         elif kind == "pulse":
             self._send(kvmanager_pb2.SessionResponse(pulse=kvmanager_pb2.Pulse()))
         elif kind == "inventory":
@@ -215,11 +215,17 @@ class SessionHandler:
         self._answer(worker, effects)
         return True
 
-    def _take_report(self, worker: AttachedWorker, message: kvmanager_pb2.Report) -> None:
+    async def _take_report(self, worker: AttachedWorker, message: kvmanager_pb2.Report) -> bool:
+        """Answer a report. Between two batches the first one leaves, and other workers are served."""
         began = time.perf_counter()
-        effects = worker.report(report_from_proto(message))
-        self._answer(worker, effects)
+        self._answer(worker, worker.report(report_from_proto(message)))
         self._observe(time.perf_counter() - began)
+        while worker.has_more:
+            await self._between_steps()
+            if self._over or not worker.current:
+                return False
+            self._answer(worker, worker.further())
+        return True
 
     def _answer(self, worker: AttachedWorker, effects: Effects) -> None:
         if effects.batch is not None:

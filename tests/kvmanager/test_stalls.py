@@ -73,8 +73,8 @@ async def test_sequences_that_wait_beside_free_blocks_are_shown_and_the_manager_
 ) -> None:
     schedule, works = Ledger.schedule, asyncio.Event()
 
-    def faulty(self: Ledger) -> GrantBatch | None:
-        return schedule(self) if works.is_set() else None
+    def faulty(self: Ledger, most: int | None = None) -> GrantBatch | None:
+        return schedule(self, most) if works.is_set() else None
 
     manager = await start_manager(stall_timeout=0.1)
     worker = connect(manager)
@@ -106,7 +106,7 @@ async def test_a_manager_whose_ledgers_all_stand_still_takes_a_new_attach_which_
     start_manager: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     schedule, stuck = Ledger.schedule, set[Ledger]()
-    monkeypatch.setattr(Ledger, "schedule", lambda self: None if self in stuck else schedule(self))
+    monkeypatch.setattr(Ledger, "schedule", lambda self, most=None: None if self in stuck else schedule(self, most))
     manager = await start_manager(stall_timeout=0.1)
     workers = [connect(manager, worker_id=name) for name in ("w0", "w1")]
     for number, worker in enumerate(workers):

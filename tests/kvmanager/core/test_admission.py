@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from common.errors import ProtocolViolation
-from common.lease import Admit
+from common.lease import Admit, Report
 from common.types import DecisionKind, FinishReason, MissReason
 from kvmanager.core.ledger import Ledger
 from tests.suites.protocol.ledger_copies import ledger_key
@@ -230,3 +230,27 @@ def test_an_admission_is_recorded_with_its_reason_and_figures() -> None:
     assert (evicted.kind, evicted.beneficiary, evicted.chosen) == (DecisionKind.EVICTION, "r2", "block 2, block 1")
     assert granted.miss_reason is MissReason.DIVERGED_AT
     assert granted.diverged_at == 1
+
+
+def test_a_batch_may_be_bounded_and_the_next_ones_admit_the_others() -> None:
+    """Three of four prompts fit; why the fourth one waits is recorded with the last batch alone."""
+    whole, parts = make_ledger(8), make_ledger(8)
+    reserves = tuple(reserve(number, prompt(30, start=90 * number)) for number in range(4))
+    whole.apply(Report(reserve=reserves))
+    parts.apply(Report(reserve=reserves))
+    at_once, batches, more = whole.schedule(), [], []
+    for _ in range(2):
+        batches.append(parts.schedule(most=2))
+        more.append((parts.has_more, [each.request_id for each in parts.drain_decisions()]))
+    assert more == [(True, ["r0", "r1"]), (False, ["r2", "r3"])]
+    assert at_once is not None
+    assert [each.admit for each in batches if each] == [at_once.admit[:2], at_once.admit[2:]]
+    assert ledger_key(parts) == ledger_key(whole)
+
+
+def test_a_bound_that_the_queue_does_not_exceed_changes_nothing() -> None:
+    ledger = make_ledger(8)
+    ledger.apply(Report(reserve=(reserve(0, prompt(30)), reserve(1, prompt(30, start=90)))))
+    batch = ledger.schedule(most=2)
+    assert batch is not None
+    assert (admitted(batch.admit), ledger.has_more) == ([0, 1], False)

@@ -39,6 +39,7 @@ def ledger_key(ledger: Ledger) -> tuple[object, ...]:
         tuple(state.refused),
         state.last_sent_target,
         state.lease_want,
+        ledger.has_more,
         state.resets.key(),
         tuple(state.copying.items()),
         tuple(sorted(state.cache.partials.first.items())),

@@ -68,8 +68,8 @@ class CountsEveryStall(ReportApplier):
 
 
 class AdmitsWhenNoneEverStalled(BlockGranter):
-    def admit(self, state: LedgerState) -> tuple[list[Copy], list[Admit]]:
-        return ([], []) if state.stalled else super().admit(state)
+    def admit(self, state: LedgerState, most: int | None = None) -> tuple[list[Copy], list[Admit]]:
+        return ([], []) if state.stalled else super().admit(state, most)
 
 
 class RemembersTheSource(BlockGranter):

@@ -50,10 +50,17 @@ class ManagerSide(State):
             return  # of a session that is over
         ledger = manager.core.ledger(WORKER)
         ledger.apply(report)
-        self._answer(link, manager, ledger)
+        self._answer(link, manager, ledger, self.scenario.admissions)
 
-    def _answer(self, link: Link, manager: ModelManager, ledger: Ledger) -> None:
-        batch = ledger.schedule()
+    def further(self, number: int) -> bool:
+        """A manager goes on with its answer to a report; anything else may have happened since the last batch."""
+        link = self.links[number]
+        manager = self.managers[link.manager]
+        self._answer(link, manager, manager.core.ledger(WORKER), self.scenario.admissions)
+        return True
+
+    def _answer(self, link: Link, manager: ModelManager, ledger: Ledger, most: int | None = None) -> None:
+        batch = ledger.schedule(most)
         if batch is not None and not link.deaf:
             link.to_worker = (*link.to_worker, batch)
         self._publish(manager, ledger)

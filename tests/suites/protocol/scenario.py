@@ -55,7 +55,8 @@ class Scenario:
     """Sizes and requests of one world. `faults` bounds each kind; `max_faults` all of them together.
 
     `partly`: parts of cached blocks are reused, although blocks are small. `first_part`: prompts begin with so many
-    slots of their blocks and get the others later; 0: with all.
+    slots of their blocks and get the others later; 0: with all. `admissions`: those of one batch at most, where a
+    report is answered; None: any number.
     """
 
     requests: tuple[Request, ...]
@@ -70,6 +71,7 @@ class Scenario:
     max_preemptions: int = 4
     partly: bool = False
     first_part: int = 0
+    admissions: int | None = None
     with_index: bool = False
     max_faults: int = 0
     faults: dict[str, int] = field(default_factory=dict, hash=False)

@@ -72,6 +72,14 @@ TINY: dict[str, Scenario] = {
     ),
     "parts": Scenario(BEGINNING, 4, first_part=4, max_faults=1, faults={"cancel": 1}),
     "parts_break": Scenario(BEGINNING, 4, first_part=4, max_faults=1, faults={"stream_break": 1}),
+    "batches": Scenario(TWO_SHARERS, 4, admissions=1, max_faults=1, faults={"cancel": 1}),
+    "batches_break": Scenario(
+        (Request((0, 1, 0), 1), Request((0, 1, 1), 1)),
+        4,
+        admissions=1,
+        max_faults=2,
+        faults={"stream_break": 1, "reset": 1},
+    ),
     "index": Scenario((Request((0, 1, 0), 1),), 3, with_index=True, max_faults=2, faults={"wipe": 1, "hand_over": 1}),
 }
 
@@ -157,6 +165,8 @@ LARGE: dict[str, Scenario] = {
     "parts_priorities": Scenario(_PRIORITIES, 7, budget=6, max_num_seqs=3, first_part=2),
     "parts_tenants": Scenario(_TENANTS, 8, budget=6, max_num_seqs=3, first_part=2),
     "parts_drafts": Scenario(_DRAFTING, 9, budget=6, first_part=2),
+    "batches": Scenario(_MIXED, 12, budget=6, admissions=1, with_index=True, runway_slots=4, runway_reach=8),
+    "batches_tenants": Scenario(_TENANTS, 8, budget=6, max_num_seqs=3, admissions=1),
     "window": Scenario(tuple(Request((*SHARED, n % 2), 9) for n in range(4)), 9, window=4, budget=5),
     "window_tight": Scenario(_LONG_PROMPTS, 6, window=4, budget=9),
     "window_reuse": Scenario(_CONTINUED, 10, window=4, budget=5, max_num_seqs=2, with_index=True),

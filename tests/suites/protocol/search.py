@@ -100,11 +100,11 @@ def _round(world: World) -> Iterator[Event]:
     if world.link is None:
         newest = max(n for n, manager in enumerate(world.managers) if manager.alive)
         yield ("connect", newest)
-    for name in ("to_manager", "to_worker", "plan", "complete", "report", "flush"):
+    for name in ("to_manager", "further", "to_worker", "plan", "complete", "report", "flush"):
         for event in world.events():
             while event[0] == name and event in world.events():
                 yield event
-                if name not in ("to_manager", "to_worker"):
+                if name not in ("to_manager", "further", "to_worker"):
                     break
 
 

@@ -51,11 +51,19 @@ class World(WorkerSide, ManagerSide):
         found += [("complete", 0)] if self.flights else []
         found += [("report", 0)] if self.link else [("connect", n) for n, m in enumerate(self.managers) if m.alive]
         for number, link in enumerate(self.links):
-            found += [("to_manager", number)] if link.to_manager else []
+            if self._has_more(link):
+                found += [("further", number)]
+            elif link.to_manager:
+                found += [("to_manager", number)]
             found += [("to_worker", number)] if link.to_worker else []
         if self.scenario.with_index:
             found += [("flush", n) for n, m in enumerate(self.managers) if m.alive]
         return found
+
+    def _has_more(self, link: Link) -> bool:
+        """Whether a manager has still to answer the last report that it took from a link."""
+        served, manager = link.served, self.managers[link.manager]
+        return manager.alive and served is not None and manager.core.current(served) and served.ledger.has_more
 
     def faults(self) -> list[Event]:
         """List the possible faults."""
