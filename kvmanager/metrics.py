@@ -24,6 +24,7 @@ _TOTALS: Final = {
     "kv_retained_evictions": "Those of them that a request retained, because no others were left.",
     "kv_pinned_evictions": "Those of them that an operator had pinned, because no others were left.",
     "admissions": "Sequences that were admitted.",
+    "chunked_grants": "Those of them that began with a part of their prompt's blocks.",
     "rejections": "Sequences that no pool of this size can hold.",
     "prefix_cache_queries": "Tokens of prompts that were looked up, in full blocks, once a request.",
     "prefix_cache_hits": "Tokens of prompts that were found, in full blocks, once a request.",

@@ -10,12 +10,14 @@ class Totals:
     """Rising counters. Prefix statistics count once a request, in blocks; recompute is counted apart.
 
     A hit counts at admission, or when the block is sealed if another sequence was still to fill it. Partial hits are
-    admissions with a copy of a part of a cached block; their tokens are in no block that counts as a hit.
+    admissions with a copy of a part of a cached block; their tokens are in no block that counts as a hit. Chunked
+    grants are admissions with a part of the prompt's blocks, again after each preemption.
     """
 
     preemptions: int = 0
     evictions: int = 0
     admissions: int = 0
+    chunked_grants: int = 0
     rejections: int = 0
     ignored_seals: int = 0
     reset_blocks: int = 0

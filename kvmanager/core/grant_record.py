@@ -62,6 +62,7 @@ def record_grant(
     if match.retention:
         reasons.append(f"{RETENTION_REASON}{match.retention}")
     if lacking:
+        state.totals.chunked_grants += 1
         reasons.append(f"begins with a part of its prompt's blocks, and gets {lacking} others as they come free")
     if sequence.computes_all:
         reasons.append("computes all its tokens, for their log-probabilities")

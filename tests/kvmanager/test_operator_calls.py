@@ -172,6 +172,17 @@ async def test_prefix_hits_count_tokens_as_they_do_in_vllm(manager: Running, con
     assert values(text, "quire:prefix_cache_hits_total") == {'{worker="w0"}': 32.0}
 
 
+async def test_metrics_count_prompts_that_begin_with_a_part_of_their_blocks(manager: Running, connect: Connect) -> None:
+    worker = connect(manager, num_blocks=40)
+    await worker.attached()
+    await worker.exchange(Report(reserve=(Reserve(SequenceId(1), 320, 336, request_id="request-1"),)))
+    batch = await worker.exchange(Report(reserve=(Reserve(SequenceId(2), 544, 560, request_id="request-2"),)))
+    assert [len(each.block_table) for each in batch.admit] == [18]
+    text = await scraped(manager)
+    assert values(text, "quire:admissions_total") == {'{worker="w0"}': 2.0}
+    assert values(text, "quire:chunked_grants_total") == {'{worker="w0"}': 1.0}
+
+
 async def test_counters_do_not_fall_when_a_worker_attaches_again(manager: Running, connect: Connect) -> None:
     await worker_with_one_sequence(manager, connect)
     await connect(manager, session=2).attached()

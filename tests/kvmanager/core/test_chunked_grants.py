@@ -99,6 +99,23 @@ def test_one_prompt_begins_at_a_time() -> None:
     assert ledger.state.blocked_by == "prompt"
 
 
+def test_grants_of_a_part_are_counted_again_after_a_preemption() -> None:
+    ledger = parts_ledger()
+    admit(ledger, reserve(1, prompt(60), max_len=80))
+    assert ledger.pool().totals.chunked_grants == 0, "it got all that its prompt takes"
+    admit(ledger, reserve(2, HUGE, max_len=136))
+    totals = ledger.pool().totals
+    assert (totals.admissions, totals.chunked_grants) == (2, 1)
+    play(ledger, preempted=((SequenceId(2), 128),))
+    assert len(block_table(ledger, 2)) == 4, "it began again"
+    totals = ledger.pool().totals
+    assert (totals.admissions, totals.chunked_grants) == (3, 2)
+    finish(ledger, 2)
+    admit(ledger, reserve(3, prompt(10, start=900), max_len=16))
+    totals = ledger.pool().totals
+    assert (totals.admissions, totals.chunked_grants) == (4, 2)
+
+
 # ---------------------------------------------------------------- what it gets
 
 
