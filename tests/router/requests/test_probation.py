@@ -1,10 +1,11 @@
-"""A suspect that waits to be tried again ends with the reason for which its request ends."""
+"""A suspect that waits to be tried again: it ends with its request, and goes to no worker that drains by then."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 import pytest
 
@@ -25,12 +26,32 @@ from tests.support.router.frontend_harness import (
 )
 
 LONG = 3600.0  # a wait that no test sits out
-Waiting = tuple[Harness, asyncio.Task[list[GenerateEvent]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The request "r2" waits behind "r1". Both lost one worker; "r1" goes on at another one, where "r2" has a place."""
+
+    harness: Harness
+    first: asyncio.Task[list[GenerateEvent]]
+    task: asyncio.Task[list[GenerateEvent]]
+    other: FakeWorker
+
+    async def end_first(self) -> None:
+        """Let "r1" end, unless it has."""
+        if self.first.done():
+            return
+        submit = self.other.submits[0]
+        assert submit.request_id == "r1"
+        ends = {submit.handle: FinishReason.LENGTH}
+        self.other.step({submit.handle: [100, 101, 102]}, {submit.handle: 0}, ends)
+        async with asyncio.timeout(PATIENCE_S):
+            assert tokens_of(await self.first) == [100, 101, 102]
 
 
 @pytest.fixture(params=["its turn", "those that go first"])
 async def waiting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Waiting]:
-    """The request "r2", which waits behind "r1". Both lost one worker; "r1" goes on at another one afterwards."""
+    """The suspect "r2" while it waits. At the end "r1" has ended alone at its worker, and no request is left."""
     for name in ("HOLD_SECONDS", "MAX_WAIT_SECONDS"):
         monkeypatch.setattr(probation, name, LONG)
     suspects, wait = list[Suspicion](), Probation.wait
@@ -58,12 +79,10 @@ async def waiting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         await dying.kill()
         await harness.until(lambda: len(suspects) == len(tasks))
         await other.until(lambda: bool(other.submits))
-        yield harness, tasks[1]
-        (submit,) = other.submits
-        assert submit.request_id == "r1"
-        other.step({submit.handle: [100, 101, 102]}, {submit.handle: 0}, {submit.handle: FinishReason.LENGTH})
-        async with asyncio.timeout(PATIENCE_S):
-            assert tokens_of(await tasks[0]) == [100, 101, 102]
+        waits = Waiting(harness, tasks[0], tasks[1], other)
+        yield waits
+        await waits.end_first()
+        assert [each.request_id for each in other.submits] == ["r1"]
         assert nothing_left(harness)
 
 
@@ -72,14 +91,14 @@ def _wanted(request_id: str) -> ValidatedRequest:
 
 
 async def test_it_may_be_aborted(waiting: Waiting) -> None:
-    harness, task = waiting
+    harness, task = waiting.harness, waiting.task
     assert harness.frontend.abort("r2") == 1
     with pytest.raises(Cancelled):
         await task
 
 
 async def test_it_ends_when_its_key_is_revoked(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
-    harness, task = waiting
+    harness, task = waiting.harness, waiting.task
     monkeypatch.setattr(harness.frontend, "_runs", {each for each in harness.frontend._runs if each.request_id == "r2"})
     harness.frontend.end_revoked(lambda _: False)
     with pytest.raises(Unauthenticated):
@@ -87,9 +106,26 @@ async def test_it_ends_when_its_key_is_revoked(waiting: Waiting, monkeypatch: py
 
 
 async def test_it_ends_at_its_deadline(waiting: Waiting) -> None:
-    harness, task = waiting
+    harness, task = waiting.harness, waiting.task
     (run,) = [each for each in harness.frontend._runs if each.request_id == "r2"]
     run.expire_in(0.0)
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(DeadlineExceeded):
             await task
+
+
+async def test_it_goes_to_another_worker_when_its_own_drains_by_then(waiting: Waiting) -> None:
+    harness, other, third = waiting.harness, waiting.other, FakeWorker("w2", automatic=True)
+    await third.start()
+    try:
+        harness.pool.add(third.address)
+        await harness.connected(2)
+        other.heartbeat(draining=True)
+        await harness.until(lambda: any(each.load.draining for each in harness.pool.models()))
+        await waiting.end_first()
+        await harness.until(lambda: len(other.submits) + len(third.submits) == 2)
+        assert [each.request_id for each in third.submits] == ["r2"]
+        assert tokens_of(await waiting.task) == [100, 101, 102]
+        assert nothing_left(harness)
+    finally:
+        await third.kill()
