@@ -1,7 +1,8 @@
-"""Equal requests over a pool too small for all of them, in simulated time, with reports that take whole steps.
+"""Requests over a pool too small for all of them, in simulated time, with reports that take whole steps.
 
 The real lease agent and the real ledger run. Beside them stands a policy in the worker's own process, which knows each
-step's needs before the step: it preempts the latest sequence at once until every other one has its block.
+step's needs before the step: it preempts the latest sequence at once until every other one has its block. A prompt is
+admitted there when all its blocks are free. The manager may grant a part of them before.
 """
 
 from __future__ import annotations
@@ -30,24 +31,38 @@ BUDGET = 2048
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """So many equal requests, and the pool."""
+    """So many requests, and the pool. All outputs are equal, and all prompts but each `long_every`-th (0: all)."""
 
     requests: int
     prompt: int
     output: int
     num_blocks: int
     block_size: int = 16
+    long_prompt: int = 0
+    long_every: int = 0
+
+    def prompts(self) -> Iterator[int]:
+        """Yield the length of each prompt, in the order of arrival."""
+        for number in range(1, self.requests + 1):
+            yield self.long_prompt if self.long_every and number % self.long_every == 0 else self.prompt
 
     def sequences(self) -> Iterator[NewSequence]:
-        for number in range(self.requests):
-            tokens = tuple(range(number * self.prompt, (number + 1) * self.prompt))
-            limit = self.prompt + self.output
-            yield NewSequence(
-                SequenceId(number), "", tokens, (), bytes(32), limit, StopRule(self.output), no_cache=True
-            )
+        for number, length in enumerate(self.prompts()):
+            limit, stop = length + self.output, StopRule(self.output)
+            yield NewSequence(SequenceId(number), "", (1,) * length, (), bytes(32), limit, stop, no_cache=True)
 
 
 CROWD = Crowd(requests=300, prompt=64, output=512, num_blocks=4096)
+LONG = Crowd(requests=120, prompt=64, output=192, num_blocks=1024, long_prompt=8192, long_every=12)
+"""Each twelfth prompt takes half of the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How fast worker and manager were, in output tokens a second, and how often a prompt began with a part."""
+
+    rate: float
+    chunked_grants: int
 
 
 def seconds_of(computed: int, sampled: int) -> float:
@@ -57,8 +72,8 @@ def seconds_of(computed: int, sampled: int) -> float:
 # ---------------------------------------------------------------- worker and manager
 
 
-def split_rate(crowd: Crowd, delay: int) -> float:
-    """Return output tokens a second; a report reaches the manager after `delay` further steps."""
+def split(crowd: Crowd, delay: int) -> Split:
+    """Serve all; a report reaches the manager after `delay` further steps."""
     ids = itertools.count(1)
     config = LedgerConfig(crowd.num_blocks, crowd.block_size, max_num_seqs=crowd.requests)
     ledger = Ledger(config, ManualClock(), lambda: f"d{next(ids)}")
@@ -73,7 +88,7 @@ def split_rate(crowd: Crowd, delay: int) -> float:
     seconds, tokens = 0.0, 0
     for step in itertools.count():
         if not agent.has_work:
-            return tokens / seconds
+            return Split(tokens / seconds, ledger.pool().totals.chunked_grants)
         if (said := agent.take_report()) is not None:
             reports.append((step + delay, said))
         while reports and reports[0][0] <= step:
@@ -109,6 +124,7 @@ def _complete(agent: LeaseAgent, plan: StepPlan) -> int:
 @dataclass(slots=True, eq=False)
 class _Local:
     tokens: int
+    most: int
     computed: int = 0
     blocks: int = 0
 
@@ -118,7 +134,7 @@ class InProcess:
 
     def __init__(self, crowd: Crowd) -> None:
         self.crowd, self.free = crowd, crowd.num_blocks
-        self.waiting = deque(_Local(crowd.prompt) for _ in range(crowd.requests))
+        self.waiting = deque(_Local(length, length + crowd.output) for length in crowd.prompts())
         self.running: list[_Local] = []
 
     def rate(self) -> float:
@@ -175,17 +191,20 @@ class InProcess:
 
     def _sample(self, each: _Local) -> None:
         each.tokens += 1
-        if each.tokens == self.crowd.prompt + self.crowd.output:
+        if each.tokens == each.most:
             self.running.remove(each)
             self._give(each, -each.blocks)
 
 
 def main() -> None:
     """Print the rate of the policy in process, and that of the split over it by the delay of a report."""
-    at_once = InProcess(CROWD).rate()
-    sys.stdout.write(f"in process: {at_once:.0f} tokens/s\n")
-    for delay in (1, 3):
-        sys.stdout.write(f"reports {delay} steps late: {split_rate(CROWD, delay) / at_once:.3f} of that\n")
+    for name, crowd in (("equal requests", CROWD), ("some long prompts", LONG)):
+        at_once = InProcess(crowd).rate()
+        sys.stdout.write(f"{name}, in process: {at_once:.0f} tokens/s\n")
+        for delay in (1, 3):
+            found = split(crowd, delay)
+            share, grants = found.rate / at_once, found.chunked_grants
+            sys.stdout.write(f"reports {delay} steps late: {share:.3f} of that, {grants} chunked grants\n")
 
 
 if __name__ == "__main__":
