@@ -29,10 +29,13 @@ def first_part(state: LedgerState, head: Sequence, fresh: int, free: int, until:
     """Return the blocks with which a sequence begins that needs `fresh` of which `free` are there; 0: it waits.
 
     `until` is the step by which it was foreseen to have all of them, None where those that run do not release enough.
+    What is leased beyond the part of the runway counts as taken: the worker may bind it before it hears the new target.
     """
     if until is None:
         return 0
-    part = min(free, state.block_pool.leased + free - _others(state, head).after(max(0, until - state.steps)))
+    leased, others = state.block_pool.leased, _others(state, head)
+    beyond = max(0, leased - _ahead(state, others))
+    part = min(free, leased + free - beyond - others.after(max(0, until - state.steps)))
     return part if is_enough(state.config, part, fresh) else 0
 
 
@@ -43,7 +46,7 @@ def lease_want(state: LedgerState, part: Sequence) -> int:
     """
     part.started_at = state.steps
     config, pool, others = state.config, state.block_pool, _others(state, part)
-    ahead = -(-others.after(config.runway_slots) // RUNWAY_UNDER_PRESSURE)
+    ahead = _ahead(state, others)
     if any(_is_before(state.sequences[each], part) for each in state.queue.heads()):
         return ahead
     lacking, there = part.lacking(config.block_size), pool.available + pool.leased
@@ -94,3 +97,8 @@ def _is_before(sequence: Sequence, part: Sequence) -> bool:
 
 def _others(state: LedgerState, sequence: Sequence) -> Growth:
     return growth_beside(sequence, state.sequences.values(), state.steps, state.config.block_size)
+
+
+def _ahead(state: LedgerState, others: Growth) -> int:
+    """Return how many blocks the worker leaves in its pool to the others: a part of their runway."""
+    return -(-others.after(state.config.runway_slots) // RUNWAY_UNDER_PRESSURE)

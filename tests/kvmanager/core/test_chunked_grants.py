@@ -83,6 +83,22 @@ def test_nobody_begins_while_those_that_run_may_bind_what_is_free() -> None:
     assert admit(ledger, reserve(2, HUGE, max_len=136)) == ()
 
 
+def test_what_is_leased_beyond_a_part_of_the_runway_is_left_to_those_that_run() -> None:
+    """The worker holds the lease, and could bind it for the prompt before it hears that the target is lower."""
+    ledger = parts_ledger(20)
+    admit(ledger, reserve(1, prompt(60), max_len=140))
+    leased = play(ledger, lease_want=5)
+    assert leased is not None
+    assert len(leased.lease) == 5, "all that the first one may ever bind"
+    assert admit(ledger, reserve(2, prompt(224, start=500), max_len=230)) == ()
+    batch = play(ledger, lease_want=5)
+    assert batch is not None
+    assert (batch.admit, batch.lease_target) == ((), 2)
+    batch = play(ledger, returned=leased.lease[2:], lease_want=5)
+    assert batch is not None
+    assert [len(each.block_table) for each in batch.admit] == [9], "of 14"
+
+
 def test_who_may_not_be_preempted_again_is_admitted_whole() -> None:
     ledger = parts_ledger(max_preemptions=1)
     admit(ledger, reserve(1, prompt(60), max_len=80))

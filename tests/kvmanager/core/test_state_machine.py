@@ -37,14 +37,22 @@ class LedgerLife(RuleBasedStateMachine):
         max_num_seqs=st.integers(2, 5),
         eviction=st.sampled_from(get_args(EvictionName)),
         partly=st.booleans(),
+        greedy=st.booleans(),
         first_part=st.sampled_from([1, 4, 256]),
     )
     def start(
-        self, num_blocks: int, block_size: int, window: int, prompts: list[list[int]], partly: bool, **options: Any
+        self,
+        num_blocks: int,
+        block_size: int,
+        window: int,
+        prompts: list[list[int]],
+        partly: bool,
+        greedy: bool,
+        **options: Any,
     ) -> None:
         options["runway_reach"] = options.pop("reach")
         self.ledger = make_ledger(num_blocks, block_size, window=window, **options)
-        self.worker = FakeWorker(num_blocks, block_size, window=window, partly=partly)
+        self.worker = FakeWorker(num_blocks, block_size, window=window, partly=partly, greedy=greedy)
         self.replica = IndexReplica()
         self.resets = 0
         # What the blocks held that the last reset dropped: a list of its own for each time that a block is emptied.

@@ -18,6 +18,7 @@ from common.hashing import (
     little_endian_int32,
     next_digest,
 )
+from common.lease import RUNWAY_UNDER_PRESSURE as PART_OF_RUNWAY
 from common.lease import Admit, CachedBlock, Copy, GrantBatch, Inventory, InventorySequence, Report, Reserve
 from common.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase
 from tests.support.kvmanager.ledgers import ROOT
@@ -68,7 +69,8 @@ class Live:
 class FakeWorker:
     """The block tables, lease pool and content of one worker. Every method leaves the worker between two steps.
 
-    `partly`: the worker reports partial hashes, so the manager may have it copy parts of blocks.
+    `partly`: the worker reports partial hashes, so the manager may have it copy parts of blocks. `greedy`: prompts that
+    lack blocks leave none in the pool to decodes, as in older workers.
     """
 
     def __init__(
@@ -79,7 +81,9 @@ class FakeWorker:
         window: int = 0,
         runway: int = 32,
         partly: bool = False,
+        greedy: bool = False,
     ) -> None:
+        self.greedy = greedy
         self.partly = partly and not window and block_size % PARTIAL_PARTS == 0
         self.block_size, self.vocabulary, self.window, self.runway = block_size, vocabulary, window, runway
         self.content: list[list[int]] = [[] for _ in range(num_blocks)]
@@ -202,9 +206,10 @@ class FakeWorker:
 
     def _run(self, live: Live, budget: int) -> int:
         start = self._advance(live)
+        kept = self._kept_for_decodes() if live.pos < len(live.tokens) - 1 else 0
         while live.pos < len(live.tokens) and live.pos - start < budget:
             index, slot = divmod(live.pos, self.block_size)
-            if index == len(live.block_table) and not self._bind(live):
+            if index == len(live.block_table) and not self._bind(live, kept):
                 self.stalled.add(live.reserve.sequence)
                 break
             if self.window:
@@ -230,8 +235,19 @@ class FakeWorker:
             live.pos += 1
         return live.pos
 
-    def _bind(self, live: Live) -> bool:
-        if not self.pool:
+    def _kept_for_decodes(self) -> int:
+        """Return how many blocks of the pool a prompt leaves to decodes: a part of their runway."""
+        if self.greedy or self.window:
+            return 0
+        wanted = 0
+        for live in self.live.values():
+            if live.phase is RUNNING and live.pos >= len(live.tokens) - 1:
+                reach = min(live.pos + self.runway, live.reserve.max_len - 1)
+                wanted += max(0, -(-reach // self.block_size) - len(live.block_table))
+        return -(-wanted // PART_OF_RUNWAY)
+
+    def _bind(self, live: Live, kept: int) -> bool:
+        if len(self.pool) <= kept:
             return False
         block = self.pool.pop(0)
         self._reset(block)
