@@ -14,6 +14,7 @@ from tests.suites.protocol.search import Found, Pace, exhaust, walk
 
 Patch = tuple[Any, str, Any]
 STEADY, HASTY = Pace(150, 0.06), Pace(150, 0.1)
+CALM = ("cancel",)
 
 
 class Search(Protocol):
