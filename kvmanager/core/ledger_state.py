@@ -32,8 +32,8 @@ from kvmanager.core.waiting_queue import WaitingQueue
 from kvmanager.core.window_match import deciding_hashes
 
 BlockedBy = Literal["", "capacity", "places", "prompt", "deferred", "batch"]
-"""Why the next sequence was not admitted: too few blocks, no place, a prompt that lacks blocks comes first, a stall or a
-preemption does, or the batch has enough admissions."""
+"""Why the next sequence was not admitted: too few blocks, no place, a prompt that lacks blocks comes first, a stall or
+a preemption does, or the batch has enough admissions."""
 
 NEVER_SENT = None
 """Last sent lease target of a worker that has received none since its attach: the next batch is always sent."""

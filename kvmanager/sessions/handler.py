@@ -147,8 +147,7 @@ class SessionHandler:
 
     async def _take(self, request: kvmanager_pb2.SessionRequest) -> bool:
         """Take one message; return whether the stream goes on. Raises Unavailable when this manager leads no more."""
-        if not self._attachments.leading.leads():
-            await self._attachments.leading.confirmed()
+        await self._lead()
         self._received += 1
         if request.seq != self._received:
             raise ProtocolViolation(f"the worker sent message {request.seq}; expected message {self._received}")
@@ -163,13 +162,17 @@ class SessionHandler:
             return False
         if kind == "report":
             return await self._take_report(self._worker, request.report)
-        elif kind == "pulse":
-            self._send(kvmanager_pb2.SessionResponse(pulse=kvmanager_pb2.Pulse()))
-        elif kind == "inventory":
+        if kind == "inventory":
             return await self._take_inventory(self._worker, request.inventory)
-        else:
+        if kind != "pulse":
             raise ProtocolViolation(f"the worker sent {kind}; expected a report or an inventory")
+        self._send(kvmanager_pb2.SessionResponse(pulse=kvmanager_pb2.Pulse()))
         return True
+
+    async def _lead(self) -> None:
+        """Return while this manager leads. Raises Unavailable when it leads no more."""
+        if not self._attachments.leading.leads():
+            await self._attachments.leading.confirmed()
 
     async def _take_attach(self, request: kvmanager_pb2.SessionRequest) -> bool:
         self._session = request.session
@@ -222,6 +225,7 @@ class SessionHandler:
         self._observe(time.perf_counter() - began)
         while worker.has_more:
             await self._between_steps()
+            await self._lead()
             if self._over or not worker.current:
                 return False
             self._answer(worker, worker.further())
