@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from common.lease import PARTIAL_REASON, RETENTION_REASON
 from common.types import BlockId, DecisionKind, MissReason
@@ -10,6 +11,9 @@ from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.partial_copy import PartialCopy
 from kvmanager.core.prefix_cache import PrefixMatch
 from kvmanager.core.sequence import Sequence
+
+_PASSES: Final = "passes one that lacks blocks"
+_BY_AGE: Final = "is next by its age, because it waited for --max-wait"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,33 @@ def _await(state: LedgerState, hits: list[BlockId]) -> int:
     return len(unsealed)
 
 
+def _reasons(
+    sequence: Sequence, plan: GrantPlan, passes: bool, part: PartialCopy | None, lacking: int
+) -> tuple[str, ...]:
+    """Return in words why there are no more hits, and what else is special about a grant that lacks so many blocks."""
+    match = plan.match
+    reasons = [match.miss_reason.value]
+    if match.miss_reason is MissReason.DIVERGED_AT:
+        reasons.append(f"never seen from block {match.diverged_at} on")
+    if plan.unread:
+        reasons.append(f"the first {plan.unread} of the shared blocks left the window and are not needed")
+    if part is not None:
+        reasons.append(f"{PARTIAL_REASON}{part.slots} slots are copied from block {part.source}")
+    if match.retention:
+        reasons.append(f"{RETENTION_REASON}{match.retention}")
+    if passes:
+        reasons.append(_PASSES)
+    elif sequence.by_age:
+        reasons.append(_BY_AGE)
+    if lacking:
+        reasons.append(f"begins with a part of its prompt's blocks, and gets {lacking} others as they come free")
+    if sequence.computes_all:
+        reasons.append("computes all its tokens, for their log-probabilities")
+    if sequence.recompute:
+        reasons.append("computed again after a preemption")
+    return tuple(reasons)
+
+
 def record_grant(
     state: LedgerState, sequence: Sequence, plan: GrantPlan, evicted: int, passes: bool, part: PartialCopy | None
 ) -> str:
@@ -49,25 +80,11 @@ def record_grant(
     queried = min(sequence.num_tokens // state.config.block_size, len(sequence.block_hashes)) if asked else 0
     state.totals.count_admission(queried, match.hit_blocks - awaited, match.miss_reason.value, sequence.recompute)
     lacking = sequence.lacking(state.config.block_size) if sequence.id == state.partial else 0
-    reasons = [match.miss_reason.value]
-    if match.miss_reason is MissReason.DIVERGED_AT:
-        reasons.append(f"never seen from block {match.diverged_at} on")
-    if plan.unread:
-        reasons.append(f"the first {plan.unread} of the shared blocks left the window and are not needed")
-    if part is not None:
-        reasons.append(f"{PARTIAL_REASON}{part.slots} slots are copied from block {part.source}")
-        if not sequence.recompute:
-            state.totals.partial_hits += 1
-            state.totals.partial_hit_tokens += part.slots
-    if match.retention:
-        reasons.append(f"{RETENTION_REASON}{match.retention}")
-    if lacking:
-        state.totals.chunked_grants += 1
-        reasons.append(f"begins with a part of its prompt's blocks, and gets {lacking} others as they come free")
-    if sequence.computes_all:
-        reasons.append("computes all its tokens, for their log-probabilities")
-    if sequence.recompute:
-        reasons.append("computed again after a preemption")
+    state.totals.chunked_grants += bool(lacking)
+    if part is not None and not sequence.recompute:
+        state.totals.partial_hits += 1
+        state.totals.partial_hit_tokens += part.slots
+    reasons = _reasons(sequence, plan, passes, part, lacking)
     figures = {
         "num_tokens": float(sequence.num_tokens),
         "hit_blocks": float(hits),
@@ -82,4 +99,4 @@ def record_grant(
     }
     chosen = f"{hits} shared and {plan.fresh} fresh blocks"
     kind = DecisionKind.GRANT
-    return state.decisions.record(kind, chosen, sequence, tuple(reasons), figures, beneficiary=match.evicted_for)
+    return state.decisions.record(kind, chosen, sequence, reasons, figures, beneficiary=match.evicted_for)

@@ -89,6 +89,7 @@ def test_one_that_ends_in_time_passes_and_its_record_says_so() -> None:
     assert admitted(admit(ledger, reserve(3, prompt(10, start=900), max_len=30))) == [3]
     record = granted_record(ledger, 3)
     assert dict(record.figures)["passes"] == 1
+    assert record.reasons == ("below_block", "passes one that lacks blocks")
     assert "r2" not in " ".join(record.reasons), "the next one may be another tenant's"
 
 
@@ -188,8 +189,13 @@ def test_an_old_sequence_gets_every_eighth_admission() -> None:
     admit(ledger, reserve(2, prompt(60, start=100)), reserve(3, prompt(60, start=200)))
     assert 2 not in serve_one_by_one(ledger, 10, 20)
     ledger.state.clock.advance(30.0)  # type: ignore[attr-defined]
+    ledger.drain_decisions()
     order = serve_one_by_one(ledger, 40, 20)
     assert (order.index(2), order.index(3)) == (0, 8)
+    grants = [each for each in ledger.drain_decisions() if each.kind is DecisionKind.GRANT]
+    by_age = ("never_seen", "is next by its age, because it waited for --max-wait")
+    assert [each.request_id for each in grants if each.reasons == by_age] == ["r2", "r3"]
+    assert {each.reasons for each in grants if each.request_id not in ("r2", "r3")} == {("never_seen",)}
 
 
 def test_an_old_sequence_is_admitted_although_those_of_a_high_priority_are_old_too() -> None:
