@@ -9,7 +9,7 @@ import pytest
 from common.clock import ManualClock
 from common.types import Decision
 from router.core.optimistic import OptimisticIndex
-from router.core.placement import Outcome
+from router.core.placement import Outcome, too_large
 from router.core.routing import TIE_SECONDS, Router
 from router.core.worker_model import Capacity, Load, WorkerModel
 from tests.router.core.test_optimistic import block_hashes
@@ -90,6 +90,25 @@ def test_a_request_longer_than_the_context_is_refused_with_the_numbers() -> None
     choice = router().route(placement(prompt=500, output=20), [worker("w0")], {})
     assert choice.outcome is Outcome.TOO_LARGE
     assert rejected(choice) == {"w0": "too large: 520 tokens of at most 512"}
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "window", "reason"),
+    [
+        (6, 8, ""),
+        (4, 8, ""),
+        (3, 8, "too large: 4 blocks of 3 in its pool"),
+        (6, 0, "too large: 27 blocks of 6 in its pool"),
+    ],
+)
+def test_with_a_window_the_blocks_that_a_request_holds_at_once_must_fit(
+    num_blocks: int, window: int, reason: str
+) -> None:
+    """The window's 8 slots stand in 4 blocks at most: two before the next position, its own, and the next one."""
+    capacity = Capacity(num_blocks, block_size=4, max_num_seqs=4, max_model_len=512, window=window)
+    assert too_large(capacity, placement(prompt=100, output=8)) == reason
+    found = router().route(placement(prompt=100, output=8), [worker("w0", capacity=capacity)], {})
+    assert found.outcome is (Outcome.TOO_LARGE if reason else Outcome.PLACED)
 
 
 def test_a_larger_worker_that_is_busy_is_waited_for() -> None:
