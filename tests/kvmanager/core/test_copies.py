@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
+import pytest
+
 from common.lease import CachedBlock, Inventory, Report
 from common.types import BlockHash, BlockId, FinishReason, SequenceId
 from kvmanager.core.block import BlockState
@@ -101,6 +106,83 @@ def test_a_rebuild_keeps_one_copy_that_no_table_holds() -> None:
     ledger.check_invariants()
     assert copies(ledger) == {keys[0]: [0], keys[1]: [5]}
     assert (ledger.pool().cached, ledger.pool().free) == (2, 6)
+
+
+class _ReadList(list[Any]):
+    """Counts each entry that is read."""
+
+    def __init__(self, name: str, reads: Counter[str], content: Any) -> None:
+        super().__init__(content)
+        self._name, self._reads = name, reads
+
+    def __getitem__(self, key: Any) -> Any:
+        self._reads[self._name] += 1
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Any:
+        for each in super().__iter__():
+            self._reads[self._name] += 1
+            yield each
+
+    def __contains__(self, value: object) -> bool:
+        return any(each == value for each in self)
+
+
+class _ReadDict(dict[Any, Any]):
+    """Counts each entry that is looked up or walked over."""
+
+    def __init__(self, name: str, reads: Counter[str], content: Any) -> None:
+        super().__init__(content)
+        self._name, self._reads = name, reads
+
+    def __getitem__(self, key: Any) -> Any:
+        self._reads[self._name] += 1
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._reads[self._name] += 1
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self._reads[self._name] += 1
+        return super().__contains__(key)
+
+    def __iter__(self) -> Any:
+        self._reads[self._name] += len(self)
+        return super().__iter__()
+
+    def values(self) -> Any:
+        self._reads[self._name] += len(self)
+        return super().values()
+
+    def items(self) -> Any:
+        self._reads[self._name] += len(self)
+        return super().items()
+
+
+def reads_of_a_look_up(holders: int, prompt_blocks: int) -> Counter[str]:
+    """Return what a look-up reads of the cache and of the blocks while so many sequences hold a copy of each block."""
+    tokens = prompt(16 * prompt_blocks + 1)
+    ledger, keys = make_ledger((prompt_blocks + 1) * holders, watermark=0.0), hashes(tokens)
+    numbers = range(1, holders + 1)
+    play(ledger, reserve=tuple(reserve(number, tokens, computes_all=True) for number in numbers))
+    tables = [block_table(ledger, number) for number in numbers]
+    play(ledger, seal=tuple((block, key) for table in tables for block, key in zip(table, keys, strict=False)))
+    cache, blocks, reads = ledger.state.cache, ledger.state.blocks, Counter[str]()
+    assert [len(cache.copies_of(key)) for key in keys] == [holders] * prompt_blocks
+    cache.entries = _ReadDict("entries", reads, cache.entries)
+    cache.pending = _ReadDict("pending", reads, cache.pending)
+    copies_of = {key: _ReadList("copies", reads, each) for key, each in cache.copies.items()}
+    cache.copies = _ReadDict("copies", reads, copies_of)
+    blocks.index, blocks.parent = _ReadList("index", reads, blocks.index), _ReadList("parent", reads, blocks.parent)
+    assert ledger.lookup(keys, len(tokens)).hit_blocks == prompt_blocks
+    return reads
+
+
+@pytest.mark.parametrize("holders", [2, 200])
+def test_a_look_up_reads_as_much_with_200_live_copies_of_each_block_as_with_2(holders: int) -> None:
+    """It reads the first copy of each hash, and that block's place and parent, and no list of copies."""
+    assert reads_of_a_look_up(holders, 10) == {"entries": 10, "index": 10, "parent": 10}
 
 
 def inventory(claims: list[tuple[int, BlockHash, int]]) -> Inventory:
