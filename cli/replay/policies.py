@@ -9,7 +9,7 @@ from typing import Any, Final, get_args
 from cli.replay.routers import ROUTERS
 from cli.replay.simulation import ReplayOptions
 from common.errors import FieldViolation, InvalidConfig
-from kvmanager.core.config import EvictionName, Runway, VictimOrder
+from kvmanager.core.config import DEFAULT_MAX_PREEMPTIONS, DEFAULT_MAX_WAIT, EvictionName, Runway, VictimOrder
 
 Change = Callable[[ReplayOptions], ReplayOptions]
 
@@ -28,7 +28,12 @@ _GROUPS: Final[tuple[Mapping[str, Change], ...]] = (
     {name: _manager(eviction=name) for name in get_args(EvictionName)},
     {f"runway-{name}": _manager(runway=name) for name in get_args(Runway)},
     {f"victims-{name}": _manager(preemption=name) for name in get_args(VictimOrder)},
+    {
+        "bounded-preemptions": _manager(max_preemptions=DEFAULT_MAX_PREEMPTIONS),
+        "unbounded-preemptions": _manager(max_preemptions=0),
+    },
     {"backfill": _manager(backfill=True), "no-backfill": _manager(backfill=False)},
+    {"age": _manager(max_wait=DEFAULT_MAX_WAIT), "no-age": _manager(max_wait=0.0)},
     {
         "chunked-grants": _manager(chunked_grants=True),
         "no-chunked-grants": _manager(chunked_grants=False),

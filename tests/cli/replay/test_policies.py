@@ -12,16 +12,16 @@ from common.errors import InvalidConfig
 
 def test_joined_policies_change_one_choice_each() -> None:
     names = "least-loaded+lru+runway-max+victims-arrival+no-backfill+no-chunked-grants+no-prefix-caching"
-    found = with_policies(ReplayOptions(), names)
+    found = with_policies(ReplayOptions(), f"{names}+unbounded-preemptions+no-age")
     assert found.router is LeastLoaded
     assert (found.manager.eviction, found.manager.runway, found.manager.backfill) == ("lru", "max", False)
-    assert found.manager.preemption == "arrival"
+    assert (found.manager.preemption, found.manager.max_preemptions, found.manager.max_wait) == ("arrival", 0, 0.0)
     assert not found.manager.chunked_grants
     assert not found.prefix_caching
 
 
 def test_each_policy_has_an_opposite_that_changes_it_back() -> None:
-    back = "cost+utility+runway-auto+victims-work+backfill+chunked-grants+prefix-caching"
+    back = "cost+utility+runway-auto+victims-work+bounded-preemptions+backfill+age+chunked-grants+prefix-caching"
     for name in POLICIES:
         assert with_policies(with_policies(ReplayOptions(), name), back) == ReplayOptions()
 
@@ -33,6 +33,8 @@ def test_each_policy_has_an_opposite_that_changes_it_back() -> None:
         ("lru+runway-max+utility", "lru", "utility"),
         ("cost+round-robin", "cost", "round-robin"),
         ("runway-max+lru+runway-auto", "runway-max", "runway-auto"),
+        ("age+no-age", "age", "no-age"),
+        ("bounded-preemptions+lru+unbounded-preemptions", "bounded-preemptions", "unbounded-preemptions"),
         ("no-prefix-caching+prefix-caching", "no-prefix-caching", "prefix-caching"),
         ("lru+lru", "lru", "lru"),
     ],
