@@ -92,7 +92,9 @@ def test_files_that_the_page_names_exist() -> None:
 def test_options_that_the_runbook_names_exist() -> None:
     runbook = RUNBOOK.read_text().partition("## Runbook")[2]
     services = (RouterSettings, KvManagerSettings, GpuWorkerSettings)
-    known = {flag_of(key) for settings in services for key in settings.model_fields}
+    fields = [each for settings in services for each in settings.model_fields.items()]
+    known = {flag_of(key) for key, _ in fields}
+    known |= {f"--no-{flag_of(key)[2:]}" for key, field in fields if field.annotation is bool}
     named = set(re.findall(r"`(--[a-z-]+)", runbook))
     assert named
     assert named <= known
