@@ -103,7 +103,8 @@ def why_not_native(config: PretrainedConfig, source: ModelSource, device: torch.
 def native_precision(source: ModelSource, config: PretrainedConfig, device: torch.device) -> Precision:
     """Return the precision of the native path. A CPU computes float16 in float32, to which each weight widens exactly.
 
-    K and V are then kept in float32 too, unless the options name their type.
+    The weights of linears stay in float16 and are widened as they are read. K and V are kept in float32 too, unless
+    the options name their type.
     """
     asked = precision_of(source, config)
     if device.type != "cpu" or asked.dtype != torch.float16:
@@ -160,7 +161,7 @@ def _tested(loaded: _Loaded, backend: Backend, length: int = SHORTEST) -> KvGeom
 def _tiny(config: PretrainedConfig, device: torch.device) -> _Loaded:
     """Return a model with random weights in float32."""
     precision = Precision(torch.float32, dtype_name(torch.float32))
-    return _load(config, _random_weights(config, precision, 0, device), precision, device)
+    return _load(config, _random_weights(config, precision.dtype, 0, device), precision, device)
 
 
 def load_native(
@@ -187,7 +188,7 @@ def _reader(
 ) -> Weights:
     """Return the source of a model's weights: the files, or the random weights that transformers would make."""
     if source.load_format == "dummy":
-        return _random_weights(config, precision, source.seed, device)
+        return _random_weights(config, precision_of(source, config).dtype, source.seed, device)
     checkpoint = Checkpoint(directory)
     prefix = without_prefix(checkpoint)
     names = frozenset(prefix + name for name in checkpoint)
@@ -197,6 +198,6 @@ def _reader(
     )
 
 
-def _random_weights(config: PretrainedConfig, precision: Precision, seed: int, device: torch.device) -> Weights:
-    tensors = random_module(config, precision.dtype, seed, device).state_dict()
+def _random_weights(config: PretrainedConfig, dtype: torch.dtype, seed: int, device: torch.device) -> Weights:
+    tensors = random_module(config, dtype, seed, device).state_dict()
     return Weights(with_merged_experts(tensors, tensors.__getitem__))

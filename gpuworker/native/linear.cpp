@@ -18,10 +18,10 @@ constexpr int64_t kAmxBlockRows = 8 * kAmxTileRows, kAmxLeastBlockRows = 2 * kAm
 constexpr int64_t kSums = std::max(kBlockRows, kAmxBlockRows) * kPanel;
 constexpr int64_t kL1Inputs = 128;
 
-// Beyond so many rows a block of integer weights, and without dot products of bf16 one of bf16 weights, is made floats
-// once for all of them; the sums are the same. Tiles of groups wait less for their integers: only half of the columns is
-// converted at a time.
-constexpr int64_t kRowsUnpacking = 2 * kTileRows, kBf16RowsUnpacking = 5 * kTileRows;
+// Beyond so many rows a block of integer weights, of f16 weights, and without dot products of bf16 one of bf16 weights, is
+// made floats once for all of them; the sums are the same. Tiles of groups wait less for their integers: only half of the
+// columns is converted at a time.
+constexpr int64_t kRowsUnpacking = 2 * kTileRows, kHalfRowsUnpacking = 5 * kTileRows;
 #if defined(__AVX512F__)
 constexpr int64_t kGroupRowsUnpacking = 8 * kGroupTileRows;
 #else
@@ -201,7 +201,7 @@ class Product {
 
   int64_t rows_unpacking() const {
     if (on_amx(w_.kind)) return kAmxTileRows;
-    if (w_.kind == QUIRE_LINEAR_BF16) return kBf16RowsUnpacking;
+    if (!is_whole(w_.kind)) return kHalfRowsUnpacking;
     return layout_.groups ? kGroupRowsUnpacking : kRowsUnpacking;
   }
 
@@ -280,6 +280,7 @@ void Product::unpack(Tile& tile, Scratch& scratch) const {
     to += layout_.head;
     switch (w_.kind) {
       case QUIRE_LINEAR_BF16: quire::unpack<Bf16Loader>(from, tile.steps, to); break;
+      case QUIRE_LINEAR_F16: quire::unpack<F16Loader>(from, tile.steps, to); break;
       case QUIRE_LINEAR_I8_F32: quire::unpack<I8F32Loader>(from, tile.steps, to); break;
       case QUIRE_LINEAR_I8_BF16: quire::unpack<I8Bf16Loader>(from, tile.steps, to); break;
       case QUIRE_LINEAR_I4_F32: quire::unpack<I4F32Loader>(from, tile.steps, to); break;

@@ -13,9 +13,9 @@
 extern "C" {
 #endif
 
-// How a weight is stored and in what type it is multiplied. Activations are float32 for *_F32, bfloat16 for *_BF16 where
-// the level has dot products of bf16 (else float32), 8-bit integers with a scale for each row for W8A8. Sums are float32
-// (W8A8: int32, exact).
+// How a weight is stored and in what type it is multiplied. Activations are float32 for *_F32 and F16, bfloat16 for *_BF16
+// where the level has dot products of bf16 (else float32), 8-bit integers with a scale for each row for W8A8. Sums are
+// float32 (W8A8: int32, exact). F16 gives every bit that F32 gives for the same numbers: each is widened as it is read.
 enum quire_linear_kind {
   QUIRE_LINEAR_F32 = 0,
   QUIRE_LINEAR_BF16 = 1,
@@ -23,7 +23,8 @@ enum quire_linear_kind {
   QUIRE_LINEAR_I8_BF16 = 3,
   QUIRE_LINEAR_I4_F32 = 4,
   QUIRE_LINEAR_I4_BF16 = 5,
-  QUIRE_LINEAR_W8A8 = 6
+  QUIRE_LINEAR_W8A8 = 6,
+  QUIRE_LINEAR_F16 = 7
 };
 
 // A packed weight. Fill in all but `memory`, query its bytes, provide zeroed memory aligned to 64 bytes, and pack.

@@ -1,7 +1,7 @@
 """Linear layers on CPUs by the native library (gpuworker/native/linear.h): packing of weights, and y = x · Wᵀ.
 
-A weight is packed once, as float32, bfloat16 or integers with scales, into memory of this object. A result depends on
-the row and the weight alone: neither other rows nor the number of threads change a bit of it.
+A weight is packed once, as float32, bfloat16, float16 or integers with scales, into memory of this object. A result
+depends on the row and the weight alone: neither other rows nor the number of threads change a bit of it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class Kind(IntEnum):
     I4_F32 = 4
     I4_BF16 = 5
     W8A8 = 6
+    F16 = 7
 
     @property
     def whole(self) -> bool:
         """Whether weights are integers with scales."""
-        return self >= Kind.I8_F32
+        return self not in (Kind.F32, Kind.BF16, Kind.F16)
 
 
 class Store(IntEnum):

@@ -44,6 +44,8 @@ struct PanelEnd {
 inline bool is_i4(int32_t kind) { return kind == QUIRE_LINEAR_I4_F32 || kind == QUIRE_LINEAR_I4_BF16; }
 inline bool is_i8(int32_t kind) { return kind == QUIRE_LINEAR_I8_F32 || kind == QUIRE_LINEAR_I8_BF16; }
 inline bool is_weight_only(int32_t kind) { return is_i4(kind) || is_i8(kind); }
+// Whether weights are integers with scales.
+inline bool is_whole(int32_t kind) { return is_weight_only(kind) || kind == QUIRE_LINEAR_W8A8; }
 inline bool is_bf16(int32_t kind) {
   return kind == QUIRE_LINEAR_BF16 || kind == QUIRE_LINEAR_I8_BF16 || kind == QUIRE_LINEAR_I4_BF16;
 }
@@ -68,7 +70,7 @@ inline int64_t step_inputs(int32_t kind) {
 
 inline int64_t step_bytes(int32_t kind) {
   if (is_i4(kind)) return kPanel * 4 / 2;
-  const int64_t each = kind == QUIRE_LINEAR_F32 ? 4 : kind == QUIRE_LINEAR_BF16 ? 2 : 1;
+  const int64_t each = is_whole(kind) ? 1 : kind == QUIRE_LINEAR_F32 ? 4 : 2;
   return kPanel * step_inputs(kind) * each;
 }
 

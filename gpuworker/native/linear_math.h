@@ -1,7 +1,7 @@
 // How the kinds of weights are multiplied: "maths", which multiply and add, and loaders, which read steps of a panel.
 //
-// Where the processor has dot products of bf16 pairs, these are multiplied; else bf16 is widened to floats. linear_bytes.h
-// has what multiplies integers by integers.
+// Where the processor has dot products of bf16 pairs, these are multiplied; else bf16 is widened to floats, as f16 always is.
+// linear_bytes.h has what multiplies integers by integers.
 #pragma once
 
 #include <cstdint>
@@ -66,6 +66,16 @@ struct F32Loader {
   static constexpr int kSub = 1, kBytes = 128;
   static void load(const uint8_t* p, Vec (&w)[kSub][2]) {
     const float* q = reinterpret_cast<const float*>(p);
+    w[0][0] = Vec::load(q);
+    w[0][1] = Vec::load(q + 16);
+  }
+};
+
+struct F16Loader {
+  using Math = F32Math;
+  static constexpr int kSub = 1, kBytes = 64;
+  static void load(const uint8_t* p, Vec (&w)[kSub][2]) {
+    const f16* q = reinterpret_cast<const f16*>(p);
     w[0][0] = Vec::load(q);
     w[0][1] = Vec::load(q + 16);
   }

@@ -44,17 +44,23 @@ void read_floats(const Origin& from, int64_t begin, int64_t count, float* out) {
 }
 
 void pack_floats(const Layout& layout, const Origin& from, int column, int64_t k, uint8_t* panel) {
-  float values[kRun];
+  alignas(64) float values[kRun] = {};
+  alignas(64) f16 halves[kRun];
   for (int64_t begin = 0; begin < k; begin += kRun) {
     const int64_t count = std::min(kRun, k - begin);
     read_floats(from, begin, count, values);
+    if (layout.kind == QUIRE_LINEAR_F16) {
+      for (int64_t i = 0; i < kRun; i += kLanes) Vec::load(values + i).store(halves + i);
+    }
     for (int64_t i = 0; i < count; ++i) {
       uint8_t* at = panel + place(layout.kind, begin + i, column).byte;
       if (layout.kind == QUIRE_LINEAR_F32) {
         std::memcpy(at, &values[i], 4);
-      } else {
+      } else if (layout.kind == QUIRE_LINEAR_BF16) {
         const bf16 rounded = to_bf16(values[i]);
         std::memcpy(at, &rounded, 2);
+      } else {
+        std::memcpy(at, &halves[i], 2);
       }
     }
   }
@@ -89,7 +95,7 @@ void pack_scales(const quire_linear& w, const Layout& layout, const Origin& from
 
 void pack_end(const quire_linear& w, const Layout& layout, const Origin& from, int column, PanelEnd& end) {
   const quire_source& source = *from.source;
-  const bool whole = is_weight_only(w.kind) || w.kind == QUIRE_LINEAR_W8A8;
+  const bool whole = is_whole(w.kind);
   end.scales[column] = whole && !layout.groups ? source.scales[from.row] : 1.0f;
   end.bias[column] = source.bias ? source.bias[from.row] : 0.0f;
   end.compensation[column] = 0;
@@ -102,7 +108,7 @@ void pack_end(const quire_linear& w, const Layout& layout, const Origin& from, i
 }
 
 bool fits(const quire_linear& w, const quire_source* sources, int count) {
-  const bool whole = w.kind >= QUIRE_LINEAR_I8_F32;
+  const bool whole = is_whole(w.kind);
   int64_t rows = 0;
   for (int i = 0; i < count; ++i) {
     rows += sources[i].rows;
@@ -123,7 +129,7 @@ void pack(const Team& team, const quire_linear& w, const quire_source* sources, 
     for (int column = 0; column < kPanel; ++column) {
       const Origin from = origin(w, sources, count, index, column);
       if (!from.source) continue;
-      if (w.kind >= QUIRE_LINEAR_I8_F32) {
+      if (is_whole(w.kind)) {
         pack_integers(layout, from, column, w.k, panel);
         pack_scales(w, layout, from, column, panel);
       } else {
@@ -140,7 +146,7 @@ using quire::Layout;
 
 extern "C" size_t quire_linear_bytes(const quire_linear* w) {
   const bool grouped = w->group != 0;
-  if (w->kind < QUIRE_LINEAR_F32 || w->kind > QUIRE_LINEAR_W8A8 || w->n < 1 || w->k < 1) return 0;
+  if (w->kind < QUIRE_LINEAR_F32 || w->kind > QUIRE_LINEAR_F16 || w->n < 1 || w->k < 1) return 0;
   if (grouped && (!quire::is_weight_only(w->kind) || w->group % 32 || w->k % w->group)) return 0;
   if (w->group > Layout::kBlockInputs || (w->has_zeros && !grouped) || (w->paired && w->n % 2)) return 0;
   // Sums of 255 · 128 · k stay within 32 bits.

@@ -14,8 +14,12 @@ inline void unpack_float_row(const quire_linear& w, const Layout& layout, int64_
     for (int64_t k = first; k < w.k; k += inputs, at += stride) {
       if (w.kind == QUIRE_LINEAR_F32) {
         std::memcpy(out + k, at, sizeof(float));
-      } else {
+      } else if (w.kind == QUIRE_LINEAR_BF16) {
         bf16 number;
+        std::memcpy(&number, at, sizeof number);
+        out[k] = to_float(number);
+      } else {
+        f16 number;
         std::memcpy(&number, at, sizeof number);
         out[k] = to_float(number);
       }

@@ -35,6 +35,17 @@ inline float to_float(bf16 x) {
   return out;
 }
 
+// Exact, subnormal numbers, infinities and NaN too.
+inline float to_float(f16 x) {
+  const uint32_t sign = (x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
+  if (rest < 0x400u) return static_cast<float>(rest) * (sign ? -0x1p-24f : 0x1p-24f);
+  // The exponent's bias is 112 more, and infinity and NaN keep all ones.
+  const uint32_t bits = sign | ((rest << 13) + (rest < 0x7c00u ? 0x38000000u : 0x70000000u));
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
 // Rounds to nearest, ties to even. NaN stays NaN.
 inline bf16 to_bf16(float x) {
   uint32_t bits;

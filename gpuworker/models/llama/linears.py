@@ -2,8 +2,8 @@
 
 Integers of a checkpoint stay integers where the native library can multiply them. Linears that run as one must agree on
 their groups; otherwise all of them are dequantised. All other linears follow the `quantization` option
-(`gpuworker.models.hf.precision`). The last linear is never held in four bits: it decides between tokens, and is a small
-part of a model.
+(`gpuworker.models.hf.precision`). Weights in float16 keep their 16 bits where products are in float32. The last linear
+is never held in four bits: it decides between tokens, and is a small part of a model.
 """
 
 from __future__ import annotations
@@ -72,12 +72,15 @@ class LinearReader:
         verdicts = {name: by_type(name) for name in _QUANTISED}
         _log.info("auto takes what loses at most 1 %%: %s", "; ".join(each.why for each in verdicts.values()))
         accepted = [_QUANTISED[name][self.dtype] for name, each in verdicts.items() if each.accepted]
-        shapes = sorted({(linear.outputs, linear.inputs) for linear in linears})
-        kinds = (KINDS[self.dtype], *accepted)
-        timed = choose([LinearShape(*shape) for shape in shapes], kinds, torch.get_num_threads(), library=library)
-        for shape, choice in zip(shapes, timed, strict=True):
-            _log.info("%s", choice)
-            self._chosen[shape] = choice.kind
+        first = {(linear.outputs, linear.inputs): linear for linear in linears}
+        floats = {shape: self._float_kind(map(self._tensor_of, first[shape].weights)) for shape in sorted(first)}
+        for kind in sorted(set(floats.values())):
+            shapes = [shape for shape in floats if floats[shape] == kind]
+            described = [LinearShape(*shape) for shape in shapes]
+            timed = choose(described, (kind, *accepted), torch.get_num_threads(), library=library)
+            for shape, choice in zip(shapes, timed, strict=True):
+                _log.info("%s", choice)
+                self._chosen[shape] = choice.kind
 
     def read(self, linear: FusedLinear) -> LinearWeight:
         """Return the weights of a linear as they are to be packed."""
@@ -105,24 +108,33 @@ class LinearReader:
         if self._quantization == "none":
             return KINDS[self.dtype]
         if self._quantization == "auto":
-            return self._chosen.get((linear.outputs, linear.inputs), KINDS[self.dtype])
+            chosen = self._chosen.get((linear.outputs, linear.inputs))
+            return chosen if chosen is not None and chosen.whole else KINDS[self.dtype]
         if self._quantization == "w8a8":
             return Kind.W8A8
         four_bits = self._quantization == "int4" and not linear.last and linear.inputs % _GROUPS[-1] == 0
         return (_INT4 if four_bits else _INT8)[self.dtype]
 
+    def _float_kind(self, weights: Iterable[torch.Tensor]) -> Kind:
+        """Return how the parts of a linear are held unless in integers. float16 widens to float32 exactly."""
+        halves = self.dtype == torch.float32 and all(weight.dtype == torch.float16 for weight in weights)
+        return Kind.F16 if halves else KINDS[self.dtype]
+
     def _packed_as(self, kind: Kind, linear: FusedLinear) -> LinearWeight:
-        return LinearWeight(kind, tuple(self._rows(linear, index, kind) for index in range(len(linear.parts))))
+        parts = tuple(self._rows(linear, index, kind) for index in range(len(linear.parts)))
+        if not kind.whole:
+            kind = self._float_kind(rows.weight for rows in parts if isinstance(rows.weight, torch.Tensor))
+        return LinearWeight(kind, parts)
 
     def _loses_too_much(self, linear: FusedLinear, found: LinearWeight) -> bool:
         """Return whether weights round worse than "auto" accepts, and log why."""
         shapes = ((size, linear.inputs) for size in linear.sizes)
-        weights = map(self.tensor, linear.weights, shapes)
+        weights = [self.tensor(name, shape) for name, shape in zip(linear.weights, shapes, strict=True)]
         pairs = zip(weights, (rows.weight for rows in found.parts), strict=True)
         error = max(rounding_error(weight, whole) for weight, whole in pairs if isinstance(whole, IntegerWeight))
         verdict = by_error(_NAMES[found.kind], error)
         if not verdict.accepted:
-            _log.info("%s stays in %s: %s", linear.parts[0], KINDS[self.dtype].name, verdict.why)
+            _log.info("%s stays in %s: %s", linear.parts[0], self._float_kind(weights).name, verdict.why)
         return not verdict.accepted
 
     def _rows(self, linear: FusedLinear, index: int, kind: Kind) -> Rows:

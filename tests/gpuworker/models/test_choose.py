@@ -24,6 +24,7 @@ from gpuworker.models.choose import LlamaModel, open_native
 from gpuworker.models.hf.loader import ModelSource, load_model, read_config
 from gpuworker.models.llama import pack as llama_pack
 from gpuworker.models.llama import reference as llama_reference
+from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.models.llama.spec import LlamaSpec
 from gpuworker.models.self_test import self_test
 from gpuworker.native import library as native
@@ -82,12 +83,16 @@ def half_precision(kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", FAMILY)
-def test_float16_is_widened_exactly_and_has_the_tokens_of_float32(kind: str) -> None:
+def test_float16_stays_in_16_bits_and_has_the_tokens_of_float32(kind: str) -> None:
     directory = half_precision(kind)
     found = open_native(ModelSource(str(directory)), CPU, "auto", backend)
     assert found is not None
     model, geometry = found
     assert (model.dtype, geometry.dtype) == (torch.float32, "float32")
+    assert isinstance(model, LlamaCpuModel)
+    assert model.packed.kinds_in_words == "linears in F16"
+    widened = opened(kind, dtype="float32")[0]
+    assert model.weight_bytes < 0.7 * widened.weight_bytes  # norms, embeddings, biases
     cache = KvCache(geometry, SLOTS // 16, 16, CPU)
     runner = ModelRunner(model, cache, backend(cache), RunnerLimits(8, 256, threads=1), thread_executor())
     driver = Driver(runner)
@@ -105,6 +110,22 @@ def test_a_narrow_cache_can_be_asked_for_beside_float16_weights(caplog: pytest.L
     assert found is not None
     assert (found[0].dtype, found[1].dtype) == (torch.float32, "float16")
     assert "llama: float16 is computed in float32, K and V are kept in float16" in caplog.text
+    assert "llama: linears in F16" in caplog.text
+
+
+def test_random_weights_of_a_float16_model_stay_in_16_bits_too(caplog: pytest.LogCaptureFixture) -> None:
+    source = ModelSource(str(half_precision("llama")), load_format="dummy")
+    with caplog.at_level(logging.INFO, logger=choose.__name__):
+        assert open_native(source, CPU, "native", backend) is not None
+    assert "llama: linears in F16" in caplog.text
+
+
+@pytest.mark.parametrize(("quantization", "words"), [("int8", "linears in I8_F32"), ("w8a8", "linears in W8A8")])
+def test_float16_can_be_quantised_at_start(quantization: str, words: str, caplog: pytest.LogCaptureFixture) -> None:
+    source = ModelSource(str(half_precision("llama")), quantization=quantization)
+    with caplog.at_level(logging.INFO, logger=choose.__name__):
+        assert open_native(source, CPU, "native", backend) is not None
+    assert f"llama: {words}" in caplog.text
 
 
 def test_dummy_weights_are_those_that_the_transformers_path_draws() -> None:

@@ -94,10 +94,10 @@ def test_greedy_tokens_of_a_mixed_batch_equal_those_of_transformers(tmp_path: Pa
         ("Q8_0", "bfloat16", "I8_BF16"),
         ("Q4_K", "float32", "F32"),
         ("Q6_K", "bfloat16", "BF16"),
-        ("F16", "float32", "F32"),
+        ("F16", "float32", "F16"),
     ],
 )
-def test_blocks_of_32_stay_quantised_and_the_others_are_widened(
+def test_blocks_of_32_and_float16_stay_as_they_are_and_the_others_are_widened(
     tmp_path: Path, kind: str, dtype: str, wanted: str
 ) -> None:
     assert kinds(native_model(write_model(tmp_path / "m.gguf", kind=kind), dtype)) == {wanted}

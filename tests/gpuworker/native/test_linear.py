@@ -50,6 +50,11 @@ def _as_taken(kind: Kind, x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().float() if kind in (Kind.BF16, Kind.I8_BF16, Kind.I4_BF16) else x
 
 
+def _as_held(kind: Kind, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight of floats as the kind rounds it."""
+    return weight.half().float() if kind == Kind.F16 else _as_taken(kind, weight)
+
+
 def _exact(weight: IntegerWeight) -> torch.Tensor:
     """Return the weight in float64."""
     groups = weight.scales.shape[1]
@@ -67,7 +72,7 @@ def _assert_close(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, e
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16])
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.F16])
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(rows=st.integers(1, 32), n=st.integers(1, 70), k=st.integers(1, 130))
 def test_any_shape_is_the_product_in_float64(
@@ -77,13 +82,38 @@ def test_any_shape_is_the_product_in_float64(
     result = PackedLinear([Rows(weight)], kind, library=library)(x)
     # The other levels widen weights and keep activations in float32.
     rounds = native.level_of(library) in ("avx512_bf16", "amx")
-    _assert_close(result, _as_taken(kind, x) if rounds else x, _as_taken(kind, weight.float()))
+    _assert_close(result, _as_taken(kind, x) if rounds else x, _as_held(kind, weight.float()))
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16])
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.F16])
 def test_many_inputs_are_summed_block_by_block(library: ctypes.CDLL, kind: Kind) -> None:
-    x, weight = _as_taken(kind, _numbers(17, 4200)), _as_taken(kind, _numbers(33, 4200, seed=1))
+    x, weight = _as_taken(kind, _numbers(17, 4200)), _as_held(kind, _numbers(33, 4200, seed=1))
     _assert_close(PackedLinear([Rows(weight)], kind, library=library)(x), x, weight)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(rows=st.integers(1, 70), n=st.integers(1, 70), k=st.integers(1, 1200), seed=st.integers(0, 99))
+def test_float16_gives_the_bits_of_float32(library: ctypes.CDLL, rows: int, n: int, k: int, seed: int) -> None:
+    x, weight = _numbers(rows, k), _numbers(n, k, seed=seed).half()
+    halves, floats = (PackedLinear([Rows(weight)], kind, library=library) for kind in (Kind.F16, Kind.F32))
+    assert torch.equal(halves(x), floats(x))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 6, 7, 14, 28, 29, 70, 71, 140, 141, 256])
+def test_float16_in_several_blocks_gives_the_bits_of_float32(library: ctypes.CDLL, rows: int) -> None:
+    x, weight = _numbers(rows, 2100), _numbers(101, 2100, seed=1).half()
+    halves, floats = (PackedLinear([Rows(weight)], kind, library=library) for kind in (Kind.F16, Kind.F32))
+    assert torch.equal(halves(x), floats(x))
+    assert halves.nbytes < 0.52 * floats.nbytes
+
+
+@pytest.mark.parametrize("rows", [1, 3, 141])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_every_float16_is_held_and_widened_exactly(library: ctypes.CDLL, dtype: torch.dtype, rows: int) -> None:
+    """One input a product: what comes out is the weight. Subnormal numbers, infinities and NaN are among them."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16)[:, None]
+    result = PackedLinear([Rows(every.to(dtype))], Kind.F16, library=library)(torch.ones(rows, 1))
+    torch.testing.assert_close(result, every.T.float().expand(rows, -1), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -175,7 +205,7 @@ def test_neither_batch_nor_place_nor_threads_change_a_bit(library: ctypes.CDLL, 
         assert torch.equal(packed[number % 3](x[begin : begin + rows]), alone[begin : begin + rows])
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.I8_BF16, Kind.W8A8])
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.F16, Kind.I8_BF16, Kind.W8A8])
 @pytest.mark.parametrize("n", [40, 64])
 def test_sources_stand_one_below_the_other_with_their_biases(library: ctypes.CDLL, kind: Kind, n: int) -> None:
     x = _numbers(5, 64)
@@ -188,7 +218,7 @@ def test_sources_stand_one_below_the_other_with_their_biases(library: ctypes.CDL
         torch.testing.assert_close(result, part if bias is None else part + bias, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.I4_F32])
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.F16, Kind.I4_F32])
 @pytest.mark.parametrize("width", [16, 37, 64])
 @pytest.mark.parametrize("store", [Store.SILU_F32, Store.SILU_BF16])
 def test_a_paired_weight_gives_the_gated_product(library: ctypes.CDLL, kind: Kind, width: int, store: Store) -> None:
@@ -220,7 +250,7 @@ def test_only_the_output_is_written(library: ctypes.CDLL) -> None:
 
 def test_rows_may_be_apart_in_memory(library: ctypes.CDLL) -> None:
     wide = _numbers(9, 100)
-    for kind in (Kind.F32, Kind.BF16):
+    for kind in (Kind.F32, Kind.BF16, Kind.F16):
         packed = PackedLinear([Rows(_numbers(33, 40, seed=1))], kind, library=library)
         assert torch.equal(packed(wide[:, 10:50]), packed(wide[:, 10:50].contiguous()))
 

@@ -27,7 +27,7 @@ from gpuworker.models.llama.weights import TensorOf, tensor_names
 from gpuworker.native import library as native
 from gpuworker.native.library import levels_here, load
 from gpuworker.native.llama import PHASES
-from tests.support.gpuworker.llama_cases import BLOCK_SIZE, CASES, Case, case_tokens, make_case, steps
+from tests.support.gpuworker.llama_cases import BLOCK_SIZE, CASES, EXPERT_CASES, Case, case_tokens, make_case, steps
 
 pytestmark = pytest.mark.skipif(native.best() is None, reason="the native library was not built")
 CPU = torch.device("cpu")
@@ -218,6 +218,35 @@ def test_a_tensor_of_another_shape_is_refused(case: Case) -> None:
     wrong = changed(case, "model.norm.weight", lambda tensor: tensor[:-1])
     with pytest.raises(ValueError, match=r"model.norm.weight is \(31,\); the configuration says \(32,\)"):
         pack_model(load(levels_here()[-1]), case.spec, reading(wrong))
+
+
+def bytes_of_linears(model: LlamaCpuModel) -> int:
+    held = (getattr(holder, linear.role) for linear, holder in model.packed.linears())
+    return sum(model.packed.library.quire_linear_bytes(ctypes.byref(linear)) for linear in held)
+
+
+@pytest.mark.parametrize("name", [*CASES, *EXPERT_CASES])
+def test_float16_stays_in_16_bits_and_has_the_logits_of_float32(name: str, library: ctypes.CDLL) -> None:
+    case, logits, sizes = make_case(name), [], []
+    for dtype in (torch.float16, torch.float32):  # the second has the numbers of the first
+        in_type(case, dtype)
+        model = llama_model(case, library)
+        logits.append(logits_of(model, NativeAttention(case.cache(), library=library), case_tokens(case.spec)))
+        sizes.append(bytes_of_linears(model))
+        assert model.packed.kinds_in_words == f"linears in {'F16' if dtype == torch.float16 else 'F32'}"
+    assert torch.equal(*logits)
+    # Each 32 outputs have 384 bytes of ends too, beside 1024 bytes of float16 at sixteen inputs.
+    assert sizes[0] < 0.65 * sizes[1]
+
+
+def test_a_linear_of_several_types_is_held_in_float32() -> None:
+    case = make_case("llama")
+
+    def mixed(name: str) -> torch.Tensor:
+        return case.tensor(name) if name.endswith("k_proj.weight") else case.tensor(name).half()
+
+    packed = pack_model(load(levels_here()[-1]), case.spec, reading(mixed))
+    assert packed.kinds_in_words == "linears in qkv F32, output F16, gate_up F16, down F16, head F16"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -250,3 +250,24 @@ def test_auto_keeps_floats_whose_rounding_would_lose_too_much(
         assert read.read(linear).kind == kind
     assert ("model.layers.0.mlp.down_proj stays in F32: int8: weights round with" in caplog.text) == (kind == Kind.F32)
     assert "auto takes what loses at most 1 %: int8: " in caplog.text
+
+
+@pytest.mark.parametrize("stored_as", [torch.float16, torch.float32])
+def test_auto_compares_with_what_float_weights_would_be_held_as(
+    stored_as: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Floats win: a linear of the same shape but of another type keeps its own type."""
+    compared = []
+
+    def first_wins(shapes: list[LinearShape], kinds: tuple[Kind, ...], *_: object, **__: object) -> list[LinearChoice]:
+        compared.append(kinds[0])
+        return [LinearChoice(shape, kinds[0], (), {}) for shape in shapes]
+
+    monkeypatch.setattr(linears, "choose", first_wins)
+    weights = {"down.weight": torch.ones(32, 64, dtype=stored_as), "other.weight": torch.ones(32, 64)}
+    read = LinearReader(weights.__getitem__, lambda _: None, torch.float32, "auto")
+    down, other = (FusedLinear("down", (name,), (32,), 64) for name in ("down", "other"))
+    read.choose([down], load(levels_here()[-1]))
+    expected = Kind.F16 if stored_as == torch.float16 else Kind.F32
+    assert compared == [expected]
+    assert (read.read(down).kind, read.read(other).kind) == (expected, Kind.F32)
