@@ -1,4 +1,4 @@
-"""Simpler rules of what blocks hold: drafts, windows, and copies of parts of blocks."""
+"""Simpler rules of what blocks hold (drafts, windows, copied parts), and the searches that notice them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simpler rules of leases, sessions and the index: who gets blocks, who gives them back, and who hears of it."""
+"""Simpler rules of leases, sessions and the index, and the searches that notice them."""
 
 from __future__ import annotations
 
