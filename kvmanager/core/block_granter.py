@@ -59,10 +59,14 @@ class BlockGranter(Evictor):
             if plan is None:
                 state.blocked_by = "capacity"
                 break
-            sequence.by_age = by_age
-            state.admitted_in_turn = 0 if by_age else state.admitted_in_turn + 1
+            self._count_turn(state, sequence, by_age)
             self._admit(state, sequence, plan, copies, admits, fresh)
         return copies, admits
+
+    def _count_turn(self, state: LedgerState, sequence: Sequence, by_age: bool) -> None:
+        """Count an admission of the next sequence, by its age or in the order of the queue."""
+        sequence.by_age = by_age
+        state.admitted_in_turn = 0 if by_age else state.admitted_in_turn + 1
 
     def _admit(
         self,
@@ -98,8 +102,7 @@ class BlockGranter(Evictor):
         until = self._promised(state, sequence).until
         part = chunked_grants.first_part(state, sequence, plan.fresh, free, until)
         if part:
-            sequence.by_age = by_age
-            state.admitted_in_turn = 0 if by_age else state.admitted_in_turn + 1
+            self._count_turn(state, sequence, by_age)
             state.partial, state.blocked_by = sequence.id, "prompt"
             self._admit(state, sequence, replace(plan, fresh=part, left=0), copies, admits, set())
 
@@ -142,6 +145,8 @@ class BlockGranter(Evictor):
             if kept.admits(sequence, now) and self._may_pass(state, sequence, growth):
                 plan, missing = self._plan(state, sequence, self._found(state, sequence))
                 if missing <= 0:
+                    # An earlier admission may have been by age: this one is not.
+                    sequence.by_age = False
                     self._admit(state, sequence, plan, copies, admits, fresh, passes=True)
                     growth.started(sequence, now)
                     kept.passed(sequence, now)

@@ -76,7 +76,8 @@ def _short(shortfall: Shortfall) -> str:
 def _granted(grant: Grant) -> str:
     waited = f" after {duration(grant.waited)}" if grant.waited else ""
     evicted = f", {grant.evicted} of them evicted for it" if grant.evicted else ""
-    return f"gets {grant.chosen}{waited}{evicted} (its prefix: {listed(grant.reasons)})"
+    miss, *others = grant.reasons or ("not recorded",)
+    return f"gets {grant.chosen}{waited}{evicted} ({'; '.join([f'its prefix: {miss}', *others])})"
 
 
 def _ended(outcome: Outcome) -> str:

@@ -233,6 +233,18 @@ def test_time_in_which_a_sequence_runs_is_no_wait() -> None:
     assert admitted(batch.admit) == [2]
 
 
+def test_who_passes_is_not_protected_by_an_earlier_admission_by_age() -> None:
+    ledger = make_ledger(10, max_num_seqs=2)
+    admit(ledger, reserve(1, prompt(60), max_len=80), reserve(9, prompt(10, start=300), max_len=30))
+    assert admit(ledger, reserve(2, prompt(120, start=500), max_len=128), reserve(3, prompt(10, start=900), 25)) == ()
+    passing = ledger.state.sequences[SequenceId(3)]
+    passing.by_age = True  # as it is after an admission by age and a preemption
+    batch = finish(ledger, 9)
+    assert batch is not None
+    assert admitted(batch.admit) == [3]
+    assert not passing.by_age
+
+
 def test_without_a_bound_priority_alone_decides() -> None:
     ledger = make_ledger(4, max_wait=0.0)
     admit(ledger, reserve(1, prompt(60), priority=5))

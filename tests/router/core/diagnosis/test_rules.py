@@ -248,7 +248,7 @@ def test_of_several_requests_with_one_id_the_last_one_is_meant() -> None:
 
 def test_the_step_of_a_grant_gives_all_its_reasons() -> None:
     found = asked(CALM, routed(), replace(granted(0.0), reasons=("full_hit", "passes one that lacks blocks")))
-    assert found.steps[1].sentence.endswith("(its prefix: full_hit and passes one that lacks blocks)")
+    assert found.steps[1].sentence.endswith("(its prefix: full_hit; passes one that lacks blocks)")
 
 
 # ------------------------------------------------------------ the prefix
