@@ -10,23 +10,11 @@ import pytest
 import torch
 
 from common.types import SamplingParams
-from gpuworker.native.library import best
-from gpuworker.sampling import sampler
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch, token_logprobs
 
 VOCAB = 20
 Words = tuple[tuple[int, ...], ...]
-
-
-@pytest.fixture(autouse=True, params=["native", "torch"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test samples by the native library and, as where that was not built, by torch."""
-    if request.param == "torch":
-        monkeypatch.setattr(sampler, "native_rows", lambda *_: None)
-    elif best() is None:
-        pytest.skip("the native library was not built")
-    return str(request.param)
 
 
 def allowed(cases: Sequence[tuple[list[int], list[int], Words]]) -> list[list[int]]:

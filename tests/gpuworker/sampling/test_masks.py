@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId
-from gpuworker.native.library import best
-from gpuworker.sampling import sampler
 from gpuworker.sampling.masks import GrammarBitmask
 from gpuworker.sampling.rows import SampledRow, SampledTokens, SamplePoint
 from gpuworker.sampling.sampler import SamplingBatch, token_logprobs
@@ -33,16 +31,6 @@ PARAMS = [
     SamplingParams(temperature=0.9, seed=8, logit_bias=((3, 5.0), (149, 2.0)), repetition_penalty=1.3),
     SamplingParams(temperature=1.0, seed=9, logprobs=20),
 ]
-
-
-@pytest.fixture(autouse=True, params=["native", "torch"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test draws by the native library and, as where that was not built, by torch."""
-    if request.param == "torch":
-        monkeypatch.setattr(sampler, "native_rows", lambda *_: None)
-    elif best() is None:
-        pytest.skip("the native library was not built")
-    return str(request.param)
 
 
 def some_allowed(rows: int, seed: int) -> npt.NDArray[np.bool_]:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from common.types import SamplingParams
-from gpuworker.native.library import best
 from gpuworker.sampling import sampler
 from gpuworker.sampling.rows import SampledRow, SampledTokens
 from gpuworker.sampling.sampler import SamplingBatch, token_logprobs
@@ -24,16 +23,6 @@ VOCAB = 50
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT, OUTPUT = [3, 3, 7, 9], [9, 11, 11, 12]
 Float64Array = npt.NDArray[np.float64]
-
-
-@pytest.fixture(autouse=True, params=["native", "torch"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test draws by the native library and, as where that was not built, by torch."""
-    if request.param == "torch":
-        monkeypatch.setattr(sampler, "native_rows", lambda *_: None)
-    elif best() is None:
-        pytest.skip("the native library was not built")
-    return str(request.param)
 
 
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
