@@ -118,9 +118,21 @@ async def test_a_wrong_prediction_is_refused_by_name(suite: Suite, prediction: d
 
 
 async def test_streams_of_a_killed_worker_go_on_with_every_token_right(suite: Suite) -> None:
-    asked = prompts(16, seed=1)
-    victim, outcomes = await with_a_worker_killed(suite, [predicted(ids, LONG, 70) for ids in asked])
+    asked, seeded = prompts(16, seed=1), [sampled(ids, seed) for seed, ids in enumerate(prompts(8, seed=2))]
+    plain = [outcome.tokens for outcome in await asyncio.gather(*map(suite.generate, seeded))]
+    for request, tokens in zip(seeded, plain, strict=True):
+        request.prediction = tokenizer().decode([*tokens[:70], *tokens[71:]], skip_special_tokens=True)
+    requests = [*(predicted(ids, LONG, 70) for ids in asked), *seeded]
+    victim, outcomes = await with_a_worker_killed(suite, requests)
     assert victim.startswith("worker-")
-    assert_greedy(asked, [outcome.tokens for outcome in outcomes], LONG)
+    found = [outcome.tokens for outcome in outcomes]
+    assert_greedy(asked, found[: len(asked)], LONG)
+    assert found[len(asked) :] == plain, "a seed gives the same tokens, with drafts and on another worker"
     await suite.until_connected(WORKERS)
     await suite.until_all_free(WORKERS)
+
+
+def sampled(ids: list[int], seed: int) -> pb.GenerateRequest:
+    request = greedy(ids, LONG)
+    request.sampling.temperature, request.sampling.seed = 0.8, seed
+    return request
