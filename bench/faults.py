@@ -10,7 +10,8 @@ A killed process (SIGKILL) is started again by the suite, as is a drained one (S
 migrate`. All are drained one after the other, too. A stopped one (SIGSTOP) goes on after 2 s, a frozen one after 20 s.
 Redis is wiped, or all its values are overwritten. For 2 s a process has no file descriptor left, and 64 connections
 want one; or it gets no memory, and calls of 4 MiB want some; or it can write to no file. Its wall clock jumps an hour
-ahead, then an hour back (Linux with a C compiler). 16 further clients hang up, and the deadline of 16 passes.
+ahead, then an hour back (Linux with a C compiler). 16 further clients hang up, the deadline of 16 passes, and an
+operator aborts 16.
 
 Three more suites run. In one with `--manager-patience 3` the manager stands still until every stream has ended, with
 its tokens or with that reason. In one with two KV managers the leader is killed; or it is stopped until the other one

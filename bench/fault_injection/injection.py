@@ -7,9 +7,10 @@ import os
 import random
 import signal
 import time
+import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from typing import Final
 
@@ -86,6 +87,7 @@ class Injector:
         yield (Kind.REDIS_OVERWRITTEN,), self._overwrite
         yield (Kind.CLIENTS_GONE,), self._leave
         yield (Kind.DEADLINES_PASSED,), self._run_out
+        yield (Kind.REQUESTS_ABORTED,), self._abort
 
     def _pid(self, name: str) -> int:
         pid = self._suite.pids().get(name)
@@ -216,7 +218,27 @@ class Injector:
         await asyncio.gather(*(stream.run(self._client, 2_000, timeout=0.3) for stream in streams))
 
     async def _leave(self, _: str) -> None:
+        async with self._running(self._streams()):
+            pass
+
+    async def _abort(self, _: str) -> None:
+        """End streams by their request ids, as an operator does; each must say so."""
         streams = self._streams()
+        for stream in streams:
+            stream.request_id = uuid.uuid4().hex
+        async with self._running(streams) as tasks, self._suite.channel(self._suite.routers[0]) as channel:
+            stub = rpc.InferenceServiceStub(channel)
+            for stream in streams:
+                await stub.Abort(pb.AbortRequest(request_id=stream.request_id), timeout=_PATIENCE_S)
+            async with patience(_PATIENCE_S, "aborted streams to end", lambda: f"{sum(t.done() for t in tasks)} did"):
+                await asyncio.wait(tasks)
+        for stream in streams:
+            if "aborted" not in stream.broken:
+                raise InjectionFailed("each aborted stream to say that it was", stream.broken or "an end without error")
+
+    @asynccontextmanager
+    async def _running(self, streams: Sequence[Stream]) -> AsyncIterator[list[asyncio.Task[None]]]:
+        """Read streams in the background, from when each has tokens. At the end their clients hang up."""
         tasks = [asyncio.create_task(stream.run(self._client, 2_000)) for stream in streams]
 
         def came() -> str:
@@ -227,6 +249,7 @@ class Injector:
             async with patience(_PATIENCE_S, f"{len(streams)} streams to have tokens", came):
                 while not all(stream.tokens for stream in streams):  # noqa: ASYNC110 - other tasks fill them
                     await asyncio.sleep(_POLL_S)
+            yield tasks
         finally:
             for task in tasks:
                 task.cancel()

@@ -31,6 +31,7 @@ class Kind(StrEnum):
     REDIS_WIPED = "redis_wiped"
     CLIENTS_GONE = "clients_gone"
     DEADLINES_PASSED = "deadlines_passed"
+    REQUESTS_ABORTED = "requests_aborted"
     MANAGER_DRAINED = "manager_drained"
     ROUTER_DRAINED = "router_drained"
     WORKER_DRAINED = "worker_drained"

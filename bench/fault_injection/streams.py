@@ -23,6 +23,7 @@ class Stream:
 
     seed: int
     prompt: Sequence[int]
+    request_id: str = ""
     tokens: list[int] = field(default_factory=list)
     broken: str = ""
     longest_gap: float = 0.0
@@ -30,7 +31,9 @@ class Stream:
 
     async def run(self, client: AsyncClient, count: int, timeout: float = PATIENCE_S) -> None:
         """Read the request to its end; an error is noted."""
-        options = {"seed": self.seed, "max_tokens": count, "ignore_eos": True, "timeout": timeout}
+        options: dict[str, object] = {"seed": self.seed, "max_tokens": count, "ignore_eos": True, "timeout": timeout}
+        if self.request_id:
+            options["request_id"] = self.request_id
         try:
             async with client.stream(list(self.prompt), **options) as chunks:  # type: ignore[arg-type]
                 async for chunk in chunks:

@@ -116,6 +116,7 @@ def test_failures_break_no_stream_and_change_no_token(tmp_path: Path) -> None:
 # A router without memory may end streams that need some, with that reason: no test depends on how many.
 ROWS = [
     Fault(Kind.REDIS_OVERWRITTEN, "", 2),
+    Fault(Kind.REQUESTS_ABORTED, "", 2),
     Fault(Kind.ROUTER_WITHOUT_FILES, "router-0", 2),
     Fault(Kind.MANAGER_WITHOUT_FILES, "kvmanager", 2),
     Fault(Kind.WORKER_WITHOUT_FILES, "worker-0", 2),

@@ -71,6 +71,7 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
     "client gone or too slow, deadline passed, key removed, abort": (
         Kind.CLIENTS_GONE,
         Kind.DEADLINES_PASSED,
+        Kind.REQUESTS_ABORTED,
         f"{ROUTER}/test_inbox.py::test_output_that_a_client_leaves_unread_ends_its_sequences_once",
         f"{SUITES}/e2e/test_tenants.py::test_a_revoked_key_ends_open_streams_and_those_of_others_go_on",
         f"{SUITES}/e2e/test_operation.py::test_a_tenant_aborts_its_own_request_through_any_router_and_no_other",
