@@ -85,7 +85,10 @@ class World:
         return await self._stack.enter_async_context(harness)
 
     async def begun(self, router: Harness, wanted: ValidatedRequest, tokens: int) -> list[GenerateEvent]:
-        """Let a router run a request until every sequence has so many tokens; return what its client has."""
+        """Let a router run a request until every sequence has so many tokens; return what its client has by then.
+
+        What the router yields later never reaches the client.
+        """
         seen: list[GenerateEvent] = []
 
         async def run() -> None:
@@ -96,7 +99,7 @@ class World:
         self._task = self._stack.enter_context(_Running(asyncio.create_task(run())))
         enough = lambda: all(len(tokens_of(seen, each)) >= tokens for each in range(wanted.sampling.n))  # noqa: E731
         await self.worker.step_until(self.runner, enough)
-        return seen
+        return list(seen)
 
     async def dies(self, router: Harness) -> None:
         """End a router's connections without a word; its clients get nothing more."""
