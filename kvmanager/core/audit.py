@@ -6,7 +6,7 @@ from collections import Counter
 
 from common.errors import ProtocolViolation
 from common.lease import DEFAULT_RETENTION_PRIORITY
-from common.types import TRIMMED, BlockId, SequencePhase
+from common.types import TRIMMED, SequencePhase
 from kvmanager.core.block import ROOT, BlockState
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.retention import PINNED_PRIORITY
@@ -30,6 +30,7 @@ def audit(state: LedgerState) -> None:
 
 
 def _check(holds: bool, words: str) -> None:
+    """Raise InvariantBroken unless a check holds. Words that name a block are made where they are needed, in a loop."""
     if not holds:
         raise InvariantBroken(words)
 
@@ -59,23 +60,31 @@ def _references(state: LedgerState) -> None:
 
     A block without a reference has no hash, unless it is cached.
     """
-    refs = Counter(block for sequence in state.sequences.values() for block in sequence.block_table if block != TRIMMED)
-    refs.update(each.copy_source for each in state.sequences.values() if each.copy_source is not None)
-    blocks = state.blocks
+    blocks, refs = state.blocks, [0] * len(state.blocks.refs)
+    for sequence in state.sequences.values():
+        for block_id in sequence.block_table:
+            if block_id != TRIMMED:
+                refs[block_id] += 1
+        if sequence.copy_source is not None:
+            refs[sequence.copy_source] += 1
     for block, (of, held, key) in enumerate(zip(blocks.state, blocks.refs, blocks.hash, strict=True)):
-        _check(
-            held == refs[BlockId(block)],
-            f"block {block} counts {held} references, block tables hold {refs[BlockId(block)]}",
-        )
-        _check((of is BlockState.IN_USE) == (held > 0), f"block {block} is {of.value} with {held} references")
-        if of in (BlockState.FREE, BlockState.LEASED):
-            _check(key is None, f"block {block} is {of.value} and has a hash")
-        if of is BlockState.CACHED:
-            _check(key is not None, f"block {block} is cached without a hash")
+        if held != refs[block]:
+            raise InvariantBroken(f"block {block} counts {held} references, block tables hold {refs[block]}")
+        if (of is BlockState.IN_USE) != (held > 0):
+            raise InvariantBroken(f"block {block} is {of.value} with {held} references")
+        if of is not BlockState.IN_USE and (key is None) == (of is BlockState.CACHED):
+            raise InvariantBroken(f"block {block} is {of.value} and has {'no' if key is None else 'a'} hash")
+    _places(state)
+
+
+def _places(state: LedgerState) -> None:
+    """Check that each block of a block table records its place in it."""
+    blocks = state.blocks
     for sequence in state.sequences.values():
         for index, block_id in enumerate(sequence.block_table):
             at = index if block_id == TRIMMED else blocks.index[block_id]
-            _check(at == index, f"block {block_id} is at index {index} of {sequence.name} and records index {at}")
+            if at != index:
+                raise InvariantBroken(f"block {block_id} is at index {index} of {sequence.name} and records index {at}")
 
 
 def _prefix_map(state: LedgerState) -> None:
@@ -155,11 +164,10 @@ def _sequences(state: LedgerState) -> None:
     draining = {each.id for each in state.sequences.values() if each.phase is SequencePhase.DRAINING_PREEMPT}
     _check(state.preempting == draining, "the outstanding preemptions are miscounted")
     for each in state.sequences.values():
-        _check(each.growth >= 0, f"{each.name} has more blocks than its longest length needs")
-        _check(
-            bool(each.block_table) == (each.phase is not SequencePhase.WAITING),
-            f"{each.name} is {each.phase.value} with {len(each.block_table)} blocks",
-        )
+        if each.growth < 0:
+            raise InvariantBroken(f"{each.name} has more blocks than its longest length needs")
+        if bool(each.block_table) != (each.phase is not SequencePhase.WAITING):
+            raise InvariantBroken(f"{each.name} is {each.phase.value} with {len(each.block_table)} blocks")
 
 
 def _tenants(state: LedgerState) -> None:

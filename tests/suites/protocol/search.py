@@ -53,7 +53,7 @@ def exhaust(scenario: Scenario, max_states: int = 1_000_000, seconds: float = 1e
         try:
             moved = False
             for event in world.events() + world.faults():
-                after = world.clone()
+                after = world.clone(event)
                 after.occur(event)
                 found.steps += 1
                 key_after = hash(after.state_key())

@@ -21,6 +21,8 @@ from tests.suites.protocol.worker_side import WorkerSide
 
 Event = tuple[str, int]
 FAULTS = ("cancel", "stream_break", "worker_crash", "manager_crash", "hand_over", "wipe", "reset")
+OF_WORKER = frozenset({"submit", "plan", "complete", "report", "to_worker", "cancel"})
+"""Events that leave the managers as they are; all events may change the queues between them and the worker."""
 
 
 class World(WorkerSide, ManagerSide):
@@ -41,6 +43,8 @@ class World(WorkerSide, ManagerSide):
         self.ended: list[FinishReason | None] = [None] * len(scenario.requests)
         self.faults_left = dict(scenario.faults)
         self.faults_in_all = scenario.max_faults
+        self.worker_touched = self.managers_touched = True
+        self.worker_hash = self.managers_hash = None
 
     # ------------------------------------------------------------ events
 
@@ -97,10 +101,19 @@ class World(WorkerSide, ManagerSide):
         if name in FAULTS:
             self.faults_left[name] -= 1
             self.faults_in_all -= 1
+        self.worker_touched, self.managers_touched = self._touched_by(event)
+        self.worker_hash = None if self.worker_touched else self.worker_hash
+        self.managers_hash = None if self.managers_touched else self.managers_hash
         try:
             return bool(getattr(self, name)(argument))
         except ProtocolViolation as broken:
             raise Violation.of_protocol(broken) from broken
+
+    def _touched_by(self, event: Event) -> tuple[bool, bool]:
+        """Return whether an event may change the worker, and whether it may change the managers."""
+        name, number = event
+        answers = name == "to_manager" and isinstance(self.links[number].to_manager[0], Report)
+        return not answers and name != "further", name not in OF_WORKER
 
     # ------------------------------------------------------------ faults
 
@@ -142,33 +155,48 @@ class World(WorkerSide, ManagerSide):
 
     # ------------------------------------------------------------ copies
 
-    def clone(self) -> World:
+    def clone(self, event: Event | None = None) -> World:
+        """Return an independent copy. One for an event alone shares with its original what the event does not touch."""
+        worker, managers = self._touched_by(event) if event else (True, True)
         twin = World.__new__(World)
         twin.__dict__.update(self.__dict__)
-        twin.index, twin.device = self.index.clone(), self.device.clone()
-        twin.worker = shallow(self.worker)
+        twin.index, twin.faults_left = self.index.clone(), self.faults_left.copy()
+        renewed: dict[int, WorkerRegistration] = {}
+        if managers:
+            twin.managers = [manager.clone(renewed) for manager in self.managers]
+        twin.links = [link.clone(renewed) for link in self.links]
+        if worker:
+            self._copy_worker_to(twin)
+        return twin
+
+    def _copy_worker_to(self, twin: World) -> None:
+        twin.device, twin.worker = self.device.clone(), shallow(self.worker)
         twin.worker.agent = copy_agent(self.worker.agent)
         twin.paths = {sequence: nodes.copy() for sequence, nodes in self.paths.items()}
-        twin.copying = self.copying.copy()
-        twin.request_of, twin.faults_left = self.request_of.copy(), self.faults_left.copy()
+        twin.copying, twin.request_of = self.copying.copy(), self.request_of.copy()
         twin.delivered, twin.ended = [tokens.copy() for tokens in self.delivered], self.ended.copy()
-        renewed: dict[int, WorkerRegistration] = {}
-        twin.managers = [manager.clone(renewed) for manager in self.managers]
-        twin.links = [link.clone(renewed) for link in self.links]
-        return twin
 
     def state_key(self) -> tuple[object, ...]:
         """Return everything that decides the future, hashable; sessions count by which one is the present one."""
+        if self.worker_hash is None:
+            self.worker_hash = hash(self._worker_key())
+        if self.managers_hash is None:
+            self.managers_hash = hash(tuple([manager.state_key() for manager in self.managers]))
+        return (
+            (self.worker_hash, self.managers_hash),
+            tuple([self._link_key(link) for link in self.links]),
+            (self.index.counter, self.index.fence, self.index.generation, self.index.entries),
+            (self.unsubmitted, self.faults_in_all, tuple(self.faults_left.items())),
+            (self.resets, self.dropped),
+        )
+
+    def _worker_key(self) -> tuple[object, ...]:
         return (
             agent_key(self.agent),
             (self.worker.open, self.worker.epoch_seen),
             tuple([tuple(slots) for slots in self.device.slots]),
             tuple([(s, r, self.paths[s][-1]) for s, r in self.request_of.items()]),
-            tuple([self._link_key(link) for link in self.links]),
-            tuple([manager.state_key() for manager in self.managers]),
-            (self.index.counter, self.index.fence, self.index.generation, self.index.entries),
-            (self.unsubmitted, tuple(self.ended), self.faults_in_all, tuple(self.faults_left.items())),
-            (self.resets, self.dropped),
+            tuple(self.ended),
             tuple(self.held_sources()),
         )
 

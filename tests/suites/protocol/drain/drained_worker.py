@@ -37,6 +37,11 @@ class DrainedWorker(World):
         self.connect(0)
         self.exchange()
 
+    def state_key(self) -> tuple[object, ...]:
+        """Return the key of the world; its parts are made anew, since events happen here without `occur`."""
+        self.worker_hash = self.managers_hash = None
+        return super().state_key()
+
     def _nothing_here(self) -> None:
         self.unsubmitted = ()
         self.ended = [each or FinishReason.CANCELLED for each in self.ended]
