@@ -42,13 +42,10 @@ async def is_served(worker: RawWorker, sequence: int = 0) -> None:
     assert [admit.sequence for admit in batch.admit] == [sequence]
 
 
-async def attack(child: ManagerChild, worker: RawWorker) -> str:
-    """Attach as an attacker; return the answer, or the status that ended the stream."""
-    try:
-        answer = await worker.attach(EMPTY)
-        return answer.WhichOneof("message") or ""
-    except (aio.AioRpcError, EOFError) as error:
-        return error.code().name if isinstance(error, aio.AioRpcError) else "EOF"
+async def attack(worker: RawWorker) -> None:
+    """Attach as an attacker. The stream may end meanwhile, even before the inventory is sent."""
+    with suppress(aio.AioRpcError, EOFError, asyncio.InvalidStateError):
+        await worker.attach(EMPTY)
 
 
 async def flooded(worker: RawWorker, message: kvmanager_pb2.SessionRequest, times: int) -> bool:
@@ -66,7 +63,7 @@ async def test_an_absurd_epoch_harms_neither_workers_nor_the_next_manager(
 ) -> None:
     async with manager_process(tmp_path, "--redis-url", redis_url) as child:
         async with open_channel(child.address) as channel, attached(child, "w0") as worker:
-            await attack(child, RawWorker(channel, attach_of("evil", epoch_seen=seen)))
+            await attack(RawWorker(channel, attach_of("evil", epoch_seen=seen)))
             await is_served(worker)
         async with attached(child, "w1") as worker:
             await is_served(worker)
