@@ -113,7 +113,8 @@ class EngineSettings(Settings):
     cpu_level: CpuLevel = Field(
         "auto",
         description="vector instructions of the native CPU kernels: scalar, avx2, avx_vnni, avx512, avx512_vnni, "
-        "avx512_bf16, amx; auto: the best that the processor has. Others are for measurements and tests",
+        "avx512_bf16, amx; on ARM scalar, neon, neon_dotprod; auto: the best that the processor has. Others are for "
+        "measurements and tests",
     )
     seed: int = Field(0, description="seed of dummy weights; `quire serve` also gives it to requests that name none")
     kv_blocks: Count | None = Field(None, description="size of a worker's KV pool in blocks")

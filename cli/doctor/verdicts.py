@@ -20,6 +20,8 @@ _LEVEL_WORDS: Final = {
     "avx512": "AVX-512, without VNNI and bf16",
     "avx_vnni": "AVX2 with VNNI, without AVX-512",
     "avx2": "AVX2, without AVX-512",
+    "neon_dotprod": "NEON with dot products of bytes",
+    "neon": "NEON, without dot products",
     "scalar": "neither AVX2 nor AVX-512",
 }
 

@@ -172,8 +172,8 @@ KvCacheDType = Annotated[
     str, BeforeValidator(_dtype), AfterValidator(one_of("auto", "float32", "bfloat16", "float16", "int8", "fp8"))
 ]
 Quantization = Annotated[str, AfterValidator(one_of("none", "int8", "int4", "w8a8", "auto"))]
-_CPU_LEVELS = ("auto", "scalar", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
-CpuLevel = Annotated[str, AfterValidator(one_of(*_CPU_LEVELS))]
+_X86_LEVELS = ("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
+CpuLevel = Annotated[str, AfterValidator(one_of("auto", "scalar", *_X86_LEVELS, "neon", "neon_dotprod"))]
 Speculative = Annotated[str, AfterValidator(one_of("none", "ngram", "draft"))]
 LogFormat = Literal["json", "text", "bare"]
 LoadFormat = Literal["auto", "dummy"]

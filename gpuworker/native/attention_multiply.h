@@ -31,7 +31,7 @@ struct Scores {
   // Writes the dot products of each packed query with the 64 slots: to [Q][64].
   template <int Q>
   static void run(const Number* const* runs, int dim, const float* const (&queries)[Q], float* to, Fetcher& fetcher) {
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(QUIRE_NEON)
     if (dim == 64) return run<Q, 64>(runs, dim, queries, to, fetcher);
     if (dim == 128) return run<Q, 128>(runs, dim, queries, to, fetcher);
 #endif
@@ -135,6 +135,8 @@ struct Wide : WideNumbers<T>, Scores<WideNumbers<T>> {
 #if defined(__AVX512F__)
   static constexpr int columns_at_once(int lanes) { return std::min(4, 16 / lanes); }
 #elif defined(__AVX2__)
+  static constexpr int columns_at_once(int lanes) { return lanes == 1 ? 4 : lanes == 4 ? 1 : 2; }
+#elif defined(QUIRE_NEON)
   static constexpr int columns_at_once(int lanes) { return lanes == 1 ? 4 : lanes == 4 ? 1 : 2; }
 #else
   static constexpr int columns_at_once(int) { return 1; }

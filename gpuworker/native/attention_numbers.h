@@ -26,6 +26,8 @@ namespace quire {
 constexpr int slots_at_once(int lanes) { return lanes == 4 ? 4 : 8; }
 #elif defined(__AVX2__)
 constexpr int slots_at_once(int lanes) { return lanes == 1 ? 8 : lanes == 4 ? 2 : 4; }
+#elif defined(QUIRE_NEON)
+constexpr int slots_at_once(int lanes) { return lanes == 4 ? 4 : 8; }
 #else
 constexpr int slots_at_once(int) { return 4; }
 #endif
@@ -92,6 +94,21 @@ QUIRE_INLINE void reduce_floats(const FloatSums* a, float* to) {
   _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1)));
 }
 
+#elif defined(QUIRE_NEON)
+
+constexpr int kUnit = 4;
+using FloatSums = float32x4_t;
+constexpr int kFloats = 4;  // that are multiplied at once
+using Floats = float32x4_t;
+inline FloatSums dot_floats(FloatSums acc, Floats a, Floats b) { return vfmaq_f32(acc, a, b); }
+inline FloatSums no_floats() { return vdupq_n_f32(0.0f); }
+inline Floats all_floats(float x) { return vdupq_n_f32(x); }
+inline FloatSums load_sums(const float* p, float factor) { return vmulq_n_f32(vld1q_f32(p), factor); }
+inline void store_sums(FloatSums x, float* p) { vst1q_f32(p, x); }
+QUIRE_INLINE void reduce_floats(const FloatSums* a, float* to) {
+  vst1q_f32(to, vpaddq_f32(vpaddq_f32(a[0], a[1]), vpaddq_f32(a[2], a[3])));
+}
+
 #else
 
 constexpr int kUnit = 1;
@@ -109,7 +126,7 @@ QUIRE_INLINE void reduce_floats(const FloatSums* a, float* to) { *to = a->sum();
 #endif
 
 // Numbers of type T, widened as they are read. AVX2 reads 16 of them as two vectors: the first and the last eight, or of
-// bf16, the even and the odd ones, each widened by one instruction.
+// bf16, the even and the odd ones, each widened by one instruction. NEON reads four vectors.
 template <typename T>
 struct WideNumbers {
   using Number = T;
@@ -167,6 +184,19 @@ struct WideNumbers {
       _mm256_storeu_ps(acc + i + kFloats, _mm256_permute2f128_ps(low, high, 0x31));
     }
   }
+#elif defined(QUIRE_NEON)
+  template <int Part, int>
+  static Floats load(const T* p) { return quad(p + Part * kFloats); }
+  template <int Part, int>
+  static Floats load(const T* p, int count) {
+    T padded[kColumns] = {};
+    for (int i = 0; i < count; ++i) padded[i] = p[i];
+    return quad(padded + Part * kFloats);
+  }
+  template <int Part>
+  static Floats query(const float* q, int column) { return vld1q_f32(q + column + Part * kFloats); }
+  static float pack_query(float*, int) { return 1.0f; }
+  static void put_in_order(float*, int) {}
 #else
   template <int, int>
   static Floats load(const T* p) { return Vec::load(p); }

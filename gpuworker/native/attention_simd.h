@@ -20,7 +20,7 @@ constexpr float kNoPower = -126.0f;
 inline Vec scale_down(Vec x, Vec n) {
   return {_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n.v, _mm512_set1_ps(kNoPower), _CMP_GT_OQ), x.v, n.v)};
 }
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(QUIRE_NEON)
 constexpr float kNoPower = -127.0f;
 inline Vec scale_down(Vec x, Vec n) { return scale2(x, n); }
 #else
@@ -101,6 +101,21 @@ inline Vec maxima(Vec a, Vec b, Vec c, Vec d) {
   const __m256 all = _mm256_max_ps(four, _mm256_permute2f128_ps(four, four, 1));
   return {all, all};
 }
+#elif defined(QUIRE_NEON)
+inline Vec load_four(const float* p) {
+  const float32x4_t four = vld1q_f32(p);
+  return {four, four, four, four};
+}
+template <int I>
+inline Vec spread(Vec four) {
+  const float32x4_t all = vdupq_laneq_f32(four.a, I);
+  return {all, all, all, all};
+}
+inline Vec maxima(Vec a, Vec b, Vec c, Vec d) {
+  const auto most = [](Vec v) { return vmaxnmq_f32(vmaxnmq_f32(v.a, v.b), vmaxnmq_f32(v.c, v.d)); };
+  const float32x4_t all = vpmaxnmq_f32(vpmaxnmq_f32(most(a), most(b)), vpmaxnmq_f32(most(c), most(d)));
+  return {all, all, all, all};
+}
 #else
 inline Vec load_four(const float* p) {
   return each([&](int i) { return p[i % 4]; });
@@ -153,6 +168,13 @@ inline Vec keep_between(Vec x, Vec position, Vec first, Vec end) {
     return _mm256_blendv_ps(_mm256_set1_ps(kMasked), y, kept);
   };
   return {half(x.a, position.a, first.a, end.a), half(x.b, position.b, first.b, end.b)};
+}
+#elif defined(QUIRE_NEON)
+inline Vec keep_between(Vec x, Vec position, Vec first, Vec end) {
+  auto quarter = [](float32x4_t y, float32x4_t at, float32x4_t from, float32x4_t to) {
+    return vbslq_f32(vandq_u32(vcleq_f32(from, at), vcltq_f32(at, to)), y, vdupq_n_f32(kMasked));
+  };
+  return quarters(quarter, x, position, first, end);
 }
 #else
 inline Vec keep_between(Vec x, Vec position, Vec first, Vec end) {

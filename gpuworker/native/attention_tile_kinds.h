@@ -12,7 +12,7 @@ namespace quire {
 #if defined(__AVX512F__)
 constexpr int kVectors = 4;  // of lanes at once, if the item has that many
 constexpr int rows_at_once(int vectors) { return vectors == 1 ? 16 : vectors == 2 ? 8 : 4; }
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(QUIRE_NEON)
 constexpr int kVectors = 1;
 constexpr int rows_at_once(int) { return 6; }
 #else

@@ -32,20 +32,35 @@ _COMMON += ["-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized"
 _COMMON += _LINK
 _SAID_EVERY = 20
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
+# Where a processor multiplies and adds at once, the compiler does so in some instances of a template, and bits would
+# depend on the batch. Other levels name that instruction.
+_SCALAR = ["-ffp-contract=off"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 _AVX512 = [*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq")), "-mprefer-vector-width=512"]
 _VNNI = [*_AVX512, "-mavx512vnni"]
 _BF16 = [*_VNNI, "-mavx512bf16"]
-# From the plainest to the best; the loader tries them from the end.
-LEVELS: dict[str, list[str]] = {"scalar": []}
-if platform.machine().lower() in ("x86_64", "amd64"):
-    LEVELS |= {"avx2": _AVX2, "avx_vnni": [*_AVX2, "-mavxvnni"]}
-    LEVELS |= {"avx512": _AVX512, "avx512_vnni": _VNNI, "avx512_bf16": _BF16}
-    LEVELS |= {"amx": [*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]}
+_X86 = {"avx2": _AVX2, "avx_vnni": [*_AVX2, "-mavxvnni"]}
+_X86 |= {"avx512": _AVX512, "avx512_vnni": _VNNI, "avx512_bf16": _BF16}
+_X86 |= {"amx": [*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]}
+# NEON belongs to every aarch64 processor; the macro tells its level from the scalar one. GCC for ARM brings loads
+# forward before it knows what lies in registers. These do not suffice then: most sums of a tile went through memory.
+_NEON = ["-DQUIRE_NEON", "-fno-schedule-insns", "-Wno-ignored-optimization-argument"]
+_ARM = {"neon": ["-march=armv8-a", *_NEON], "neon_dotprod": ["-march=armv8.2-a+dotprod", *_NEON]}
+# By platform.machine().
+_LEVELS_OF = {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM}
+
+
+def levels_for(machine: str) -> dict[str, list[str]]:
+    """Return a processor's levels, from the plainest to the best, with flags for the compiler."""
+    return {"scalar": _SCALAR} | _LEVELS_OF.get(machine.lower(), {})
+
+
+# The loader tries them from the end.
+LEVELS = levels_for(platform.machine())
 # A level differs from the one before it by a macro: sources that do not read it are not compiled again.
 _BEFORE = {"avx_vnni": ("avx2", "__AVXVNNI__")}
 _BEFORE |= {"avx512_vnni": ("avx512", "__AVX512VNNI__"), "avx512_bf16": ("avx512_vnni", "__AVX512BF16__")}
-_BEFORE |= {"amx": ("avx512_bf16", "__AMX_TILE__")}
+_BEFORE |= {"amx": ("avx512_bf16", "__AMX_TILE__"), "neon_dotprod": ("neon", "__ARM_FEATURE_DOTPROD")}
 # An instruction of a level that an older assembler lacks: there the level is left out (GCC 10, binutils 2.35).
 _NEW = {
     "avx_vnni": 'void add() { asm("{vex} vpdpwssd %ymm0, %ymm1, %ymm2"); }',

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import platform
 from pathlib import Path
 
-from gpuworker.native.build import LEVELS, NoCompiler, compiler, library, may_lack
+from gpuworker.native.build import LEVELS, NoCompiler, compiler, levels_for, library, may_lack
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 _AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
-# From the plainest to the best, with the flags of /proc/cpuinfo that each needs.
+_NEON = frozenset({"asimd"})
+# From the plainest to the best of each architecture, with the flags of /proc/cpuinfo that each needs.
 _NEEDS = {
     "scalar": frozenset[str](),
     "avx2": _AVX2,
@@ -20,10 +22,15 @@ _NEEDS = {
     "avx512_vnni": _AVX512 | {"avx512_vnni"},
     "avx512_bf16": _AVX512 | {"avx512_vnni", "avx512_bf16"},
     "amx": _AVX512 | {"avx512_vnni", "avx512_bf16"} | _AMX,
+    "neon": _NEON,
+    "neon_dotprod": _NEON | {"asimddp", "atomics"},  # of armv8.2-a the compiler takes atomic instructions too
 }
 NAMES = tuple(_NEEDS)
 # Of Linux on x86-64: a system call, and its arguments (arch/x86/include/uapi/asm/prctl.h, asm/fpu/types.h).
 _ARCH_PRCTL, _REQUEST_REGISTERS, _AMX_REGISTERS = 158, 0x1023, 18
+# Of Linux on aarch64: where the kernel says what a process may use, and the bits of flags (arch/arm64's asm/hwcap.h).
+_AT_HWCAP = 16
+_HWCAP_BITS = {"asimd": 1, "atomics": 8, "asimddp": 20}
 INSTALL_COMPILER = "install a C++ compiler (Debian: apt-get install g++), then run `make install`"
 
 
@@ -41,6 +48,8 @@ def levels_of(flags: frozenset[str]) -> tuple[str, ...]:
 def why_not(level: str, flags: frozenset[str] | None = None) -> str | None:
     """Return why a level cannot be used on a processor (this one unless `flags` are given), and what to do."""
     flags = processor_flags() if flags is None else flags
+    if level not in levels_for(platform.machine()):
+        return f"no {platform.machine()} processor has it; this one runs {', '.join(levels_of(flags))}"
     if lacking := sorted(_NEEDS[level] - flags):
         lacks = f"this processor lacks {', '.join(lacking)}"
         if _AMX.issuperset(lacking) and _flags_of_processor() >= _AMX:
@@ -70,15 +79,22 @@ def processor_flags() -> frozenset[str]:
     return flags if flags.isdisjoint(_AMX) or _may_use_amx() else flags - _AMX
 
 
+def flags_of_hwcap(bits: int) -> frozenset[str]:
+    """Return the flags that levels need, by their names in /proc/cpuinfo, of what an aarch64 kernel gives a process."""
+    return frozenset(flag for flag, bit in _HWCAP_BITS.items() if bits >> bit & 1)
+
+
 def _flags_of_processor() -> frozenset[str]:
-    """Return the flags of /proc/cpuinfo, "Features" on ARM."""
+    """Return the flags of /proc/cpuinfo; on aarch64 what the kernel says, for emulators show their host's file."""
+    if platform.machine() == "aarch64":
+        getauxval = ctypes.CDLL(None).getauxval
+        getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+        return flags_of_hwcap(int(getauxval(_AT_HWCAP)))
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return frozenset(
-        next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
-    )
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
 
 
 @functools.cache

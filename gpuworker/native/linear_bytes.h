@@ -64,6 +64,65 @@ struct I8Math {  // pairs of 16-bit numbers
   static Vec value(Sum s) { return {_mm256_cvtepi32_ps(s.a), _mm256_cvtepi32_ps(s.b)}; }
 };
 
+#elif defined(QUIRE_NEON)
+
+// With dot products of bytes: quads. Else the two 16-bit numbers of a pair, one after the other.
+struct I8Math {
+  struct Sum {
+    int32x4_t a, b, c, d;
+  };
+  static constexpr int64_t kInputBytes = 4;
+  static constexpr bool kGroups = false;
+  static Sum zero() { return {vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)}; }
+  static Sum load(const float* p) {
+    const int32_t* q = reinterpret_cast<const int32_t*>(p);
+    return {vld1q_s32(q), vld1q_s32(q + 4), vld1q_s32(q + 8), vld1q_s32(q + 12)};
+  }
+  static void store(Sum s, float* p) {
+    int32_t* q = reinterpret_cast<int32_t*>(p);
+    vst1q_s32(q, s.a);
+    vst1q_s32(q + 4, s.b);
+    vst1q_s32(q + 8, s.c);
+    vst1q_s32(q + 12, s.d);
+  }
+  static int32x2_t broadcast(const uint8_t* p) {
+    int32_t four;
+    std::memcpy(&four, p, 4);
+    return vdup_n_s32(four);
+  }
+#if defined(QUIRE_BYTE_DOTS)
+  struct Weight {
+    int8x16_t a, b, c, d;
+  };
+  static constexpr int kWeightBytes = 64;
+  static int8x8_t input(const uint8_t* p) { return vreinterpret_s8_s32(broadcast(p)); }
+  static Weight weight(const int8_t* p) { return {vld1q_s8(p), vld1q_s8(p + 16), vld1q_s8(p + 32), vld1q_s8(p + 48)}; }
+  static Sum add(Sum s, const Weight& w, int8x8_t x) {
+    return {vdotq_lane_s32(s.a, w.a, x, 0), vdotq_lane_s32(s.b, w.b, x, 0), vdotq_lane_s32(s.c, w.c, x, 0),
+            vdotq_lane_s32(s.d, w.d, x, 0)};
+  }
+#else
+  struct Weight {
+    int16x8_t first[2], second[2];  // the first input of sixteen columns, and the second one
+  };
+  static constexpr int kWeightBytes = 32;
+  static int16x4_t input(const uint8_t* p) { return vreinterpret_s16_s32(broadcast(p)); }
+  static Weight weight(const int8_t* p) {
+    const int8x16x2_t inputs = vld2q_s8(p);
+    const int8x16_t first = inputs.val[0], second = inputs.val[1];
+    return {{vmovl_s8(vget_low_s8(first)), vmovl_high_s8(first)}, {vmovl_s8(vget_low_s8(second)), vmovl_high_s8(second)}};
+  }
+  static Sum add(Sum s, const Weight& w, int16x4_t x) {
+    s = {vmlal_lane_s16(s.a, vget_low_s16(w.first[0]), x, 0), vmlal_high_lane_s16(s.b, w.first[0], x, 0),
+         vmlal_lane_s16(s.c, vget_low_s16(w.first[1]), x, 0), vmlal_high_lane_s16(s.d, w.first[1], x, 0)};
+    return {vmlal_lane_s16(s.a, vget_low_s16(w.second[0]), x, 1), vmlal_high_lane_s16(s.b, w.second[0], x, 1),
+            vmlal_lane_s16(s.c, vget_low_s16(w.second[1]), x, 1), vmlal_high_lane_s16(s.d, w.second[1], x, 1)};
+  }
+#endif
+  static Sum minus(Sum s, Sum t) { return {s.a - t.a, s.b - t.b, s.c - t.c, s.d - t.d}; }
+  static Vec value(Sum s) { return {vcvtq_f32_s32(s.a), vcvtq_f32_s32(s.b), vcvtq_f32_s32(s.c), vcvtq_f32_s32(s.d)}; }
+};
+
 #else
 
 struct I8Math {
@@ -105,7 +164,18 @@ struct I8Math {
 
 #endif
 
-#if defined(QUIRE_BYTE_DOTS)
+#if defined(QUIRE_NEON)
+
+struct W8A8Loader {
+  using Math = I8Math;
+  static constexpr int kSub = 1, kBytes = 2 * I8Math::kWeightBytes;
+  static void load(const uint8_t* p, I8Math::Weight (&w)[kSub][2]) {
+    w[0][0] = I8Math::weight(reinterpret_cast<const int8_t*>(p));
+    w[0][1] = I8Math::weight(reinterpret_cast<const int8_t*>(p) + I8Math::kWeightBytes);
+  }
+};
+
+#elif defined(QUIRE_BYTE_DOTS)
 
 struct W8A8Loader {
   using Math = I8Math;

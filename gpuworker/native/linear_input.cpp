@@ -29,7 +29,7 @@ float largest(const T* x, int64_t count) {
   return most.max();
 }
 
-// q = x · 127 / max|x| to nearest; the kernel of a level with dot products of unsigned bytes takes 128 + q.
+// q = x · 127 / max|x| to nearest; the kernel of a level with dot products of bytes takes q + kByteOffset.
 template <typename T>
 void quantise(const T* x, int64_t count, int64_t padded, uint8_t* row, float* scale) {
   const float most = largest(x, count);
@@ -40,7 +40,7 @@ void quantise(const T* x, int64_t count, int64_t padded, uint8_t* row, float* sc
     (part(x, begin, count) * inverse).store(q);
     for (int64_t i = 0; i < std::min<int64_t>(kLanes, padded - begin); ++i) {
       if (kByteDots) {
-        row[begin + i] = static_cast<uint8_t>(q[i] + 128);
+        row[begin + i] = static_cast<uint8_t>(q[i] + kByteOffset);
       } else {
         reinterpret_cast<int16_t*>(row)[begin + i] = q[i];
       }

@@ -27,6 +27,12 @@ constexpr bool kByteDots = true;
 #else
 constexpr bool kByteDots = false;
 #endif
+// What is added to an activation of 8 bits that meets quads of bytes.
+#if defined(QUIRE_NEON)
+constexpr int kByteOffset = 0;
+#else
+constexpr int kByteOffset = 128;
+#endif
 
 #if defined(QUIRE_AMX)
 constexpr bool kAmx = true;

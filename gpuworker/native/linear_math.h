@@ -104,6 +104,13 @@ inline Vec nibbles(const uint8_t* p, int place) {
     return _mm256_cvtepi32_ps(_mm256_sub_epi32(words, _mm256_set1_epi32(8)));
   };
   return {half(p), half(p + 16)};
+#elif defined(QUIRE_NEON)
+  // The nibble less 8 in the upper four bits, 4096 times as much.
+  auto half = [place](const uint8_t* q) {
+    const uint16x8_t words = veorq_u16(vreinterpretq_u16_u8(vld1q_u8(q)), vdupq_n_u16(0x8888));
+    return vreinterpretq_s16_u16(vandq_u16(words << (12 - 4 * place), vdupq_n_u16(0xf000)));
+  };
+  return Vec::from<12>(half(p), half(p + 16));
 #else
   return each([&](int i) {
     uint16_t word;
@@ -121,6 +128,11 @@ struct I4F32Loader {
       w[i][0] = nibbles(p, i);
       w[i][1] = nibbles(p + 32, i);
     }
+  }
+  // Of one input alone: kLateLoads.
+  static void load(const uint8_t* p, int i, Vec (&w)[2]) {
+    w[0] = nibbles(p, i);
+    w[1] = nibbles(p + 32, i);
   }
 };
 

@@ -103,7 +103,7 @@ void pack_end(const quire_linear& w, const Layout& layout, const Origin& from, i
     const int8_t* row = static_cast<const int8_t*>(source.data) + from.row * source.row_stride;
     int32_t sum = 0;
     for (int64_t i = 0; i < w.k; ++i) sum += row[i];
-    end.compensation[column] = 128 * sum;
+    end.compensation[column] = kByteOffset * sum;
   }
 }
 

@@ -26,6 +26,10 @@ constexpr int kHeldRows = 5, kGroupRoom = 16;
 constexpr int kTileRows = 6, kWholeRows = 3, kGroupTileRows = 6;
 constexpr int kPairRows = 1;
 constexpr int kHeldRows = 1, kGroupRoom = 16;
+#elif defined(QUIRE_NEON)
+constexpr int kTileRows = 6, kWholeRows = 2, kGroupTileRows = 6;
+constexpr int kPairRows = 1;
+constexpr int kHeldRows = 1, kGroupRoom = 16;
 #else
 constexpr int kTileRows = 2, kWholeRows = 2, kGroupTileRows = 2;
 constexpr int kPairRows = 1;
@@ -60,10 +64,17 @@ constexpr int64_t kNear = 8192;  // of two panels half as much each
 
 // How many steps between two bursts of prefetches, and how many are written out one after the other.
 constexpr int kChunk = 8;
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(QUIRE_NEON)
 constexpr int kUnrolled = kChunk;
 #else
 constexpr int kUnrolled = 1;
+#endif
+
+// Whether the weights of a step of four inputs are made input by input: all of them fill more than the registers.
+#if defined(QUIRE_NEON)
+constexpr bool kLateLoads = true;
+#else
+constexpr bool kLateLoads = false;
 #endif
 
 // ---- the tile ---
@@ -137,11 +148,16 @@ struct Kernel {
   template <int H, int vectors>
   static inline __attribute__((always_inline)) void step(const uint8_t* w, int64_t panel_stride, const Rows& x,
                                                          int64_t offset, Sum (&sums)[R][vectors * P]) {
+    constexpr bool late = kLateLoads && Loader::kSub == 4;
     typename Math::Weight weights[P][Loader::kSub][2];
 #pragma GCC unroll 2
-    for (int p = 0; p < P; ++p) Loader::load(w + p * panel_stride, weights[p]);
+    for (int p = 0; p < P && !late; ++p) Loader::load(w + p * panel_stride, weights[p]);
 #pragma GCC unroll 4
     for (int i = 0; i < Loader::kSub; ++i) {
+      if constexpr (late) {
+#pragma GCC unroll 2
+        for (int p = 0; p < P; ++p) Loader::load(w + p * panel_stride, i, weights[p][i]);
+      }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const auto input = Math::input(x.at(r) + offset + i * Math::kInputBytes);

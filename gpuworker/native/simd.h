@@ -1,4 +1,4 @@
-// Sixteen floats at a time, for the compiled instruction set: AVX-512, AVX2 or plain C++.
+// Sixteen floats at a time, for the compiled instruction set: AVX-512, AVX2, NEON or plain C++.
 //
 // The library is built once for each level (build.py) and the loader takes the best one that the processor can run, so
 // nothing here is decided at run time. Loads and stores are unaligned; the `count` forms touch only the first elements.
@@ -11,6 +11,8 @@
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(QUIRE_NEON)  // set by build.py: compilers for aarch64 have NEON at the scalar level too
+#include <arm_neon.h>
 #endif
 
 namespace quire {
@@ -195,6 +197,117 @@ inline Vec scale2(Vec x, Vec n) {
     return _mm256_mul_ps(y, _mm256_castsi256_ps(bits));
   };
   return {half(x.a, n.a), half(x.b, n.b)};
+}
+
+#elif defined(QUIRE_NEON)
+
+// Four numbers as floats. A bf16 is the upper half of one: zeros come before it.
+inline float32x4_t quad(const float* p) { return vld1q_f32(p); }
+inline float32x4_t quad(const bf16* p) {
+  const uint16x4_t upper = vld1_u16(&p->bits);
+  return vreinterpretq_f32_u16(vzip1q_u16(vdupq_n_u16(0), vcombine_u16(upper, upper)));
+}
+inline float32x4_t quad(const f16* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
+inline float32x4_t quad(const int8_t* p) {
+  uint32_t bytes;
+  std::memcpy(&bytes, p, 4);
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bytes)))));
+}
+
+struct Vec {
+  float32x4_t a, b, c, d;
+
+  static Vec zero() { return all(0.0f); }
+  static Vec all(float x) {
+    const float32x4_t four = vdupq_n_f32(x);
+    return {four, four, four, four};
+  }
+  static Vec load(const float* p) { return {quad(p), quad(p + 4), quad(p + 8), quad(p + 12)}; }
+  static Vec load(const bf16* p) {
+    const uint16x8_t none = vdupq_n_u16(0), low = vld1q_u16(&p[0].bits), high = vld1q_u16(&p[8].bits);
+    return {vreinterpretq_f32_u16(vzip1q_u16(none, low)), vreinterpretq_f32_u16(vzip2q_u16(none, low)),
+            vreinterpretq_f32_u16(vzip1q_u16(none, high)), vreinterpretq_f32_u16(vzip2q_u16(none, high))};
+  }
+  static Vec load(const f16* p) {
+    const float16x8_t low = vreinterpretq_f16_u16(vld1q_u16(&p[0].bits));
+    const float16x8_t high = vreinterpretq_f16_u16(vld1q_u16(&p[8].bits));
+    return {vcvt_f32_f16(vget_low_f16(low)), vcvt_high_f32_f16(low), vcvt_f32_f16(vget_low_f16(high)),
+            vcvt_high_f32_f16(high)};
+  }
+  static Vec load(const int8_t* p) {
+    const int8x16_t bytes = vld1q_s8(p);
+    return from(vmovl_s8(vget_low_s8(bytes)), vmovl_high_s8(bytes));
+  }
+  static Vec from(int16x8_t low, int16x8_t high) {
+    return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_high_s16(low)),
+            vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_high_s16(high))};
+  }
+  // Of numbers that are 2^Shift times as large.
+  template <int Shift>
+  static Vec from(int16x8_t low, int16x8_t high) {
+    return {vcvtq_n_f32_s32(vmovl_s16(vget_low_s16(low)), Shift), vcvtq_n_f32_s32(vmovl_high_s16(low), Shift),
+            vcvtq_n_f32_s32(vmovl_s16(vget_low_s16(high)), Shift), vcvtq_n_f32_s32(vmovl_high_s16(high), Shift)};
+  }
+  void store(float* p) const {
+    vst1q_f32(p, a);
+    vst1q_f32(p + 4, b);
+    vst1q_f32(p + 8, c);
+    vst1q_f32(p + 12, d);
+  }
+  void store(bf16* p) const {  // as to_bf16, lane by lane
+    auto quarter = [](float32x4_t x) {
+      const uint32x4_t bits = vreinterpretq_u32_f32(x), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+      const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+      return vbslq_u32(vceqq_f32(x, x), rounded, vorrq_u32(bits, vdupq_n_u32(0x400000)));
+    };
+    vst1q_u16(&p[0].bits, vshrn_high_n_u32(vshrn_n_u32(quarter(a), 16), quarter(b), 16));
+    vst1q_u16(&p[8].bits, vshrn_high_n_u32(vshrn_n_u32(quarter(c), 16), quarter(d), 16));
+  }
+  void store(f16* p) const {
+    vst1q_u16(&p[0].bits, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(a), b)));
+    vst1q_u16(&p[8].bits, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(c), d)));
+  }
+  // Rounds to nearest; lanes beyond [-128, 127] saturate.
+  void store(int8_t* p) const {
+    auto half = [](float32x4_t x, float32x4_t y) {
+      return vqmovn_high_s32(vqmovn_s32(vcvtnq_s32_f32(x)), vcvtnq_s32_f32(y));
+    };
+    vst1q_s8(p, vqmovn_high_s16(vqmovn_s16(half(a, b)), half(c, d)));
+  }
+  float sum() const { return vaddvq_f32((a + b) + (c + d)); }
+  float max() const { return vmaxnmvq_f32(vmaxnmq_f32(vmaxnmq_f32(a, b), vmaxnmq_f32(c, d))); }
+};
+
+inline Vec operator+(Vec x, Vec y) { return {x.a + y.a, x.b + y.b, x.c + y.c, x.d + y.d}; }
+inline Vec operator-(Vec x, Vec y) { return {x.a - y.a, x.b - y.b, x.c - y.c, x.d - y.d}; }
+inline Vec operator*(Vec x, Vec y) { return {x.a * y.a, x.b * y.b, x.c * y.c, x.d * y.d}; }
+inline Vec operator/(Vec x, Vec y) { return {x.a / y.a, x.b / y.b, x.c / y.c, x.d / y.d}; }
+// f of the quarters of vectors.
+template <typename F, typename... V>
+inline Vec quarters(F f, V... x) {
+  return {f(x.a...), f(x.b...), f(x.c...), f(x.d...)};
+}
+inline Vec fma(Vec x, Vec y, Vec z) {
+  return {vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b), vfmaq_f32(z.c, x.c, y.c), vfmaq_f32(z.d, x.d, y.d)};
+}
+// The second where one of the two is no number, as at the other levels.
+inline Vec max(Vec x, Vec y) {
+  return quarters([](float32x4_t p, float32x4_t q) { return vbslq_f32(vcgtq_f32(p, q), p, q); }, x, y);
+}
+inline Vec min(Vec x, Vec y) {
+  return quarters([](float32x4_t p, float32x4_t q) { return vbslq_f32(vcltq_f32(p, q), p, q); }, x, y);
+}
+inline Vec abs(Vec x) { return {vabsq_f32(x.a), vabsq_f32(x.b), vabsq_f32(x.c), vabsq_f32(x.d)}; }
+inline Vec number_or_zero(Vec x) {
+  return quarters([](float32x4_t p) { return vbslq_f32(vceqq_f32(p, p), p, vdupq_n_f32(0.0f)); }, x);
+}
+inline Vec round(Vec x) { return {vrndnq_f32(x.a), vrndnq_f32(x.b), vrndnq_f32(x.c), vrndnq_f32(x.d)}; }
+inline Vec scale2(Vec x, Vec n) {
+  auto quarter = [](float32x4_t y, float32x4_t power) {
+    const int32x4_t bits = vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(power), vdupq_n_s32(127)), 23);
+    return vmulq_f32(y, vreinterpretq_f32_s32(bits));
+  };
+  return quarters(quarter, x, n);
 }
 
 #else

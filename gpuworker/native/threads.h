@@ -33,6 +33,8 @@ struct Range {
 inline void relax() {
 #if defined(__x86_64__)
   _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("isb");  // `yield` takes no time on most of these processors
 #endif
 }
 

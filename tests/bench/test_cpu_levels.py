@@ -35,7 +35,7 @@ def test_an_unknown_level_is_refused_with_the_known_ones(capsys: pytest.CaptureF
 
 
 def test_each_level_limits_the_references() -> None:
-    assert {level: limits(level)["ONEDNN_MAX_CPU_ISA"] for level in NAMES} == {
+    assert {level: limits(level).get("ONEDNN_MAX_CPU_ISA") for level in NAMES} == {
         "scalar": "SSE41",
         "avx2": "AVX2",
         "avx_vnni": "AVX2_VNNI",
@@ -43,7 +43,10 @@ def test_each_level_limits_the_references() -> None:
         "avx512_vnni": "AVX512_CORE_VNNI",
         "avx512_bf16": "AVX512_CORE_BF16",
         "amx": "AVX512_CORE_AMX",
+        "neon": None,
+        "neon_dotprod": None,
     }
+    assert limits("neon") == limits("neon_dotprod") == {"ATEN_CPU_CAPABILITY": "default"}
     assert limits("avx2")["ATEN_CPU_CAPABILITY"] == limits("avx_vnni")["ATEN_CPU_CAPABILITY"] == "avx2"
 
 

@@ -38,6 +38,23 @@ def test_without_a_compiler_its_absence_is_the_reason(monkeypatch: pytest.Monkey
     assert levels.why_missing("avx2") is None
 
 
+@pytest.fixture
+def x86(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take this processor for one of x86-64."""
+    take_for("x86_64", monkeypatch)
+
+
+@pytest.fixture
+def arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take this processor for one of ARM."""
+    take_for("aarch64", monkeypatch)
+
+
+def take_for(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(levels, "LEVELS", build.levels_for(machine))
+
+
 SKYLAKE_X = frozenset({"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"})
 ICE_LAKE = SKYLAKE_X | {"avx512_vnni"}
 SAPPHIRE_RAPIDS = ICE_LAKE | {"avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"}
@@ -45,7 +62,7 @@ ZEN_3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 ALDER_LAKE = ZEN_3 | {"avx_vnni"}
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="levels of x86-64")
+@pytest.mark.usefixtures("x86")
 @pytest.mark.parametrize(
     ("flags", "best"),
     [
@@ -67,11 +84,54 @@ def test_a_processor_takes_the_best_level_that_it_has_all_of(flags: frozenset[st
     assert levels.levels_of(flags)[-1] == best
 
 
+# Features of /proc/cpuinfo, and AT_HWCAP of the same processor.
+CORTEX_A72 = "fp asimd evtstrm crc32 cpuid", 0x887
+GRAVITON_1 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid", 0x8FF
+GRAVITON_2 = (
+    "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs",
+    0x10119FFF,
+)
+APPLE_M1 = (  # the first ones
+    "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt fcma lrcpc asimddp",
+    0x10FFFF,
+)
+
+
+@pytest.mark.usefixtures("arm")
+@pytest.mark.parametrize(
+    ("features", "bits", "best"),
+    [
+        (*CORTEX_A72, "neon"),
+        (*GRAVITON_1, "neon"),
+        (*GRAVITON_2, "neon_dotprod"),
+        (*APPLE_M1, "neon_dotprod"),
+        ("", 0, "scalar"),
+    ],
+)
+def test_a_processor_of_arm_takes_the_best_level_that_it_has_all_of(features: str, bits: int, best: str) -> None:
+    flags = frozenset(features.split())
+    assert levels.levels_of(flags)[-1] == best
+    read = levels.flags_of_hwcap(bits)
+    assert read <= flags
+    assert levels.levels_of(read) == levels.levels_of(flags)
+
+
+@pytest.mark.usefixtures("x86")
 def test_a_level_that_the_processor_lacks_is_refused_with_those_that_it_has() -> None:
     said = levels.why_not("avx512_vnni", SKYLAKE_X)
     assert said == "this processor lacks avx512_vnni; it runs scalar, avx2, avx512"
+    assert levels.why_not("neon", ZEN_3) == "no x86_64 processor has it; this one runs scalar, avx2"
 
 
+@pytest.mark.usefixtures("arm")
+def test_so_is_one_that_an_arm_processor_lacks() -> None:
+    flags = levels.flags_of_hwcap(CORTEX_A72[1])
+    said = levels.why_not("neon_dotprod", flags)
+    assert said == "this processor lacks asimddp, atomics; it runs scalar, neon"
+    assert levels.why_not("avx2", flags) == "no aarch64 processor has it; this one runs scalar, neon"
+
+
+@pytest.mark.usefixtures("x86")
 def test_a_level_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         for level in native.levels_here():
@@ -93,6 +153,8 @@ BEYOND = {
     "avx512": r"vpdp(bu|ws)sd|vdpbf16ps|vcvtne2?ps2bf16",
     "avx512_vnni": r"vdpbf16ps|vcvtne2?ps2bf16",
     "avx512_bf16": r"%tmm",
+    "neon": r"\b[su]dot\b|\bz\d+\.",
+    "neon_dotprod": r"\bz\d+\.|mmla|\bbfdot\b",
 }
 
 
@@ -100,11 +162,15 @@ BEYOND = {
 @pytest.mark.parametrize("level", [level for level in native.levels_here() if level in BEYOND])
 def test_a_library_has_no_instruction_beyond_its_level(level: str) -> None:
     """A better processor runs such an instruction without a word."""
-    command = ["objdump", "-d", "--no-show-raw-insn", str(build.library(level))]
-    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code = instructions(build.library(level))
     assert "ret" in code
     assert re.search(BEYOND[level], code) is None
     assert ("{vex} vpdpwssd" in code) == (level == "avx_vnni")
+
+
+def instructions(library: Path, objdump: str = "objdump") -> str:
+    command = [objdump, "-d", "--no-show-raw-insn", str(library)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.skipif("avx512_bf16" not in build.LEVELS, reason="levels of x86-64")
@@ -143,6 +209,21 @@ def test_the_scalar_level_compiles_for_arm(source: str) -> None:
     command = [ARM_COMPILER, *build._COMMON, "-Werror", "-fsyntax-only", str(build.SOURCE / f"{source}.cpp")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not shutil.which(ARM_COMPILER), reason="no cross compiler")
+def test_the_neon_levels_are_built_for_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without optimisation, which takes a third of the time."""
+    wanted = {name: flags for name, flags in build.levels_for("aarch64").items() if name != "scalar"}
+    monkeypatch.setattr(build, "LEVELS", wanted)
+    monkeypatch.setattr(build, "BUILT", tmp_path)
+    monkeypatch.setattr(build, "_COMMON", [*build._COMMON, "-Werror", "-O0"])
+    monkeypatch.setenv("CXX", ARM_COMPILER)
+    assert build.build() == [tmp_path / "libquire_cpu.neon.so", tmp_path / "libquire_cpu.neon_dotprod.so"]
+    code = {level: instructions(build.library(level), "aarch64-linux-gnu-objdump") for level in wanted}
+    assert re.search(r"\bfmla\s+v", code["neon"])
+    assert re.search(r"\bsdot\s+v", code["neon_dotprod"])
+    assert [level for level in wanted if re.search(BEYOND[level], code[level])] == []
 
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
