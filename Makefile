@@ -30,7 +30,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install clients demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest test-clients test-triton test-all test-docker test-hosts sanitize search coverage check fmt lint types protos protos-baseline pins fuzz soak bench bench-gpu clean
+.PHONY: help install clients demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest test-clients test-triton test-all test-docker test-hosts test-arm sanitize search coverage check fmt lint types protos protos-baseline pins fuzz soak bench bench-gpu clean
 
 help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -164,6 +164,9 @@ test-docker: $(STAMP) ## Build the images, run the stack on this host's Docker e
 
 test-hosts: $(STAMP) ## Run each service in a network namespace; lose, delay and stop packets between them (root; minutes)
 	$(BIN)/python -m pytest -n 0 -v --timeout 600 tests/suites/deployment/hosts
+
+test-arm: $(STAMP) ## Run the tests of the kernels on an emulated ARM processor (root on Debian; half an hour)
+	$(BIN)/python -m tests.support.emulated $(ARGS)
 
 search: $(STAMP) ## Search the lease protocol's model at length (7 minutes), and print which mutant each search kills
 	$(PYTEST) -m exhaustive tests/suites/protocol
