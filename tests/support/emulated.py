@@ -2,7 +2,7 @@
 
 Needs root on Debian. Unpacks a Debian for arm64 into a folder, with the packages that these tests import, builds every
 level for it with a cross compiler, and runs pytest there in qemu's user mode. ARM_ROOT names the folder (1.4 GB), which
-stays. QEMU_CPU=cortex-a72 emulates a processor without dot products.
+stays.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def main(words: list[str]) -> int:
     )
     script = f'{mounts} && exec chroot {ROOT} {emulator} -c "{start}" -n 0 --timeout 3000 "$@"'
     command = ["unshare", "--mount", "sh", "-c", script, "sh", *(words or TESTS)]
-    environ = os.environ | {"PYTHONPATH": f"/{HOME}:/{HOME}/protos:/{SITE}"}
+    # The folder knows no users.
+    environ = os.environ | {"PYTHONPATH": f"/{HOME}:/{HOME}/protos:/{SITE}", "HOME": "/root", "LOGNAME": "root"}
     return subprocess.run(command, env=environ, check=False).returncode
 
 
