@@ -165,7 +165,7 @@ test-docker: $(STAMP) ## Build the images, run the stack on this host's Docker e
 test-hosts: $(STAMP) ## Run each service in a network namespace; lose, delay and stop packets between them (root; minutes)
 	$(BIN)/python -m pytest -n 0 -v --timeout 600 tests/suites/deployment/hosts
 
-test-arm: $(STAMP) ## Run the tests of the kernels on an emulated ARM processor (root on Debian; half an hour)
+test-arm: $(STAMP) ## Run the tests of the kernels on an emulated ARM processor (root on Debian; 40 minutes)
 	$(BIN)/python -m tests.support.emulated $(ARGS)
 
 search: $(STAMP) ## Search the lease protocol's model at length (7 minutes), and print which mutant each search kills
