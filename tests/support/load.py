@@ -9,7 +9,9 @@ import random
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+
+from grpc import aio
 
 from cli.demo_model.prompts import questions, system_text
 from quire.inference.v1 import inference_pb2 as pb
@@ -77,8 +79,10 @@ async def epoch(suite: Suite) -> int:
     """Return the manager's epoch, which a manager has from the first worker on that attaches."""
 
     async def now() -> int:
-        answer = await suite.manager.GetPool(kvmanager_pb2.GetPoolRequest(), timeout=PATIENCE, wait_for_ready=True)
-        return int(answer.epoch)
+        request = kvmanager_pb2.GetPoolRequest()
+        with suppress(aio.AioRpcError):  # a call may still go over the connection to a manager that was just killed
+            return int((await suite.manager.GetPool(request, timeout=PATIENCE, wait_for_ready=True)).epoch)
+        return 0
 
     return await until(now, every=0.02, seconds=PATIENCE)
 
