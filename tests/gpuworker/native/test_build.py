@@ -84,7 +84,7 @@ def test_a_processor_takes_the_best_level_that_it_has_all_of(flags: frozenset[st
     assert levels.levels_of(flags)[-1] == best
 
 
-# Features of /proc/cpuinfo, and AT_HWCAP of the same processor.
+# Features as in /proc/cpuinfo, written down by hand, and AT_HWCAP computed of them: none was read on such a processor.
 CORTEX_A72 = "fp asimd evtstrm crc32 cpuid", 0x887
 GRAVITON_1 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid", 0x8FF
 GRAVITON_2 = (
