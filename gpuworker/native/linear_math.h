@@ -91,12 +91,20 @@ struct I8F32Loader {
   }
 };
 
+#if defined(__AVX512F__)
+
+// Nibble `place` of sixteen words, less 8.
+inline Vec nibble(__m512i words, int place) {
+  const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  return {_mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * place), table)};  // the index is the low four bits
+}
+
+#endif
+
 // Nibble `place` of sixteen 16-bit words, less 8.
 inline Vec nibbles(const uint8_t* p, int place) {
 #if defined(__AVX512F__)
-  const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-  const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  return {_mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * place), table)};  // the index is the low four bits
+  return nibble(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), place);
 #elif defined(__AVX2__)
   auto half = [place](const uint8_t* q) {
     __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q)));

@@ -2,7 +2,8 @@
 //
 // Registers 0 to 3 have the sums of 16 rows and 16 columns each, 4 and 5 the activations of 16 rows, 6 and 7 the weights of
 // 16 columns. Panels of bf16, and of bytes that meet bytes, lie as the unit reads them. Other integers become bf16 for a few
-// inputs at a time, or, for many rows, once for all of them (linear.cpp): the sums are the same.
+// inputs at a time, or, for many rows, once for all of them (linear.cpp); vectors multiply them by a single row
+// (linear_tile_slabs.h). The sums are the same.
 #include "amx.h"
 
 #if defined(QUIRE_AMX)
@@ -12,6 +13,7 @@
 
 #include "linear_bytes.h"
 #include "linear_layout.h"
+#include "linear_tile_slabs.h"
 #include "linear_tile_table.h"
 #include "unroll.h"
 
@@ -20,16 +22,22 @@ namespace {
 
 constexpr int64_t kSlabBytes = 2 * kTileRegisterRows * kTileRegisterBytes;  // weights of one register of inputs, a panel
 
+// Whether the unit reads the panel itself.
+template <typename Loader>
+constexpr bool kReadByUnit = Loader::kBytes == kPanel * Loader::kSub * 4;
+
 // A is how many registers of rows there are, P how many panels; A · P is at most two.
 template <typename Loader, int A, int P>
 class AmxKernel {
  public:
-  static void run(const Tile& tile) { AmxKernel(tile).all(); }
+  static void run(const Tile& tile) {
+    const FlushSubnormals flush;
+    AmxKernel(tile).all();
+  }
 
  private:
   static constexpr bool kOfBytes = std::is_same<Loader, W8A8Loader>::value;
-  static constexpr bool kStraight = Loader::kBytes == kPanel * Loader::kSub * 4;  // the unit reads the panel itself
-  static constexpr int64_t kSlabSteps = kTileRegisterRows / Loader::kSub;
+  static constexpr bool kStraight = kReadByUnit<Loader>;
   static constexpr int64_t kRowBytes = kPanel * sizeof(float), kHalf = kTileRegisterBytes;
 
   explicit AmxKernel(const Tile& tile) : t_(tile), x_(tile.x), w_(tile.weights), ahead_(tile.ahead) {
@@ -73,8 +81,8 @@ class AmxKernel {
 
   // Adds the products of so many steps to the sums.
   QUIRE_INLINE void sweep(int64_t steps) {
-    for (int64_t left = steps; left > 0; left -= kSlabSteps) {
-      fetch();
+    for (int64_t left = steps; left > 0; left -= kSlabSteps<Loader>) {
+      fetch_slab<Loader, P>(t_, w_, ahead_);
       amx_load<4>(x_, t_.x_stride);
       if constexpr (A == 2) amx_load<5>(x_ + kTileRegisterRows * t_.x_stride, t_.x_stride);
       const uint8_t* w = slab(w_);
@@ -93,30 +101,15 @@ class AmxKernel {
         dot<3, 4, 7>();
       }
       x_ += kTileRegisterBytes;
-      w_ += kSlabSteps * Loader::kBytes;
+      w_ += kSlabSteps<Loader> * Loader::kBytes;
     }
   }
 
   // The weights at `from` as the unit reads them.
   QUIRE_INLINE const uint8_t* slab(const uint8_t* from) {
     if constexpr (kStraight) return from;
-    unpack<Loader>(from, kSlabSteps, slab_);
+    unpack<Loader>(from, kSlabSteps<Loader>, slab_);
     return slab_;
-  }
-
-  // As Kernel::fetch does, for a slab.
-  QUIRE_INLINE void fetch() {
-    if (t_.near) {
-      const uint8_t* soon = w_ + kNear / P;
-      if (soon >= t_.panel_end) soon += t_.next - t_.panel_end;
-      for (int64_t at = 0; at < kSlabSteps * Loader::kBytes; at += 64) {
-        for (int p = 0; p < P; ++p) __builtin_prefetch(soon + p * t_.panel_stride + at, 0, 2);
-      }
-    } else if (ahead_) {
-      const int64_t lines = t_.ahead_lines * kSlabSteps / kChunk;
-      for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(ahead_ + line * 64, 0, 2);
-      ahead_ += lines * 64;
-    }
   }
 
   // The sums of each group, scaled, are added to the totals in memory.
@@ -124,6 +117,7 @@ class AmxKernel {
     const int64_t head = kPanel * 4 * (t_.has_zeros ? 2 : 1);
     for (int64_t g = 0; g < t_.groups; ++g) {
       const uint8_t* heads = w_;
+      if (t_.near) fetch_near<P>(t_, heads, head);
       w_ += head;
       each([](auto c) { amx_zero<c>(); });
       sweep(t_.steps);
@@ -155,6 +149,9 @@ class AmxKernel {
 
 template <typename Loader>
 TileFunction of(int rows, int panels) {
+  if constexpr (!kReadByUnit<Loader>) {
+    if (rows == 1) return panels == 2 ? &OneRow<Loader, 2>::run : &OneRow<Loader, 1>::run;
+  }
   if (panels == 2) return &AmxKernel<Loader, 1, 2>::run;
   if (rows > kTileRegisterRows) return &AmxKernel<Loader, 2, 1>::run;
   return &AmxKernel<Loader, 1, 1>::run;

@@ -205,6 +205,20 @@ def test_neither_batch_nor_place_nor_threads_change_a_bit(library: ctypes.CDLL, 
         assert torch.equal(packed[number % 3](x[begin : begin + rows]), alone[begin : begin + rows])
 
 
+@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+@pytest.mark.parametrize("group", [0, 32, 96])
+@pytest.mark.parametrize("scale", [2.0**-140, 2.0**-133, 2.0**-120, 2.0**110])
+def test_a_row_alone_has_its_bits_where_numbers_are_tiny_or_huge(
+    library: ctypes.CDLL, kind: Kind, group: int, scale: float
+) -> None:
+    packed = PackedLinear([Rows(_integers(kind, 70, 672, group, zeros=group > 0))], kind, library=library)
+    x = _numbers(8, 672) * scale
+    together = packed(x)
+    assert together.isfinite().all()
+    for row in range(len(x)):
+        assert torch.equal(packed(x[row : row + 1])[0], together[row])
+
+
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.F16, Kind.I8_BF16, Kind.W8A8])
 @pytest.mark.parametrize("n", [40, 64])
 def test_sources_stand_one_below_the_other_with_their_biases(library: ctypes.CDLL, kind: Kind, n: int) -> None:
