@@ -9,9 +9,33 @@
 #include "attention_amx.h"
 #include "attention_cache_tiles.h"
 #include "attention_lanes.h"
+#include "unroll.h"
 
 namespace quire {
 namespace {
+
+// Where R rows are read now, by few registers: one pointer for `Step` rows, which lie `stride` bytes apart.
+template <int R, int Step>
+class RowPointers {
+ public:
+  explicit RowPointers(int64_t stride) : stride_(stride), stride3_(3 * stride) {
+    __asm__("" : "+r"(stride3_));  // as a value of its own
+  }
+  QUIRE_INLINE void set(int row, const void* at) { base_[row / Step] = static_cast<const uint8_t*>(at); }
+  QUIRE_INLINE const uint8_t* at(int row) const {
+    const uint8_t* base = base_[row / Step];
+    row %= Step;
+    return row == 0 ? base : row == 1 ? base + stride_ : row == 2 ? base + 2 * stride_ : base + stride3_;
+  }
+  QUIRE_INLINE void advance(int64_t bytes) {
+#pragma GCC unroll 16
+    for (int i = 0; i < R / Step; ++i) base_[i] += bytes;
+  }
+
+ private:
+  const uint8_t* base_[R / Step];
+  int64_t stride_, stride3_;
+};
 
 template <typename Kind, typename Stored>
 class TilesKernel {
@@ -96,11 +120,11 @@ class TilesKernel {
   template <int V, int R>
   __attribute__((always_inline)) void score_some(int slot, int lane) {
     typename Kind::Acc acc[R][V];
-    constexpr int kStep = R % kRun ? 1 : kRun;  // rows of one pointer
-    const Number* rows[R / kStep];
+    constexpr int kStep = R % kRun ? 1 : kRun;
+    RowPointers<R, kStep> rows(tiles_.key_stride * sizeof(Number));
 #pragma GCC unroll 16
     for (int i = 0; i < R; i += kStep) {
-      rows[i / kStep] = tiles_.keys[(slot + i) / kRun] + (slot + i) % kRun * tiles_.key_stride;
+      rows.set(i, tiles_.keys[(slot + i) / kRun] + (slot + i) % kRun * tiles_.key_stride);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -113,12 +137,13 @@ class TilesKernel {
       for (const int end = std::min(dk_, i + kFetchSteps * kPer); i < end; i += kPer, query += lanes_.wide * kPer) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          const auto one = Kind::broadcast(rows[r / kStep] + r % kStep * tiles_.key_stride + i);
+          const auto one = Kind::broadcast(reinterpret_cast<const Number*>(rows.at(r)));
 #pragma GCC unroll 4
           for (int v = 0; v < V; ++v) {
             acc[r][v] = Kind::dot(acc[r][v], one, Kind::load(query + v * kLanes * kPer));
           }
         }
+        rows.advance(kPer * sizeof(Number));
       }
     }
 #pragma GCC unroll 16
@@ -216,22 +241,21 @@ class TilesKernel {
       }
     }
     const Number* weights = weights_ + lane * kPer;
+    const int stride = kPer == 1 ? tiles_.value_stride : kPer * padded(dv_, 32);
     for (int slot = 0; slot < tiles_.slots;) {
       fetcher_.some();
-      const int end = std::min(tiles_.slots, slot + kFetchSteps * kPer);
-      for (; slot < end; slot += kPer, weights += lanes_.wide * kPer) {
-        const Number* row;
-        if constexpr (kPer == 1) {
-          row = tiles_.values[slot / kRun] + (slot % kRun) * tiles_.value_stride + column;
-        } else {
-          row = tiles_.own_values + slot * padded(dv_, 32) + 2 * column;
-        }
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-          const auto one = Kind::broadcast(row + r * kPer);
+      for (const int end = std::min(tiles_.slots, slot + kFetchSteps * kPer); slot < end; slot += kRun) {
+        const Number* row =
+            kPer == 1 ? tiles_.values[slot / kRun] + column : tiles_.own_values + slot / kPer * stride + kPer * column;
 #pragma GCC unroll 4
-          for (int v = 0; v < V; ++v) {
-            acc[r][v] = Kind::dot(acc[r][v], one, Kind::load(weights + v * kLanes * kPer));
+        for (int step = 0; step < kRun / kPer; ++step, row += stride, weights += lanes_.wide * kPer) {
+#pragma GCC unroll 16
+          for (int r = 0; r < R; ++r) {
+            const auto one = Kind::broadcast(row + r * kPer);
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) {
+              acc[r][v] = Kind::dot(acc[r][v], one, Kind::load(weights + v * kLanes * kPer));
+            }
           }
         }
       }
