@@ -22,7 +22,7 @@ _LEVEL_WORDS: Final = {
     "avx2": "AVX2, without AVX-512",
     "neon_dotprod": "NEON with dot products of bytes",
     "neon": "NEON, without dot products",
-    "scalar": "neither AVX2 nor AVX-512",
+    "scalar": "no vector instructions that Quire has kernels for",
 }
 
 

@@ -115,6 +115,7 @@ class AmxKernel {
   // The sums of each group, scaled, are added to the totals in memory.
   void run_groups() {
     const int64_t head = kPanel * 4 * (t_.has_zeros ? 2 : 1);
+    for (int p = 0; p < P && t_.first; ++p) std::fill_n(t_.sums + p * t_.sums_stride, t_.rows * kPanel, 0.0f);
     for (int64_t g = 0; g < t_.groups; ++g) {
       const uint8_t* heads = w_;
       if (t_.near) fetch_near<P>(t_, heads, head);
@@ -124,20 +125,27 @@ class AmxKernel {
       each([&](auto c) { amx_store<c>(at(c, sums_, kTileRegisterRows * kPanel), kRowBytes); });
       for (int p = 0; p < P; ++p) {
         const float* scales = reinterpret_cast<const float*>(heads + p * t_.panel_stride);
-        for (int half = 0; half < 2; ++half) add_group(g, p, half, scales + half * kLanes);
+        t_.has_zeros ? add_group<true>(g, p, scales) : add_group<false>(g, p, scales);
       }
     }
   }
 
-  void add_group(int64_t g, int p, int half, const float* scales) {
-    const Vec scale = Vec::load(scales), shift = t_.has_zeros ? Vec::load(scales + kPanel) : Vec::zero();
-    const float* sums = sums_ + p * kTileRegisterRows * kPanel + half * kLanes;
-    float* totals = t_.sums + p * t_.sums_stride + half * kLanes;
-    for (int r = 0; r < t_.rows; ++r, sums += kPanel, totals += kPanel) {
-      Vec total = t_.first && g == 0 ? Vec::zero() : Vec::load(totals);
-      total = fma(Vec::load(sums), scale, total);
-      if (t_.has_zeros) total = fma(Vec::all(t_.x_sums[r * t_.x_sums_stride + g]), shift, total);
-      total.store(totals);
+  template <bool zeros>
+  void add_group(int64_t g, int p, const float* scales) {
+    const float *sums = sums_ + p * kTileRegisterRows * kPanel, *x_sum = zeros ? t_.x_sums + g : nullptr;
+    float *totals = t_.sums + p * t_.sums_stride, *const end = totals + t_.rows * kPanel;
+    const int64_t x_sums_stride = t_.x_sums_stride;
+    Vec scale[2], shift[2];
+    for (int half = 0; half < 2; ++half) {
+      scale[half] = Vec::load(scales + half * kLanes);
+      if (zeros) shift[half] = Vec::load(scales + kPanel + half * kLanes);
+    }
+    for (; totals < end; sums += kPanel, totals += kPanel, x_sum += zeros ? x_sums_stride : 0) {
+      for (int half = 0; half < 2; ++half) {
+        Vec total = fma(Vec::load(sums + half * kLanes), scale[half], Vec::load(totals + half * kLanes));
+        if (zeros) total = fma(Vec::all(*x_sum), shift[half], total);
+        total.store(totals + half * kLanes);
+      }
     }
   }
 
