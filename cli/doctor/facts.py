@@ -25,7 +25,7 @@ from common.process.metrics import metrics_port
 from common.process.topology import here
 from gpuworker.memory.host_memory import available_bytes, total_bytes
 from gpuworker.native.build import NoCompiler, compiler
-from gpuworker.native.levels import levels_here, why_not
+from gpuworker.native.levels import amx_is_kept, levels_here, why_not
 
 _ANSWER_SECONDS: Final = 20.0
 _NVIDIA: Final = Path("/dev/nvidiactl")
@@ -52,6 +52,7 @@ class Facts:
     cores: int
     level: str
     asked_level: str
+    amx_kept: bool
     kernels_missing: str | None
     memory_free: int
     memory_total: int
@@ -79,6 +80,7 @@ def look(settings: UpSettings) -> Facts:
         cores=usable_cores(),
         level=level,
         asked_level=asked,
+        amx_kept=amx_is_kept(),
         kernels_missing=why_not(asked),
         memory_free=available_bytes(),
         memory_total=total_bytes(),

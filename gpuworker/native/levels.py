@@ -37,12 +37,29 @@ INSTALL_COMPILER = "install a C++ compiler (Debian: apt-get install g++), then r
 @functools.cache
 def levels_here() -> tuple[str, ...]:
     """Return the levels that this processor can run, from the plainest to the best, but those that no build made."""
-    return tuple(level for level in levels_of(processor_flags()) if not may_lack(level) or library(level).is_file())
+    built = tuple(level for level in levels_of(processor_flags()) if not may_lack(level) or library(level).is_file())
+    return best_last(built, _flags_of_processor())
 
 
 def levels_of(flags: frozenset[str]) -> tuple[str, ...]:
     """Return the levels that a processor with these flags can run, from the plainest to the best."""
     return tuple(level for level in LEVELS if _NEEDS[level] <= flags)
+
+
+def best_last(levels: tuple[str, ...], flags: frozenset[str]) -> tuple[str, ...]:
+    """Return the levels that can be used on a processor, given from the plainest to the best, so that the best is last.
+
+    Processors with AMX take longer for dot products of bf16 than for as many multiplications of floats (decision 0167).
+    So where the matrix unit cannot be used, a level without dot products of bf16 is the best.
+    """
+    if "amx" in levels or "avx512_bf16" not in levels or not flags >= _AMX:
+        return levels
+    return (*(level for level in levels if level != "avx512_vnni"), "avx512_vnni")
+
+
+def amx_is_kept() -> bool:
+    """Return whether the processor has AMX, and the kernel keeps it from this process."""
+    return _flags_of_processor() >= _AMX and not _may_use_amx()
 
 
 def why_not(level: str, flags: frozenset[str] | None = None) -> str | None:
@@ -52,7 +69,7 @@ def why_not(level: str, flags: frozenset[str] | None = None) -> str | None:
         return f"no {platform.machine()} processor has it; this one runs {', '.join(levels_of(flags))}"
     if lacking := sorted(_NEEDS[level] - flags):
         lacks = f"this processor lacks {', '.join(lacking)}"
-        if _AMX.issuperset(lacking) and _flags_of_processor() >= _AMX:
+        if _AMX.issuperset(lacking) and amx_is_kept():
             lacks = "the kernel gives this process no registers of AMX (Linux does from 5.16 on; sandboxes may not)"
         return f"{lacks}; it runs {', '.join(levels_of(flags))}"
     return why_missing(level)
@@ -75,8 +92,7 @@ def why_missing(level: str) -> str | None:
 
 def processor_flags() -> frozenset[str]:
     """Return the flags of /proc/cpuinfo that this process may use; none where it cannot be read."""
-    flags = _flags_of_processor()
-    return flags if flags.isdisjoint(_AMX) or _may_use_amx() else flags - _AMX
+    return _flags_of_processor() - _AMX if amx_is_kept() else _flags_of_processor()
 
 
 def flags_of_hwcap(bits: int) -> frozenset[str]:

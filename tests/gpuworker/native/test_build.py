@@ -84,6 +84,24 @@ def test_a_processor_takes_the_best_level_that_it_has_all_of(flags: frozenset[st
     assert levels.levels_of(flags)[-1] == best
 
 
+@pytest.mark.usefixtures("x86")
+@pytest.mark.parametrize(
+    ("processor", "lacking", "best"),
+    [
+        (SAPPHIRE_RAPIDS, {"amx"}, ["avx512_bf16", "avx512_vnni"]),
+        (SAPPHIRE_RAPIDS, set[str](), ["avx512_bf16", "amx"]),
+        (ICE_LAKE | {"avx512_bf16"}, set[str](), ["avx512_vnni", "avx512_bf16"]),
+        (SAPPHIRE_RAPIDS - {"avx512_bf16"}, set[str](), ["avx512", "avx512_vnni"]),
+    ],
+)
+def test_dot_products_of_bf16_are_not_the_best_of_a_processor_whose_matrix_unit_cannot_be_used(
+    processor: frozenset[str], lacking: set[str], best: list[str]
+) -> None:
+    usable = tuple(level for level in levels.levels_of(processor) if level not in lacking)
+    assert list(levels.best_last(usable, processor))[-2:] == best
+    assert set(levels.best_last(usable, processor)) == set(usable)
+
+
 # Features as in /proc/cpuinfo, written down by hand, and AT_HWCAP computed of them: none was read on such a processor.
 CORTEX_A72 = "fp asimd evtstrm crc32 cpuid", 0x887
 GRAVITON_1 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid", 0x8FF
