@@ -39,9 +39,10 @@ QUIRE_INLINE void fetch_slab(const Tile& t, const uint8_t* w, const uint8_t*& ah
   }
 }
 
+// Vectors take subnormal numbers for zero, and give zero for them, until the end of a scope.
 class FlushSubnormals {
  public:
-  FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
   ~FlushSubnormals() { _mm_setcsr(before_); }
   FlushSubnormals(const FlushSubnormals&) = delete;
   FlushSubnormals& operator=(const FlushSubnormals&) = delete;
