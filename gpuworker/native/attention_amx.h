@@ -8,7 +8,7 @@
 
 namespace quire {
 
-constexpr int kAmxItemLanes = 128;  // (query, head) pairs of an item: V is transposed once for them all
+constexpr int kAmxItemLanes = 512;  // (query, head) pairs of an item: V is transposed once for them all
 
 // The registers of this thread in the shape of `amx_multiply`, until the end of a scope.
 class AmxScope {

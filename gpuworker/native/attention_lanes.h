@@ -7,6 +7,8 @@
 
 namespace quire {
 
+constexpr int kItemLanes = 256;  // (query, head) pairs of an item, where vectors multiply: numbers are widened once for them all
+
 template <typename Kind>
 class LaneGroup {
   using Number = typename Kind::Number;
@@ -23,7 +25,7 @@ class LaneGroup {
     begin_ = begin, lanes_ = lanes;
     vectors = (lanes + kLanes - 1) / kLanes, wide = vectors * kLanes;
     all_from = none_from = 0;
-    all_to = std::numeric_limits<int>::max();
+    all_to = none_to = std::numeric_limits<int>::max();
     for (int lane = 0; lane < wide; ++lane) {
       most[lane] = kNoScore;
       sum[lane] = first[lane] = end[lane] = 0.0f;
@@ -34,6 +36,7 @@ class LaneGroup {
       all_from = std::max(all_from, query.first);
       all_to = std::min(all_to, query.end);
       none_from = std::max(none_from, query.end);
+      none_to = std::min(none_to, query.first);
     }
     load_queries(work, item, rows);
     std::fill(sums, sums + static_cast<size_t>(padded(work.cache.head_dim_v, 16)) * wide, 0.0f);
@@ -52,8 +55,8 @@ class LaneGroup {
   int vectors = 0, wide = 0;     // lanes in whole vectors
   Number* queries = nullptr;     // [column / kPer][lane][kPer]
   float* sums = nullptr;         // [column][lane]
-  int all_from = 0, all_to = 0;  // positions that every lane sees
-  int none_from = 0;             // no lane sees a position from here on
+  int all_from = 0, all_to = 0;    // positions that every lane sees
+  int none_to = 0, none_from = 0;  // positions before and from which on no lane sees any
   // Of each lane: the score that its weights are relative to, the sum of its weights, what its sums are to be multiplied by,
   // and the positions that it sees.
   alignas(64) float most[kMost], sum[kMost], keep[kMost], first[kMost], end[kMost];
@@ -128,6 +131,16 @@ class LaneGroup {
 
   int begin_ = 0, lanes_ = 0;
 };
+
+// All lanes of an item, by groups. Returns how many. `rows` is memory for query_numbers.
+template <typename Group, typename Number>
+inline int open_groups(Group* groups, const Work& work, const Item& item, Number* rows) {
+  int count = 0;
+  for (int lane = 0, lanes = item.count * item.heads; lane < lanes; lane += Group::kMost) {
+    groups[count++].open(work, item, lane, std::min(lanes - lane, Group::kMost), rows);
+  }
+  return count;
+}
 
 // The next `count` numbers of scratch memory, from a cache line on.
 template <typename T>

@@ -56,7 +56,8 @@ class Planner {
       add_query(row, end);
       close_span(row, begin, end, 1);
     }
-    for (int row = step_.num_decodes; row < step_.num_rows; ++row) add_prefill(row);
+    const int tokens = item_tokens();
+    for (int row = step_.num_decodes; row < step_.num_rows; ++row) add_prefill(row, tokens);
     cut();
     emit();
   }
@@ -74,8 +75,16 @@ class Planner {
     spans_.push_back({row, begin, end, static_cast<int32_t>(queries_.size()) - count, count, tiles, slot * (end - begin), 1});
   }
 
-  void add_prefill(int row) {
-    const int tokens = std::max(1, (plan_.deterministic ? kFixedLanes : tile_lanes(plan_.cache)) / heads_);
+  // Tokens of a prefill that an item takes: as many as its kernel takes at once, but so few that all members have work.
+  int item_tokens() const {
+    if (plan_.deterministic) return std::max(1, kFixedLanes / heads_);
+    const int64_t all = static_cast<int64_t>(step_.num_tokens - step_.num_decodes) * plan_.num_heads;
+    int lanes = tile_lanes(plan_.cache);
+    while (lanes > kMaxLanes && all < static_cast<int64_t>(lanes) * plan_.members * kPiecesEach) lanes /= 2;
+    return std::max(1, lanes / heads_);
+  }
+
+  void add_prefill(int row, int tokens) {
     const int first = step_.query_start[row], count = step_.query_start[row + 1] - first;
     const int start = step_.context_len[row] - count;
     for (int at = 0; at < count; at += tokens) {

@@ -43,13 +43,16 @@ class TilesKernel {
   using Tiles = CacheTiles<Kind, Stored, 1>;
   using Group = LaneGroup<Kind>;
   static constexpr int kPer = Kind::kPer;
+  static constexpr int kGroups = kItemLanes / Group::kMost;
   static constexpr int kFetchSteps = 16;  // steps of a product between two fetches
 
  public:
   TilesKernel(const Work& work, const Item& item, float* scratch)
       : work_(work), item_(item), dk_(work.cache.head_dim_k), dv_(work.cache.head_dim_v) {
-    take(lanes_.queries, Group::query_numbers(dk_), scratch);
-    take(lanes_.sums, Group::sum_floats(dv_), scratch);
+    for (Group& group : groups_) {
+      take(group.queries, Group::query_numbers(dk_), scratch);
+      take(group.sums, Group::sum_floats(dv_), scratch);
+    }
     take(scores_, static_cast<size_t>(kTile) * Group::kMost, scratch);
     if constexpr (kPer == 1) {
       weights_ = scores_;  // a weight takes the place of its score
@@ -61,7 +64,7 @@ class TilesKernel {
   }
 
   static size_t scratch_floats(int dk, int dv) {
-    return Group::query_numbers(dk) + Group::sum_floats(dv) + 2 * kTile * Group::kMost + Tiles::numbers(dk) +
+    return kGroups * (Group::query_numbers(dk) + Group::sum_floats(dv)) + 2 * kTile * Group::kMost + Tiles::numbers(dk) +
            Tiles::numbers(dv) + 1024;
   }
 
@@ -72,53 +75,62 @@ class TilesKernel {
       prefetch(tiles_.next_keys[run], kRun * sizeof(Stored) * dk_);
       prefetch(tiles_.next_values[run], kRun * sizeof(Stored) * dv_);
     }
-    lanes_.open(work_, item_, 0, item_.count * item_.heads, tiles_.own_keys);
+    const int groups = open_groups(groups_, work_, item_, tiles_.own_keys);
     for (int base = begin; base < item_.end; base += kTile) {
       tiles_.load(work_.cache, item_);
       tiles_.find(work_, item_, base + kTile);
-      fetcher_.start(tiles_.next_keys, kRun * sizeof(Stored) * dk_, tiles_.next_tiles ? score_calls() : 0);
-      score();
-      weigh();
-      fetcher_.start(tiles_.next_values, kRun * sizeof(Stored) * dv_, tiles_.next_tiles ? value_calls() : 0);
-      accumulate();
+      bool fetches = tiles_.next_tiles > 0;
+      for (int group = groups - 1; group >= 0; --group) fetches &= !attend(groups_[group], fetches);
     }
-    lanes_.close(work_, item_, reinterpret_cast<float*>(tiles_.own_values));
+    for (int group = 0; group < groups; ++group) groups_[group].close(work_, item_, reinterpret_cast<float*>(tiles_.own_values));
   }
 
  private:
+  // A group of lanes over the tile, if they see any of it. Meanwhile the next tile is fetched.
+  bool attend(Group& lanes, bool fetches) {
+    slots_ = std::min(tiles_.slots, padded(std::max(0, lanes.none_from - tiles_.base), kRun));
+    if (slots_ == 0 || tiles_.base + slots_ <= lanes.none_to) return false;
+    fetcher_.start(tiles_.next_keys, kRun * sizeof(Stored) * dk_, fetches ? score_calls(lanes) : 0);
+    score(lanes);
+    weigh(lanes);
+    fetcher_.start(tiles_.next_values, kRun * sizeof(Stored) * dv_, fetches ? value_calls(lanes) : 0);
+    accumulate(lanes);
+    return true;
+  }
+
   template <typename Body>
-  void for_vectors(Body&& body) const {
+  static void for_vectors(const Group& lanes, Body&& body) {
     int at = 0;
     if constexpr (kVectors == 4) {
-      for (; at + 4 <= lanes_.vectors; at += 4) body(std::integral_constant<int, 4>(), at * kLanes);
-      if (at + 3 <= lanes_.vectors) body(std::integral_constant<int, 3>(), at * kLanes), at += 3;
-      if (at + 2 <= lanes_.vectors) body(std::integral_constant<int, 2>(), at * kLanes), at += 2;
+      for (; at + 4 <= lanes.vectors; at += 4) body(std::integral_constant<int, 4>(), at * kLanes);
+      if (at + 3 <= lanes.vectors) body(std::integral_constant<int, 3>(), at * kLanes), at += 3;
+      if (at + 2 <= lanes.vectors) body(std::integral_constant<int, 2>(), at * kLanes), at += 2;
     }
-    for (; at < lanes_.vectors; ++at) body(std::integral_constant<int, 1>(), at * kLanes);
+    for (; at < lanes.vectors; ++at) body(std::integral_constant<int, 1>(), at * kLanes);
   }
 
   // How often `score` and `accumulate` fetch.
-  int score_calls() const {
+  int score_calls(const Group& lanes) const {
     int calls = 0;
-    for_vectors([&](auto vectors, int) { calls += row_steps(rows_at_once(vectors), tiles_.slots); });
+    for_vectors(lanes, [&](auto vectors, int) { calls += row_steps(rows_at_once(vectors), slots_); });
     return calls * ((dk_ + kFetchSteps * kPer - 1) / (kFetchSteps * kPer));
   }
-  int value_calls() const {
+  int value_calls(const Group& lanes) const {
     int calls = 0;
-    for_vectors([&](auto vectors, int) { calls += row_steps(rows_at_once(vectors), dv_); });
-    return calls * ((tiles_.slots + kFetchSteps * kPer - 1) / (kFetchSteps * kPer));
+    for_vectors(lanes, [&](auto vectors, int) { calls += row_steps(rows_at_once(vectors), dv_); });
+    return calls * ((slots_ + kFetchSteps * kPer - 1) / (kFetchSteps * kPer));
   }
 
   // scores [slot][lane] = K · queries · factor.
-  void score() {
-    for_vectors([&](auto vectors, int lane) {
+  void score(const Group& lanes) {
+    for_vectors(lanes, [&](auto vectors, int lane) {
       constexpr int V = decltype(vectors)::value;
-      for_rows<rows_at_once(V)>(tiles_.slots, [&](int slot, auto rows) { score_some<V, decltype(rows)::value>(slot, lane); });
+      for_rows<rows_at_once(V)>(slots_, [&](int slot, auto rows) { score_some<V, decltype(rows)::value>(lanes, slot, lane); });
     });
   }
 
   template <int V, int R>
-  __attribute__((always_inline)) void score_some(int slot, int lane) {
+  __attribute__((always_inline)) void score_some(const Group& lanes, int slot, int lane) {
     typename Kind::Acc acc[R][V];
     constexpr int kStep = R % kRun ? 1 : kRun;
     RowPointers<R, kStep> rows(tiles_.key_stride * sizeof(Number));
@@ -131,10 +143,10 @@ class TilesKernel {
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) acc[r][v] = Kind::zero();
     }
-    const Number* query = lanes_.queries + lane * kPer;
+    const Number* query = lanes.queries + lane * kPer;
     for (int i = 0; i < dk_;) {
       fetcher_.some();
-      for (const int end = std::min(dk_, i + kFetchSteps * kPer); i < end; i += kPer, query += lanes_.wide * kPer) {
+      for (const int end = std::min(dk_, i + kFetchSteps * kPer); i < end; i += kPer, query += lanes.wide * kPer) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
           const auto one = Kind::broadcast(reinterpret_cast<const Number*>(rows.at(r)));
@@ -151,104 +163,104 @@ class TilesKernel {
       const Vec factor = Vec::all(Tiles::kScaled ? work_.score_factor * tiles_.key_scales[slot + r] : work_.score_factor);
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
-        (Kind::to_vec(acc[r][v]) * factor).store(scores_ + (slot + r) * lanes_.wide + lane + v * kLanes);
+        (Kind::to_vec(acc[r][v]) * factor).store(scores_ + (slot + r) * lanes.wide + lane + v * kLanes);
       }
     }
   }
 
   // Weights from scores, lane by lane: the softmax as far as it goes tile by tile.
-  void weigh() {
-    const bool masked = tiles_.base < lanes_.all_from || tiles_.base + tiles_.slots > lanes_.all_to;
-    for (int lane = 0; lane < lanes_.wide; lane += kLanes) {
-      if (work_.layer.softcap != 0.0f) cap(lane);
-      if (masked) mask(lane);
+  void weigh(Group& lanes) {
+    const bool masked = tiles_.base < lanes.all_from || tiles_.base + slots_ > lanes.all_to;
+    for (int lane = 0; lane < lanes.wide; lane += kLanes) {
+      if (work_.layer.softcap != 0.0f) cap(lanes, lane);
+      if (masked) mask(lanes, lane);
       const float* scores = scores_ + lane;
-      const Vec before = Vec::load(lanes_.most + lane);
+      const Vec before = Vec::load(lanes.most + lane);
       Vec most[4] = {before, before, before, before};
-      for (int slot = 0; slot < tiles_.slots; slot += 4) {
-        for (int i = 0; i < 4; ++i) most[i] = max(most[i], Vec::load(scores + (slot + i) * lanes_.wide));
+      for (int slot = 0; slot < slots_; slot += 4) {
+        for (int i = 0; i < 4; ++i) most[i] = max(most[i], Vec::load(scores + (slot + i) * lanes.wide));
       }
       most[0] = max(max(most[0], most[1]), max(most[2], most[3]));
       const Vec keep = exp2_falling(before - most[0]);
-      const Vec sum = exponentiate(lane, most[0]);
-      most[0].store(lanes_.most + lane);
-      keep.store(lanes_.keep + lane);
-      fma(Vec::load(lanes_.sum + lane), keep, sum).store(lanes_.sum + lane);
+      const Vec sum = exponentiate(lanes, lane, most[0]);
+      most[0].store(lanes.most + lane);
+      keep.store(lanes.keep + lane);
+      fma(Vec::load(lanes.sum + lane), keep, sum).store(lanes.sum + lane);
     }
   }
 
-  void cap(int lane) {
-    for (int slot = 0; slot < tiles_.slots; ++slot) {
-      float* at = scores_ + slot * lanes_.wide + lane;
+  void cap(const Group& lanes, int lane) {
+    for (int slot = 0; slot < slots_; ++slot) {
+      float* at = scores_ + slot * lanes.wide + lane;
       (soft_cap(Vec::load(at), work_.layer.softcap) * Vec::all(kLog2E)).store(at);
     }
   }
 
-  void mask(int lane) {
-    const Vec first = Vec::load(lanes_.first + lane), end = Vec::load(lanes_.end + lane);
-    for (int slot = 0; slot < tiles_.slots; ++slot) {
-      float* at = scores_ + slot * lanes_.wide + lane;
+  void mask(const Group& lanes, int lane) {
+    const Vec first = Vec::load(lanes.first + lane), end = Vec::load(lanes.end + lane);
+    for (int slot = 0; slot < slots_; ++slot) {
+      float* at = scores_ + slot * lanes.wide + lane;
       keep_between(Vec::load(at), Vec::all(static_cast<float>(tiles_.base + slot)), first, end).store(at);
     }
   }
 
   // Writes weights [slot / kPer][lane][kPer] and returns their sums.
-  Vec exponentiate(int lane, Vec most) {
+  Vec exponentiate(const Group& lanes, int lane, Vec most) {
     Vec sum[2] = {Vec::zero(), Vec::zero()};
-    for (int slot = 0; slot < tiles_.slots; slot += 2) {
-      const float* scores = scores_ + slot * lanes_.wide + lane;
-      Vec a = exp2_falling(Vec::load(scores) - most), b = exp2_falling(Vec::load(scores + lanes_.wide) - most);
+    for (int slot = 0; slot < slots_; slot += 2) {
+      const float* scores = scores_ + slot * lanes.wide + lane;
+      Vec a = exp2_falling(Vec::load(scores) - most), b = exp2_falling(Vec::load(scores + lanes.wide) - most);
       sum[0] = sum[0] + a;
       sum[1] = sum[1] + b;
       if (Tiles::kScaled) {
         a = a * Vec::all(tiles_.value_scales[slot]);
         b = b * Vec::all(tiles_.value_scales[slot + 1]);
       }
-      store_weights(slot, lane, a, b);
+      store_weights(lanes, slot, lane, a, b);
     }
     return sum[0] + sum[1];
   }
 
-  void store_weights(int slot, int lane, Vec a, Vec b) {
+  void store_weights(const Group& lanes, int slot, int lane, Vec a, Vec b) {
     if constexpr (kPer == 1) {
-      a.store(weights_ + slot * lanes_.wide + lane);
-      b.store(weights_ + (slot + 1) * lanes_.wide + lane);
+      a.store(weights_ + slot * lanes.wide + lane);
+      b.store(weights_ + (slot + 1) * lanes.wide + lane);
     } else {
 #if defined(QUIRE_BF16_DOTS)
       const __m512i both = _mm512_permutexvar_epi16(alternate(), round_bf16(a, b));
-      std::memcpy(static_cast<void*>(weights_ + slot * lanes_.wide + lane * 2), &both, 64);
+      std::memcpy(static_cast<void*>(weights_ + slot * lanes.wide + lane * 2), &both, 64);
 #endif
     }
   }
 
   // sums [column][lane] = sums · keep + V · weights.
-  void accumulate() {
-    for_vectors([&](auto vectors, int lane) {
+  void accumulate(Group& lanes) {
+    for_vectors(lanes, [&](auto vectors, int lane) {
       constexpr int V = decltype(vectors)::value;
-      for_rows<rows_at_once(V)>(dv_, [&](int column, auto rows) { accumulate_some<V, decltype(rows)::value>(column, lane); });
+      for_rows<rows_at_once(V)>(dv_, [&](int column, auto rows) { accumulate_some<V, decltype(rows)::value>(lanes, column, lane); });
     });
   }
 
   template <int V, int R>
-  __attribute__((always_inline)) void accumulate_some(int column, int lane) {
+  __attribute__((always_inline)) void accumulate_some(Group& lanes, int column, int lane) {
     typename Kind::Acc acc[R][V];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
-        const Vec keep = Vec::load(lanes_.keep + lane + v * kLanes);
-        acc[r][v] = Kind::from(Vec::load(lanes_.sums + (column + r) * lanes_.wide + lane + v * kLanes) * keep);
+        const Vec keep = Vec::load(lanes.keep + lane + v * kLanes);
+        acc[r][v] = Kind::from(Vec::load(lanes.sums + (column + r) * lanes.wide + lane + v * kLanes) * keep);
       }
     }
     const Number* weights = weights_ + lane * kPer;
     const int stride = kPer == 1 ? tiles_.value_stride : kPer * padded(dv_, 32);
-    for (int slot = 0; slot < tiles_.slots;) {
+    for (int slot = 0; slot < slots_;) {
       fetcher_.some();
-      for (const int end = std::min(tiles_.slots, slot + kFetchSteps * kPer); slot < end; slot += kRun) {
+      for (const int end = std::min(slots_, slot + kFetchSteps * kPer); slot < end; slot += kRun) {
         const Number* row =
             kPer == 1 ? tiles_.values[slot / kRun] + column : tiles_.own_values + slot / kPer * stride + kPer * column;
 #pragma GCC unroll 4
-        for (int step = 0; step < kRun / kPer; ++step, row += stride, weights += lanes_.wide * kPer) {
+        for (int step = 0; step < kRun / kPer; ++step, row += stride, weights += lanes.wide * kPer) {
 #pragma GCC unroll 16
           for (int r = 0; r < R; ++r) {
             const auto one = Kind::broadcast(row + r * kPer);
@@ -264,7 +276,7 @@ class TilesKernel {
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
-        Kind::to_vec(acc[r][v]).store(lanes_.sums + (column + r) * lanes_.wide + lane + v * kLanes);
+        Kind::to_vec(acc[r][v]).store(lanes.sums + (column + r) * lanes.wide + lane + v * kLanes);
       }
     }
   }
@@ -272,8 +284,9 @@ class TilesKernel {
   const Work& work_;
   const Item& item_;
   const int dk_, dv_;
-  Group lanes_;
+  Group groups_[kGroups];
   Tiles tiles_;
+  int slots_ = 0;  // of the tile that the lanes of a group see
   Number* weights_;
   float* scores_;
   Fetcher fetcher_;
@@ -287,11 +300,11 @@ void run(const Work& work, const Item& item, float* scratch) {
 }  // namespace
 
 int tile_lanes(const quire_cache& cache) {
+  if (cache.type == QUIRE_F32) return kMaxLanes;  // nothing is widened
 #if defined(QUIRE_AMX)
-  if (cache.type == QUIRE_BF16 || cache.type == QUIRE_I8) return kAmxItemLanes;
+  if (cache.type != QUIRE_F16) return kAmxItemLanes;
 #endif
-  (void)cache;
-  return kMaxLanes;
+  return kItemLanes;
 }
 
 size_t tiles_scratch(const quire_cache& cache) {

@@ -48,26 +48,26 @@ class AmxTilesKernel {
       prefetch(tiles_.next_keys[run], kRun * sizeof(Stored) * dk_);
       prefetch(tiles_.next_values[run], kRun * sizeof(Stored) * dv_);
     }
-    int groups = 0;
-    for (int lane = 0, lanes = item_.count * item_.heads; lane < lanes; lane += Group::kMost) {
-      groups_[groups++].open(work_, item_, lane, std::min(lanes - lane, Group::kMost), tiles_.own_keys);
-    }
+    const int groups = open_groups(groups_, work_, item_, tiles_.own_keys);
     const AmxScope registers;
     for (int base = begin; base < item_.end; base += Tiles::kSlots) {
       tiles_.load(work_.cache, item_);
       tiles_.find(work_, item_, base + Tiles::kSlots);
-      for (int group = 0; group < groups; ++group) attend(groups_[group], group == 0);
+      bool fetches = tiles_.next_tiles > 0;
+      for (int group = groups - 1; group >= 0; --group) fetches &= !attend(groups_[group], fetches);
     }
     auto* rows = reinterpret_cast<float*>(tiles_.own_values);
     for (int group = 0; group < groups; ++group) groups_[group].close(work_, item_, rows);
   }
 
  private:
-  // A group of lanes over the tiles. Meanwhile the next ones are fetched into the L2 cache.
-  void attend(Group& lanes, bool fetches) {
+  // A group of lanes over the tiles, if they see any of them. Meanwhile the next ones are fetched into the L2 cache.
+  bool attend(Group& lanes, bool fetches) {
     const int end = std::min(tiles_.slots, padded(std::max(0, lanes.none_from - tiles_.base), kRun));
-    int summed = 0;  // slots whose weights the sums have
-    for (int slot = 0; slot < end; slot += kTile) {
+    const int begin = std::max(0, lanes.none_to - tiles_.base) & ~(kTile - 1);
+    if (begin >= end) return false;
+    int summed = begin;  // up to where the sums have the weights
+    for (int slot = begin; slot < end; slot += kTile) {
       const int count = std::min(kTile, end - slot), groups = padded(count, 16) / 16;
       const bool has_next = fetches && slot / kTile < tiles_.next_tiles;
       fetcher_.start(tiles_.next_keys + slot / kRun, kRun * sizeof(Stored) * dk_,
@@ -81,28 +81,32 @@ class AmxTilesKernel {
       }
       for (int lane = 0; lane < lanes.wide; lane += kLanes) exponentiate(lanes, lane, slot, count);
     }
-    if (end == summed) return;
     std::memset(static_cast<void*>(weights_ + end * lanes.wide), 0, sizeof(bf16) * (padded(end, 32) - end) * lanes.wide);
     const int calls = amx_fetches(padded(dv_, 16) / 16, padded(end - summed, 32), lanes.vectors);
     fetcher_.start(tiles_.next_values, kRun * sizeof(Stored) * dv_, fetches && tiles_.next_tiles ? calls : 0, false,
                    tiles_.next_tiles * kRuns);
     accumulate(lanes, summed, end);
+    return true;
   }
 
   // Products become scores, and the largest ones move what weights are relative to. Returns whether any moved.
   bool finish_scores(Group& lanes, int first, int count) {
     const int base = tiles_.base + first;
     const bool masked = base < lanes.all_from || base + count > lanes.all_to, capped = work_.layer.softcap != 0.0f;
-    // A factor that all scores have in common is applied as late as possible.
-    const bool late = !Tiles::kScaled && !masked && !capped && work_.score_factor >= 0.0f;
-    factor_ = late ? work_.score_factor : 1.0f;
+    for (int slot = 0; slot < (Tiles::kScaled ? count : 1); ++slot) {
+      factors_[slot] = Tiles::kScaled ? work_.score_factor * tiles_.key_scales[first + slot] : work_.score_factor;
+    }
+    if (masked || capped || work_.score_factor < 0.0f) {
+      for (int lane = 0; lane < lanes.wide; lane += kLanes) {
+        scale(scores_ + lane, lanes.wide, count);
+        if (capped) cap(scores_ + lane, lanes.wide, count);
+        if (masked) mask(scores_ + lane, lanes, lane, base, count);
+      }
+      std::fill(factors_, factors_ + kTile, 1.0f);
+    }
     bool moved = false;
     for (int lane = 0; lane < lanes.wide; lane += kLanes) {
-      float* scores = scores_ + lane;
-      if (!late) scale(scores, lanes.wide, first, count);
-      if (capped) cap(scores, lanes.wide, count);
-      if (masked) mask(scores, lanes, lane, base, count);
-      const Vec largest = largest_of(scores, lanes.wide, count) * Vec::all(factor_), before = Vec::load(lanes.most + lane);
+      const Vec largest = largest_of(scores_ + lane, lanes.wide, count), before = Vec::load(lanes.most + lane);
       const __mmask16 exceeds = _mm512_cmp_ps_mask(largest.v, (before + Vec::all(kSlack)).v, _CMP_GT_OQ);
       const Vec most{_mm512_mask_mov_ps(before.v, exceeds, largest.v)}, keep = exp2_falling(before - most);
       moved |= exceeds != 0;
@@ -113,10 +117,9 @@ class AmxTilesKernel {
     return moved;
   }
 
-  void scale(float* scores, int wide, int first, int count) const {
+  void scale(float* scores, int wide, int count) const {
     for (int slot = 0; slot < count; ++slot, scores += wide) {
-      const float factor = Tiles::kScaled ? work_.score_factor * tiles_.key_scales[first + slot] : work_.score_factor;
-      (Vec::load(scores) * Vec::all(factor)).store(scores);
+      (Vec::load(scores) * Vec::all(factors_[Tiles::kScaled ? slot : 0])).store(scores);
     }
   }
 
@@ -133,25 +136,30 @@ class AmxTilesKernel {
     }
   }
 
-  static Vec largest_of(const float* scores, int wide, int count) {
+  Vec largest_of(const float* scores, int wide, int count) const {
     Vec most[4];
     for (Vec& one : most) one = Vec::all(kMasked);
     for (int slot = 0; slot < count; slot += 4) {
-      for (int i = 0; i < 4; ++i) most[i] = max(most[i], Vec::load(scores + (slot + i) * wide));
+      for (int i = 0; i < 4; ++i) {
+        Vec score = Vec::load(scores + (slot + i) * wide);
+        if (Tiles::kScaled) score = score * Vec::all(factors_[slot + i]);
+        most[i] = max(most[i], score);
+      }
     }
-    return max(max(most[0], most[1]), max(most[2], most[3]));
+    const Vec largest = max(max(most[0], most[1]), max(most[2], most[3]));
+    return Tiles::kScaled ? largest : largest * Vec::all(factors_[0]);
   }
 
   // Writes weights [slot / 2][lane][2] of slots from `first` on, and adds them up.
   void exponentiate(Group& lanes, int lane, int first, int count) {
     const int wide = lanes.wide;
-    const Vec factor = Vec::all(factor_), less = Vec::zero() - Vec::load(lanes.most + lane);
+    const Vec factor = Vec::all(factors_[0]), less = Vec::zero() - Vec::load(lanes.most + lane);
     const float* scores = scores_ + lane;
     bf16* to = weights_ + first * wide + lane * 2;
     Vec even = Vec::load(lanes.sum + lane), odd = Vec::zero();
     for (int slot = 0; slot < count; slot += 2, scores += 2 * wide, to += 2 * wide) {
-      Vec a = exp2_of_bf16(fma(Vec::load(scores), factor, less));
-      Vec b = exp2_of_bf16(fma(Vec::load(scores + wide), factor, less));
+      Vec a = exp2_of_bf16(fma(Vec::load(scores), Tiles::kScaled ? Vec::all(factors_[slot]) : factor, less));
+      Vec b = exp2_of_bf16(fma(Vec::load(scores + wide), Tiles::kScaled ? Vec::all(factors_[slot + 1]) : factor, less));
       even = even + a;
       odd = odd + b;
       if (Tiles::kScaled) {
@@ -186,7 +194,7 @@ class AmxTilesKernel {
   Tiles tiles_;
   bf16* weights_;
   float* scores_;
-  float factor_ = 1.0f;  // of the products of a tile that are not scores yet
+  float factors_[kTile];  // by which products of a tile become scores: one of each slot where K is scaled, else one of all
   Fetcher fetcher_;
 };
 

@@ -104,6 +104,14 @@ def test_scores_that_rise_or_fall_along_the_context(library: ctypes.CDLL, slope:
     np.testing.assert_allclose(out.numpy(), reference(typed, LayerAttention(layer=0, scale=1.0)), atol=error, rtol=0)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("window", [None, 5, 200])
+def test_items_of_many_groups_of_lanes(library: ctypes.CDLL, window: int | None, kv_dtype: str) -> None:
+    """One thread's items are as large as a kernel takes: some groups of lanes see no slot of some tiles."""
+    case = Case(((90, 1100),), 128, num_heads=2, num_kv_heads=1, head_dim_k=32, head_dim_v=32, layers=1)
+    check(library, random_step(case), LayerAttention(layer=0, scale=0.3, window=window), kv_dtype, threads=1)
+
+
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[Step, LayerAttention]:
     size = draw(st.sampled_from([4, 8, 16, 32, 64, 128, 256]))
