@@ -9,9 +9,9 @@ goes on from questions over the demo model's facts. A batch of 32 streams of a r
 there is nothing to guess. Streams of a random target have the target's first layer as draft model: `--faint` sets how
 often that is right, and the work of both is that of their shapes (`bench/lib/draft_pair.py`).
 
-Both kinds of decoding take turns in one process, with attention that gives equal bits in every batch
-(`--deterministic`), so tokens must be equal. A copy is timed from its first token on: what comes before is the prompt,
-which both compute alike. Figures are medians over the rounds; a round has all prompts.
+Both kinds of decoding take turns in one process. Drafts have the bits of plain decoding, so tokens must be equal. A
+copy is timed from its first token on: what comes before is the prompt, which both compute alike. Figures are medians
+over the rounds; a round has all prompts.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _answered(run: Run) -> float:
 
 def pair(stack: ExitStack, model: str | None, args: argparse.Namespace, **options: Any) -> Pair:
     """Return the two engines on a model, started."""
-    options = {"speculative": "ngram", "threads": args.threads, "dtype": args.dtype, "deterministic": True} | options
+    options = {"speculative": "ngram", "threads": args.threads, "dtype": args.dtype} | options
     plane = data_plane(model, **options, kv_memory="256MiB", max_num_seqs=_STREAMS, max_model_len=1024)
     if plane.draft is not None:
         stack.callback(plane.draft.close)

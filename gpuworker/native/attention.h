@@ -17,8 +17,9 @@ class AttentionPlan;
 // The plan behind a handle of the C interface.
 AttentionPlan& plan_of(quire_attention*);
 
-// Starts a step; the step's arrays must stay until its last layer. With `deterministic`, the result of a query is the
-// same to the bit, whatever else the step contains, and however its sequence was cut into steps.
+// Starts a step; the step's arrays must stay until its last layer. The result of a decode is the same to the bit, whatever
+// else the step contains, unless other sequences share its first blocks. With `deterministic`, that of each query is, and
+// however its sequence was cut into steps.
 void begin(AttentionPlan&, const quire_cache&, const quire_step&, int num_heads, int threads, bool deterministic);
 
 // Makes the work list of layers with this window (0: none), unless the step has it.

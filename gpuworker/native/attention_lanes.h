@@ -7,7 +7,7 @@
 
 namespace quire {
 
-constexpr int kItemLanes = 256;  // (query, head) pairs of an item, where vectors multiply: numbers are widened once for them all
+constexpr int kItemLanes = 256;  // (query, head) pairs of an item where vectors multiply widened numbers
 
 template <typename Kind>
 class LaneGroup {
@@ -132,7 +132,7 @@ class LaneGroup {
   int begin_ = 0, lanes_ = 0;
 };
 
-// All lanes of an item, by groups. Returns how many. `rows` is memory for query_numbers.
+// All lanes of an item, in groups. Returns how many groups. `rows` is memory for query_numbers.
 template <typename Group, typename Number>
 inline int open_groups(Group* groups, const Work& work, const Item& item, Number* rows) {
   int count = 0;

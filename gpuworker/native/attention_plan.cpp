@@ -6,6 +6,7 @@
 #include <cstring>
 #include <new>
 #include <tuple>
+#include <utility>
 
 namespace quire {
 
@@ -26,8 +27,8 @@ const Window& AttentionPlan::window(int size) const {
 
 namespace {
 
-// Slots that are worth a piece of their own; lanes from which on a tile of queries beats one query after the other; lanes
-// of a deterministic piece, which always takes one after the other.
+// Slots that are worth a piece of tiles of their own; lanes from which on a tile of queries beats one query after the other;
+// lanes of a piece of a deterministic prefill, which always takes one after the other.
 constexpr int kMinChunk = 128, kTileLanes = 14, kFixedLanes = 32;
 // The least number of pieces a member, where the costs allow: uneven work then ends in a small part of the whole.
 constexpr int kPiecesEach = 4;
@@ -50,11 +51,9 @@ class Planner {
   void run() {
     shared_.assign(step_.num_decodes, 0);
     if (window_.size == 0 && !plan_.deterministic) share_prefixes();
-    for (int row = 0; row < step_.num_decodes; ++row) {
-      const int end = step_.context_len[row], begin = std::max(first_seen(end - 1), shared_[row]);
-      if (begin >= end) continue;
-      add_query(row, end);
-      close_span(row, begin, end, 1);
+    for (int row = 0, next; row < step_.num_decodes; row = next) {
+      next = after_drafts(row);
+      add_decodes(row, next);
     }
     const int tokens = item_tokens();
     for (int row = step_.num_decodes; row < step_.num_rows; ++row) add_prefill(row, tokens);
@@ -65,11 +64,14 @@ class Planner {
  private:
   int first_seen(int position) const { return window_.size ? std::max(0, position + 1 - window_.size) : 0; }
 
+  // Whether so many queries, drafts not counted, are enough for tiles. Drafts take the kernel that decodes take without them.
+  bool by_tiles(int queries) const { return !plan_.deterministic && queries * heads_ >= kTileLanes; }
+
   void add_query(int token, int end) { queries_.push_back({token, first_seen(end - 1), end, -1}); }
 
-  void close_span(int row, int begin, int end, int count) {
+  // Of the last `count` queries.
+  void close_span(int row, int begin, int end, int count, bool tiles) {
     const int lanes = count * heads_;
-    const bool tiles = !plan_.deterministic && lanes >= kTileLanes;
     // Nanoseconds a slot, as measured at head_dim 64: few lanes wait for memory, more lanes cost a vector each.
     const float slot = tiles ? 8.0f + 12.0f * ((lanes + 15) / 16) : std::max(9.0f, 1.0f + 1.3f * lanes);
     spans_.push_back({row, begin, end, static_cast<int32_t>(queries_.size()) - count, count, tiles, slot * (end - begin), 1});
@@ -84,20 +86,42 @@ class Planner {
     return std::max(1, lanes / heads_);
   }
 
+  // Decodes [row, next) of one sequence: a token and the drafts behind it, which read K and V together.
+  void add_decodes(int row, int next) {
+    for (const int at_once = std::max(1, kMaxLanes / heads_); row < next; row += at_once) {
+      const int last = std::min(row + at_once, next), end = step_.context_len[last - 1];
+      const int begin = std::max(first_seen(step_.context_len[row] - 1), shared_[row]);
+      if (begin >= end) continue;
+      for (int i = row; i < last; ++i) add_query(i, step_.context_len[i]);
+      close_span(row, begin, end, last - row, false);
+    }
+  }
+
+  // The first row that is no draft behind this one. Of two rows that write into the same block, both are of one sequence.
+  int after_drafts(int row) const {
+    int next = row + 1;
+    while (next < step_.num_decodes && step_.context_len[next] == step_.context_len[next - 1] + 1) {
+      const int written = (step_.context_len[next - 1] - 1) / plan_.cache.block_size;
+      if (table(next)[written] != table(next - 1)[written]) break;
+      ++next;
+    }
+    return next;
+  }
+
   void add_prefill(int row, int tokens) {
     const int first = step_.query_start[row], count = step_.query_start[row + 1] - first;
     const int start = step_.context_len[row] - count;
     for (int at = 0; at < count; at += tokens) {
       const int end = std::min(at + tokens, count);
       for (int i = at; i < end; ++i) add_query(first + i, start + i + 1);
-      close_span(row, first_seen(start + at), start + end, end - at);
+      close_span(row, first_seen(start + at), start + end, end - at, by_tiles(end - at));
     }
   }
 
   // Decodes whose rows begin with the same blocks attend to them together: they are read once.
   void share_prefixes() {
     std::vector<int> rows;
-    for (int row = 0; row < step_.num_decodes; ++row) {
+    for (int row = 0; row < step_.num_decodes; row = after_drafts(row)) {
       if (whole_blocks(row) * plan_.cache.block_size >= kMinShared) rows.push_back(row);
     }
     if (rows.size() < 2) return;
@@ -137,15 +161,17 @@ class Planner {
   }
 
   void add_shared(const std::vector<int>& rows, size_t from, size_t to, int begin, int end) {
-    const size_t at_once = std::max(1, tile_lanes(plan_.cache) / heads_);
-    for (size_t first = from; first < to; first += at_once) {
-      const size_t last = std::min(first + at_once, to);
-      for (size_t i = first; i < last; ++i) {
-        queries_.push_back({rows[i], 0, end, -1});
-        shared_[rows[i]] = end;
+    const bool tiles = by_tiles(static_cast<int>(to - from));
+    const int at_once = std::max(1, (tiles ? tile_lanes(plan_.cache) : kMaxLanes) / heads_);
+    int count = 0;
+    for (size_t i = from; i < to; ++i) {
+      for (int row = rows[i], next = after_drafts(row); row < next; ++row) {
+        queries_.push_back({row, 0, end, -1});
+        shared_[row] = end;
+        if (++count == at_once) close_span(rows[i], begin, end, std::exchange(count, 0), tiles);
       }
-      close_span(rows[first], begin, end, static_cast<int>(last - first));
     }
+    if (count > 0) close_span(rows[from], begin, end, count, tiles);
   }
 
   // Decides into how many chunks each span goes.
@@ -157,11 +183,10 @@ class Planner {
     for (Span& span : spans_) {
       const int length = span.end - span.begin;
       if (plan_.members == 1 || span.cost <= limit) continue;
-      if (plan_.deterministic) {
-        // Parts are merged in the order of the folds, one by one. So each part is one fold, and only decodes are cut.
-        if (span.count == 1) span.chunks = (span.end + kFold - 1) / kFold - span.begin / kFold;
-      } else {
+      if (span.tiles) {
         span.chunks = std::max(1, std::min(static_cast<int>(span.cost / limit) + 1, length / kMinChunk));
+      } else {
+        span.chunks = (span.end + kFold - 1) / kFold - span.begin / kFold;  // parts are merged as folds are, one by one
       }
     }
   }
@@ -178,7 +203,7 @@ class Planner {
       window_.parts += parts[token];
     }
     for (const Span& span : spans_) {
-      const int unit = plan_.deterministic ? kFold : kTile, origin = span.begin / unit * unit;
+      const int unit = span.tiles ? kTile : kFold, origin = span.begin / unit * unit;
       const int length = ((span.end - origin + span.chunks - 1) / span.chunks + unit - 1) / unit * unit;
       for (int chunk = 0; chunk < span.chunks; ++chunk) {
         const int begin = std::max(span.begin, origin + chunk * length);

@@ -16,7 +16,7 @@ namespace quire {
 
 constexpr int kTile = 64;      // positions that a kernel scores at once; tiles begin at multiples of it
 constexpr int kMaxLanes = 64;  // (query, head) pairs that a kernel takes at once; an item of tiles may have more
-constexpr int kFold = 256;     // deterministic: positions that are summed up before they are added to the rest
+constexpr int kFold = 256;     // positions that a decode sums up before it adds them to the rest
 
 // A query of an item: a token of the step that sees positions [first, end).
 struct Query {

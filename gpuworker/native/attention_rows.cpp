@@ -36,7 +36,7 @@ class RowsKernel {
     }
     for (int lane = 0; lane < lanes_; ++lane) open(lane);
     for (int base = begin; base < item_.end; base += kTile) {
-      if (work_.plan.deterministic && base > begin && base % kFold == 0) fold_lanes();
+      if (base > begin && base % kFold == 0) fold_lanes();
       std::swap(now_, next_);
       load_scales(*now_);
       more_ = base + kTile < item_.end;
@@ -110,7 +110,7 @@ class RowsKernel {
     restart(lane);
     total_most_[lane] = kNoScore;
     total_sum_[lane] = 0.0f;
-    if (work_.plan.deterministic) std::fill(total(lane), total(lane) + dv_, 0.0f);
+    std::fill(total(lane), total(lane) + dv_, 0.0f);
   }
 
   void restart(int lane) {
@@ -136,13 +136,8 @@ class RowsKernel {
   }
 
   void close(int lane) {
-    if (work_.plan.deterministic) {
-      if (most_[lane] != kNoScore) fold_lane(lane);
-      Part whole{total_most_[lane], total_sum_[lane], total(lane)};
-      return deliver(work_, query_of(lane), head_of(lane), whole);
-    }
-    Kind::put_in_order(acc(lane), dv_);
-    Part whole{most_[lane], sum_[lane].sum(), acc(lane)};
+    if (most_[lane] != kNoScore) fold_lane(lane);
+    Part whole{total_most_[lane], total_sum_[lane], total(lane)};
     deliver(work_, query_of(lane), head_of(lane), whole);
   }
 

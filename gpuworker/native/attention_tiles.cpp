@@ -82,7 +82,8 @@ class TilesKernel {
       bool fetches = tiles_.next_tiles > 0;
       for (int group = groups - 1; group >= 0; --group) fetches &= !attend(groups_[group], fetches);
     }
-    for (int group = 0; group < groups; ++group) groups_[group].close(work_, item_, reinterpret_cast<float*>(tiles_.own_values));
+    auto* rows = reinterpret_cast<float*>(tiles_.own_values);
+    for (int group = 0; group < groups; ++group) groups_[group].close(work_, item_, rows);
   }
 
  private:
@@ -125,7 +126,9 @@ class TilesKernel {
   void score(const Group& lanes) {
     for_vectors(lanes, [&](auto vectors, int lane) {
       constexpr int V = decltype(vectors)::value;
-      for_rows<rows_at_once(V)>(slots_, [&](int slot, auto rows) { score_some<V, decltype(rows)::value>(lanes, slot, lane); });
+      for_rows<rows_at_once(V)>(slots_, [&](int slot, auto rows) {
+        score_some<V, decltype(rows)::value>(lanes, slot, lane);
+      });
     });
   }
 
@@ -237,7 +240,9 @@ class TilesKernel {
   void accumulate(Group& lanes) {
     for_vectors(lanes, [&](auto vectors, int lane) {
       constexpr int V = decltype(vectors)::value;
-      for_rows<rows_at_once(V)>(dv_, [&](int column, auto rows) { accumulate_some<V, decltype(rows)::value>(lanes, column, lane); });
+      for_rows<rows_at_once(V)>(dv_, [&](int column, auto rows) {
+        accumulate_some<V, decltype(rows)::value>(lanes, column, lane);
+      });
     });
   }
 

@@ -248,23 +248,35 @@ ONE_LAYER = LayerAttention(layer=0, scale=0.3, sinks=torch.linspace(-1, 1, 6))
 
 
 def run_in_steps(
-    library: ctypes.CDLL, kv_dtype: str, cuts: Sequence[int], layer: LayerAttention, beside: int = 0, threads: int = 1
+    library: ctypes.CDLL,
+    kv_dtype: str,
+    cuts: Sequence[int],
+    layer: LayerAttention,
+    beside: int = 0,
+    threads: int = 1,
+    decodes_from: int | None = None,
+    shared: int = 0,
 ) -> torch.Tensor:
     """Return the outputs of one sequence of 300 positions, computed in steps that end at `cuts`, with neighbours.
 
-    The neighbours decode at positions of their own, before it if it decodes, else around it.
+    The neighbours decode at positions of their own, before it if it decodes, else around it. With `decodes_from`, each
+    position from there on has a row of its own, as drafts have, and attention is not deterministic. All have the first
+    `shared` blocks in common.
     """
     draw = torch.Generator().manual_seed(5)
     whole = [torch.randn((300, heads, d), generator=draw) for heads, d in ((6, 40), (2, 40), (2, 24))]
     others = [torch.randn((beside, heads, d), generator=draw) for heads, d in ((6, 40), (2, 40), (2, 24))]
     cache = KvCache(KvGeometry(1, 2, 40, 24, kv_dtype), 64 + 32 * beside, 16, CPU)
-    attention = NativeAttention(cache, deterministic=True, threads=threads, library=library)
+    attention = NativeAttention(cache, deterministic=decodes_from is None, threads=threads, library=library)
     table = np.random.default_rng(1).permutation(cache.num_blocks).astype(np.int32).reshape(-1, 32)[: beside + 1]
+    table[:, :shared] = table[beside, :shared]
     out, begin = [], 0
     for end in cuts:
-        start = np.array([*(50 + 90 * n for n in range(beside)), begin], dtype=np.int32)
-        length = np.array([1] * beside + [end - begin], dtype=np.int32)
-        rows = pack_rows(start, length, table, 16)
+        lengths = [1] * (end - begin) if decodes_from is not None and begin >= decodes_from else [end - begin]
+        starts = range(begin, end, lengths[0])
+        start = np.array([*(80 + 90 * n for n in range(beside)), *starts], dtype=np.int32)
+        blocks = np.concatenate((table[:beside], np.repeat(table[beside:], len(lengths), axis=0)))
+        rows = pack_rows(start, np.array([1] * beside + lengths, dtype=np.int32), blocks, 16)
         attention.begin(attention_metadata(rows, to_device(attention_arrays(rows), CPU)))
         query, key, value = (torch.cat((o, w[begin:end])) for o, w in zip(others, whole, strict=True))
         out.append(attention.write_and_attend(layer, query, key, value)[beside:])
@@ -286,6 +298,27 @@ def test_deterministic_bits_depend_on_nothing_but_the_sequence(
     ):
         found = run_in_steps(library, kv_dtype, cuts, layer, beside, threads)
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), (cuts, beside, threads)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("window", [None, 70])
+def test_drafts_have_the_bits_of_plain_decodes_in_any_batch(
+    library: ctypes.CDLL, kv_dtype: str, window: int | None
+) -> None:
+    layer = replace(ONE_LAYER, window=window)
+    expected = run_in_steps(library, kv_dtype, range(240, 301), layer, decodes_from=240)[240:]
+    for cuts, beside, threads in (([240, 243, 257, 300], 0, 1), ([240, 243, 257, 300], 0, 3), ([240, 270, 300], 3, 2)):
+        found = run_in_steps(library, kv_dtype, cuts, layer, beside, threads, decodes_from=240)[240:]
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), (cuts, beside, threads)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_drafts_have_the_bits_of_plain_decodes_beside_the_same_sharers(library: ctypes.CDLL, kv_dtype: str) -> None:
+    found = [
+        run_in_steps(library, kv_dtype, cuts, ONE_LAYER, beside=4, decodes_from=240, shared=4)[240:]
+        for cuts in (range(240, 301), [240, 243, 257, 300])
+    ]
+    assert torch.equal(found[0].view(torch.int32), found[1].view(torch.int32))
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
