@@ -56,7 +56,7 @@ class LaneGroup {
   Number* queries = nullptr;     // [column / kPer][lane][kPer]
   float* sums = nullptr;         // [column][lane]
   int all_from = 0, all_to = 0;    // positions that every lane sees
-  int none_to = 0, none_from = 0;  // positions before and from which on no lane sees any
+  int none_to = 0, none_from = 0;  // no lane sees a position before the one, or from the other on
   // Of each lane: the score that its weights are relative to, the sum of its weights, what its sums are to be multiplied by,
   // and the positions that it sees.
   alignas(64) float most[kMost], sum[kMost], keep[kMost], first[kMost], end[kMost];
