@@ -69,7 +69,7 @@ class Planner {
 
   void add_query(int token, int end) { queries_.push_back({token, first_seen(end - 1), end, -1}); }
 
-  // Of the last `count` queries.
+  // Makes the last `count` queries a span.
   void close_span(int row, int begin, int end, int count, bool tiles) {
     const int lanes = count * heads_;
     // Nanoseconds a slot, as measured at head_dim 64: few lanes wait for memory, more lanes cost a vector each.
