@@ -7,22 +7,20 @@ from dataclasses import replace
 
 from common.lease import Admit, Copy
 from common.types import TRIMMED, BlockHash, BlockId, MissReason, SequencePhase
-from kvmanager.core import backfill, chunked_grants, fork
+from kvmanager.core import backfill, chunked_grants, fork, grant_order
 from kvmanager.core.backfill import Growth, Reservation
 from kvmanager.core.block import CACHED
 from kvmanager.core.evictor import Evictor
 from kvmanager.core.grant_record import GrantPlan, record_grant
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.partial_copy import PartialCopy, learn, partial_copy
+from kvmanager.core.preemption import Shortage
 from kvmanager.core.prefix_cache import PrefixMatch
 from kvmanager.core.remembered_match import RememberedMatch
 from kvmanager.core.sequence import Sequence
 from kvmanager.core.shares import TenantShares
 from kvmanager.core.shortfall import explain_waits
 from kvmanager.core.window_match import match_in_window, settled
-
-_IN_TURN = 7
-"""Admissions by priority between two by age."""
 
 
 class BlockGranter(Evictor):
@@ -46,7 +44,8 @@ class BlockGranter(Evictor):
             if len(admits) == most:
                 state.blocked_by = "batch"
                 break
-            sequence, by_age = self._choose(state)
+            turn = grant_order.next_turn(state)
+            sequence = turn.sequence
             if part is not None and chunked_grants.comes_first(state, part, sequence):
                 state.blocked_by = "prompt"
                 break
@@ -59,14 +58,9 @@ class BlockGranter(Evictor):
             if plan is None:
                 state.blocked_by = "capacity"
                 break
-            self._count_turn(state, sequence, by_age)
+            grant_order.count_turn(state, turn)
             self._admit(state, sequence, plan, copies, admits, fresh)
         return copies, admits
-
-    def _count_turn(self, state: LedgerState, sequence: Sequence, by_age: bool) -> None:
-        """Count an admission of the next sequence, by its age or in the order of the queue."""
-        sequence.by_age = by_age
-        state.admitted_in_turn = 0 if by_age else state.admitted_in_turn + 1
 
     def _admit(
         self,
@@ -94,23 +88,29 @@ class BlockGranter(Evictor):
         config = state.config
         if state.blocked_by != "capacity" or not config.grants_parts or state.partly_granted() is not None:
             return
-        sequence, by_age = self._choose(state)
+        turn = grant_order.next_turn(state)
+        sequence = turn.sequence
         plan, missing = self._plan(state, sequence, self._found(state, sequence))
         free = plan.fresh - missing
-        if config.holds_whole(sequence.preemptions) or not chunked_grants.is_enough(config, free, plan.fresh):
+        if (
+            sequence.gave_up
+            or config.holds_whole(sequence.preemptions)
+            or not chunked_grants.is_enough(config, free, plan.fresh)
+        ):
             return
         until = self._promised(state, sequence).until
         part = chunked_grants.first_part(state, sequence, plan.fresh, free, until)
         if part:
-            self._count_turn(state, sequence, by_age)
+            grant_order.count_turn(state, turn)
             state.partial, state.blocked_by = sequence.id, "prompt"
             self._admit(state, sequence, replace(plan, fresh=part, left=0), copies, admits, set())
+            sequence.queued_at = state.clock.monotonic()  # it waits on, for the others
 
     def _awaited(self, state: LedgerState) -> Sequence | None:
         """Return the sequence for whose blocks those behind it wait; None where blocks are not the reason."""
         if state.blocked_by == "prompt":
             return state.partly_granted()
-        return self.next(state) if state.blocked_by == "capacity" else None
+        return grant_order.next_turn(state).sequence if state.blocked_by == "capacity" else None
 
     def _promised(self, state: LedgerState, head: Sequence) -> Reservation:
         """Return when the next sequence will have its blocks, as it was foreseen not long ago."""
@@ -174,40 +174,9 @@ class BlockGranter(Evictor):
     def explain(self, state: LedgerState) -> None:
         """Record why those that joined the queue and were not admitted wait."""
         if state.queue.unexplained and state.blocked_by not in ("deferred", "batch"):
-            head = (state.partly_granted() if state.blocked_by == "prompt" else None) or self.next(state)
+            head = state.partly_granted() if state.blocked_by == "prompt" else None
+            head = head or grant_order.next_turn(state).sequence
             explain_waits(state, head, lambda each: self._fresh(state, each))
-
-    def next(self, state: LedgerState) -> Sequence:
-        """Return the sequence that is admitted next. The queue must not be empty."""
-        return self._choose(state)[0]
-
-    def _choose(self, state: LedgerState) -> tuple[Sequence, bool]:
-        """Return the sequence that is admitted next, and whether its age is the reason.
-
-        It is the highest priority, then the tenant of the least load, then the first arrival. After seven admissions
-        by these an old sequence is next.
-        """
-        if state.admitted_in_turn >= _IN_TURN and (old := self._oldest(state)) is not None:
-            return old, True
-        heads = [state.sequences[each] for each in state.queue.heads()]
-        if len(heads) == 1:
-            return heads[0], False
-        shares = TenantShares(state)
-        return min(heads, key=lambda each: (shares.load(each.tenant), each.arrival)), False
-
-    def _oldest(self, state: LedgerState) -> Sequence | None:
-        """Return the old sequence that is next by age. A tenant over its share has none while others wait."""
-        oldest = [state.sequences[each] for each in state.queue.oldest()]
-        found = [each for each in oldest if self._is_old(state, each)]
-        if len(oldest) < 2:
-            return found[0] if found else None
-        shares = TenantShares(state)
-        fair = (each for each in found if shares.load(each.tenant) < 1.0)
-        return min(fair, key=lambda each: (shares.load(each.tenant), each.arrival), default=None)
-
-    def _is_old(self, state: LedgerState, sequence: Sequence) -> bool:
-        longest = state.config.max_wait
-        return longest > 0 and sequence.waited + state.clock.monotonic() - sequence.queued_at >= longest
 
     def places(self, state: LedgerState, sequence: Sequence) -> int:
         """Return how many sequences may hold a block table if this one is to be among them.
@@ -260,6 +229,11 @@ class BlockGranter(Evictor):
             return chunked_grants.missing_blocks(state, sequence)
         return self._demand(state, sequence)[1]
 
+    def shortage(self, state: LedgerState, sequence: Sequence) -> Shortage:
+        """Return what a sequence lacks that waits for blocks."""
+        plan, missing = self._demand(state, sequence)
+        return Shortage(missing, self._slack(state, sequence, plan.shared + plan.fresh), frozenset(plan.hits))
+
     def _demand(self, state: LedgerState, sequence: Sequence) -> tuple[GrantPlan, int]:
         """Return how the sequence would be admitted, and how many blocks are missing for that; remember a match."""
         found = self._found(state, sequence)
@@ -286,10 +260,13 @@ class BlockGranter(Evictor):
                 hits, cached_hits, unread = shared, 0, 0
         needed = self._wanted(state, sequence, unread, len(hits))
         fresh = needed - unread - len(hits)
-        grows = needed < sequence.max_blocks
-        slack = max(int(grows), config.watermark_blocks) if state.running else 0
+        slack = self._slack(state, sequence, needed)
         missing = fresh + slack - (available - cached_hits)
         return GrantPlan(hits, fresh, found.match, slack - missing, unread), missing
+
+    def _slack(self, state: LedgerState, sequence: Sequence, blocks: int) -> int:
+        """Return how many blocks an admission with so many leaves to the growth of those that run and its own."""
+        return max(int(blocks < sequence.max_blocks), state.config.watermark_blocks) if state.running else 0
 
     def _wanted(self, state: LedgerState, sequence: Sequence, unread: int, hits: int) -> int:
         """Return the places with which a sequence is admitted, `unread` empty ones and `hits` blocks included."""

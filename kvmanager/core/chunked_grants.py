@@ -1,7 +1,7 @@
 """Decides when a long prompt begins with a part of its blocks, and how many of the others it gets as they come free.
 
 So the prefill of a huge prompt overlaps the end of the sequences whose blocks it waits for. Only the next sequence may
-begin so, at most one of a worker. No other one of its priority or a lower one is admitted before its blocks are there.
+begin so, at most one of a worker. `grant_order.py` says who goes before it, and who waits for it.
 
 The others keep what they need. Until the step by which the next sequence was foreseen to have its blocks, it takes none
 that those which run may bind by then. A part of their runway stays in the lease pool, where the worker leaves it to
@@ -16,6 +16,7 @@ from common.lease import RUNWAY_UNDER_PRESSURE
 from common.types import SequenceId, SequencePhase
 from kvmanager.core.backfill import Growth, growth_beside
 from kvmanager.core.config import LedgerConfig
+from kvmanager.core.grant_order import outranks
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.sequence import Sequence
 
@@ -39,21 +40,20 @@ def first_part(state: LedgerState, head: Sequence, fresh: int, free: int, until:
     return part if is_enough(state.config, part, fresh) else 0
 
 
-def lease_want(state: LedgerState, part: Sequence) -> int:
-    """Return how many blocks are leased while a sequence lacks some of its prompt's, and count its steps from now on.
+def left_to_others(state: LedgerState, begun: Sequence) -> int:
+    """Return how many blocks are leased for those that run beside a begun prompt: a part of their runway."""
+    return _ahead(state, _others(state, begun))
 
-    A higher priority that waits comes first, unless the sequence is old and so cannot be preempted for it.
-    """
-    part.started_at = state.steps
-    config, pool, others = state.config, state.block_pool, _others(state, part)
-    ahead = _ahead(state, others)
-    if any(_is_before(state.sequences[each], part) for each in state.queue.heads()):
-        return ahead
-    lacking, there = part.lacking(config.block_size), pool.available + pool.leased
-    if missing_blocks(state, part) + ahead <= pool.leased:
+
+def lease_want(state: LedgerState, begun: Sequence) -> int:
+    """Return how many blocks are leased while a begun prompt has its rank, and count its steps from now on."""
+    begun.started_at = state.steps
+    config, pool, others = state.config, state.block_pool, _others(state, begun)
+    ahead, lacking = _ahead(state, others), begun.lacking(config.block_size)
+    if missing_blocks(state, begun) + ahead <= pool.leased:
         return ahead + lacking
-    kept = state.reservation
-    if kept is None or kept.sequence != part.id or kept.until is None:
+    kept, there = state.reservation, pool.available + pool.leased
+    if kept is None or kept.sequence != begun.id or kept.until is None:
         return ahead
     return ahead + max(0, min(lacking, there - others.after(max(0, kept.until - state.steps))))
 
@@ -65,15 +65,15 @@ def missing_blocks(state: LedgerState, part: Sequence) -> int:
     return lacking + slack - state.block_pool.available
 
 
-def comes_first(state: LedgerState, part: Sequence, sequence: Sequence) -> bool:
-    """Return whether a waiting sequence is not admitted before one that lacks blocks of its prompt.
+def comes_first(state: LedgerState, begun: Sequence, sequence: Sequence) -> bool:
+    """Return whether a waiting sequence is not admitted before the begun prompt has what it lacks.
 
-    So it is until these are leased. One that begins with the same blocks waits until they are in the block table: else
-    both would compute them.
+    So it is until these blocks are leased. One that begins with the same blocks waits until they are in the block
+    table: else both would compute them.
     """
-    if _is_before(sequence, part):
+    if outranks(sequence, begun):
         return False
-    return state.block_pool.leased < part.lacking(state.config.block_size) or begins_alike(part, sequence)
+    return state.block_pool.leased < begun.lacking(state.config.block_size) or begins_alike(begun, sequence)
 
 
 def begins_alike(part: Sequence, sequence: Sequence) -> bool:
@@ -89,10 +89,6 @@ def partial_of(sequences: Iterable[Sequence], block_size: int) -> SequenceId | N
     """Return the sequence of an inventory that runs with a part of its prompt's blocks."""
     found = (each.id for each in sequences if each.phase is SequencePhase.RUNNING and each.lacking(block_size))
     return next(found, None)
-
-
-def _is_before(sequence: Sequence, part: Sequence) -> bool:
-    return sequence.priority > part.priority and not part.by_age
 
 
 def _others(state: LedgerState, sequence: Sequence) -> Growth:

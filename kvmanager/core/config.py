@@ -20,6 +20,8 @@ DEFAULT_FIRST_PART: Final = 256
 """Slots."""
 DEFAULT_MAX_WAIT: Final = 30.0
 """Seconds."""
+DEFAULT_IN_TURN: Final = 7
+"""Admissions by priority between two by age."""
 DEFAULT_RETENTION_SHARE: Final = 0.25
 DEFAULT_PIN_SHARE: Final = 0.25
 DEFAULT_MAX_RETENTION: Final = 3600.0
@@ -49,8 +51,8 @@ class LedgerConfig:
     `eviction` names the policy of `eviction/choice.py`, `preemption` that of `preemption.py`. A sequence that was
     preempted `max_preemptions` times is preempted again for higher priorities alone (0: there is no bound).
     With `chunked_grants`, the next sequence may begin with half of its prompt's blocks, of `first_part` slots at least.
-    With `backfill`, sequences pass one that lacks blocks, for a bounded time. One that has waited for `max_wait`
-    seconds gets every eighth admission (0: priority alone decides).
+    With `backfill`, sequences pass one that lacks blocks, for a bounded time. After `in_turn` admissions by priority,
+    one that has waited for `max_wait` seconds is next (0: priority alone decides).
     Of one tenant, at most `retention_share` of the blocks are retained, of all tenants together at most half, each for
     at most `max_retention` seconds.
     """
@@ -72,6 +74,7 @@ class LedgerConfig:
     first_part: int = DEFAULT_FIRST_PART
     backfill: bool = True
     max_wait: float = DEFAULT_MAX_WAIT
+    in_turn: int = DEFAULT_IN_TURN
     retention_share: float = DEFAULT_RETENTION_SHARE
     max_retention: float = DEFAULT_MAX_RETENTION
 

@@ -11,7 +11,8 @@ class Totals:
 
     A hit counts at admission, or when the block is sealed if another sequence was still to fill it. Partial hits are
     admissions with a copy of a part of a cached block; their tokens are in no block that counts as a hit. Chunked
-    grants are admissions with a part of the prompt's blocks, again after each preemption.
+    grants are admissions with a part of the prompt's blocks, again after each preemption. `broken_stalls` counts
+    preemptions that were ordered because work stood still.
     """
 
     preemptions: int = 0
@@ -19,6 +20,7 @@ class Totals:
     admissions: int = 0
     chunked_grants: int = 0
     rejections: int = 0
+    broken_stalls: int = 0
     ignored_seals: int = 0
     reset_blocks: int = 0
     retained_evictions: int = 0
@@ -52,6 +54,7 @@ class PoolCounts:
 
     `pinned` counts blocks under a transfer beside the compute stream; nothing makes such transfers yet. `retained` are
     those of the cached blocks that leave last, and `kept_pinned` those that an operator's pins keep even longer.
+    `lacking` are those of the running sequences that can compute nothing before they get a block.
     """
 
     num_blocks: int
@@ -69,3 +72,4 @@ class PoolCounts:
     totals: Totals
     retained: int = 0
     kept_pinned: int = 0
+    lacking: int = 0

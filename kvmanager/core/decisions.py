@@ -48,7 +48,7 @@ class DecisionLog:
     def preempted(
         self,
         victim: Sequence,
-        beneficiary: Sequence,
+        beneficiary: Sequence | None,
         reasons: tuple[str, ...],
         figures: Figures,
         candidates: tuple[Candidate, ...],
@@ -56,8 +56,8 @@ class DecisionLog:
         return self._add(
             Decision(
                 self._ids(), DecisionKind.PREEMPTION, self._clock.time_ns(), victim.name, victim.request_id, candidates,
-                reasons, victim=victim.name, beneficiary=beneficiary.name, figures=tuple(figures.items()),
-                traceparent=victim.traceparent, worker=self._worker,
+                reasons, victim=victim.name, beneficiary=beneficiary.name if beneficiary else "",
+                figures=tuple(figures.items()), traceparent=victim.traceparent, worker=self._worker,
             )
         )  # fmt: skip
 

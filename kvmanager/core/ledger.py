@@ -9,7 +9,7 @@ from functools import partial
 from common.clock import Clock
 from common.lease import Admit, Copy, GrantBatch, Inventory, Preempt, Report
 from common.types import BlockHash, BlockId, Decision, DecisionKind, SequenceId
-from kvmanager.core import chunked_grants, runway
+from kvmanager.core import chunked_grants, grant_order, runway
 from kvmanager.core.audit import audit
 from kvmanager.core.block_map import BlockMap, BlockView, map_of, view_of
 from kvmanager.core.block_table import BlockTable, table_of
@@ -19,7 +19,9 @@ from kvmanager.core.index_events import IndexEvent, IndexSnapshot
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.pins import Pin, fitting
 from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
+from kvmanager.core.preemption import Shortage
 from kvmanager.core.prefix_cache import PrefixMatch
+from kvmanager.core.sequence import Sequence
 from kvmanager.core.window_match import settled
 
 
@@ -66,12 +68,23 @@ class Ledger:
         With `most`, a batch has so many admissions at most, and `has_more` says whether the next batch can follow.
         """
         state, granter, pool = self.state, self.policies.granter, self.state.block_pool
+        grant_order.take_turn_by_age(state)
         terms, stalled = self._runway_terms()
         refill = runway.is_short(terms, pool.leased, stalled)
         lease = granter.lease(state, terms.want - pool.leased) if refill else []
         copies, admits, preempt = self._admit_or_preempt(most)
         if admits or preempt:
             terms, _ = self._runway_terms()
+        begun = state.partly_granted()
+        if begun is not None and not state.preempting and not self.has_more:
+            terms = self._terms_of_begun(begun)
+            if runway.is_short(terms, pool.leased, stalled + (begun.id in state.stalled)):
+                lease += granter.lease(state, terms.want - pool.leased)
+        if state.queue:
+            if not preempt:
+                granter.begin(state, copies, admits)
+                granter.backfill(state, copies, admits)
+            granter.explain(state)
         target = self._target(terms, refill)
         if refill:
             lease += granter.lease_further(state, target)
@@ -95,21 +108,16 @@ class Ledger:
             return [], [], ()
         preempt = self.policies.preemption.preempt(state)
         copies, admits = granter.admit(state, most)
-        preempt = preempt or self._preempt_for_next()
-        if not preempt:
-            granter.begin(state, copies, admits)
-            granter.backfill(state, copies, admits)
-        granter.explain(state)
-        return copies, admits, preempt
+        return copies, admits, preempt or self._preempt_for_next()
 
     def _preempt_for_next(self) -> tuple[Preempt, ...]:
         """Order a preemption for the sequence that is next and cannot be admitted, if it is entitled to one."""
         state, granter = self.state, self.policies.granter
         if state.blocked_by not in ("capacity", "places"):
             return ()
-        sequence = granter.next(state)
-        missing = partial(granter.missing_blocks, state, sequence) if state.blocked_by == "capacity" else lambda: 0
-        return self.policies.preemption.preempt_for(state, sequence, missing)
+        sequence = grant_order.next_turn(state).sequence
+        lacks = partial(granter.shortage, state, sequence) if state.blocked_by == "capacity" else partial(Shortage, 0)
+        return self.policies.preemption.preempt_for(state, sequence, lacks)
 
     def lease_target(self, refill: bool) -> int:
         return self._target(self._runway_terms()[0], refill)
@@ -123,11 +131,41 @@ class Ledger:
         """Return the bounds of the lease pool, and how many sequences are stalled."""
         state = self.state
         stalled = len(state.live_stalled())
-        if (part := state.partly_granted()) is not None:
-            want = min(max(chunked_grants.lease_want(state, part), stalled), state.growth)
-            return runway.RunwayTerms(want, want), stalled + (part.id in state.stalled)
+        if (begun := state.partly_granted()) is not None:
+            want = min(max(chunked_grants.left_to_others(state, begun), stalled), state.growth)
+            return runway.RunwayTerms(want, want), stalled
         growth, pressed = state.growth, state.blocked_by == "capacity"
         return runway.runway_terms(state.config, state.lease_want, stalled, growth, state.running, pressed), stalled
+
+    def _terms_of_begun(self, begun: Sequence) -> runway.RunwayTerms:
+        """Return the bounds of the lease pool with what a begun prompt may take now."""
+        stalled, growth = len(self.state.live_stalled()), self.state.growth
+        want = min(max(chunked_grants.lease_want(self.state, begun), stalled), growth)
+        return runway.RunwayTerms(want, want)
+
+    # ------------------------------------------------------------ work that stands still
+
+    def _lacking(self) -> list[SequenceId]:
+        """Return the running sequences that can compute nothing before they get a block."""
+        state = self.state
+        begun = state.partly_granted()
+        waits = begun is not None and begun.id in state.stalled
+        return [*state.live_stalled(), *([begun.id] if begun is not None and waits else [])]
+
+    def break_stall(self, why: str) -> GrantBatch | None:
+        """Order the preemption of one sequence that holds blocks and lacks others, because nothing goes on.
+
+        That is the begun prompt, or else the one that any other preemption would take first. None: none of those that
+        run lacks a block, so that no preemption helps.
+        """
+        state = self.state
+        victims = [state.sequences[each] for each in self._lacking()]
+        if not victims or state.preempting:
+            return None
+        preempt = self.policies.preemption.give_up(state, victims, why)
+        state.totals.broken_stalls += 1
+        state.last_sent_target = self.lease_target(refill=False)
+        return GrantBatch(state.last_sent_target, preempt=preempt)
 
     # ------------------------------------------------------------ operators
 
@@ -217,7 +255,7 @@ class Ledger:
         return PoolCounts(
             state.config.num_blocks, len(pool.free), pool.leased, pool.in_use, len(pool.cached), 0, state.running,
             waiting, len(state.preempting), state.last_sent_target or 0, waiting - capacity, capacity,
-            state.totals.clone(), state.retention.count(), state.retention.pinned_cached,
+            state.totals.clone(), state.retention.count(), state.retention.pinned_cached, len(self._lacking()),
         )  # fmt: skip
 
     def drain_index_events(self) -> tuple[IndexEvent, ...]:

@@ -18,6 +18,7 @@ from kvmanager.core import epochs
 from kvmanager.core.config import (
     DEFAULT_EVICTION,
     DEFAULT_FIRST_PART,
+    DEFAULT_IN_TURN,
     DEFAULT_MAX_PREEMPTIONS,
     DEFAULT_MAX_RETENTION,
     DEFAULT_MAX_WAIT,
@@ -53,6 +54,7 @@ class ManagerConfig:
     first_part: int = DEFAULT_FIRST_PART
     backfill: bool = True
     max_wait: float = DEFAULT_MAX_WAIT
+    in_turn: int = DEFAULT_IN_TURN
     retention_share: float = DEFAULT_RETENTION_SHARE
     max_retention: float = DEFAULT_MAX_RETENTION
     pin_share: float = DEFAULT_PIN_SHARE
@@ -165,6 +167,7 @@ class Manager:
             first_part=config.first_part,
             backfill=config.backfill,
             max_wait=config.max_wait,
+            in_turn=config.in_turn,
             retention_share=config.retention_share,
             max_retention=config.max_retention,
         )

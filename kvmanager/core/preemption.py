@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_right as bisect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 from common.lease import Preempt
 from common.types import TRIMMED, BlockId, Candidate, SequenceId, SequencePhase
@@ -32,6 +32,17 @@ _CHOICES: Final[dict[VictimOrder, str]] = {
     "work": "lowest priority, then greatest load of a tenant, then least work to lose",
     "arrival": "lowest priority, then greatest load of a tenant, then latest arrival",
 }
+
+
+class Shortage(NamedTuple):
+    """What a waiting sequence lacks: `missing` blocks beside its `hits`, which only it may share.
+
+    Of these, `slack` blocks are for the growth of sequences that run beside it.
+    """
+
+    missing: int
+    slack: int = 0
+    hits: frozenset[BlockId] = frozenset()
 
 
 class PreemptionPolicy:
@@ -54,10 +65,12 @@ class PreemptionPolicy:
         beneficiary = min((state.sequences[each] for each in going_on), key=seniority)
         return self._order_all(state, victims, beneficiary, running, "pool is used up")
 
-    def preempt_for(self, state: LedgerState, sequence: Sequence, missing: Callable[[], int]) -> tuple[Preempt, ...]:
+    def preempt_for(
+        self, state: LedgerState, sequence: Sequence, shortage: Callable[[], Shortage]
+    ) -> tuple[Preempt, ...]:
         """Order as many preemptions as a sequence that waits needs, if it is entitled to enough of them.
 
-        `missing` returns the blocks that it lacks; it is called only when there is a victim.
+        `shortage` is called only when there is a victim.
         """
         if state.preempting or state.live_stalled():
             return ()
@@ -66,21 +79,34 @@ class PreemptionPolicy:
         entitled = self.victims(sequence, running, exposure, blocks)
         if not entitled:
             return ()
-        lacking, freed, victims = missing(), FreedBlocks(state.blocks), list[Sequence]()
+        short = shortage()
+        freed, victims = FreedBlocks(state.blocks, short.hits), list[Sequence]()
         for each in entitled:
-            if victims and freed.count >= lacking:
+            if victims and freed.count >= short.missing:
                 break
             if victims and not self.may_replace(sequence, each, exposure, blocks):
                 continue  # those before it have left its tenant within its share
             exposure.shares.remove(each)
             freed.release(each)
             victims.append(each)
-        if freed.count < lacking:
+        # Where nobody stays, nobody grows, and the worker returns its lease pool.
+        unneeded = short.slack + state.block_pool.leased if len(victims) == len(running) else 0
+        if freed.count < short.missing - unneeded:
             return ()
-        victims = needed_of(victims, freed, lacking)
+        victims = needed_of(victims, freed, short.missing)
         higher = victims[0].priority < sequence.priority
         reason = "a higher priority waits" if higher else "a tenant below its share waits"
         return self._order_all(state, victims, sequence, running, reason)
+
+    def give_up(self, state: LedgerState, lacking: list[Sequence], why: str) -> tuple[Preempt, ...]:
+        """Order the preemption of one of those that lack blocks: the begun prompt, or else the first victim of all."""
+        running, begun = running_sequences(state), state.partly_granted()
+        victim = begun if begun is not None and begun in lacking else max(lacking, key=Exposure(state).of)
+        others = [each for each in state.sequences.values() if each is not victim]
+        gaining = min((each for each in others if each in lacking or each.phase is SequencePhase.WAITING),
+                      key=seniority, default=None)  # fmt: skip
+        victim.gave_up = True
+        return self._order_all(state, [victim], gaining, running, why)
 
     def victims(self, sequence: Sequence, running: list[Sequence], exposure: Exposure, blocks: int) -> list[Sequence]:
         """Return those that a waiting sequence which needs so many blocks may replace, the first victim first."""
@@ -100,7 +126,7 @@ class PreemptionPolicy:
         self,
         state: LedgerState,
         victims: list[Sequence],
-        beneficiary: Sequence,
+        beneficiary: Sequence | None,
         running: list[Sequence],
         reason: str,
     ) -> tuple[Preempt, ...]:
@@ -195,25 +221,26 @@ def needed_of(
 
 
 class FreedBlocks:
-    """The blocks that several sequences together free when they leave."""
+    """The blocks that several sequences together free when they leave, without those that another one shares then."""
 
-    def __init__(self, blocks: Blocks) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: Blocks, shared: Collection[BlockId] = ()) -> None:
+        self._blocks, self._shared = blocks, shared
         self._dropped: Counter[BlockId] = Counter()
         self.count = 0
 
     def release(self, sequence: Sequence) -> None:
-        for block in sequence.block_table:
-            if block != TRIMMED:
-                self._dropped[block] += 1
-                self.count += self._dropped[block] == self._blocks.refs[block]
+        for block in self._own(sequence):
+            self._dropped[block] += 1
+            self.count += self._dropped[block] == self._blocks.refs[block]
 
     def take_back(self, sequence: Sequence) -> None:
         """Undo the release of a sequence."""
-        for block in sequence.block_table:
-            if block != TRIMMED:
-                self.count -= self._dropped[block] == self._blocks.refs[block]
-                self._dropped[block] -= 1
+        for block in self._own(sequence):
+            self.count -= self._dropped[block] == self._blocks.refs[block]
+            self._dropped[block] -= 1
+
+    def _own(self, sequence: Sequence) -> Iterable[BlockId]:
+        return (block for block in sequence.block_table if block != TRIMMED and block not in self._shared)
 
 
 class Exposure:
@@ -279,7 +306,7 @@ def candidates(running: Iterable[Sequence], state: LedgerState) -> tuple[Candida
 def _record(
     state: LedgerState,
     victim: Sequence,
-    beneficiary: Sequence,
+    beneficiary: Sequence | None,
     reasons: tuple[str, ...],
     named: tuple[Candidate, ...],
 ) -> str:

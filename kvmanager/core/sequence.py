@@ -14,7 +14,8 @@ class Sequence:
     that the worker reported last, for records and traces. `recompute` is set by a preemption: the next admission is
     then not a new query of the prefix cache. `started_at` is the worker's step of its admission (`LedgerState.steps`),
     `waited` its seconds in the queue before that. A sequence that was admitted `by_age` is not preempted for a higher
-    priority. `partial_hashes` are those of its reserve. `copy_source` is the block that it holds beside its block table
+    priority. One that `gave_up` a part of its prompt's blocks, because work stood still, gets all of them at once.
+    `partial_hashes` are those of its reserve. `copy_source` is the block that it holds beside its block table
     until the worker has reported the copy. `own_from` is the first block that other requests had not computed before
     its first admission: blocks of the sequence that it was forked from are its own. `forks` names those that were
     forked from it and wait for their admission.
@@ -31,6 +32,7 @@ class Sequence:
         "copy_source",
         "fork_of",
         "forks",
+        "gave_up",
         "id",
         "max_blocks",
         "max_len",
@@ -79,7 +81,7 @@ class Sequence:
         self.trimmed = 0
         self.computed = self.started_at = 0
         self.preemptions = 0
-        self.recompute = self.by_age = False
+        self.recompute = self.by_age = self.gave_up = False
 
     @property
     def name(self) -> str:

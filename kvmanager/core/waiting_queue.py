@@ -48,9 +48,9 @@ class WaitingQueue:
         highest = min(first[0] for first in firsts)
         return [first[2] for first in firsts if first[0] == highest]
 
-    def oldest(self) -> list[SequenceId]:
-        """Return the first arrival of each tenant, whatever its priority."""
-        return [line[0][1] for line in self._arrivals.values()]
+    def by_arrival(self) -> list[Iterator[SequenceId]]:
+        """Return the sequences of each tenant in the order of their arrival, whatever their priorities."""
+        return [(place[1] for place in line) for line in self._arrivals.values()]
 
     def add(self, sequence: Sequence) -> None:
         bisect.insort(self._lines.setdefault(sequence.tenant, []), _place(sequence))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from common.lease import Admit
 from common.types import BlockId, Decision, DecisionKind, SequenceId
 from kvmanager.core.backfill import CANDIDATES, Growth, Holder, holder_of, holders_of, reserved, running
+from kvmanager.core.grant_order import next_turn
 from kvmanager.core.ledger import Ledger
 from kvmanager.core.preemption import running_sequences
 from kvmanager.core.sequence import Sequence
@@ -260,10 +261,9 @@ def test_a_tenant_over_its_share_has_no_old_sequence_while_another_waits() -> No
     ledger.state.clock.advance(60.0)  # type: ignore[attr-defined]
     ledger.state.admitted_in_turn = 100
     admit(ledger, reserve(6, prompt(10, start=600), tenant="blue"))
-    granter = ledger.policies.granter
-    assert granter.next(ledger.state).id == 6
+    assert next_turn(ledger.state).sequence.id == 6
     finish(ledger, 6)
-    assert granter.next(ledger.state).id == 5
+    assert next_turn(ledger.state).sequence.id == 5
 
 
 # ---------------------------------------------------------------- the bound

@@ -1,0 +1,105 @@
+"""Who may take the next free block. Leases, admissions, preemptions and backfilling all ask this one order.
+
+    1  running sequences that are stalled: by a lease, or by a preemption where no block is left
+    2  the next waiting sequence, if it outranks the begun prompt and its blocks are free now, or after a preemption
+    3  the begun prompt: one that runs with a part of its prompt's blocks
+    4  the next waiting sequence: after `in_turn` admissions by priority one by age, else the highest priority
+    5  sequences that pass the next one without delaying it (`backfill.py`)
+
+Ranks 1, 3 and 4 hold back what is free from the ranks behind them. Rank 2 does not: what the begun prompt takes
+meanwhile, a preemption of the begun prompt frees. A higher priority outranks a begun prompt, unless that is protected
+by its age. A begun prompt that is old takes a turn by age as one that waits does.
+
+Why nobody waits for ever, while messages arrive and steps run:
+
+* A running sequence that is not stalled takes part in each step, so it ends.
+* If all that run are stalled, they get what is free or cached. If nothing is, all but the most senior can be preempted.
+  Those that are spared hold all blocks that they may ever need, so they are not stalled.
+* If the begun prompt runs alone, all other blocks are free, cached or leased to it. Then the next waiting sequence is
+  admitted, or preempts the begun prompt, which frees the whole pool; or else the begun prompt gets all that it lacks.
+* If none runs, the whole pool is free or cached. The next waiting sequence fits into it, or it was refused on arrival.
+* A preemption for a waiting sequence frees enough for its admission. Only an arrival can come before it then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from common.types import SequenceId
+from kvmanager.core.ledger_state import LedgerState
+from kvmanager.core.sequence import Sequence
+from kvmanager.core.shares import TenantShares
+
+
+class Turn(NamedTuple):
+    """The waiting sequence that is admitted next, and whether its age is the reason."""
+
+    sequence: Sequence
+    by_age: bool
+
+
+def next_turn(state: LedgerState) -> Turn:
+    """Return whose turn it is. The queue must not be empty.
+
+    Without an old sequence, or before the turn of one, it is the highest priority, then the tenant of the least load,
+    then the first arrival.
+    """
+    if _is_turn_by_age(state) and (old := _oldest(state)) is not None:
+        return Turn(old, True)
+    heads = [state.sequences[each] for each in state.queue.heads()]
+    if len(heads) == 1:
+        return Turn(heads[0], False)
+    shares = TenantShares(state)
+    return Turn(min(heads, key=lambda each: (shares.load(each.tenant), each.arrival)), False)
+
+
+def count_turn(state: LedgerState, turn: Turn) -> None:
+    """Count a turn that was taken. One that was taken by age protects from preemption by a higher priority."""
+    turn.sequence.by_age = turn.by_age
+    state.admitted_in_turn = 0 if turn.by_age else state.admitted_in_turn + 1
+
+
+def take_turn_by_age(state: LedgerState) -> None:
+    """Let an old begun prompt take the turn by age, where a higher priority waits that would take its blocks."""
+    begun = state.partly_granted()
+    if begun is None or not _is_turn_by_age(state) or not _is_old(state, begun):
+        return
+    if any(outranks(state.sequences[each], begun) for each in state.queue.heads()):
+        count_turn(state, Turn(begun, True))
+
+
+def outranks(sequence: Sequence, begun: Sequence) -> bool:
+    """Return whether a waiting sequence goes before a begun prompt, and may preempt it."""
+    return sequence.priority > begun.priority and not begun.by_age
+
+
+def _is_turn_by_age(state: LedgerState) -> bool:
+    return state.admitted_in_turn >= state.config.in_turn
+
+
+def _oldest(state: LedgerState) -> Sequence | None:
+    """Return the old sequence that is next by age. A tenant over its share has none while others wait."""
+    lines = state.queue.by_arrival()
+    found = [old for line in lines if (old := _first_old(state, line)) is not None]
+    if len(lines) < 2:
+        return found[0] if found else None
+    shares = TenantShares(state)
+    fair = (each for each in found if shares.load(each.tenant) < 1.0)
+    return min(fair, key=lambda each: (shares.load(each.tenant), each.arrival), default=None)
+
+
+def _first_old(state: LedgerState, line: Iterable[SequenceId]) -> Sequence | None:
+    """Return the first arrival that is old. Only one that ran in between may be younger than a later arrival."""
+    for each in line:
+        sequence = state.sequences[each]
+        if _is_old(state, sequence):
+            return sequence
+        if not sequence.preemptions:
+            return None
+    return None
+
+
+def _is_old(state: LedgerState, sequence: Sequence) -> bool:
+    longest = state.config.max_wait
+    return longest > 0 and sequence.waited + state.clock.monotonic() - sequence.queued_at >= longest
