@@ -1,4 +1,7 @@
-"""The invariants I1 to I14 of the lease protocol, checked on a world after every event."""
+"""The invariants I1 to I14 of the lease protocol, checked on a world after every event.
+
+I15, the order in which blocks are granted, is checked by `liveness.py` alone.
+"""
 
 from __future__ import annotations
 

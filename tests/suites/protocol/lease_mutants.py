@@ -8,7 +8,7 @@ from gpuworker.core.grant_applier import GrantApplier
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
 from gpuworker.core.step_scheduler import StepScheduler
-from kvmanager.core import chunked_grants, epochs, fork, rebuild
+from kvmanager.core import chunked_grants, epochs, fork, grant_order, rebuild
 from kvmanager.core.config import LedgerConfig
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.manager import Manager
@@ -16,8 +16,10 @@ from kvmanager.core.preemption import Exposure
 from kvmanager.core.prefix_cache import PrefixCache
 from tests.suites.protocol.edge_rules import break_without_loss_of_session, keep_the_generation, no_jump, resume
 from tests.suites.protocol.index import Index
+from tests.suites.protocol.liveness import Liveness
 from tests.suites.protocol.manager_rules import (
     EVICTING_AHEAD,
+    AdmitsBesideStalled,
     AdmitsWhenNoneEverStalled,
     AssumesTheTargetIsKnown,
     CountsEveryStall,
@@ -32,9 +34,12 @@ from tests.suites.protocol.manager_rules import (
     expect_the_last_block_too,
     forget_who_lacks_blocks,
     lease_nothing_to_it,
+    let_any_higher_priority_hold_blocks_back,
     obey,
     one_block_a_hash,
     publish_beside_a_cached_copy,
+    put_an_old_one_before_the_begun_prompt,
+    put_the_begun_prompt_before_stalled_ones,
     see_nobody_lacking,
 )
 from tests.suites.protocol.mutant import CALM, HASTY, Exhaustive, Mutant, Walks, always, never, nothing, zero
@@ -333,5 +338,61 @@ LEASE_MUTANTS = (
         ((chunked_grants, "lease_want", lease_nothing_to_it),),
         Exhaustive("parts"),
         ("I10",),
+    ),
+    Mutant(
+        "56",
+        "a begun prompt comes before stalled sequences",
+        ((LedgerState, "live_stalled", put_the_begun_prompt_before_stalled_ones),),
+        Walks("parts_aged", faults=CALM),
+        ("I10",),
+    ),
+    Mutant(
+        "57",
+        "an old sequence comes before stalled ones",
+        (obey(granter=AdmitsBesideStalled(lambda turn: turn.by_age)),),
+        Liveness(),
+        ("I15",),
+    ),
+    Mutant(
+        "58",
+        "a waiting sequence comes before stalled ones",
+        (obey(granter=AdmitsBesideStalled(lambda turn: not turn.by_age)),),
+        Liveness(),
+        ("I15",),
+    ),
+    Mutant(
+        "59",
+        "an old sequence comes before a begun prompt",
+        ((chunked_grants, "comes_first", put_an_old_one_before_the_begun_prompt),),
+        Liveness(),
+        ("I15",),
+    ),
+    Mutant(
+        "60",
+        "every waiting sequence comes before a begun prompt",
+        ((chunked_grants, "outranks", always),),
+        Liveness(),
+        ("I15",),
+    ),
+    Mutant(
+        "61",
+        "a higher priority comes before an old sequence",
+        ((grant_order, "_is_turn_by_age", never),),
+        Liveness(),
+        ("I15",),
+    ),
+    Mutant(
+        "62",
+        "a begun prompt gets nothing while any higher priority waits",
+        ((chunked_grants, "lease_want", let_any_higher_priority_hold_blocks_back),),
+        Walks("parts_aged", faults=CALM),
+        ("I10",),
+    ),
+    Mutant(
+        "63",
+        "a begun prompt takes no turn by age",
+        ((grant_order, "take_turn_by_age", nothing),),
+        Liveness(),
+        ("I15",),
     ),
 )

@@ -44,6 +44,7 @@ def ledger_key(ledger: Ledger) -> tuple[object, ...]:
         tuple(state.copying.items()),
         tuple(sorted(state.cache.partials.first.items())),
         _partial_key(state) if state.config.grants_parts else None,
+        _age_key(state) if state.config.max_wait else None,
     )
 
 
@@ -149,6 +150,14 @@ def _partial_key(state: LedgerState) -> tuple[object, ...]:
     until = None if promised is None or promised.until is None else max(0, promised.until - now)
     ends = tuple([min(now - each.started_at, each.max_len) for each in state.sequences.values() if each.block_table])
     return (state.partial, promised and promised.sequence, until, promised and promised.is_due(now), ends)
+
+
+def _age_key(state: LedgerState) -> tuple[object, ...]:
+    """Return what decides whose turn it is by age; a wait counts up to the one that makes old."""
+    now, longest = state.clock.monotonic(), state.config.max_wait
+    ages = [min(longest, each.waited + now - each.queued_at) for each in state.sequences.values()]
+    waits = [(each.by_age, min(longest, each.waited)) for each in state.sequences.values()]
+    return (min(state.admitted_in_turn, state.config.in_turn), tuple(ages), tuple(waits))
 
 
 def _blocks_key(blocks: Blocks) -> tuple[object, ...]:

@@ -9,9 +9,11 @@ from typing import Any
 
 from common.lease import Admit, AttachOk, Copy, Inventory, blocks_before_window
 from common.types import BlockHash, BlockId, SequenceId
+from kvmanager.core import chunked_grants
 from kvmanager.core.block_granter import BlockGranter
 from kvmanager.core.block_pool import FreeBlocks
 from kvmanager.core.config import LedgerConfig
+from kvmanager.core.grant_order import Turn, next_turn
 from kvmanager.core.grant_record import GrantPlan
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.manager import Manager, WorkerRegistration
@@ -23,14 +25,19 @@ from kvmanager.core.rebuild import InventoryLoader
 from kvmanager.core.report_applier import ReportApplier
 from kvmanager.core.sequence import Sequence as ManagerSequence
 from tests.suites.protocol.mutant import Patch
-from tests.suites.protocol.world import World
+from tests.suites.protocol.state import State
 
 _register, _complete, _deepest_run = PrefixCache.register, Manager.complete, PrefixCache.deepest_run
+_live_stalled, _comes_first, _lease_want = (
+    LedgerState.live_stalled,
+    chunked_grants.comes_first,
+    chunked_grants.lease_want,
+)
 
 
 def obey(**policies: Any) -> Patch:
     """Return what gives every ledger of the model these policies in place of the real ones."""
-    return (World, "policies", LedgerPolicies(**policies))
+    return (State, "policies", LedgerPolicies(**policies))
 
 
 class ReleasesOnTheOrder(PreemptionPolicy):
@@ -156,6 +163,38 @@ def forget_who_lacks_blocks(_sequences: Iterable[ManagerSequence], _block_size: 
 
 def see_nobody_lacking(_state: LedgerState) -> None:
     """Whether a prompt already runs with a part of its blocks is not looked at."""
+
+
+class AdmitsBesideStalled(BlockGranter):
+    """Sequences are admitted although others are stalled: `whose` says which."""
+
+    def __init__(self, whose: Callable[[Turn], bool]) -> None:
+        self._whose = whose
+
+    def admit(self, state: LedgerState, most: int | None = None) -> tuple[list[Copy], list[Admit]]:
+        if not state.queue or not self._whose(next_turn(state)):
+            return super().admit(state, most)
+        stalled, state.stalled = state.stalled, ()
+        try:
+            return super().admit(state, most)
+        finally:
+            state.stalled = stalled
+
+
+def put_the_begun_prompt_before_stalled_ones(state: LedgerState) -> list[SequenceId]:
+    """While a begun prompt lacks blocks, no other sequence counts as stalled."""
+    return [] if state.partly_granted() is not None else _live_stalled(state)
+
+
+def put_an_old_one_before_the_begun_prompt(state: LedgerState, begun: ManagerSequence, of: ManagerSequence) -> bool:
+    return not next_turn(state).by_age and _comes_first(state, begun, of)
+
+
+def let_any_higher_priority_hold_blocks_back(state: LedgerState, begun: ManagerSequence) -> int:
+    """A begun prompt gets nothing while a higher priority waits, whosever turn it is."""
+    if any(state.sequences[each].priority > begun.priority for each in state.queue.heads()):
+        return chunked_grants.left_to_others(state, begun)
+    return _lease_want(state, begun)
 
 
 def hold_no_source(_state: LedgerState, _sequence: ManagerSequence, _block: BlockId) -> None:

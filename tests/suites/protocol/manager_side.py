@@ -11,7 +11,8 @@ from kvmanager.core.manager import Manager, ManagerConfig
 from tests.suites.protocol.index import Replaced, Wiped
 from tests.suites.protocol.state import WORKER, Link, ModelManager, State
 
-_CLOCK = ManualClock()
+CLOCK = ManualClock()
+"""The clock of all worlds. Each sets it to its own time before an event."""
 
 
 class ManagerSide(State):
@@ -27,8 +28,10 @@ class ManagerSide(State):
             max_preemptions=self.scenario.max_preemptions,
             chunked_grants=self.scenario.first_part > 0,
             first_part=self.scenario.first_part,
+            max_wait=self.scenario.max_wait,
+            in_turn=self.scenario.in_turn,
         )
-        manager = ModelManager(Manager(config, _CLOCK, lambda: "", policies=self.policies))
+        manager = ModelManager(Manager(config, CLOCK, lambda: "", policies=self.policies))
         self.managers.append(manager)
         self.take_epoch(manager, seen=0)
 

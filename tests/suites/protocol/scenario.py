@@ -56,7 +56,8 @@ class Scenario:
 
     `partly`: parts of cached blocks are reused, although blocks are small. `first_part`: prompts begin with so many
     slots of their blocks and get the others later; 0: with all. `admissions`: those of one batch at most, where a
-    report is answered; None: any number.
+    report is answered; None: any number. `max_wait`: after so many seconds a sequence is old, and after `in_turn`
+    admissions by priority one that is old comes next; the clock stands still but for the fault "age".
     """
 
     requests: tuple[Request, ...]
@@ -72,6 +73,8 @@ class Scenario:
     partly: bool = False
     first_part: int = 0
     admissions: int | None = None
+    max_wait: float = 0.0
+    in_turn: int = 1
     with_index: bool = False
     max_faults: int = 0
     faults: dict[str, int] = field(default_factory=dict, hash=False)

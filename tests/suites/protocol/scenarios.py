@@ -11,6 +11,9 @@ ALL_FAULTS = {"cancel": 4, "stream_break": 4, "worker_crash": 1, "manager_crash"
 RESETS = {"reset": 3}
 """Beside the faults, for the walks that try resets of the prefix cache too."""
 
+AGES = {"age": 4}
+"""How often time passes in worlds where it does."""
+
 SHARED = (0, 1, 0, 0, 1, 1)
 TWO_SHARERS = (Request((0, 1, 0), 2), Request((0, 1, 1, 0), 2))
 """Both begin with the block (0, 1); together they grow to more blocks than three."""
@@ -37,6 +40,9 @@ WINDOWED = (Request((0, 1, 0, 1, 1, 0, 0), 1), Request((0, 1, 0, 1, 1, 0, 1), 2)
 
 BEGINNING = (Request((1,), 3, no_cache=True), Request((0, 1, 0, 1, 1, 0, 0), 1))
 """The second begins with two or three of its four blocks, while the first may bind a second one."""
+
+OUTRANKED = (*BEGINNING, Request((1, 1), 1, no_cache=True), Request((0, 0), 1, priority=1, no_cache=True))
+"""Behind the one that begins, one of its priority waits, and one of a higher priority comes."""
 
 TINY: dict[str, Scenario] = {
     "peace": Scenario(TWO_SHARERS, 3),
@@ -72,6 +78,9 @@ TINY: dict[str, Scenario] = {
     ),
     "parts": Scenario(BEGINNING, 4, first_part=4, max_faults=1, faults={"cancel": 1}),
     "parts_break": Scenario(BEGINNING, 4, first_part=4, max_faults=1, faults={"stream_break": 1}),
+    "parts_aged": Scenario(
+        OUTRANKED, 4, budget=6, first_part=4, max_wait=1.0, in_turn=1, max_faults=1, faults={"age": 1}
+    ),
     "batches": Scenario(TWO_SHARERS, 4, admissions=1, max_faults=1, faults={"cancel": 1}),
     "batches_break": Scenario(
         (Request((0, 1, 0), 1), Request((0, 1, 1), 1)),
@@ -140,6 +149,10 @@ _BEGINNING = (
 )
 """The long prompts are most of a pool of ten blocks, and those that run beside them grow."""
 
+_OUTRANKED = tuple(
+    replace(each, priority=(0, 0, 1, 0, 2)[number % 5], fork_of=None) for number, each in enumerate(_BEGINNING)
+)
+
 LARGE: dict[str, Scenario] = {
     "mixed": Scenario(_MIXED, 12, budget=6, with_index=True, runway_slots=4, runway_reach=8),
     "tight": Scenario(_MIXED, 8, budget=4),
@@ -164,6 +177,8 @@ LARGE: dict[str, Scenario] = {
     "parts_mixed": Scenario(_MIXED, 8, budget=4, first_part=2),
     "parts_priorities": Scenario(_PRIORITIES, 7, budget=6, max_num_seqs=3, first_part=2),
     "parts_tenants": Scenario(_TENANTS, 8, budget=6, max_num_seqs=3, first_part=2),
+    "parts_aged": Scenario(_OUTRANKED, 10, budget=5, first_part=2, max_wait=1.0, in_turn=2),
+    "parts_aged_tenants": Scenario(_TENANTS, 8, budget=6, max_num_seqs=3, first_part=2, max_wait=1.0),
     "parts_drafts": Scenario(_DRAFTING, 9, budget=6, first_part=2),
     "batches": Scenario(_MIXED, 12, budget=6, admissions=1, with_index=True, runway_slots=4, runway_reach=8),
     "batches_tenants": Scenario(_TENANTS, 8, budget=6, max_num_seqs=3, admissions=1),

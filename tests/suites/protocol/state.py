@@ -94,6 +94,7 @@ class State:
     delivered: list[list[int]]
     ended: list[FinishReason | None]
     next_sequence: int
+    now: float
     generations: int
     jumps: int
     incarnation: int

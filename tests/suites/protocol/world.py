@@ -14,13 +14,14 @@ from kvmanager.core.manager import WorkerRegistration
 from tests.suites.protocol.agent_copies import agent_key, copy_agent, shallow
 from tests.suites.protocol.index import Index
 from tests.suites.protocol.invariants import Violation, check
-from tests.suites.protocol.manager_side import ManagerSide
+from tests.suites.protocol.manager_side import CLOCK, ManagerSide
 from tests.suites.protocol.scenario import Scenario
 from tests.suites.protocol.state import Link, ModelManager
 from tests.suites.protocol.worker_side import WorkerSide
 
 Event = tuple[str, int]
-FAULTS = ("cancel", "stream_break", "worker_crash", "manager_crash", "hand_over", "wipe", "reset")
+FAULTS = ("cancel", "stream_break", "worker_crash", "manager_crash", "hand_over", "wipe", "reset", "age")
+"""The last one is none: time passes, and whoever waits is old."""
 OF_WORKER = frozenset({"submit", "plan", "complete", "report", "to_worker", "cancel"})
 """Events that leave the managers as they are; all events may change the queues between them and the worker."""
 
@@ -31,6 +32,7 @@ class World(WorkerSide, ManagerSide):
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.index = Index()
+        self.now = CLOCK.now = 0.0
         self.generations = self.jumps = self.resets = 0
         self.dropped: frozenset[BlockId] = frozenset()
         self.incarnation = 0
@@ -98,6 +100,7 @@ class World(WorkerSide, ManagerSide):
     def occur(self, event: Event) -> bool:
         """Let an event happen. Raises Violation for what is wrong in the event itself, not for the state after it."""
         name, argument = event
+        CLOCK.now = self.now
         if name in FAULTS:
             self.faults_left[name] -= 1
             self.faults_in_all -= 1
@@ -153,6 +156,10 @@ class World(WorkerSide, ManagerSide):
         self.index.wipe()
         return True
 
+    def age(self, _: int) -> bool:
+        self.now += self.scenario.max_wait
+        return True
+
     # ------------------------------------------------------------ copies
 
     def clone(self, event: Event | None = None) -> World:
@@ -180,6 +187,7 @@ class World(WorkerSide, ManagerSide):
         """Return everything that decides the future, hashable; sessions count by which one is the present one."""
         if self.worker_hash is None:
             self.worker_hash = hash(self._worker_key())
+        CLOCK.now = self.now
         if self.managers_hash is None:
             self.managers_hash = hash(tuple([manager.state_key() for manager in self.managers]))
         return (

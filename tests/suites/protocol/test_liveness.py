@@ -1,0 +1,44 @@
+"""No episode ends with somebody who waits for nothing that can end, and blocks are granted in their order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+
+import pytest
+
+from tests.suites.protocol.liveness import Run, episode
+
+EPISODES = 500
+
+
+def serve(seeds: range) -> Counter[str]:
+    """Serve the episodes of these seeds to their ends, and return what they covered."""
+    covered = Counter[str]()
+    for seed in seeds:
+        try:
+            covered.update(asdict(Run(episode(seed)).to_its_end()))
+        except Exception as failure:
+            failure.add_note(f"seed {seed}: {episode(seed)}")
+            raise
+    return covered
+
+
+def test_episodes_end_and_cover_what_hung_before() -> None:
+    covered = serve(range(100))
+    # A higher priority waits while a begun prompt lacks blocks, and old sequences have their turns.
+    assert all(covered[name] > 20 for name in ("chunked_grants", "by_age", "outranked", "preemptions", "passed")), (
+        covered
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(EPISODES, 5 * EPISODES, EPISODES))
+def test_many_more_episodes_end(first: int) -> None:
+    serve(range(first, first + EPISODES))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_very_many_episodes_end() -> None:
+    serve(range(10_000, 20_000))
