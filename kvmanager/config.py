@@ -104,6 +104,11 @@ class KvManagerSettings(PoolSettings, DecisionLogSettings):
         description="seconds after which a request that waits for blocks gets every eighth admission, whatever its "
         "priority; 0: never",
     )
+    manager_patience: Seconds = Field(
+        60.0,
+        description="seconds for which the work of a worker may stand still although blocks are free. Then one of its "
+        "sequences is preempted, or the worker has to attach anew; health says NOT_SERVING before (--stall-timeout)",
+    )
     retention_share: Fraction = Field(
         DEFAULT_RETENTION_SHARE,
         description="share of a worker's blocks that one tenant may retain in the cache by cache_retention; 0: none; "

@@ -28,7 +28,7 @@ from common.process.garbage import collect_rarely
 from common.process.metrics import MetricsServer, metrics_port, new_registry
 from common.process.redis_client import open_redis
 from common.process.supervised import Supervisor
-from common.process.watchdog import Watchdog, Work
+from common.process.watchdog import LastResort, Watchdog, Work
 from common.rpc.roles import Role
 from common.rpc.server import RpcServer, dialer
 from common.rpc.tls import Identity
@@ -41,6 +41,7 @@ from common.types import PoolIdentity
 from kvmanager import decision_servicer, servicer
 from kvmanager.config import KvManagerSettings
 from kvmanager.core.leadership import Leadership
+from kvmanager.core.ledger import Ledger
 from kvmanager.core.manager import Manager, ManagerConfig
 from kvmanager.core.watchdog import waits_for_a_grant
 from kvmanager.decision_servicer import DecisionServicer
@@ -131,7 +132,8 @@ class ManagerProcess:
         figures = ManagerMetrics(registry, self.attachments, self.settings.block_size)
         LogMetrics(registry, self._log)
         self.metrics = MetricsServer(registry, lambda: not self._why_not(), self._why_not, lambda: self.watchdog.reason)
-        self.watchdog = Watchdog(self.settings.stall_timeout, self._work, self._report_stall, registry)
+        resort = LastResort(self.settings.manager_patience, self.attachments.break_stall)
+        self.watchdog = Watchdog(self.settings.stall_timeout, self._work, self._report_stall, registry, resort)
         spans = server_spans(self._telemetry.tracer, untraced=(servicer.SESSION_METHOD,))
         services, identity = [servicer.SERVICE, decision_servicer.SERVICE], Identity.of(self.settings)
         server = RpcServer(services, [spans], tls=identity)
@@ -152,8 +154,7 @@ class ManagerProcess:
         return ""
 
     def _work(self) -> dict[str, Work]:
-        pools = {worker: ledger.pool() for worker, ledger in self.attachments.ledgers()}
-        return {worker: Work(waits_for_a_grant(pool), pool.totals.admissions) for worker, pool in pools.items()}
+        return {worker: _work_of(ledger) for worker, ledger in self.attachments.ledgers()}
 
     async def _show(self, failing: tuple[str, ...]) -> None:
         """Let health say whether all background tasks run."""
@@ -241,6 +242,11 @@ class ManagerProcess:
         if self._log is not None:
             await asyncio.to_thread(self._log.close)
         await self._telemetry.aclose()
+
+
+def _work_of(ledger: Ledger) -> Work:
+    pool = ledger.pool()
+    return Work(waits_for_a_grant(pool), (pool.totals.admissions, pool.totals.preemptions, ledger.state.steps))
 
 
 def configured_identity(settings: KvManagerSettings) -> dict[str, object]:

@@ -20,6 +20,7 @@ _BUCKETS_S: Final = (25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-
 _STATES: Final = ("free", "leased", "in_use", "cached", "pinned")
 _TOTALS: Final = {
     "num_preemptions": "Sequences whose blocks were taken back.",
+    "broken_stalls": "Those of them that were ordered because work stood still.",
     "kv_evictions": "Cached blocks that were forgotten for others.",
     "kv_retained_evictions": "Those of them that a request retained, because no others were left.",
     "kv_pinned_evictions": "Those of them that an operator had pinned, because no others were left.",

@@ -16,7 +16,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
@@ -50,7 +50,7 @@ class StallClock:
         """`bound`: seconds after which work that waits counts as standing still."""
         self._bound = bound
         self._done: object = None
-        self._waited = 0.0
+        self._waited, self._acted_at = 0.0, 0.0
         self._looked: float | None = None
 
     def look(self, work: Work, now: float) -> str:
@@ -58,10 +58,23 @@ class StallClock:
         passed = 0.0 if self._looked is None else min(now - self._looked, _MOST_S)
         self._looked = now
         if not work.waits or work.done != self._done:
-            self._done, self._waited = work.done, 0.0
+            self._done, self._waited, self._acted_at = work.done, 0.0, 0.0
             return ""
         self._waited += passed
         return f"{work.waits}, for more than {self._bound:g} s (--stall-timeout)" if self._waited > self._bound else ""
+
+    def is_due(self, seconds: float) -> bool:
+        """Return whether the work has waited for so many seconds more since it began to, or since the last True."""
+        due = self._waited > self._acted_at + seconds
+        self._acted_at = self._waited if due else self._acted_at
+        return due
+
+
+class LastResort(NamedTuple):
+    """What is done about a part whose work has stood still for so many seconds: `act` takes its name and the reason."""
+
+    seconds: float
+    act: Callable[[str, str], None]
 
 
 class Watchdog:
@@ -73,8 +86,9 @@ class Watchdog:
         look: Look,
         report: Callable[[str], Awaitable[None]],
         registry: CollectorRegistry,
+        last_resort: LastResort | None = None,
     ) -> None:
-        self._bound, self._look, self._report = bound, look, report
+        self._bound, self._look, self._report, self.last_resort = bound, look, report, last_resort
         self._clocks: dict[str, StallClock] = {}
         self._files = OpenFiles()
         self._lag = Histogram(
@@ -101,6 +115,7 @@ class Watchdog:
 
     async def check(self, now: float) -> None:
         """Look once, and report what has changed."""
+        self._resort()
         works = self._look()
         self._clocks = {name: self._clocks.get(name) or StallClock(self._bound) for name in works}
         looked = {name: self._clocks[name].look(work, now) for name, work in works.items()}
@@ -118,3 +133,11 @@ class Watchdog:
             log.warning("the work goes on again")
         if bool(reason) != bool(before):
             await self._report(reason)
+
+    def _resort(self) -> None:
+        """Act on the parts that stand still for too long. Health says so since the last look, or an earlier one."""
+        if self.last_resort is None:
+            return
+        for name, why in self.reasons.items():
+            if self._clocks[name].is_due(self.last_resort.seconds):
+                self.last_resort.act(name, why)

@@ -98,6 +98,14 @@ class AttachedWorker:
         self._reset_settled.clear()
         return self._scheduled(Report(), time_ns())
 
+    def break_stall(self, why: str) -> Effects | None:
+        """Return the batch that orders a preemption because the ledger stands still; None where none helps."""
+        ledger, came_ns = self.registration.ledger, time_ns()
+        batch = ledger.break_stall(why)
+        if batch is None:
+            return None
+        return Effects(Report(), batch, ledger.drain_index_events(), ledger.drain_decisions(), came_ns)
+
     async def reset_settled(self) -> None:
         """Return once the worker has confirmed the reset, or its session is over."""
         await self._reset_settled.wait()

@@ -148,6 +148,20 @@ class Attachments:
             self.close(live.worker)
             live.stream.end(why)
 
+    def break_stall(self, worker_id: str, why: str) -> None:
+        """Get a ledger going that stands still: by a preemption, or by a new session, which begins the ledger anew."""
+        live = self._live.get(worker_id)
+        if live is None or not live.worker.registration.ready:
+            return
+        effects = live.worker.break_stall(why)
+        if effects is not None:
+            log.error("a preemption is ordered: %s", why, extra={"worker_id": worker_id})
+            live.stream.order(effects)
+        else:
+            log.error("the worker has to attach anew: %s", why, extra={"worker_id": worker_id})
+            self.close(live.worker)
+            live.stream.end(why)
+
     async def left(self) -> None:
         """Return once no worker is attached."""
         while self._live:

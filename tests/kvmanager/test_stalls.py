@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import urllib.request
+from dataclasses import replace
 from http import HTTPStatus
 from urllib.error import HTTPError
 
@@ -18,7 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.lease import GrantBatch, Report, Reserve
 from common.rpc.health import WORK
-from common.types import SequenceId
+from common.types import FinishReason, SequenceId
+from kvmanager.core import chunked_grants
 from kvmanager.core.ledger import Ledger
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from tests.kvmanager.conftest import Connect, Running, Start
@@ -40,6 +43,13 @@ def _page(manager: Running, path: str) -> str:
 
 async def _until(manager: Running, stalled: bool) -> None:
     await until(lambda: asyncio.to_thread(_stalled, manager), lambda found: found == stalled, seconds=TIMEOUT_S)
+
+
+def _lose_patience(manager: Running) -> None:
+    """Let the manager act at its next look: --manager-patience is over."""
+    watchdog = manager.process.watchdog
+    assert watchdog.last_resort is not None
+    watchdog.last_resort = watchdog.last_resort._replace(seconds=0.0)
 
 
 async def _health(manager: Running, service: str = "") -> int:
@@ -124,3 +134,54 @@ async def test_a_manager_whose_ledgers_all_stand_still_takes_a_new_attach_which_
     again = connect(manager, worker_id="w1")
     await again.attached()
     await until(lambda: _why_no_work(manager), lambda why: why.startswith("w0: "), seconds=TIMEOUT_S)
+
+
+async def test_a_begun_prompt_that_gets_no_blocks_gives_up_its_part_after_the_patience(
+    start_manager: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_grants, "lease_want", lambda _state, _begun: 0)
+    manager = await start_manager(stall_timeout=0.1, watermark=0.0, backfill=False)
+    worker = connect(manager)
+    await worker.attached()
+    size, second = worker.worker.identity.block_size, SequenceId(2)
+    holds, begins = Reserve(SequenceId(1), size, 2 * size), Reserve(second, 7 * size, 7 * size, request_id="r2")
+    manager.process.attachments.manager.ledger("w0").state.config = replace(
+        manager.process.attachments.manager.ledger("w0").state.config, first_part=size
+    )
+    await worker.exchange(Report(reserve=(Reserve(SequenceId(0), 2 * size, 2 * size), holds)))
+    batch = await worker.exchange(Report(reserve=(begins,)))
+    assert [(each.sequence, len(each.block_table)) for each in batch.admit] == [(2, 4)]
+    gone = (SequenceId(0), FinishReason.STOP), (SequenceId(1), FinishReason.STOP)
+    await worker.report(Report(finished=gone, returned=batch.lease, stalled=(second,)))
+    await _until(manager, stalled=True)
+    assert await _health(manager, WORK) == NOT_SERVING
+    _lose_patience(manager)
+    order = await worker.batch()
+    while not order.preempt:
+        order = await worker.batch()
+    assert [each.sequence for each in order.preempt] == [second]
+    batch = await worker.exchange(Report(preempted=((second, 7 * size),)))
+    assert [(each.sequence, len(each.block_table)) for each in batch.admit] == [(2, 7)]
+    await _until(manager, stalled=False)
+    metrics = await asyncio.to_thread(_page, manager, "metrics")
+    assert re.search(r"quire:broken_stalls_total\{.*\} 1\.0", metrics)
+
+
+async def test_a_ledger_that_grants_nothing_for_too_long_ends_its_session(
+    start_manager: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule, stuck = Ledger.schedule, set[Ledger]()
+    monkeypatch.setattr(Ledger, "schedule", lambda self, most=None: None if self in stuck else schedule(self, most))
+    manager = await start_manager(stall_timeout=0.1)
+    worker = connect(manager)
+    await worker.attached()
+    stuck.update(ledger for _, ledger in manager.process.attachments.ledgers())
+    await worker.report(Report(reserve=(Reserve(SequenceId(1), 4, 8),)))
+    await _until(manager, stalled=True)
+    _lose_patience(manager)
+    with pytest.raises(aio.AioRpcError, match="1 sequences wait, none runs"):
+        await worker.receive()
+    assert manager.process.attachments.manager.workers() == ()
+    again = connect(manager)
+    await again.attached()
+    await _until(manager, stalled=False)
