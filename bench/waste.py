@@ -1,7 +1,8 @@
-"""Slots that paging wastes, through the real ledger and lease agent: worked examples, and a workload by block size.
+"""Slots that paging wastes: the worked examples of `quire waste`, and a workload by block size.
 
-Waste is the number of allocated slots without a token over the number of slots with one. The runway (blocks leased
-ahead of need) counts apart. No model runs and nothing is timed: the figures are exact for their seed.
+The workload runs through the real ledger and lease agent. Waste is the number of reserved slots without a token over
+the number of slots with one. The runway (blocks leased ahead of need) counts apart. No model runs and nothing is timed:
+the figures are exact for their seed.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from bench.lib.harness import parser, progress, report
 from cli.block_size.accounting import (
     BLOCK_SIZES,
     Lengths,
-    contiguous_waste,
+    contiguous_slots,
     count_pressed,
     count_waste,
-    paged_waste,
+    paged_slots,
 )
 
 # Of some 1,500 that the sequences of the mixed workload would use at once.
@@ -37,10 +38,10 @@ def main() -> None:
     args = flags.parse_args()
     first, second = (800, 2300, 3900), (600, 900, 1300, 1700)
     figures: dict[str, float] = {
-        "example_contiguous_slots": contiguous_waste(first, 4096),
-        "example_paged_slots": paged_waste(first, 256),
-        "example2_contiguous_slots": contiguous_waste(second, 2048),
-        "example2_paged_slots": paged_waste(second, 256),
+        "example_contiguous_slots": contiguous_slots(first, 4096).wasted,
+        "example_paged_slots": paged_slots(first, 256).wasted,
+        "example2_contiguous_slots": contiguous_slots(second, 2048).wasted,
+        "example2_paged_slots": paged_slots(second, 256).wasted,
     }
     notes = {
         "example_contiguous_slots": "800, 2300 and 3900 tokens, 4096 reserved for each",

@@ -36,6 +36,7 @@ COMMANDS = {
     "record": "write a log of the requests that arrive: lengths, times and keyed names of blocks, no text",
     "replay": "replay such a log on simulated workers: what would other sizes or policies do?",
     "advise-block-size": "which block size suits the requests of a log",
+    "waste": "count the slots that sequences waste: contiguous reservations beside blocks",
 }
 
 _EXTRAS = (

@@ -1,6 +1,6 @@
-"""Counts the slots that paging wastes: the real ledger and lease agent serve requests of given lengths.
+"""Counts the slots that paging wastes: of sequences at one moment by arithmetic, of a run by the real ledger and agent.
 
-Waste is the number of allocated slots without a token over the number of slots with one. The runway (blocks leased
+Waste is the number of reserved slots without a token over the number of slots with one. The runway (blocks leased
 ahead of need) counts apart. No model runs and nothing is timed, so the figures are exact.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.clock import ManualClock
-from common.lease import Inventory, Report, Reserve
+from common.lease import Inventory, Report
 from common.types import SequenceId
 from gpuworker.core.batch_plan import StepPlan, StepResult
 from gpuworker.core.lease_agent import LeaseAgent
@@ -33,25 +33,38 @@ Lengths = tuple[int, int]
 """Prompt and output tokens of a request."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReservedSlots:
+    """The slots that sequences reserve at one moment, and those of them that hold a token."""
+
+    reserved: int
+    used: int
+
+    @property
+    def wasted(self) -> int:
+        return self.reserved - self.used
+
+    @property
+    def waste(self) -> float:
+        """Reserved slots without a token, over slots with one."""
+        return self.wasted / self.used
+
+
+def contiguous_slots(lengths: Sequence[int], max_len: int) -> ReservedSlots:
+    """Return the slots of sequences of these lengths where each reserves `max_len` slots."""
+    return ReservedSlots(len(lengths) * max_len, sum(lengths))
+
+
+def paged_slots(lengths: Sequence[int], block_size: int) -> ReservedSlots:
+    """Return the slots of sequences of these lengths where each has whole blocks for its tokens, and shares none."""
+    return ReservedSlots(sum(-(-length // block_size) for length in lengths) * block_size, sum(lengths))
+
+
 def new_ledger(config: LedgerConfig) -> Ledger:
     ids = itertools.count(1)
     ledger = Ledger(config, ManualClock(), lambda: f"d{next(ids)}")
     ledger.rebuild(Inventory())
     return ledger
-
-
-def paged_waste(lengths: Sequence[int], block_size: int) -> int:
-    """Return the slots without a token in the block tables of sequences of these lengths."""
-    ledger = new_ledger(LedgerConfig(_slots([sum(lengths)]) // block_size, block_size, watermark=0.0))
-    reserves = tuple(Reserve(SequenceId(i), length, length) for i, length in enumerate(lengths, start=1))
-    ledger.apply(Report(reserve=reserves))
-    ledger.schedule()
-    return ledger.pool().in_use * block_size - sum(lengths)
-
-
-def contiguous_waste(lengths: Sequence[int], maximum: int) -> int:
-    """Return the slots without a token when each sequence reserves the maximum length."""
-    return len(lengths) * maximum - sum(lengths)
 
 
 @dataclass(slots=True)

@@ -55,6 +55,7 @@ def calls(nobody: str) -> dict[str, tuple[list[str], int, str]]:
         "debug": (["quire", "debug", "dump"], 1, "no service has an entry in"),
         "certs": (["quire", "certs", "made"], 0, "until"),
         "advise-block-size": (["quire", "advise-block-size", "-"], 0, "take --block-size"),
+        "waste": (["quire", "waste", "800"], 0, "1 sequence with 800 tokens"),
         **{name: ([name, "--max-wrokers", "3", "--config", "none.toml"], 2, "none.toml") for name in SERVICES},
         "nothing like it": (["quire", "sevre"], 2, "did you mean serve?"),
         "version": (["quire", "--version"], 0, "quire "),

@@ -62,6 +62,16 @@ WRONG: tuple[tuple[Sequence[str], str], ...] = (
     (["decisions", "--until", "99999999h"], "--until: is '99999999h'; expected 36500d at most"),
     (["calibration", "--since", "99999999d"], "--since: is '99999999d'; expected 36500d at most"),
     (["record", "log", "--seconds", "nan"], "--seconds, --requests: are to be above 0"),
+    (["waste", "0"], "LENGTH: is '0'; expected a whole number from 1 to 2147483647"),
+    (["waste", "5", "-8"], "LENGTH: is '-8'; expected a whole number from 1 to 2147483647"),
+    (["waste", "1.5"], "LENGTH: is '1.5'; expected a whole number from 1 to 2147483647"),
+    (["waste", "9" * 5000], f"LENGTH: is '{'9' * 5000}'; expected a whole number from 1 to 2147483647"),
+    (["waste", "٣"], "LENGTH: is '٣'; expected a whole number from 1 to 2147483647"),
+    (["waste", "5", "9", "--max-len", "8"], "--max-len: is 8, and a sequence has 9 tokens; expected the longest"),
+    (["waste", "5", "--max-len", "0"], "--max-len: is '0'; expected a whole number from 1 to 2147483647"),
+    (["waste", "5", "--block-size", "16,0"], "--block-size: is '0'; expected a whole number from 1 to 2147483647"),
+    (["waste", "5", "--block-size", "16,"], "--block-size: is ''; expected a whole number from 1 to 2147483647"),
+    (["waste", *["5"] * 262_145], "LENGTH: is given 262145 times; expected at most 262144, the sequences of a worker"),
     (["serve", "--workers", "9" * 14], f"--workers: is '{'9' * 14}'; expected a whole number from 1 to 4096, or auto"),
 )
 

@@ -3,26 +3,56 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from bench.waste import mixed_requests
-from cli.block_size.accounting import Waste, contiguous_waste, count_pressed, count_steps, count_waste, paged_waste
+from cli.block_size.accounting import (
+    BLOCK_SIZES,
+    ReservedSlots,
+    Waste,
+    contiguous_slots,
+    count_pressed,
+    count_steps,
+    count_waste,
+    new_ledger,
+    paged_slots,
+)
+from common.lease import Report, Reserve
+from common.types import SequenceId
 from kvmanager.core import runway
+from kvmanager.core.config import LedgerConfig
+
+THREE, FOUR = (800, 2300, 3900), (600, 900, 1300, 1700)
 
 
-def test_three_sequences_waste_5288_contiguous_slots_and_424_paged_ones() -> None:
-    lengths = (800, 2300, 3900)
-    assert contiguous_waste(lengths, 4096) == 5288
-    assert paged_waste(lengths, 256) == 424
+@pytest.mark.parametrize(
+    ("lengths", "max_len", "contiguous", "paged"), [(THREE, 4096, 5288, 424), (FOUR, 2048, 3692, 620)]
+)
+def test_the_worked_examples(lengths: tuple[int, ...], max_len: int, contiguous: int, paged: int) -> None:
+    assert contiguous_slots(lengths, max_len).wasted == contiguous
+    assert paged_slots(lengths, 256).wasted == paged
 
 
-def test_four_sequences_waste_3692_contiguous_slots_and_620_paged_ones() -> None:
-    lengths = (600, 900, 1300, 1700)
-    assert contiguous_waste(lengths, 2048) == 3692
-    assert paged_waste(lengths, 256) == 620
+def test_waste_is_a_part_of_the_slots_with_a_token() -> None:
+    assert contiguous_slots(THREE, 4096) == ReservedSlots(reserved=12_288, used=7000)
+    assert contiguous_slots(THREE, 4096).waste == 5288 / 7000
+    assert paged_slots(THREE, 256).waste == 424 / 7000
 
 
 def test_full_blocks_waste_nothing() -> None:
-    assert paged_waste((16, 32, 48), 16) == 0
+    assert paged_slots((16, 32, 48), 16).wasted == 0
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=8), st.sampled_from(BLOCK_SIZES))
+@example(list(THREE), 256)
+@example(list(FOUR), 256)
+def test_the_ledger_gives_as_many_blocks(lengths: list[int], block_size: int) -> None:
+    slots = paged_slots(lengths, block_size)
+    ledger = new_ledger(LedgerConfig(slots.reserved // block_size, block_size, watermark=0.0))
+    ledger.apply(Report(reserve=tuple(Reserve(SequenceId(i), each, each) for i, each in enumerate(lengths, start=1))))
+    ledger.schedule()
+    assert (ledger.pool().running, ledger.pool().in_use) == (len(lengths), slots.reserved // block_size)
 
 
 def test_a_small_workload_adds_up_by_hand() -> None:
