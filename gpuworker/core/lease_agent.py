@@ -204,8 +204,6 @@ class LeaseAgent:
                 self._departures.end(sequence, LENGTH)  # nothing is sampled after its prompt
             if end >> shift != start >> shift:
                 self._closer.close(sequence, row, end, planned)
-            if start < sequence.recompute_below:
-                sequence.recomputed += min(end, sequence.recompute_below) - start
             if sequence.phase is not SequencePhase.RUNNING:
                 self._departures.leave_if_idle(sequence, planned)
         self._report.computed(plan)

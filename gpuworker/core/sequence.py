@@ -48,10 +48,11 @@ class Sequence:
 
     `num_computed_tokens` is the next position to compute; it includes steps in flight. `sampling` counts the tokens
     that steps in flight will sample, so `len(tokens) + sampling` tokens are known when the next step starts. Positions
-    before `scored` need no log-probabilities any more; this run gives those from `score_from` on. `cached_tokens`
-    counts the prompt's tokens, in full blocks and in a copied part of a block, that other sequences computed. A block
-    that was granted as a hit does not count where the sequence computes it after all. `announced_hits` are those of the
-    grant, until all is planned; `granted_until` are those of the last grant. `partial_hashes` has three for each full
+    before `scored` need no log-probabilities any more; this run gives those from `score_from` on. `hits` are ranges of
+    the prompt's positions, in full blocks and in a copied part of a block, that the sequence has not computed before
+    its first output token, because others did. Positions before `recompute_below` were computed or were hits in earlier
+    runs. `announced_hits` are what was said of the hits, until all is planned, and -1 where that may be lost;
+    `granted_until` are those of the last grant. `partial_hashes` has three for each full
     block, then those of the prompt's last block; it is empty where no part of a block is reused (`partly`). `forced`
     are tokens that a constraint forces to follow `tokens`. `draft_kind` is that of the last guesses. A sequence that
     `leaves` is in no later plan, and takes the tokens of steps in flight until it ends.
@@ -62,13 +63,13 @@ class Sequence:
         "arrival",
         "block_hashes",
         "block_table",
-        "cached_tokens",
         "draft_kind",
         "drafter",
         "drafts",
         "forced",
         "granted_until",
         "hashed",
+        "hits",
         "id",
         "in_flight",
         "leaves",
@@ -119,7 +120,7 @@ class Sequence:
         self.leaves = False
         self.sampling = 0
         self.trimmed = 0
-        self.cached_tokens = 0
+        self.hits: tuple[tuple[int, int], ...] = ()
         self.announced_hits: int | None = None
         self.granted_until = 0
         self.reason = FinishReason.CANCELLED
@@ -137,6 +138,11 @@ class Sequence:
     def computes_all(self) -> bool:
         """Whether log-probabilities of the prompt are missing: then every position must be computed."""
         return self.scored < self.score_until
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that the sequence has not computed before its first output token."""
+        return sum(end - first for first, end in self.hits)
 
     @property
     def draining(self) -> bool:
@@ -164,12 +170,32 @@ class Sequence:
         """Go on from `position`, because other sequences computed those before it."""
         full_blocks = (self.prompt_tokens - 1) // block_size * block_size
         countable = max(full_blocks, min(self.granted_until, self.prompt_tokens))
-        first = max(self.num_computed_tokens, self.recompute_below)
-        self.cached_tokens += max(0, min(position, countable) - first)
+        first, end = max(self.num_computed_tokens, self.recompute_below), min(position, countable)
+        if first < end:
+            if self.hits and self.hits[-1][1] == first:
+                first, self.hits = self.hits[-1][0], self.hits[:-1]
+            self.hits += ((first, end),)
         self.num_computed_tokens = position
 
+    def count_row(self, start: int, end: int) -> None:
+        """Count what a row computes of positions that an earlier run had: again, or a hit for the first time.
+
+        A hit that is lost after the first output token stays one, and is computed again.
+        """
+        end = min(end, self.recompute_below)
+        if start >= end:
+            return
+        before = self.cached_tokens
+        if len(self.tokens) == self.prompt_tokens:
+            self._lose_hits(start, end)
+        self.recomputed += end - start - (before - self.cached_tokens)
+
+    def _lose_hits(self, start: int, end: int) -> None:
+        parts = [part for first, last in self.hits for part in ((first, min(last, start)), (max(first, end), last))]
+        self.hits = tuple([(first, last) for first, last in parts if first < last])
+
     def settle_hits(self) -> int | None:
-        """Return the cached tokens, once all the prompt is planned, if the grant said another number; else None."""
+        """Return the cached tokens, once all the prompt is planned, if another number was announced; else None."""
         announced, self.announced_hits = self.announced_hits, None
         return None if announced in (None, self.cached_tokens) else self.cached_tokens
 
@@ -184,6 +210,8 @@ class Sequence:
         """Wait again, without steps in flight, after the worker's K/V became void."""
         if self.phase is not SequencePhase.WAITING:
             self.requeue()
+        if self.preemptions and len(self.tokens) == self.prompt_tokens:
+            self.announced_hits = -1
         self.in_flight = self.sampling = 0
 
     def blocks(self) -> tuple[BlockId, ...]:

@@ -228,6 +228,7 @@ class StepScheduler:
             if not length:
                 continue
             left -= length
+            sequence.count_row(start, start + length)
             whole = sequence.num_computed_tokens == len(sequence.tokens)
             samples = whole and len(sequence.tokens) < sequence.limit
             sequence.in_flight += 1

@@ -226,6 +226,32 @@ def test_behaviour_29_recomputed_tokens_are_counted_apart_from_hits() -> None:
     assert (usage.cached_tokens, usage.recomputed_tokens, usage.preemptions) == (0, 3, 1)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_the_step_that_ends_a_sequence_counts_what_it_computes_again(max_tokens: int) -> None:
+    """A prompt of 12 of which 8 tokens were computed; its last step computes 4 of these, and 4 for the first time."""
+    worker = Driver(max_num_batched_tokens=8)
+    worker.submit(0, range(12), max_tokens=max_tokens)
+    worker.admit(0, [0, 1, 2])
+    worker.step()
+    worker.preempt(0)
+    worker.admit(0, [0, 3, 4], shared=1)
+    (end,) = worker.step().finished
+    usage = end.usage
+    assert (usage.output_tokens, usage.cached_tokens, usage.recomputed_tokens) == (max_tokens, 0, 4)
+
+
+def test_a_failure_counts_what_its_step_computed_again() -> None:
+    worker = Driver(max_num_batched_tokens=8)
+    worker.submit(0, range(12))
+    worker.admit(0, [0, 1, 2])
+    worker.step()
+    worker.preempt(0)
+    worker.admit(0, [0, 3, 4], shared=1)
+    failed = StepResult(worker.plan().step, {ONE: (50,)}, ended={ONE: FinishCause(FinishReason.ERROR)})
+    (end,) = worker.agent.complete(failed).finished
+    assert end.usage.recomputed_tokens == 4
+
+
 def test_behaviour_26_a_sequence_larger_than_the_pool_is_refused_with_the_numbers() -> None:
     worker = Driver(num_blocks=4, block_size=4)
     with pytest.raises(InvalidRequest, match=r"18 tokens \(prompt 13\) need 5 blocks of 4; the worker has 4"):
