@@ -48,10 +48,9 @@ class OutputStream:
         self.admitted_at: float | None = None
         self._attempt = 0
         self.cached_tokens = 0
-        # Those of the present run, by its admission.
-        self._hits = 0
-        self._first_attempt = 0
         self._computed_again = 0
+        # Both as the present run found them; None in the first run.
+        self._found: tuple[int, int] | None = None
         self._preemptions = 0
         # Times between two events that a client sees: all, those above the objective, and the longest.
         self.gaps = self.late_gaps = 0
@@ -63,18 +62,13 @@ class OutputStream:
     def admitted(self, event: SequenceAdmitted, attempt: int, now: float) -> None:
         """Note that run number `attempt` has blocks; after a preemption a run is admitted again."""
         if event.recounted:
-            self._recount(event.cached_tokens - self._hits)
-            self._hits = event.cached_tokens
-            return
-        if self.admitted_at is None:
-            self.admitted_at, self.cached_tokens = self._resumed_admission or now, event.cached_tokens
-            self._first_attempt = attempt
+            self._count_hits(event.cached_tokens)
+        elif self.admitted_at is None:
+            self.admitted_at, self._attempt = self._resumed_admission or now, attempt
+            self._count_hits(event.cached_tokens)
         elif attempt != self._attempt:
-            # The worker itself counts tokens that it computes again after a preemption.
-            self._computed_again += len(self._request.prompt) + len(self.tokens) - event.cached_tokens
-        if attempt != self._attempt:
-            self._hits = event.cached_tokens
-        self._attempt = attempt
+            self._attempt, self._found = attempt, (self.cached_tokens, self._computed_again)
+            self._count_hits(event.cached_tokens)
 
     def resume(self, orphan: Orphan, now: float) -> None:
         """Take over the times and the costs of a sequence that another router began; its tokens come again."""
@@ -110,12 +104,20 @@ class OutputStream:
             ),
         )
 
-    def _recount(self, more: int) -> None:
-        """Correct the cached tokens of the first run, or what a later run computes again."""
-        if self._attempt == self._first_attempt:
-            self.cached_tokens += more
-        else:
-            self._computed_again -= more
+    def _count_hits(self, hits: int) -> None:
+        """Count what the present run takes from the cache, by its admission or as its worker corrects that.
+
+        Tokens that a run computes again count as such. Before the first output token those that were cached for earlier
+        runs do not: they are computed for the first time, and no longer cached. How far a lost run was is not known: it
+        counts as if it had computed the whole prompt. The worker itself counts what follows a preemption.
+        """
+        if self._found is None:
+            self.cached_tokens = hits
+            return
+        cached, again = self._found
+        lost = max(0, cached - hits) if self.first_token_at is None else 0
+        self.cached_tokens = cached - lost
+        self._computed_again = again + len(self._request.prompt) + len(self.tokens) - hits - lost
 
     @property
     def replays(self) -> bool:

@@ -45,3 +45,31 @@ async def test_what_a_lost_worker_corrected_stays_and_the_next_one_corrects_what
         assert usage.recomputed_tokens == 11 - 5
         assert counted(harness) == 4
         await other.kill()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "recounted", "cached"),
+    [(8, 0, None, 0), (8, 4, None, 4), (8, 8, None, 8), (0, 8, None, 0), (8, 8, 5, 5), (8, 5, 8, 8)],
+)
+async def test_hits_that_were_lost_with_a_worker_before_the_first_token_are_computed_and_so_not_cached(
+    first: int, second: int, recounted: int | None, cached: int
+) -> None:
+    """Of 10 tokens, those behind both hits count as computed twice: nobody knows how far the lost run was."""
+    dying, other = FakeWorker("w0"), FakeWorker("w1")
+    async with frontend_over(dying) as harness, in_background(harness, request(max_tokens=1)) as task:
+        await dying.until(lambda: bool(dying.submits))
+        dying.step(admitted={1: first})
+        await harness.until(lambda: any(isinstance(event, Admitted) for event in harness.seen))
+        await other.start()
+        harness.pool.add(other.address)
+        await harness.connected(2)
+        await dying.kill()
+        await other.until(lambda: bool(other.submits))
+        other.step(admitted={1: second})
+        corrections = {} if recounted is None else {1: recounted}
+        other.step({1: [100]}, recounted=corrections, finished={1: FinishReason.LENGTH})
+        usage = ends_of(await task)[0].usage
+        hits = second if recounted is None else recounted
+        assert (usage.cached_tokens, usage.recomputed_tokens) == (cached, 10 - max(first, hits))
+        assert counted(harness) == cached
+        await other.kill()

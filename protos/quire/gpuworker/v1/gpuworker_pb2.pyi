@@ -752,7 +752,8 @@ class SequenceAdmitted(_message.Message):
     """Seconds the sequence waited for blocks at this worker."""
     recounted: _builtins.bool
     """The sequence was admitted before, and `cached_tokens` is the number that counts: another sequence was to compute
-    some of them and did not, or computed more. At most once, not after the first output token. Other fields are unset.
+    some of them and did not, or computed more, or a preemption lost them. Not after the first output token. Other
+    fields are unset.
     """
     def __init__(
         self,

@@ -458,9 +458,12 @@ class Usage(_message.Message):
     ACCEPTED_MODEL_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
+    """Tokens of the prompt that were not computed for the request before its first output token."""
     output_tokens: _builtins.int
     recomputed_tokens: _builtins.int
-    """Tokens computed again after preemptions."""
+    """Tokens computed again after preemptions, or at another worker; with them cached tokens of which the blocks were lost
+    after the first output token.
+    """
     preemptions: _builtins.int
     drafted_tokens: _builtins.int
     """Guessed tokens that steps verified, and those of them that became output."""
