@@ -49,7 +49,11 @@ class PreemptionPolicy:
     """Orders preemptions, and no others before all of these are reported. It has no state of its own."""
 
     def preempt(self, state: LedgerState) -> tuple[Preempt, ...]:
-        """Order as many preemptions as the stalled sequences need, when no block is left anywhere."""
+        """Order as many preemptions as the stalled sequences need, when no block is left anywhere.
+
+        The blocks are for the most senior one that is stalled and stays, or else for the most senior one that stays:
+        the first victims may have been those that stalled.
+        """
         pool = state.block_pool
         if not state.stalled or state.running < 2 or state.preempting or pool.leased or pool.available:
             return ()
@@ -61,8 +65,8 @@ class PreemptionPolicy:
         if not victims:
             return ()
         leaving = {victim.id for victim in victims}
-        going_on = [each for each in stalled if each not in leaving] or stalled
-        beneficiary = min((state.sequences[each] for each in going_on), key=seniority)
+        staying = sorted((each for each in running if each.id not in leaving), key=seniority)
+        beneficiary = next((each for each in staying if each.id in stalled), staying[0])
         return self._order_all(state, victims, beneficiary, running, "pool is used up")
 
     def preempt_for(

@@ -74,6 +74,25 @@ def test_two_victims_are_chosen_where_one_frees_too_little() -> None:
     assert [len(each.candidates) for each in (first, second, third)] == [6, 0, 0], "of one order, once"
 
 
+@pytest.mark.parametrize(
+    ("priorities", "stalled", "victims", "beneficiary"),
+    [
+        ((0, 0, 0), (3,), [3], "r1"),
+        ((0, 0, 5), (2,), [2], "r3"),
+        ((0, 5, 0), (1, 3), [3], "r1"),
+        ((0, 0, 0), (2, 3), [3], "r2"),
+    ],
+)
+def test_who_goes_on_has_the_blocks_and_never_a_victim(
+    priorities: tuple[int, ...], stalled: tuple[int, ...], victims: list[int], beneficiary: str
+) -> None:
+    """Where all that stall are victims, it is the most senior one that runs on."""
+    ledger = full_pool(priorities)
+    assert preempted_by(ledger, *stalled) == victims
+    records = [each for each in ledger.drain_decisions() if each.kind is DecisionKind.PREEMPTION]
+    assert {each.beneficiary for each in records} == {beneficiary}
+
+
 def test_behaviour_23_nobody_is_preempted_for_a_sequence_that_runs_alone() -> None:
     ledger = make_ledger(2)
     admit(ledger, reserve(1, prompt(32), max_len=32))

@@ -89,7 +89,22 @@ class LedgerLife(RuleBasedStateMachine):
     def report_arrives(self) -> None:
         self.ledger.apply(self.reports.pop(0))
         self.ledger.check_invariants()
-        self.batches.append(self.ledger.schedule())
+        self.schedule()
+
+    def schedule(self) -> None:
+        """Make a batch. The blocks of its victims are for one sequence, which runs on or waits, and loses none."""
+        self.ledger.drain_decisions()
+        batch = self.ledger.schedule()
+        orders = batch.preempt if batch else ()
+        records = {each.decision_id: each for each in self.ledger.drain_decisions()}
+        victims = {self.ledger.state.sequences[order.sequence].name for order in orders}
+        assert victims == {records[order.decision_id].victim for order in orders}
+        beneficiaries = {records[order.decision_id].beneficiary for order in orders}
+        live = (SequencePhase.RUNNING, SequencePhase.WAITING)
+        staying = {each.name for each in self.ledger.state.sequences.values() if each.phase in live}
+        assert len(beneficiaries) == bool(orders)
+        assert beneficiaries <= staying - victims
+        self.batches.append(batch)
 
     @precondition(lambda self: self.batches)
     @rule()
@@ -123,7 +138,7 @@ class LedgerLife(RuleBasedStateMachine):
         if self.worker.reset != self.resets:  # as Manager.complete has it
             self.ledger.reset_cache(self.resets)
         self.ledger.check_invariants()
-        self.batches.append(self.ledger.schedule())
+        self.schedule()
 
     @rule()
     def all_leave_and_the_stream_breaks(self) -> None:
@@ -147,7 +162,7 @@ class LedgerLife(RuleBasedStateMachine):
         self.dropped = {block: self.worker.content[block] for block in cached}
         assert self.ledger.reset_cache(self.resets) == len(cached) + len(only_copied)
         assert (self.ledger.pool().cached, self.ledger.pool().in_use) == (0, in_use)
-        self.batches.append(self.ledger.schedule())
+        self.schedule()
 
     @invariant()
     def nothing_that_was_dropped_comes_back(self) -> None:
