@@ -20,7 +20,7 @@ class Stored:
 
 @dataclass(slots=True)
 class Removed:
-    """The last copy of a hash was evicted."""
+    """The last copy of a hash was evicted, or another content with the same hash was seen."""
 
     number: int
     hash: BlockHash

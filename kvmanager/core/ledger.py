@@ -11,6 +11,7 @@ from common.lease import Admit, Copy, GrantBatch, Inventory, Preempt, Report
 from common.types import BlockHash, BlockId, Decision, DecisionKind, SequenceId
 from kvmanager.core import chunked_grants, grant_order, runway
 from kvmanager.core.audit import audit
+from kvmanager.core.block import ROOT
 from kvmanager.core.block_map import BlockMap, BlockView, map_of, view_of
 from kvmanager.core.block_table import BlockTable, table_of
 from kvmanager.core.config import LedgerConfig
@@ -224,11 +225,14 @@ class Ledger:
         _, match = self.policies.granter.match(self.state, block_hashes, num_tokens, cacheable)
         return settled(cache, config, block_hashes, num_tokens, match)
 
-    def leading_blocks(self, block_hashes: Items[BlockHash]) -> int:
-        """Return how many leading blocks of a prompt are registered."""
-        entries = self.state.cache.entries
-        absent = (at for at, each in enumerate(block_hashes) if each not in entries)
-        return next(absent, len(block_hashes))
+    def leading_blocks(self, block_hashes: Items[BlockHash], first: int = 0, end: int | None = None) -> int:
+        """Return how many leading blocks of block_hashes[first:end] are registered, at these places of a prompt."""
+        find = self.state.cache.find_registered
+        places = range(len(block_hashes))[first:end]
+        for place in places:
+            if find(block_hashes[place], block_hashes[place - 1] if place else ROOT, place) is None:
+                return place - first
+        return len(places)
 
     def block_table(self, sequence_id: SequenceId) -> BlockTable | None:
         """Return a sequence's block table; None when the sequence is unknown."""

@@ -293,8 +293,8 @@ class LedgerState:
     def may_publish(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> bool:
         """Return whether a block in use may be registered: after its parent, at its own depth, under a hash of its own.
 
-        A block whose hash another content has is not shared, and nothing after it. With a window, the parent may be
-        gone.
+        A block whose hash another content has, or had, is not shared, and nothing after it. With a window, the parent
+        may be gone.
         """
         cache, index = self.cache, self.blocks.index
         if not self.caches or parent in cache.ambiguous:
@@ -306,7 +306,8 @@ class LedgerState:
             above = cache.entries.get(parent)
             if above is None or index[above] + 1 != index[block]:
                 return False
-        if block_hash in cache.entries and cache.is_ambiguous(block_hash, parent, index[block]):
+        known = block_hash in cache.entries or cache.ambiguous
+        if known and cache.is_ambiguous(block_hash, parent, index[block]):
             cache.forget_pending(block)
             return False
         return True

@@ -50,20 +50,12 @@ def _longest(state: LedgerState, sequence: Sequence, index: int, before: BlockHa
     """Return the block with the most leading slots in common; the whole one where only the last token hinders a hit."""
     size, first = state.config.block_size, PARTIAL_HASHES * index
     if index < len(sequence.block_hashes):
-        block = _registered(state, sequence.block_hashes[index], before, index)
+        block = state.cache.find_registered(sequence.block_hashes[index], before, index)
         if block is not None:
             return PartialCopy(block, size)
     found = state.cache.partials.find(sequence.partial_hashes[first : first + PARTIAL_HASHES])
-    block = None if found is None else _registered(state, found[0], before, index)
+    block = None if found is None else state.cache.find_registered(found[0], before, index)
     return None if found is None or block is None else PartialCopy(block, size // PARTIAL_PARTS * found[1])
-
-
-def _registered(state: LedgerState, content: BlockHash, before: BlockHash, index: int) -> BlockId | None:
-    """Return a block with a registered content, if it stands at this place after this parent."""
-    block, blocks = state.cache.entries.get(content), state.blocks
-    if block is None or blocks.index[block] != index or blocks.parent[block] != before:
-        return None
-    return block
 
 
 def learn(state: LedgerState, sequence: Sequence, hits: Items[BlockId]) -> None:

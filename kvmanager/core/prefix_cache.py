@@ -69,7 +69,7 @@ class PrefixCache:
         self.pending: dict[BlockHash, BlockId] = {}
         # What is known of the parts of registered hashes.
         self.partials = PartialIndex()
-        # Hashes that two contents have; nothing more is registered after them.
+        # Hashes that two contents have. They are hits for neither, and nothing more is registered under or after them.
         self.ambiguous: set[BlockHash] = set()
         # Hashes whose blocks have not changed since they were given; empty after a change. See `RememberedMatch`.
         self.watched: frozenset[BlockHash] = frozenset()
@@ -83,15 +83,22 @@ class PrefixCache:
     def find(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> BlockId | None:
         """Return a block with this content, or the block that will have the content.
 
-        Two contents may have one hash of 16 bytes. So a block counts only with the same parent at the same depth.
+        Two contents may have one hash of 16 bytes. So a block counts only with the same parent at the same depth, and
+        not once two contents with its hash were seen.
         """
         block = self.entries.get(block_hash)
         if block is None:
             block = self.pending.get(block_hash)
             if block is None:
                 return None
+        if self.ambiguous and block_hash in self.ambiguous:
+            return None
         blocks = self._blocks
         return block if blocks.index[block] == depth and blocks.parent[block] == parent else None
+
+    def find_registered(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> BlockId | None:
+        """Return what `find` does, and None for a block that is still to be filled."""
+        return self.find(block_hash, parent, depth) if block_hash in self.entries else None
 
     def has(self, block_hashes: Items[BlockHash], index: int) -> bool:
         """Return whether this block of a prompt is registered or pending."""
@@ -211,15 +218,25 @@ class PrefixCache:
         return self._blocks.index[self.entries[parent]] + 1 if parent else 0
 
     def is_ambiguous(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> bool:
-        """Return whether another content than a child of `parent` at this depth has this hash; remember that.
+        """Return whether another content than a child of `parent` at this depth has, or had, this hash; remember that.
 
-        The children of the two could not be told apart: each would count as a child of the registered one.
+        The children of the two could not be told apart: each would count as a child of the registered one. The index
+        does not have such a hash.
         """
+        if block_hash in self.ambiguous:
+            return True
         first = self.entries.get(block_hash)
         if first is None or (self._blocks.parent[first] == parent and self._blocks.index[first] == depth):
             return False
         self.ambiguous.add(block_hash)
+        if self.watched:
+            self.touch(block_hash)
+        self._leaves(block_hash, self._blocks.index[first])
         return True
+
+    def _leaves(self, block_hash: BlockHash, depth: int) -> None:
+        self.number += 1
+        self.events.append(Removed(self.number, block_hash, depth))
 
     def evict(self, block: BlockId, beneficiary: str = "", mark: Mark = NO_MARK, retention: str = "") -> int:
         """Drop a copy for a sequence and return its depth; when it was the last, the hash becomes a ghost."""
@@ -241,8 +258,8 @@ class PrefixCache:
             if above is None:
                 raise ProtocolViolation(f"block {block} was cached without its parent")
             blocks.children[above] -= 1
-        self.number += 1
-        self.events.append(Removed(self.number, block_hash, depth))
+        if block_hash not in self.ambiguous:
+            self._leaves(block_hash, depth)
         self.ghosts[block_hash] = (beneficiary, retention, *mark)
         if len(self.ghosts) > self._ghost_limit:
             self.ghosts.popitem(last=False)
@@ -322,7 +339,7 @@ class PrefixCache:
 
     def snapshot(self) -> IndexSnapshot:
         """Return the whole membership, parents first."""
-        index = self._blocks.index
-        entries = [(block_hash, index[block]) for block_hash, block in self.entries.items()]
+        index, ambiguous = self._blocks.index, self.ambiguous
+        entries = [(key, index[block]) for key, block in self.entries.items() if key not in ambiguous]
         entries.sort(key=itemgetter(1))
         return IndexSnapshot(self.number, tuple(entries))

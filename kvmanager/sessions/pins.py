@@ -113,14 +113,13 @@ class OperatorPins:
         for pin in pins:
             there, hashes = 0, pin.block_hashes
             for first in range(0, len(hashes), _A_TURN):
-                part = hashes[first : first + _A_TURN]
-                if looked + len(part) > _A_TURN:
+                end = min(first + _A_TURN, len(hashes))
+                if looked + end - first > _A_TURN:
                     await asyncio.sleep(0)
                     looked = 0
-                looked += len(part)
-                leading = ledger.leading_blocks(part)
-                there += leading
-                if leading < len(part):
+                looked += end - first
+                there += ledger.leading_blocks(hashes, first, end)
+                if there < end:
                     break
             found.append(there)
         return found

@@ -194,10 +194,10 @@ class Cached:
     def __init__(self) -> None:
         self.looked = self.most = 0
 
-    def leading_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
-        self.looked += len(block_hashes)
+    def leading_blocks(self, block_hashes: Sequence[BlockHash], first: int, end: int) -> int:
+        self.looked += len(block_hashes[first:end])
         self.most = max(self.most, self.looked)
-        return len(block_hashes)
+        return len(block_hashes[first:end])
 
 
 async def test_other_tasks_have_a_turn_while_a_worker_is_asked_for_long_pins() -> None:
