@@ -35,9 +35,9 @@ _CHOICES: Final[dict[VictimOrder, str]] = {
 
 
 class Shortage(NamedTuple):
-    """What a waiting sequence lacks: `missing` blocks beside its `hits`, which only it may share.
+    """What a waiting sequence lacks beside its `hits`, the blocks that it would share with others.
 
-    Of these, `slack` blocks are for the growth of sequences that run beside it.
+    Of the `missing` blocks, `slack` ones are for the growth of sequences that run beside it.
     """
 
     missing: int

@@ -18,7 +18,7 @@ export function seconds(value) {
 export function percent(share) {
   if (share === null || share === undefined || !Number.isFinite(share)) return "–";
   if (share > 0 && share < 0.01) return "< 1 %";
-  return `${share < 1 ? Math.min(99, Math.round(100 * share)) : 100} %`;
+  return `${share < 1 ? Math.min(99, Math.round(100 * share)) : count(Math.round(100 * share))} %`;
 }
 
 export function rate(value) {

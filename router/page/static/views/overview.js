@@ -72,7 +72,7 @@ export class Overview {
   showFigures(found) {
     const { history, hits } = found;
     const stored = last(history.stored) ?? 0;
-    const waste = (slots) => (stored && slots ? 1 - stored / slots : null);
+    const waste = (slots) => (stored && slots ? slots / stored - 1 : null);
     const figure = (name, value, more) => h("div", {}, h("dt", {}, name), h("dd", {}, value), h("dd", { class: "more" }, more));
     replace(
       this.figures,
@@ -126,14 +126,14 @@ export class Overview {
     const row = (name, slots, extra) => [
       h("span", { class: "bar-name" }, name),
       stack([{ name: "tokens", mark: "c-sealed", value: stored }, { name: "not filled", mark: "c-missed", value: slots - stored }], context, `${name}: ${count(slots)} slots, ${count(stored)} filled`),
-      h("b", {}, percent(1 - stored / slots)),
+      h("b", {}, percent(stored ? slots / stored - 1 : null)),
       h("span", { class: "note number" }, extra ?? count(slots)),
     ];
     replace(
       this.memory,
       legend([["Filled", "c-sealed", count(stored)], ["Reserved, not filled", "c-missed"]]),
       h("div", { class: "bars" }, row("Blocks of Quire", paged), row("Contiguous, request's limit", contiguous), row("Contiguous, model's limit", context)),
-      h("p", { class: "note" }, "Without paging, an engine reserves each sequence's greatest length at once. ", leased ? `Workers hold ${count(leased)} more slots, leased ahead of need.` : ""),
+      h("p", { class: "note" }, "Percentages are reserved slots without a token, of those with one. Without paging, an engine reserves each sequence's greatest length at once. ", leased ? `Workers hold ${count(leased)} more slots, leased ahead of need.` : ""),
     );
   }
 
