@@ -153,7 +153,23 @@ def _preempted_words(story: Story, outcome: Outcome) -> str:
     times = "" if outcome.preemptions < 2 else f" {outcome.preemptions} times"
     if not story.lost_to:
         return f"it was preempted{times}; for whom is not known, because the KV manager's record of it is not here"
-    return f"it was preempted{times}: {preemption_words(story.lost_to[0])}"
+    if len(story.lost_to) < 2:
+        return f"it was preempted{times}: {preemption_words(story.lost_to[0])}"
+    most, seconds = _costliest(story)
+    return f"it was preempted{times}; what cost most, {duration(seconds)}, was that {preemption_words(most)}"
+
+
+def _costliest(story: Story) -> tuple[Preemption, float]:
+    """Return the preemption after which the request waited longest for its blocks, and these seconds."""
+    waits = [(each, _seconds_without_blocks(each, story)) for each in story.lost_to]
+    return max(waits, key=lambda wait: (wait[1], wait[0].tokens_lost))
+
+
+def _seconds_without_blocks(preemption: Preemption, story: Story) -> float:
+    """Return the seconds from a preemption to the next grant, or to the end of the request."""
+    ended = (story.outcome.time_ns,) if story.outcome is not None else ()
+    later = (time_ns for time_ns in (*(each.time_ns for each in story.grants), *ended) if time_ns > preemption.time_ns)
+    return (min(later, default=preemption.time_ns) - preemption.time_ns) / 1e9
 
 
 def preemption_words(preemption: Preemption) -> str:

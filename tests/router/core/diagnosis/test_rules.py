@@ -147,6 +147,23 @@ def test_a_preemption_names_the_beneficiary_and_the_reason() -> None:
     assert "not known" in asked(slow, routed(), granted(0.0)).verdict.sentence
 
 
+def test_of_several_preemptions_the_one_that_cost_most_is_named() -> None:
+    slow = replace(CALM, preemptions=3, admissions=4, before=seconds(prefill=0.1), after=seconds(preempted=3.5))
+    second = 1_000_000_000
+    times = ((1, 1.5, "r7"), (2, 4.5, "r8"), (5, 5.5, "r9"))
+    lost = [
+        replace(preempted(name), decision_id=name, time_ns=int(at * second), figures=(("blocks_freed", float(at)),))
+        for at, _, name in times
+    ]
+    again = [replace(granted(0.1, number=number), time_ns=int(at * second)) for number, (_, at, _) in enumerate(times)]
+    end = replace(ended(slow), time_ns=6 * second)
+    found = diagnose(story_of(R, [routed(), granted(0.0, number=9), *lost, *again, end]))
+    assert found.verdict.sentence == (
+        "97 % of its 3.6 s: it was preempted 3 times; what cost most, 2.5 s, was that its 2 blocks went to r8 "
+        "(a higher priority waits)."
+    )
+
+
 def test_a_lost_worker_and_a_slow_client_are_named() -> None:
     moved = replace(CALM, moves=1, placements=2, after=seconds(moved=3.0, decode=0.2))
     migration = replace(routed(chosen="w1", kind=DecisionKind.MIGRATION), time_ns=6_000, reasons=("connection lost",))
