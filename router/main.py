@@ -20,6 +20,7 @@ from common.clock import SystemClock
 from common.decisions.disk.metrics import LogMetrics
 from common.decisions.disk.writer import opened as opened_log
 from common.decisions.ring import DecisionRing
+from common.errors import InvalidRequest
 from common.limits import KEPT_RECORDS_SHARE
 from common.process.allocator import one_arena
 from common.process.debug import dumps_on_signal
@@ -44,7 +45,9 @@ from router.anthropic.app import add_messages
 from router.config import RouterSettings
 from router.constraints.checker import ConstraintChecker
 from router.core.admission import AdmissionLimiter, AdmissionLimits
+from router.core.refusals import wrong_request_record
 from router.core.routing import Router
+from router.core.tenancy import Caller
 from router.draining import Faces, drain
 from router.from_settings import (
     authenticator_of,
@@ -84,7 +87,7 @@ from router.requests.explainer import Explainer
 from router.requests.frontend import RouterFrontend
 from router.requests.redis_prefix_index import NoPrefixIndex, RedisPrefixIndex
 from router.requests.resumer import RequestResumer
-from router.requests.validate import Validator, random_seed
+from router.requests.validate import Validator, WatchedValidator, random_seed
 from router.serving.call_context import Calls
 from router.serving.http_server import HttpServer, bounded_connections, serve_http
 from router.serving.reading import AnswerReader
@@ -122,6 +125,7 @@ class RouterProcess:
         self._constraints = ConstraintChecker.load(folder, checkpoint.eos_token_ids)
         name, incarnation = f"router-{secrets.token_hex(4)}", secrets.token_bytes(16)
         self._registry, most, began = new_registry(), settings.decision_ring, self._clock.time_ns()
+        self._new_id = _ids(name)
         self._ring = DecisionRing(most, settings.decision_ring_bytes, name, began)
         self._log = opened_log(settings, self._clock)
         LogMetrics(self._registry, self._log)
@@ -148,7 +152,7 @@ class RouterProcess:
         self._siblings = Siblings(settings.sibling, dialer(self._tls, Role.ROUTER), settings.sibling_timeout)
         self._discovery = self._new_discovery()
         self.readiness = Readiness(self.pool, self._server.health, self._admin.rpc.health)
-        self._validator = Validator(
+        validator = Validator(
             self._text,
             checkpoint,
             self._text.has_tokenizer,
@@ -157,6 +161,7 @@ class RouterProcess:
             constraints=self._constraints,
             open_schemas=settings.open_schemas,
         )
+        self._validator = WatchedValidator(validator, self._record_wrong_request)
         self._authenticator = authenticator_of(settings, self._card.name)
         self._serve_requests(name, checkpoint)
         self._http: HttpServer | None = None
@@ -167,6 +172,10 @@ class RouterProcess:
     def _shares(self) -> bool:
         """Whether other routers may listen on the same ports."""
         return self.settings.own_port is not None
+
+    def _record_wrong_request(self, request_id: str, caller: Caller, error: InvalidRequest) -> None:
+        now_ns = self._clock.time_ns()
+        self._ring.record(wrong_request_record(self._new_id(), now_ns, request_id, caller.owner, error))
 
     def _redis_clients(self) -> tuple[Redis, Redis] | None:
         """Return one client for lookups, with a short timeout, and one for discovery."""
@@ -206,7 +215,7 @@ class RouterProcess:
             identity, timeout = lambda: self.pool.identity, settings.index_timeout
             index = RedisPrefixIndex(self._clients[0], identity, clock, timeout, count=metrics.looked_up)
         admission = AdmissionLimiter(AdmissionLimits(settings.max_queued_requests, settings.max_tokens_in_flight))
-        new_id = _ids(name)
+        new_id = self._new_id
         chooser = Router(clock, new_id, settings.routing_seed)
         dispatcher = Dispatcher(self.pool, chooser, index, self._ring, clock)
         self._watchdog = Watchdog(

@@ -38,7 +38,8 @@ from quire.types.v1 import types_pb2
 from router.constraints.closing import closed_text
 from router.core.context_length import beyond_context
 from router.core.events import ValidatedRequest
-from router.ports import CallContext, ConstraintCheck, TextCodec
+from router.core.tenancy import Caller
+from router.ports import CallContext, ConstraintCheck, RequestValidator, TextCodec
 from router.requests.request_ids import AUTOMATIC_PREFIX
 from router.requests.retention import retained_tokens, wrong_retention
 from router.requests.thought_budget import wrong_thought
@@ -313,6 +314,27 @@ class Validator:
         if values.get("min_tokens", 0) > values["max_tokens"] >= (0 if "prompt_logprobs" in values else 1):
             what = f"is {values['min_tokens']}; expected at most max_tokens, which is {values['max_tokens']}"
             report.add("sampling.min_tokens", what)
+
+
+class WatchedValidator:
+    """The RequestValidator over another one; `refused` gets each wrong request that has an id."""
+
+    def __init__(self, validator: RequestValidator, refused: Callable[[str, Caller, InvalidRequest], None]) -> None:
+        self._validator, self._refused = validator, refused
+
+    async def validate(
+        self, request: inference_pb2.GenerateRequest, call: CallContext, embeds: bool = False
+    ) -> ValidatedRequest:
+        try:
+            return await self._validator.validate(request, call, embeds)
+        except InvalidRequest as error:
+            request_id = request.request_id or call.request_id
+            if _REQUEST_ID.fullmatch(request_id):
+                self._refused(request_id, call.caller, error)
+            raise
+
+    def check_token_ids(self, token_ids: Sequence[int]) -> None:
+        self._validator.check_token_ids(token_ids)
 
 
 def _sampling(

@@ -29,6 +29,7 @@ class Cause(StrEnum):
 
     REFUSED = "refused"
     TOO_LARGE = "too_large"
+    WRONG_REQUEST = "wrong_request"
     HOPELESS_DEADLINE = "hopeless_deadline"
     DEADLINE = "deadline"
     CLIENT_GONE = "client_gone"
@@ -99,6 +100,7 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
     ),
     Cause.REFUSED: _REFUSING,
     Cause.TOO_LARGE: Advice("Shorten the prompt, lower `max_tokens`, or give workers more blocks.", "too-large"),
+    Cause.WRONG_REQUEST: Advice("The client must change its request; the service is not the reason.", "wrong-request"),
     Cause.HOPELESS_DEADLINE: Advice(
         "The client should allow more time. Where it cannot, add workers: the prediction has queue and prefill.",
         "hopeless-deadline",

@@ -9,6 +9,7 @@ from router.core.diagnosis.causes import Cause, advice_for
 from router.core.diagnosis.outcome import Outcome
 from router.core.diagnosis.story import REFUSED_BY_MANAGER, Story
 from router.core.diagnosis.verdict import Verdict
+from router.core.refusals import CONTEXT_LENGTH, WRONG_FIELDS
 
 # The failures of a client that does not read, and of one that left.
 READS_TOO_SLOWLY: Final = "the client reads too slowly"
@@ -17,6 +18,7 @@ CLIENT_LEFT: Final = "the client went away"
 END_WORDS: Final = {
     Cause.REFUSED: "Refused",
     Cause.TOO_LARGE: "Refused",
+    Cause.WRONG_REQUEST: "Refused",
     Cause.HOPELESS_DEADLINE: "Refused, because its deadline was hopeless,",
     Cause.DEADLINE: "Its deadline passed",
     Cause.CLIENT_GONE: "Its client went away",
@@ -30,7 +32,14 @@ _BY_REASON: Final = {
     "DEADLINE_EXCEEDED": Cause.DEADLINE,
     "deadline": Cause.DEADLINE,
     "UNAVAILABLE": Cause.NO_WORKER,
-    "INVALID_REQUEST": Cause.TOO_LARGE,
+}
+
+# Fields of a request that fits no worker; a worker names others where it can do nothing with what they hold.
+_LENGTHS: Final = ("prompt", "sampling.max_tokens")
+# By what refused a request when it came; anything else is a limit.
+_WRONG: Final = {
+    CONTEXT_LENGTH: (Cause.TOO_LARGE, "it does not fit the context of the model"),
+    WRONG_FIELDS: (Cause.WRONG_REQUEST, "fields of it are wrong"),
 }
 
 
@@ -51,14 +60,19 @@ def end_cause(outcome: Outcome) -> Cause | None:
         return Cause.SLOW_CLIENT if READS_TOO_SLOWLY in outcome.failure else Cause.REFUSED
     if outcome.ended == "CANCELLED":
         return Cause.CLIENT_GONE if CLIENT_LEFT in outcome.failure else Cause.ABORTED
+    if outcome.ended == "INVALID_ARGUMENT":
+        return Cause.TOO_LARGE if outcome.failure.startswith(_LENGTHS) else Cause.WRONG_REQUEST
     return _BY_REASON.get(outcome.ended, Cause.FAILED)
 
 
 def refusal_verdict(story: Story) -> Verdict | None:
-    """Return why the router refused a request at its arrival; None if it did not."""
+    """Return why the router refused a request when it came; None if it did not."""
     refused = [each for each in story.refusals if each.subject != REFUSED_BY_MANAGER]
     if not refused:
         return None
     words = refused[-1].words or "the limit is reached"
+    if refused[-1].subject in _WRONG:
+        cause, what = _WRONG[refused[-1].subject]
+        return Verdict(cause, 0.0, f"Refused at once, because {what}: {words}.", (), advice_for(cause))
     sentence = f"Refused at once by the limit {refused[-1].subject}: {words}."
     return Verdict(Cause.REFUSED, 0.0, sentence, (), advice_for(Cause.REFUSED))

@@ -155,7 +155,14 @@ def _unknown_sentence(
 def _end_verdict(ended: Cause, story: Story, outcome: Outcome, phases: tuple[PhaseSpan, ...]) -> Verdict:
     """Return why a request ended early, and where its time went until then."""
     words = f"{end_words(ended, outcome)} after {duration(outcome.total_s)}"
-    if ended in (Cause.REFUSED, Cause.TOO_LARGE, Cause.HOPELESS_DEADLINE, Cause.NO_WORKER, Cause.FAILED):
+    if ended in (
+        Cause.REFUSED,
+        Cause.TOO_LARGE,
+        Cause.WRONG_REQUEST,
+        Cause.HOPELESS_DEADLINE,
+        Cause.NO_WORKER,
+        Cause.FAILED,
+    ):
         sentence = f"{words}: {outcome.failure}."
         return Verdict(ended, 0.0, sentence, _worth_saying(story, outcome, phases), advice_for(ended))
     time = _greatest(story, outcome, phases, "them")

@@ -26,7 +26,10 @@ def test_an_ordinary_request_is_not_kept() -> None:
     ("changed", "rule"),
     [
         ({"ended": "OVERLOADED", "failure": "1 requests wait; at most 1"}, Rule.REFUSED),
-        ({"ended": "INVALID_REQUEST", "failure": "needs 9 blocks; the pool has 8"}, Rule.REFUSED),
+        (
+            {"ended": "INVALID_ARGUMENT", "failure": "prompt and output fit no worker: needs 9 blocks; the pool has 8"},
+            Rule.REFUSED,
+        ),
         ({"ended": "OVERLOADED", "failure": "the client reads too slowly: 5 events wait"}, Rule.FAILED),
         (
             {"ended": "DEADLINE_EXCEEDED", "failure": "deadline exceeded"},

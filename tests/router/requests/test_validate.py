@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from router.core.events import ValidatedRequest
 from router.core.tenancy import Caller, Tenant
 from router.ports import CallContext
 from router.requests.request_ids import automatic_id
-from router.requests.validate import valid_traceparent
+from router.requests.validate import WatchedValidator, valid_traceparent
 from tests.support.router.validation import (
     ACME,
     CALL,
@@ -50,6 +51,20 @@ async def test_a_bare_prompt_gets_every_default() -> None:
         caller=ACME,
         cache_domain=b"acme",
     )
+
+
+async def test_a_wrong_request_is_told_by_its_id() -> None:
+    told: list[tuple[str, str, str]] = []
+    by = WatchedValidator(
+        validator(), lambda request_id, caller, error: told.append((request_id, caller.tenant.name, str(error)))
+    )
+    long = pb.Prompt(token_ids=pb.TokenIds(ids=[3] * (CONTEXT + 1)))
+    for request_id in ("mine", "", "quire-x y"):
+        with pytest.raises(InvalidRequest):
+            await by.validate(pb.GenerateRequest(prompt=long, request_id=request_id), CALL)
+    with pytest.raises(InvalidRequest):
+        await by.validate(pb.GenerateRequest(prompt=long), replace(CALL, request_id="of-the-face"))
+    assert told == [("mine", "acme", TOO_LONG), ("of-the-face", "acme", TOO_LONG)]
 
 
 async def test_every_field_arrives() -> None:

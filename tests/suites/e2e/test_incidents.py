@@ -232,6 +232,16 @@ async def test_incident_the_queue_is_full(suite: Suite) -> None:
     await suite.until_all_free(1)
 
 
+async def test_incident_a_prompt_that_is_too_long(suite: Suite) -> None:
+    long = named(prompt(5000))
+    with pytest.raises(grpc.aio.AioRpcError):
+        await suite.generate(long)
+    head = await head_of(suite, long.request_id)
+    assert head.startswith("Refused at once, because it does not fit the context of the model: prompt: This model's")
+    assert "However, the prompt has 5000 tokens" in head
+    assert "#too-large" in head
+
+
 async def test_incident_a_hopeless_deadline(suite: Suite) -> None:
     """Seven prompts are before it, each of 1.6 s; none begins before it was refused."""
     await asked(suite, named(prompt(1600)))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.errors import CONTEXT_LENGTH_EXCEEDED, FieldViolation, InvalidRequest
 from common.lease import PARTIAL_REASON, RETENTION_REASON
 from common.types import Candidate, Decision, DecisionKind, ShortfallReason
 from router.core.diagnosis.causes import Cause
@@ -15,6 +16,7 @@ from router.core.diagnosis.outcome import Outcome, Phase, figures_of, outcome_of
 from router.core.diagnosis.rules import diagnose
 from router.core.diagnosis.story import story_of
 from router.core.diagnosis.verdict import Diagnosis
+from router.core.refusals import wrong_request_record
 
 R = "r1"
 CALM = Outcome(
@@ -209,6 +211,24 @@ def test_a_refusal_at_the_door_has_the_limit_and_the_numbers() -> None:
     assert (found.cause, found.advice.anchor) == (Cause.REFUSED, "quirerefusing")
 
 
+def test_a_prompt_that_is_too_long_is_told_with_the_numbers() -> None:
+    words = "This model's maximum context length is 32 tokens. However, the prompt has 33 tokens"
+    error = InvalidRequest(FieldViolation("prompt", words, CONTEXT_LENGTH_EXCEEDED), FieldViolation("input", "is odd"))
+    found = asked(None, wrong_request_record("no", 1, R, "", error)).verdict
+    assert found.sentence == f"Refused at once, because it does not fit the context of the model: prompt: {words}."
+    assert (found.cause, found.advice.anchor) == (Cause.TOO_LARGE, "too-large")
+
+
+def test_a_wrong_request_names_its_fields_and_quotes_no_text_of_the_client() -> None:
+    fields = FieldViolation("sampling.top_p", "is 2; expected at most 1"), FieldViolation("json_schema", "says 'mine'")
+    found = asked(None, wrong_request_record("no", 1, R, "", InvalidRequest(*fields))).verdict
+    assert found.sentence == (
+        "Refused at once, because fields of it are wrong: sampling.top_p: is 2; expected at most 1; json_schema "
+        "(the answer to the client says what is wrong)."
+    )
+    assert (found.cause, found.advice.anchor) == (Cause.WRONG_REQUEST, "wrong-request")
+
+
 def test_a_deadline_that_passed_says_what_took_the_time() -> None:
     late = replace(CALM, ended="DEADLINE_EXCEEDED", failure="deadline exceeded before ...", has_first_token=False,
                    admissions=0, miss="", before=seconds(blocks=1.9, queue=0.1))  # fmt: skip
@@ -241,7 +261,8 @@ def test_a_deadline_that_became_hopeless_in_the_queue_says_that_it_waited() -> N
         ("OVERLOADED", "tenant blue.streams", Cause.REFUSED),
         ("UNAVAILABLE", "no worker for 10 s", Cause.NO_WORKER),
         ("ENGINE_FAILURE", "2 workers broke with this request", Cause.FAILED),
-        ("INVALID_REQUEST", "prompt and output fit no worker", Cause.TOO_LARGE),
+        ("INVALID_ARGUMENT", "prompt and output fit no worker", Cause.TOO_LARGE),
+        ("INVALID_ARGUMENT", "json_schema: cannot be followed: too deep", Cause.WRONG_REQUEST),
     ],
 )
 def test_each_reason_of_an_error_has_a_cause(reason: str, failure: str, cause: Cause) -> None:
