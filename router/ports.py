@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from common.types import BlockHash, Constraint, Decision, PoolIdentity, SamplingParams
 from quire.inference.v1 import inference_pb2
 from router.core.events import GenerateEvent, ValidatedRequest
+from router.core.index_answer import IndexAnswer
 from router.core.tenancy import ANYONE, Caller
 
 
@@ -207,8 +208,8 @@ class PrefixIndex(Protocol):
         """Whether the last lookup was answered."""
         ...
 
-    async def lookup(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int] | None:
-        """Return hit blocks by worker id; None without an answer or for an empty index. Never raises or waits long."""
+    async def lookup(self, block_hashes: Sequence[BlockHash]) -> IndexAnswer:
+        """Return hit blocks by worker id, or why there are none. Never raises or waits long."""
         ...
 
 

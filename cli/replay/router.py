@@ -11,6 +11,7 @@ from common.index_format import pack_entry, unpack_entries
 from common.types import BlockHash, PoolIdentity
 from kvmanager.core.index_events import Cleared, IndexEvent, Stored
 from router.core.admission import AdmissionLimiter, AdmissionLimits
+from router.core.index_answer import IndexAnswer
 from router.core.routing import Router
 from router.core.run_search import RunSearch
 from router.core.worker_model import Capacity, Load, WorkerModel
@@ -74,9 +75,10 @@ class ReplayIndex:
         """Pairs of a block and a worker that has it."""
         return sum(map(len, self._holders.values()))
 
-    async def lookup(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int] | None:
-        if self._window:
-            return self._search(block_hashes)
+    async def lookup(self, block_hashes: Sequence[BlockHash]) -> IndexAnswer:
+        return IndexAnswer(self._search(block_hashes) if self._window else self._hits(block_hashes))
+
+    def _hits(self, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
         hits: dict[str, int] = {}
         alive: dict[str, None] | None = None
         for depth, block in enumerate(block_hashes):

@@ -73,7 +73,7 @@ def _remarks(found: pb.ExplainResponse) -> Iterator[str]:
         short = f"the prompt is shorter than a block of {found.block_size} tokens"
         yield f"No worker can have it cached: {short if _is_short(found) else 'the request does not use the cache'}."
     if not found.index_answered:
-        yield "The prefix index did not answer: hits are what this router remembers of its own requests."
+        yield "The router has no answer of the prefix index: hits are what this router remembers of its own requests."
     yield from _better_hit(found)
 
 

@@ -36,6 +36,11 @@ class CircuitBreaker:
             self._open_until = now + self._pause(openings)
 
     @property
+    def failures(self) -> int:
+        """How many calls in a row have failed."""
+        return self._failures
+
+    @property
     def healthy(self) -> bool:
         """Whether the last call was answered, or none was made."""
         return self._failures == 0

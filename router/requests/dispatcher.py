@@ -13,6 +13,7 @@ from common.types import DecisionKind, PoolIdentity
 from router.core.admission import ANY_WORKER, PREDICTED, check_deadline
 from router.core.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_at
 from router.core.identity import is_complete
+from router.core.index_answer import NOTHING_ASKED
 from router.core.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
 from router.core.place_shares import Shares
 from router.core.placement import Outcome, PlacementRequest, must_wait, places_of, verdict
@@ -93,8 +94,8 @@ class Dispatcher:
         Raises InvalidRequest when no pool can hold the job, DeadlineExceeded when its deadline cannot be met, and
         Unavailable when no worker has been usable for a while.
         """
-        hits = await self._index.lookup(job.block_hashes) if job.block_hashes else None
-        waiting = WaitingJob(job, hits, self._clock.time_ns())
+        index = await self._index.lookup(job.block_hashes) if job.block_hashes else NOTHING_ASKED
+        waiting = WaitingJob(job, index, self._clock.time_ns())
         ticket.sequences = job.request.sequences
         self._queue.join(ticket, waiting)
         self._serve_queue()
@@ -130,7 +131,7 @@ class Dispatcher:
 
     def _soonest(self, waiting: WaitingJob, has_room: bool) -> float:
         job = waiting.job
-        return self._router.soonest_s(job.request, self._pool.models(), self._hits(job, waiting.hits), has_room)
+        return self._router.soonest_s(job.request, self._pool.models(), self._hits(job, waiting.index.hits), has_room)
 
     async def _placed_in_time(self, waiting: WaitingJob) -> Placement:
         """Return the placement. Raises DeadlineExceeded once even a worker that is free would be too late."""
@@ -149,14 +150,16 @@ class Dispatcher:
 
     async def foresee(self, job: Job, flow: Flow) -> Foresight:
         """Return what `place` would do with a job now. Nothing is queued, reserved, remembered or recorded."""
-        hits = await self._index.lookup(job.block_hashes) if job.block_hashes else None
+        index = await self._index.lookup(job.block_hashes) if job.block_hashes else NOTHING_ASKED
         due = due_at(self._clock.monotonic(), job.deadline)
         ticket = Ticket(job.priority, 0, flow, job.request.sequences, due)
         shares = self._shares(flow)
-        choice = self._choose(job, _in_share(job.request, shares, ticket), hits, _FORESEEN)
+        choice = self._choose(job, _in_share(job.request, shares, ticket), index.hits, _FORESEEN)
         leads, before = self._queue.leads(ticket, shares.exceeded_by), self._queue.before(job.priority)
-        waiting, answered = WaitingJob(job, hits, 0), hits is not None or not job.block_hashes
-        return Foresight(choice, leads, before, answered, self._soonest(waiting, self._may_have_room(ticket, shares)))
+        waiting = WaitingJob(job, index, 0)
+        return Foresight(
+            choice, leads, before, index.answered, self._soonest(waiting, self._may_have_room(ticket, shares))
+        )
 
     def waits(self) -> tuple[str, object]:
         """Return in words what waits for a place that is free, and what differs after each placement."""
@@ -205,7 +208,7 @@ class Dispatcher:
 
     def _serve(self, ticket: Ticket, waiting: WaitingJob, request: PlacementRequest) -> bool:
         """Place one job; return False when it has to wait."""
-        choice = self._choose(waiting.job, request, waiting.hits)
+        choice = self._choose(waiting.job, request, waiting.index.hits)
         if choice.outcome is Outcome.NO_WORKER:
             self._blocked = choice
             self._starve()
@@ -276,10 +279,9 @@ class Dispatcher:
         except QuireError as refused:
             waiting.fail(refused)
             return
-        answered = waiting.hits is not None or not job.block_hashes
         placement = self._placement(job, choice.worker, client, choice, flow)
         waiting.placed.set_result(
-            replace(placement, decision=decision, looked_up_ns=waiting.looked_up_ns, index_answered=answered)
+            replace(placement, decision=decision, looked_up_ns=waiting.looked_up_ns, index=waiting.index)
         )
 
     def _placement(self, job: Job, worker: WorkerModel, client: WorkerClient, choice: Choice, flow: Flow) -> Placement:

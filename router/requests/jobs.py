@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.types import BlockHash, Decision
+from router.core.index_answer import NOTHING_ASKED, IndexAnswer
 from router.core.placement import PlacementRequest
 from router.core.routing import Choice
 from router.requests.reservation import LoadReservation
@@ -33,8 +34,7 @@ class Job:
 class Placement:
     """A worker for a job, with the load of each sequence reserved there; the caller submits them at once.
 
-    Every reservation must be released. `looked_up_ns` is when the prefix lookup ended; `index_answered` is False when
-    it had no answer.
+    Every reservation must be released. `looked_up_ns` is when the prefix lookup ended, and `index` what it said.
     """
 
     worker_id: str
@@ -42,7 +42,7 @@ class Placement:
     reservations: tuple[LoadReservation, ...]
     decision: Decision
     looked_up_ns: int
-    index_answered: bool = True
+    index: IndexAnswer = NOTHING_ASKED
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,10 @@ class Foresight:
 
 @dataclass(slots=True, eq=False)
 class WaitingJob:
-    """A job in the queue, the prefix hits that the index returned, and the future of its placement."""
+    """A job in the queue, what the prefix index said of it, and the future of its placement."""
 
     job: Job
-    hits: Mapping[str, int] | None
+    index: IndexAnswer
     looked_up_ns: int
     placed: asyncio.Future[Placement] = field(init=False)
 

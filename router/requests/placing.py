@@ -57,7 +57,7 @@ class Placer:
                 return
             placement = await self._dispatcher.place(job, run.ticket)
         run.identity = identity
-        run.log.placed((placement.looked_up_ns - began_ns) / 1e9, placement.index_answered)
+        run.log.placed(placement.index)
         self._submit(run, sequences, prefix, placement)
         self._admission.start(run.request_id, self._clock.monotonic(), request.tenant)
         self._recorder.metrics.routing.observe(self._clock.monotonic() - began)

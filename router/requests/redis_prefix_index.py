@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -24,6 +25,8 @@ from common.index_format import OWNER_FIELDS, SlotOwner, owner_from_values, pref
 from common.limits import MAX_INDEX_OWNER_BYTES, MAX_INDEX_VALUE_BYTES
 from common.types import BlockHash, PoolIdentity
 from router.core.breaker import CircuitBreaker
+from router.core.diagnosis.words import duration
+from router.core.index_answer import IndexAnswer, IndexSaid
 from router.core.prefix_match import PrefixMatch, windows
 from router.core.run_search import RunSearch
 
@@ -82,41 +85,72 @@ class RedisPrefixIndex:
         self._owners: dict[int, SlotOwner] = {}
         self._looked: dict[int, float] = {}
         self._namespace = ""
+        # Whether the index has named a worker.
+        self._named_workers = False
+        self._failing_since, self._last_failure = 0.0, ""
 
     @property
     def connected(self) -> bool:
         return self._breaker.healthy
 
-    async def lookup(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int] | None:
-        """Return hit blocks by worker id; None when Redis does not answer, or the index has no worker."""
-        identity = self._identity()
+    async def lookup(self, block_hashes: Sequence[BlockHash]) -> IndexAnswer:
+        """Return hit blocks by worker id; no hits when Redis does not answer, or the index has no worker."""
+        identity, began = self._identity(), self._clock.monotonic()
         if not identity.model_fingerprint:
-            return None
-        if not self._breaker.allows(self._clock.monotonic()):
+            return IndexAnswer(None, IndexSaid.OFF)
+        if not self._breaker.allows(began):
             self._count("skipped")
-            return None
+            return IndexAnswer(None, IndexSaid.SKIPPED, self._failures_words(began))
         root = prefix_key_root(identity.namespace)
         lookup = _Lookup(self._redis, self._clock, self._timeout, root)
         try:
             hits = await self._lookup(lookup, identity, block_hashes)
         except (RedisError, OSError, TimeoutError) as error:
-            if self._breaker.healthy:
-                log.warning("the prefix index does not answer", extra={"reason": str(error) or "timeout"})
-            self._breaker.failed(self._clock.monotonic())
-            self._count("failed")
-            return None
+            return self._failed(error, began)
         if not self._breaker.healthy:
             log.info("the prefix index answers again")
         self._breaker.succeeded()
         self._count("cut" if lookup.cut else "answered")
-        return hits if self._owners else None
+        return self._answer(hits, lookup.cut, began)
+
+    def _answer(self, hits: Mapping[str, int], cut: bool, began: float) -> IndexAnswer:
+        seconds, known = self._seconds_since(began), self._named_workers
+        self._named_workers = known or bool(self._owners)
+        if cut:
+            return IndexAnswer(hits if self._owners else None, IndexSaid.CUT, duration(self._timeout), seconds)
+        if not self._owners:
+            return IndexAnswer(None, IndexSaid.LOST if known else IndexSaid.EMPTY, "", seconds)
+        return IndexAnswer(hits, IndexSaid.ANSWERED, "", seconds)
+
+    def _failed(self, error: Exception, began: float) -> IndexAnswer:
+        """Count a look-up that had no answer. A record has the kind of the failure, the log its words."""
+        now = self._clock.monotonic()
+        if self._breaker.healthy:
+            log.warning("the prefix index does not answer", extra={"reason": str(error) or "timeout"})
+            self._failing_since = now
+        self._breaker.failed(now)
+        self._count("failed")
+        late = isinstance(error, TimeoutError | RedisTimeoutError)
+        limit = duration(self._timeout)
+        self._last_failure = f"no answer within {limit}" if late else _kind_of(error)
+        said, detail = (IndexSaid.LATE, limit) if late else (IndexSaid.FAILED, self._last_failure)
+        return IndexAnswer(None, said, detail, self._seconds_since(began))
+
+    def _failures_words(self, now: float) -> str:
+        failed = (
+            f"{self._breaker.failures} look-ups in a row failed in the {duration(now - self._failing_since)} before"
+        )
+        return f"{failed}, the last one: {self._last_failure}"
+
+    def _seconds_since(self, began: float) -> float:
+        return min(self._clock.monotonic() - began, self._timeout)
 
     async def _lookup(
         self, lookup: _Lookup, identity: PoolIdentity, block_hashes: Sequence[BlockHash]
     ) -> Mapping[str, int]:
         namespace = identity.namespace
         if namespace != self._namespace:
-            self._namespace, self._owners, self._looked = namespace, {}, {}
+            self._namespace, self._owners, self._looked, self._named_workers = namespace, {}, {}, False
         await self._look_up_owners(lookup, self._older_than(OWNER_SECONDS, self._owners))
         if identity.kv_geometry.window:
             return await self._search(lookup, identity, block_hashes)
@@ -218,10 +252,16 @@ class _Lookup:
         return answers
 
 
+def _kind_of(error: Exception) -> str:
+    if isinstance(error, RedisConnectionError | OSError):
+        return "it could not be reached"
+    return "it answered with an error"
+
+
 class NoPrefixIndex:
     """The PrefixIndex when no Redis is configured."""
 
     connected = False
 
-    async def lookup(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int] | None:
-        return None
+    async def lookup(self, block_hashes: Sequence[BlockHash]) -> IndexAnswer:
+        return IndexAnswer(None, IndexSaid.OFF)

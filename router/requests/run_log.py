@@ -14,6 +14,7 @@ from router.core.diagnosis.outcome import Outcome, Phase
 from router.core.diagnosis.phase_clock import PhaseClock
 from router.core.domains_seen import NOWHERE, DomainsSeen, SeenElsewhere, SentBy
 from router.core.events import Finished, ValidatedRequest
+from router.core.index_answer import NOTHING_ASKED, IndexAnswer
 from router.core.resuming import Orphan
 from router.core.worker_events import (
     Preempted,
@@ -55,18 +56,19 @@ class RunLog:
         self._failure = ""
         self._admissions = self._placements = self._preemptions = self._moves = 0
         self._elsewhere: SeenElsewhere = NOWHERE
-        self.block_size, self.queued, self.index_answered = 0, False, True
+        self._index = NOTHING_ASKED
+        self.block_size, self.queued = 0, False
 
     # ------------------------------------------------------------ what happens
 
-    def placed(self, lookup_seconds: float, index_answered: bool) -> None:
-        """Note that a worker was chosen, and that the prefix lookup took so long."""
+    def placed(self, index: IndexAnswer) -> None:
+        """Note that a worker was chosen, and what the prefix index said."""
         self._placements += 1
         if self._placements > 1:
             return
-        self.index_answered = index_answered
+        self._index = index
         self._phases.enter(Phase.BLOCKS, self._clock.monotonic())
-        self._phases.shift(Phase.QUEUE, Phase.LOOKUP, lookup_seconds)
+        self._phases.shift(Phase.QUEUE, Phase.LOOKUP, index.seconds)
 
     def resumed(self, orphan: Orphan, now: float) -> None:
         """Take over the times of a request that another router began; it is being moved since that one was lost."""
@@ -192,7 +194,8 @@ class RunLog:
             has_first_token=self._phases.has_first_token,
             started=started is not None,
             queued=self.queued,
-            index_answered=self.index_answered,
+            index=self._index.words,
+            index_answered=self._index.answered,
             prompt_tokens=len(self._request.prompt),
             cached_tokens=admitted.cached_tokens if admitted else 0,
             output_tokens=output_tokens,

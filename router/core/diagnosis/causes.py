@@ -45,6 +45,9 @@ class Cause(StrEnum):
     HOT_WORKER = "hot_worker"
     LATE_WORKER = "late_worker"
     INDEX_UNREACHABLE = "index_unreachable"
+    INDEX_SKIPPED = "index_skipped"
+    INDEX_LOST = "index_lost"
+    NO_INDEX = "no_index"
     EVICTED = "evicted"
     DIVERGED = "diverged"
     NEVER_SEEN = "never_seen"
@@ -141,6 +144,17 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
     ),
     Cause.INDEX_UNREACHABLE: Advice(
         "Start Redis again; an empty one is fine, because managers publish everything anew.", "quireindexunreachable"
+    ),
+    Cause.INDEX_SKIPPED: Advice(
+        "A router that had no answer three times in a row asks Redis again after 1 s, later after up to 10 s: see why "
+        "it had none.",
+        "quirelookupsfail",
+    ),
+    Cause.INDEX_LOST: Advice(
+        "Nothing, if Redis was emptied or the managers have just started: they publish everything anew.", "index-lost"
+    ),
+    Cause.NO_INDEX: Advice(
+        "Give several workers one `--redis-url`: without it a router knows only what it sent itself.", "no-index"
     ),
     Cause.EVICTED: Advice("evicted: the pool is too small, see QuireBlocksShort.", "quirehitratefell"),
     Cause.DIVERGED: Advice(

@@ -40,6 +40,7 @@ class Outcome:
     that the client left an event unread. `ahead_tokens` are positions that its worker computed for others between
     its admission and its own first step, most of them for `ahead_of`. `gaps` are the times between two events of output
     that a client sees, `late_gaps` those above the objective of the router. `kept` names the tail rules that keep it.
+    `index` is what the prefix index said (`IndexAnswer.words`): empty for a whole answer.
     """
 
     time_ns: int = 0
@@ -50,6 +51,7 @@ class Outcome:
     other_domain: str = ""
     ahead_of: str = ""
     kept: str = ""
+    index: str = ""
     tenant: str = ""
     before: Seconds = ()
     after: Seconds = ()
@@ -83,7 +85,7 @@ class Outcome:
         return self.first_token_s + sum(seconds for _, seconds in self.after)
 
 
-_TEXTS: Final = ("ended", "failure", "worker", "miss", "other_domain", "ahead_of", "kept")
+_TEXTS: Final = ("ended", "failure", "worker", "miss", "other_domain", "ahead_of", "kept", "index")
 _FLAGS: Final = ("has_first_token", "started", "queued", "index_answered")
 _APART: Final = frozenset((*_TEXTS, *_FLAGS, "time_ns", "tenant", "before", "after"))
 _COUNTS: Final = tuple(field.name for field in fields(Outcome) if field.name not in _APART)

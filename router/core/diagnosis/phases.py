@@ -11,6 +11,7 @@ from typing import Final
 
 from common.types import ShortfallReason
 from router.core.diagnosis.causes import Cause
+from router.core.diagnosis.index_words import index_words
 from router.core.diagnosis.outcome import Outcome, Phase
 from router.core.diagnosis.story import Holder, Placement, Preemption, Shortfall, Story
 from router.core.diagnosis.words import count, duration, listed
@@ -190,7 +191,7 @@ def _moved_words(story: Story) -> str:
 _PHRASES: Final[Mapping[Cause, Callable[[float, Story, Outcome], str]]] = {
     Cause.WORKER_QUEUE: lambda seconds, story, outcome: _queued_words(story),
     Cause.ROUTER: lambda seconds, story, outcome: "the router's own work, before it chose a worker",
-    Cause.INDEX_SLOW: lambda seconds, story, outcome: "the prefix index in Redis had not answered yet",
+    Cause.INDEX_SLOW: lambda seconds, story, outcome: index_words(outcome),
     Cause.BLOCKS: lambda seconds, story, outcome: _blocks_words(story, outcome),
     Cause.MESSAGES: lambda seconds, story, outcome: (
         f"messages between {_worker(outcome)} and the KV manager, which granted the blocks without a wait"

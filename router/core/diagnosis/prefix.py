@@ -10,10 +10,12 @@ from typing import Final
 
 from common.lease import PARTIAL_REASON, RETENTION_REASON
 from router.core.diagnosis.causes import Cause, advice_for
+from router.core.diagnosis.index_words import index_said, index_words
 from router.core.diagnosis.outcome import Outcome
 from router.core.diagnosis.story import Option, Placement, Story
 from router.core.diagnosis.verdict import Verdict
 from router.core.diagnosis.words import count, duration
+from router.core.index_answer import IndexSaid
 from router.core.routing import TOO_LATE
 
 # As common.types.MissReason writes them.
@@ -22,6 +24,15 @@ _AT_ONCE: Final = {
     "disabled": Cause.CACHE_OFF,
     "windowed": Cause.BEING_COMPUTED,
     "below_block": Cause.BELOW_BLOCK,
+}
+# Causes of a miss where the index did not say which other worker has the prompt.
+_SILENT: Final = {
+    IndexSaid.LOST: Cause.INDEX_LOST,
+    IndexSaid.CUT: Cause.INDEX_SLOW,
+    IndexSaid.LATE: Cause.INDEX_SLOW,
+    IndexSaid.FAILED: Cause.INDEX_UNREACHABLE,
+    IndexSaid.SKIPPED: Cause.INDEX_SKIPPED,
+    IndexSaid.OFF: Cause.NO_INDEX,
 }
 _UNSEEN: Final = frozenset({"never_seen", "diverged_at"})
 
@@ -58,8 +69,10 @@ def _cause_at(placement: Placement, outcome: Outcome) -> Cause:
         return Cause.EVICTED
     if placement.chosen is not None and placement.chosen.hit_blocks > hit:
         return Cause.STALE_INDEX
-    if not outcome.index_answered and len(placement.options) > 1:
-        return Cause.INDEX_UNREACHABLE
+    if len(placement.options) > 1:
+        silent = _SILENT.get(index_said(outcome)[0]) if outcome.index or outcome.index_answered else Cause.NOT_KNOWN
+        if silent is not None:
+            return silent
     return Cause.DIVERGED if outcome.miss == "diverged_at" else Cause.NEVER_SEEN
 
 
@@ -90,6 +103,8 @@ def _words(cause: Cause, story: Story, outcome: Outcome) -> str:
         return f"{placement.worker} was expected to hold {promised} and did not, because the index was stale"
     if cause is Cause.EVICTED:
         return f"{outcome.worker} had more of it, and evicted that{_evicted_for(story)}{_retention(story)}"
+    if cause in _SILENT.values():
+        return f"{index_words(outcome)}, so the router could not know who holds it; {outcome.worker} does not"
     return _plain_words(cause, outcome) + _partial(story)
 
 
@@ -104,10 +119,9 @@ def _plain_words(cause: Cause, outcome: Outcome) -> str:
         Cause.BELOW_BLOCK: f"it is shorter than a block, which has {count(size, 'token')}",
         Cause.OTHER_DOMAIN: f"its first {same} were sent in another cache domain ({outcome.other_domain}), "
         "and not in its own",
-        Cause.INDEX_UNREACHABLE: f"Redis did not answer, so the router could not know who holds it; {worker} does not",
         Cause.DIVERGED: f"{worker} has seen no prompt that is the same from token {outcome.diverged_at * size} on",
         Cause.NEVER_SEEN: f"no worker had its first {count(size, 'token')}; {worker} has not seen them since its start",
-    }.get(cause, "why is not known, because the router's record of its routing is gone")
+    }.get(cause, "why is not known, because the router's record of its routing, or of its look-up, is gone")
 
 
 def _holder_words(placement: Placement, outcome: Outcome) -> str:
@@ -156,6 +170,6 @@ def _evidence(story: Story, outcome: Outcome) -> tuple[str, ...]:
         said += [
             f"{each.worker}: {each.hit_blocks} hit blocks expected" for each in placement.options if each.hit_blocks
         ]
-    if not outcome.index_answered:
-        said.append("the prefix index did not answer")
+    if outcome.index:
+        said.append(f"the prefix index: {outcome.index}")
     return tuple(said)

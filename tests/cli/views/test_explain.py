@@ -53,7 +53,7 @@ def test_what_cannot_be_cached_is_said() -> None:
     assert "No worker can have it cached: the prompt is shorter than a block of 16 tokens." in short
     off = shown(outcome="placed", worker_id="a", tied=["a"], shareable_tokens=0)
     assert "No worker can have it cached: the request does not use the cache." in off
-    assert any(line.startswith("The prefix index did not answer") for line in shown(index_answered=False))
+    assert any(line.startswith("The router has no answer of the prefix index") for line in shown(index_answered=False))
 
 
 def test_a_better_hit_that_loses_is_explained() -> None:

@@ -63,7 +63,7 @@ async def test_each_service_can_do_its_work(server: LocalRedis) -> None:
         assert slot == 0
         await store.update(epoch, slot, 7, IndexCall((), (HASH,)))
         await store.renew(epoch, {slot: 7}, {"w0": "{}"})
-        assert await index.lookup([HASH]) == {"w0": 1}
+        assert (await index.lookup([HASH])).hits == {"w0": 1}
         await store.update(epoch, slot, 7, IndexCall((HASH,), ()))
         await store.retire(epoch, slot, 7, "w0")
         await store.write_pins(epoch, b"pins")

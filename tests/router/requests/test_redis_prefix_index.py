@@ -54,14 +54,14 @@ async def test_hits_are_counted_for_each_worker(index: RedisPrefixIndex, redis_c
     await own(redis_client, 1, "w1", 22)
     await publish(redis_client, CHAIN[:3], (0, 11), (1, 22))
     await publish(redis_client, CHAIN[3:5], (1, 22))
-    assert await index.lookup(CHAIN[:10]) == {"w0": 3, "w1": 5}
+    assert (await index.lookup(CHAIN[:10])).hits == {"w0": 3, "w1": 5}
     assert index.connected
 
 
 async def test_a_chain_of_several_windows_is_followed_to_its_end(index: RedisPrefixIndex, redis_client: Redis) -> None:
     await own(redis_client, 0, "w0", 11)
     await publish(redis_client, CHAIN[:250], (0, 11))
-    assert await index.lookup(CHAIN) == {"w0": 250}
+    assert (await index.lookup(CHAIN)).hits == {"w0": 250}
 
 
 async def test_asking_stops_at_the_window_with_a_hole(index: RedisPrefixIndex, redis_client: Redis) -> None:
@@ -78,18 +78,19 @@ async def test_a_known_worker_without_a_hit_is_an_answer(index: RedisPrefixIndex
     await own(redis_client, 0, "w0", 11)
     await publish(redis_client, CHAIN[:1], (0, 11))
     await index.lookup(CHAIN[:1])
-    assert await index.lookup(CHAIN[100:101]) == {}
+    assert (await index.lookup(CHAIN[100:101])).hits == {}
 
 
-async def test_an_empty_index_is_no_answer(index: RedisPrefixIndex) -> None:
-    assert await index.lookup(CHAIN[:1]) is None
+async def test_an_empty_index_names_no_worker_and_has_answered(index: RedisPrefixIndex) -> None:
+    found = await index.lookup(CHAIN[:1])
+    assert (found.hits, found.words, found.answered) == (None, "empty", True)
     assert index.connected
 
 
 async def test_entries_of_a_dead_generation_do_not_count(index: RedisPrefixIndex, redis_client: Redis) -> None:
     await own(redis_client, 0, "w0", 12)
     await publish(redis_client, CHAIN[:2], (0, 11))
-    assert await index.lookup(CHAIN[:2]) == {}
+    assert (await index.lookup(CHAIN[:2])).hits == {}
 
 
 async def test_a_new_generation_counts_at_once(
@@ -101,7 +102,7 @@ async def test_a_new_generation_counts_at_once(
     await own(redis_client, 0, "w0", 12)
     await publish(redis_client, CHAIN[:2], (0, 12))
     clock.advance(OWNER_SECONDS / 2)
-    assert await index.lookup(CHAIN[:2]) == {"w0": 2}
+    assert (await index.lookup(CHAIN[:2])).hits == {"w0": 2}
 
 
 async def test_an_old_generation_is_believed_for_a_second_at_most(
@@ -112,7 +113,7 @@ async def test_an_old_generation_is_believed_for_a_second_at_most(
     await index.lookup(CHAIN[:2])
     await own(redis_client, 0, "w0", 12)
     clock.advance(OWNER_SECONDS)
-    assert await index.lookup(CHAIN[:2]) == {}
+    assert (await index.lookup(CHAIN[:2])).hits == {}
 
 
 async def test_a_wiped_index_stops_being_an_answer(
@@ -123,14 +124,15 @@ async def test_a_wiped_index_stops_being_an_answer(
     await index.lookup(CHAIN[:2])
     await redis_client.flushall()
     clock.advance(OWNER_SECONDS)
-    assert await index.lookup(CHAIN[:2]) is None
+    found = await index.lookup(CHAIN[:2])
+    assert (found.hits, found.words, found.answered) == (None, "lost", False)
 
 
 async def test_without_a_model_nothing_is_asked(redis_url: str, clock: ManualClock, redis_client: Redis) -> None:
     await redis_client.config_resetstat()
     unknown = PoolIdentity("", "t" * 32, 16, IDENTITY.kv_geometry)
     async with open_redis(redis_url, PATIENT_S) as client:
-        assert await RedisPrefixIndex(client, lambda: unknown, clock, PATIENT_S).lookup(CHAIN[:1]) is None
+        assert (await RedisPrefixIndex(client, lambda: unknown, clock, PATIENT_S).lookup(CHAIN[:1])).hits is None
     assert (await redis_client.info("commandstats")).get("cmdstat_eval_ro") is None
 
 
@@ -142,17 +144,19 @@ async def test_a_redis_that_is_down_is_left_alone_and_used_again_when_it_is_back
     try:
         await own(client, 0, "w0", 11)
         await publish(client, CHAIN[:2], (0, 11))
-        assert await index.lookup(CHAIN[:2]) == {"w0": 2}
+        assert (await index.lookup(CHAIN[:2])).hits == {"w0": 2}
         server.kill()
-        assert await index.lookup(CHAIN[:2]) is None
-        assert await index.lookup(CHAIN[:2]) is None
+        assert (await index.lookup(CHAIN[:2])).words == "failed: it could not be reached"
+        clock.advance(0.5)
+        assert (await index.lookup(CHAIN[:2])).hits is None
         assert not index.connected
         await asyncio.to_thread(server.start)
         await own(client, 0, "w0", 11)
         await publish(client, CHAIN[:2], (0, 11))
-        assert await index.lookup(CHAIN[:2]) is None  # the breaker is open
+        why = "2 look-ups in a row failed in the 500 ms before, the last one: it could not be reached"
+        assert (await index.lookup(CHAIN[:2])).words == f"skipped: {why}"  # the breaker is open
         clock.advance(1.0)
-        assert await index.lookup(CHAIN[:2]) == {"w0": 2}
+        assert (await index.lookup(CHAIN[:2])).hits == {"w0": 2}
         assert index.connected
         assert came == ["answered", "failed", "failed", "skipped", "answered"]
     finally:
@@ -170,7 +174,7 @@ async def test_a_redis_that_does_not_answer_costs_its_timeout_and_no_more(clock:
     index = RedisPrefixIndex(client, lambda: IDENTITY, clock, 0.02, CircuitBreaker(PAUSES.pause, threshold=1))
     async with listener:
         began = asyncio.get_running_loop().time()
-        assert await index.lookup(CHAIN[:1]) is None
+        assert (await index.lookup(CHAIN[:1])).words == "late: 20 ms"
         assert asyncio.get_running_loop().time() - began < PATIENT_S
         assert not index.connected
         await client.aclose()
@@ -213,7 +217,7 @@ async def test_a_lookup_ends_at_its_limit_with_what_is_known_and_is_no_failure(
     slow.asked.clear()
     for _ in range(4):
         clock.advance(OWNER_SECONDS)
-        assert await index.lookup(chain) == hits
+        assert (await index.lookup(chain)).hits == hits
     assert came == ["answered", *["cut"] * 4]
     assert len(slow.asked) == 8, "two answers of six seconds each exceed the limit of ten"
     assert index.connected
@@ -226,14 +230,14 @@ async def test_where_every_layer_has_a_window_few_keys_are_read(
     identity = replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, window=4096))
     index = RedisPrefixIndex(slow, lambda: identity, clock, 1000.0)
     chain = [BlockHash(number.to_bytes(16, "big")) for number in range(2048)]
-    assert await index.lookup(chain) is None
+    assert (await index.lookup(chain)).hits is None
     assert slow.asked == [8]
     owner = SlotOwner("w0", "00", "127.0.0.1:1", 11)
     await redis_client.hset(slot_key(identity.namespace, 0), mapping=asdict(owner))  # type: ignore[arg-type]
     root = prefix_key_root(identity.namespace)
     await redis_client.mset({root + block: pack_entry(0, 11) for block in chain})
     slow.asked.clear()
-    assert await index.lookup(chain) == {"w0": 2048}
+    assert (await index.lookup(chain)).hits == {"w0": 2048}
     assert slow.asked == [8, 1, 510], "nothing is read twice for a new owner"
 
 
@@ -251,7 +255,7 @@ async def test_hits_of_known_owners_stay_when_the_limit_comes_with_a_new_owner(
     await index.lookup(chain[:1])
     await redis_client.mset({root + block: pack_entry(0, 11) + pack_entry(1, 11) for block in chain})
     slow.asked.clear()
-    assert await index.lookup(chain) == {"w0": 20, "w1": 20}
+    assert (await index.lookup(chain)).hits == {"w0": 20, "w1": 20}
     assert slow.asked == [20, 1]
 
 
@@ -283,7 +287,7 @@ async def test_an_answer_that_does_not_come_leaves_the_hits_before_it(
     try:
         await index.lookup(chain[:1])
         client.answers = 1
-        assert await index.lookup(chain) == hits
+        assert (await index.lookup(chain)).hits == hits
         assert came == ["answered", "cut"]
         assert index.connected
     finally:
@@ -300,7 +304,7 @@ async def test_half_an_answer_is_a_failure(redis_url: str, clock: ManualClock) -
     client, came = HalfRedis.from_url(redis_url), list[str]()
     index = RedisPrefixIndex(client, lambda: IDENTITY, clock, PATIENT_S, count=came.append)
     try:
-        assert await index.lookup(CHAIN[:4]) is None
+        assert (await index.lookup(CHAIN[:4])).words == "failed: it answered with an error"
         assert came == ["failed"]
     finally:
         await client.aclose()
@@ -319,7 +323,7 @@ async def test_a_huge_value_counts_to_its_limit_and_takes_no_memory(
     await publish(redis_client, CHAIN[2:3], (0, 11))
     tracemalloc.start()
     try:
-        assert await index.lookup(CHAIN[:3]) == {"w0": 3}
+        assert (await index.lookup(CHAIN[:3])).hits == {"w0": 3}
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -330,7 +334,7 @@ async def test_an_owner_with_a_huge_field_is_none(index: RedisPrefixIndex, redis
     await redis_client.hset(slot_key(NAMESPACE, 1), mapping={"worker_id": "w" * (1 << 20), "generation": "22"})
     await redis_client.set(slot_key(NAMESPACE, 2), "no hash")
     await publish(redis_client, CHAIN[:2], (0, 11), (1, 22), (2, 33))
-    assert await index.lookup(CHAIN[:2]) == {"w0": 2}
+    assert (await index.lookup(CHAIN[:2])).hits == {"w0": 2}
 
 
 async def test_a_key_of_another_type_is_a_hole(index: RedisPrefixIndex, redis_client: Redis) -> None:
@@ -338,13 +342,26 @@ async def test_a_key_of_another_type_is_a_hole(index: RedisPrefixIndex, redis_cl
     await publish(redis_client, CHAIN[:3], (0, 11))
     await redis_client.delete(prefix_key_root(NAMESPACE) + CHAIN[1])
     await redis_client.rpush(prefix_key_root(NAMESPACE) + CHAIN[1], "a")
-    assert await index.lookup(CHAIN[:3]) == {"w0": 1}
+    assert (await index.lookup(CHAIN[:3])).hits == {"w0": 1}
 
 
 async def test_without_redis_there_is_no_answer() -> None:
     index = NoPrefixIndex()
-    assert await index.lookup(CHAIN[:1]) is None
+    assert (await index.lookup(CHAIN[:1])).words == "off"
     assert not index.connected
+
+
+async def test_a_busy_event_loop_does_not_lengthen_a_look_up(clock: ManualClock) -> None:
+    """The loop looks at the limit of 20 ms after 3 s."""
+
+    class LateRedis(Redis):
+        async def eval_ro(self, script: str, numkeys: int, *arguments: str | bytes) -> object:  # type: ignore[override]
+            clock.advance(3.0)
+            raise TimeoutError
+
+    async with LateRedis() as client:
+        found = await RedisPrefixIndex(client, lambda: IDENTITY, clock, 0.02).lookup(CHAIN[:1])
+    assert (found.words, found.seconds) == ("late: 20 ms", 0.02)
 
 
 def _started() -> LocalRedis:
@@ -367,6 +384,6 @@ async def test_where_every_layer_has_a_window_hits_need_no_first_blocks(
             await redis_client.hset(slot_key(windowed.namespace, slot), mapping=asdict(owner))  # type: ignore[arg-type]
         held = {at: pack_entry(0, 11) for at in (198, 199)} | {at: pack_entry(1, 22) for at in (0, 7, 8, 298)}
         await redis_client.mset({root + CHAIN[at]: value for at, value in held.items()})
-        assert await index.lookup(CHAIN) == {"w0": 200, "w1": 9}
+        assert (await index.lookup(CHAIN)).hits == {"w0": 200, "w1": 9}
     finally:
         await client.aclose()

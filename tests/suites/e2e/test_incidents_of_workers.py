@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import random
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 
@@ -28,6 +29,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 WORKERS = 2
 # A pause of Redis ends when a test ends it; a test is given less time than this.
 PAUSE_MS = 3_600_000
+# The request that came when no worker stood in the index.
+FIRST = "incident-first"
 names = (f"incident-{number}" for number in itertools.count())
 _random = random.Random(19)
 
@@ -51,6 +54,9 @@ async def suite(tmp_path_factory: pytest.TempPathFactory, index: LocalRedis) -> 
         redis_url=index.url,
     )
     async with running_suite(tmp_path_factory.mktemp("workers"), options) as running:
+        first = named(prompt(800), 8)
+        first.request_id = FIRST
+        await running.generate(first)
         await asyncio.gather(*(running.generate(named(prompt(800), 8)) for _ in range(4)))
         await running.until_all_free(WORKERS)
         yield running
@@ -129,20 +135,33 @@ async def test_incident_a_hot_worker_against_a_hit(suite: Suite) -> None:
     assert "queue delay" in head
 
 
-async def test_incident_redis_is_down(suite: Suite, index: LocalRedis) -> None:
-    """After some lookups without an answer the router makes no more for a while, and so the index costs no time."""
+async def test_incident_the_index_has_no_worker_yet(suite: Suite) -> None:
+    head = await head_of(suite, FIRST)
+    assert "0 of 800 prompt tokens were cached: no worker had its first 16 tokens; worker-" in head
+    assert "Redis" not in head
+
+
+async def test_incident_redis_stands_still(suite: Suite, index: LocalRedis) -> None:
+    """A look-up costs its limit. After some of them the router makes no more for a while, and says so."""
     os.kill(index.pid, signal.SIGSTOP)
     try:
+        slow = named(prompt(32))
+        await suite.generate(slow)
+        slow_head = await head_of(suite, slow.request_id)
         async with asyncio.timeout(PATIENCE):
             head = ""
-            while "Start Redis again" not in head:
+            while "asks Redis again after" not in head:
                 await asyncio.gather(*(suite.generate(named(prompt(32))) for _ in range(3)))
                 request = named(prompt(400))
                 await suite.generate(request)
                 head = await head_of(suite, request.request_id)
     finally:
         os.kill(index.pid, signal.SIGCONT)
-    assert "0 of 400 prompt tokens were cached: Redis did not answer, so the router could not know who holds it" in head
+    late = "the prefix index in Redis did not answer within 2.0 s, and the router went on without it"
+    assert f"to the first token: {late}." in slow_head
+    assert f"0 of 32 prompt tokens were cached: {late}, so the router could not know who holds it" in slow_head
+    assert re.search(r"the router did not ask Redis \(\d+ look-ups in a row failed in the [\d.]+ m?s before, ", head)
+    assert "the last one: no answer within 2.0 s), so the router could not know who holds it; worker-" in head
 
 
 async def test_incident_a_stale_index_after_a_workers_restart(suite: Suite, index: LocalRedis) -> None:

@@ -22,6 +22,7 @@ from quire.decision.v1.decision_pb2 import ListDecisionsRequest, ListDecisionsRe
 from router.core.admission import AdmissionLimiter, AdmissionLimits
 from router.core.events import Finished, GenerateEvent, Tokens, ValidatedRequest
 from router.core.identity import UNKNOWN_GEOMETRY, UNKNOWN_POOLING
+from router.core.index_answer import IndexAnswer, IndexSaid
 from router.core.routing import Router
 from router.core.tail_rules import Objective
 from router.observe.kept_records import KeptRecords
@@ -73,9 +74,11 @@ class FixedIndex:
         self.answer, self.asked = answer, [()] * 0
         self.connected = answer is not None
 
-    async def lookup(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int] | None:
+    async def lookup(self, block_hashes: Sequence[BlockHash]) -> IndexAnswer:
         self.asked.append(tuple(block_hashes))  # type: ignore[arg-type]
-        return self.answer
+        if self.answer is None:
+            return IndexAnswer(None, IndexSaid.FAILED, "it could not be reached")
+        return IndexAnswer(self.answer)
 
 
 @dataclass

@@ -306,7 +306,7 @@ HIT = (option("w0", 0.2), option("w1", 2.4, hits=6))
         (replace(UNSEEN, miss="evicted"), (), Cause.EVICTED, "to make room for r5"),
         (UNSEEN, (option("w0", 0.2, hits=5),), Cause.STALE_INDEX, "w0 was expected to hold 80 tokens"),
         (UNSEEN, HIT, Cause.HOT_WORKER, "w1 holds 96 tokens of it and was busy: predicted 2.4 s, 2.3 s of it queue"),
-        (replace(UNSEEN, index_answered=False), (option("w0", 1), option("w1", 2)), Cause.INDEX_UNREACHABLE, "Redis"),
+        (replace(UNSEEN, index_answered=False), (option("w0", 1), option("w1", 2)), Cause.NOT_KNOWN, "of its look-up"),
         (replace(UNSEEN, index_answered=False), (), Cause.NEVER_SEEN, "no worker had its first 16 tokens"),
         (UNSEEN, (), Cause.NEVER_SEEN, "no worker had its first 16 tokens"),
         (replace(UNSEEN, miss="diverged_at", cached_tokens=48, diverged_at=3), (), Cause.DIVERGED, "from token 48 on"),
@@ -318,6 +318,46 @@ def test_each_cause_of_a_miss(outcome: Outcome, options: tuple[Candidate, ...], 
     assert found.cause is cause
     assert words in found.sentence
     assert found.sentence.startswith(f"{outcome.cached_tokens} of 100 prompt tokens were cached: ")
+
+
+WENT_ON = "and the router went on without it"
+TOO_EARLY = "before all of the prompt was looked up"
+THREE = "3 look-ups in a row failed in the 1.2 s before, the last one: no answer within 20 ms"
+UNTOLD = "so the router could not know who holds it; w0 does not"
+
+
+@pytest.mark.parametrize(
+    ("index", "cause", "words"),
+    [
+        ("empty", Cause.NEVER_SEEN, "no worker had its first 16 tokens; w0 has not seen them since its start"),
+        (
+            "late: 20 ms",
+            Cause.INDEX_SLOW,
+            f"the prefix index in Redis did not answer within 20 ms, {WENT_ON}, {UNTOLD}",
+        ),
+        ("cut: 20 ms", Cause.INDEX_SLOW, f"the look-up in Redis ended at its limit of 20 ms, {TOO_EARLY}, {UNTOLD}"),
+        ("failed: odd", Cause.INDEX_UNREACHABLE, f"the prefix index in Redis failed (odd), {UNTOLD}"),
+        (f"skipped: {THREE}", Cause.INDEX_SKIPPED, f"the router did not ask Redis ({THREE}), {UNTOLD}"),
+        ("lost", Cause.INDEX_LOST, f"the prefix index in Redis had lost its workers, {UNTOLD}"),
+        ("off", Cause.NO_INDEX, f"the router has no prefix index, {UNTOLD}"),
+    ],
+)
+def test_an_index_that_was_silent_is_blamed_for_what_it_did_alone(index: str, cause: Cause, words: str) -> None:
+    outcome = replace(UNSEEN, index=index, index_answered=False)
+    found = asked(outcome, routed(option("w0", 1), option("w1", 2)), granted(0.0)).prefix
+    assert found is not None
+    assert (found.cause, found.sentence) == (cause, f"0 of 100 prompt tokens were cached: {words}.")
+    known = asked(replace(outcome, miss="evicted"), routed(option("w0", 1), option("w1", 2)), granted(0.0)).prefix
+    assert known is not None
+    assert known.cause is Cause.EVICTED, "the worker had it: what the index said is no matter"
+
+
+def test_a_look_up_at_its_limit_costs_its_limit() -> None:
+    slow = replace(CALM, index="late: 20 ms", before=seconds(queue=0.002, lookup=0.02, prefill=0.005))
+    assert asked(slow, routed(), granted(0.0)).verdict.sentence == (
+        "74 % of the 27 ms to the first token: the prefix index in Redis did not answer within 20 ms, and the router "
+        "went on without it."
+    )
 
 
 def test_a_miss_of_what_was_retained_says_what_had_become_of_that() -> None:
@@ -379,6 +419,7 @@ outcomes = st.builds(
     started=st.booleans(),
     queued=st.booleans(),
     index_answered=st.booleans(),
+    index=st.sampled_from(["", "empty", "late: 20 ms", "skipped: 3 failed", "lost"]),
     prompt_tokens=st.integers(1, 500),
     cached_tokens=st.integers(0, 100),
     output_tokens=st.integers(0, 100),
