@@ -85,6 +85,7 @@ def record_grant(
         state.totals.partial_hits += 1
         state.totals.partial_hit_tokens += part.slots
     reasons = _reasons(sequence, plan, passes, part, lacking)
+    passed_by, waited = state.queue.count_admission(sequence), state.clock.monotonic() - sequence.queued_at
     figures = {
         "num_tokens": float(sequence.num_tokens),
         "hit_blocks": float(hits),
@@ -92,9 +93,10 @@ def record_grant(
         "evicted": float(evicted),
         "available": float(state.block_pool.available),
         "waiting": float(len(state.queue)),
-        "waited_seconds": state.clock.monotonic() - sequence.queued_at,
+        "waited_seconds": waited,
         **({"lacking_blocks": float(lacking)} if lacking else {}),
         **({"passes": 1.0} if passes else {}),
+        **({"passed_by": float(passed_by)} if passed_by and waited else {}),
         **({"partial_tokens": float(part.slots)} if part is not None else {}),
     }
     chosen = f"{hits} shared and {plan.fresh} fresh blocks"

@@ -18,7 +18,8 @@ class Sequence:
     `partial_hashes` are those of its reserve. `copy_source` is the block that it holds beside its block table
     until the worker has reported the copy. `own_from` is the first block that other requests had not computed before
     its first admission: blocks of the sequence that it was forked from are its own. `forks` names those that were
-    forked from it and wait for their admission.
+    forked from it and wait for their admission. `outranked` counts the admissions of higher priorities before it joined
+    the queue.
     """
 
     __slots__ = (
@@ -38,6 +39,7 @@ class Sequence:
         "max_len",
         "n_shared",
         "num_tokens",
+        "outranked",
         "own_from",
         "partial_hashes",
         "phase",
@@ -80,7 +82,7 @@ class Sequence:
         self.n_shared = 0
         self.trimmed = 0
         self.computed = self.started_at = 0
-        self.preemptions = 0
+        self.preemptions = self.outranked = 0
         self.recompute = self.by_age = self.gave_up = False
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+from collections import Counter
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -21,15 +22,17 @@ Key = TypeVar("Key", _Place, _Arrival)
 class WaitingQueue:
     """Sorted lines. A sequence keeps its arrival for life, so a preempted sequence returns to its old place.
 
-    `unexplained` are those whose wait has no decision record yet, in the order in which they joined.
+    `unexplained` are those whose wait has no decision record yet, in the order in which they joined. `admissions`
+    counts those that got their blocks, by priority.
     """
 
-    __slots__ = ("_arrivals", "_lines", "unexplained")
+    __slots__ = ("_arrivals", "_lines", "admissions", "unexplained")
 
     def __init__(self) -> None:
         self._lines: dict[str, list[_Place]] = {}
         self._arrivals: dict[str, list[_Arrival]] = {}
         self.unexplained: dict[SequenceId, None] = {}
+        self.admissions: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -56,12 +59,21 @@ class WaitingQueue:
         bisect.insort(self._lines.setdefault(sequence.tenant, []), _place(sequence))
         bisect.insort(self._arrivals.setdefault(sequence.tenant, []), _arrival(sequence))
         self.unexplained[sequence.id] = None
+        sequence.outranked = self._admitted_above(sequence.priority)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it stands. Raises ValueError when it does not wait."""
         _remove(self._lines, sequence, _place(sequence))
         _remove(self._arrivals, sequence, _arrival(sequence))
         self.unexplained.pop(sequence.id, None)
+
+    def count_admission(self, sequence: Sequence) -> int:
+        """Count the admission of a sequence; return how many of a higher priority came before since it joined."""
+        self.admissions[sequence.priority] += 1
+        return self._admitted_above(sequence.priority) - sequence.outranked
+
+    def _admitted_above(self, priority: int) -> int:
+        return sum(count for each, count in self.admissions.items() if each > priority)
 
 
 def _remove(lines: dict[str, list[Key]], sequence: Sequence, key: Key) -> None:

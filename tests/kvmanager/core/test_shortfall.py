@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from common.clock import ManualClock
 from common.types import Decision, DecisionKind, MissReason
 from kvmanager.core.ledger import Ledger
 from tests.support.kvmanager.ledgers import admit, finish, hashes, make_ledger, play, prompt, reserve, run_through
@@ -41,6 +42,19 @@ def test_a_sequence_behind_another_learns_which_one_goes_first() -> None:
     assert (behind.request_id, behind.reasons, behind.beneficiary) == ("r3", ("behind another sequence",), "r2")
     figures = dict(behind.figures)
     assert (figures["needed"], figures["head_needed"], figures["available"]) == (1, 8, 6)
+
+
+def test_a_grant_counts_the_higher_priorities_that_went_first() -> None:
+    clock = ManualClock()
+    ledger = make_ledger(10, max_num_seqs=1, clock=clock)
+    admit(ledger, reserve(1, prompt(16), priority=5))
+    admit(ledger, reserve(2, prompt(16, start=500), priority=-1))
+    admit(ledger, reserve(3, prompt(16, start=600), priority=0), reserve(4, prompt(16, start=700), priority=-1))
+    clock.advance(1.0)
+    for sequence in (1, 3, 2):
+        finish(ledger, sequence)
+    passed = {each.request_id: dict(each.figures).get("passed_by") for each in drained(ledger, DecisionKind.GRANT)}
+    assert passed == {"r1": None, "r3": None, "r2": 1.0, "r4": 1.0}
 
 
 def test_a_sequence_without_a_place_says_so() -> None:

@@ -124,6 +124,7 @@ def _copy_queue(old: WaitingQueue) -> WaitingQueue:
     new = WaitingQueue()
     new._lines = {tenant: line.copy() for tenant, line in old._lines.items()}
     new._arrivals = {tenant: line.copy() for tenant, line in old._arrivals.items()}
+    new.admissions = old.admissions.copy()
     return new
 
 
