@@ -420,3 +420,7 @@ class LeaseChannel(Protocol):
     def reconnect(self) -> None:
         """Give up the current session, if any, and open another: Connected comes when that is possible."""
         ...
+
+    def away_seconds(self, begin: float, end: float) -> float:
+        """Return the seconds between two readings of Clock.monotonic in which no KV manager answered."""
+        ...

@@ -153,6 +153,9 @@ class ReplayWorker:
     def reconnect(self) -> None:
         raise AssertionError("a replayed worker keeps its session")
 
+    def away_seconds(self, begin: float, end: float) -> float:
+        return 0.0
+
     # ------------------------------------------------------------ at the KV manager
 
     def _on_attach(self, attach: Attach, inventory: Inventory) -> None:

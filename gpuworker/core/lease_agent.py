@@ -298,6 +298,11 @@ class LeaseAgent:
         return bool(self._sequences or self._in_flight)
 
     @property
+    def stalled(self) -> tuple[SequenceId, ...]:
+        """The running sequences for which the last plan found no block."""
+        return self._report.stalled
+
+    @property
     def steps_in_flight(self) -> int:
         """Planned and not completed; at most two."""
         return len(self._in_flight)

@@ -22,6 +22,7 @@ from gpuworker.core.draft_tally import DraftKind, DraftTally, added
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.lease_session import LeaseSession
 from gpuworker.core.outcomes import Applied, Completion, SequenceFinished
+from gpuworker.engine.delay_watch import DelayWatch
 from gpuworker.engine.flight import Flight
 from gpuworker.engine.gathered_outputs import GatheredOutputs
 from gpuworker.engine.ports import EngineLoad, EngineRequest, OutputSink
@@ -66,7 +67,7 @@ class Engine:
         self._drafts = dict[DraftKind, DraftTally]()
         self._over_at: float | None = None  # when the last step in flight was over, within a turn
         self._outputs, self._load, self._load_taken = GatheredOutputs(), EngineLoad(), 0.0
-        self._starts = StartWatch()
+        self._starts, self._delays = StartWatch(), DelayWatch(channel.away_seconds)
         self._pace = ReportPace(self._agent.config.runway_slots)
         self._wake, self._stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -202,6 +203,7 @@ class Engine:
             self._finish_with_error(request.new.sequence, str(refused), usage)
         else:
             self._requests[request.new.sequence] = request
+            self._delays.waits(request.new.sequence, self._clock.monotonic())
             if request.traced:
                 self._traced.follow(request.new.sequence, request.prompt_tokens)
 
@@ -247,8 +249,10 @@ class Engine:
         for admit in applied.admitted:
             request = self._requests[admit.sequence]
             tokens = self._agent.tokens_of(admit.sequence)
+            now = self._clock.monotonic()
+            self._outputs.delayed += self._delays.admitted(admit.sequence, now)
             self._outputs.admitted.append(admit)
-            self._starts.admitted(admit.sequence, self._clock.monotonic())
+            self._starts.admitted(admit.sequence, now)
             self._in_runner.add(admit.sequence)
             try:
                 self._runner.add(admit.sequence, tokens, request.sampling, request.prompt_tokens)
@@ -269,6 +273,7 @@ class Engine:
     def _launch(self) -> bool:
         planned, planned_ns = self._clock.monotonic(), self._clock.time_ns()
         plan = self._agent.plan(self._rates.prices)
+        self._outputs.delayed += self._delays.planned(self._agent.stalled, planned)
         if plan is None:
             return False
         try:
@@ -341,13 +346,17 @@ class Engine:
     def _settle(self, completion: Completion) -> None:
         """Process sequences that ended or lost their blocks."""
         self._outputs.recounted.update(completion.recounted)
+        now = self._clock.monotonic() if completion.finished or completion.preempted else 0.0
         for end in completion.finished:
+            self._outputs.delayed += self._delays.left(end.sequence, now)
             self._outputs.finished.append(end)
             self._requests.pop(end.sequence, None)
             self._outputs.chunks += self._traced.ended(end.sequence)
             self._starts.left(end.sequence)
         for sequence in completion.preempted:
             self._starts.left(sequence)
+            self._outputs.delayed += self._delays.left(sequence, now)
+            self._delays.waits(sequence, now)
         self._outputs.preempted.extend(completion.preempted)
         for sequence in completion.forgotten:
             self._runner.remove(sequence)
@@ -389,6 +398,9 @@ class Engine:
         self._traced.keep(self._requests.keys())
         self._in_runner.clear()
         self._starts.clear()
+        self._delays.clear()
+        for each in others:
+            self._delays.waits(each.id, self._clock.monotonic())
         agent, lease = self._new_agent(), self._lease
         agent.take_over(others)
         attach = replace(self._new_attach(), session=lease.session, epoch_seen=lease.epoch_seen)

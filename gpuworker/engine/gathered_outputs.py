@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from common.lease import Admit
 from common.types import SequenceId, TokenLogprobs
 from gpuworker.core.outcomes import SequenceFinished
-from gpuworker.engine.ports import Chunk, EngineOutputs, Started, StepRecord
+from gpuworker.engine.ports import Chunk, Delayed, EngineOutputs, Started, StepRecord
 
 
 @dataclass(slots=True)
@@ -24,10 +24,11 @@ class GatheredOutputs:
     recounted: dict[SequenceId, int] = field(default_factory=dict)
     started: list[Started] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
+    delayed: list[Delayed] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         events = self.tokens or self.admitted or self.finished or self.preempted or self.chunks
-        return bool(events or self.prompt_logprobs or self.recounted or self.started or self.steps)
+        return bool(events or self.prompt_logprobs or self.recounted or self.started or self.steps or self.delayed)
 
     def pack(self, step: int) -> EngineOutputs:
         """Return the gathered outputs and clear them."""
@@ -43,10 +44,12 @@ class GatheredOutputs:
             self.recounted.copy(),
             tuple(self.started),
             tuple(self.steps),
+            tuple(self.delayed),
         )
-        lists = (self.admitted, self.tokens, self.finished, self.preempted, self.chunks, self.started, self.steps)
-        for part in lists:
+        for part in (self.admitted, self.tokens, self.finished, self.preempted, self.chunks):
             part.clear()
+        for told in (self.started, self.steps, self.delayed):
+            told.clear()
         self.logprobs.clear()
         self.prompt_logprobs.clear()
         self.recounted.clear()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -36,6 +37,7 @@ from common.lease import (
 )
 from common.process.supervised import Supervisor
 from common.rpc.server import Dial, open_channel
+from common.rpc.silence import pulse_seconds
 from common.wire.inventory_codec import inventory_chunks
 from common.wire.lease_codec import (
     attach_ok_from_proto,
@@ -44,6 +46,7 @@ from common.wire.lease_codec import (
     rejected_from_proto,
     report_to_proto,
 )
+from gpuworker.core.manager_silence import ManagerSilence
 from gpuworker.engine.lease_connection import Connection, LeaseCall
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
@@ -92,6 +95,7 @@ class LeaseClient:
         """Awaited before each stream."""
         self.on_round_trip: Callable[[float], None] = lambda seconds: None
         """Takes the seconds from a report to its grants."""
+        self._silence = ManagerSilence(time.monotonic())
         self._rng = rng or random.Random()
         self._events: deque[tuple[int, LeaseEvent]] = deque()
         self._connection: Connection | None = None
@@ -139,6 +143,10 @@ class LeaseClient:
     def reconnect(self) -> None:
         """Drop the connection that `poll` returned last, and open another."""
         self._on_loop(self._drop, self._polled)
+
+    def away_seconds(self, begin: float, end: float) -> float:
+        """Return the seconds between two times without a manager that answered."""
+        return self._silence.seconds(begin, end)
 
     def _on_loop(self, function: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None, "start the client first"
@@ -249,7 +257,8 @@ class LeaseClient:
             try:
                 await self._open(call)
                 self._connections += 1
-                await self._serve(Connection(self._connections, call, asyncio.get_running_loop().create_future()))
+                ended = asyncio.get_running_loop().create_future()
+                await self._serve(Connection(self._connections, call, ended, self._silence))
             finally:
                 call.cancel()
 
@@ -274,6 +283,8 @@ class LeaseClient:
             connection.close()
             reader.cancel()
             writer.cancel()
+            if connection.answered:
+                self._silence.lost(time.monotonic())
             if connection.session is not None:
                 self._post(Detached(connection.session))
             read, _ = await asyncio.gather(reader, writer, return_exceptions=True)
@@ -319,6 +330,7 @@ class LeaseClient:
         if ok.epoch > highest_plausible_epoch(connection.epoch_seen):
             raise ProtocolViolation(f"the manager names epoch {ok.epoch}; no manager of this pool can have that one")
         connection.answered = True
+        self._silence.attached(time.monotonic(), pulse_seconds(message.silence_seconds))
         connection.bound_silence(message.silence_seconds)
         self._failures = 0
         assert connection.session is not None

@@ -14,6 +14,7 @@ from common.limits import MAX_LEASE_OUTBOX
 from common.rpc import stream_writes
 from common.rpc.pulses import SilenceWatch, send_pulses
 from common.rpc.silence import pulse_seconds
+from gpuworker.core.manager_silence import ManagerSilence
 from quire.kvmanager.v1 import kvmanager_pb2
 
 LeaseCall: TypeAlias = "aio.StreamStreamCall[kvmanager_pb2.SessionRequest, kvmanager_pb2.SessionResponse]"
@@ -24,11 +25,15 @@ _UNANSWERED: Final = 256
 
 @dataclass(slots=True)
 class Connection:
-    """One stream. `session` is the session offered on it, None before; `ended` says why the stream is to end."""
+    """One stream. `session` is the session offered on it, None before; `ended` says why the stream is to end.
+
+    What it hears is noted at `manager`, which outlives it.
+    """
 
     number: int
     call: LeaseCall
     ended: asyncio.Future[str]
+    manager: ManagerSilence
     outbox: asyncio.Queue[kvmanager_pb2.SessionRequest] = field(default_factory=asyncio.Queue)
     session: int | None = None
     epoch_seen: int = 0
@@ -80,6 +85,7 @@ class Connection:
 
     def heard(self) -> None:
         """Note that something came."""
+        self.manager.heard(time.monotonic())
         if self._silence is not None:
             self._silence.heard()
 
@@ -100,6 +106,7 @@ class Connection:
             pulses.cancel()
 
     def _pulse(self) -> None:
+        self.manager.ran(time.monotonic())
         self._put(kvmanager_pb2.SessionRequest(pulse=kvmanager_pb2.Pulse()))
 
     def task_ended(self, task: asyncio.Task[None], what: str) -> None:

@@ -54,6 +54,17 @@ class Started(NamedTuple):
     ahead_of: str
 
 
+class Delayed(NamedTuple):
+    """A sequence had no block for its next tokens for `stalled` seconds.
+
+    Of those, or of its wait to be admitted, no KV manager answered for `away` seconds.
+    """
+
+    sequence: SequenceId
+    stalled: float
+    away: float
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """A step that a span is made of: wall-clock begin and end in ns, what was computed, and its seconds by part.
@@ -96,6 +107,7 @@ class EngineOutputs:
     recounted: dict[SequenceId, int] = field(default_factory=dict)
     started: tuple[Started, ...] = ()
     steps: tuple[StepRecord, ...] = ()
+    delayed: tuple[Delayed, ...] = ()
 
 
 OutputSink = Callable[[EngineOutputs], None]

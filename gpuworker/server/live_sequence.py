@@ -24,6 +24,7 @@ class LiveSequence:
     """A sequence and the handle that its router's stream gave it; its grammar stays compiled meanwhile.
 
     `message` is the submit as it came, and `size` its bytes. `kept` is None where no other router may go on with it.
+    `compiled` are the seconds for which its constraint was compiled, until its router has them.
     `handed_over`: its router lets it go on at another worker, which may not have it yet.
     """
 
@@ -35,6 +36,7 @@ class LiveSequence:
     grammar: Grammar | None = None
     spans: SequenceSpans | None = None
     deadline: asyncio.TimerHandle | None = None
+    compiled: float = 0.0
     handed_over: bool = False
     kept: KeptOutput | None = field(init=False)
 
@@ -83,6 +85,8 @@ class Outputs(Protocol):
 
     def started(self, handle: int, started: Started) -> None: ...
 
+    def delayed(self, handle: int, compiled: float = 0.0, stalled: float = 0.0, away: float = 0.0) -> None: ...
+
     def preempted(self, handle: int) -> None: ...
 
     def finished(self, handle: int, end: SequenceFinished) -> None: ...
@@ -91,6 +95,9 @@ class Outputs(Protocol):
 def gather(live: Mapping[SequenceId, LiveSequence], outputs: EngineOutputs, to: Outputs) -> None:
     """Put out what is of these sequences, in the order in which a router must see it, and keep it."""
     now = time.monotonic()
+    for delay in outputs.delayed:
+        if (one := live.get(delay.sequence)) is not None:
+            to.delayed(one.handle, stalled=delay.stalled, away=delay.away)
     _gather_admissions(live, outputs, to, now)
     _trace_chunks(live, outputs)
     for started in outputs.started:
@@ -136,6 +143,9 @@ def _gather_admissions(
     for admit in outputs.admitted:
         if (one := live.get(admit.sequence)) is not None:
             waited = now - one.submitted
+            if one.compiled:
+                to.delayed(one.handle, compiled=one.compiled)
+                one.compiled = 0.0
             to.admitted(one.handle, admit, waited)
             if one.kept is not None:
                 one.kept.admitted(admit, waited, now)

@@ -53,6 +53,7 @@ class OutputBuffer:
         self._prompt_handles = array("I")
         self._admitted: list[pb.SequenceAdmitted] = []
         self._started: list[pb.SequenceStarted] = []
+        self._delayed: list[pb.SequenceDelayed] = []
         self._finished: list[pb.SequenceFinished] = []
 
     def __bool__(self) -> bool:
@@ -102,6 +103,15 @@ class OutputBuffer:
         )
         self._started.append(message)
         self._grow(_EVENT_BYTES + len(ahead_of))
+
+    def delayed(self, handle: int, compiled: float = 0.0, stalled: float = 0.0, away: float = 0.0) -> None:
+        """Append the seconds for which a sequence was held up."""
+        self._delayed.append(
+            pb.SequenceDelayed(
+                handle=handle, compile_seconds=compiled, stalled_seconds=stalled, manager_away_seconds=away
+            )
+        )
+        self._grow(_EVENT_BYTES)
 
     def preempted(self, handle: int) -> None:
         self._preempted.append(handle)
@@ -158,6 +168,7 @@ class OutputBuffer:
             prompt_logprobs=self._prompt_logprobs,
             prompt_logprob_handles=pack_u32(self._prompt_handles),
             started=self._started,
+            delayed=self._delayed,
         )
         self._sealed.append((self._gathered, message))
         self._clear()

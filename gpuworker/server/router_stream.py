@@ -174,6 +174,7 @@ class RouterStream:
             raise
         size = self._sizes[message.handle]
         live = LiveSequence(message.handle, request.new, came, message, size, grammar, spans)
+        live.compiled = 0.0 if grammar is None else time.monotonic() - came
         if message.HasField("timeout_seconds"):
             self._set_deadline(live, came + message.timeout_seconds - time.monotonic())
         self._take_over(live)

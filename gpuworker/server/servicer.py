@@ -134,6 +134,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
                 outputs.prompt_logprobs,
                 outputs.recounted,
                 (started.sequence for started in outputs.started),
+                (delay.sequence for delay in outputs.delayed),
             )
             owners = {self._owner[sequence] for sequence in named if sequence in self._owner}
             concerned = {stream for stream in owners if stream is not None}

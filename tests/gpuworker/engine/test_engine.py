@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from common.clock import ManualClock
 from common.errors import EngineFailure
 from common.lease import (
     Admit,
@@ -21,6 +22,7 @@ from common.lease import (
 from common.types import BlockId, FinishReason, SequenceId
 from gpuworker.core.batch_plan import StepNotBuilt, StepPlan, StepResult
 from gpuworker.core.outcomes import AgentConfig
+from gpuworker.engine.ports import Delayed, EngineOutputs
 from tests.support.gpuworker.engine_harness import GREEDY, PATIENCE, EngineDriver
 from tests.support.gpuworker.fake_engine_ports import ManualRunner, ScriptedChannel
 
@@ -206,6 +208,29 @@ def test_a_manager_of_a_lower_epoch_is_refused(scripted: tuple[EngineDriver, Scr
     assert channel.reconnects == 1
     assert channel.attached[1][0].epoch_seen == 5
     assert not driver.engine.load().manager_attached
+
+
+def test_what_holds_a_sequence_up_is_told_before_what_ends_it() -> None:
+    clock, channel, runner = ManualClock(), ScriptedChannel(), ManualRunner()
+    outputs: list[EngineOutputs] = []
+    driver = EngineDriver(runner, CONFIG, channel, sink=outputs.append, clock=clock)
+    channel.away = [(1.0, 2.0), (5.5, 6.0)]
+    channel.events.extend([Connected(), Attached(1, AttachOk(1, 0))])
+    sequence = driver.submit([1, 2, 3], 10)
+    driver.engine.turn()
+    clock.advance(5.0)
+    channel.events.append(Granted(1, GrantBatch(0, admit=(Admit(sequence, (BlockId(0),), 0),))))
+    driver.engine.turn()
+    assert outputs.pop().delayed == (Delayed(sequence, 0.0, 1.0),)
+    for _ in range(2):  # its block is full then
+        runner.step()
+        driver.engine.turn()
+    clock.advance(2.0)
+    driver.engine.turn()
+    assert not any(each.delayed for each in outputs)
+    channel.events.append(Granted(1, GrantBatch(1, lease=(BlockId(1),))))
+    driver.engine.turn()
+    assert outputs[-1].delayed == (Delayed(sequence, 2.0, 0.5),)
 
 
 def test_grants_of_an_old_session_are_dropped(scripted: tuple[EngineDriver, ScriptedChannel]) -> None:

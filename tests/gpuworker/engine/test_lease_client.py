@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -327,8 +328,9 @@ async def test_calls_after_the_loop_is_gone_are_harmless() -> None:
 async def test_a_manager_that_stands_still_is_left_although_its_connection_is_open(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stream = await silent_session(rig, 1, 0.2)
+    stream, began = await silent_session(rig, 1, 0.2), time.monotonic()
     assert await rig.event(Detached) == Detached(1)
+    assert rig.client.away_seconds(began, time.monotonic()) > 0.1, "it was away since its last message"
     assert "nothing came from it for 0.2 s" in caplog.text
     await soon(stream.closed.wait())
     await rig.session(2)

@@ -149,3 +149,14 @@ def test_a_start_says_how_long_it_waited_and_for_whom_the_worker_computed(buffer
         pb.SequenceStarted(handle=3, wait_seconds=0.25, ahead_tokens=2048, ahead_of="huge")
     ]
     assert not buffer.take().started
+
+
+def test_a_delay_says_what_held_the_sequence_up(buffer: OutputBuffer) -> None:
+    buffer.delayed(3, compiled=1.5)
+    buffer.delayed(4, stalled=2.0, away=0.5)
+    assert buffer
+    assert list(buffer.take().delayed) == [
+        pb.SequenceDelayed(handle=3, compile_seconds=1.5),
+        pb.SequenceDelayed(handle=4, stalled_seconds=2.0, manager_away_seconds=0.5),
+    ]
+    assert not buffer.take().delayed

@@ -12,7 +12,7 @@ from grpc import aio
 from common.lease import Attached, AttachOk, Connected
 from common.types import KvGeometry, PoolIdentity
 from common.wire.identity_codec import identity_to_proto
-from gpuworker.engine.ports import EngineOutputs, Started
+from gpuworker.engine.ports import Delayed, EngineOutputs, Started
 from gpuworker.server import servicer as servicer_module
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
@@ -202,6 +202,21 @@ async def test_a_first_step_is_told_to_one_of_several_routers_though_it_is_all_t
             assert response is not None
             started += response.outputs.started
         assert started == [pb.SequenceStarted(handle=5, wait_seconds=0.5, ahead_tokens=7, ahead_of="r9")]
+
+
+async def test_a_delay_is_told_to_one_of_several_routers_though_it_is_all_that_is_new() -> None:
+    runner = ManualRunner()
+    async with served(runner) as worker, worker.router() as first, worker.router():
+        await first.send(submit(5, [1, 2, 3], 8))
+        await worker.until(lambda: len(runner.num_tokens) == 1)
+        (sequence,) = worker.servicer._owner
+        worker.servicer.deliver(EngineOutputs(step=1, delayed=(Delayed(sequence, 0.5, 0.25),)))
+        delayed: list[pb.SequenceDelayed] = []
+        while not delayed:
+            response = await asyncio.wait_for(first.read(), PATIENCE)
+            assert response is not None
+            delayed += response.outputs.delayed
+        assert delayed == [pb.SequenceDelayed(handle=5, stalled_seconds=0.5, manager_away_seconds=0.25)]
 
 
 async def test_a_traced_sequence_leaves_its_waits_chunks_and_decodes() -> None:

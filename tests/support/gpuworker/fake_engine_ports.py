@@ -96,6 +96,7 @@ class ScriptedChannel:
         self.attached: list[tuple[Attach, Inventory]] = []
         self.reports: list[tuple[int, Report]] = []
         self.reconnects = 0
+        self.away: list[tuple[float, float]] = []
 
     def poll(self) -> list[LeaseEvent]:
         events = list(self.events)
@@ -111,3 +112,7 @@ class ScriptedChannel:
 
     def reconnect(self) -> None:
         self.reconnects += 1
+
+    def away_seconds(self, begin: float, end: float) -> float:
+        """Return the part of a time in which the test played no manager."""
+        return sum(max(0.0, min(end, last) - max(begin, first)) for first, last in self.away)

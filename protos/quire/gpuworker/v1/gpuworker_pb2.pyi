@@ -682,6 +682,7 @@ class StepOutputs(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROB_HANDLES_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
+    DELAYED_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Dense from 1 in each stream."""
     step: _builtins.int
@@ -706,6 +707,10 @@ class StepOutputs(_message.Message):
 
     @_builtins.property
     def started(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceStarted]: ...
+    @_builtins.property
+    def delayed(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceDelayed]:
+        """They come before everything else of their sequences."""
+
     def __init__(
         self,
         *,
@@ -722,10 +727,11 @@ class StepOutputs(_message.Message):
         prompt_logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
         prompt_logprob_handles: _builtins.bytes = ...,
         started: _abc.Iterable[Global___SequenceStarted] | None = ...,
+        delayed: _abc.Iterable[Global___SequenceDelayed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "counts", b"counts", "finished", b"finished", "handles", b"handles", "logprob_handles", b"logprob_handles", "logprobs", b"logprobs", "preempted", b"preempted", "prompt_logprob_handles", b"prompt_logprob_handles", "prompt_logprobs", b"prompt_logprobs", "seq", b"seq", "started", b"started", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "counts", b"counts", "delayed", b"delayed", "finished", b"finished", "handles", b"handles", "logprob_handles", b"logprob_handles", "logprobs", b"logprobs", "preempted", b"preempted", "prompt_logprob_handles", b"prompt_logprob_handles", "prompt_logprobs", b"prompt_logprobs", "seq", b"seq", "started", b"started", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -806,6 +812,39 @@ class SequenceStarted(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceStarted: _TypeAlias = SequenceStarted  # noqa: Y015
+
+@_typing.final
+class SequenceDelayed(_message.Message):
+    """What held a sequence up until now, as far as no other message says it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    COMPILE_SECONDS_FIELD_NUMBER: _builtins.int
+    STALLED_SECONDS_FIELD_NUMBER: _builtins.int
+    MANAGER_AWAY_SECONDS_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    compile_seconds: _builtins.float
+    """Seconds for which its constraint was compiled, before it asked for blocks."""
+    stalled_seconds: _builtins.float
+    """Seconds in which it ran and had no block for its next tokens."""
+    manager_away_seconds: _builtins.float
+    """Of the seconds in which it waited for blocks, or had none: those in which the worker had no KV manager that answered."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        compile_seconds: _builtins.float = ...,
+        stalled_seconds: _builtins.float = ...,
+        manager_away_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile_seconds", b"compile_seconds", "handle", b"handle", "manager_away_seconds", b"manager_away_seconds", "stalled_seconds", b"stalled_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceDelayed: _TypeAlias = SequenceDelayed  # noqa: Y015
 
 @_typing.final
 class SequenceFinished(_message.Message):
