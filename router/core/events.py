@@ -8,7 +8,7 @@ request yields no event: the iterator raises a QuireError at its first step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.lease import RetainedTokens
 from common.types import FinishReason, MissReason, SamplingParams, TokenLogprobs, Usage
@@ -56,6 +56,8 @@ class ValidatedRequest:
     prediction: tuple[int, ...] = ()
     # Which of its blocks are to stay cached for longer than others, or not for as long.
     retention: tuple[RetainedTokens, ...] = ()
+    # Seconds for which its constraint was compiled, to see whether it can be followed.
+    constraint_seconds: float = field(default=0.0, compare=False)
     # Workers that are not to serve it: they have computed the prompt.
     avoids: frozenset[str] = frozenset()
 

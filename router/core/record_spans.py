@@ -3,8 +3,11 @@
 request                    the whole request
   queue > lookup           until a worker was chosen
   route                    each choice of a worker
+  constraint               the compilation of its constraint, by router and worker
   reserve                  the wait for blocks, as the KV manager decided on it
+  without manager          what of that wait its worker had no KV manager that answered
   prefill wait, prefill    what the worker did until the first token
+  lacking blocks           what of that time it had no block for its next tokens
   decode                   from the first token on
   preempted, moved         what interrupted it, from the record of each kind on
   client                   the client's reading after the last token
@@ -29,9 +32,12 @@ _ROOT: Final = 0
 # Phases in the order in which a request passes them, with the names of their spans in sampled traces.
 _PHASES: Final = {
     Phase.QUEUE: ("queue", ROUTER),
+    Phase.CONSTRAINT: ("constraint", WORKER),
     Phase.BLOCKS: ("reserve", MANAGER),
+    Phase.MANAGER_AWAY: ("without manager", WORKER),
     Phase.PREFILL_WAIT: ("prefill wait", WORKER),
     Phase.PREFILL: ("prefill", WORKER),
+    Phase.STALLED: ("lacking blocks", WORKER),
     Phase.DECODE: ("decode", WORKER),
     Phase.CLIENT: ("client", ROUTER),
 }

@@ -37,6 +37,20 @@ class SequenceStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceDelayed:
+    """What held the sequence up until now, in seconds.
+
+    Its constraint was compiled for `compile_seconds` before it asked for blocks. It had no block for its next tokens
+    for `stalled_seconds`. Of the time in which it waited for blocks, its worker had no KV manager that answered for
+    `manager_away_seconds`.
+    """
+
+    compile_seconds: float = 0.0
+    stalled_seconds: float = 0.0
+    manager_away_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class TokensSampled:
     """New output tokens, with one log-probability entry each when the request asked for them."""
 
@@ -94,5 +108,13 @@ class Lost:
 
 
 SequenceEvent = (
-    SequenceAdmitted | SequenceStarted | PromptScored | TokensSampled | Preempted | SequenceFinished | Refused | Lost
+    SequenceAdmitted
+    | SequenceStarted
+    | SequenceDelayed
+    | PromptScored
+    | TokensSampled
+    | Preempted
+    | SequenceFinished
+    | Refused
+    | Lost
 )

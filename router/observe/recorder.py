@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final
 
 from opentelemetry.trace import Tracer
 
@@ -16,6 +17,7 @@ from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
 from router.core.events import Finished, ValidatedRequest
 from router.core.record_spans import EndedRequest
 from router.core.tail_rules import Rule
+from router.core.usual_gaps import UsualGaps
 from router.observe.metrics import RouterMetrics
 from router.observe.request_tap import RequestTap
 from router.observe.request_trace import RequestTrace
@@ -23,6 +25,9 @@ from router.observe.tail_keeper import TailKeeper
 from router.ports import DecisionSink
 
 log = logging.getLogger(__name__)
+
+# Output tokens of a sequence from which its gaps say something of its worker.
+_STEADY_TOKENS: Final = 8
 
 
 class Recorder:
@@ -40,6 +45,7 @@ class Recorder:
     ) -> None:
         self.metrics, self.clock, self.new_id = metrics, clock, new_id
         self.tap, self._model = RequestTap(clock), model
+        self._gaps = UsualGaps()
         self._decisions, self._tracer, self._tail = decisions, tracer, tail
         # The longest time between two events of output that is as promised.
         self.objective_itl = math.inf if tail is None else tail.objective.itl
@@ -67,6 +73,7 @@ class Recorder:
 
     def ended(self, trace: RequestTrace, request_id: str, outcome: Outcome) -> None:
         """Record how a request ended, and keep it where a rule says so."""
+        outcome = self._with_usual_gap(outcome)
         rules = self._tail.rules(outcome) if self._tail is not None else ()
         if rules:
             outcome = replace(outcome, kept=", ".join(rules))
@@ -77,6 +84,13 @@ class Recorder:
             ended_ns = self.clock.time_ns()
             began_ns = min(trace.began_ns, ended_ns - round(outcome.total_s * 1e9))
             self._keep(trace, EndedRequest(request_id, began_ns, ended_ns, outcome, outcome.failure), rules)
+
+    def _with_usual_gap(self, outcome: Outcome) -> Outcome:
+        """Return the outcome with the gap that is usual at its worker, and count its own for those that come later."""
+        usual = self._gaps.usual(outcome.worker)
+        if outcome.output_tokens >= _STEADY_TOKENS * max(1, outcome.sequences) and outcome.decode_gap:
+            self._gaps.add(outcome.worker, outcome.decode_gap)
+        return replace(outcome, usual_gap=usual)
 
     def _keep(self, trace: RequestTrace, ended: EndedRequest, rules: tuple[Rule, ...]) -> None:
         if self._tail is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -63,6 +64,8 @@ class Dispatcher:
         self._counted: Sequence[WorkerModel] = ()
         self._places_of_all = 0
         self._settled = 0
+        # Jobs that got a worker, by priority.
+        self._placed: Counter[int] = Counter()
         self._identity_known = asyncio.Event()
         pool.listen(self)
 
@@ -160,6 +163,10 @@ class Dispatcher:
         return Foresight(
             choice, leads, before, index.answered, self._soonest(waiting, self._may_have_room(ticket, shares))
         )
+
+    def placed_above(self, priority: int) -> int:
+        """Return how many jobs of a higher priority have got a worker so far."""
+        return sum(count for each, count in self._placed.items() if each > priority)
 
     def waits(self) -> tuple[str, object]:
         """Return in words what waits for a place that is free, and what differs after each placement."""
@@ -279,6 +286,7 @@ class Dispatcher:
         except QuireError as refused:
             waiting.fail(refused)
             return
+        self._placed[job.priority] += 1
         placement = self._placement(job, choice.worker, client, choice, flow)
         waiting.placed.set_result(
             replace(placement, decision=decision, looked_up_ns=waiting.looked_up_ns, index=waiting.index)

@@ -9,6 +9,8 @@ from common.errors import DeadlineExceeded, EngineFailure, Unavailable
 from router.core.admission import AdmissionLimiter
 from router.core.domains_seen import DomainsSeen
 from router.core.embedding import check_kind
+from router.core.fair_queue import Ticket
+from router.core.prompt_heads import PromptHeads
 from router.core.worker_events import Lost
 from router.observe.recorder import Recorder
 from router.requests.dispatcher import Dispatcher
@@ -34,6 +36,7 @@ class Placer:
         self._dispatcher, self._admission, self._recorder = dispatcher, admission, recorder
         self._eos_token_ids, self._clock = eos_token_ids, recorder.clock
         self._probation, self._domains = Probation(), DomainsSeen(secrets.token_bytes(16))
+        self._heads = PromptHeads()
 
     async def place(self, run: RequestRun, sequences: Sequence[Running], moved_because: str = "") -> None:
         """Place sequences with the same tokens at one worker. Raises as `Dispatcher.place` does.
@@ -50,12 +53,12 @@ class Placer:
         owner = request.caller.owner
         shared = prefix.block_hashes if request.takes_hits else ()
         job = Job(wanted, shared, request.priority, request.deadline, moved_because, owner)
-        run.log.sent(self._domains, prefix.cache_domain, identity.block_size)
-        placement = self._take_up(sequences, job) or await self._dispatcher.place(job, run.ticket)
+        run.log.sent(self._domains, self._heads, prefix.cache_domain, identity.block_size)
+        placement = self._take_up(sequences, job) or await self._place(run, job, run.ticket)
         while run.waits and not await self._may_be_tried(run, placement):
             if run.inbox.interrupted.is_set():
                 return
-            placement = await self._dispatcher.place(job, run.ticket)
+            placement = await self._place(run, job, run.ticket)
         run.identity = identity
         run.log.placed(placement.index)
         self._submit(run, sequences, prefix, placement)
@@ -63,6 +66,14 @@ class Placer:
         self._recorder.metrics.routing.observe(self._clock.monotonic() - began)
         run.trace.placed(placement.decision, began_ns, placement.looked_up_ns)
         run.decision_id = placement.decision.decision_id
+
+    async def _place(self, run: RequestRun, job: Job, ticket: Ticket) -> Placement:
+        """Place a job, and count who goes first meanwhile, also where the job is given up."""
+        before = self._dispatcher.placed_above(job.priority)
+        try:
+            return await self._dispatcher.place(job, ticket)
+        finally:
+            run.log.passed_by += self._dispatcher.placed_above(job.priority) - before
 
     def _take_up(self, sequences: Sequence[Running], job: Job) -> Placement | None:
         """Return the place that was booked for a sequence which leaves a draining worker, if it is still there."""

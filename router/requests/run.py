@@ -22,6 +22,7 @@ from router.core.worker_events import (
     PromptScored,
     Refused,
     SequenceAdmitted,
+    SequenceDelayed,
     SequenceEvent,
     SequenceFinished,
     SequenceStarted,
@@ -42,7 +43,7 @@ from router.workers.in_flight import Sink
 # Why a sequence moves from a worker that is well.
 DRAINED = "drain: its worker hands its sequences over"
 # Events after which a sequence keeps its place at the worker.
-_GOES_ON = (SequenceAdmitted, SequenceStarted, PromptScored, TokensSampled, Preempted)
+_GOES_ON = (SequenceAdmitted, SequenceStarted, SequenceDelayed, PromptScored, TokensSampled, Preempted)
 
 
 @dataclass(slots=True)
@@ -178,7 +179,7 @@ class RequestRun:
                     running.taken()
                 self.log.follow(index, event)
                 self._follow(event)
-            if not isinstance(event, SequenceStarted):  # nothing that the stream sends
+            if not isinstance(event, SequenceStarted | SequenceDelayed):  # nothing that the stream sends
                 self.inbox.put(index, attempt, event)
 
         return sink
@@ -189,7 +190,7 @@ class RequestRun:
             further = event.token_ids if isinstance(event, TokensSampled) else event.logprobs
             if self.suspicion.sampled(len(further)):
                 self.take_turn(None)
-        elif not isinstance(event, SequenceAdmitted | SequenceStarted | Preempted):
+        elif not isinstance(event, SequenceAdmitted | SequenceStarted | SequenceDelayed | Preempted):
             if isinstance(event, Lost) and event.breakdown is not None:
                 self.suspicion.accuse(event.breakdown, self._holds_turn)
             self.take_turn(None)

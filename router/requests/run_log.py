@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Final
 
@@ -15,11 +16,13 @@ from router.core.diagnosis.phase_clock import PhaseClock
 from router.core.domains_seen import NOWHERE, DomainsSeen, SeenElsewhere, SentBy
 from router.core.events import Finished, ValidatedRequest
 from router.core.index_answer import NOTHING_ASKED, IndexAnswer
+from router.core.prompt_heads import PromptHeads
 from router.core.resuming import Orphan
 from router.core.worker_events import (
     Preempted,
     PromptScored,
     SequenceAdmitted,
+    SequenceDelayed,
     SequenceEvent,
     SequenceFinished,
     SequenceStarted,
@@ -32,6 +35,8 @@ GONE_WORDS: Final = CLIENT_LEFT
 _TOKEN_BYTES: Final = 4
 # Characters of a failure in a record, whose bytes the ring bounds.
 _MAX_FAILURE: Final = 500
+# Phases in which sequences wait for blocks.
+_WAITS: Final = (Phase.BLOCKS, Phase.PREEMPTED, Phase.MOVED)
 _INTERNAL: Final = "INTERNAL"
 _REASONS: Final = {DEADLINE_WORDS: DeadlineExceeded.reason, GONE_WORDS: Cancelled.reason}
 
@@ -42,9 +47,15 @@ class RunLog:
     def __init__(self, request: ValidatedRequest, clock: Clock) -> None:
         self._request, self._clock = request, clock
         self._phases = PhaseClock(request.arrived)
+        self._phases.spent(Phase.CONSTRAINT, request.constraint_seconds)
         # Sequences that lost their blocks or their worker, and have sampled nothing since; whether they have blocks
         # again. Tokens of the last step before come in one message with the loss, and after it.
         self._interrupted: dict[int, bool] = {}
+        self._interruption = Phase.MOVED
+        # Until when seconds without a block were counted: those of several sequences may be the same ones.
+        self._stalled_until = 0.0
+        # Seconds of the present wait that were counted as those of another phase.
+        self._counted: dict[Phase, float] = {}
         self._ended = 0
         # Whether tokens change nothing: the first one came, and no sequence is interrupted.
         self._streams = False
@@ -57,7 +68,8 @@ class RunLog:
         self._admissions = self._placements = self._preemptions = self._moves = 0
         self._elsewhere: SeenElsewhere = NOWHERE
         self._index = NOTHING_ASKED
-        self.block_size, self.queued = 0, False
+        self._shared_tokens = 0
+        self.block_size, self.queued, self.passed_by = 0, False, 0
 
     # ------------------------------------------------------------ what happens
 
@@ -65,6 +77,8 @@ class RunLog:
         """Note that a worker was chosen, and what the prefix index said."""
         self._placements += 1
         if self._placements > 1:
+            if self._admitted is None and not self._phases.has_first_token:
+                self._phases.enter(Phase.BLOCKS, self._clock.monotonic())
             return
         self._index = index
         self._phases.enter(Phase.BLOCKS, self._clock.monotonic())
@@ -90,6 +104,8 @@ class RunLog:
             self._take_admission(index, event)
         elif isinstance(event, SequenceStarted):
             self._take_start(event)
+        elif isinstance(event, SequenceDelayed):
+            self._take_delay(event)
         elif isinstance(event, Preempted):
             self._preemptions += 1
             self._interrupt(index, Phase.PREEMPTED)
@@ -104,6 +120,7 @@ class RunLog:
             self._recount(index, event.cached_tokens)
             return
         self._admissions += 1
+        self._counted.clear()
         if index in self._interrupted:
             self._interrupted[index] = True
         if self._admitted is None:
@@ -123,23 +140,46 @@ class RunLog:
             self._phases.enter(Phase.PREFILL, self._clock.monotonic())
             self._phases.shift(Phase.PREFILL, Phase.PREFILL_WAIT, event.wait_seconds)
 
+    def _take_delay(self, event: SequenceDelayed) -> None:
+        """Give seconds of the present phase to what held the sequence up in them.
+
+        Sequences of a request that wait at once are held up by the same thing, so the longest counts.
+        """
+        now, phase = self._clock.monotonic(), self._phases.phase
+        self._phases.enter(phase, now)
+        if event.stalled_seconds:
+            stalled = min(event.stalled_seconds, now - self._stalled_until)
+            away, self._stalled_until = min(event.manager_away_seconds, stalled), now
+            self._phases.shift(phase, Phase.MANAGER_AWAY, away)
+            self._phases.shift(phase, Phase.STALLED, stalled - away)
+        elif phase in _WAITS:
+            held_up = ((Phase.CONSTRAINT, event.compile_seconds), (Phase.MANAGER_AWAY, event.manager_away_seconds))
+            for to, seconds in held_up:
+                self._phases.shift(phase, to, seconds - self._counted.get(to, 0.0))
+                self._counted[to] = max(seconds, self._counted.get(to, 0.0))
+
     def _sampled(self, index: int) -> None:
         now = self._clock.monotonic()
         if self._interrupted.get(index):
             del self._interrupted[index]
         if not self._phases.has_first_token:
-            interrupted = self._phases.phase
             self._phases.first_token(now)
             if self._interrupted:
-                self._phases.enter(interrupted, now)
+                self._phases.enter(self._interruption, now)
         elif not self._interrupted:
             self._phases.enter(Phase.DECODE, now)
         self._streams = not self._interrupted
 
     def _interrupt(self, index: int, phase: Phase) -> None:
+        """Begin an interruption. What a sequence waited for at a worker that it loses before its grant was in vain."""
         self._interrupted[index] = False
         self._streams = False
-        self._phases.enter(phase, self._clock.monotonic())
+        waited, now = self._phases.phase, self._clock.monotonic()
+        self._interruption = phase
+        self._counted.clear()
+        self._phases.enter(phase, now)
+        if waited is Phase.BLOCKS and phase is Phase.MOVED:
+            self._phases.shift(waited, phase, math.inf)
 
     def _finish(self, index: int) -> None:
         """What follows the last sequence's end is the client's reading."""
@@ -148,11 +188,12 @@ class RunLog:
         if self._ended == self._request.sampling.n:
             self._phases.enter(Phase.CLIENT, self._clock.monotonic())
 
-    def sent(self, domains: DomainsSeen, domain: bytes, block_size: int) -> None:
-        """Remember who sends this prompt, and note who else has sent it."""
+    def sent(self, domains: DomainsSeen, heads: PromptHeads, domain: bytes, block_size: int) -> None:
+        """Remember who sends this prompt, and note who else has sent it, and what it shares with an earlier one."""
         self.block_size = block_size
         if not self._placements and not self._request.no_cache:
             packed = little_endian_int32(self._request.prompt)
+            self._shared_tokens = heads.send(packed, _TOKEN_BYTES, domain)
             self._elsewhere = domains.send(packed, _TOKEN_BYTES * block_size, SentBy(domain, self._request.tenant))
 
     # ------------------------------------------------------------ the client
@@ -202,6 +243,9 @@ class RunLog:
             block_size=self.block_size,
             admissions=self._admissions,
             placements=self._placements,
+            sequences=self._request.sampling.n,
+            passed_by=self.passed_by,
+            shared_tokens=self._shared_tokens,
             preemptions=self._preemptions,
             moves=self._moves,
             ahead_tokens=started.ahead_tokens if started else 0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -96,7 +97,9 @@ class Validator:
         self._check_sampling(report, request.sampling)
         prompt = await self._prompt(report, request, 0 if embeds else 1)
         scalars = self._scalars(report, request.sampling, len(prompt))
+        began = time.monotonic()
         constraint = await self._constraint(report, request, call.caller.tenant.name)
+        constraint_seconds = time.monotonic() - began if constraint is not None else 0.0
         bad_words = await self._bad_words(report, request)
         thought = await self._thought(report, request)
         prediction = await self._prediction(report, request)
@@ -125,6 +128,7 @@ class Validator:
             embeds=embeds,
             prediction=prediction,
             retention=retention,
+            constraint_seconds=constraint_seconds,
         )
 
     def check_token_ids(self, token_ids: Sequence[int]) -> None:

@@ -36,6 +36,7 @@ from router.core.worker_events import (
     PromptScored,
     Refused,
     SequenceAdmitted,
+    SequenceDelayed,
     SequenceEvent,
     SequenceFinished,
     SequenceStarted,
@@ -176,6 +177,8 @@ def events_of(outputs: pb.StepOutputs) -> Iterator[tuple[int, SequenceEvent]]:
 
     Raises ProtocolViolation when its parallel arrays do not fit together.
     """
+    for held in outputs.delayed:
+        yield held.handle, _delayed(held)
     for granted in outputs.admitted:
         yield granted.handle, _admitted(granted)
     for handle in unpack_u32(outputs.preempted):
@@ -232,6 +235,11 @@ def _admitted(message: pb.SequenceAdmitted) -> SequenceAdmitted:
 def _started(message: pb.SequenceStarted) -> SequenceStarted:
     ahead_of = message.ahead_of if is_id(message.ahead_of) else ""
     return SequenceStarted(max(0.0, message.wait_seconds), message.ahead_tokens, ahead_of)
+
+
+def _delayed(message: pb.SequenceDelayed) -> SequenceDelayed:
+    compiled, stalled, away = message.compile_seconds, message.stalled_seconds, message.manager_away_seconds
+    return SequenceDelayed(max(0.0, compiled), max(0.0, stalled), max(0.0, away))
 
 
 def _finished(message: pb.SequenceFinished) -> SequenceFinished:

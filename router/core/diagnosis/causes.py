@@ -16,13 +16,18 @@ class Cause(StrEnum):
     NOT_KNOWN = "not_known"
 
     WORKER_QUEUE = "worker_queue"
+    OUTRANKED = "outranked"
     ROUTER = "router"
     INDEX_SLOW = "index_slow"
+    CONSTRAINT = "constraint"
     BLOCKS = "blocks"
     MESSAGES = "messages"
+    MANAGER_AWAY = "manager_away"
+    STALLED = "stalled"
     HEAD_OF_LINE = "head_of_line"
     PREFILL = "prefill"
     DECODE = "decode"
+    SLOW_DECODE = "slow_decode"
     PREEMPTED = "preempted"
     WORKER_LOST = "worker_lost"
     SLOW_CLIENT = "slow_client"
@@ -38,6 +43,7 @@ class Cause(StrEnum):
     FAILED = "failed"
 
     BELOW_BLOCK = "below_block"
+    WHOLE_BLOCKS = "whole_blocks"
     CACHE_OFF = "cache_off"
     BEING_COMPUTED = "being_computed"
     OTHER_DOMAIN = "other_domain"
@@ -81,7 +87,19 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
     Cause.WORKER_QUEUE: Advice("Capacity is short: add workers.", "quirequeuestands"),
     Cause.ROUTER: Advice("The router's event loop may be full (*CPU* near one core: add routers).", "quirelookupsfail"),
     Cause.INDEX_SLOW: Advice("Redis may be slow (`redis-cli --latency`) or far away.", "quirelookupsfail"),
+    Cause.OUTRANKED: Advice(
+        "Nothing, if the others are to go first: with --max-wait old requests get every eighth place all the same. "
+        "Otherwise raise its `priority`, or add workers.",
+        "higher-priority",
+    ),
+    Cause.CONSTRAINT: Advice(
+        "Send the same constraint again: it stays compiled. Simplify one that takes long.", "long-constraint"
+    ),
     Cause.BLOCKS: _MORE_BLOCKS,
+    Cause.STALLED: _MORE_BLOCKS,
+    Cause.MANAGER_AWAY: Advice(
+        "Start a manager again: workers attach by themselves and nothing is lost.", "quiremanagerdown"
+    ),
     Cause.MESSAGES: Advice(
         "Either the manager is slow (its CPU is near one core: split the pool), or the network between manager and "
         "worker is.",
@@ -93,6 +111,7 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
         "quireslowfirsttoken",
     ),
     Cause.DECODE: _SLOW_STEPS,
+    Cause.SLOW_DECODE: _SLOW_STEPS,
     Cause.PREEMPTED: Advice(
         "As QuireBlocksShort. Or admit fewer sequences at once: set a higher `--watermark` at the manager.",
         "quirepreempting",
@@ -120,6 +139,11 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
     Cause.BELOW_BLOCK: Advice(
         "Nothing for one prompt. Where most are so short, `quire advise-block-size` names a better block size.",
         "shorter-than-a-block",
+    ),
+    Cause.WHOLE_BLOCKS: Advice(
+        "Nothing for one prompt: the last token is always computed, and with it its block. Smaller blocks "
+        "(`--block-size`) share more: `quire advise-block-size`.",
+        "whole-blocks-alone",
     ),
     Cause.CACHE_OFF: Advice(
         "The client or the worker's options turned the cache off. Neither is a fault.", "cache-off"

@@ -38,9 +38,12 @@ _MISS_CAUSES: Final[Mapping[str, Cause]] = {
 _PHASE_CAUSES: Final[Mapping[str, Cause]] = {
     Phase.QUEUE: Cause.WORKER_QUEUE,
     Phase.LOOKUP: Cause.INDEX_SLOW,
+    Phase.CONSTRAINT: Cause.CONSTRAINT,
     Phase.BLOCKS: Cause.BLOCKS,
+    Phase.MANAGER_AWAY: Cause.MANAGER_AWAY,
     Phase.PREFILL_WAIT: Cause.HEAD_OF_LINE,
     Phase.PREFILL: Cause.PREFILL,
+    Phase.STALLED: Cause.STALLED,
     Phase.DECODE: Cause.DECODE,
     Phase.PREEMPTED: Cause.PREEMPTED,
     Phase.MOVED: Cause.WORKER_LOST,

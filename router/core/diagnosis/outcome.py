@@ -13,6 +13,9 @@ from typing import Any, Final
 
 from common.types import Decision
 
+# A request decodes slowly from so many usual gaps a token on.
+SLOW_GAPS: Final = 2.0
+
 Seconds = tuple[tuple[str, float], ...]
 
 
@@ -21,9 +24,13 @@ class Phase(StrEnum):
 
     QUEUE = "queue"
     LOOKUP = "lookup"
+    CONSTRAINT = "constraint"
     BLOCKS = "blocks"
+    MESSAGES = "messages"  # of BLOCKS: what the KV manager did not let it wait; in no record
+    MANAGER_AWAY = "manager_away"
     PREFILL_WAIT = "prefill_wait"
     PREFILL = "prefill"
+    STALLED = "stalled"
     DECODE = "decode"
     PREEMPTED = "preempted"
     MOVED = "moved"
@@ -37,10 +44,13 @@ class Outcome:
     `ended` is the finish reason of its last sequence, or the reason of its error with `failure` in words. `miss` is the
     manager's reason why no more of its prompt was cached; empty while it had no blocks. `other_domain_tokens` is how
     much of its prompt another cache domain has sent, `other_domain` which one. `client_longest` is the longest time
-    that the client left an event unread. `ahead_tokens` are positions that its worker computed for others between
-    its admission and its own first step, most of them for `ahead_of`. `gaps` are the times between two events of output
-    that a client sees, `late_gaps` those above the objective of the router. `kept` names the tail rules that keep it.
-    `index` is what the prefix index said (`IndexAnswer.words`): empty for a whole answer.
+    that the client left an event unread. `passed_by` requests of a higher priority got a worker before this one, which
+    waited for one. `usual_gap` is the median of seconds a token of requests that its worker served before; 0: not
+    known. `shared_tokens` begin the prompt and an earlier one of its cache domain. `ahead_tokens` are positions that
+    its worker computed for others between its admission and its own first step, most of them for `ahead_of`. `gaps` are
+    the times between two events of output that a client sees, `late_gaps` those above the objective of the router.
+    `kept` names the tail rules that keep it. `index` is what the prefix index said (`IndexAnswer.words`): empty for a
+    whole answer.
     """
 
     time_ns: int = 0
@@ -69,16 +79,32 @@ class Outcome:
     moves: int = 0
     ahead_tokens: int = 0
     other_domain_tokens: int = 0
+    shared_tokens: int = 0
+    sequences: int = 0
+    passed_by: int = 0
     diverged_at: int = 0
     gaps: int = 0
     late_gaps: int = 0
     longest_gap: float = 0.0
     client_longest: float = 0.0
+    usual_gap: float = 0.0
 
     @property
     def first_token_s(self) -> float:
         """Seconds to the first token; to the end where there was none."""
         return sum(seconds for _, seconds in self.before)
+
+    @property
+    def decode_gap(self) -> float:
+        """Seconds a token after the first one, of each of its sequences; 0 where there are none."""
+        sequences = max(1, self.sequences)
+        further = self.output_tokens - sequences
+        return dict(self.after).get(Phase.DECODE, 0.0) * sequences / further if further > 0 else 0.0
+
+    @property
+    def decodes_slowly(self) -> bool:
+        """Whether its tokens came at less than half of the pace that is usual at its worker."""
+        return 0.0 < SLOW_GAPS * self.usual_gap < self.decode_gap
 
     @property
     def total_s(self) -> float:
@@ -89,9 +115,10 @@ _TEXTS: Final = ("ended", "failure", "worker", "miss", "other_domain", "ahead_of
 _FLAGS: Final = ("has_first_token", "started", "queued", "index_answered")
 _APART: Final = frozenset((*_TEXTS, *_FLAGS, "time_ns", "tenant", "before", "after"))
 _COUNTS: Final = tuple(field.name for field in fields(Outcome) if field.name not in _APART)
+_SECONDS: Final = ("client_longest", "longest_gap", "usual_gap")
 # Texts that name other requests or tenants: the public plane leaves them out, with the counts that go with them.
 PRIVATE_TEXTS: Final = ("other_domain", "ahead_of")
-PRIVATE_COUNTS: Final = ("other_domain_tokens",)
+PRIVATE_COUNTS: Final = ("other_domain_tokens", "shared_tokens")
 
 
 def texts_of(outcome: Outcome) -> tuple[str, ...]:
@@ -113,7 +140,7 @@ def outcome_of(decision: Decision) -> Outcome:
     values |= {name: bool(figures.get(name, 0.0)) for name in _FLAGS}
     values |= {name: int(figures.get(name, 0.0)) for name in _COUNTS}
     values |= {"before": _phases(figures, "before."), "after": _phases(figures, "after.")}
-    values |= {name: figures.get(name, 0.0) for name in ("client_longest", "longest_gap")}
+    values |= {name: figures.get(name, 0.0) for name in _SECONDS}
     return Outcome(time_ns=decision.time_ns, tenant=decision.tenant, **values)
 
 

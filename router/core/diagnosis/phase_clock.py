@@ -25,6 +25,11 @@ class PhaseClock:
         self._add(self._phase, now - self._since)
         self._phase, self._since = phase, now
 
+    def spent(self, phase: Phase, seconds: float) -> None:
+        """Give so many seconds of the present phase, which have passed, to another one."""
+        self._add(phase, seconds)
+        self._since += seconds
+
     def first_token(self, now: float) -> None:
         """Begin the second part: all phases from here on come after the first token."""
         self.enter(Phase.DECODE, now)
@@ -35,11 +40,19 @@ class PhaseClock:
         self.client_longest = max(self.client_longest, seconds)
 
     def shift(self, source: Phase, to: Phase, seconds: float) -> None:
-        """Move seconds that passed before the first token from one phase to another, as far as it has them."""
-        moved = min(max(0.0, seconds), self._before.get(source, 0.0))
+        """Move seconds of the present part, before or after the first token, from one phase to another that has them.
+
+        The present phase has those up to the last `enter`.
+        """
+        part = self._part
+        moved = min(max(0.0, seconds), part.get(source, 0.0))
         if moved:
-            self._before[source] -= moved
-            self._before[to] = self._before.get(to, 0.0) + moved
+            part[source] -= moved
+            part[to] = part.get(to, 0.0) + moved
+
+    @property
+    def _part(self) -> dict[Phase, float]:
+        return self._after if self.has_first_token else self._before
 
     def parts(self, now: float) -> tuple[Seconds, Seconds]:
         """Return the seconds before the first token and after it, until now."""
@@ -47,8 +60,7 @@ class PhaseClock:
         return _seconds(self._before), _seconds(self._after)
 
     def _add(self, phase: Phase, seconds: float) -> None:
-        part = self._after if self.has_first_token else self._before
-        part[phase] = part.get(phase, 0.0) + max(0.0, seconds)
+        self._part[phase] = self._part.get(phase, 0.0) + max(0.0, seconds)
 
 
 def _seconds(part: dict[Phase, float]) -> Seconds:

@@ -19,9 +19,13 @@ from router.core.diagnosis.words import count, duration, listed
 LABELS: Final = {
     Phase.QUEUE: "waiting for a worker",
     Phase.LOOKUP: "looking up its prefix",
+    Phase.CONSTRAINT: "compiling its constraint",
     Phase.BLOCKS: "waiting for blocks",
+    Phase.MESSAGES: "messages with the KV manager",
+    Phase.MANAGER_AWAY: "without a KV manager",
     Phase.PREFILL_WAIT: "behind other prompts",
     Phase.PREFILL: "computing its prompt",
+    Phase.STALLED: "lacking further blocks",
     Phase.DECODE: "sampling its tokens",
     Phase.PREEMPTED: "preempted",
     Phase.MOVED: "moving to another worker",
@@ -31,22 +35,41 @@ LABELS: Final = {
 WORK: Final = frozenset({Phase.PREFILL, Phase.DECODE})
 # An event that the client leaves unread for longer is no matter of a busy event loop.
 SLOW_READ_S: Final = 0.25
+# A shorter wait at the KV manager is none.
+_LEAST_WAIT_S: Final = 0.001
 _ALWAYS: Final = {
     Phase.LOOKUP: Cause.INDEX_SLOW,
+    Phase.CONSTRAINT: Cause.CONSTRAINT,
+    Phase.MESSAGES: Cause.MESSAGES,
+    Phase.MANAGER_AWAY: Cause.MANAGER_AWAY,
     Phase.PREFILL_WAIT: Cause.HEAD_OF_LINE,
-    Phase.DECODE: Cause.DECODE,
+    Phase.STALLED: Cause.STALLED,
     Phase.PREEMPTED: Cause.PREEMPTED,
     Phase.MOVED: Cause.WORKER_LOST,
 }
 
 
-def cause_of(phase: Phase, seconds: float, story: Story, outcome: Outcome) -> Cause:
-    """Return the cause of so many seconds in a phase."""
+def parts_of(phase: Phase, seconds: float, story: Story, outcome: Outcome) -> tuple[tuple[Phase, float], ...]:
+    """Return the phases that so many recorded seconds of a phase are, each with its own cause.
+
+    Of a wait for blocks, the KV manager's record of the admission says how long it let the sequence wait.
+    """
+    if phase is not Phase.BLOCKS or not outcome.admissions or len(story.grants) < outcome.admissions:
+        return ((phase, seconds),)
+    waited = min(seconds, story.grants[0].waited)
+    parts = ((Phase.BLOCKS, waited), (Phase.MESSAGES, seconds - waited))
+    return tuple([each for each in parts if each[1] > 0.0])
+
+
+def cause_of(phase: Phase, story: Story, outcome: Outcome) -> Cause:
+    """Return the cause of the seconds in a phase."""
     match phase:
         case Phase.QUEUE:
             return _queue_cause(story, outcome)
         case Phase.BLOCKS:
-            return _blocks_cause(seconds, story, outcome)
+            return _blocks_cause(story, outcome)
+        case Phase.DECODE:
+            return Cause.SLOW_DECODE if outcome.decodes_slowly else Cause.DECODE
         case Phase.PREFILL:
             return Cause.PREFILL if outcome.started else Cause.NOT_KNOWN
         case Phase.CLIENT:
@@ -58,19 +81,21 @@ def cause_of(phase: Phase, seconds: float, story: Story, outcome: Outcome) -> Ca
 def _queue_cause(story: Story, outcome: Outcome) -> Cause:
     if not outcome.queued:
         return Cause.ROUTER
-    return Cause.WORKER_QUEUE if story.queued else Cause.NOT_KNOWN
-
-
-def _blocks_cause(seconds: float, story: Story, outcome: Outcome) -> Cause:
-    """Return whether the manager let the sequence wait, or the messages to it took the time.
-
-    Both need the manager's records of all admissions.
-    """
-    if len(story.grants) < outcome.admissions:
+    if not story.queued:
         return Cause.NOT_KNOWN
-    if outcome.admissions and story.grants[0].waited < seconds / 2:
-        return Cause.MESSAGES
-    return Cause.BLOCKS if story.shortfalls else Cause.NOT_KNOWN
+    return Cause.OUTRANKED if outcome.passed_by else Cause.WORKER_QUEUE
+
+
+def _blocks_cause(story: Story, outcome: Outcome) -> Cause:
+    """Return why the manager let the sequence wait. That needs its records of all admissions, and of the wait."""
+    if len(story.grants) < outcome.admissions or not story.shortfalls:
+        return Cause.NOT_KNOWN
+    return Cause.OUTRANKED if _passed_at_manager(story) else Cause.BLOCKS
+
+
+def _passed_at_manager(story: Story) -> int:
+    """Return how many sequences of a higher priority were admitted while the request waited for its blocks."""
+    return story.grants[0].passed_by if story.grants else 0
 
 
 # ------------------------------------------------------------ in words
@@ -117,6 +142,27 @@ def _blocks_words(story: Story, outcome: Outcome) -> str:
     return f"it waited {at} for {count(first.needed, 'block')}, and {_holders_words(first)}"
 
 
+def _outranked_words(story: Story, outcome: Outcome) -> str:
+    """Return who went first: at the router, where it waited for a worker, and at the KV manager."""
+    words = []
+    if outcome.passed_by and story.queued:
+        first = f"{count(outcome.passed_by, 'request')} of a higher priority went first"
+        words.append(f"{first} while it waited for a worker: {_queued_words(story)}")
+    if passed := _passed_at_manager(story):
+        first = f"{count(passed, 'sequence')} of a higher priority went first"
+        words.append(f"{first} at {_worker(outcome)}: {_blocks_words(story, outcome)}")
+    return "; ".join(words)
+
+
+def _stalled_words(story: Story, outcome: Outcome) -> str:
+    lacking = story.grants[0].lacking if story.grants else 0
+    if lacking:
+        began = f"it began with a part of its prompt's blocks, and waited at {_worker(outcome)} for the other {lacking}"
+    else:
+        began = f"it ran at {_worker(outcome)}, which had no block for its next tokens"
+    return f"{began}; {_holders_words(story.shortfalls[0])}" if story.shortfalls else began
+
+
 def _holders_words(shortfall: Shortfall) -> str:
     """Return who held the pool when the wait began."""
     if not shortfall.tenants:
@@ -131,6 +177,12 @@ def _holders_words(shortfall: Shortfall) -> str:
 def _tenant_words(holder: Holder) -> str:
     owner = f" of tenant {holder.name}" if holder.name else ""
     return f"{count(holder.sequences, 'sequence')}{owner} with {count(holder.blocks, 'block')}"
+
+
+def _messages_words(story: Story, outcome: Outcome) -> str:
+    waited = story.grants[0].waited if story.grants else 0.0
+    granted = f"after a wait of {duration(waited)}" if waited >= _LEAST_WAIT_S else "without a wait"
+    return f"messages between {_worker(outcome)} and the KV manager, which granted the blocks {granted}"
 
 
 def _ahead_words(outcome: Outcome) -> str:
@@ -148,6 +200,12 @@ def _prefill_words(seconds: float, outcome: Outcome) -> str:
 def _decode_words(seconds: float, outcome: Outcome) -> str:
     sampled = max(1, outcome.output_tokens - 1)
     return f"{_worker(outcome)} sampled {count(sampled, 'further token')}, {duration(seconds / sampled)} each"
+
+
+def _slow_decode_words(outcome: Outcome) -> str:
+    sampled = f"{_worker(outcome)} sampled {count(outcome.output_tokens - max(1, outcome.sequences), 'further token')}"
+    gaps = f"{duration(outcome.decode_gap)} from one to the next, where {duration(outcome.usual_gap)} is usual there"
+    return f"{sampled} slowly, {gaps} (the longest gap: {duration(outcome.longest_gap)})"
 
 
 def _preempted_words(story: Story, outcome: Outcome) -> str:
@@ -192,13 +250,20 @@ _PHRASES: Final[Mapping[Cause, Callable[[float, Story, Outcome], str]]] = {
     Cause.WORKER_QUEUE: lambda seconds, story, outcome: _queued_words(story),
     Cause.ROUTER: lambda seconds, story, outcome: "the router's own work, before it chose a worker",
     Cause.INDEX_SLOW: lambda seconds, story, outcome: index_words(outcome),
-    Cause.BLOCKS: lambda seconds, story, outcome: _blocks_words(story, outcome),
-    Cause.MESSAGES: lambda seconds, story, outcome: (
-        f"messages between {_worker(outcome)} and the KV manager, which granted the blocks without a wait"
+    Cause.OUTRANKED: lambda seconds, story, outcome: _outranked_words(story, outcome),
+    Cause.CONSTRAINT: lambda seconds, story, outcome: (
+        "its constraint (a schema, a regular expression or a grammar) was compiled before its first token"
     ),
+    Cause.BLOCKS: lambda seconds, story, outcome: _blocks_words(story, outcome),
+    Cause.MESSAGES: lambda seconds, story, outcome: _messages_words(story, outcome),
+    Cause.MANAGER_AWAY: lambda seconds, story, outcome: (
+        f"it lacked blocks at {_worker(outcome)}, whose KV manager did not answer for {duration(seconds)}"
+    ),
+    Cause.STALLED: lambda seconds, story, outcome: _stalled_words(story, outcome),
     Cause.HEAD_OF_LINE: lambda seconds, story, outcome: _ahead_words(outcome),
     Cause.PREFILL: lambda seconds, story, outcome: _prefill_words(seconds, outcome),
     Cause.DECODE: lambda seconds, story, outcome: _decode_words(seconds, outcome),
+    Cause.SLOW_DECODE: lambda seconds, story, outcome: _slow_decode_words(outcome),
     Cause.PREEMPTED: lambda seconds, story, outcome: _preempted_words(story, outcome),
     Cause.WORKER_LOST: lambda seconds, story, outcome: _moved_words(story),
     Cause.SLOW_CLIENT: lambda seconds, story, outcome: (

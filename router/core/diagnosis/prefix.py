@@ -34,18 +34,26 @@ _SILENT: Final = {
     IndexSaid.SKIPPED: Cause.INDEX_SKIPPED,
     IndexSaid.OFF: Cause.NO_INDEX,
 }
+# This share of a prompt is worth a sentence.
+_MUCH: Final = 0.25
 _UNSEEN: Final = frozenset({"never_seen", "diverged_at"})
 
 
 def prefix_verdict(story: Story) -> Verdict | None:
     """Return why no more was cached; None where all that can be cached was, or where the request got no blocks."""
     outcome = story.outcome
-    if outcome is None or not outcome.miss or outcome.miss in _NO_MISS:
+    if outcome is None or not outcome.miss or (outcome.miss in _NO_MISS and not _ends_in_a_block(outcome)):
         return None
-    cause = _cause(story, outcome)
+    cause = Cause.WHOLE_BLOCKS if outcome.miss in _NO_MISS else _cause(story, outcome)
     whole = f"{outcome.cached_tokens:,} of {count(outcome.prompt_tokens, 'prompt token')} were cached"
     sentence = f"{whole}: {_words(cause, story, outcome)}."
     return Verdict(cause, 0.0, sentence, _evidence(story, outcome), advice_for(cause))
+
+
+def _ends_in_a_block(outcome: Outcome) -> bool:
+    """Return whether much of a prompt was sent before and was not cached, because it is no whole block."""
+    beyond = min(outcome.shared_tokens, outcome.prompt_tokens) - outcome.cached_tokens
+    return beyond > _MUCH * outcome.prompt_tokens
 
 
 def _cause(story: Story, outcome: Outcome) -> Cause:
@@ -119,9 +127,25 @@ def _plain_words(cause: Cause, outcome: Outcome) -> str:
         Cause.BELOW_BLOCK: f"it is shorter than a block, which has {count(size, 'token')}",
         Cause.OTHER_DOMAIN: f"its first {same} were sent in another cache domain ({outcome.other_domain}), "
         "and not in its own",
-        Cause.DIVERGED: f"{worker} has seen no prompt that is the same from token {outcome.diverged_at * size} on",
+        Cause.WHOLE_BLOCKS: _shared_words(outcome),
+        Cause.DIVERGED: _diverged_words(outcome),
         Cause.NEVER_SEEN: f"no worker had its first {count(size, 'token')}; {worker} has not seen them since its start",
     }.get(cause, "why is not known, because the router's record of its routing, or of its look-up, is gone")
+
+
+def _shared_words(outcome: Outcome) -> str:
+    """Return why fewer tokens count than an earlier prompt shares."""
+    shared = f"of the {outcome.shared_tokens:,} tokens that it shares with an earlier prompt"
+    return f"{shared} {outcome.cached_tokens:,} count, because only whole blocks of {outcome.block_size} do"
+
+
+def _diverged_words(outcome: Outcome) -> str:
+    """Return where the prompt differs from those before it: at a token where the router knows that, else at a block."""
+    begins = outcome.diverged_at * outcome.block_size
+    words = f"{outcome.worker} has seen no prompt that is the same from"
+    if 0 < outcome.shared_tokens - begins < outcome.block_size and outcome.cached_tokens == begins:
+        return f"{words} token {outcome.shared_tokens} on, and {_shared_words(outcome)}"
+    return f"{words} token {begins} on"
 
 
 def _holder_words(placement: Placement, outcome: Outcome) -> str:

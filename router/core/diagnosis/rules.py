@@ -14,7 +14,7 @@ from router.core.diagnosis.causes import NOTHING, Cause, advice_for
 from router.core.diagnosis.ends import end_cause, end_words, refusal_verdict
 from router.core.diagnosis.narrative import steps_of
 from router.core.diagnosis.outcome import Outcome, Phase
-from router.core.diagnosis.phases import LABELS, WORK, cause_of, phrase, unknown_words
+from router.core.diagnosis.phases import LABELS, WORK, cause_of, parts_of, phrase, unknown_words
 from router.core.diagnosis.prefix import prefix_verdict
 from router.core.diagnosis.story import Story
 from router.core.diagnosis.verdict import Diagnosis, PhaseSpan, Verdict
@@ -24,6 +24,8 @@ from router.core.diagnosis.words import duration, percent
 TIE: Final = 0.02
 # Below this part of the time, waits did not hold a request up.
 NEGLIGIBLE: Final = 0.2
+# A wait beside work that is greater is told from so many seconds on.
+WORTH_SAYING_S: Final = 0.1
 
 
 def diagnose(story: Story) -> Diagnosis:
@@ -51,9 +53,10 @@ def _phases(story: Story, outcome: Outcome) -> tuple[PhaseSpan, ...]:
     parts = ((False, outcome.before), (True, outcome.after))
     return tuple(
         [
-            PhaseSpan(Phase(name), after, seconds, seconds / total, cause_of(Phase(name), seconds, story, outcome))
+            PhaseSpan(phase, after, seconds, seconds / total, cause_of(phase, story, outcome))
             for after, part in parts
-            for name, seconds in part
+            for name, whole in part
+            for phase, seconds in parts_of(Phase(name), whole, story, outcome)
         ]
     )
 
@@ -88,7 +91,10 @@ def _time_verdict(story: Story, outcome: Outcome, phases: tuple[PhaseSpan, ...])
 def _asks_for_the_first_token(phases: Iterable[PhaseSpan], outcome: Outcome) -> bool:
     waits = {False: 0.0, True: 0.0}
     for each in phases:
-        waits[each.after_first_token] += each.seconds if each.phase not in WORK else 0.0
+        if each.cause is Cause.SLOW_DECODE:
+            waits[True] += each.seconds * (1.0 - outcome.usual_gap / outcome.decode_gap)
+        elif each.phase not in WORK:
+            waits[each.after_first_token] += each.seconds
     return waits[False] >= max(waits[True], NEGLIGIBLE * outcome.first_token_s)
 
 
@@ -101,10 +107,14 @@ def _greatest(story: Story, outcome: Outcome, phases: Iterable[PhaseSpan], whole
     evidence = tuple([_part(story, outcome, cause, part, total) for cause, part in ordered if part >= TIE * total])
     if ordered and ordered[0][1] > _second(ordered) + unknown + TIE * total:
         cause, part = ordered[0]
+        least = max(NEGLIGIBLE * total, WORTH_SAYING_S)
+        wait = next((each for each in ordered if not _is_work(each[0]) and each[1] >= least), None)
         lead = "Nothing held it up: " if _is_work(cause) and part > (1 - NEGLIGIBLE) * total else ""
-        words = phrase(cause, part, story, outcome)
-        return Verdict(cause, part / total, f"{lead}{percent(part / total)} of {whole}: {words}.", evidence,
-                       advice_for(cause))  # fmt: skip
+        words = f"{lead}{percent(part / total)} of {whole}: {phrase(cause, part, story, outcome)}"
+        if not _is_work(cause) or wait is None:
+            return Verdict(cause, part / total, f"{words}.", evidence, advice_for(cause))
+        words = f"{words}; {_part(story, outcome, *wait, total)}."
+        return Verdict(cause, part / total, words, evidence, advice_for(wait[0]))
     return Verdict(Cause.NOT_KNOWN, unknown / total if total else 0.0,
                    _unknown_sentence(story, outcome, phases, ordered, unknown, whole), evidence, NOTHING)  # fmt: skip
 

@@ -75,7 +75,11 @@ class Shortfall:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A sequence got its blocks after a wait at the manager; its missing prefix was evicted for `evicted_for`."""
+    """A sequence got its blocks after a wait at the manager; its missing prefix was evicted for `evicted_for`.
+
+    It lacks blocks of its prompt then (`lacking`) if it begins with a part. `passed_by` sequences of a higher priority
+    were admitted while it waited.
+    """
 
     time_ns: int
     chosen: str
@@ -83,6 +87,8 @@ class Grant:
     evicted: int
     reasons: tuple[str, ...]
     evicted_for: str
+    lacking: int = 0
+    passed_by: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +226,8 @@ def _grant(decision: Decision) -> Grant:
         evicted=_number(decision, "evicted"),
         reasons=decision.reasons,
         evicted_for=decision.beneficiary,
+        lacking=_number(decision, "lacking_blocks"),
+        passed_by=_number(decision, "passed_by"),
     )
 
 

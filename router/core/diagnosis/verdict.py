@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.core.diagnosis.causes import Advice, Cause
+from router.core.diagnosis.causes import Advice, Cause, advice_for
 from router.core.diagnosis.outcome import Phase
 
 
@@ -61,6 +61,7 @@ def advised(found: Diagnosis) -> list[Verdict]:
     """Return the verdicts whose advice counts; a prompt that was only computed is best helped by its prefix."""
     if found.prefix is None or found.prefix.cause is Cause.NOT_KNOWN:
         return [found.verdict]
-    if found.verdict.cause in (Cause.PREFILL, Cause.DECODE, Cause.MESSAGES):
+    verdict = found.verdict
+    if verdict.cause in (Cause.PREFILL, Cause.DECODE, Cause.MESSAGES) and verdict.advice is advice_for(verdict.cause):
         return [found.prefix]
     return [found.verdict, found.prefix]

@@ -30,6 +30,23 @@ def kinds(spans: list[RecordSpan]) -> dict[str, list[str]]:
     return {span.name: [each.kind.value for each in span.decisions] for span in spans if span.decisions}
 
 
+def test_what_held_a_request_up_at_its_worker_has_spans_of_its_own() -> None:
+    outcome = Outcome(
+        before=(("constraint", 1.0), ("blocks", 1.0), ("manager_away", 2.0), ("prefill", 1.0), ("stalled", 1.0)),
+        after=(("stalled", 1.0), ("decode", 3.0)),
+        has_first_token=True,
+    )
+    assert lines(spans_of(ended(outcome))) == [
+        ("request", "router", 0.0, 10.0, ""),
+        ("constraint", "gpuworker", 0.0, 1.0, "request"),
+        ("reserve", "kvmanager", 1.0, 2.0, "request"),
+        ("without manager", "gpuworker", 2.0, 4.0, "request"),
+        ("prefill", "gpuworker", 4.0, 5.0, "request"),
+        ("lacking blocks", "gpuworker", 5.0, 6.0, "request"),
+        ("decode", "gpuworker", 6.0, 10.0, "request"),
+    ]
+
+
 def test_phases_follow_one_another_and_decisions_stand_in_them() -> None:
     outcome = Outcome(
         before=(("queue", 1.0), ("lookup", 0.5), ("blocks", 2.0), ("prefill_wait", 0.5), ("prefill", 1.0)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -110,6 +111,90 @@ async def test_a_lost_worker_counts_as_a_move_and_names_both() -> None:
         found = outcome(harness)
         assert (found.moves, found.placements, found.worker) == (1, 2, other.worker_id)
         assert "moved" in dict(found.after)
+
+
+async def test_a_worker_that_is_lost_before_its_grant_has_all_seconds_until_the_next_placement() -> None:
+    first, second = FakeWorker("w0"), FakeWorker("w1")
+    async with frontend_over(first, second) as harness, in_background(harness, request(request_id="r1")) as task:
+        await harness.until(lambda: bool(first.submits or second.submits))
+        lost, other = (first, second) if first.submits else (second, first)
+        began = CLOCK.monotonic()
+        while CLOCK.monotonic() - began < 0.02:
+            pass
+        await lost.kill()
+        await other.until(lambda: bool(other.submits))
+        other.step(admitted={1: 0})
+        other.step({1: [1, 2, 3]}, finished={1: FinishReason.LENGTH})
+        await task
+        found = dict(outcome(harness).before)
+        assert found["moved"] >= 0.02
+        assert "prefill" in found, "at the other worker the request begins anew"
+        assert f"it lost {lost.worker_id} (" in diagnose(story(harness)).verdict.sentence
+
+
+async def test_what_held_a_sequence_up_at_its_worker_is_taken_from_the_phase_that_it_was_in() -> None:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness, in_background(harness, request(request_id="r1")) as task:
+        await worker.until(lambda: bool(worker.submits))
+        waited = pb.SequenceDelayed(handle=1, compile_seconds=0.0001, manager_away_seconds=0.0001)
+        worker.step(admitted={1: 0}, delayed=[waited])
+        worker.step(delayed=[pb.SequenceDelayed(handle=1, stalled_seconds=0.0001)])
+        worker.step({1: [1]})
+        await harness.until(lambda: tokens_of(harness.seen) == [1])
+        stalled = pb.SequenceDelayed(handle=1, stalled_seconds=1e9, manager_away_seconds=0.0001)
+        worker.step({1: [2, 3]}, finished={1: FinishReason.LENGTH}, delayed=[stalled])
+        await task
+        before, after = dict(outcome(harness).before), dict(outcome(harness).after)
+    assert (before["constraint"], before["manager_away"], before["stalled"]) == pytest.approx((0.0001,) * 3)
+    assert after["manager_away"] == pytest.approx(0.0001)
+    assert after["stalled"] > 0.0, "more than the phase had is not taken"
+
+
+async def test_sequences_that_wait_at_once_were_held_up_once() -> None:
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness, in_background(harness, request(n=2, request_id="r1")) as task:
+        await worker.until(lambda: len(worker.submits) == 2)
+        away = [pb.SequenceDelayed(handle=each, manager_away_seconds=each * 0.0001) for each in (1, 2)]
+        worker.step(admitted={1: 0, 2: 0}, delayed=away)
+        late = pb.SequenceDelayed(handle=2, manager_away_seconds=1e9)
+        worker.step({1: [1]}, delayed=[late])
+        worker.step({1: [2, 3], 2: [1, 2, 3]}, finished={1: FinishReason.LENGTH, 2: FinishReason.LENGTH})
+        await task
+        assert dict(outcome(harness).before)["manager_away"] == pytest.approx(0.0002)
+
+
+async def test_requests_of_a_higher_priority_that_go_first_are_counted() -> None:
+    worker = FakeWorker(max_num_seqs=1)
+    async with frontend_over(worker) as harness, in_background(harness, request(n=2)):
+        await worker.until(lambda: len(worker.submits) == 2)
+        async with in_background(harness, request(request_id="low", priority=-1)) as low:
+            await harness.until(lambda: bool(harness.decisions.find("low", kind=DecisionKind.QUEUED)))
+            async with in_background(harness, request(request_id="high", priority=1)) as high:
+                await harness.until(lambda: bool(harness.decisions.find("high", kind=DecisionKind.QUEUED)))
+                worker.step({1: [1]}, admitted={1: 0, 2: 0}, finished={1: FinishReason.LENGTH})
+                await worker.until(lambda: len(worker.submits) == 3)
+                worker.step({3: [1, 2, 3]}, admitted={3: 0}, finished={3: FinishReason.LENGTH})
+                await high
+            await worker.until(lambda: len(worker.submits) == 4)
+            worker.step({4: [1, 2, 3]}, admitted={4: 0}, finished={4: FinishReason.LENGTH})
+            await low
+        assert (outcome(harness, "low").passed_by, outcome(harness, "high").passed_by) == (1, 0)
+
+
+async def test_what_the_router_took_to_compile_a_constraint_is_no_work_of_its_own() -> None:
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        arrived = CLOCK.monotonic() - 2.0
+        asked = replace(request(prompt=10, request_id="r1"), arrived=arrived, constraint_seconds=1.5)
+        await harness.events(asked)
+        assert dict(outcome(harness).before)["constraint"] == 1.5
+
+
+async def test_tokens_that_an_earlier_prompt_shares_are_noted_in_its_domain_alone() -> None:
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        await harness.events(request(prompt=10, request_id="r1", cache_domain=b"red"))
+        await harness.events(request(prompt=7, request_id="r2", cache_domain=b"red"))
+        await harness.events(request(prompt=7, request_id="r3", cache_domain=b"blue"))
+        assert [outcome(harness, each).shared_tokens for each in ("r1", "r2", "r3")] == [0, 7, 0]
 
 
 async def test_a_wait_for_a_worker_is_recorded_with_the_reason_of_each() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 import re
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BLOCKS = 256
 # Sequences that the router sends to the worker at once: twice its `--max-num-seqs`.
-PLACES, QUEUE = 8, 1
+PLACES, QUEUE = 8, 2
 names = (f"incident-{number}" for number in itertools.count())
 _random = random.Random(17)
 
@@ -100,6 +101,28 @@ async def until_paced(suite: Suite) -> None:
         lambda status: all(each.prefill_tokens_per_second for each in status.workers),
         seconds=PATIENCE,
     )
+
+
+async def seconds_of(suite: Suite, request: pb.GenerateRequest) -> float:
+    """Return how long a request takes now."""
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    await suite.generate(request)
+    return clock() - began
+
+
+async def until_waiting(suite: Suite, sequences: int) -> None:
+    """Wait until the manager lets so many sequences wait for blocks."""
+    await until(suite.pools, lambda pools: sum(pool.waiting for pool in pools) == sequences, seconds=PATIENCE)
+
+
+async def until_running(suite: Suite) -> None:
+    """Wait until the one request that is left has blocks again after a preemption, or has ended."""
+    async with asyncio.timeout(PATIENCE):
+        while sum(pool.running for pool in await suite.pools()) != 1:
+            if not any(pool.running + pool.waiting for pool in await suite.pools()):
+                return
+            await asyncio.sleep(0.02)
 
 
 async def until_queued(suite: Suite, queued: int) -> None:
@@ -218,8 +241,9 @@ async def test_incident_the_queue_is_full(suite: Suite) -> None:
             runs = named(prompt(20), 3000)
             calls.append(suite.inference.Generate(runs, timeout=PATIENCE))
             await until_placed(suite, runs)
-        calls.append(suite.inference.Generate(named(prompt(20)), timeout=PATIENCE))
-        await until_queued(suite, QUEUE)
+        for number in range(QUEUE):
+            calls.append(suite.inference.Generate(named(prompt(20)), timeout=PATIENCE))
+            await until_queued(suite, number + 1)
         refused = named(prompt(20))
         with pytest.raises(grpc.aio.AioRpcError):
             await suite.generate(refused)
@@ -227,7 +251,7 @@ async def test_incident_the_queue_is_full(suite: Suite) -> None:
         for call in calls:
             call.cancel()
     head = await head_of(suite, refused.request_id)
-    assert head.startswith("Refused at once by the limit router.queue: 1 requests wait; at most 1.")
+    assert head.startswith("Refused at once by the limit router.queue: 2 requests wait; at most 2.")
     assert "Add workers, or raise `--max-queued-requests`" in head
     await suite.until_all_free(1)
 
@@ -278,6 +302,158 @@ async def test_incident_preempted_by_a_higher_priority(suite: Suite) -> None:
     assert "quirepreempting" in head
     gained = (await quire_why(suite, urgent.request_id))[1]
     assert re.search(rf"{victim.request_id} gave \d+ blocks \(a higher priority waits\)", gained)
+
+
+async def test_incident_the_costliest_of_several_preemptions(suite: Suite) -> None:
+    """The second one takes eight times as long as the first one."""
+    for output in itertools.chain((200, 400), itertools.repeat(800)):
+        victim, short, long = named(prompt(2800), output), named(prompt(2000), 50), named(prompt(2000), 400)
+        victim.priority = -5
+        async with streaming(suite, victim) as task:
+            await suite.generate(short)
+            await until_running(suite)
+            await suite.generate(long)
+            outcome = await task
+        assert outcome.finished is not None
+        if outcome.finished.usage.preemptions == 2:
+            break  # otherwise it had ended before one of the others came
+    head = await head_of(suite, victim.request_id)
+    costliest = rf"what cost most, [\d.]+ m?s, was that its \d+ blocks went to {long.request_id} \(a higher priority"
+    assert re.search(rf"it was preempted 2 times; {costliest}", head)
+
+
+async def test_incident_a_low_priority_that_others_pass_at_the_manager(suite: Suite) -> None:
+    """All wait for the blocks of one request, for five times as long as the work takes."""
+    held = await seconds_of(suite, named(prompt(960)))
+    while True:  # on a busy machine the holder may end too early
+        holder, low = named(prompt(3200), 880), named(prompt(960))
+        low.priority = -5
+        async with streaming(suite, holder) as task:
+            waiting = [asyncio.create_task(suite.generate(low))]
+            has_waited = await waits_for(suite, task, 0.0)
+            for number in range(2, 4):
+                waiting.append(asyncio.create_task(suite.generate(named(prompt(960)))))
+                await until_waiting(suite, number)
+            await asyncio.wait([task], timeout=5 * held)
+            has_waited = has_waited and not task.done()
+            task.cancel()
+            await asyncio.gather(*waiting)
+        if has_waited:
+            break
+    head = await head_of(suite, low.request_id)
+    assert "to the first token: 2 sequences of a higher priority went first at worker-0: it waited at worker-0 " in head
+    assert "#higher-priority" in head
+
+
+async def test_incident_a_low_priority_that_others_pass_at_the_router(suite: Suite) -> None:
+    """Two wait for a worker; one of those that run leaves for each. Other waits take longer than the work."""
+    calls, held = [], 3 * await seconds_of(suite, named(prompt(20)))
+    try:
+        for _ in range(PLACES):
+            runs = named(prompt(20), 3000)
+            calls.append(suite.inference.Generate(runs, timeout=PATIENCE))
+            await until_placed(suite, runs)
+        low, high = named(prompt(20)), named(prompt(20), 3000)
+        low.priority = -5
+        waiting = asyncio.create_task(suite.generate(low))
+        await until_queued(suite, 1)
+        calls.append(suite.inference.Generate(high, timeout=PATIENCE))
+        await until_queued(suite, 2)
+        await asyncio.wait([waiting], timeout=held)
+        calls[0].cancel()
+        await until_placed(suite, high)
+        for call in calls:
+            call.cancel()
+        await waiting
+    finally:
+        for call in calls:
+            call.cancel()
+    head = await head_of(suite, low.request_id)
+    assert ": 1 request of a higher priority went first while it waited for a worker: no worker could take it" in head
+    assert "#higher-priority" in head
+    await suite.until_all_free(1)
+
+
+async def test_incident_a_begun_prompt_that_lacks_blocks(suite: Suite) -> None:
+    """It begins with three quarters of its blocks, and waits for the others until the request that has them ends."""
+    while True:  # on a busy machine the other one may end too early
+        holder, huge = named(prompt(1300), 320), named(prompt(3400))
+        async with streaming(suite, holder):
+            await suite.generate(huge)
+        found = await outcome_of(suite, huge)
+        if found.get("before.stalled", 0.0) > 0.5 * found.get("before.prefill", 0.0):
+            break
+    head = await head_of(suite, huge.request_id)
+    assert re.search(r"it began with a part of its prompt's blocks, and waited at worker-0 for the other \d+", head)
+    assert "quireblocksshort" in head
+
+
+async def test_incident_a_manager_that_stands_still(suite: Suite) -> None:
+    """For 5 s a stream has no block for its next tokens, and a request waits for its grant."""
+    runs, waits = named(prompt(20), 240), named(prompt(100))
+    async with streaming(suite, runs) as task:
+        async with manager_stopped(suite):
+            waiting = asyncio.create_task(suite.generate(waits))
+            await until_placed(suite, waits)
+            await asyncio.wait([task, waiting], timeout=5.0)
+        await asyncio.gather(task, waiting)
+    for request in (runs, waits):
+        head = await head_of(suite, request.request_id)
+        assert "it lacked blocks at worker-0, whose KV manager did not answer for " in head, head
+        assert "quiremanagerdown" in head
+
+
+async def test_incident_a_manager_that_was_killed(suite: Suite) -> None:
+    """The next manager needs longer to come than the worker for its work, and the stream has no blocks until then."""
+    while True:  # a manager may come too soon
+        runs, waits, before = named(prompt(20), 200), named(prompt(100)), await epoch(suite)
+        async with streaming(suite, runs) as task:
+            kill(suite, "kvmanager")
+            waiting = asyncio.create_task(suite.generate(waits))
+            await asyncio.gather(task, waiting)
+        await until_succeeded(suite, before)
+        found = [await outcome_of(suite, each) for each in (runs, waits)]
+        if found[0].get("after.manager_away", 0.0) > 0.5 * found[0]["after.decode"]:
+            break
+    for request in (runs, waits):
+        head = await head_of(suite, request.request_id)
+        assert "it lacked blocks at worker-0, whose KV manager did not answer for " in head, head
+        assert "quiremanagerdown" in head
+
+
+async def test_incident_a_request_that_only_decoded_slowly(suite: Suite) -> None:
+    """The worker stands still for ten times as long as it samples."""
+    for _ in range(8):
+        await asked(suite, named(prompt(20), 40))
+    while True:  # on a busy machine it may end before the worker stands still
+        slow, took = named(prompt(20), 40), await seconds_of(suite, named(prompt(20), 40))
+        async with streaming(suite, slow) as task:
+            kill(suite, "worker-0", signal.SIGSTOP)
+            try:
+                ended, _ = await asyncio.wait([task], timeout=10 * took)
+            finally:
+                kill(suite, "worker-0", signal.SIGCONT)
+            await task
+        if not ended:
+            break
+    head = await head_of(suite, slow.request_id)
+    assert re.search(
+        r"worker-0 sampled 39 further tokens slowly, [\d.]+ m?s from one to the next, where [\d.]+ m?s is usual there "
+        r"\(the longest gap: [\d.]+ m?s\)\.",
+        head,
+    )
+    assert "quireslowtokens" in head
+
+
+async def test_incident_tokens_that_are_shared_beyond_whole_blocks(suite: Suite) -> None:
+    shared = prompt(31)
+    await asked(suite, named([*shared, 90, *prompt(40)]))
+    head = await head_of(suite, await asked(suite, named([*shared, 91, *prompt(40)])))
+    count = "of the 31 tokens that it shares with an earlier prompt 16 count, because only whole blocks of 16 do."
+    same = "worker-0 has seen no prompt that is the same from token 31 on"
+    assert f"16 of 72 prompt tokens were cached: {same}, and {count}" in head
+    again = await head_of(suite, await asked(suite, named(shared)))
+    assert f"16 of 31 prompt tokens were cached: {count}" in again
 
 
 async def test_incident_head_of_line_blocked_by_a_huge_prompt(suite: Suite) -> None:

@@ -183,6 +183,25 @@ async def test_incident_a_stale_index_after_a_workers_restart(suite: Suite, inde
     await suite.until_all_free(WORKERS)
 
 
+async def test_incident_a_worker_was_killed_before_its_grant(suite: Suite) -> None:
+    """The manager stands still until the worker is dead. The request has waited longer by then than its work takes."""
+    request, clock = named(prompt(400)), asyncio.get_running_loop().time
+    began = clock()
+    await suite.generate(named(prompt(400)))
+    held = 5 * (clock() - began)
+    async with manager_stopped(suite):
+        task = asyncio.create_task(suite.generate(request))
+        victim = await until_placed(suite, request)
+        await asyncio.wait([task], timeout=held)
+        kill(suite, victim)
+    await task
+    head = await head_of(suite, request.request_id)
+    assert f"to the first token: it lost {victim} (" in head
+    assert "quiresequencesmove" in head
+    await suite.until_connected(WORKERS)
+    await suite.until_all_free(WORKERS)
+
+
 async def test_incident_a_worker_was_killed(suite: Suite) -> None:
     """The prompt was cached at the worker that dies, and is computed as a whole at the other one."""
     for output in itertools.chain((40, 80, 160), itertools.repeat(320)):

@@ -30,6 +30,20 @@ def test_seconds_move_between_phases_as_far_as_there_are_any() -> None:
     assert clock.parts(1.0) == ((("lookup", 1.0),), ())
 
 
+def test_seconds_move_within_the_part_in_which_they_passed() -> None:
+    clock = PhaseClock(0.0)
+    clock.spent(Phase.CONSTRAINT, 0.5)
+    clock.enter(Phase.PREFILL, 2.0)
+    clock.first_token(3.0)
+    clock.enter(Phase.DECODE, 5.0)
+    clock.shift(Phase.PREFILL, Phase.STALLED, 1.0)
+    clock.shift(Phase.DECODE, Phase.STALLED, 1.5)
+    assert clock.parts(5.0) == (
+        (("queue", 1.5), ("constraint", 0.5), ("prefill", 1.0)),
+        (("stalled", 1.5), ("decode", 0.5)),
+    )
+
+
 def test_a_clock_that_goes_back_gives_no_negative_seconds() -> None:
     clock = PhaseClock(5.0)
     clock.enter(Phase.BLOCKS, 4.0)

@@ -78,7 +78,7 @@ def asked(outcome: Outcome | None, *records: Decision, unread: tuple[str, ...] =
 
 def test_a_wait_for_blocks_names_who_held_them() -> None:
     slow = replace(CALM, before=seconds(queue=0.01, blocks=1.8, prefill=0.1), after=seconds(decode=0.3))
-    found = asked(slow, routed(), short(), granted(1.79))
+    found = asked(slow, routed(), short(), granted(1.8))
     assert found.verdict.cause is Cause.BLOCKS
     assert found.verdict.share == pytest.approx(1.8 / 1.91)
     assert found.verdict.sentence == (
@@ -93,7 +93,7 @@ def test_a_wait_for_blocks_names_who_held_them() -> None:
 
 def test_a_wait_behind_the_head_of_the_queue_names_the_head() -> None:
     slow = replace(CALM, before=seconds(blocks=1.8, prefill=0.1))
-    found = asked(slow, routed(), short(ShortfallReason.BEHIND, head="huge"), granted(1.79))
+    found = asked(slow, routed(), short(ShortfallReason.BEHIND, head="huge"), granted(1.8))
     assert found.verdict.sentence == (
         "95 % of the 1.9 s to the first token: it waited at w0 behind huge, which goes first and needs 90 blocks; "
         "20 of 100 blocks were free or cached."
@@ -118,6 +118,106 @@ def test_a_wait_for_blocks_without_the_managers_record_is_not_known() -> None:
 def test_a_manager_that_grants_at_once_is_reached_by_slow_messages() -> None:
     slow = replace(CALM, before=seconds(blocks=1.8, prefill=0.1))
     assert asked(slow, routed(), granted(0.001)).verdict.cause is Cause.MESSAGES
+
+
+def test_a_wait_for_blocks_below_half_of_a_phase_has_its_own_part() -> None:
+    slow = replace(CALM, before=seconds(blocks=2.0, prefill=0.1))
+    found = asked(slow, routed(), short(), granted(0.9))
+    assert [(each.phase, each.seconds, each.cause) for each in found.phases] == [
+        (Phase.BLOCKS, 0.9, Cause.BLOCKS),
+        (Phase.MESSAGES, pytest.approx(1.1), Cause.MESSAGES),
+        (Phase.PREFILL, 0.1, Cause.PREFILL),
+    ]
+    assert found.verdict.sentence == (
+        "52 % of the 2.1 s to the first token: messages between w0 and the KV manager, which granted the blocks "
+        "after a wait of 900 ms."
+    )
+    assert found.verdict.evidence[1].startswith("43 % (900 ms): it waited at w0 for 8 blocks")
+
+
+def test_a_manager_that_was_away_is_named_before_its_grant_and_in_a_running_stream() -> None:
+    waited = replace(CALM, before=seconds(blocks=0.2, manager_away=5.0, prefill=0.1))
+    found = asked(waited, routed(), granted(0.0)).verdict
+    assert found.sentence == (
+        "94 % of the 5.3 s to the first token: it lacked blocks at w0, whose KV manager did not answer for 5.0 s."
+    )
+    assert (found.cause, found.advice.anchor) == (Cause.MANAGER_AWAY, "quiremanagerdown")
+    runs = replace(CALM, before=seconds(prefill=0.1), after=seconds(decode=2.0, manager_away=5.0))
+    assert asked(runs, routed(), granted(0.0)).verdict.sentence == (
+        "70 % of its 7.1 s: it lacked blocks at w0, whose KV manager did not answer for 5.0 s."
+    )
+
+
+def test_a_begun_prompt_that_lacks_blocks_says_so() -> None:
+    slow = replace(CALM, before=seconds(blocks=0.2, prefill=1.0, stalled=3.0))
+    part = replace(granted(0.2), figures=(("waited_seconds", 0.2), ("lacking_blocks", 60.0)))
+    found = asked(slow, routed(), short(), part).verdict
+    assert found.sentence == (
+        "71 % of the 4.2 s to the first token: it began with a part of its prompt's blocks, and waited at w0 for the "
+        "other 60; 3 sequences of tenant blue with 60 blocks held them (the most: r7)."
+    )
+    assert (found.cause, found.advice.anchor) == (Cause.STALLED, "quireblocksshort")
+    runs = replace(CALM, before=seconds(prefill=0.1), after=seconds(decode=0.5, stalled=3.0))
+    assert asked(runs, routed(), granted(0.0)).verdict.sentence == (
+        "83 % of its 3.6 s: it ran at w0, which had no block for its next tokens."
+    )
+
+
+def test_a_constraint_that_compiles_long_is_named() -> None:
+    slow = replace(CALM, before=seconds(queue=0.01, constraint=2.0, prefill=0.1))
+    found = asked(slow, routed(), granted(0.0)).verdict
+    assert found.sentence == (
+        "95 % of the 2.1 s to the first token: its constraint (a schema, a regular expression or a grammar) was "
+        "compiled before its first token."
+    )
+    assert (found.cause, found.advice.anchor) == (Cause.CONSTRAINT, "long-constraint")
+
+
+def test_a_low_priority_that_others_pass_says_how_many_went_first() -> None:
+    at_router = replace(CALM, queued=True, passed_by=12, before=seconds(queue=3.0, prefill=0.1))
+    found = asked(at_router, queued(), routed(), granted(0.0)).verdict
+    assert found.sentence == (
+        "97 % of the 3.1 s to the first token: 12 requests of a higher priority went first while it waited for a "
+        "worker: no worker could take it, with 2 requests before it (w0: over limit: 4 sequences of at most 4)."
+    )
+    assert (found.cause, found.advice.anchor) == (Cause.OUTRANKED, "higher-priority")
+    assert asked(at_router, routed(), granted(0.0)).verdict.cause is Cause.NOT_KNOWN
+    at_manager = replace(CALM, before=seconds(blocks=1.8, prefill=0.1))
+    passed = replace(granted(1.8), figures=(("waited_seconds", 1.8), ("passed_by", 3.0)))
+    assert asked(at_manager, routed(), short(), passed).verdict.sentence == (
+        "95 % of the 1.9 s to the first token: 3 sequences of a higher priority went first at w0: it waited at w0 for "
+        "8 blocks, and 3 sequences of tenant blue with 60 blocks held them (the most: r7)."
+    )
+    assert asked(at_manager, routed(), passed).verdict.cause is Cause.NOT_KNOWN
+
+
+def test_a_request_that_only_decoded_slowly_is_held_against_what_is_usual() -> None:
+    slow = replace(CALM, usual_gap=0.008, longest_gap=0.5, before=seconds(blocks=0.03, prefill=0.1),
+                   after=seconds(decode=0.4))  # fmt: skip
+    found = asked(slow, routed(), granted(0.0)).verdict
+    assert found.sentence == (
+        "75 % of its 530 ms: w0 sampled 10 further tokens slowly, 40 ms from one to the next, where 8.0 ms is usual "
+        "there (the longest gap: 500 ms)."
+    )
+    assert (found.cause, found.advice.anchor) == (Cause.SLOW_DECODE, "quireslowtokens")
+    usual = asked(replace(slow, usual_gap=0.03, before=seconds(prefill=0.01)), routed(), granted(0.0)).verdict
+    assert usual.sentence == "Nothing held it up: 98 % of its 410 ms: w0 sampled 10 further tokens, 40 ms each."
+    four = replace(slow, sequences=4, output_tokens=44)
+    assert four.decode_gap == pytest.approx(0.04), "its sequences sample at once"
+
+
+def test_a_great_wait_beside_the_work_is_named_too() -> None:
+    half = replace(CALM, preemptions=1, before=seconds(prefill=0.1), after=seconds(decode=2.0, preempted=1.0))
+    found = asked(half, routed(), granted(0.0), preempted()).verdict
+    assert found.sentence == (
+        "65 % of its 3.1 s: w0 sampled 10 further tokens, 200 ms each; 32 % (1.0 s): it was preempted: its 7 blocks "
+        "went to r9 (a higher priority waits)."
+    )
+    assert (found.cause, found.advice.anchor) == (Cause.DECODE, "quirepreempting")
+    quick = replace(half, before=(), after=seconds(decode=0.1, preempted=0.05))
+    assert asked(quick, routed(), granted(0.0), preempted()).verdict.sentence == (
+        "67 % of its 150 ms: w0 sampled 10 further tokens, 10 ms each."
+    )
 
 
 def test_a_wait_for_a_worker_says_why_each_was_left_out() -> None:
@@ -368,6 +468,31 @@ def test_a_miss_of_what_was_retained_says_what_had_become_of_that() -> None:
     assert "evicted that to make room for r5 (its retention was over)." in found.sentence
 
 
+def test_tokens_beyond_whole_blocks_are_told_one_by_one() -> None:
+    outcome = replace(UNSEEN, miss="diverged_at", cached_tokens=16, diverged_at=1, shared_tokens=31)
+    found = asked(outcome, routed(), granted(0.0)).prefix
+    assert found is not None
+    assert found.cause is Cause.DIVERGED
+    assert found.sentence == (
+        "16 of 100 prompt tokens were cached: w0 has seen no prompt that is the same from token 31 on, and of the 31 "
+        "tokens that it shares with an earlier prompt 16 count, because only whole blocks of 16 do."
+    )
+
+
+@pytest.mark.parametrize(("miss", "prompt"), [("full_hit", 31), ("capped", 32)])
+def test_a_prompt_that_was_sent_before_and_ends_in_a_block_says_what_counts(miss: str, prompt: int) -> None:
+    outcome = replace(UNSEEN, miss=miss, prompt_tokens=prompt, cached_tokens=16, shared_tokens=prompt)
+    found = asked(outcome, routed(), granted(0.0)).prefix
+    assert found is not None
+    assert (found.cause, found.advice.anchor) == (Cause.WHOLE_BLOCKS, "whole-blocks-alone")
+    assert found.sentence == (
+        f"16 of {prompt} prompt tokens were cached: of the {prompt} tokens that it shares with an earlier prompt 16 "
+        "count, because only whole blocks of 16 do."
+    )
+    assert asked(replace(outcome, shared_tokens=16), routed(), granted(0.0)).prefix is None
+    assert asked(replace(CALM, shared_tokens=100), routed(), granted(0.0)).prefix is None, "four tokens are no matter"
+
+
 def test_a_prompt_that_diverges_within_a_block_says_how_much_of_it_was_copied() -> None:
     grant = granted(0.0)
     grant = replace(grant, reasons=(*grant.reasons, f"{PARTIAL_REASON}12 slots are copied from block 7"))
@@ -426,6 +551,10 @@ outcomes = st.builds(
     block_size=st.just(16),
     placements=st.integers(0, 2),
     preemptions=st.integers(0, 1),
+    sequences=st.integers(0, 2),
+    passed_by=st.integers(0, 2),
+    shared_tokens=st.sampled_from([0, 31]),
+    usual_gap=st.sampled_from([0.0, 0.01]),
     other_domain_tokens=st.sampled_from([0, 64]),
     client_longest=st.sampled_from([0.0, 0.1, 5.0]),
 )  # fmt: skip
