@@ -264,6 +264,9 @@ class RequestRun:
             running.acknowledge()
 
     def _leave(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        heard = [each.client.heard_at(each.handle) for each in self.sequences if each.client is not None]
+        if latest := max(heard, default=0.0):
+            self.log.silent_since(latest)
         for running in self.sequences:
             running.leave(reason)
 

@@ -35,6 +35,8 @@ GONE_WORDS: Final = CLIENT_LEFT
 _TOKEN_BYTES: Final = 4
 # Characters of a failure in a record, whose bytes the ring bounds.
 _MAX_FAILURE: Final = 500
+# Seconds without output that no ordinary step takes.
+_SILENT_S: Final = 1.0
 # Phases in which sequences wait for blocks.
 _WAITS: Final = (Phase.BLOCKS, Phase.PREEMPTED, Phase.MOVED)
 _INTERNAL: Final = "INTERNAL"
@@ -216,6 +218,16 @@ class RunLog:
 
     def failed(self, error: QuireError) -> None:
         self._reason = error.reason
+
+    def silent_since(self, last_output: float) -> None:
+        """Note that the request leaves its workers, and that the last output came at this time.
+
+        A worker says what held a sequence up once it goes on. So a long silence before the end has no cause yet.
+        """
+        now = self._clock.monotonic()
+        if self._phases.phase is Phase.DECODE and now - last_output > _SILENT_S:
+            self._phases.enter(Phase.DECODE, now)
+            self._phases.shift(Phase.DECODE, Phase.SILENT, now - last_output)
 
     def outcome(self, failure: str, worker: str, output_tokens: int) -> Outcome:
         """Return the record of the end; `failure` is "" for a request that ended by itself."""

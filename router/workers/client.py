@@ -184,6 +184,11 @@ class WorkerClient:
             self._confirmations.settle(handle, Unavailable("the sequence was cancelled before the worker gave it"))
             self._tell_to_cancel(handle, reason)
 
+    def heard_at(self, handle: int) -> float:
+        """Return when something of a sequence came last, or when it was submitted; 0 for one that has left."""
+        found = self._in_flight.get(handle)
+        return 0.0 if found is None else found.heard_at
+
     def take_back(self, handle: int, reason: str) -> None:
         """Cancel a sequence that is to go on elsewhere; its sink gets all that it put out, then its end. Idempotent.
 

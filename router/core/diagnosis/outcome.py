@@ -32,6 +32,7 @@ class Phase(StrEnum):
     PREFILL = "prefill"
     STALLED = "stalled"
     DECODE = "decode"
+    SILENT = "silent"
     PREEMPTED = "preempted"
     MOVED = "moved"
     CLIENT = "client"

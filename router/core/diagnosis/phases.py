@@ -27,6 +27,7 @@ LABELS: Final = {
     Phase.PREFILL: "computing its prompt",
     Phase.STALLED: "lacking further blocks",
     Phase.DECODE: "sampling its tokens",
+    Phase.SILENT: "without output",
     Phase.PREEMPTED: "preempted",
     Phase.MOVED: "moving to another worker",
     Phase.CLIENT: "waiting for the client",
@@ -75,7 +76,7 @@ def cause_of(phase: Phase, story: Story, outcome: Outcome) -> Cause:
         case Phase.CLIENT:
             return Cause.SLOW_CLIENT if outcome.client_longest >= SLOW_READ_S else Cause.NOT_KNOWN
         case _:
-            return _ALWAYS[phase]
+            return _ALWAYS.get(phase, Cause.NOT_KNOWN)
 
 
 def _queue_cause(story: Story, outcome: Outcome) -> Cause:
@@ -112,12 +113,22 @@ def unknown_words(phase: Phase, story: Story, outcome: Outcome) -> str:
         case Phase.QUEUE:
             return "it waited for a worker, and the router's record of that is gone"
         case Phase.BLOCKS:
-            why = f"could not be read ({'; '.join(story.unread)})" if story.unread else "are gone"
-            return f"it waited at {_worker(outcome)} to be admitted, and the KV manager's records of that {why}"
+            return f"it waited at {_worker(outcome)} to be admitted, and {_unrecorded_words(story, outcome)}"
         case Phase.PREFILL:
             return "it had its blocks, and its worker did not say when it began to compute the prompt"
+        case Phase.SILENT:
+            return f"{_worker(outcome)} put out nothing for so long, until the end, and had not said why yet"
         case _:
             return "its output waited for the client or for the router's own event loop"
+
+
+def _unrecorded_words(story: Story, outcome: Outcome) -> str:
+    """Return why no record of a KV manager says what a sequence waited for."""
+    if story.unread:
+        return f"the KV manager's records of that could not be read ({'; '.join(story.unread)})"
+    if not outcome.admissions:
+        return "no KV manager has a record of that: it may have been away"
+    return "the KV manager's records of that are gone"
 
 
 def _worker(outcome: Outcome) -> str:

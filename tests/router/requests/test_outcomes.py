@@ -150,6 +150,20 @@ async def test_what_held_a_sequence_up_at_its_worker_is_taken_from_the_phase_tha
     assert after["stalled"] > 0.0, "more than the phase had is not taken"
 
 
+async def test_a_worker_that_puts_out_nothing_until_the_end_is_no_slow_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.requests.run_log._SILENT_S", 0.01)
+    worker = FakeWorker()
+    async with frontend_over(worker) as harness:
+        async with in_background(harness, request(request_id="r1")):
+            await worker.until(lambda: bool(worker.submits))
+            worker.step({1: [1]}, admitted={1: 0})
+            await harness.until(lambda: tokens_of(harness.seen) == [1])
+            began = CLOCK.monotonic()
+            while CLOCK.monotonic() - began < 0.02:
+                pass
+        assert dict(outcome(harness).after)["silent"] >= 0.02
+
+
 async def test_sequences_that_wait_at_once_were_held_up_once() -> None:
     worker = FakeWorker()
     async with frontend_over(worker) as harness, in_background(harness, request(n=2, request_id="r1")) as task:

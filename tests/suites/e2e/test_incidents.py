@@ -403,6 +403,18 @@ async def test_incident_a_manager_that_stands_still(suite: Suite) -> None:
         assert "quiremanagerdown" in head
 
 
+async def test_incident_a_client_that_leaves_while_the_manager_stands_still(suite: Suite) -> None:
+    """The worker has not said yet why it puts out nothing, and no step of it is blamed."""
+    gone = named(prompt(20), 400)
+    async with streaming(suite, gone) as task, manager_stopped(suite):
+        await asyncio.wait([task], timeout=4.0)
+        task.cancel()
+        await until(suite.status, lambda status: not status.running_requests, seconds=PATIENCE)
+    head = await head_of(suite, gone.request_id)
+    assert head.startswith("Its client went away after ")
+    assert "worker-0 put out nothing for so long, until the end, and had not said why yet." in head
+
+
 async def test_incident_a_manager_that_was_killed(suite: Suite) -> None:
     """The next manager needs longer to come than the worker for its work, and the stream has no blocks until then."""
     while True:  # a manager may come too soon

@@ -337,6 +337,25 @@ def test_a_deadline_that_passed_says_what_took_the_time() -> None:
     assert found.sentence.startswith("Its deadline passed after 2.0 s. 95 % of them: it waited at w0 for 8 blocks")
 
 
+def test_a_stream_that_ends_while_its_worker_is_silent_blames_no_step() -> None:
+    gone = replace(CALM, ended="CANCELLED", failure="the client went away", before=seconds(prefill=0.1),
+                   after=seconds(decode=0.4, silent=8.0))  # fmt: skip
+    found = asked(gone, routed(), granted(0.0)).verdict
+    assert found.sentence == (
+        "Its client went away after 8.5 s. Not known for 94 % of them: w0 put out nothing for so long, until the end, "
+        "and had not said why yet."
+    )
+
+
+def test_a_wait_without_any_record_of_a_manager_says_that_it_may_have_been_away() -> None:
+    late = replace(CALM, ended="DEADLINE_EXCEEDED", failure="deadline exceeded before ...", has_first_token=False,
+                   admissions=0, miss="", before=seconds(blocks=1.9, queue=0.1))  # fmt: skip
+    assert asked(late, routed()).verdict.sentence == (
+        "Its deadline passed after 2.0 s. Not known for 95 % of them: it waited at w0 to be admitted, and no KV "
+        "manager has a record of that: it may have been away."
+    )
+
+
 def test_a_hopeless_deadline_says_the_prediction() -> None:
     words = "0.100 s are left, and the first token is predicted in 2.300 s"
     late = Outcome(ended="DEADLINE_EXCEEDED", failure=words, before=seconds(queue=0.001))
