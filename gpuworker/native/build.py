@@ -1,7 +1,8 @@
 """Builds the native library of the CPU kernels: one shared object for each level of vector instructions.
 
-Called when the package is built or installed (hatch_build.py) and by `python gpuworker/native/build.py`. Uses the
-standard library alone: it runs inside an isolated build environment.
+Called when the package is built or installed (hatch_build.py), by `python gpuworker/native/build.py` for all levels,
+and by `python -m gpuworker.native.levels` for the one that this processor takes. Uses the standard library alone: it
+runs inside an isolated build environment.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,7 +32,7 @@ _COMMON = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-tr
 _COMMON += ["-fvisibility=hidden", "-fno-gnu-unique"]
 _COMMON += ["-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 _COMMON += _LINK
-_SAID_EVERY = 20
+_SAID = 5  # lines of progress, about
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 # Where a processor multiplies and adds at once, the compiler does so in some instances of a template, and bits would
 # depend on the batch. Other levels name that instruction.
@@ -80,26 +82,24 @@ def library(level: str) -> Path:
     return BUILT / f"libquire_cpu.{level}.so"
 
 
-def build(force: bool = False, progress: bool = False) -> list[Path]:
-    """Compile changed files, several at a time; return the libraries, one for each level that the compiler can make.
+def build(force: bool = False, progress: bool = False, wanted: Collection[str] = LEVELS) -> list[Path]:
+    """Compile changed files, several at a time; return the libraries of those levels that the compiler can make.
 
-    With `progress` a line is printed for every _SAID_EVERY files.
+    With `progress` some lines say how far the build is.
     Raises NoCompiler, with the compiler's message.
     """
     BUILT.mkdir(exist_ok=True)
     with (BUILT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests and installations may come at once
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            paths, levels = sorted(SOURCE.glob("*.cpp")), [level for level in LEVELS if _can_make(level)]
-            units = [(level, path) for level in levels for path in paths if _compiled_at(level, path) == level]
+            paths, levels = sorted(SOURCE.glob("*.cpp")), [level for level in wanted if can_make(level)]
+            units = dict.fromkeys((_compiled_at(level, path), path) for level in levels for path in paths)
             compiled = []
             for done in pool.map(lambda unit: _compile(unit[0], unit[1], force), units):
                 compiled.append(done)
-                if progress and any(compiled) and len(compiled) % _SAID_EVERY == 0:
+                if progress and any(compiled) and len(compiled) % -(-len(units) // _SAID) == 0:
                     print(f"    {len(compiled)} of {len(units)} files compiled", flush=True)  # noqa: T201
-            missing = not all(library(level).is_file() for level in levels)
-            if any(compiled) or missing:
-                list(pool.map(_link, levels))
+            list(pool.map(_link, [level for level in levels if not _is_linked(level)]))
     return [library(level) for level in levels]
 
 
@@ -108,7 +108,7 @@ def may_lack(level: str) -> bool:
     return level in _NEW
 
 
-def _can_make(level: str) -> bool:
+def can_make(level: str) -> bool:
     """Return whether the compiler can make a level; if it cannot, remove what an earlier one made of it."""
     if level not in _NEW:
         return True
@@ -177,8 +177,18 @@ def _compile(level: str, source: Path, force: bool) -> bool:
     return True
 
 
+def _objects(level: str) -> list[Path]:
+    return [_object(level, path) for path in sorted(SOURCE.glob("*.cpp"))]
+
+
+def _is_linked(level: str) -> bool:
+    """Return whether the library of a level is newer than its objects, which another level's build may have made."""
+    made = library(level)
+    return made.is_file() and all(each.stat().st_mtime_ns <= made.stat().st_mtime_ns for each in _objects(level))
+
+
 def _link(level: str) -> None:
-    objects = [str(_object(level, path)) for path in sorted(SOURCE.glob("*.cpp"))]
+    objects = map(str, _objects(level))
     # Without -fopenmp: the library takes the OpenMP that torch has loaded, not a second one.
     fresh = library(level).with_suffix(".new")
     _run([*compiler(), "-shared", *_LINK, *objects, "-o", str(fresh)])
@@ -193,14 +203,14 @@ def _run(command: list[str]) -> None:
         print(done.stderr, file=sys.stderr)  # noqa: T201
 
 
-def main() -> None:
-    """Run the command line."""
-    flags = argparse.ArgumentParser("build.py", description=__doc__, allow_abbrev=False)
+def main(wanted: Collection[str] = LEVELS) -> None:
+    """Run the command line, which builds these levels."""
+    flags = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     flags.add_argument("--force", action="store_true", help="compile every file, changed or not")
     flags.add_argument("--progress", action="store_true", help="say how far the build is, and print no libraries")
     args = flags.parse_args()
     try:
-        libraries = build(args.force, args.progress)
+        libraries = build(args.force, args.progress, wanted)
     except NoCompiler as reason:
         sys.exit(str(reason))
     if not args.progress:

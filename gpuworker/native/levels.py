@@ -1,13 +1,18 @@
-"""Which native library suits this processor, and whether it was built. Imports no torch."""
+"""Which native library suits this processor, and whether it was built. Imports no torch.
+
+`python -m gpuworker.native.levels` builds the library of the best level alone, which is all that this processor needs.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import platform
+import sys
 from pathlib import Path
 
-from gpuworker.native.build import LEVELS, NoCompiler, compiler, levels_for, library, may_lack
+from gpuworker.native import build
+from gpuworker.native.build import LEVELS, NoCompiler, can_make, compiler, levels_for, library, may_lack
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
@@ -120,3 +125,17 @@ def _may_use_amx() -> bool:
     Kernels before 5.16, some sandboxes, and a process with a signal stack that is too small for them do not.
     """
     return not int(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_REGISTERS, _AMX_REGISTERS))
+
+
+def main() -> None:
+    """Build the best level that this processor can run and the compiler can make. Takes the flags of `build.py`."""
+    flags = processor_flags()
+    try:
+        levels = tuple(level for level in levels_of(flags) if can_make(level))
+    except NoCompiler as reason:
+        sys.exit(str(reason))
+    build.main(best_last(levels, _flags_of_processor())[-1:])
+
+
+if __name__ == "__main__":
+    main()

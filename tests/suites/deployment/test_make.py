@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from gpuworker.native.levels import levels_here
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ("sh", "make", "grep", "touch", "test", "rm", "echo", "mkdir")
 COMPILERS = ("c++", "g++", "clang++")
 NEEDED = ("pyproject.toml", "protos/pyproject.toml", "requirements.lock", "constraints.txt", "hatch_build.py")
-COPIED = ("Makefile", "docker/pip_lines.py", "gpuworker/native/build.py")
+COPIED = ("Makefile", "docker/pip_lines.py", "gpuworker/native/build.py", "gpuworker/native/levels.py")
 shown = runpy.run_path(str(ROOT / "docker/pip_lines.py"))["shown"]
 
 
@@ -36,7 +37,8 @@ def clone(tmp_path: Path) -> Path:
         (folder / name).touch()
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / ".venv/bin/python").symlink_to(sys.executable)
-    (folder / ".venv/.packages").touch()
+    for stamp in (".serving", ".packages"):  # in this order
+        (folder / ".venv" / stamp).touch()
     return folder
 
 
@@ -51,6 +53,26 @@ def install(folder: Path, path: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
+def test_what_serves_needs_the_kernels_of_this_processor_alone(clone: Path) -> None:
+    """`make up` on the way to its command, which this clone lacks, builds one library; `make install` the others."""
+    levels = runpy.run_path(str(clone / "gpuworker/native/build.py"))["LEVELS"]
+    (clone / "gpuworker/__init__.py").touch()
+    (clone / "gpuworker/native/__init__.py").touch()
+    env = {key: value for key, value in os.environ.items() if key not in {"CXX", "MAKEFLAGS", "MAKELEVEL"}}
+    command = ["make", ".venv/.kernels", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True, timeout=240.0, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [each.name for each in libraries(clone)] == [f"libquire_cpu.{best_level()}.so"]
+    install(clone, os.environ["PATH"])
+    assert len(libraries(clone)) > 1 or len(levels) == 1
+
+
+def best_level() -> str:
+    """Return the best level of this processor, where the kernels of all levels are built."""
+    return levels_here()[-1]
 
 
 def libraries(folder: Path) -> list[Path]:
@@ -69,7 +91,7 @@ def test_without_a_compiler_make_says_so_and_builds_once_there_is_one(clone: Pat
         assert "no C++ compiler: slower torch kernels run on the CPU; install one" in install(clone, str(bare))
     assert libraries(clone) == []
     built = install(clone, os.environ["PATH"])
-    assert "3/3 building CPU kernels" in built
+    assert "building the CPU kernels of all processors" in built
     assert "no C++ compiler" not in built
     assert len(libraries(clone)) >= 1
     assert "building" not in install(clone, os.environ["PATH"])
