@@ -29,13 +29,14 @@ from bench.lib import long_prompts
 from bench.lib.harness import parser, report
 from common.clock import ManualClock
 from common.lease import Inventory
+from common.turns import DEFAULT_MAX_WAIT
 from common.types import SequenceId
 from gpuworker.core.batch_plan import StepResult
 from gpuworker.core.lease_agent import LeaseAgent
 from gpuworker.core.outcomes import AgentConfig
 from gpuworker.core.sequence import NewSequence
 from gpuworker.core.stopping import StopRule
-from kvmanager.core.config import DEFAULT_MAX_WAIT, LedgerConfig
+from kvmanager.core.config import LedgerConfig
 from kvmanager.core.ledger import Ledger
 from router.core.fair_queue import FairQueue, due_at
 
@@ -171,12 +172,14 @@ def in_time(requests: Sequence[Timed], *, earliest: bool, refuse: bool) -> float
 
     How long a request holds its place is known here; a router predicts it.
     """
-    queue, running, kept = FairQueue[Timed](), list[float](), 0
+    clock = ManualClock()
+    queue, running, kept = FairQueue[Timed](clock), list[float](), 0
     coming, left = deque(requests), len(requests)
     while coming or queue:
         now = min([coming[0].at] if coming else [], default=math.inf)
         if len(running) == QUEUED_PLACES and queue:
             now = min(now, running[0])
+        clock.now = now
         while running and running[0] <= now:
             heapq.heappop(running)
         while coming and coming[0].at <= now:

@@ -28,11 +28,11 @@ from common.settings.options import (
     is_loopback,
 )
 from common.settings.pool_key import PoolSettings
+from common.turns import DEFAULT_MAX_WAIT
 from kvmanager.core.config import (
     DEFAULT_EVICTION,
     DEFAULT_MAX_PREEMPTIONS,
     DEFAULT_MAX_RETENTION,
-    DEFAULT_MAX_WAIT,
     DEFAULT_PIN_SHARE,
     DEFAULT_PREEMPTION,
     DEFAULT_RETENTION_SHARE,

@@ -29,6 +29,7 @@ from common.settings.options import (
     together,
 )
 from common.settings.pool_key import PoolSettings
+from common.turns import DEFAULT_MAX_WAIT
 from router.core.dialects.names import REASONING_DIALECTS, TOOL_DIALECTS
 from router.core.tail_rules import Objective
 
@@ -130,6 +131,12 @@ class RouterSettings(PoolSettings, DecisionLogSettings):
         description="let objects of JSON schemas have properties that the schema does not name, unless it forbids them",
     )
     max_queued_requests: Count = Field(1024, description="requests that may wait for a worker, in each router process")
+    max_wait: float = Field(
+        DEFAULT_MAX_WAIT,
+        ge=0.0,
+        description="seconds after which a request that waits for a worker gets every eighth place, whatever its "
+        "priority; 0: never; give KV managers the same",
+    )
     max_tokens_in_flight: Count | None = Field(
         None,
         description="prompt and output tokens of all requests inside a router process; unset: the queue is the bound",

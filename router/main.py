@@ -217,7 +217,7 @@ class RouterProcess:
         admission = AdmissionLimiter(AdmissionLimits(settings.max_queued_requests, settings.max_tokens_in_flight))
         new_id = self._new_id
         chooser = Router(clock, new_id, settings.routing_seed)
-        dispatcher = Dispatcher(self.pool, chooser, index, self._ring, clock)
+        dispatcher = Dispatcher(self.pool, chooser, index, self._ring, clock, max_wait=settings.max_wait)
         self._watchdog = Watchdog(
             settings.stall_timeout, lambda: {"": Work(*dispatcher.waits())}, self._report_stall, self._registry
         )

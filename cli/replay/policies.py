@@ -9,7 +9,8 @@ from typing import Any, Final, get_args
 from cli.replay.routers import ROUTERS
 from cli.replay.simulation import ReplayOptions
 from common.errors import FieldViolation, InvalidConfig
-from kvmanager.core.config import DEFAULT_MAX_PREEMPTIONS, DEFAULT_MAX_WAIT, EvictionName, Runway, VictimOrder
+from common.turns import DEFAULT_MAX_WAIT
+from kvmanager.core.config import DEFAULT_MAX_PREEMPTIONS, EvictionName, Runway, VictimOrder
 
 Change = Callable[[ReplayOptions], ReplayOptions]
 

@@ -8,6 +8,7 @@ from typing import Final, cast
 from cli.replay.worker import ReplayWorker
 from common.clock import Clock
 from common.index_format import pack_entry, unpack_entries
+from common.turns import DEFAULT_MAX_WAIT
 from common.types import BlockHash, PoolIdentity
 from kvmanager.core.index_events import Cleared, IndexEvent, Stored
 from router.core.admission import AdmissionLimiter, AdmissionLimits
@@ -128,7 +129,8 @@ class ReplayRouter:
         decisions: DecisionSink,
         clock: Clock,
         max_queued: int,
+        max_wait: float = DEFAULT_MAX_WAIT,
     ) -> None:
         self.pool = ReplayPool(identity)
-        self.dispatcher = Dispatcher(cast("WorkerPool", self.pool), chooser, index, decisions, clock)
+        self.dispatcher = Dispatcher(cast("WorkerPool", self.pool), chooser, index, decisions, clock, max_wait=max_wait)
         self.admission = AdmissionLimiter(AdmissionLimits(max_queued))

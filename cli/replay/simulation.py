@@ -167,7 +167,8 @@ class _Simulation:
     def _router(self, seed: int) -> ReplayRouter:
         ids, options = itertools.count(1), self._options
         chooser = options.router(self._clock, lambda: f"d{seed}-{next(ids)}", seed)
-        return ReplayRouter(self._identity, chooser, self._index, self._decisions, self._clock, options.max_queued)
+        bounds = options.max_queued, options.manager.max_wait
+        return ReplayRouter(self._identity, chooser, self._index, self._decisions, self._clock, *bounds)
 
     async def run(self) -> Replay:
         for number in range(self._options.workers):

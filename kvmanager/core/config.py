@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from common.lease import blocks_before_window, blocks_needed
+from common.turns import DEFAULT_MAX_WAIT, IN_TURN
 
 Runway = Literal["auto", "max"]
 EvictionName = Literal["lru", "frequency", "utility"]
@@ -18,10 +19,6 @@ DEFAULT_PREEMPTION: Final[VictimOrder] = "work"
 DEFAULT_MAX_PREEMPTIONS: Final = 4
 DEFAULT_FIRST_PART: Final = 256
 """Slots."""
-DEFAULT_MAX_WAIT: Final = 30.0
-"""Seconds."""
-DEFAULT_IN_TURN: Final = 7
-"""Admissions by priority between two by age."""
 DEFAULT_RETENTION_SHARE: Final = 0.25
 DEFAULT_PIN_SHARE: Final = 0.25
 DEFAULT_MAX_RETENTION: Final = 3600.0
@@ -74,7 +71,7 @@ class LedgerConfig:
     first_part: int = DEFAULT_FIRST_PART
     backfill: bool = True
     max_wait: float = DEFAULT_MAX_WAIT
-    in_turn: int = DEFAULT_IN_TURN
+    in_turn: int = IN_TURN
     retention_share: float = DEFAULT_RETENTION_SHARE
     max_retention: float = DEFAULT_MAX_RETENTION
 

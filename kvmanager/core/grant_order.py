@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from common.turns import choose_by_age, is_old
 from common.types import SequenceId
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.sequence import Sequence
@@ -80,26 +81,22 @@ def _is_turn_by_age(state: LedgerState) -> bool:
 
 def _oldest(state: LedgerState) -> Sequence | None:
     """Return the old sequence that is next by age. A tenant over its share has none while others wait."""
-    lines = state.queue.by_arrival()
-    found = [old for line in lines if (old := _first_old(state, line)) is not None]
-    if len(lines) < 2:
-        return found[0] if found else None
     shares = TenantShares(state)
-    fair = (each for each in found if shares.load(each.tenant) < 1.0)
-    return min(fair, key=lambda each: (shares.load(each.tenant), each.arrival), default=None)
+    oldest = [_first_old(state, line) for line in state.queue.by_arrival()]
+    return choose_by_age(oldest, lambda each: _is_old(state, each), lambda each: shares.load(each.tenant))
 
 
-def _first_old(state: LedgerState, line: Iterable[SequenceId]) -> Sequence | None:
-    """Return the first arrival that is old. Only one that ran in between may be younger than a later arrival."""
+def _first_old(state: LedgerState, line: Iterable[SequenceId]) -> Sequence:
+    """Return the first arrival that is old; where none is, any other one. The line must not be empty.
+
+    A sequence that never ran has waited for longer than all later arrivals. So the search ends there.
+    """
     for each in line:
         sequence = state.sequences[each]
-        if _is_old(state, sequence):
-            return sequence
-        if not sequence.preemptions:
-            return None
-    return None
+        if not sequence.preemptions or _is_old(state, sequence):
+            break
+    return sequence
 
 
 def _is_old(state: LedgerState, sequence: Sequence) -> bool:
-    longest = state.config.max_wait
-    return longest > 0 and sequence.waited + state.clock.monotonic() - sequence.queued_at >= longest
+    return is_old(sequence.waited + state.clock.monotonic() - sequence.queued_at, state.config.max_wait)

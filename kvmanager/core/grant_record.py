@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.lease import PARTIAL_REASON, RETENTION_REASON
+from common.turns import BY_AGE
 from common.types import BlockId, DecisionKind, MissReason
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.partial_copy import PartialCopy
@@ -13,7 +14,6 @@ from kvmanager.core.prefix_cache import PrefixMatch
 from kvmanager.core.sequence import Sequence
 
 _PASSES: Final = "passes one that lacks blocks"
-_BY_AGE: Final = "is next by its age, because it waited for --max-wait"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def _reasons(
     if passes:
         reasons.append(_PASSES)
     elif sequence.by_age:
-        reasons.append(_BY_AGE)
+        reasons.append(BY_AGE)
     if lacking:
         reasons.append(f"begins with a part of its prompt's blocks, and gets {lacking} others as they come free")
     if sequence.computes_all:

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from common.clock import Clock
 from common.errors import IdentityMismatch, NotFound
 from common.lease import Attach, AttachOk, AttachRejected, Inventory
+from common.turns import DEFAULT_MAX_WAIT, IN_TURN
 from common.types import PoolIdentity
 from kvmanager.core import epochs
 from kvmanager.core.config import (
     DEFAULT_EVICTION,
     DEFAULT_FIRST_PART,
-    DEFAULT_IN_TURN,
     DEFAULT_MAX_PREEMPTIONS,
     DEFAULT_MAX_RETENTION,
-    DEFAULT_MAX_WAIT,
     DEFAULT_PIN_SHARE,
     DEFAULT_PREEMPTION,
     DEFAULT_RETENTION_SHARE,
@@ -54,7 +53,7 @@ class ManagerConfig:
     first_part: int = DEFAULT_FIRST_PART
     backfill: bool = True
     max_wait: float = DEFAULT_MAX_WAIT
-    in_turn: int = DEFAULT_IN_TURN
+    in_turn: int = IN_TURN
     retention_share: float = DEFAULT_RETENTION_SHARE
     max_retention: float = DEFAULT_MAX_RETENTION
     pin_share: float = DEFAULT_PIN_SHARE

@@ -1,26 +1,36 @@
-"""The order in which requests get a worker: deficit round robin over tenants, by weight.
+"""The order in which requests get a worker: deficit round robin over tenants, by weight, and by age in between.
 
-    higher priority first  >  tenants below their share  >  deficit round robin  >  within a tenant by what is due first
+    who has waited for long, every eighth time (`common/turns.py`)
+    >  higher priority first  >  tenants not over their share  >  deficit round robin  >  within a tenant by what is due
 
-A tenant in the round earns `weight` sequences a turn, and a request costs its sequences. The head is recomputed at each
-call. While a request of 64 sequences waits for places, a request of one sequence of another tenant goes first.
+A tenant in the round earns `weight` sequences a turn, and a request costs its sequences. Turns are fractions: next is
+the request that is paid for after the fewest. So each tenant that always waits gets sequences by its weight, exactly,
+whatever its requests cost. This is deficit round robin (Shreedhar and Varghese 1995) with a quantum that goes to 0. In
+terms of virtual time it is self-clocked fair queueing (Golestani 1994), where a turn is a unit of time. The head is
+recomputed at each call. While a request of 64 sequences waits for places, a request of one sequence of another tenant
+goes first.
 
 A request is due at its deadline, and after PASSED_SECONDS at the latest (`due_at`). So requests without a deadline go
 in the order of their arrival, and nobody passes a request who arrives so long after it.
+
+The head stays the head until it has its places. One that is next by age and lacks places is no exception: those that
+have places end, nobody gets one before it, and so it is placed when its worker is empty at the latest.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-import math
-from collections.abc import Callable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from common.clock import Clock
+from common.turns import DEFAULT_MAX_WAIT, IN_TURN, choose_by_age, is_old
 
 ItemT = TypeVar("ItemT")
-# Weights are fractions: a sum of them may miss a whole number by this much.
-_ROUNDING = 1e-9
+# Decimals of turns that count: sums of fractions are equal up to these, and then the first in the round has its turn.
+_DECIMALS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +57,29 @@ class Ticket:
     """A place in the order. A request that lost its worker rejoins with its old ticket, before later arrivals.
 
     `cost` is in sequences; a request that rejoins has paid and costs nothing. `waited`: it was not served at once.
+    `waited_s` are the seconds in the queue before it last left, `since` is when it would have joined if it had waited
+    for them without a break. `by_age`: its age makes it the head.
     """
 
-    __slots__ = ("arrival", "cost", "due", "flow", "priority", "queued", "sequences", "waited")
+    __slots__ = (
+        "arrival", "by_age", "cost", "due", "flow", "priority", "queued", "sequences", "since", "waited", "waited_s",
+    )  # fmt: skip
 
     def __init__(self, priority: int, arrival: int, flow: Flow, sequences: int, due: float = 0.0) -> None:
         self.priority, self.arrival, self.flow, self.due = priority, arrival, flow, due
         self.sequences = self.cost = sequences
-        self.queued = self.waited = False
+        self.queued = self.waited = self.by_age = False
+        self.since = self.waited_s = 0.0
 
     @property
     def place(self) -> tuple[float, int]:
         """The place among the requests of the same tenant and priority."""
         return self.due, self.arrival
+
+    @property
+    def age(self) -> tuple[float, int]:
+        """The place among the requests of the same tenant by age, the oldest one first."""
+        return self.since, self.arrival
 
 
 class _Line(Generic[ItemT]):
@@ -76,26 +96,59 @@ class _Line(Generic[ItemT]):
         _, ticket, item = self.items[0]
         return ticket, item
 
-    def rounds(self) -> int:
-        """Return after how many more turns the first request is paid for."""
-        missing = self.first[0].cost - self.deficit
-        return max(0, math.ceil(missing / self.flow.weight - _ROUNDING))
+    def turns_until(self, ticket: Ticket) -> float:
+        """Return after how many more turns a request is paid for."""
+        return max(0.0, ticket.cost - self.deficit) / self.flow.weight
 
-    def earn(self, rounds: int) -> None:
-        """Take so many turns. A tenant that was passed over saves up one request at most."""
-        most = max(self.flow.weight, float(self.first[0].cost))
-        self.deficit = max(self.deficit, min(self.deficit + rounds * self.flow.weight, most))
+    def earn(self, turns: float, passed_by: float) -> None:
+        """Take so many turns, while a request of another tenant is served that costs `passed_by` turns.
+
+        A tenant that is passed over saves up one request at most: its own, or the one that passes it.
+        """
+        most = max(float(self.first[0].cost), passed_by * self.flow.weight)
+        self.deficit = max(self.deficit, min(self.deficit + turns * self.flow.weight, most))
+
+    def pay(self, ticket: Ticket) -> None:
+        """Pay for a request with what was saved, and with the turns until it is served."""
+        self.deficit = max(0.0, self.deficit - ticket.cost)
 
     def index(self, ticket: Ticket) -> int:
         return bisect.bisect_left(self.items, ticket.place, key=lambda each: each[0])
 
 
+class Held(Protocol):
+    """What tenants hold of the places at workers."""
+
+    def load(self, flow: Flow) -> float:
+        """Return the places of a tenant over its share of them: 1 is exactly the share."""
+
+    def is_over(self, flow: Flow, largest: int) -> bool:
+        """Return whether others go before a tenant while requests of up to so many sequences wait."""
+
+
+class _NothingHeld:
+    def load(self, flow: Flow) -> float:
+        return 0.0
+
+    def is_over(self, flow: Flow, largest: int) -> bool:
+        return False
+
+
+_NOTHING: Final = _NothingHeld()
+
+
 class FairQueue(Generic[ItemT]):
     """A queue from which any ticket may leave at any time, and which it may join again."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock, max_wait: float = DEFAULT_MAX_WAIT) -> None:
+        """Let who has waited for `max_wait` seconds go by age; 0: nobody."""
+        self._clock, self._max_wait = clock, max_wait
         # By priority, the lines in the order of the round; the first one has its turn next.
         self._rounds: dict[int, dict[str, _Line[ItemT]]] = {}
+        # By tenant, the oldest first.
+        self._ages: dict[str, list[Ticket]] = {}
+        # Requests that were served in the order of the queue since the last one by age.
+        self._in_turn = 0
         self._arrivals = itertools.count()
         self._length = 0
 
@@ -122,6 +175,8 @@ class FairQueue(Generic[ItemT]):
             line = lines[ticket.flow.tenant] = _Line(ticket.flow)
         line.flow = ticket.flow
         line.items.insert(line.index(ticket), (ticket.place, ticket, item))
+        ticket.since = self._clock.monotonic() - ticket.waited_s
+        bisect.insort(self._ages.setdefault(ticket.flow.tenant, []), ticket, key=lambda each: each.age)
 
     def leave(self, ticket: Ticket) -> ItemT | None:
         """Remove a ticket without its being served, and return its item; None when it is not in the queue."""
@@ -136,18 +191,47 @@ class FairQueue(Generic[ItemT]):
             del lines[ticket.flow.tenant]
             if not lines:
                 del self._rounds[ticket.priority]
+        self._forget_age(ticket)
         return item
 
-    def head(self, over_share: Callable[[Ticket], bool] = lambda ticket: False) -> tuple[Ticket, ItemT]:
-        """Return the next ticket and its item, without removing them. Tickets `over_share` go after the others.
+    def _forget_age(self, ticket: Ticket) -> None:
+        ages = self._ages[ticket.flow.tenant]
+        del ages[bisect.bisect_left(ages, ticket.age, key=lambda each: each.age)]
+        if not ages:
+            del self._ages[ticket.flow.tenant]
+        ticket.waited_s = self._clock.monotonic() - ticket.since
 
-        The queue must not be empty.
+    def head(self, held: Held = _NOTHING) -> tuple[Ticket, ItemT]:
+        """Return the next ticket and its item, without removing them.
+
+        Of a priority, tenants that hold more than their share go after the others. The queue must not be empty.
         """
-        lines = self._rounds[max(self._rounds)].values()
-        return min(lines, key=lambda line: (over_share(line.first[0]), line.rounds())).first
+        old = self._next_by_age(held, [each[0] for each in self._ages.values()])
+        if old is None:
+            lines = self._rounds[max(self._rounds)].values()
+            ticket, item = _next_in_round(lines, held).first
+        else:
+            line = self._rounds[old.priority][old.flow.tenant]
+            _, ticket, item = line.items[line.index(old)]
+        ticket.by_age = old is not None
+        return ticket, item
 
-    def leads(self, ticket: Ticket, over_share: Callable[[Ticket], bool] = lambda ticket: False) -> bool:
+    def _next_by_age(self, held: Held, oldest: Sequence[Ticket]) -> Ticket | None:
+        """Return who is next by age, of the oldest ticket of each tenant; None where it is not the turn of age."""
+        if self._in_turn < IN_TURN:
+            return None
+        now = self._clock.monotonic()
+        return choose_by_age(
+            oldest,
+            lambda ticket: ticket.queued and is_old(now - ticket.since, self._max_wait),
+            lambda ticket: held.load(ticket.flow),
+        )
+
+    def leads(self, ticket: Ticket, held: Held = _NOTHING) -> bool:
         """Return whether a ticket that is not in the queue would be its head."""
+        oldest = self._ages if ticket.flow.tenant in self._ages else self._ages | {ticket.flow.tenant: [ticket]}
+        if self._next_by_age(held, [each[0] for each in oldest.values()]) is not None:
+            return False
         highest = max(self._rounds, default=ticket.priority - 1)
         if ticket.priority != highest:
             return ticket.priority > highest
@@ -162,21 +246,39 @@ class FairQueue(Generic[ItemT]):
         round_: list[_Line[Any]] = [own if line is same else line for line in lines.values()]
         if same is None:
             round_.append(own)
-        return min(round_, key=lambda line: (over_share(line.first[0]), line.rounds())) is own
+        return _next_in_round(round_, held) is own
 
     def before(self, priority: int) -> int:
-        """Return how many tickets of this or a higher priority wait."""
-        rounds = (lines for each, lines in self._rounds.items() if each >= priority)
-        return sum(len(line.items) for lines in rounds for line in lines.values())
+        """Return how many tickets are before a new one of this priority: those of this or a higher one, and old ones.
+
+        One of eight is by age, as far as old tickets of lower priorities wait.
+        """
+        tickets = [ticket for ages in self._ages.values() for ticket in ages]
+        ahead = sum(ticket.priority >= priority for ticket in tickets)
+        now = self._clock.monotonic()
+        old = sum(ticket.priority < priority and is_old(now - ticket.since, self._max_wait) for ticket in tickets)
+        return ahead + min(old, (min(self._in_turn, IN_TURN) + ahead) // IN_TURN)
 
     def serve(self, ticket: Ticket) -> None:
         """Remove the head, which got its place: its tenant pays, and each waiting tenant earns the turns until then."""
         lines = self._rounds[ticket.priority]
         line = lines[ticket.flow.tenant]
-        rounds = line.rounds()
+        turns, passed_by = line.turns_until(ticket), ticket.cost / line.flow.weight
         for each in lines.values():
-            each.earn(rounds)
-        line.deficit -= ticket.cost
+            if each is not line:
+                each.earn(turns, passed_by)
+        line.pay(ticket)
+        self._in_turn = 0 if ticket.by_age else self._in_turn + 1
         lines[ticket.flow.tenant] = lines.pop(ticket.flow.tenant)
         self.leave(ticket)
         ticket.cost = 0
+
+
+def _next_in_round(round_: Collection[_Line[Any]], held: Held) -> _Line[Any]:
+    """Return the line of one priority that has its turn."""
+    largest = max(line.first[0].sequences for line in round_)
+
+    def place(line: _Line[Any]) -> tuple[bool, float]:
+        return held.is_over(line.flow, largest), round(line.turns_until(line.first[0]), _DECIMALS)
+
+    return min(round_, key=place)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from common.clock import Clock
 from common.errors import DeadlineExceeded, QuireError, Unavailable
+from common.turns import BY_AGE, DEFAULT_MAX_WAIT
 from common.types import DecisionKind, PoolIdentity
 from router.core.admission import ANY_WORKER, PREDICTED, check_deadline
 from router.core.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_at
@@ -49,12 +50,13 @@ class Dispatcher:
         decisions: DecisionSink,
         clock: Clock,
         patience: float = PATIENCE_SECONDS,
+        max_wait: float = DEFAULT_MAX_WAIT,
     ) -> None:
         self.pool = self._pool = pool
         self._router, self._index, self._decisions = router, index, decisions
         self._clock, self._patience = clock, patience
         self._memory = OptimisticIndex()
-        self._queue: FairQueue[WaitingJob] = FairQueue()
+        self._queue: FairQueue[WaitingJob] = FairQueue(clock, max_wait)
         self._reserver = Reserver(clock, self._serve_queue)
         self._starving: asyncio.TimerHandle | None = None
         # The last choice by which a job had to wait: no worker could take it.
@@ -158,7 +160,7 @@ class Dispatcher:
         ticket = Ticket(job.priority, 0, flow, job.request.sequences, due)
         shares = self._shares(flow)
         choice = self._choose(job, _in_share(job.request, shares, ticket), index.hits, _FORESEEN)
-        leads, before = self._queue.leads(ticket, shares.exceeded_by), self._queue.before(job.priority)
+        leads, before = self._queue.leads(ticket, shares), self._queue.before(job.priority)
         waiting = WaitingJob(job, index, 0)
         return Foresight(
             choice, leads, before, index.answered, self._soonest(waiting, self._may_have_room(ticket, shares))
@@ -171,7 +173,7 @@ class Dispatcher:
     def waits(self) -> tuple[str, object]:
         """Return in words what waits for a place that is free, and what differs after each placement."""
         shares = self._shares()
-        head = self._queue.head(shares.exceeded_by)[1].job.request if self._queue else None
+        head = self._queue.head(shares)[1].job.request if self._queue else None
         words = waits_for_a_place(head, len(self._queue), self._pool.models(), self._clock.monotonic())
         return words, self._settled
 
@@ -202,7 +204,7 @@ class Dispatcher:
         self._head = None
         while self._queue:
             shares = self._shares()
-            ticket, waiting = self._queue.head(shares.exceeded_by)
+            ticket, waiting = self._queue.head(shares)
             try:
                 if not self._serve(ticket, waiting, _in_share(waiting.job.request, shares, ticket)):
                     return
@@ -224,9 +226,23 @@ class Dispatcher:
         if choice.outcome is Outcome.WAIT:
             self._blocked, self._head = choice, request
             return False
-        self._queue.serve(ticket)
-        self._settle(waiting, choice, ticket.flow)
+        refused = self._refusal(waiting.job, choice)
+        if refused is None:
+            self._queue.serve(ticket)
+        else:  # it takes no place, so its tenant pays for none
+            self._queue.leave(ticket)
+        self._settle(waiting, choice, ticket, refused)
         return True
+
+    def _refusal(self, job: Job, choice: Choice) -> QuireError | None:
+        """Return why a job gets no place although it is its turn."""
+        if choice.worker is None:
+            return too_large(choice.decision)
+        try:
+            check_deadline(self._clock.monotonic(), job.deadline, choice.least_s)
+        except DeadlineExceeded as late:
+            return late
+        return None
 
     def _record_wait(self, job: Job, ticket: Ticket) -> None:
         """Record that a job has to wait, and why no worker could take the head of the queue."""
@@ -268,26 +284,27 @@ class Dispatcher:
             hits[name] = max(blocks, hits.get(name, 0))
         return hits
 
-    def _settle(self, waiting: WaitingJob, choice: Choice, flow: Flow) -> None:
+    def _settle(self, waiting: WaitingJob, choice: Choice, ticket: Ticket, refused: QuireError | None) -> None:
         """Record the decision; set the placement, or the error that refuses the job."""
         self._settled += 1
         job = waiting.job
-        decision = replace(choice.decision, tenant=job.owner)
+        reasons = (BY_AGE,) if ticket.by_age else ()
+        decision = replace(choice.decision, tenant=job.owner, reasons=reasons)
         if job.moved_because:
-            decision = replace(decision, kind=DecisionKind.MIGRATION, reasons=(job.moved_because,))
+            decision = replace(decision, kind=DecisionKind.MIGRATION, reasons=(job.moved_because, *reasons))
         self._decisions.record(decision)
         if waiting.placed.done():
             return
+        if refused is not None or choice.worker is None:
+            waiting.fail(refused or too_large(decision))
+            return
         try:
-            if choice.worker is None:
-                raise too_large(decision)
-            check_deadline(self._clock.monotonic(), job.deadline, choice.least_s)
             client = self._pool.client(choice.worker)
-        except QuireError as refused:
-            waiting.fail(refused)
+        except QuireError as gone:
+            waiting.fail(gone)
             return
         self._placed[job.priority] += 1
-        placement = self._placement(job, choice.worker, client, choice, flow)
+        placement = self._placement(job, choice.worker, client, choice, ticket.flow)
         waiting.placed.set_result(
             replace(placement, decision=decision, looked_up_ns=waiting.looked_up_ns, index=waiting.index)
         )

@@ -16,6 +16,7 @@ ALLOWED_COMMON = {
     "common.clock",
     "common.errors",
     "common.limits",
+    "common.turns",
 }
 # What of the standard library would bring the outside world in: event loops, sockets, processes, threads, the time.
 FORBIDDEN_STDLIB = {

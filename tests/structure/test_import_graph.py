@@ -26,6 +26,7 @@ LOOSE = {
         "lease",
         "limits",
         "own_thread",
+        "turns",
         "service",
         "types",
         "version",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from common.clock import ManualClock
 from router.core.fair_queue import FairQueue, Flow, Ticket
 from router.core.place_shares import PlaceShares
 
@@ -9,7 +10,7 @@ RED, BLUE = Flow("red"), Flow("blue")
 
 
 def ticket(flow: Flow, sequences: int = 1) -> Ticket:
-    return FairQueue[str]().ticket(0, flow, sequences)
+    return FairQueue[str](ManualClock()).ticket(0, flow, sequences)
 
 
 def test_a_tenant_alone_may_hold_every_place() -> None:
@@ -70,3 +71,40 @@ def test_released_places_count_no_longer() -> None:
     assert counts.used(RED) == 0
     counts.take(BLUE)
     assert not counts.among(2, []).exceeded_by(ticket(BLUE))
+
+
+def test_others_go_first_beyond_the_share_the_largest_request_and_a_place() -> None:
+    counts, shares = PlaceShares(), [RED, BLUE]
+    for _ in range(9):
+        counts.take(RED)
+    assert [counts.among(16, shares).is_over(RED, largest) for largest in (1, 2)] == [False, False]
+    counts.take(RED)
+    assert [counts.among(16, shares).is_over(RED, largest) for largest in (1, 2)] == [True, False], "10 are 8 + 1 + 1"
+    assert not counts.among(16, shares).is_over(BLUE, 1)
+
+
+def test_a_tenant_that_holds_both_places_is_over_its_share_of_one() -> None:
+    counts = PlaceShares()
+    for _ in range(2):
+        counts.take(RED)
+    assert counts.among(2, [BLUE]).is_over(RED, 1)
+
+
+def test_a_load_is_what_a_tenant_holds_over_its_share() -> None:
+    counts, heavy = PlaceShares(), Flow("heavy", 3.0)
+    for _ in range(6):
+        counts.take(heavy)
+    counts.take(RED)
+    shares = counts.among(8, [BLUE])
+    assert [shares.load(each) for each in (heavy, RED, BLUE)] == [6 / (8 * 3 / 5), 1 / (8 / 5), 0.0]
+
+
+def test_fractions_that_miss_a_whole_number_count_as_it() -> None:
+    """Seven weights of 0.1 are a bit less or more than 0.7."""
+    counts, flows = PlaceShares(), [Flow(str(number), 0.1) for number in range(7)]
+    for flow in flows:
+        for _ in range(2):
+            counts.take(flow)
+    shares = counts.among(21, [])
+    assert not any(shares.exceeded_by(ticket(flow)) for flow in flows), "the third of three"
+    assert all(shares.exceeded_by(ticket(flow, 2)) for flow in flows)

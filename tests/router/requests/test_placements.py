@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from common.errors import QuireError, Unavailable
+from common.turns import BY_AGE
 from common.types import DecisionKind
 from router.core.fair_queue import PASSED_SECONDS
 from router.core.placement import PlacementRequest
@@ -30,6 +32,36 @@ from tests.support.router.frontend_harness import (
 
 def job(sequences: int = 1) -> Job:
     return Job(PlacementRequest("r", prompt_tokens=10, max_len=13, max_tokens=3, sequences=sequences), (), 0, None)
+
+
+@pytest.mark.parametrize("max_wait", [0.001, 0.0])
+async def test_a_low_priority_gets_the_eighth_place_in_a_flood_of_higher_ones(max_wait: float) -> None:
+    async with frontend_over(FakeWorker(max_num_seqs=1), max_wait=max_wait) as harness:
+        dispatcher, order = harness.dispatcher, list[str]()
+        held = [await dispatcher.place(job(), dispatcher.ticket(0)) for _ in range(2)]
+
+        async def wait(name: str, priority: int) -> None:
+            wanted = job()
+            wanted = replace(wanted, request=replace(wanted.request, request_id=name), priority=priority)
+            placement = await dispatcher.place(wanted, dispatcher.ticket(priority))
+            order.append(name)
+            placement.reservations[0].release()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(wait("low", -10))
+            await harness.until(lambda: len(harness.decisions.find(kind=DecisionKind.QUEUED)) == 1)
+            began = CLOCK.monotonic()
+            await harness.until(lambda: CLOCK.monotonic() - began > 0.001)
+            for number in range(10):
+                tasks.create_task(wait(f"high {number}", 5))
+            await harness.until(lambda: len(harness.decisions.find(kind=DecisionKind.QUEUED)) == 11)
+            held[0].reservations[0].release()
+        high = [f"high {number}" for number in range(10)]
+        # Two were served before them.
+        assert order == ([*high[:5], "low", *high[5:]] if max_wait else [*high, "low"])
+        records = {each.request_id: each.reasons for each in harness.decisions.find(kind=DecisionKind.ROUTING)}
+        assert records["low"] == ((BY_AGE,) if max_wait else ())
+        held[1].reservations[0].release()
 
 
 def failing_submit(monkeypatch: pytest.MonkeyPatch, error: Exception, call: int) -> None:

@@ -17,6 +17,7 @@ from common.backoff import Backoff
 from common.clock import SystemClock
 from common.decisions.ring import DecisionRing
 from common.telemetry.spans import RecordedSpan
+from common.turns import DEFAULT_MAX_WAIT
 from common.types import BlockHash, PoolIdentity, SamplingParams
 from quire.decision.v1.decision_pb2 import ListDecisionsRequest, ListDecisionsResponse
 from router.core.admission import AdmissionLimiter, AdmissionLimits
@@ -147,6 +148,7 @@ async def frontend_over(
     incarnation: bytes = b"i" * 16,
     manager_patience: float = math.inf,
     objective: Objective | None = None,
+    max_wait: float = DEFAULT_MAX_WAIT,
 ) -> AsyncIterator[Harness]:
     """Start workers and a frontend that is connected to all of them; with an objective it keeps bad requests."""
     identity = identity or PoolIdentity(
@@ -156,7 +158,7 @@ async def frontend_over(
     index, decisions, registry, spans = index or FixedIndex(), DecisionRing(1000), CollectorRegistry(), CollectedSpans()
     numbers = itertools.count(1)
     new_id = lambda: f"id-{next(numbers)}"  # noqa: E731
-    dispatcher = Dispatcher(pool, Router(CLOCK, new_id, seed=1), index, decisions, CLOCK, patience)
+    dispatcher = Dispatcher(pool, Router(CLOCK, new_id, seed=1), index, decisions, CLOCK, patience, max_wait)
     metrics = RouterMetrics(registry)
     tail = None if objective is None else _keeper(objective, decisions, metrics, spans)
     recorder = Recorder(metrics, decisions, spans.tracer, CLOCK, new_id, tail, MODEL)
