@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from common.errors import AlreadyExists, DeadlineExceeded, Overloaded, QuotaViolation
+from router.core.first_tokens import Prediction
 from router.core.rates import Average
 from router.core.tenancy import Tenant, TenantQuotas
 
@@ -135,12 +136,17 @@ class AdmissionLimiter:
         return None
 
 
-def check_deadline(now: float, deadline: float | None, first_token_s: float) -> None:
+def check_deadline(now: float, deadline: float | None, first_token: Prediction) -> None:
     """Raise DeadlineExceeded when the deadline has passed, or the first token is predicted to come after it."""
     if deadline is None:
         return
     if now >= deadline:
         raise DeadlineExceeded(f"the deadline passed {now - deadline:.3f} s ago, before a worker was found")
-    if now + first_token_s > deadline:
-        left = deadline - now
-        raise DeadlineExceeded(f"{left:.3f} s are left, and {PREDICTED} {first_token_s:.3f} s")
+    if now + first_token.seconds > deadline:
+        raise DeadlineExceeded(too_late_words(deadline - now, first_token))
+
+
+def too_late_words(left: float, first_token: Prediction, where: str = "") -> str:
+    """Return why a deadline cannot be met, and how sure that is; `where` says at which worker."""
+    predicted = f"{PREDICTED} {first_token.seconds:.3f} s{where and ' '}{where}"
+    return f"{left:.3f} s are left, and {predicted} ({first_token.how_sure})"

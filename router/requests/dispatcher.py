@@ -12,8 +12,9 @@ from common.clock import Clock
 from common.errors import DeadlineExceeded, QuireError, Unavailable
 from common.turns import BY_AGE, DEFAULT_MAX_WAIT
 from common.types import DecisionKind, PoolIdentity
-from router.core.admission import ANY_WORKER, PREDICTED, check_deadline
+from router.core.admission import ANY_WORKER, check_deadline, too_late_words
 from router.core.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_at
+from router.core.first_tokens import FirstTokens, Foretold
 from router.core.identity import is_complete
 from router.core.index_answer import NOTHING_ASKED
 from router.core.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
@@ -56,6 +57,7 @@ class Dispatcher:
         self._router, self._index, self._decisions = router, index, decisions
         self._clock, self._patience = clock, patience
         self._memory = OptimisticIndex()
+        self.first_tokens = FirstTokens()
         self._queue: FairQueue[WaitingJob] = FairQueue(clock, max_wait)
         self._reserver = Reserver(clock, self._serve_queue)
         self._starving: asyncio.TimerHandle | None = None
@@ -111,6 +113,8 @@ class Dispatcher:
             return await self._placed_in_time(waiting)
         except BaseException:
             self._queue.leave(ticket)
+            if waiting.foretold is not None:
+                waiting.foretold.ended(self._clock.monotonic())
             # A placement may have come together with the timeout or the cancellation.
             waiting.discard()
             self._serve_queue()
@@ -127,8 +131,26 @@ class Dispatcher:
         job = waiting.job
         if job.deadline is None or job.moved_because:
             return
-        has_room = self._may_have_room(ticket, self._shares())
-        check_deadline(self._clock.monotonic(), job.deadline, self._soonest(waiting, has_room))
+        soonest = self._soonest(waiting, self._may_have_room(ticket, self._shares()))
+        waiting.foretold = self._foretold(job, soonest)
+        self._check_deadline(waiting, soonest)
+
+    def _foretold(self, job: Job, seconds: float) -> Foretold:
+        return Foretold(self.first_tokens, seconds, self._clock.monotonic(), job.deadline)
+
+    def _check_deadline(self, waiting: WaitingJob, predicted_s: float) -> None:
+        """Raise DeadlineExceeded for a job that is predicted to be late, unless it is tried."""
+        now, deadline = self._clock.monotonic(), waiting.job.deadline
+        try:
+            check_deadline(now, deadline, self.first_tokens.about(predicted_s))
+        except DeadlineExceeded:
+            if deadline is None or now >= deadline or not self._tries(waiting, predicted_s):
+                raise
+
+    def _tries(self, waiting: WaitingJob, predicted_s: float) -> bool:
+        """Return whether a job that is predicted to be late is tried, so that something is measured."""
+        waiting.tried = waiting.tried or self.first_tokens.may_try(predicted_s, self._clock.monotonic())
+        return waiting.tried
 
     def _may_have_room(self, ticket: Ticket, shares: Shares) -> bool:
         """Return whether a waiting job may not have to wait for the sequences that are at the workers."""
@@ -147,10 +169,11 @@ class Dispatcher:
             left = deadline - self._clock.monotonic()
             if left <= 0.0:
                 raise DeadlineExceeded("deadline exceeded while the request waited for a worker")
-            soonest = self._soonest(waiting, has_room=True)
-            if soonest > left:
-                raise DeadlineExceeded(f"{left:.3f} s are left, and {PREDICTED} {soonest:.3f} s {ANY_WORKER}")
-            await asyncio.wait([waiting.placed], timeout=max(left - soonest, _LEAST_WAIT_S))
+            soonest = self.first_tokens.about(self._soonest(waiting, has_room=True))
+            late = soonest.seconds > left
+            if late and not self._tries(waiting, soonest.predicted_s):
+                raise DeadlineExceeded(too_late_words(left, soonest, ANY_WORKER))
+            await asyncio.wait([waiting.placed], timeout=left if late else max(left - soonest.seconds, _LEAST_WAIT_S))
         return waiting.placed.result()
 
     async def foresee(self, job: Job, flow: Flow) -> Foresight:
@@ -226,7 +249,7 @@ class Dispatcher:
         if choice.outcome is Outcome.WAIT:
             self._blocked, self._head = choice, request
             return False
-        refused = self._refusal(waiting.job, choice)
+        refused = self._refusal(waiting, choice)
         if refused is None:
             self._queue.serve(ticket)
         else:  # it takes no place, so its tenant pays for none
@@ -234,12 +257,12 @@ class Dispatcher:
         self._settle(waiting, choice, ticket, refused)
         return True
 
-    def _refusal(self, job: Job, choice: Choice) -> QuireError | None:
+    def _refusal(self, waiting: WaitingJob, choice: Choice) -> QuireError | None:
         """Return why a job gets no place although it is its turn."""
         if choice.worker is None:
             return too_large(choice.decision)
         try:
-            check_deadline(self._clock.monotonic(), job.deadline, choice.least_s)
+            self._check_deadline(waiting, choice.least_s)
         except DeadlineExceeded as late:
             return late
         return None
@@ -306,7 +329,13 @@ class Dispatcher:
         self._placed[job.priority] += 1
         placement = self._placement(job, choice.worker, client, choice, ticket.flow)
         waiting.placed.set_result(
-            replace(placement, decision=decision, looked_up_ns=waiting.looked_up_ns, index=waiting.index)
+            replace(
+                placement,
+                decision=decision,
+                looked_up_ns=waiting.looked_up_ns,
+                index=waiting.index,
+                foretold=waiting.foretold or self._foretold(job, choice.least_s),
+            )
         )
 
     def _placement(self, job: Job, worker: WorkerModel, client: WorkerClient, choice: Choice, flow: Flow) -> Placement:

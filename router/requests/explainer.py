@@ -100,7 +100,8 @@ class Explainer:
             return outcome, reason
         now = self._clock.monotonic()
         try:
-            check_deadline(now, None if seconds is None else now + seconds, predicted[outcome])
+            first_token = self._dispatcher.first_tokens.about(predicted[outcome])
+            check_deadline(now, None if seconds is None else now + seconds, first_token)
         except DeadlineExceeded as late:
             return Foreseen.TOO_LATE, str(late)
         return outcome, reason

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.types import BlockHash, Decision
+from router.core.first_tokens import Foretold
 from router.core.index_answer import NOTHING_ASKED, IndexAnswer
 from router.core.placement import PlacementRequest
 from router.core.routing import Choice
@@ -34,7 +35,8 @@ class Job:
 class Placement:
     """A worker for a job, with the load of each sequence reserved there; the caller submits them at once.
 
-    Every reservation must be released. `looked_up_ns` is when the prefix lookup ended, and `index` what it said.
+    Every reservation must be released. `foretold` is to learn when the first token comes. `looked_up_ns` is when the
+    prefix lookup ended, and `index` what it said.
     """
 
     worker_id: str
@@ -43,6 +45,7 @@ class Placement:
     decision: Decision
     looked_up_ns: int
     index: IndexAnswer = NOTHING_ASKED
+    foretold: Foretold | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +64,16 @@ class Foresight:
 
 @dataclass(slots=True, eq=False)
 class WaitingJob:
-    """A job in the queue, what the prefix index said of it, and the future of its placement."""
+    """A job in the queue, what the prefix index said of it, and the future of its placement.
+
+    `foretold` is the prediction at its arrival, if it had one. It is `tried` although it is predicted to be late.
+    """
 
     job: Job
     index: IndexAnswer
     looked_up_ns: int
+    foretold: Foretold | None = None
+    tried: bool = False
     placed: asyncio.Future[Placement] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -60,6 +60,8 @@ class Placer:
                 return
             placement = await self._place(run, job, run.ticket)
         run.identity = identity
+        if not moved_because:
+            run.foretold = placement.foretold
         run.log.placed(placement.index)
         self._submit(run, sequences, prefix, placement)
         self._admission.start(run.request_id, self._clock.monotonic(), request.tenant)

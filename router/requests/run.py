@@ -13,6 +13,7 @@ from common.types import BlockHash, FinishReason, PoolIdentity
 from router.core.diagnosis.outcome import Outcome
 from router.core.events import ValidatedRequest
 from router.core.fair_queue import Ticket
+from router.core.first_tokens import Foretold
 from router.core.placement import PlacementRequest
 from router.core.resuming import Continuation, Received
 from router.core.suspicion import Suspicion
@@ -132,7 +133,7 @@ class RequestRun:
         self, request: ValidatedRequest, request_id: str, trace: RequestTrace, turns: Turns, clock: Clock
     ) -> None:
         self.request, self.request_id, self.trace = request, request_id, trace
-        self.log = RunLog(request, clock)
+        self.log, self._clock = RunLog(request, clock), clock
         self.sequences: list[Running] = []
         # A request with stop strings needs its tokens at once, because the worker has no stop strings.
         patient = request.whole and not request.sampling.stop
@@ -149,6 +150,8 @@ class RequestRun:
         self.identity: PoolIdentity | None = None
         self.decision_id = ""
         self.ticket: Ticket | None = None
+        # The prediction of the first token, until that comes.
+        self.foretold: Foretold | None = None
         self.suspicion = Suspicion()
         self._turn: Turn | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -187,6 +190,9 @@ class RequestRun:
     def _follow(self, event: SequenceEvent) -> None:
         """Count what clears or accuses the request; end its turn once it is cleared or gone."""
         if isinstance(event, TokensSampled | PromptScored):
+            if self.foretold is not None:
+                self.foretold.came(self._clock.monotonic())
+                self.foretold = None
             further = event.token_ids if isinstance(event, TokensSampled) else event.logprobs
             if self.suspicion.sampled(len(further)):
                 self.take_turn(None)
@@ -256,6 +262,9 @@ class RequestRun:
         """Give up the places of all sequences that still run."""
         self.take_turn(None)
         self.suspicion.leave()
+        if self.foretold is not None:
+            self.foretold.ended(self._clock.monotonic())
+            self.foretold = None
         if self._timer is not None:
             self._timer.cancel()
         self.inbox.close()

@@ -124,7 +124,8 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
     Cause.TOO_LARGE: Advice("Shorten the prompt, lower `max_tokens`, or give workers more blocks.", "too-large"),
     Cause.WRONG_REQUEST: Advice("The client must change its request; the service is not the reason.", "wrong-request"),
     Cause.HOPELESS_DEADLINE: Advice(
-        "The client should allow more time. Where it cannot, add workers: the prediction has queue and prefill.",
+        "The client should allow more time. Where it cannot, add workers: the prediction has queue and prefill. The "
+        "error says how far the last such predictions were off.",
         "hopeless-deadline",
     ),
     Cause.DEADLINE: Advice("The client should allow more time, or what took the time must go.", "deadline"),

@@ -6,6 +6,7 @@ import pytest
 
 from common.errors import AlreadyExists, DeadlineExceeded, Overloaded, QuotaViolation
 from router.core.admission import AdmissionLimiter, AdmissionLimits, check_deadline
+from router.core.first_tokens import Prediction
 from router.core.tenancy import ANYONE, Tenant, TenantLimits
 
 
@@ -139,15 +140,17 @@ def test_a_request_is_charged_for_the_tokens_that_it_used() -> None:
 
 
 def test_no_deadline_is_always_met() -> None:
-    check_deadline(now=5.0, deadline=None, first_token_s=1e9)
+    check_deadline(now=5.0, deadline=None, first_token=Prediction(1e9, 1e9))
 
 
 def test_a_deadline_that_has_passed_is_refused() -> None:
     with pytest.raises(DeadlineExceeded, match=r"passed 1\.000 s ago"):
-        check_deadline(now=5.0, deadline=4.0, first_token_s=0.0)
+        check_deadline(now=5.0, deadline=4.0, first_token=Prediction(0.0, 0.0))
 
 
 def test_a_first_token_after_the_deadline_is_refused_with_both_figures() -> None:
-    with pytest.raises(DeadlineExceeded, match=r"2\.000 s are left.*predicted in 2\.500 s"):
-        check_deadline(now=5.0, deadline=7.0, first_token_s=2.5)
-    check_deadline(now=5.0, deadline=7.0, first_token_s=1.9)
+    with pytest.raises(
+        DeadlineExceeded, match=r"2\.000 s are left.*predicted in 2\.500 s \(no such prediction was measured\)"
+    ):
+        check_deadline(now=5.0, deadline=7.0, first_token=Prediction(2.5, 2.5))
+    check_deadline(now=5.0, deadline=7.0, first_token=Prediction(1.9, 1.9))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,8 @@ from common.types import DecisionKind
 from router.core.admission import ANY_WORKER
 from router.core.diagnosis.causes import Cause
 from router.core.diagnosis.rules import diagnose
-from router.core.fair_queue import ONE_FLOW, Flow
+from router.core.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket
+from router.core.first_tokens import TRIED_EVERY_S, FirstTokens
 from router.core.worker_model import Load, WorkerModel, WorkerState
 from router.requests.explainer import Foreseen
 from router.requests.jobs import Job
@@ -22,7 +24,15 @@ from tests.router.requests.test_outcomes import outcome, story
 from tests.router.requests.test_placements import full, job
 from tests.support.deadlines import TooSlow, with_enough_time
 from tests.support.router.fake_worker import FakeWorker
-from tests.support.router.frontend_harness import CLOCK, Harness, frontend_over, in_background, nothing_left, request
+from tests.support.router.frontend_harness import (
+    CLOCK,
+    Harness,
+    frontend_over,
+    in_background,
+    nothing_left,
+    request,
+    tokens_of,
+)
 
 # A long way off on any machine.
 FAR = 1000.0
@@ -281,3 +291,94 @@ async def test_nothing_is_left_of_a_request_that_was_refused() -> None:
                 await harness.events(request(deadline=CLOCK.monotonic() + 5.0))
             assert harness.admission.queued == 0
         await harness.until(lambda: nothing_left(harness))
+
+
+# ------------------------------------------------------------ predictions that are too high
+
+
+def long_ago(learnt: FirstTokens) -> None:
+    """Let what was refused and measured have been so long ago that one is tried."""
+    for size in learnt._latest:
+        learnt._latest[size] -= TRIED_EVERY_S
+
+
+async def test_a_refusal_says_how_sure_it_is_and_so_does_its_record() -> None:
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        measured(harness, prefill=100.0, running=0)
+        with pytest.raises(DeadlineExceeded, match=r"predicted in 1000\.\d* s \(no such prediction was measured\)"):
+            await harness.events(request(request_id="r1", deadline=CLOCK.monotonic() + 10.0))
+        assert "no such prediction was measured" in outcome(harness).failure
+        found = diagnose(story(harness)).verdict
+        assert (found.cause, "no such prediction was measured" in found.sentence) == (Cause.HOPELESS_DEADLINE, True)
+
+
+async def test_a_prediction_that_was_several_times_too_high_refuses_nobody_afterwards() -> None:
+    """The ten tokens of a prompt are predicted to take 40 s. They take milliseconds."""
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        measured(harness, prefill=4.0, running=0)
+        with pytest.raises(DeadlineExceeded):
+            await harness.events(request(no_cache=True, deadline=CLOCK.monotonic() + 20.0))
+        await harness.events(request(no_cache=True))
+        measured(harness, prefill=4.0, running=0)
+        assert (await explainer_of(harness).explain(request(no_cache=True), 20.0)).outcome is Foreseen.PLACED
+        assert tokens_of(await harness.events(request(no_cache=True, deadline=CLOCK.monotonic() + 20.0))) == [
+            100,
+            101,
+            102,
+        ]
+        measured(harness, prefill=4.0, running=0)
+        late = await explainer_of(harness).explain(request(no_cache=True), 2.0)
+        assert late.outcome is Foreseen.TOO_LATE, "2.5 s: no prediction is lowered further"
+        assert re.search("the last 2 such predictions were .*times what happened", late.reason)
+        assert "it was 40." in late.reason
+
+
+async def test_where_all_are_refused_one_is_tried_after_a_while() -> None:
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        learnt = harness.dispatcher.first_tokens
+        measured(harness, prefill=4.0, running=0)
+        for _ in range(3):
+            with pytest.raises(DeadlineExceeded):
+                await harness.events(request(no_cache=True, deadline=CLOCK.monotonic() + 20.0))
+        long_ago(learnt)
+        assert tokens_of(await harness.events(request(no_cache=True, deadline=CLOCK.monotonic() + 20.0))) == [
+            100,
+            101,
+            102,
+        ]
+        assert len(learnt.about(40.0).measured) == 1
+
+
+async def test_a_request_that_waits_is_tried_too_and_what_it_waited_in_vain_counts() -> None:
+    async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
+        measured(harness, prefill=1e-6)
+        reservation = await full(harness)
+        stayed(harness, 1.0)
+        learnt, allowed = harness.dispatcher.first_tokens, 0.3
+        with pytest.raises(DeadlineExceeded, match="is predicted in"):
+            await harness.dispatcher.place(due(allowed), harness.dispatcher.ticket(0))
+        long_ago(learnt)
+        with pytest.raises(DeadlineExceeded, match="while the request waited"):
+            await harness.dispatcher.place(due(allowed), harness.dispatcher.ticket(0))
+        (in_vain,) = learnt.about(1.0).measured
+        assert (in_vain.came, in_vain.actual_s >= 0.95 * allowed) == (False, True)
+        reservation.release()
+
+
+async def test_a_request_that_is_refused_at_its_turn_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, real = list[Ticket](), FairQueue.serve
+
+    def serve(self: FairQueue[object], ticket: Ticket) -> None:
+        served.append(ticket)
+        real(self, ticket)
+
+    monkeypatch.setattr(FairQueue, "serve", serve)
+    async with frontend_over(FakeWorker()) as harness:
+        measured(harness, prefill=100.0, running=0)
+        ticket = harness.dispatcher.ticket(0, sequences=8)
+        with pytest.raises(DeadlineExceeded):
+            await harness.dispatcher.place(due(10.0), ticket)
+        assert (served, ticket.cost) == ([], 8)
+        placement = await harness.dispatcher.place(job(), ticket)
+        assert (served, ticket.cost) == ([ticket], 0)
+        placement.reservations[0].release()
