@@ -13,8 +13,9 @@ goes first.
 A request is due at its deadline, and after PASSED_SECONDS at the latest (`due_at`). So requests without a deadline go
 in the order of their arrival, and nobody passes a request who arrives so long after it.
 
-The head stays the head until it has its places. One that is next by age and lacks places is no exception: those that
-have places end, nobody gets one before it, and so it is placed when its worker is empty at the latest.
+Whoever is next by age and lacks places stays next until it has them, while its tenant is below its share. Those that
+have places end and nobody gets one before it, so it is placed when its worker is empty at the latest. The others wait
+no longer than that.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ ONE_FLOW = Flow()
 
 PASSED_SECONDS = 30.0
 """For so long after its arrival, a request may be passed by later ones that have an earlier deadline."""
+
+PASSED_LOAD = 4 / 3
+"""What a tenant holds over its share when requests of others pass its next one, which lacks places."""
 
 
 def due_at(now: float, deadline: float | None) -> float:
@@ -125,6 +129,9 @@ class Held(Protocol):
     def is_over(self, flow: Flow, largest: int) -> bool:
         """Return whether others go before a tenant while requests of up to so many sequences wait."""
 
+    def is_within(self, ticket: Ticket) -> bool:
+        """Return whether a tenant holds no more than its share with this request too."""
+
 
 class _NothingHeld:
     def load(self, flow: Flow) -> float:
@@ -132,6 +139,9 @@ class _NothingHeld:
 
     def is_over(self, flow: Flow, largest: int) -> bool:
         return False
+
+    def is_within(self, ticket: Ticket) -> bool:
+        return True
 
 
 _NOTHING: Final = _NothingHeld()
@@ -216,6 +226,18 @@ class FairQueue(Generic[ItemT]):
         ticket.by_age = old is not None
         return ticket, item
 
+    def passing(self, held: Held = _NOTHING) -> tuple[Ticket, ItemT] | None:
+        """Return who goes before a head that lacks places, as `_passing` has it.
+
+        Nobody passes one that goes by age: its tenant is below its share, or waits alone.
+        """
+        head, _ = self.head(held)
+        line = _passing(self._rounds[head.priority].values(), head.flow, held)
+        if line is None:
+            return None
+        line.first[0].by_age = False
+        return line.first
+
     def _next_by_age(self, held: Held, oldest: Sequence[Ticket]) -> Ticket | None:
         """Return who is next by age, of the oldest ticket of each tenant; None where it is not the turn of age."""
         if self._in_turn < IN_TURN:
@@ -228,7 +250,7 @@ class FairQueue(Generic[ItemT]):
         )
 
     def leads(self, ticket: Ticket, held: Held = _NOTHING) -> bool:
-        """Return whether a ticket that is not in the queue would be its head."""
+        """Return whether a ticket that is not in the queue would be its head, or pass it."""
         oldest = self._ages if ticket.flow.tenant in self._ages else self._ages | {ticket.flow.tenant: [ticket]}
         if self._next_by_age(held, [each[0] for each in oldest.values()]) is not None:
             return False
@@ -246,7 +268,8 @@ class FairQueue(Generic[ItemT]):
         round_: list[_Line[Any]] = [own if line is same else line for line in lines.values()]
         if same is None:
             round_.append(own)
-        return _next_in_round(round_, held) is own
+        first = _next_in_round(round_, held)
+        return first is own or _passing(round_, first.flow, held) is own
 
     def before(self, priority: int) -> int:
         """Return how many tickets are before a new one of this priority: those of this or a higher one, and old ones.
@@ -277,8 +300,20 @@ class FairQueue(Generic[ItemT]):
 def _next_in_round(round_: Collection[_Line[Any]], held: Held) -> _Line[Any]:
     """Return the line of one priority that has its turn."""
     largest = max(line.first[0].sequences for line in round_)
+    return min(round_, key=lambda line: (held.is_over(line.flow, largest), _turns(line)))
 
-    def place(line: _Line[Any]) -> tuple[bool, float]:
-        return held.is_over(line.flow, largest), round(line.turns_until(line.first[0]), _DECIMALS)
 
-    return min(round_, key=place)
+def _passing(round_: Collection[_Line[Any]], head: Flow, held: Held) -> _Line[Any] | None:
+    """Return the line whose request goes before the head of one priority, which lacks places; None: nobody does.
+
+    It stays within its tenant's share, and the head's tenant holds PASSED_LOAD of its own. So those who hold places of
+    others do not make these wait until they give some back.
+    """
+    if held.load(head) < PASSED_LOAD:
+        return None
+    within = [line for line in round_ if line.flow.tenant != head.tenant and held.is_within(line.first[0])]
+    return min(within, key=_turns, default=None)
+
+
+def _turns(line: _Line[Any]) -> float:
+    return round(line.turns_until(line.first[0]), _DECIMALS)

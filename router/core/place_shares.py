@@ -75,10 +75,14 @@ class Shares:
         beside = min(largest + 1.0, max(float(largest), share))
         return self._counts.used(flow) >= share + beside - _ROUNDING
 
+    def is_within(self, ticket: Ticket) -> bool:
+        """Return whether a tenant holds no more than its share with this request too."""
+        share = self._each * ticket.flow.weight
+        return self._counts.used(ticket.flow) + ticket.sequences <= share + _ROUNDING
+
     def exceeded_by(self, ticket: Ticket) -> bool:
         """Return whether a tenant that holds places would hold more than its share; the first place is always its."""
-        used = self._counts.used(ticket.flow)
-        return used > 0 and used + ticket.sequences > self._each * ticket.flow.weight + _ROUNDING
+        return self._counts.used(ticket.flow) > 0 and not self.is_within(ticket)
 
     def exceeded_beside(self, flow: Flow) -> bool:
         """Return whether another tenant holds more than its share: a tenant below its own may take from that."""

@@ -222,21 +222,33 @@ class Dispatcher:
     def _serve_queue(self) -> None:
         """Place jobs in order, up to the first that has to wait: a later one must not take its place.
 
-        A tenant below its share does not wait for places that others hold: the KV manager takes blocks from those.
+        A tenant below its share does not wait for places that others hold: the KV manager takes blocks from those, and
+        the queue says who may pass a head that lacks places.
         """
         self._head = None
         while self._queue:
             shares = self._shares()
-            ticket, waiting = self._queue.head(shares)
-            try:
-                if not self._serve(ticket, waiting, _in_share(waiting.job.request, shares, ticket)):
-                    return
-            # Broad: this runs for other requests too, and a job that fails by a bug must neither stop them nor wait on.
-            except Exception as error:
-                log.exception("unexpected error while a request was placed")
-                self._queue.leave(ticket)
-                waiting.fail(error)
+            if self._attempt(self._queue.head(shares), shares):
+                continue
+            head = self._head
+            passing = self._queue.passing(shares) if head is not None else None
+            if passing is None or not self._attempt(passing, shares):
+                self._head = head
+                return
+            self._head = None
         self._fed()
+
+    def _attempt(self, entry: tuple[Ticket, WaitingJob], shares: Shares) -> bool:
+        """Place one job, or end it; return False when it has to wait."""
+        ticket, waiting = entry
+        try:
+            return self._serve(ticket, waiting, _in_share(waiting.job.request, shares, ticket))
+        # Broad: this runs for other requests too, and a job that fails by a bug must neither stop them nor wait on.
+        except Exception as error:
+            log.exception("unexpected error while a request was placed")
+            self._queue.leave(ticket)
+            waiting.fail(error)
+            return True
 
     def _serve(self, ticket: Ticket, waiting: WaitingJob, request: PlacementRequest) -> bool:
         """Place one job; return False when it has to wait."""

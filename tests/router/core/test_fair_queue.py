@@ -10,6 +10,7 @@ from router.core.fair_queue import PASSED_SECONDS, FairQueue, Flow, Ticket, due_
 from router.core.place_shares import PlaceShares
 
 RED, BLUE = Flow("red"), Flow("blue")
+FLOWS = {"red": RED, "blue": BLUE, "green": Flow("green")}
 # Sequences of the largest request.
 MOST = 8
 
@@ -25,6 +26,16 @@ class Over:
 
     def is_over(self, flow: Flow, largest: int) -> bool:
         return flow is self.flow
+
+    def is_within(self, ticket: Ticket) -> bool:
+        return ticket.flow is not self.flow
+
+
+class Holds(Over):
+    """Holdings by which one tenant holds so much more than its share that others pass it, and is not over it."""
+
+    def is_over(self, flow: Flow, largest: int) -> bool:
+        return False
 
 
 def order(queue: FairQueue[str]) -> list[str]:
@@ -221,6 +232,21 @@ def test_tenants_that_wait_get_sequences_by_weight(sizes: list[list[int]], weigh
         assert max(served) - min(served) <= max(most) + 1e-6
 
 
+def test_a_request_within_its_share_passes_a_head_that_lacks_places_of_a_tenant_beyond_its_own() -> None:
+    queue: FairQueue[str] = FairQueue(ManualClock())
+    join(queue, ("large", 0), sequences=2)
+    join(queue, ("small", 0), flow=Flow("blue", 0.1))
+    held = Holds(RED)
+    assert queue.head(held)[1] == "large"
+    passing = queue.passing(held)
+    assert passing is not None
+    assert passing[1] == "small"
+    assert queue.passing(Holds(BLUE)) is None, "the tenant of the head is not beyond its share"
+    assert queue.passing(Over(FLOWS["green"])) is None
+    queue.serve(passing[0])
+    assert order(queue) == ["large"]
+
+
 # ------------------------------------------------------------ by age
 
 
@@ -352,7 +378,6 @@ def test_nobody_who_is_old_waits_for_more_than_its_turns(steps: list[tuple[float
                 assert allowed[each] > 0, "it is served before its turns are over"
 
 
-FLOWS = {"red": RED, "blue": BLUE, "green": Flow("green")}
 dues = st.sampled_from([1.0, 2.0, 3.0])
 
 
@@ -363,21 +388,21 @@ dues = st.sampled_from([1.0, 2.0, 3.0])
     st.integers(0, 1),
     st.integers(1, MOST),
     dues,
-    st.sampled_from([RED, BLUE, Flow("nobody")]),
+    st.sampled_from([Over(RED), Over(BLUE), Holds(RED), Holds(BLUE), Over(Flow("nobody"))]),
 )
-@example([("blue", 1, 1, 1.0), ("blue", 1, 1, 1.0), ("red", 1, 1, 2.0)], 1, "red", 1, 2, 1.0, BLUE)
-@example([("blue", 1, 1, 1.0)] * 7 + [("blue", 0, 1, 1.0)], 7, "red", 1, 1, 1.0, BLUE)
-@example([("blue", 1, 1, 1.0)] * 7 + [("blue", 0, 1, 1.0)], 7, "blue", 1, 1, 1.0, BLUE)
-def test_a_ticket_leads_exactly_when_it_would_be_the_head(
+@example([("blue", 1, 1, 1.0), ("blue", 1, 1, 1.0), ("red", 1, 1, 2.0)], 1, "red", 1, 2, 1.0, Over(BLUE))
+@example([("blue", 1, 1, 1.0)] * 7 + [("blue", 0, 1, 1.0)], 7, "red", 1, 1, 1.0, Over(BLUE))
+@example([("blue", 1, 1, 1.0)] * 7 + [("blue", 0, 1, 1.0)], 7, "blue", 1, 1, 1.0, Over(BLUE))
+def test_a_ticket_leads_exactly_when_it_would_be_the_head_or_pass_it(
     waiting: list[tuple[str, int, int, float]],
     served: int,
     tenant: str,
     priority: int,
     sequences: int,
     due: float,
-    over: Flow,
+    held: Over,
 ) -> None:
-    clock, held = ManualClock(), Over(over)
+    clock = ManualClock()
     queue: FairQueue[str] = FairQueue(clock)
     for place, (name, level, size, its_due) in enumerate(waiting):
         queue.join(queue.ticket(level, FLOWS[name], size, its_due), str(place))
@@ -389,7 +414,8 @@ def test_a_ticket_leads_exactly_when_it_would_be_the_head(
     assert len(queue) == length
     ticket = queue.ticket(priority, FLOWS[tenant], sequences, due)
     queue.join(ticket, "new")
-    assert leads == (queue.head(held)[0] is ticket)
+    passing = queue.passing(held)
+    assert leads == (queue.head(held)[0] is ticket or (passing is not None and passing[0] is ticket))
 
 
 def test_those_before_a_priority_are_counted() -> None:

@@ -15,8 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.clock import ManualClock
-from router.core.fair_queue import FairQueue, Flow
-from router.core.place_shares import PlaceShares
+from router.core.fair_queue import FairQueue, Flow, Ticket
+from router.core.place_shares import PlaceShares, Shares
 from router.core.placement import ENTITLED
 
 WEIGHTS = ((1.0, 1.9), (1.0, 3.0), (2.0, 3.0, 5.0), (0.1, 1.0), (1.0, 10.0))
@@ -57,9 +57,15 @@ class Service:
         self.queue.join(self.queue.ticket(0, self.flows[tenant], self.rng.randint(*self.sizes[tenant])), tenant)
 
     def serve(self) -> bool:
-        """Give the head its places; return False when it has to wait."""
+        """Give the head its places, or who passes it; return False when both have to wait."""
         shares = self.counts.among(self.places, self.queue.flows())
-        ticket, tenant = self.queue.head(shares)
+        if self.attempt(self.queue.head(shares), shares):
+            return True
+        passing = self.queue.passing(shares)
+        return passing is not None and self.attempt(passing, shares)
+
+    def attempt(self, entry: tuple[Ticket, int], shares: Shares) -> bool:
+        ticket, tenant = entry
         limit = self.places * (1 if shares.exceeded_by(ticket) else ENTITLED)
         if len(self.running) + ticket.sequences > max(limit, ticket.sequences):
             return False
