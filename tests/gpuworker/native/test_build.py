@@ -211,8 +211,8 @@ def test_a_level_that_the_assembler_lacks_is_left_out(monkeypatch: pytest.Monkey
     build.library("avx_vnni").touch()
     assert levels.levels_here.__wrapped__()[-1] == "avx_vnni"
     monkeypatch.setenv("CXX", "false")
-    assert not build._can_make("avx_vnni")
-    assert build._can_make("avx2")
+    assert not build.can_make("avx_vnni")
+    assert build.can_make("avx2")
     assert levels.levels_here.__wrapped__() == ("scalar", "avx2")
     said = "libquire_cpu.avx_vnni.so was not built: false or its assembler is too old; take GCC 11 or newer"
     assert levels.why_not("avx_vnni") == f"{said}, run `make install`"
