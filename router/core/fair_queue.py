@@ -15,14 +15,15 @@ in the order of their arrival, and nobody passes a request who arrives so long a
 
 Whoever is next by age and lacks places stays next until it has them, while its tenant is below its share. Those that
 have places end and nobody gets one before it, so it is placed when its worker is empty at the latest. The others wait
-no longer than that.
+no longer than that. Turns by age go by sequences as weights do: an old request of 16 sequences has one after 112 that
+were served in the order of the queue.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -157,7 +158,7 @@ class FairQueue(Generic[ItemT]):
         self._rounds: dict[int, dict[str, _Line[ItemT]]] = {}
         # By tenant, the oldest first.
         self._ages: dict[str, list[Ticket]] = {}
-        # Requests that were served in the order of the queue since the last one by age.
+        # Sequences that were served in the order of the queue since the last request by age.
         self._in_turn = 0
         self._arrivals = itertools.count()
         self._length = 0
@@ -211,12 +212,18 @@ class FairQueue(Generic[ItemT]):
             del self._ages[ticket.flow.tenant]
         ticket.waited_s = self._clock.monotonic() - ticket.since
 
-    def head(self, held: Held = _NOTHING) -> tuple[Ticket, ItemT]:
+    def __iter__(self) -> Iterator[tuple[Ticket, ItemT]]:
+        """Iterate over all tickets and their items, in no order that counts."""
+        lines = (line for lines in self._rounds.values() for line in lines.values())
+        return ((ticket, item) for line in lines for _, ticket, item in line.items)
+
+    def head(self, held: Held = _NOTHING, by_age: bool = True) -> tuple[Ticket, ItemT]:
         """Return the next ticket and its item, without removing them.
 
-        Of a priority, tenants that hold more than their share go after the others. The queue must not be empty.
+        Of a priority, tenants that hold more than their share go after the others. The queue must not be empty. Not
+        `by_age`: in the order of the queue, also where it is the turn of age.
         """
-        old = self._next_by_age(held, [each[0] for each in self._ages.values()])
+        old = self._next_by_age(held, [each[0] for each in self._ages.values()]) if by_age else None
         if old is None:
             lines = self._rounds[max(self._rounds)].values()
             ticket, item = _next_in_round(lines, held).first
@@ -226,12 +233,11 @@ class FairQueue(Generic[ItemT]):
         ticket.by_age = old is not None
         return ticket, item
 
-    def passing(self, held: Held = _NOTHING) -> tuple[Ticket, ItemT] | None:
+    def passing(self, head: Ticket, held: Held = _NOTHING) -> tuple[Ticket, ItemT] | None:
         """Return who goes before a head that lacks places, as `_passing` has it.
 
         Nobody passes one that goes by age: its tenant is below its share, or waits alone.
         """
-        head, _ = self.head(held)
         line = _passing(self._rounds[head.priority].values(), head.flow, held)
         if line is None:
             return None
@@ -243,11 +249,12 @@ class FairQueue(Generic[ItemT]):
         if self._in_turn < IN_TURN:
             return None
         now = self._clock.monotonic()
-        return choose_by_age(
+        old = choose_by_age(
             oldest,
             lambda ticket: ticket.queued and is_old(now - ticket.since, self._max_wait),
             lambda ticket: held.load(ticket.flow),
         )
+        return old if old is not None and self._in_turn >= IN_TURN * old.sequences else None
 
     def leads(self, ticket: Ticket, held: Held = _NOTHING) -> bool:
         """Return whether a ticket that is not in the queue would be its head, or pass it."""
@@ -291,7 +298,7 @@ class FairQueue(Generic[ItemT]):
             if each is not line:
                 each.earn(turns, passed_by)
         line.pay(ticket)
-        self._in_turn = 0 if ticket.by_age else self._in_turn + 1
+        self._in_turn = 0 if ticket.by_age else self._in_turn + ticket.sequences
         lines[ticket.flow.tenant] = lines.pop(ticket.flow.tenant)
         self.leave(ticket)
         ticket.cost = 0

@@ -228,10 +228,16 @@ class Dispatcher:
         self._head = None
         while self._queue:
             shares = self._shares()
-            if self._attempt(self._queue.head(shares), shares):
+            entry = self._queue.head(shares)
+            if self._attempt(entry, shares):
                 continue
+            if entry[0].by_age and self._head is None:
+                # No worker may take it now: that keeps nobody else from those that are there.
+                entry = self._queue.head(shares, by_age=False)
+                if self._attempt(entry, shares):
+                    continue
             head = self._head
-            passing = self._queue.passing(shares) if head is not None else None
+            passing = self._queue.passing(entry[0], shares) if head is not None else None
             if passing is None or not self._attempt(passing, shares):
                 self._head = head
                 return
@@ -417,10 +423,13 @@ class Dispatcher:
             self._starving = None
 
     def _give_up(self) -> None:
-        """Fail every job in the queue: no worker has been usable for too long."""
+        """Fail the jobs in the queue that no worker may take: none has been usable for too long."""
         self._starving = None
-        while self._queue:
-            self.refuse(self._queue.head()[0], self._no_worker())
+        for ticket, waiting in list(self._queue):
+            choice = self._choose(waiting.job, waiting.job.request, waiting.index.hits)
+            if choice.outcome is Outcome.NO_WORKER:
+                self.refuse(ticket, self._no_worker())
+        self._serve_queue()
 
     def _no_worker(self) -> Unavailable:
         now = self._clock.monotonic()

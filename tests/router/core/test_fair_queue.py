@@ -238,11 +238,12 @@ def test_a_request_within_its_share_passes_a_head_that_lacks_places_of_a_tenant_
     join(queue, ("small", 0), flow=Flow("blue", 0.1))
     held = Holds(RED)
     assert queue.head(held)[1] == "large"
-    passing = queue.passing(held)
+    passing = queue.passing(queue.head(held)[0], held)
     assert passing is not None
     assert passing[1] == "small"
-    assert queue.passing(Holds(BLUE)) is None, "the tenant of the head is not beyond its share"
-    assert queue.passing(Over(FLOWS["green"])) is None
+    head = queue.head(held)[0]
+    assert queue.passing(head, Holds(BLUE)) is None, "the tenant of the head is not beyond its share"
+    assert queue.passing(head, Over(FLOWS["green"])) is None
     queue.serve(passing[0])
     assert order(queue) == ["large"]
 
@@ -289,12 +290,12 @@ def test_seven_go_in_order_before_the_first_one_by_age() -> None:
 
 
 def test_a_head_by_age_that_has_to_wait_stays_the_head_and_nobody_goes_before_it() -> None:
-    """Its 64 sequences have no places yet; each look at the queue finds it again."""
+    """Its 64 sequences have no places yet; each look at the queue finds it again. It has its turn after 7 for each."""
     clock = ManualClock()
     queue: FairQueue[str] = FairQueue(clock, max_wait=30.0)
     join(queue, ("large", -10), sequences=64)
-    rise(queue, 7)
     clock.advance(30.0)
+    assert set(rise(queue, 7 * 64)) == {"high"}
     join(queue, ("high", 5))
     for _ in range(3):
         ticket, name = queue.head()
@@ -414,7 +415,7 @@ def test_a_ticket_leads_exactly_when_it_would_be_the_head_or_pass_it(
     assert len(queue) == length
     ticket = queue.ticket(priority, FLOWS[tenant], sequences, due)
     queue.join(ticket, "new")
-    passing = queue.passing(held)
+    passing = queue.passing(queue.head(held)[0], held)
     assert leads == (queue.head(held)[0] is ticket or (passing is not None and passing[0] is ticket))
 
 

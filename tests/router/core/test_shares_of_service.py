@@ -43,13 +43,17 @@ class Service:
         places: int,
         seed: int = 1,
         seconds: Sequence[float] = (1.0, 1.0, 1.0, 1.0),
+        max_wait: float = 0.0,
     ) -> None:
-        """`sizes` are the fewest and the most sequences of a request, `seconds` the mean of a sequence, by tenant."""
+        """`sizes` are the fewest and the most sequences of a request, `seconds` the mean of a sequence, by tenant.
+
+        With a `max_wait` of 0 nobody goes by age.
+        """
         self.flows = [Flow(str(number), weight) for number, weight in enumerate(weights)]
         self.sizes, self.seconds = sizes, seconds
         self.places, self.rng, self.now = places, random.Random(seed), 0.0
-        # Nobody goes by age here.
-        self.queue, self.counts = FairQueue[int](ManualClock(), max_wait=0.0), PlaceShares()
+        self.clock = ManualClock()
+        self.queue, self.counts = FairQueue[int](self.clock, max_wait), PlaceShares()
         self.running: list[tuple[float, int]] = []
         self.served, self.most = [0] * len(weights), [0] * len(weights)
 
@@ -59,9 +63,10 @@ class Service:
     def serve(self) -> bool:
         """Give the head its places, or who passes it; return False when both have to wait."""
         shares = self.counts.among(self.places, self.queue.flows())
-        if self.attempt(self.queue.head(shares), shares):
+        entry = self.queue.head(shares)
+        if self.attempt(entry, shares):
             return True
-        passing = self.queue.passing(shares)
+        passing = self.queue.passing(entry[0], shares)
         return passing is not None and self.attempt(passing, shares)
 
     def attempt(self, entry: tuple[Ticket, int], shares: Shares) -> bool:
@@ -86,6 +91,7 @@ class Service:
         while sum(self.served) < sequences:
             if not self.serve():
                 self.now, tenant = heapq.heappop(self.running)
+                self.clock.now = self.now
                 self.counts.release(self.flows[tenant])
 
     def entitled(self) -> list[float]:
@@ -102,6 +108,16 @@ def test_each_tenant_gets_sequences_by_its_weight(weights: tuple[float, ...], mi
     service = Service(weights, [first, *[others] * (len(weights) - 1)], places)
     service.run(6_000)
     assert service.served == pytest.approx(service.entitled(), rel=NEAR)
+
+
+@pytest.mark.parametrize("places", [16, 64])
+@pytest.mark.parametrize(("light", "sequences"), [(9.0, 16), (3.0, 16), (19.0, 1)])
+def test_turns_by_age_leave_the_weights(light: float, sequences: int, places: int) -> None:
+    """Everybody is old. Age may add to a tenant of few places, and not by the size of its requests."""
+    service = Service((1.0, light), ((sequences, sequences), (1, 1)), places, max_wait=1e-9)
+    service.run(6_000)
+    share = service.served[0] / sum(service.served)
+    assert share == pytest.approx(1.0 / (1.0 + light), abs=0.02)
 
 
 sizes = st.sampled_from([(1, 1), (1, 2), (2, 2), (4, 4), (1, 8), (8, 8)])

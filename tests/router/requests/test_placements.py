@@ -64,6 +64,31 @@ async def test_a_low_priority_gets_the_eighth_place_in_a_flood_of_higher_ones(ma
         held[1].reservations[0].release()
 
 
+async def test_an_old_job_without_a_worker_keeps_no_other_one_from_its_place() -> None:
+    """As an operator's pin of a low priority, which goes to the one worker that has not computed its prompt yet."""
+    async with frontend_over(FakeWorker(max_num_seqs=8), max_wait=0.001) as harness:
+        dispatcher = harness.dispatcher
+        held = [await dispatcher.place(job(), dispatcher.ticket(0)) for _ in range(7)]
+        (worker,) = {each.worker_id for each in held}
+        barred = replace(job(), request=replace(job().request, avoids=frozenset({worker})), priority=-10)
+        pin = asyncio.create_task(dispatcher.place(barred, dispatcher.ticket(-10)))
+        await harness.until(lambda: len(harness.decisions.find(kind=DecisionKind.QUEUED)) == 1)
+        began = CLOCK.monotonic()
+        await harness.until(lambda: CLOCK.monotonic() - began > 0.001)
+        held.append(await dispatcher.place(job(), dispatcher.ticket(0)))
+        held += [await dispatcher.place(job(), dispatcher.ticket(0)) for _ in range(8)]  # as many again may wait there
+        waits = asyncio.create_task(dispatcher.place(job(), dispatcher.ticket(0)))
+        await harness.until(lambda: len(harness.decisions.find(kind=DecisionKind.QUEUED)) > 1)
+        dispatcher._give_up()  # as after the patience
+        with pytest.raises(Unavailable):
+            await pin
+        assert not waits.done(), "its worker is full, and not away"
+        held[0].reservations[0].release()
+        held.append(await waits)
+        for placement in held[1:]:
+            placement.reservations[0].release()
+
+
 def failing_submit(monkeypatch: pytest.MonkeyPatch, error: Exception, call: int) -> None:
     """Let one call of WorkerClient.submit raise, counted from 1."""
     real, calls = WorkerClient.submit, [0]
