@@ -1,6 +1,6 @@
 """Who may take the next free block. Leases, admissions, preemptions and backfilling all ask this one order.
 
-    1  running sequences that are stalled: by a lease, or by a preemption where no block is left
+    1  running sequences: by a lease ahead of need; where one is stalled and no block is left, by a preemption
     2  the next waiting sequence, if it outranks the begun prompt and its blocks are free now, or after a preemption
     3  the begun prompt: one that runs with a part of its prompt's blocks
     4  the next waiting sequence: after `in_turn` admissions by priority one by age, else the highest priority
@@ -12,13 +12,15 @@ by its age. A begun prompt that is old takes a turn by age as one that waits doe
 
 Why nobody waits for ever, while messages arrive and steps run:
 
-* A running sequence that is not stalled takes part in each step, so it ends.
+* A running sequence that is not stalled is computed by later steps, and by more of them only up to its greatest length.
+  So it ends.
 * If all that run are stalled, they get what is free or cached. If nothing is, all but the most senior can be preempted.
   Those that are spared hold all blocks that they may ever need, so they are not stalled.
 * If the begun prompt runs alone, all other blocks are free, cached or leased to it. Then the next waiting sequence is
   admitted, or preempts the begun prompt, which frees the whole pool; or else the begun prompt gets all that it lacks.
 * If none runs, the whole pool is free or cached. The next waiting sequence fits into it, or it was refused on arrival.
-* A preemption for a waiting sequence frees enough for its admission. Only an arrival can come before it then.
+* A preemption for a waiting sequence frees what that lacks at the time. Others may come first all the same: an arrival,
+  an old sequence, another tenant. Each of these is an admission, so something runs.
 """
 
 from __future__ import annotations
@@ -70,9 +72,9 @@ def take_turn_by_age(state: LedgerState) -> None:
         count_turn(state, Turn(begun, True))
 
 
-def outranks(sequence: Sequence, begun: Sequence) -> bool:
-    """Return whether a waiting sequence goes before a begun prompt, and may preempt it."""
-    return sequence.priority > begun.priority and not begun.by_age
+def outranks(sequence: Sequence, running: Sequence) -> bool:
+    """Return whether a waiting sequence goes before one that runs: it may preempt that, and passes a begun prompt."""
+    return sequence.priority > running.priority and not running.by_age
 
 
 def _is_turn_by_age(state: LedgerState) -> bool:

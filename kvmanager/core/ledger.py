@@ -113,12 +113,17 @@ class Ledger:
 
     def _preempt_for_next(self) -> tuple[Preempt, ...]:
         """Order a preemption for the sequence that is next and cannot be admitted, if it is entitled to one."""
-        state, granter = self.state, self.policies.granter
+        state = self.state
         if state.blocked_by not in ("capacity", "places"):
             return ()
         sequence = grant_order.next_turn(state).sequence
-        lacks = partial(granter.shortage, state, sequence) if state.blocked_by == "capacity" else partial(Shortage, 0)
-        return self.policies.preemption.preempt_for(state, sequence, lacks)
+        return self.policies.preemption.preempt_for(state, sequence, partial(self._shortage, sequence))
+
+    def _shortage(self, sequence: Sequence) -> Shortage:
+        """Return what a waiting sequence lacks, where those that run get their runway first."""
+        short = self.policies.granter.shortage(self.state, sequence)
+        due = max(0, self._runway_terms()[0].want - self.state.block_pool.leased)
+        return Shortage(short.missing + due, short.slack + due, short.hits)
 
     def lease_target(self, refill: bool) -> int:
         return self._target(self._runway_terms()[0], refill)

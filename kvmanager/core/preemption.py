@@ -24,6 +24,7 @@ from common.lease import Preempt
 from common.types import TRIMMED, BlockId, Candidate, SequenceId, SequencePhase
 from kvmanager.core.block import Blocks
 from kvmanager.core.config import VictimOrder
+from kvmanager.core.grant_order import outranks
 from kvmanager.core.ledger_state import LedgerState
 from kvmanager.core.sequence import Sequence
 from kvmanager.core.shares import TenantShares
@@ -120,7 +121,7 @@ class PreemptionPolicy:
 
     def may_replace(self, sequence: Sequence, victim: Sequence, exposure: Exposure, blocks: int) -> bool:
         """Return whether a waiting sequence which needs so many blocks is entitled to those of a running one."""
-        if victim.priority < sequence.priority and not victim.by_age:
+        if outranks(sequence, victim):
             return True
         shares = exposure.shares
         within = not shares.running(sequence.tenant) or shares.load(sequence.tenant, 1, blocks) <= 1.0
