@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -115,11 +115,11 @@ class Watchdog:
 
     async def check(self, now: float) -> None:
         """Look once, and report what has changed."""
-        self._resort()
         works = self._look()
         self._clocks = {name: self._clocks.get(name) or StallClock(self._bound) for name in works}
         looked = {name: self._clocks[name].look(work, now) for name, work in works.items()}
         known, self.reasons = self.reasons, {name: why for name, why in looked.items() if why}
+        self._resort(known)
         reason = "; ".join(f"{name}: {why}" if name else why for name, why in self.reasons.items())
         if len(self.reasons) == len(works) > 1:
             reason = f"all {len(works)}: {reason}"
@@ -134,10 +134,10 @@ class Watchdog:
         if bool(reason) != bool(before):
             await self._report(reason)
 
-    def _resort(self) -> None:
-        """Act on the parts that stand still for too long. Health says so since the last look, or an earlier one."""
+    def _resort(self, known: Collection[str]) -> None:
+        """Act on the parts that have stood still for too long; of these, health said so at an earlier look."""
         if self.last_resort is None:
             return
         for name, why in self.reasons.items():
-            if self._clocks[name].is_due(self.last_resort.seconds):
+            if name in known and self._clocks[name].is_due(self.last_resort.seconds):
                 self.last_resort.act(name, why)

@@ -7,7 +7,7 @@ import time
 
 from prometheus_client import CollectorRegistry
 
-from common.process.watchdog import StallClock, Watchdog, Work
+from common.process.watchdog import LastResort, StallClock, Watchdog, Work
 from tests.support.waiting import until
 
 BOUND = 30.0
@@ -65,6 +65,39 @@ async def test_each_part_has_a_clock_of_its_own_and_health_hears_only_of_changes
     del works["w0"], works["w1"]
     await watchdog.check(34.0)
     assert len(told) == 2
+
+
+async def test_the_last_resort_acts_on_what_stands_still_now_and_did_at_an_earlier_look() -> None:
+    works, told, acted = {"w0": Work("2 wait", 1)}, list[str](), list[str]()
+
+    async def report(reason: str) -> None:
+        told.append(reason)
+
+    resort = LastResort(2 * BOUND, lambda name, _: acted.append(name))
+    watchdog = Watchdog(BOUND, lambda: works, report, CollectorRegistry(), resort)
+    for second in range(int(2 * BOUND) + 1):
+        await watchdog.check(float(second))
+    assert (len(told), acted) == (1, [])
+    works["w0"] = Work("", 1)  # it goes on just before the look that would act
+    await watchdog.check(2 * BOUND + 1)
+    assert acted == []
+    works["w0"] = Work("2 wait", 2)
+    for second in range(int(4 * BOUND) + 3):
+        await watchdog.check(100.0 + second)
+    assert acted == ["w0", "w0"], "again after as long"
+
+
+async def test_health_says_so_before_the_last_resort_acts() -> None:
+    told, acted = list[str](), list[int]()
+
+    async def report(reason: str) -> None:
+        told.append(reason)
+
+    resort = LastResort(0.0, lambda *_: acted.append(len(told)))
+    watchdog = Watchdog(BOUND, lambda: {"w0": Work("2 wait", 1)}, report, CollectorRegistry(), resort)
+    for second in range(int(BOUND) + 3):
+        await watchdog.check(float(second))
+    assert acted[0] == 1
 
 
 async def test_a_blocked_loop_shows_as_lag() -> None:
