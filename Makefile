@@ -52,8 +52,8 @@ TEXT := .text/botchan.txt
 EXTRAS := router kvmanager gpuworker cli local
 $(SERVING): pyproject.toml protos/pyproject.toml requirements.lock constraints.txt hatch_build.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=...")'
-	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing the pinned packages that serve (half a minute)"
+	@test -x $(BIN)/python || { echo "1/3 creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "2/3 installing the pinned packages that serve (a minute)"
 	@$(PYTHON) docker/requirements.py --build $(EXTRAS) >$(VENV)/serving.txt
 	@{ { $(PIP_INSTALL) --require-hashes --no-deps -r $(VENV)/serving.txt \
 		&& $(PIP_INSTALL) -c constraints.txt torch \
@@ -78,7 +78,7 @@ BUILD_KERNELS = { ( if said=$$($(BIN)/python $(1) --progress 2>&1 >&3); then tou
 	else echo "$$said"; exit 1; fi ) 3>&1 || touch $@.failed; } | $(PIP_LINES)
 
 $(KERNELS): $(SERVING) $(NATIVE)
-	@echo "building the CPU kernels of this processor"
+	@echo "3/3 building the CPU kernels of this processor"
 	@$(call BUILD_KERNELS,-m gpuworker.native.levels,make)
 	@! rm $@.failed 2>/dev/null
 

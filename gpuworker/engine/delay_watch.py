@@ -52,10 +52,6 @@ class DelayWatch:
         elif (untold := self._untold.pop(sequence, None)) is not None:
             yield untold
 
-    def clear(self) -> None:
-        """Forget stalls: no sequence has blocks any more."""
-        self._stalled.clear()
-
     def _ended(self, sequence: SequenceId, now: float) -> Delayed:
         since = self._stalled.pop(sequence)
         before = self._untold.pop(sequence, Delayed(sequence, 0.0, 0.0))

@@ -387,6 +387,9 @@ class Engine:
 
     def _begin_anew(self, failure: EngineFailure, ended: frozenset[SequenceId]) -> None:
         """Begin a new incarnation. Sequences that did not end wait again, with the tokens that they have."""
+        now = self._clock.monotonic()
+        for sequence in self._requests:
+            self._outputs.delayed += self._delays.left(sequence, now)
         for sequence in ended:
             self._finish_with_error(sequence, str(failure), self._agent.usage(sequence))
             self._outputs.chunks += self._traced.ended(sequence)
@@ -398,9 +401,8 @@ class Engine:
         self._traced.keep(self._requests.keys())
         self._in_runner.clear()
         self._starts.clear()
-        self._delays.clear()
         for each in others:
-            self._delays.waits(each.id, self._clock.monotonic())
+            self._delays.waits(each.id, now)
         agent, lease = self._new_agent(), self._lease
         agent.take_over(others)
         attach = replace(self._new_attach(), session=lease.session, epoch_seen=lease.epoch_seen)

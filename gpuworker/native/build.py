@@ -113,7 +113,7 @@ def can_make(level: str) -> bool:
     if level not in _NEW:
         return True
     command = [*compiler(), *LEVELS[level], "-x", "c++", "-c", "-", "-o", os.devnull]
-    can = not subprocess.run(command, input=_NEW[level], capture_output=True, text=True, check=False).returncode
+    can = not _tried(command, _NEW[level]).returncode
     if not can:
         library(level).unlink(missing_ok=True)
     return can
@@ -196,11 +196,19 @@ def _link(level: str) -> None:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = _tried(command)
     if done.returncode:
         raise NoCompiler(f"{shlex.join(command)} failed:\n{done.stderr}")
     if done.stderr:
         print(done.stderr, file=sys.stderr)  # noqa: T201
+
+
+def _tried(command: list[str], source: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Return how a command of the compiler ended. Raises NoCompiler where it cannot be run."""
+    try:
+        return subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise NoCompiler(f"{command[0]} cannot be run: {error.strerror}; set CXX to a C++ compiler") from error
 
 
 def main(wanted: Collection[str] = LEVELS) -> None:

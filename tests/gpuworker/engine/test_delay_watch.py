@@ -47,10 +47,3 @@ def test_a_sequence_that_ends_tells_what_it_waited_for() -> None:
     list(delays.planned((B,), 2.0))
     assert list(delays.left(A, 3.0)) == [Delayed(A, 0.0, 2.0)]
     assert list(delays.left(B, 4.0)) == [Delayed(B, 2.0, 2.0)]
-
-
-def test_a_worker_that_begins_anew_stalls_nobody() -> None:
-    delays = watch()
-    list(delays.planned((A,), 1.0))
-    delays.clear()
-    assert list(delays.planned((), 9.0)) == []

@@ -283,6 +283,7 @@ def test_a_failed_step_ends_waiting_sequences_too_and_each_with_its_usage(
     assert [each.reason for each in results] == [FinishReason.ERROR] * 2
     assert [(each.usage.prompt_tokens, each.usage.output_tokens) for each in results] == [(3, 1), (6, 0)]
     assert not runner.num_tokens
+    assert not driver.engine._delays._waiting, "nothing of them stays behind"
 
 
 def test_a_refused_request_says_how_long_its_prompt_is() -> None:
