@@ -35,7 +35,7 @@ class IndexAnswer:
     """Leading blocks that each worker has, None where the index names no worker.
 
     `detail` is in words: the limit, the failure, or why Redis was not asked. `seconds` are those of the look-up, up to
-    its limit: what an event loop took beyond that is no matter of the index.
+    its limit: what an event loop took beyond that does not count.
     """
 
     hits: Mapping[str, int] | None = None

@@ -171,7 +171,7 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
         "Start Redis again; an empty one is fine, because managers publish everything anew.", "quireindexunreachable"
     ),
     Cause.INDEX_SKIPPED: Advice(
-        "A router that had no answer three times in a row asks Redis again after 1 s, later after up to 10 s: see why "
+        "A router that had no answer three times in a row asks Redis again after 1 s, later after up to 10 s. See why "
         "it had none.",
         "quirelookupsfail",
     ),

@@ -51,7 +51,7 @@ def prefix_verdict(story: Story) -> Verdict | None:
 
 
 def _ends_in_a_block(outcome: Outcome) -> bool:
-    """Return whether much of a prompt was sent before and was not cached, because it is no whole block."""
+    """Return whether much of a prompt was sent before and was not cached, because it is not a whole block."""
     beyond = min(outcome.shared_tokens, outcome.prompt_tokens) - outcome.cached_tokens
     return beyond > _MUCH * outcome.prompt_tokens
 

@@ -468,7 +468,7 @@ def test_an_index_that_was_silent_is_blamed_for_what_it_did_alone(index: str, ca
     assert (found.cause, found.sentence) == (cause, f"0 of 100 prompt tokens were cached: {words}.")
     known = asked(replace(outcome, miss="evicted"), routed(option("w0", 1), option("w1", 2)), granted(0.0)).prefix
     assert known is not None
-    assert known.cause is Cause.EVICTED, "the worker had it: what the index said is no matter"
+    assert known.cause is Cause.EVICTED, "the worker had it: what the index said does not count"
 
 
 def test_a_look_up_at_its_limit_costs_its_limit() -> None:
