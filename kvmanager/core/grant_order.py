@@ -12,8 +12,7 @@ by its age. A begun prompt that is old takes a turn by age as one that waits doe
 
 Why nobody waits for ever, while messages arrive and steps run:
 
-* A running sequence that is not stalled is computed by later steps, and by more of them only up to its greatest length.
-  So it ends.
+* A running sequence that is not stalled is computed, step by step, up to its greatest length at most. So it ends.
 * If all that run are stalled, they get what is free or cached. If nothing is, all but the most senior can be preempted.
   Those that are spared hold all blocks that they may ever need, so they are not stalled.
 * If the begun prompt runs alone, all other blocks are free, cached or leased to it. Then the next waiting sequence is
