@@ -28,6 +28,8 @@ SMALL = (
 )
 LARGER = "hand_over"
 WIDE = tuple(name for name in TINY if name not in (*SMALL, LARGER))
+WIDEST = "parts_aged"
+"""It has more than a million states. Its first ones are searched, and `liveness.py` has many like it."""
 
 
 @pytest.mark.parametrize("name", [*SMALL, pytest.param(LARGER, marks=pytest.mark.long)])
@@ -47,7 +49,7 @@ def test_no_early_state_of_a_wider_world_violates_an_invariant(name: str) -> Non
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("name", [name for name in WIDE if name != WIDEST])
 def test_no_state_of_a_wider_world_violates_an_invariant(name: str) -> None:
     found = exhaust(TINY[name])
     assert found.violation is None, found.trace
