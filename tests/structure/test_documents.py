@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,10 @@ MOST_LINES = {"README.md": 120, "ARCHITECTURE.md": 100}
 TOPS = "bench|cli|common|docker|docs|gpuworker|kvmanager|protos|router|tests"
 
 
-def documents() -> list[str]:
+def documents() -> list[Path]:
     """Return the Markdown files of the repository; node_modules holds those of others."""
     found = [*ROOT.glob("*.md"), *(path for top in TOPS.split("|") for path in (ROOT / top).rglob("*.md"))]
-    names = (path.relative_to(ROOT).as_posix() for path in found)
-    return sorted(name for name in names if "node_modules" not in name)
+    return sorted(path for path in found if "node_modules" not in path.parts)
 
 
 DOCUMENTS = documents()
@@ -65,20 +64,28 @@ def test_a_dead_link_is_found(tmp_path: Path) -> None:
     assert dead_links(page) == ["#other", "gone.md", "gone.svg"]
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_links_lead_somewhere(name: str) -> None:
-    assert dead_links(ROOT / name) == []
+def of_each(look: Callable[[Path], list[str]], paths: Iterable[Path]) -> dict[str, list[str]]:
+    """Return what a look finds wrong, by the name of the file; a file that has nothing wrong is left out."""
+    return {path.relative_to(ROOT).as_posix(): found for path in paths if (found := look(path))}
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_paths_that_a_document_names_exist(name: str) -> None:
-    named = set(re.findall(rf"`((?:{TOPS})/[\w./-]*)`", (ROOT / name).read_text()))
-    assert sorted(path for path in named if not (ROOT / path).exists()) == []
+def test_links_lead_somewhere() -> None:
+    assert of_each(dead_links, DOCUMENTS) == {}
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_prose_is_wrapped(name: str) -> None:
-    assert [line for line in prose((ROOT / name).read_text()) if len(line) > COLUMNS] == []
+def test_paths_that_a_document_names_exist() -> None:
+    def gone(document: Path) -> list[str]:
+        named = set(re.findall(rf"`((?:{TOPS})/[\w./-]*)`", document.read_text()))
+        return sorted(path for path in named if not (ROOT / path).exists())
+
+    assert of_each(gone, DOCUMENTS) == {}
+
+
+def test_prose_is_wrapped() -> None:
+    def long_lines(document: Path) -> list[str]:
+        return [line for line in prose(document.read_text()) if len(line) > COLUMNS]
+
+    assert of_each(long_lines, DOCUMENTS) == {}
 
 
 @pytest.mark.parametrize(("name", "most"), MOST_LINES.items())
@@ -86,14 +93,31 @@ def test_what_a_newcomer_reads_first_is_short(name: str, most: int) -> None:
     assert len((ROOT / name).read_text().splitlines()) <= most
 
 
-@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem[:4])
-def test_a_decision_has_its_parts_and_stands_in_the_index(page: Path) -> None:
+def faults_of_a_decision(page: Path, index: str) -> list[str]:
+    """Return which of the form's parts a decision lacks."""
     text = page.read_text()
-    number, title = headings(text)[0].split(". ", 1)
-    assert page.name.startswith(f"{number}-")
-    assert headings(text)[1:] == ["Context", "Choice", "Rejected", "Evidence"]
-    assert re.search(r"^20\d\d-\d\d-\d\d$", text, re.MULTILINE)
-    assert f"| {number} | [{title}](docs/decisions/{page.name}) |" in (ROOT / "DECISIONS.md").read_text()
+    number, _, title = headings(text)[0].partition(". ")
+    row = f"| {number} | [{title}](docs/decisions/{page.name}) |"
+    right = {
+        "its title begins with the number of its file": page.name.startswith(f"{number}-"),
+        "its parts": headings(text)[1:] == ["Context", "Choice", "Rejected", "Evidence"],
+        "a line with its date": re.search(r"^20\d\d-\d\d-\d\d$", text, re.MULTILINE) is not None,
+        f"in DECISIONS.md: {row}": row in index,
+    }
+    return [part for part, is_right in right.items() if not is_right]
+
+
+def test_what_a_decision_lacks_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "0007-a-title.md"
+    page.write_text("# 0008. A title\n\nin June\n\n## Context\n")
+    row = "in DECISIONS.md: | 0008 | [A title](docs/decisions/0007-a-title.md) |"
+    others = ["its title begins with the number of its file", "its parts", "a line with its date"]
+    assert faults_of_a_decision(page, "") == [*others, row]
+
+
+def test_a_decision_has_its_parts_and_stands_in_the_index() -> None:
+    index = (ROOT / "DECISIONS.md").read_text()
+    assert of_each(lambda page: faults_of_a_decision(page, index), DECISIONS) == {}
 
 
 def test_decisions_are_numbered_without_gaps() -> None:

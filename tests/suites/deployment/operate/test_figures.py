@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 
 import pytest
 import pytest_asyncio
@@ -43,37 +43,59 @@ def jobs_of(selector: Selector) -> list[str]:
     return [job for job in JOBS if selector.allows("job", job)]
 
 
-@pytest.mark.parametrize("expression", list(expressions()), ids=lambda each: each.where)
-async def test_what_is_asked_for_exists(expression: Expression, exposed: dict[str, Exposed]) -> None:
+def of_each(look: Callable[[Expression], Iterator[str]]) -> dict[str, list[str]]:
+    """Return what a look finds wrong, by where the expression stands; one that has nothing wrong is left out."""
+    return {each.where: found for each in expressions() if (found := list(look(each)))}
+
+
+async def test_what_is_asked_for_exists(exposed: dict[str, Exposed]) -> None:
     ours = {**BUILT_IN, **recorded(exposed)}
-    for selector in selectors(expression.text):
-        if selector.name in ours:
-            assert {name for name, _, _ in selector.matchers} <= ours[selector.name] | TARGET_LABELS
+
+    def wrong(expression: Expression) -> Iterator[str]:
+        for selector in selectors(expression.text):
+            named = {name for name, _, _ in selector.matchers}
+            if selector.name in ours:
+                yield from (
+                    f"{selector.name} has no label {name}" for name in named - ours[selector.name] - TARGET_LABELS
+                )
+            elif "job" not in named:
+                yield f"{selector.name}: several jobs have such figures"
+            else:
+                yield from _wrong_of_jobs(selector, exposed)
+
+    assert of_each(wrong) == {}
+
+
+def _wrong_of_jobs(selector: Selector, exposed: Mapping[str, Exposed]) -> Iterator[str]:
+    jobs = jobs_of(selector)
+    if not jobs:
+        yield f"no job passes {selector}"
+    for name in jobs:
+        labels = exposed[name].labels.get(selector.name)
+        if labels is None:
+            yield f"{name} exposes no {selector.name}"
             continue
-        assert "job" in {name for name, _, _ in selector.matchers}, f"{selector.name}: several jobs have such figures"
-        jobs = jobs_of(selector)
-        assert jobs, f"no job passes {selector}"
-        for job in jobs:
-            _check(selector, exposed[job], job)
+        for label, operator, value in selector.matchers:
+            if label == "job":
+                continue
+            if label not in labels:
+                yield f"{selector.name} of {name} has no label {label}"
+            elif operator == "MatchOp.Equal" and value not in exposed[name].values[selector.name, label]:
+                yield f"{selector.name} of {name} never has {label}={value}"
 
 
-def _check(selector: Selector, job: Exposed, name: str) -> None:
-    assert selector.name in job.labels, f"{name} exposes no {selector.name}"
-    for label, operator, value in selector.matchers:
-        if label == "job":
-            continue
-        assert label in job.labels[selector.name], f"{selector.name} of {name} has no label {label}"
-        if operator == "MatchOp.Equal":
-            assert value in job.values[selector.name, label], f"{selector.name} of {name} never has {label}={value}"
-
-
-@pytest.mark.parametrize("expression", list(expressions()), ids=lambda each: each.where)
-async def test_labels_that_are_grouped_by_or_shown_exist(expression: Expression, exposed: dict[str, Exposed]) -> None:
+async def test_labels_that_are_grouped_by_or_shown_exist(exposed: dict[str, Exposed]) -> None:
     known = {**_merged(exposed), **BUILT_IN, **recorded(exposed)}
-    for labels, inside in groupings(expression.text):
-        for selector in inside:
-            assert labels <= known[selector.name] | TARGET_LABELS, selector.name
-    assert expression.labels_named <= result_labels(expression.text, known), expression.text
+
+    def wrong(expression: Expression) -> Iterator[str]:
+        for labels, inside in groupings(expression.text):
+            for selector in inside:
+                missing = labels - known[selector.name] - TARGET_LABELS
+                yield from (f"{selector.name} has no label {label}" for label in sorted(missing))
+        unshown = expression.labels_named - result_labels(expression.text, known)
+        yield from (f"its result has no label {label}" for label in sorted(unshown))
+
+    assert of_each(wrong) == {}
 
 
 async def test_every_figure_is_explained(exposed: dict[str, Exposed]) -> None:
