@@ -17,8 +17,6 @@ EMBEDDERS := .embedders
 NATIVE := $(wildcard gpuworker/native/*.cpp gpuworker/native/*.h gpuworker/native/build.py gpuworker/native/levels.py)
 MODEL  ?= cli/demo_model/checkpoint
 TESTS  ?= tests
-# What `make test` leaves out to `make test-rest`; .ci/run runs all in one go.
-MARKS  ?= not clients and not long
 # Processes that run tests: one for each core that this shell may use, eight at most. Two for each core are slower.
 JOBS   ?= $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
 BENCH  ?= split
@@ -27,13 +25,16 @@ COVERAGE_FLOOR := 95
 FUZZ_SECONDS ?= 600
 # Tests that share a started suite run in one process (tests/conftest.py groups them).
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
+# Into this folder each run of tests writes a report (tests/support/durations.py reads it).
+REPORTS ?=
+report = $(if $(REPORTS),--junitxml=$(REPORTS)/$(1).xml)
 # More OpenMP threads than cores makes every tensor operation crawl; the tests run several processes at once.
 export OMP_NUM_THREADS ?= 1
 # Tests start many processes. If Python may keep no compiled modules, each process compiles all of Quire that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install clients demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest test-clients test-triton test-all test-docker test-hosts test-arm sanitize search coverage check fmt lint types protos protos-baseline pins fuzz soak bench bench-gpu clean
+.PHONY: help install clients demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest durations test-clients test-triton test-all test-docker test-hosts test-arm sanitize search coverage check fmt lint types protos protos-baseline pins fuzz soak bench bench-gpu clean
 
 help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -147,14 +148,19 @@ up: $(KERNELS) ## Run the whole suite in the foreground (MODEL=DIR to serve anot
 test-fast: $(STAMP) ## Run the tests that need neither torch nor a started service: the cores and the units (a minute)
 	$(BIN)/python -m pytest -n $$((2 * $(JOBS))) --fast tests
 
-test: $(STAMP) ## Run the tests that need nothing else installed (TESTS=PATH for some of them, JOBS=N in that many processes)
-	$(PYTEST) $(if $(filter tests,$(TESTS)),-m "$(MARKS)") $(TESTS)
+test: $(STAMP) ## Run the tests that find most faults (TESTS=PATH for some of all tests, JOBS=N in that many processes)
+	$(PYTEST) $(call report,test) $(if $(filter tests,$(TESTS)),-m "not clients and not rest") $(TESTS)
 
-test-rest: $(STAMP) ## Run what `make test` leaves out: clients that Quire did not write, long searches, Triton's kernels
+test-rest: $(STAMP) ## Run what `make test` leaves out: rare configurations, clients of others, benchmarks, long searches, Triton
 	@failed=0; set -x; \
-	$(PYTEST) -m "clients or long" tests || failed=1; \
+	$(PYTEST) $(call report,rest) -m "clients or rest" tests || failed=1; \
 	$(MAKE) test-triton || failed=1; \
 	exit $$failed
+
+durations: $(STAMP) ## Run test and test-rest, and write down how long each file took: tests/durations.json
+	@reports=$$(mktemp -d); \
+	REPORTS=$$reports $(MAKE) test; REPORTS=$$reports $(MAKE) test-rest; \
+	$(BIN)/python -m tests.support.durations $$reports --write; rm -r $$reports
 
 test-clients: $(STAMP) clients $(HEAVY:%=$(CLIENTS)/%/.installed) $(CLIENTS)/ai-sdk/.packages ## Run the tests with clients as released, in environments of their own (docs/clients.md; the first time some minutes)
 	$(PYTEST) -m "clients or frameworks" tests/suites
@@ -162,8 +168,8 @@ test-clients: $(STAMP) clients $(HEAVY:%=$(CLIENTS)/%/.installed) $(CLIENTS)/ai-
 # Triton's interpreter and its compiler need a process each.
 test-triton: $(STAMP) ## Run Triton's kernels in its interpreter, and compile them for three chips (minutes)
 	@failed=0; set -x; \
-	TRITON_INTERPRET=1 $(PYTEST) tests/suites/triton_interpreted || failed=1; \
-	$(BIN)/python -m pytest tests/suites/triton_compiled || failed=1; \
+	TRITON_INTERPRET=1 $(PYTEST) $(call report,triton) tests/suites/triton_interpreted || failed=1; \
+	$(BIN)/python -m pytest $(call report,compiled) tests/suites/triton_compiled || failed=1; \
 	exit $$failed
 
 test-all: $(STAMP) ## Run every test: test, test-rest, test-clients, a real Prometheus if it is installed, sanitize and search (half an hour)
@@ -198,7 +204,7 @@ models-matrix: $(STAMP) ## Try every family of causal language models, tiny, aga
 
 # Just below what is measured: a change that leaves parts of a core untested fails.
 coverage: $(STAMP) ## Measure how much of the pure cores their own tests run, and fail below the floor
-	$(PYTEST) -q -m "not searches" --cov=router.core --cov=kvmanager.core --cov=gpuworker.core --cov-branch --cov-report=term-missing:skip-covered \
+	$(PYTEST) -q $(call report,coverage) -m "not searches" --cov=router.core --cov=kvmanager.core --cov=gpuworker.core --cov-branch --cov-report=term-missing:skip-covered \
 		--cov-fail-under=$(COVERAGE_FLOOR) tests/router/core tests/kvmanager/core tests/gpuworker/core
 
 check: $(STAMP) lint types coverage ## All that must be clean: ruff, mypy, coverage of the cores, import contracts, buf, drift of generated code
@@ -235,7 +241,7 @@ $(VENV)/.fuzz: $(PACKAGES) tests/fuzz/requirements.lock
 	@touch $@
 
 fuzz: $(STAMP) $(VENV)/.fuzz ## Send garbage of every kind to every service (FUZZ_SECONDS=600)
-	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -n 0 -m fuzz --timeout 1800 tests/fuzz
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest -n 0 $(call report,fuzz) -m fuzz --timeout 1800 tests/fuzz
 
 soak: $(STAMP) ## Load and faults at random for 10 minutes, then 20 for the memory, by a printed plan (ARGS="--seed N")
 	$(BIN)/python -m bench.soak $(ARGS)

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 from common.process import ports
 from common.process.local_redis import LocalRedis
+from gpuworker.native.levels import levels_here
+from tests.support.durations import read_durations
 
 # Whether a client that is not installed is a failure (.ci/run) or a reason to skip: see tests/suites/clients/served.py.
 if "QUIRE_ALL_CLIENTS" in os.environ:
@@ -72,12 +75,30 @@ _NEEDS = {
         suites/clients/test_agents.py suites/clients/test_embedders.py suites/clients/test_examples.py
         suites/clients/test_open_inference.py suites/clients/test_tritonclient.py
     """,
+    # Rare configurations of a suite, benchmarks, clients, what is built or installed: .ci/run runs all of them.
+    "rest": """
+        attacks/test_cache_oracle.py attacks/test_fake_worker.py attacks/test_internal_ports.py
+        attacks/test_log_lines.py attacks/test_sampling.py attacks/test_starvation.py attacks/test_traces.py
+        bench/comparison/test_peer_process.py bench/lib/test_suite.py bench/test_attacks.py bench/test_faults.py
+        bench/test_load.py bench/test_peers.py bench/test_soak.py bench/test_split.py bench/test_tracing.py
+        cli/suite/test_ports.py cli/test_bench.py cli/test_folders.py cli/test_text_options.py
+        suites/clients suites/deployment/operate/test_probes.py suites/deployment/operate/test_rules.py
+        suites/deployment/operate/test_traces.py suites/deployment/test_page.py
+        suites/e2e/test_batch.py suites/e2e/test_chunked_grants.py suites/e2e/test_decision_log.py
+        suites/e2e/test_drain_beside_sibling.py suites/e2e/test_embeddings.py suites/e2e/test_experts.py
+        suites/e2e/test_gguf.py suites/e2e/test_incidents_of_constraints.py suites/e2e/test_kept_requests.py
+        suites/e2e/test_operation.py suites/e2e/test_page.py suites/e2e/test_partial_blocks.py suites/e2e/test_pins.py
+        suites/e2e/test_privacy.py suites/e2e/test_prompt_logprobs.py suites/e2e/test_record.py
+        suites/e2e/test_resources.py suites/e2e/test_rolling_restart.py suites/e2e/test_router_end.py
+        suites/e2e/test_routers.py suites/e2e/test_several_sequences.py suites/e2e/test_shards.py
+        suites/e2e/test_speculation.py suites/e2e/test_step_traces.py suites/e2e/test_thinking.py
+        suites/e2e/test_trace_statuses.py suites/e2e/test_windows.py
+    """,
     "frameworks": """
         suites/clients/test_ai_sdk.py suites/clients/test_instructor.py suites/clients/test_litellm.py
         suites/clients/test_llama_index.py suites/clients/test_llm.py suites/clients/test_lm_eval.py
     """,
 }
-_SLOWEST_FIRST = ("processes", "searches", "torch", "plots")
 # One process runs all tests of a file, for they share what is slow to start or to make; here, those of several files.
 _SHARED = (
     "suites/clients",
@@ -134,22 +155,43 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for need in _needs(item.path):
             item.add_marker(need)
+        if any(isinstance(value, str) and value in _middle_levels() for value in _parameters(item).values()):
+            item.add_marker("rest")
     unwanted = [name for name in _ONLY_WHEN_NAMED if name not in config.option.markexpr]
     if config.getoption("fast"):
-        unwanted.append("long")
+        unwanted.append("rest")
     left_out = {item: None for item in items if any(item.get_closest_marker(name) for name in unwanted)}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
     if hasattr(config, "workerinput"):  # of several processes
-        items.sort(key=lambda item: _rank(item.path))
+        _put_slowest_first(items)
 
 
 @functools.cache
-def _rank(path: Path) -> int:
-    """Return when a file's turn comes: the slowest files come first, so that no process waits for them at the end."""
-    needs = _needs(path)
-    return next((rank for rank, need in enumerate(_SLOWEST_FIRST) if need in needs), len(_SLOWEST_FIRST))
+def _middle_levels() -> frozenset[str]:
+    """Return the levels of native code between the plainest one and the best one of this processor."""
+    return frozenset(levels_here()[1:-1])
+
+
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+
+
+def _put_slowest_first(items: list[pytest.Item]) -> None:
+    """Sort the groups of tests by the seconds that they took when tests/durations.json was written.
+
+    No process then waits at the end for another one's long group. A short file and a new one come last.
+    """
+    seconds = read_durations()
+    of_group: Counter[str] = Counter()
+    for file in {_file(item) for item in items}:
+        of_group[_group(file) or file] += seconds.get(file, 0.0)  # type: ignore[assignment]  # seconds, not counts
+    items.sort(key=lambda item: -of_group[_group(_file(item)) or _file(item)])
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 @functools.cache

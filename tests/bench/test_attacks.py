@@ -53,7 +53,7 @@ def test_tokens_that_differ_are_counted_by_place(found: list[int], count: int) -
     assert differing(quiet, Streams(tokens={0: [found, [1, 2, 3]]})) == count
 
 
-@pytest.mark.parametrize("flags", [(), pytest.param(("--tenants",), marks=pytest.mark.long)])
+@pytest.mark.parametrize("flags", [(), pytest.param(("--tenants",), marks=pytest.mark.rest)])
 def test_a_few_attacks_are_sent_and_measured(flags: tuple[str, ...]) -> None:
     kinds = ["malformed", "half_sent", "http1_garbage", "http2_garbage", "forged_line", "predicted_ids"]
     words = ["--kinds", *kinds, "--count", "12", "--innocents", "4", "--output-tokens", "8"]

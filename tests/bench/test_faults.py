@@ -149,7 +149,7 @@ def test_what_a_service_lacks_breaks_no_stream_and_changes_no_token(tmp_path: Pa
         assert figures[name] == 0, name
 
 
-@pytest.mark.long
+@pytest.mark.rest
 def test_streams_without_a_manager_end_with_their_tokens_or_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(written([Fault(Kind.MANAGER_GONE, "kvmanager", 2)]))
     figures, _ = run_benchmark(

@@ -23,7 +23,7 @@ FLAGS = ("--dtype", "float32", "--kv-blocks", "512", "--threads", "1", "--load-f
 COMPARED = Run("streams", 2, 16, 16, 3, 1.0)
 
 
-@pytest.mark.long
+@pytest.mark.rest
 def test_the_figures_of_a_model(tmp_path: Path) -> None:
     """In a folder whose packages have the names of Quire's, and with the address of a Redis that is none of its own."""
     words = (
@@ -54,7 +54,7 @@ def test_the_figures_of_a_model(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("hostile/.quire*")), "nothing is left in the folder"
 
 
-@pytest.mark.long
+@pytest.mark.rest
 async def test_an_alternative_takes_turns_with_the_suite() -> None:
     wish = Wish(str(checkpoint("llama")), FLAGS, seconds=600.0)
     bench = Bench(wish, lambda _what, _turn: None)

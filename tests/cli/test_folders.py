@@ -63,7 +63,7 @@ def calls(nobody: str) -> dict[str, tuple[list[str], int, str]]:
     }
 
 
-@pytest.fixture(params=["hostile names", pytest.param("above a clone", marks=pytest.mark.long)])
+@pytest.fixture(params=["hostile names", pytest.param("above a clone", marks=pytest.mark.rest)])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     if request.param == "hostile names":
         return hostile_folder(tmp_path / "hostile")

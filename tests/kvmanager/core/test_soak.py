@@ -96,7 +96,7 @@ def assert_quiet(ledger: Ledger) -> None:
     ledger.check_invariants()
 
 
-@pytest.mark.long
+@pytest.mark.rest
 @pytest.mark.timeout(900)
 def test_behaviour_21_soak_of_100_000_operations_over_100_blocks() -> None:
     life = Life(100, 4, seed=21)

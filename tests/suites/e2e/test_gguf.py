@@ -81,7 +81,7 @@ def widened_model(folder: Path) -> Any:
     return make_module(read_config(folder), weights, torch.float32).eval()
 
 
-@pytest.mark.long
+@pytest.mark.rest
 async def test_fifty_prompts_to_smollm2_get_the_tokens_of_transformers_on_the_widened_weights(tmp_path: Path) -> None:
     folder = smollm2()
     assert len(set(PROMPTS)) == 50

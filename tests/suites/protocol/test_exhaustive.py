@@ -32,14 +32,14 @@ WIDEST = "parts_aged"
 """It has more than a million states. Its first ones are searched, and `liveness.py` has many like it."""
 
 
-@pytest.mark.parametrize("name", [*SMALL, pytest.param(LARGER, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", [*SMALL, pytest.param(LARGER, marks=pytest.mark.rest)])
 def test_no_state_of_a_small_world_violates_an_invariant(name: str) -> None:
     found = exhaust(TINY[name], ENOUGH)
     assert found.violation is None, found.trace
     assert found.complete, "the world has grown: it is no longer searched to its end"
 
 
-@pytest.mark.long
+@pytest.mark.rest
 @pytest.mark.parametrize("name", WIDE)
 def test_no_early_state_of_a_wider_world_violates_an_invariant(name: str) -> None:
     found = exhaust(TINY[name], 2 * FIRST)

@@ -32,7 +32,7 @@ def test_episodes_end_and_cover_what_hung_before() -> None:
     )
 
 
-@pytest.mark.long
+@pytest.mark.rest
 @pytest.mark.parametrize("first", range(EPISODES, 5 * EPISODES, EPISODES))
 def test_many_more_episodes_end(first: int) -> None:
     serve(range(first, first + EPISODES))

@@ -13,7 +13,7 @@ QUICK = ("unread",)
 
 
 @pytest.mark.parametrize(
-    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in DRAINS]
+    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.rest) for each in DRAINS]
 )
 def test_no_state_of_a_small_world_violates_an_invariant(name: str) -> None:
     found = exhaust(DRAINS[name])
