@@ -41,7 +41,8 @@ _PROCESSES = max(4, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 ports.CANDIDATES = range(10_000 + 12 * _NUMBER, 19_000, 12 * _PROCESSES)  # type: ignore[misc]
 # A machine that others use takes any time for an example.
 settings.register_profile("quire", deadline=None)
-settings.load_profile("quire")
+# A line counts as run however often it runs, and coverage makes each run four times as dear.
+settings.register_profile("coverage", settings.get_profile("quire"), max_examples=15)
 
 _HERE = Path(__file__).parent
 
@@ -66,7 +67,7 @@ _NEEDS = {
         suites/clients suites/deployment/operate suites/deployment/test_page.py suites/e2e
     """,
     "fuzz": "fuzz",
-    "searches": "kvmanager/core/test_soak.py suites/protocol",
+    "searches": "kvmanager/core/test_soak.py router/core/test_shares_of_service.py suites/protocol",
     "plots": """
         bench/comparison/test_plots.py bench/open_loop/test_plot.py cli/benchmark/test_plot.py
         cli/replay/test_plot.py
@@ -79,20 +80,21 @@ _NEEDS = {
     "rest": """
         attacks/test_cache_oracle.py attacks/test_fake_worker.py attacks/test_internal_ports.py
         attacks/test_log_lines.py attacks/test_sampling.py attacks/test_starvation.py attacks/test_traces.py
-        bench/comparison/test_peer_process.py bench/lib/test_suite.py bench/test_attacks.py bench/test_faults.py
-        bench/test_load.py bench/test_peers.py bench/test_soak.py bench/test_split.py bench/test_tracing.py
-        cli/suite/test_ports.py cli/test_bench.py cli/test_folders.py cli/test_text_options.py
-        suites/clients suites/deployment/operate/test_probes.py suites/deployment/operate/test_rules.py
-        suites/deployment/operate/test_traces.py suites/deployment/test_page.py
-        suites/e2e/test_batch.py suites/e2e/test_chunked_grants.py suites/e2e/test_decision_log.py
-        suites/e2e/test_drain_beside_sibling.py suites/e2e/test_embeddings.py suites/e2e/test_experts.py
-        suites/e2e/test_gguf.py suites/e2e/test_incidents_of_constraints.py suites/e2e/test_kept_requests.py
-        suites/e2e/test_operation.py suites/e2e/test_page.py suites/e2e/test_partial_blocks.py suites/e2e/test_pins.py
-        suites/e2e/test_privacy.py suites/e2e/test_prompt_logprobs.py suites/e2e/test_record.py
-        suites/e2e/test_resources.py suites/e2e/test_rolling_restart.py suites/e2e/test_router_end.py
-        suites/e2e/test_routers.py suites/e2e/test_several_sequences.py suites/e2e/test_shards.py
-        suites/e2e/test_speculation.py suites/e2e/test_step_traces.py suites/e2e/test_thinking.py
-        suites/e2e/test_trace_statuses.py suites/e2e/test_windows.py
+        bench/comparison/test_peer_process.py bench/gpu bench/lib/test_suite.py bench/test_attacks.py
+        bench/test_faults.py bench/test_load.py bench/test_peers.py bench/test_soak.py bench/test_split.py
+        bench/test_tracing.py cli/demo_model/test_training.py cli/suite/test_ports.py cli/test_bench.py
+        cli/test_folders.py cli/test_text_options.py suites/clients suites/deployment/operate/test_probes.py
+        suites/deployment/operate/test_rules.py suites/deployment/operate/test_traces.py
+        suites/deployment/test_page.py suites/e2e/test_batch.py suites/e2e/test_chunked_grants.py
+        suites/e2e/test_decision_log.py suites/e2e/test_drain_beside_sibling.py suites/e2e/test_embeddings.py
+        suites/e2e/test_experts.py suites/e2e/test_gguf.py suites/e2e/test_incidents_of_constraints.py
+        suites/e2e/test_kept_requests.py suites/e2e/test_operation.py suites/e2e/test_page.py
+        suites/e2e/test_partial_blocks.py suites/e2e/test_pins.py suites/e2e/test_privacy.py
+        suites/e2e/test_prompt_logprobs.py suites/e2e/test_record.py suites/e2e/test_resources.py
+        suites/e2e/test_rolling_restart.py suites/e2e/test_router_end.py suites/e2e/test_routers.py
+        suites/e2e/test_several_sequences.py suites/e2e/test_shards.py suites/e2e/test_speculation.py
+        suites/e2e/test_step_traces.py suites/e2e/test_thinking.py suites/e2e/test_trace_statuses.py
+        suites/e2e/test_windows.py
     """,
     "frameworks": """
         suites/clients/test_ai_sdk.py suites/clients/test_instructor.py suites/clients/test_litellm.py
@@ -124,8 +126,9 @@ def _needs(path: Path) -> tuple[str, ...]:
     return tuple(need for need, names in _NEEDS.items() if _within(path, names))
 
 
-def pytest_configure() -> None:
-    """Take SIGINT again, which a shell's background job and its children ignore: tests press Ctrl-C."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose Hypothesis' profile, and take SIGINT again, which a shell's background jobs ignore: tests press Ctrl-C."""
+    settings.load_profile("coverage" if getattr(config.option, "cov_source", None) else "quire")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

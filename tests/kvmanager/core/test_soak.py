@@ -129,8 +129,12 @@ def test_a_tiny_pool_is_never_stuck(seed: int, eviction: str) -> None:
     assert_quiet(life.ledger)
 
 
+_MORE_WINDOWS = ((32, "lru", 8), (128, "frequency", 5), (32, "lru", 1))
+
+
 @pytest.mark.parametrize(
-    ("runway_reach", "eviction", "window"), [(32, "lru", 8), (128, "utility", 8), (128, "frequency", 5), (32, "lru", 1)]
+    ("runway_reach", "eviction", "window"),
+    [(128, "utility", 8), *(pytest.param(*each, marks=pytest.mark.rest) for each in _MORE_WINDOWS)],
 )
 def test_where_every_layer_has_a_window_blocks_are_used_again_whose_ancestors_are_gone(
     runway_reach: int, eviction: str, window: int

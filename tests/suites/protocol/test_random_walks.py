@@ -21,11 +21,13 @@ def walk_many(name: str, first_seed: int, walks: int) -> None:
         assert found.violation is None, f"seed {found.seed}, {pace}: {found.violation}\n{found.trace}"
 
 
+@pytest.mark.parametrize(("first_seed", "walks"), [(0, 6), pytest.param(6, 34, marks=pytest.mark.rest)])
 @pytest.mark.parametrize("name", LARGE)
-def test_walks_violate_nothing_and_end_in_peace(name: str) -> None:
-    walk_many(name, first_seed=0, walks=40)
+def test_walks_violate_nothing_and_end_in_peace(name: str, first_seed: int, walks: int) -> None:
+    walk_many(name, first_seed, walks)
 
 
+@pytest.mark.rest
 def test_a_manager_that_evicts_ahead_and_grants_in_another_order_does_no_harm() -> None:
     patches = [mock.patch.object(*patch) for patch in EVICTING_AHEAD]
     for patch in patches:
@@ -38,6 +40,7 @@ def test_a_manager_that_evicts_ahead_and_grants_in_another_order_does_no_harm() 
             patch.stop()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("policy", ["frequency", "utility"])
 @pytest.mark.parametrize("name", ["mixed", "tight"])
 def test_walks_under_other_policies_of_eviction(policy: str, name: str) -> None:
