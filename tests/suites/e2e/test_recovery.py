@@ -70,6 +70,7 @@ async def test_redis_killed_and_back_fails_no_request(suite: Suite) -> None:
     assert [o.tokens for o in first] == [o.tokens for o in second] == [o.tokens for o in third]
 
 
+@pytest.mark.rest  # a suite of its own
 async def test_preemption_changes_no_token(tmp_path: Path) -> None:
     """All sequences start together, however fast the machine is; the pool holds a part of them at full length."""
     options = StackOptions(model=CHECKPOINT, workers=1, worker_flags=("--kv-blocks", "160", "--dtype", "float32"))
@@ -95,6 +96,7 @@ async def test_streams_outlive_a_killed_worker_and_its_successor_is_used(suite: 
     assert_greedy(asked, [outcome.tokens for outcome in outcomes], COUNT)
 
 
+@pytest.mark.rest  # a suite of its own
 async def test_a_worker_that_joins_is_found_through_redis(tmp_path: Path) -> None:
     flags = ("--kv-blocks", "1024", "--simulate", "base=4ms,prefill=10us")
     options = StackOptions(model=CHECKPOINT, workers=2, worker_flags=flags, named_workers=1)
