@@ -17,6 +17,8 @@ EMBEDDERS := .embedders
 NATIVE := $(wildcard gpuworker/native/*.cpp gpuworker/native/*.h gpuworker/native/build.py gpuworker/native/levels.py)
 MODEL  ?= cli/demo_model/checkpoint
 TESTS  ?= tests
+# How often test-stress runs its tests.
+TIMES  ?= 5
 # Processes that run tests: one for each core that this shell may use, eight at most. Two for each core are slower.
 JOBS   ?= $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
 BENCH  ?= split
@@ -34,7 +36,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install clients demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest durations test-clients test-triton test-all test-docker test-hosts test-arm sanitize search coverage check fmt lint types protos protos-baseline pins fuzz soak bench bench-gpu clean
+.PHONY: help install clients demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest durations test-stress test-clients test-triton test-all test-docker test-hosts test-arm sanitize search coverage check fmt lint types protos protos-baseline pins fuzz soak bench bench-gpu clean
 
 help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -161,6 +163,8 @@ durations: $(STAMP) ## Run test and test-rest, and write down how long each file
 	@reports=$$(mktemp -d); \
 	REPORTS=$$reports $(MAKE) test; REPORTS=$$reports $(MAKE) test-rest; \
 	$(BIN)/python -m tests.support.durations $$reports --write; rm -r $$reports
+test-stress: $(STAMP) ## Run TESTS=PATH TIMES=5 times in random orders beside four busy processes per core; name what ever failed
+	$(BIN)/python -m tests.support.stress $(TIMES) $(TESTS)
 
 test-clients: $(STAMP) clients $(HEAVY:%=$(CLIENTS)/%/.installed) $(CLIENTS)/ai-sdk/.packages ## Run the tests with clients as released, in environments of their own (docs/clients.md; the first time some minutes)
 	$(PYTEST) -m "clients or frameworks" tests/suites
