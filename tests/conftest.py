@@ -244,6 +244,6 @@ def redis_url(redis_server: LocalRedis) -> str:
 
 @pytest.fixture
 async def redis_client(redis_url: str) -> AsyncIterator[Redis]:
-    """A client of an empty Redis; values are bytes."""
-    async with Redis.from_url(redis_url) as client:
+    """A client of an empty Redis; values are bytes. It waits for a busy machine, too."""
+    async with Redis.from_url(redis_url, socket_timeout=60.0) as client:
         yield client

@@ -30,6 +30,7 @@ from tests.support.processor import slowness
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker
 from tests.support.router.kserve_messages import infer
 from tests.support.router.router_process import RouterUnderAttack, router_under_attack
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -81,7 +82,7 @@ async def sampled_at_once(worker: FakeWorker) -> None:
     for last in range(AT_ONCE, TOKENS + 1, AT_ONCE):
         ended = dict.fromkeys(handles, FinishReason.LENGTH) if last == TOKENS else None
         worker.step(tokens, finished=ended, logprobs=entries, logprob_handles=owners)
-        await asyncio.sleep(0)
+        await until(worker._outbox.empty, every=0)
 
 
 async def over_http(router: RouterUnderAttack, path: str, **fields: Any) -> None:

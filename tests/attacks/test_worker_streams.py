@@ -33,6 +33,7 @@ from tests.support.gpuworker.fake_engine_ports import InstantRunner, ManualRunne
 from tests.support.gpuworker.runner_harness import SLOTS, queued_on, runner_on, transformers_model
 from tests.support.gpuworker.worker_harness import LIMITS, PATIENCE, RouterEnd, served, submit
 from tests.support.lost_status import refusal_of
+from tests.support.turns import take_turn
 
 PROMPT = list(range(20, 31))
 HOSTILE = 666  # the handle, or the seed, that meets the bug
@@ -297,7 +298,7 @@ async def test_outputs_for_a_router_that_does_not_read_are_bounded(monkeypatch: 
         while not stream.closed and sent < 400 * limit:
             worker.servicer._deliver(outputs)
             most, sent = max(most, stream.backlog), sent + 64 * 20 * 8
-            await asyncio.sleep(0)
+            await take_turn()
         assert (stream.closed, stream.backlog) == (True, 0)
         assert most <= limit
         end = asyncio.create_task(innocent.until_finished(1))

@@ -15,6 +15,7 @@ from common.limits import MAX_WATCHED_DECISIONS
 from common.process.turns import A_STEP
 from common.types import Decision, DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
+from tests.support.turns import take_turn, until_blocked
 
 ALL = DecisionQuery()
 
@@ -59,7 +60,7 @@ async def test_other_tasks_have_turns_while_a_page_is_made() -> None:
     ring, turns = ring_of(80, capacity=80), 0
     making = asyncio.create_task(page_of(ring, pb.ListDecisionsRequest()))
     while not making.done():
-        await asyncio.sleep(0)
+        await take_turn()
         turns += 1
         ring.record(record(80 + turns))
     answer = await making
@@ -165,7 +166,7 @@ async def test_a_watch_waits_for_the_next_record() -> None:
     async with asyncio.timeout(60):
         await anext(stream)
         news = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0)
+        await until_blocked(news)
         ring.record(record(2))
         ring.record(record(3, DecisionKind.OUTCOME))
         assert [number for number, _ in (await news).records] == [3]

@@ -42,7 +42,6 @@ class Severed:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # transports close in the next turn of the loop
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -62,6 +61,8 @@ class Severed:
             self._open -= ends
             for each in ends:
                 each.transport.abort()
+                with suppress(OSError):
+                    await each.wait_closed()
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

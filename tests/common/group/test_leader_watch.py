@@ -15,6 +15,7 @@ from common.process.supervised import Supervisor
 from common.rpc.server import open_channel
 from gpuworker.engine.lease_client import LeaseClient
 from tests.support.fake_managers import FakeManager, Managers
+from tests.support.turns import take_turn
 from tests.support.waiting import until
 
 PATIENCE = 60.0
@@ -157,7 +158,7 @@ async def test_two_changes_of_the_leader_at_once_end_one_attempt_to_attach() -> 
             client._watch.leader = "127.0.0.1:2"
             client._leader_changed()
             for _ in range(turns):
-                await asyncio.sleep(0)
+                await take_turn()
             client._watch.leader = "127.0.0.1:3"
             client._leader_changed()
             await client.close()

@@ -31,13 +31,16 @@ def deep(depth):
         print("READY", flush=True)
         time.sleep(60)
 
-async def waits_for_a_secret(secret="do not print me"):
+async def waits_for_a_secret(begun, secret="do not print me"):
+    begun.release()
     await asyncio.sleep(60)
 
 async def serve():
-    tasks = [asyncio.create_task(waits_for_a_secret()) for _ in range(int(sys.argv[2]))]
+    begun = asyncio.Semaphore(0)
+    tasks = [asyncio.create_task(waits_for_a_secret(begun)) for _ in range(int(sys.argv[2]))]
     dumps_on_signal("test", "127.0.0.1:9", Path(sys.argv[1]), lambda: {"queued": 3})
-    await asyncio.sleep(0)
+    for _ in tasks:
+        await begun.acquire()
     if sys.argv[3] == "blocked":
         deep(100)
     print("READY", flush=True)

@@ -9,6 +9,7 @@ import uvloop
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from common.process.redis_client import CALLS_AT_ONCE, open_redis
+from tests.support.turns import until_blocked
 
 
 def test_a_connection_that_the_event_loop_has_closed_is_a_lost_one(redis_url: str) -> None:
@@ -56,7 +57,7 @@ async def test_a_call_that_is_cancelled_while_it_waits_takes_no_turn(redis_url: 
     async with asyncio.timeout(60.0), open_redis(redis_url, 60.0) as client:
         for _ in range(3):
             calls = [asyncio.ensure_future(client.get("key")) for _ in range(4 * CALLS_AT_ONCE)]
-            await asyncio.sleep(0)
+            await until_blocked(*calls)
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)

@@ -11,6 +11,7 @@ import pytest
 
 from common.backoff import Backoff
 from common.process.supervised import Restarts, Supervisor
+from tests.support.turns import until_blocked
 
 PATIENCE_S = 60.0
 AT_ONCE = Backoff(first=0.001, longest=0.002)
@@ -117,11 +118,11 @@ async def test_a_task_that_cannot_be_begun_again_is_lost() -> None:
 async def test_a_watched_task_that_its_owner_ends_is_not_lost() -> None:
     reports = Reports()
     async with supervising(reports, NEVER_SOUND) as supervisor:
-        task = asyncio.create_task(asyncio.sleep(0))
+        task = asyncio.create_task(asyncio.Event().wait())
         supervisor.watch("http", task)
         supervisor.forget(task)
-        await task
-        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])  # the watch hears of its end first: it was there before
         assert not supervisor.lost.is_set()
     assert reports.seen == []
 
@@ -136,10 +137,11 @@ async def test_closing_ends_the_tasks_and_reports_nothing() -> None:
             ended.set()
 
     async with supervising(reports, NEVER_SOUND) as supervisor:
-        watched = asyncio.create_task(asyncio.sleep(0))
-        supervisor.run("watch", runs)
-        await asyncio.sleep(0)
-    await watched
+        watched = asyncio.create_task(asyncio.Event().wait())
+        supervisor.watch("http", watched)
+        await until_blocked(supervisor.run("watch", runs))
+    watched.cancel()
+    await asyncio.wait([watched])
     assert ended.is_set()
     assert reports.seen == []
     assert not supervisor.lost.is_set()
@@ -159,8 +161,7 @@ async def test_closing_cancels_again_a_task_that_lost_its_cancellation() -> None
     async with asyncio.timeout(PATIENCE_S):
         async with supervising(reports, NEVER_SOUND) as supervisor:
             task = supervisor.run("publisher", loses_one)
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            await until_blocked(task)
         assert lost.is_set()
         assert task.cancelled()
 

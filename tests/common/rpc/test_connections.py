@@ -10,7 +10,7 @@ import sys
 import threading
 from asyncio.subprocess import PIPE
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import grpc
@@ -21,6 +21,8 @@ from common.errors import Unavailable
 from common.rpc import connections
 from common.rpc.connections import Calls, Ended, shut_down
 from common.rpc.server import RpcServer
+from tests.support.turns import until_blocked
+from tests.support.waiting import until
 
 # A channel of its own for each client: channels to one address share a connection otherwise.
 _CHANNELS = 4
@@ -66,11 +68,6 @@ def dialled(rpc: RpcServer, number: int = 0) -> aio.Channel:
 def method(channel: aio.Channel) -> aio.UnaryUnaryMultiCallable[bytes, bytes]:
     found: aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/any/method")
     return found
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    while not happened():  # noqa: ASYNC110 - the calls run beside
-        await asyncio.sleep(0.001)
 
 
 async def storm(end_connections: bool) -> Counter[str]:
@@ -199,7 +196,7 @@ async def test_only_the_sockets_of_the_named_ports_are_shut_down() -> None:
 
 
 @LINUX
-async def test_a_connection_ends_when_its_client_has_what_was_sent() -> None:
+async def test_a_connection_ends_when_its_client_has_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that reads slowly still gets everything: the kernel holds some of it for now."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -211,8 +208,15 @@ async def test_a_connection_ends_when_its_client_has_what_was_sent() -> None:
             with suppress(BlockingIOError):
                 while True:
                     sent += accepted.send(b"x" * 65536)
+            looks, unsent = list[int](), connections._unsent
+
+            def look(waiting: dict[int, int]) -> object:
+                looks.append(len(waiting))
+                return unsent(waiting)
+
+            monkeypatch.setattr(connections, "_unsent", look)
             ending = asyncio.create_task(shut_down({listener.getsockname()[1]}, 60.0))
-            await asyncio.sleep(0.3)
+            await until(lambda: len(looks) >= 3)
             assert not ending.done(), "its client has not read anything yet"
             client.setblocking(False)
             loop, got = asyncio.get_running_loop(), 0
@@ -317,7 +321,7 @@ async def test_a_cancellation_that_meets_the_end_of_the_last_call_is_not_lost() 
     calls = Calls()
     calls._running = 1
     waiting = asyncio.create_task(calls.over(60.0))
-    await asyncio.sleep(0)
+    await until_blocked(waiting)
     calls._ended(1, 0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -21,6 +21,7 @@ from kvmanager.group.owner_watch import owner_gone
 from kvmanager.ports import IndexUnavailable
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
+from tests.support.turns import until_blocked
 
 PATIENCE, TERM = 60.0, 5
 
@@ -105,7 +106,7 @@ async def test_who_asks_a_leader_in_doubt_that_is_sent_away_gets_an_answer(rig: 
         rig.member.doubt(StaleEpoch("a newer manager"))
         await rig.lease.failing.wait()
         resigning = asyncio.create_task(rig.member.resign())
-        await asyncio.sleep(0)
+        await until_blocked(resigning)
         # A loop that never yields would stand still here for ever, so this is no wait that a test could end.
         with pytest.raises(Unavailable, match="is shutting down"):
             await rig.member.confirmed()

@@ -16,6 +16,7 @@ from kvmanager.sessions.handler import SessionHandler
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.kvmanager.conftest import Running
 from tests.support.kvmanager.fake_session import attach_of
+from tests.support.turns import take_turn
 from tests.support.waiting import until
 
 
@@ -97,18 +98,20 @@ async def test_worker_that_hangs_up_is_gone_although_its_handler_is_cancelled_me
     await handler.attached()
     handler.requests.put_nowait(None)
     for _ in range(turns):
-        await asyncio.sleep(0)
+        await take_turn()
     handler.task.cancel()
     await ended(handler.task)
     assert manager.attachments.manager.workers() == ()
     await asyncio.wait_for(manager.attachments.left(), 60.0)
 
 
-async def test_handler_that_is_cancelled_twice_leaves_no_session(manager: Running) -> None:
+@pytest.mark.parametrize("turns", range(6))
+async def test_handler_that_is_cancelled_twice_leaves_no_session(manager: Running, turns: int) -> None:
     handler = Handler(manager)
     await handler.attached()
     handler.task.cancel()
-    await asyncio.sleep(0)
+    for _ in range(turns):
+        await take_turn()
     handler.task.cancel()
     await ended(handler.task)
     await asyncio.wait_for(manager.attachments.left(), 60.0)

@@ -18,6 +18,7 @@ from kvmanager.ports import KeptPins, PinsUnreadable
 from kvmanager.sessions import pins as sessions_pins
 from kvmanager.sessions.pins import OperatorPins
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
+from tests.support.turns import counted_turns, take_turn
 from tests.support.waiting import until
 
 
@@ -39,7 +40,7 @@ class Index:
 
     async def read_pins(self, most_bytes: int) -> KeptPins | None:
         value = self.value
-        await asyncio.sleep(0)
+        await take_turn()  # as a real one, whose answer comes later
         if self.meanwhile is not None:
             self.meanwhile()
         if value is not None and len(value) > most_bytes:
@@ -173,19 +174,11 @@ async def test_a_change_that_is_broken_off_is_carried_out_all_the_same() -> None
 
 
 async def test_other_tasks_have_a_turn_for_each_size_of_worker() -> None:
-    turns = 0
-
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    task = asyncio.create_task(others())
     sizes = {f"w{at}": 1000 + at // 2 for at in range(80)}
-    await pins_over(Index(), Pools(**sizes)).pin("p", "t", numbered(0, 10), 160, None)
-    task.cancel()
-    assert turns >= 40
+    async with counted_turns() as turns:
+        before = turns.count
+        await pins_over(Index(), Pools(**sizes)).pin("p", "t", numbered(0, 10), 160, None)
+        assert turns.count - before >= 40
 
 
 class Cached:
@@ -210,7 +203,7 @@ async def test_other_tasks_have_a_turn_while_a_worker_is_asked_for_long_pins() -
     async def others() -> None:
         while True:
             ledger.looked = 0
-            await asyncio.sleep(0)
+            await take_turn()
 
     task = asyncio.create_task(others())
     found = await pins_over(Index(), manager).at_workers(pins)

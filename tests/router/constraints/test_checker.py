@@ -29,6 +29,7 @@ from common.types import Constraint, ConstraintKind
 from router.constraints.checker import ConstraintChecker, Verdict, _Verdicts
 from router.text.checkpoint import read_checkpoint
 from tests.support.router.tokenizers import word_piece
+from tests.support.turns import until_blocked
 
 JSON, REGEX, GRAMMAR = ConstraintKind.JSON_SCHEMA, ConstraintKind.REGEX, ConstraintKind.GRAMMAR
 DEADLINE_S = 120.0
@@ -181,7 +182,7 @@ def checks(checker: ConstraintChecker, *texts: str, peer: str = "a") -> list[asy
 async def test_a_constraint_is_examined_once(checker: ConstraintChecker) -> None:
     async with held(checker):
         waiting = checks(checker, *"aabbbaab")
-        await asyncio.sleep(0)
+        await until_blocked(*waiting)
         assert len(checker) == 2
     await asyncio.gather(*waiting)
     assert len(checker) == 0
@@ -190,7 +191,7 @@ async def test_a_constraint_is_examined_once(checker: ConstraintChecker) -> None
 async def test_who_stops_waiting_does_not_spoil_it_for_others(checker: ConstraintChecker) -> None:
     async with held(checker):
         first, second, other = checks(checker, "(", "(", "b")
-        await asyncio.sleep(0)
+        await until_blocked(first, second, other)
         first.cancel()
         other.cancel()
         await asyncio.wait([first, other])
@@ -204,7 +205,7 @@ async def test_an_examination_that_nobody_waits_for_is_withdrawn_before_and_afte
 ) -> None:
     async with held(checker):
         gone = checks(checker, "a", "b", "c")
-        await asyncio.sleep(0)
+        await until_blocked(*gone)
         for each in gone:
             each.cancel()
         await asyncio.wait(gone)
@@ -218,7 +219,7 @@ async def test_more_than_can_wait_must_try_again_and_others_are_served(checker: 
     async with held(checker):
         # One is under examination, the others wait.
         waiting = checks(checker, *map(str, range(most + 1)))
-        await asyncio.sleep(0)
+        await until_blocked(*waiting)
         with pytest.raises(Overloaded, match=f"router.constraints.checker: {most} of {most} constraints wait"):
             await checker.check(Constraint(REGEX, "one more"), "a")
         other = checks(checker, "another's", peer="b")
@@ -230,7 +231,7 @@ async def test_senders_together_are_bounded_too(checker: ConstraintChecker, monk
     monkeypatch.setattr("router.constraints.checker.MAX_CONSTRAINTS", 4)
     async with held(checker):
         waiting = [each for peer in "abcdef" for each in checks(checker, peer, peer=peer)]
-        await asyncio.sleep(0)
+        await until_blocked(*waiting)
         with pytest.raises(Overloaded, match=r"4 of 4 constraints wait"):
             await checker.check(Constraint(REGEX, "g"), "g")
     await asyncio.gather(*waiting)
@@ -250,7 +251,7 @@ async def test_a_child_that_ends_fails_what_waits_and_the_next_constraint_starts
 ) -> None:
     async with held(checker):
         waiting = checks(checker, "a", "b")
-        await asyncio.sleep(0)
+        await until_blocked(*waiting)
         assert checker.pid is not None
         first = checker.pid
         os.kill(first, signal.SIGKILL)

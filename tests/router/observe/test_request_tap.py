@@ -12,6 +12,7 @@ from common.clock import ManualClock
 from common.errors import Overloaded
 from common.types import BlockHash
 from router.observe.request_tap import MAX_WAITING, MAX_WATCHES, EndedSequence, RequestTap, Tapped
+from tests.support.turns import until_blocked
 
 A, B = BlockHash(b"a" * 16), BlockHash(b"b" * 16)
 
@@ -24,7 +25,7 @@ async def begun(tap: RequestTap) -> tuple[AsyncGenerator[Tapped, None], asyncio.
     """Return a recording that runs, and its first record to come."""
     watch = tap.watch()
     first = asyncio.ensure_future(anext(watch))
-    await asyncio.sleep(0)
+    await until_blocked(first)
     return watch, first
 
 

@@ -13,6 +13,7 @@ from common.types import FinishReason
 from router.openai.schema import EmbeddingList
 from tests.support.router.fake_frontend import admitted, embedded, finished
 from tests.support.router.http_harness import Api
+from tests.support.turns import until_idle
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -54,8 +55,7 @@ async def test_few_inputs_of_a_call_run_at_once(api: Api) -> None:
     api.frontend.script = lambda request: [admitted(request), gate, embedded(1.0)]
     running = asyncio.create_task(post(api, input=[[3]] * (MAX_EMBEDDINGS_AT_ONCE + 7)))
     await until(lambda: len(api.frontend.requests) >= MAX_EMBEDDINGS_AT_ONCE, every=0)
-    for _ in range(100):
-        await asyncio.sleep(0)
+    await until_idle()
     assert len(api.frontend.requests) == MAX_EMBEDDINGS_AT_ONCE
     gate.set()
     _, body = await running

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from router.openai.merge import merged
+from tests.support.turns import until_idle
 
 
-class Endless:
-    """A stream of numbers, and how many were taken from it."""
+class Long:
+    """A stream of numbers that are there at once, and how many were taken from it."""
 
     def __init__(self) -> None:
         self.taken = 0
 
     async def numbers(self) -> AsyncGenerator[int, None]:
-        while True:
-            self.taken += 1
-            yield self.taken
-            await asyncio.sleep(0)
+        for number in range(1, 1001):
+            self.taken = number
+            yield number
 
 
 async def test_streams_are_not_read_far_ahead_of_the_reader() -> None:
-    streams = [Endless() for _ in range(4)]
+    streams = [Long() for _ in range(4)]
     async with aclosing(merged([each.numbers() for each in streams])) as events:
         await anext(events)
-        for _ in range(1000):
-            await asyncio.sleep(0)
+        await until_idle()
         assert sum(each.taken for each in streams) < 32
         seen = {(await anext(events))[0] for _ in range(100)}
     assert seen == {0, 1, 2, 3}

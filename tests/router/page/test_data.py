@@ -28,7 +28,7 @@ from router.page.query import Query
 from router.page.records import Records, record_of
 from router.page.requests import Requests
 from router.page.routing import Routing
-from tests.router.page.turns import counted_turns
+from tests.support.turns import counted_turns
 
 SECOND = 1_000_000_000
 

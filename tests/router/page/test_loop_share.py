@@ -11,7 +11,8 @@ import pytest
 from common.clock import ManualClock
 from common.process.turns import A_STEP, in_steps
 from router.page.loop_share import IDLE, MOST_PAUSE_S, LoopShare
-from tests.router.page.turns import counted_turns
+from tests.support.turns import counted_turns, take_turn
+from tests.support.waiting import until
 
 
 class Paused:
@@ -24,12 +25,12 @@ class Paused:
     async def pause(self, seconds: float) -> None:
         self.pauses.append(seconds)
         self.clock.advance(seconds)
-        await asyncio.sleep(0)
+        await take_turn()
 
     async def work(self, *steps: float) -> float:
         for each in steps:
             self.clock.advance(each)
-            await asyncio.sleep(0)
+            await take_turn()
         return sum(steps)
 
 
@@ -53,7 +54,7 @@ async def test_no_two_steps_are_in_one_turn_of_the_loop() -> None:
         async def work() -> None:
             for _ in range(3):
                 seen.append(turns.count)
-                await asyncio.sleep(0)
+                await take_turn()
 
         await asyncio.gather(*(paused.share.run(work()) for _ in range(5)))
     assert len(seen) == len(set(seen)) == 15
@@ -76,7 +77,7 @@ async def test_work_is_cancelled_and_may_end_in_its_own_way() -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0)
+            await take_turn()
             ended.append("closed")
 
     task = asyncio.ensure_future(paused.share.run(work()))
@@ -91,11 +92,12 @@ async def test_work_is_cancelled_and_may_end_in_its_own_way() -> None:
 async def test_work_that_is_cancelled_before_its_first_step_leaves_nothing() -> None:
     paused = Paused()
     task = asyncio.ensure_future(paused.share.run(paused.work(0.5)))
-    await asyncio.sleep(0)
+    await until(lambda: paused.pauses, every=0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await paused.share.run(paused.work(0.5)) == 0.5
+    assert paused.pauses == [0.0, 0.0, 0.0, MOST_PAUSE_S], "half a second was worked once"
 
 
 async def test_errors_of_work_are_its_own() -> None:

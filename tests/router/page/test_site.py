@@ -20,7 +20,7 @@ from router.page.blocks import block_asked, map_asked
 from router.page.query import Query
 from router.page.requests import most_of, name_of
 from router.page.site import PREFIX, Site
-from tests.router.page.turns import counted_turns
+from tests.support.turns import counted_turns
 from tests.support.waiting import until
 
 

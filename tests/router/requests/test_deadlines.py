@@ -33,6 +33,7 @@ from tests.support.router.frontend_harness import (
     request,
     tokens_of,
 )
+from tests.support.turns import until_blocked
 
 # A long way off on any machine.
 FAR = 1000.0
@@ -155,7 +156,7 @@ async def test_while_a_worker_hangs_only_the_work_itself_refuses_a_request(monke
         hang(monkeypatch, hangs)
         waiting = asyncio.create_task(harness.dispatcher.place(due(500.0), harness.dispatcher.ticket(0)))
         await harness.until(lambda: waiting.done() or bool(harness.decisions.find(kind=DecisionKind.QUEUED)))
-        await asyncio.sleep(0)
+        await until_blocked(waiting)
         assert not waiting.done()
         monkeypatch.undo()
         with pytest.raises(DeadlineExceeded):

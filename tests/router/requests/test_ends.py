@@ -45,7 +45,7 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing_behind() -> None:
     async with frontend_over(worker) as harness, in_background(harness, request(n=2)):
         await worker.until(lambda: len(worker.submits) == 2)
         async with in_background(harness, request()):
-            await asyncio.sleep(0)
+            await harness.until(lambda: harness.admission.queued == 1)
         assert (harness.admission.queued, harness.admission.running) == (0, 1)
 
 
@@ -136,18 +136,24 @@ async def test_a_deadline_that_cannot_be_met_is_refused_with_the_prediction() ->
 async def test_who_gives_up_at_the_deadline_has_not_gone_away(
     since: float, left: float | None, reason: int, words: str, admitted: bool
 ) -> None:
-    worker, now = FakeWorker(), CLOCK.monotonic()
-    wanted = replace(request(), arrived=now - since, deadline=None if left is None else now + left)
-    async with frontend_over(worker) as harness:
-        async with in_background(harness, wanted):
-            await worker.until(lambda: bool(worker.submits))
-            if admitted:
-                worker.step({1: [10]}, admitted={1: 0})
-                await harness.until(lambda: bool(harness.seen))
-        await worker.until(lambda: bool(worker.cancels))
-        assert worker.cancels[0].reason == reason
-        assert harness.failure("request") == words
-        assert nothing_left(harness)
+    async def attempt(longer: float) -> None:
+        worker, now = FakeWorker(), CLOCK.monotonic()
+        deadline = None if left is None else now + longer * left
+        wanted = replace(request(), arrived=now - longer * since, deadline=deadline)
+        async with frontend_over(worker) as harness:
+            async with in_background(harness, wanted) as task:
+                await harness.until(lambda: bool(worker.submits) or task.done())
+                if admitted and worker.submits:
+                    worker.step({1: [10]}, admitted={1: 0})
+                    await harness.until(lambda: bool(harness.seen) or task.done())
+                if task.done():
+                    raise TooSlow
+            await worker.until(lambda: bool(worker.cancels))
+            assert worker.cancels[0].reason == reason
+            assert harness.failure("request") == words
+            assert nothing_left(harness)
+
+    await with_enough_time(attempt, 1.0)
 
 
 async def test_a_client_that_leaves_after_the_last_token_got_everything() -> None:

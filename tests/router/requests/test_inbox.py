@@ -13,6 +13,8 @@ from common.limits import SMALL_OUTPUT_BYTES
 from common.types import FinishReason, TokenLogprobs, Usage
 from router.core.worker_events import Preempted, PromptScored, SequenceFinished, TokensSampled
 from router.requests.inbox import WORK_A_TURN, Arrival, Inbox, Turns, work_of
+from tests.support.turns import take_turn, until_blocked, until_idle
+from tests.support.waiting import until
 
 END = SequenceFinished(FinishReason.LENGTH, Usage())
 
@@ -74,7 +76,7 @@ async def test_what_was_taken_is_joined_by_nothing() -> None:
 async def test_a_waiting_stream_gets_all_that_comes_before_it_runs() -> None:
     inbox = Inbox(_turns())
     taking = asyncio.create_task(inbox.take())
-    await asyncio.sleep(0)
+    await until_blocked(taking)
     for token in (1, 2, 3):
         inbox.put(0, 1, TokensSampled((token,)))
     assert [part for arrival in await taking for part in arrival.parts()] == [TokensSampled((1, 2, 3))]
@@ -83,7 +85,7 @@ async def test_a_waiting_stream_gets_all_that_comes_before_it_runs() -> None:
 async def test_what_comes_for_a_stream_that_was_just_cancelled_disturbs_nobody() -> None:
     inbox = Inbox(_turns())
     taking = asyncio.create_task(inbox.take())
-    await asyncio.sleep(0)
+    await until_blocked(taking)
     taking.cancel()
     inbox.put(0, 1, TokensSampled((1,)))  # the task has not run since, and still waits
     with pytest.raises(asyncio.CancelledError):
@@ -106,8 +108,7 @@ async def test_a_patient_stream_is_woken_for_the_first_token_of_each_sequence_an
         (0, END),
     ):
         inbox.put(index, 1, event)
-        for _ in range(4):
-            await asyncio.sleep(0)
+        await until_idle()
     await running
     assert taken == [[TokensSampled((1,))], [TokensSampled((2,)), TokensSampled((3,))], [TokensSampled((4,)), END]]
 
@@ -121,10 +122,10 @@ async def test_a_turn_of_the_loop_wakes_so_many_streams_and_no_more() -> None:
         woken.append(number)
 
     tasks = [asyncio.create_task(stream(number)) for number in range(5)]
-    await asyncio.sleep(0)
+    await until_blocked(*tasks)
     for inbox in inboxes:
         inbox.put(0, 1, TokensSampled((1,)))
-    await asyncio.sleep(0)
+    await take_turn()
     assert woken == [0, 1]
     await asyncio.gather(*tasks)
     assert woken == [0, 1, 2, 3, 4]
@@ -142,7 +143,7 @@ async def test_a_stream_without_tokens_so_far_overtakes_also_after_its_admission
         woken.append(name)
 
     tasks = [asyncio.create_task(stream(*each)) for each in (("other", other), ("old", old), ("new", new))]
-    await asyncio.sleep(0)
+    await until_blocked(*tasks)
     for inbox in (other, old, new):
         inbox.put(0, 1, TokensSampled((1,)))
     await asyncio.gather(*tasks)
@@ -158,7 +159,7 @@ async def test_a_stream_that_is_always_behind_waits_for_its_turn_too() -> None:
         woken.append(name)
 
     waiting = asyncio.create_task(stream("quiet", quiet))
-    await asyncio.sleep(0)
+    await until_blocked(waiting)
     busy.put(0, 1, TokensSampled((1,)))
     await stream("busy", busy)
     quiet.put(0, 1, TokensSampled((5,)))
@@ -171,7 +172,7 @@ async def test_a_cancelled_stream_uses_up_nobodys_turn() -> None:
     turns = _turns(1)
     inboxes = [Inbox(turns) for _ in range(3)]
     tasks = [asyncio.create_task(inbox.take()) for inbox in inboxes]
-    await asyncio.sleep(0)
+    await until_blocked(*tasks)
     for inbox in inboxes:
         inbox.put(0, 1, END)
     tasks[1].cancel()
@@ -242,8 +243,7 @@ async def test_a_cancelled_stream_leaves_nothing_to_the_collector() -> None:
         inbox = Inbox(_turns())
         streaming = asyncio.create_task(stream(inbox))
         inbox.put(0, 1, TokensSampled((7,)))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await until_blocked(streaming)
         streaming.cancel()
         await asyncio.wait({streaming})
         return weakref.ref(inbox)
@@ -252,8 +252,7 @@ async def test_a_cancelled_stream_leaves_nothing_to_the_collector() -> None:
     gc.disable()
     try:
         left = await cancelled()
-        await asyncio.sleep(0)  # the loop lets go of the task
-        assert left() is None
+        await until(lambda: left() is None)
     finally:
         gc.enable()
 
@@ -278,12 +277,11 @@ async def test_a_patient_stream_wakes_before_its_output_is_too_much() -> None:
     inbox.put(0, 1, much(1))
     await inbox.take()
     taking = asyncio.create_task(inbox.take())
-    await asyncio.sleep(0)
+    await until_blocked(taking)
     for _ in range(8):
         inbox.put(0, 1, much(100))
     (arrival,) = await taking
     assert 700 <= len(arrival.token_ids) <= 800
-    await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(("likely", "parts"), [(None, [256, 256, 88]), (20, [32] * 18 + [24])])
@@ -325,7 +323,7 @@ async def test_streams_with_much_work_share_the_turns() -> None:
 async def test_a_stream_that_is_cancelled_while_it_is_paced_holds_up_nobody() -> None:
     turns = _turns()
     first, second = (asyncio.create_task(turns.pace(WORK_A_TURN)) for _ in range(2))
-    await asyncio.sleep(0)
+    await until_blocked(first)
     first.cancel()
     await asyncio.wait_for(second, 60.0)
 
@@ -334,9 +332,9 @@ async def test_log_probabilities_of_a_prompt_come_in_parts_before_the_tokens_and
     inbox = Inbox(Turns(), patient=True, whole=True)
     entries = tuple(TokenLogprobs(token, -1.0, LIKELY) for token in range(70))
     taking = asyncio.create_task(inbox.take())
-    await asyncio.sleep(0)
+    await until_blocked(taking)
     inbox.put(0, 1, PromptScored(entries[:40]))
-    await asyncio.sleep(0)
+    await until_idle()
     assert not taking.done()
     inbox.put(0, 1, PromptScored(entries[40:]))
     inbox.put(0, 1, TokensSampled((1,)))

@@ -28,6 +28,7 @@ from tests.support.router.frontend_harness import (
     request,
     tokens_of,
 )
+from tests.support.turns import until_blocked, until_idle
 
 
 def job(sequences: int = 1) -> Job:
@@ -155,7 +156,7 @@ async def test_releasing_a_reservation_serves_the_queue() -> None:
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
         reservation = await full(harness)
         waiting = asyncio.create_task(harness.dispatcher.place(job(), harness.dispatcher.ticket(0)))
-        await asyncio.sleep(0)
+        await until_blocked(waiting)
         assert not waiting.done()
         reservation.release()
         assert len((await waiting).reservations) == 1
@@ -167,7 +168,7 @@ async def test_news_of_a_worker_that_is_still_full_tries_nothing_again(monkeypat
         reservation = await full(harness)
         model.heartbeat(Load(running=8), model.heartbeat_at)  # sequences of other routers
         waiting = asyncio.create_task(harness.dispatcher.place(job(), harness.dispatcher.ticket(0)))
-        await asyncio.sleep(0)
+        await until_blocked(waiting)
         monkeypatch.setattr(harness.dispatcher, "_serve_queue", lambda: tries.append(1))
         harness.dispatcher.capacity_changed(model)
         assert tries == []
@@ -184,7 +185,7 @@ async def test_news_of_a_worker_that_has_room_places_what_waits() -> None:
         (model,) = harness.pool.models()
         model.heartbeat(Load(running=8), model.heartbeat_at)
         waiting = asyncio.create_task(harness.dispatcher.place(job(), harness.dispatcher.ticket(0)))
-        await asyncio.sleep(0)
+        await until_blocked(waiting)
         model.heartbeat(Load(unheld_blocks=64), model.heartbeat_at)
         harness.dispatcher.capacity_changed(model)
         async with asyncio.timeout(60):
@@ -195,7 +196,7 @@ async def test_a_placement_that_comes_together_with_a_cancellation_is_released()
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
         reservation, (model,) = await full(harness), harness.pool.models()
         waiting = asyncio.create_task(harness.dispatcher.place(job(), harness.dispatcher.ticket(0)))
-        await asyncio.sleep(0)
+        await until_blocked(waiting)
         reservation.release()
         assert model.outstanding == 2
         waiting.cancel()
@@ -208,11 +209,11 @@ async def test_a_job_that_leaves_the_head_of_the_queue_lets_the_next_one_pass() 
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
         reservation = await full(harness)
         large = asyncio.create_task(harness.dispatcher.place(job(sequences=2), harness.dispatcher.ticket(0)))
-        await asyncio.sleep(0)
+        await until_blocked(large)
         small = asyncio.create_task(harness.dispatcher.place(job(), harness.dispatcher.ticket(0)))
-        await asyncio.sleep(0)
+        await until_blocked(small)
         reservation.release()
-        await asyncio.sleep(0)
+        await until_idle()
         assert not small.done()
         large.cancel()
         assert len((await small).reservations) == 1
@@ -222,10 +223,10 @@ async def test_of_those_that_wait_the_earliest_deadline_is_placed_first() -> Non
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
         reservation, dispatcher = await full(harness), harness.dispatcher
         patient = asyncio.create_task(dispatcher.place(job(), dispatcher.ticket(0)))
-        await asyncio.sleep(0)
+        await until_blocked(patient)
         deadline = CLOCK.monotonic() + PASSED_SECONDS / 2
         urgent = asyncio.create_task(dispatcher.place(job(), dispatcher.ticket(0, deadline=deadline)))
-        await asyncio.sleep(0)
+        await until_blocked(urgent)
         reservation.release()
         assert len((await urgent).reservations) == 1
         assert not patient.done()

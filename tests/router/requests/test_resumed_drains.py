@@ -70,7 +70,7 @@ async def moving() -> AsyncIterator[Moving]:
         first.pool.add(other.address)
         await first.connected(2)
         whole.worker.servicer.drain(migrate=True)
-        await whole.worker.step_until(whole.runner, lambda: bool(other.submits))
+        await whole.step_until(first, lambda: bool(other.submits))
         yield Moving(whole, (first, second), seen, other)
 
 

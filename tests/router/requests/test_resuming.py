@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from common.errors import AlreadyExists, InvalidRequest, NotFound, QuireError, U
 from common.process.ports import free_ports
 from common.types import DecisionKind, FinishReason, SamplingParams
 from common.wire.identity_codec import identity_to_proto
+from gpuworker.core.batch_plan import StepPlan
 from gpuworker.server.orphans import Fate
 from gpuworker.server.router_stream import RouterStream
 from gpuworker.server.servicer import Serving
@@ -37,6 +38,8 @@ from tests.support.router.frontend_harness import (
     text_of,
     tokens_of,
 )
+from tests.support.turns import until_idle
+from tests.support.waiting import until
 
 LONG = 3600.0
 ANA, BOB = (Caller(Tenant(name, cache_domain=name.encode()), credential=name) for name in ("ana", "bob"))
@@ -71,8 +74,9 @@ class AtAddress:
 class World:
     """A worker, and routers that come and die. A step samples its own number."""
 
-    def __init__(self, worker: Served, runner: ManualRunner, stack: AsyncExitStack) -> None:
+    def __init__(self, worker: Served, runner: Numbering, stack: AsyncExitStack) -> None:
         self.worker, self.runner, self._stack, self._routers = worker, runner, stack, 0
+        self._sampled_before = 0
 
     async def router(self) -> Harness:
         self._routers += 1
@@ -97,9 +101,29 @@ class World:
                     seen.append(event)  # noqa: PERF401 - others look at what there is
 
         self._task = self._stack.enter_context(_Running(asyncio.create_task(run())))
-        enough = lambda: all(len(tokens_of(seen, each)) >= tokens for each in range(wanted.sampling.n))  # noqa: E731
-        await self.worker.step_until(self.runner, enough)
+        self._sampled_before = self.runner.sampled
+        await self.step_until(
+            router, lambda: all(len(tokens_of(seen, each)) >= tokens for each in range(wanted.sampling.n))
+        )
         return list(seen)
+
+    async def step_until(self, router: Harness, condition: Callable[[], bool]) -> None:
+        """Complete steps until something holds, each once the router has the tokens of those before.
+
+        Steps that come as fast as they can end the request before a slow router has acted.
+        """
+
+        def received() -> int:
+            return sum(len(each.output.tokens) for run in router.frontend._runs for each in run.sequences)
+
+        def look() -> bool:
+            if condition():
+                return True
+            if self.runner.submitted and received() >= self.runner.sampled - self._sampled_before:
+                self.runner.step()
+            return False
+
+        await until(look, every=0.002, seconds=PATIENCE)
 
     async def dies(self, router: Harness) -> None:
         """End a router's connections without a word; its clients get nothing more."""
@@ -111,6 +135,18 @@ class World:
 
     async def finish(self) -> None:
         self.runner.release()
+
+
+class Numbering(ManualRunner):
+    """Samples in each step its number, and counts the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(self._sample)
+        self.sampled = 0
+
+    def _sample(self, plan: StepPlan) -> int:
+        self.sampled += 1
+        return plan.step % 26
 
 
 class _Running:
@@ -126,7 +162,7 @@ class _Running:
 
 @asynccontextmanager
 async def world() -> AsyncIterator[World]:
-    runner = ManualRunner(lambda plan: plan.step % 26)
+    runner = Numbering()
     async with AsyncExitStack() as stack, served(runner, loaded=False, orphan_grace=LONG) as worker:
         info = worker_pb.WorkerInfo(
             worker_id="w0",
@@ -298,7 +334,7 @@ async def test_two_routers_that_resume_at_once_do_not_both_lose_the_request() ->
         await whole.dies(first)
         adoptions = Adoptions(whole.worker)
         tasks = [asyncio.create_task(resumed(router, resume(*counts))) for router in (second, third)]
-        await adoptions.interleave(tasks)
+        await adoptions.interleave(second, third)
         await whole.finish()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         won = [result for result in results if not isinstance(result, BaseException)]
@@ -316,10 +352,12 @@ class Adoptions:
         self._held: list[tuple[RouterStream, worker_pb.Adopt]] = []
         worker.servicer._adopt = lambda *given: self._held.append(given)  # type: ignore[method-assign]
 
-    async def interleave(self, tasks: Collection[asyncio.Task[list[GenerateEvent]]]) -> None:
+    async def interleave(self, *routers: Harness) -> None:
         """Hold the first adoption of each router, and what it sends at once with it; then let all pass."""
-        await self._worker.until(lambda: len({id(stream) for stream, _ in self._held}) == len(tasks))
-        await asyncio.wait(tasks, timeout=0.2)  # what a router sends without an answer
+        await self._worker.until(lambda: len({id(stream) for stream, _ in self._held}) == len(routers))
+        # The worker answers in order: by then it has read all that a router sends without an answer.
+        questions = [each.client.find("another", "") for router in routers for each in router.pool.members()]
+        await asyncio.wait_for(asyncio.gather(*questions), PATIENCE)
         self._worker.servicer._adopt = self._pass  # type: ignore[method-assign]
         first = self._held.pop(0)
         for stream, message in (first, *reversed(self._held)):
@@ -330,13 +368,15 @@ async def test_a_router_that_stops_leaves_no_orphans_at_a_worker_that_reads_late
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool_module, "LAST_WORDS_S", PATIENCE)
-    reads = asyncio.Event()
+    reads, held = asyncio.Event(), asyncio.Event()
     reads.set()
     async with world() as whole:
         original = whole.worker.servicer._read
 
         async def late(requests: AsyncIterator[worker_pb.StreamRequest]) -> AsyncIterator[worker_pb.StreamRequest]:
             async for each in requests:
+                if not reads.is_set():
+                    held.set()
                 await reads.wait()
                 yield each
 
@@ -346,7 +386,8 @@ async def test_a_router_that_stops_leaves_no_orphans_at_a_worker_that_reads_late
         await whole.begun(first, wanted(n=2), 1)
         reads.clear()
         closing = asyncio.create_task(first.pool.aclose())
-        await asyncio.wait({closing}, timeout=0.5)
+        await asyncio.wait({closing, asyncio.ensure_future(held.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        await until_idle()
         assert not closing.done(), "the router did not wait until its cancels were read"
         reads.set()
         async with asyncio.timeout(PATIENCE):

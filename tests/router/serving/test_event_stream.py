@@ -12,6 +12,8 @@ from starlette.types import Message
 
 from common import limits
 from router.serving.event_stream import COMMENT, EventStream
+from tests.support.turns import until_idle
+from tests.support.waiting import until
 
 SCOPE = {"type": "http", "asgi": {"spec_version": "2.3"}}
 GONE: Message = {"type": "http.disconnect"}
@@ -91,8 +93,8 @@ async def test_a_client_that_goes_away_ends_comments_and_source(monkeypatch: pyt
     await answering
     assert closed.is_set()
     sent = len(connection.bodies)
-    for _ in range(5):
-        await asyncio.sleep(0.002)
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "nobody is left who could send"
+    await until_idle()
     assert len(connection.bodies) == sent
 
 
@@ -121,8 +123,7 @@ async def test_a_client_that_goes_away_leaves_nothing_to_the_collector() -> None
     gc.disable()
     try:
         left = await stream()
-        await asyncio.sleep(0)  # the loop lets go of the task
-        assert left() is None
+        await until(lambda: left() is None)
     finally:
         gc.enable()
 

@@ -19,6 +19,7 @@ from common import limits
 from common.rpc import connections
 from common.rpc.tls import PublicCertificate
 from router.serving.http_server import serve_http
+from tests.support.turns import until_blocked
 
 OPTIONS = ("TCP_USER_TIMEOUT", "TCP_KEEPIDLE", "TCP_KEEPINTVL")
 
@@ -38,7 +39,7 @@ async def test_a_server_that_stops_takes_no_connection_from_that_moment(encrypte
 
     assert listens()
     stopping = asyncio.create_task(server.stop())
-    await asyncio.sleep(0)
+    await until_blocked(stopping)
     assert not listens()
     await stopping
 

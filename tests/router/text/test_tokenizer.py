@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import subprocess
@@ -24,6 +23,7 @@ from router.text.chat_input import ChatInput, Message
 from router.text.checkpoint import read_checkpoint
 from router.text.tokenizer import Tokenizer
 from tests.support.router.tokenizers import byte_level
+from tests.support.turns import counted_turns
 
 DEMO = Path(__file__).parents[3] / "cli" / "demo_model" / "checkpoint"
 
@@ -147,13 +147,11 @@ def test_a_negative_id_is_refused(demo: Tokenizer) -> None:
 
 
 async def test_encoding_leaves_the_event_loop_free(demo: Tokenizer) -> None:
-    encoding = asyncio.create_task(demo.encode("one two three " * 50_000))
-    turns = 0
-    while not encoding.done():
-        await asyncio.sleep(0)
-        turns += 1
-    # `Tokenizer.encode` of the library in a thread, which holds the GIL, leaves fewer than ten.
-    assert turns > 100
+    async with counted_turns() as turns:
+        before = turns.count
+        await demo.encode("one two three " * 50_000)
+        # `Tokenizer.encode` of the library in a thread, which holds the GIL, leaves fewer than ten.
+        assert turns.count - before > 100
 
 
 async def test_a_tokenizer_that_truncates_and_pads_does_neither_here(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from common.errors import InvalidRequest, Overloaded
 from common.limits import MAX_OUTBOX_BYTES, MAX_SUBMIT_BYTES
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from router.workers.outbox import Outbox
+from tests.support.turns import until_blocked
 
 
 def submit(handle: int, size: int = 0) -> pb.StreamRequest:
@@ -43,7 +44,7 @@ async def test_messages_leave_in_order_and_their_bytes_with_them() -> None:
 async def test_who_waits_gets_the_next_message() -> None:
     outbox = Outbox()
     waiting = asyncio.create_task(take(outbox))
-    await asyncio.sleep(0)
+    await until_blocked(waiting)
     outbox.submit(submit(5))
     assert (await waiting).submit.handle == 5
 
@@ -101,6 +102,6 @@ async def test_the_end_comes_at_once_although_pulses_do() -> None:
     outbox = Outbox(silence=3600.0)
     assert (await take(outbox)).HasField("pulse")
     waiting = asyncio.create_task(outbox.take())
-    await asyncio.sleep(0)
+    await until_blocked(waiting)
     outbox.close()
     assert await waiting is None

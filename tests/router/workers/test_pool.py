@@ -111,11 +111,19 @@ async def test_the_time_in_which_the_router_itself_did_not_run_makes_no_worker_h
     pool.add("127.0.0.1:1")
     (member,) = pool.members()
     pool.connected(member.client, facts("w0", b"a" * 16))
+    check, checked = pool.check, list[float]()
+
+    def noted(late: float) -> None:
+        check(late)
+        checked.append(late)
+
+    monkeypatch.setattr(pool, "check", noted)
     watch = asyncio.create_task(pool.watch())
-    for _ in range(3):
-        await asyncio.sleep(0)
+    await until(lambda: checked, every=0)
+    for times in range(1, 4):
         clock.advance(20.0)  # the watch asked to be woken before that
-    await asyncio.sleep(0)
+        await until(lambda: checked.count(20.0), times.__eq__, every=0)
+    monkeypatch.undo()
     assert member.state is WorkerState.CONNECTED
     clock.advance(6.0)
     pool.check()

@@ -21,6 +21,7 @@ from router.openai.responses.store import RedisStore, StoreLimits
 from tests.support.router.fake_frontend import admitted, finished, tokens
 from tests.support.router.http_harness import DEADLINE_S, Api, served_api
 from tests.support.router.responses import events_of
+from tests.support.turns import until_blocked
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -184,7 +185,7 @@ async def test_every_reader_of_a_log_gets_every_event() -> None:
     readers = [asyncio.create_task(read(after)) for after in (-1, 0, 4)]
     for number in range(6):
         log.write(line(number))
-        await asyncio.sleep(0)
+        await until_blocked(*readers)
     log.end()
     first, second, last = await asyncio.gather(*readers)
     assert (first, second, last) == tuple("".join(map(line, range(start, 6))) for start in (0, 1, 5))
