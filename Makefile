@@ -163,6 +163,7 @@ durations: $(STAMP) ## Run test and test-rest, and write down how long each file
 	@reports=$$(mktemp -d); \
 	REPORTS=$$reports $(MAKE) test; REPORTS=$$reports $(MAKE) test-rest; \
 	$(BIN)/python -m tests.support.durations $$reports --write; rm -r $$reports
+
 test-stress: $(STAMP) ## Run TESTS=PATH TIMES=5 times in random orders beside four busy processes per core; name what ever failed
 	$(BIN)/python -m tests.support.stress $(TIMES) $(TESTS)
 
