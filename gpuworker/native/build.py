@@ -28,6 +28,11 @@ SANITIZED = os.environ.get("NATIVE_SANITIZED", "")
 BUILT = SOURCE / ("built_sanitized" if SANITIZED else "built")
 _CHECKS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1", "-O1"]
 _LINK = _CHECKS if SANITIZED else []
+# The standard library of C++, and what newer versions of libgcc add, go into the library: it runs on systems whose own
+# are older than the compiler. libgcc_s stays outside, for the unwinding of exceptions belongs to the process.
+_SELF_CONTAINED = ["-static-libstdc++", "-lgcc", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections"]
+if SANITIZED:
+    _SELF_CONTAINED = []
 _COMMON = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
 _COMMON += ["-fvisibility=hidden", "-fno-gnu-unique"]
 _COMMON += ["-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
@@ -184,15 +189,24 @@ def _objects(level: str) -> list[Path]:
 def _is_linked(level: str) -> bool:
     """Return whether the library of a level is newer than its objects, which another level's build may have made."""
     made = library(level)
-    return made.is_file() and all(each.stat().st_mtime_ns <= made.stat().st_mtime_ns for each in _objects(level))
+    stamp = made.with_suffix(".stamp")
+    if not (made.is_file() and stamp.is_file() and stamp.read_text() == shlex.join(_linking(level, _SELF_CONTAINED))):
+        return False
+    return all(each.stat().st_mtime_ns <= made.stat().st_mtime_ns for each in _objects(level))
+
+
+def _linking(level: str, more: list[str]) -> list[str]:
+    # Without -fopenmp: the library takes the OpenMP that torch has loaded, not a second one.
+    return [*compiler(), "-shared", *_LINK, *map(str, _objects(level)), *more]
 
 
 def _link(level: str) -> None:
-    objects = map(str, _objects(level))
-    # Without -fopenmp: the library takes the OpenMP that torch has loaded, not a second one.
     fresh = library(level).with_suffix(".new")
-    _run([*compiler(), "-shared", *_LINK, *objects, "-o", str(fresh)])
+    wanted = _linking(level, _SELF_CONTAINED)
+    if _tried([*wanted, "-o", str(fresh)]).returncode:  # no static libstdc++, or a linker without these flags
+        _run(_linking(level, ["-o", str(fresh)]))
     fresh.replace(library(level))  # a process that has the old one mapped keeps it
+    library(level).with_suffix(".stamp").write_text(shlex.join(wanted))
 
 
 def _run(command: list[str]) -> None:
@@ -221,6 +235,8 @@ def main(wanted: Collection[str] = LEVELS) -> None:
         libraries = build(args.force, args.progress, wanted)
     except NoCompiler as reason:
         sys.exit(str(reason))
+    except OSError as error:
+        sys.exit(f"{error.filename} cannot be written: {error.strerror}")
     if not args.progress:
         print(*libraries, sep="\n")  # noqa: T201
 

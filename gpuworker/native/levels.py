@@ -36,7 +36,10 @@ _ARCH_PRCTL, _REQUEST_REGISTERS, _AMX_REGISTERS = 158, 0x1023, 18
 # Of Linux on aarch64: where the kernel says what a process may use, and the bits of flags (arch/arm64's asm/hwcap.h).
 _AT_HWCAP = 16
 _HWCAP_BITS = {"asimd": 1, "atomics": 8, "asimddp": 20}
-INSTALL_COMPILER = "install a C++ compiler (Debian: apt-get install g++), then run `make install`"
+# In a clone `make` does more than this; what pip installed has no Makefile.
+_IN_CLONE = (Path(__file__).resolve().parents[2] / "Makefile").is_file()
+BUILD = "`make install`" if _IN_CLONE else f"`{sys.executable} -m gpuworker.native.levels`"
+INSTALL_COMPILER = f"install a C++ compiler (Debian: apt-get install g++), then run {BUILD}"
 
 
 @functools.cache
@@ -91,8 +94,8 @@ def why_missing(level: str) -> str | None:
         return f"{path.name} was not built, for there is no C++ compiler: {INSTALL_COMPILER}"
     if may_lack(level):
         too_old = f"{path.name} was not built: {found} or its assembler is too old"
-        return f"{too_old}; take GCC 11 or newer, run `make install`"
-    return f"{path.name} was not built, although {found} is there: run `make install`"
+        return f"{too_old}; take GCC 11 or newer, run {BUILD}"
+    return f"{path.name} was not built, although {found} is there: run {BUILD}"
 
 
 def processor_flags() -> frozenset[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch  # noqa: F401 - brings the OpenMP library that ours resolves against
 
 from gpuworker.native.build import library
-from gpuworker.native.levels import levels_here, why_not
+from gpuworker.native.levels import BUILD, levels_here, why_not
 
 __all__ = ["ABI_VERSION", "NativeUnavailable", "best", "level_of", "levels_here", "load", "use_level"]
 
@@ -67,7 +67,7 @@ def load(level: str) -> ctypes.CDLL:
         raise NativeUnavailable(str(error)) from error
     version = int(loaded.quire_abi_version())
     if version != ABI_VERSION:
-        raise NativeUnavailable(f"{path.name} has interface {version}, not {ABI_VERSION}; run `make install`")
+        raise NativeUnavailable(f"{path.name} has interface {version}, not {ABI_VERSION}; run {BUILD}")
     return loaded
 
 
