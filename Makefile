@@ -36,7 +36,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install clients demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest durations test-stress test-clients test-triton test-all test-docker test-hosts test-arm sanitize search coverage check fmt lint types protos protos-baseline pins fuzz soak bench bench-gpu clean
+.PHONY: help install clients demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest durations test-stress test-clients test-triton test-all test-docker test-hosts test-arm sanitize search coverage check fmt lint types protos protos-baseline pins fuzz soak bench bench-gpu clean dist
 
 help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,15 +52,17 @@ PIP_LINES := $(PYTHON) docker/pip_lines.py
 PIP := PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install --progress-bar off
 TEXT := .text/botchan.txt
-EXTRAS := router kvmanager gpuworker cli local
-$(SERVING): pyproject.toml protos/pyproject.toml requirements.lock constraints.txt hatch_build.py
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; set PYTHON=...")'
-	@test -x $(BIN)/python || { echo "1/3 creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+EXTRAS := serve
+$(SERVING): pyproject.toml requirements.lock constraints.txt hatch_build.py
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Quire needs Python 3.11 or newer, and this one is {v[0]}.{v[1]}: make PYTHON=python3.12")'
+	@mkdir -p $(VENV) 2>/dev/null && test -w $(VENV) || { echo "$(CURDIR)/$(VENV) cannot be made:" \
+		"make the clone writable, or copy it to a folder of yours and run make there"; exit 1; }
+	@test -x $(BIN)/python || { echo "1/3 creating $(VENV)"; $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }; }
 	@echo "2/3 installing the pinned packages that serve (a minute)"
 	@$(PYTHON) docker/requirements.py --build $(EXTRAS) >$(VENV)/serving.txt
 	@{ { $(PIP_INSTALL) --require-hashes --no-deps -r $(VENV)/serving.txt \
 		&& $(PIP_INSTALL) -c constraints.txt torch \
-		&& HATCH_BUILD_NO_HOOKS=1 $(PIP_INSTALL) --no-deps --no-build-isolation -e ./protos -e .; } 2>&1 \
+		&& $(PIP_INSTALL) --no-deps --no-build-isolation -e .; } 2>&1 \
 		|| touch $@.failed; } | $(PIP_LINES)
 	@! rm $@.failed 2>/dev/null
 	@touch $@
@@ -145,6 +147,12 @@ screenshots: $(STAMP) ## Take the pictures of the page in docs/page, of a suite 
 
 up: $(KERNELS) ## Run the whole suite in the foreground (MODEL=DIR to serve another checkpoint)
 	$(BIN)/quire serve $(MODEL)
+
+dist: $(SERVING) ## Build both wheels into dist/: quire-llm with the kernels of every processor of this architecture, and its client
+	@$(BIN)/python gpuworker/native/build.py --progress
+	@rm -rf dist
+	QUIRE_CPU_LEVELS=all $(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . ./protos
+	@ls -l dist
 
 # Half of these tests' time is waiting, so that two processes share a core.
 test-fast: $(STAMP) ## Run the tests that need neither torch nor a started service: the cores and the units (a minute)

@@ -5,7 +5,7 @@
 
     clone         git clone, then `make demo`
     no-compiler   the same with a PATH that has no C or C++ compiler
-    wheel         pip installs both wheels into a fresh environment; then `quire serve` in an empty folder
+    wheel         pip installs the services' wheel into a fresh environment; then `quire serve` in an empty folder
 
 The working tree must be committed: the clone has what git has. Downloads go through pip as it is configured, so their
 share depends on the index and on pip's cache; --no-cache empties the latter.
@@ -31,7 +31,6 @@ from bench.lib.harness import parser, report_columns
 ROOT: Final = Path(__file__).resolve().parents[1]
 PYTHON: Final = str(Path(sys.base_prefix) / "bin" / "python3")
 PARTS: Final = ("clone", "no-compiler", "wheel")
-EXTRAS: Final = "cli,router,kvmanager,gpuworker,local"
 # What a line of `make demo` begins with, and what has happened by then.
 MADE: Final = {
     "1/3": "clone",
@@ -42,7 +41,7 @@ MADE: Final = {
 }
 NOTES: Final = {
     "clone": "seconds of git clone",
-    "wheels": "seconds in which pip builds both wheels, kernels included",
+    "wheels": "seconds in which pip builds the wheel with the kernels of all levels",
     "environment": "seconds of a fresh virtual environment",
     "packages": "seconds in which pip installs",
     "kernels and start": "seconds from the packages to a suite that serves",
@@ -156,14 +155,14 @@ def wheel(folder: Path, env: Mapping[str, str], serve: Sequence[str]) -> Times:
     watch.mark("clone")
     source = folder / "quire"
     pip = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
-    run([PYTHON, *pip, "wheel", "--no-deps", "-w", "wheels", str(source / "protos"), str(source)], folder, env)
+    building = {**env, "QUIRE_CPU_LEVELS": "all"}
+    run([PYTHON, *pip, "wheel", "--no-deps", "-w", "wheels", str(source)], folder, building)
     watch.mark("wheels")
     run([PYTHON, "-m", "venv", "venv"], folder, env)
     watch.mark("environment")
-    suite, client = next(folder.glob("wheels/quire-*")), next(folder.glob("wheels/quire_client-*"))
+    (suite,) = folder.glob("wheels/quire_llm-*")
     fresh = folder / "venv" / "bin"
-    wanted = [str(client), f"quire[{EXTRAS}] @ {suite.as_uri()}"]
-    run([str(fresh / "python"), *pip, "install", "-c", str(source / "constraints.txt"), *wanted], folder, env)
+    run([str(fresh / "python"), *pip, "install", "-c", str(source / "constraints.txt"), f"{suite}[serve]"], folder, env)
     watch.mark("packages")
     (empty := folder / "empty").mkdir()
     with lines_of([str(fresh / "quire"), *serve], empty, env) as lines:

@@ -39,10 +39,7 @@ COMMANDS = {
     "waste": "count the slots that sequences waste: contiguous reservations beside blocks",
 }
 
-_EXTRAS = (
-    "it is not installed. Install quire[cli] for the commands; `serve` and `demo` need "
-    "the extras router, kvmanager, gpuworker and local too"
-)
+_EXTRAS = "it is not installed. Install quire-llm[cli] for the commands; `serve` and `demo` need quire-llm[serve]"
 
 
 def usage() -> str:

@@ -1,4 +1,4 @@
-"""Colours and type of the project's plots, and what keeps a command from drawing one (matplotlib: quire[bench])."""
+"""Colours and type of the project's plots, and what keeps a command from drawing one (matplotlib: quire-llm[bench])."""
 
 from __future__ import annotations
 
@@ -31,4 +31,4 @@ def plot_problems(path: Path) -> Iterator[FieldViolation]:
     if not os.access(path.parent, os.W_OK) or path.is_dir():
         yield FieldViolation("--plot", f"{path} cannot be written; expected a file in a folder that is there")
     if importlib.util.find_spec("matplotlib") is None:
-        yield FieldViolation("--plot", "needs matplotlib, which is not installed; install quire[bench]")
+        yield FieldViolation("--plot", "needs matplotlib, which is not installed; install quire-llm[bench]")

@@ -10,6 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 def quire_version() -> str:
     """Return the version of the package; "source" where it is not installed."""
     try:
-        return version("quire")
+        return version("quire-llm")
     except PackageNotFoundError:
         return "source"

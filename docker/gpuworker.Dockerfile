@@ -13,7 +13,6 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=igno
 WORKDIR /source
 RUN python -m venv --without-pip /opt/quire
 COPY pyproject.toml requirements.lock constraints.txt docker/requirements.py docker/slim.sh ./
-COPY protos/pyproject.toml protos/
 
 # The native CPU kernels for each level of vector instructions, compiled once for both targets.
 FROM tools AS wheel
@@ -23,7 +22,7 @@ ARG PIP_TRUSTED_HOST
 RUN python requirements.py --build > build.txt \
     && pip install --require-hashes --no-deps -r build.txt
 COPY . .
-RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel ./protos .
+RUN QUIRE_CPU_LEVELS=all pip wheel --no-deps --no-build-isolation --wheel-dir /wheel .
 
 FROM ${PYTHON_IMAGE} AS runtime
 ARG VERSION=0.1.0
@@ -71,7 +70,7 @@ ARG PIP_INDEX_URL
 ARG PIP_TRUSTED_HOST
 ARG PIP_EXTRA_INDEX_URL
 # PyPI's torch brings the CUDA runtime in packages of its own; the host needs the driver and its container toolkit alone.
-RUN python requirements.py gpuworker > requirements.txt \
+RUN python requirements.py gpuworker gpu > requirements.txt \
     && pip --python /opt/quire/bin/python install --require-hashes --no-deps -r requirements.txt \
     && pip --python /opt/quire/bin/python install -c constraints.txt torch triton
 COPY --from=wheel /wheel /wheel

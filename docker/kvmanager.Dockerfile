@@ -12,13 +12,12 @@ WORKDIR /source
 RUN python -m venv --without-pip /opt/quire
 # First the dependencies: this layer is made again only when they change.
 COPY pyproject.toml requirements.lock docker/requirements.py docker/slim.sh ./
-COPY protos/pyproject.toml protos/
 RUN python requirements.py --build > build.txt \
     && pip install --require-hashes --no-deps -r build.txt \
     && python requirements.py kvmanager > requirements.txt \
     && pip --python /opt/quire/bin/python install --require-hashes --no-deps -r requirements.txt
 COPY . .
-RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel ./protos . \
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel . \
     && pip --python /opt/quire/bin/python install --no-deps --no-index /wheel/*.whl \
     && sh slim.sh /opt/quire
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 UV: Final = "uv==0.13.9"
-EXTRAS: Final = ("router", "kvmanager", "gpuworker", "cli", "local", "bench", "dev")
+EXTRAS: Final = ("router", "kvmanager", "gpuworker", "gpu", "cli", "local", "bench", "dev")
 UNHASHED: Final = ("torch", "triton")
 PYTHON, BEFORE = "3.11", "3.15"  # the oldest Python that Quire runs on, and the first one without a build of torch
 CONSTRAINTS, LOCK, FUZZ_LOCK = Path("constraints.txt"), Path("requirements.lock"), Path("tests/fuzz/requirements.lock")

@@ -1,10 +1,10 @@
-"""Prints the locked requirements of the given extras and of quire-client, each with the hashes of its files.
+"""Prints the locked requirements of Quire with the given extras, each with the hashes of its files.
 
 An image, and `make install`, install this list before Quire's own code. Docker rebuilds that layer only when a
 dependency changes. The list has whatever the extras need, from requirements.lock, whose comments say what needs what.
 torch and triton are left out: they are pinned in constraints.txt and installed after the list. With `--build` the list
 has what builds Quire itself. `--ranges` prints the ranges of pyproject.toml instead, from which `make pins` writes the
-lock. The script needs the standard library alone; run it beside pyproject.toml and protos/pyproject.toml.
+lock. The script needs the standard library alone; run it beside pyproject.toml.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 LOCK = "requirements.lock"
-_OWN_EXTRA = re.compile(r"quire\[(?P<extras>[\w,-]+)\]")
+_OWN_EXTRA = re.compile(r"quire-llm\[(?P<extras>[\w,-]+)\]")
 _NAME = re.compile(r"[\w.-]+")
 _USER = re.compile(r"    #\s+(?:via\s+)?(?P<name>(?!via$)[\w.-]+)$")
 
@@ -89,16 +88,12 @@ def main() -> None:
 
 
 def _direct(extras: Sequence[str], build: bool) -> list[str]:
-    """Return what pyproject.toml and protos/pyproject.toml name."""
-    suite, client = (tomllib.loads((folder / "pyproject.toml").read_text()) for folder in (Path(), Path("protos")))
-    base = _others([*client["project"]["dependencies"], *suite["project"]["dependencies"]], client) if extras else []
+    """Return what pyproject.toml names."""
+    suite = tomllib.loads(Path("pyproject.toml").read_text())
+    base = [*suite["project"]["dependencies"]] if extras else []
     if build:
-        base += [*suite["build-system"]["requires"], *client["build-system"]["requires"]]
+        base += suite["build-system"]["requires"]
     return requirements(base, suite["project"]["optional-dependencies"], extras)
-
-
-def _others(listed: Sequence[str], client: Mapping[str, Any]) -> list[str]:
-    return [each for each in listed if name_of(each) != client["project"]["name"]]
 
 
 if __name__ == "__main__":

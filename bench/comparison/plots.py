@@ -4,7 +4,7 @@
 
 One picture for each type, beside the file of its result lines: a column for each workload and mode, a row for each
 figure. Bars are medians over repetitions, with whiskers from least to greatest; times run from the 50th percentile
-(dot) to the 99th (ring). Needs matplotlib, which the extra quire[bench] brings.
+(dot) to the 99th (ring). Needs matplotlib, which the extra quire-llm[bench] brings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draws a report of `quire bench`: speeds, times to the first token, alternatives. Needs matplotlib (quire[bench])."""
+"""Draws a report of `quire bench`: speeds, times to the first token, alternatives. Needs quire-llm[bench]."""
 
 from __future__ import annotations
 

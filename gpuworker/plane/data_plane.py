@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 import socket
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.checkpoint.pooling import Pooling, name_of, needs_every_token
 from common.lease import Attach, public_incarnation
 from common.types import KvGeometry, PoolIdentity
+from common.version import quire_version
 from common.wire.identity_codec import identity_to_proto
 from common.wire.lease_codec import INCARNATION_BYTES
 from gpuworker.config import GpuWorkerSettings
@@ -136,7 +136,7 @@ class DataPlane:
             eos_token_ids=facts.eos,
             device=facts.device,
             dtype=facts.dtype,
-            version=f"quire {version('quire')}, {facts.software}",
+            version=f"quire {quire_version()}, {facts.software}",
             prefix_caching=self.prefix_caching,
         )
 

@@ -32,7 +32,7 @@ from tests.support.suite import greedy
 
 PROMPT = [11, 12, 13, 14]
 # What pip may find in an environment that has the client alone.
-ALONE = {"googleapis-common-protos", "grpcio", "pip", "protobuf", "quire-client", "setuptools", "typing-extensions"}
+ALONE = {"googleapis-common-protos", "grpcio", "pip", "protobuf", "quire-llm-client", "setuptools", "typing-extensions"}
 PATIENCE_S = 120.0
 
 
@@ -180,7 +180,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("alone")
     quiet = ("--disable-pip-version-check", "--quiet")
     python(sys.executable, "-m", "pip", "wheel", *quiet, "--no-deps", "-w", str(folder), str(ROOT / "protos"))
-    (wheel,) = folder.glob("quire_client-*.whl")
+    (wheel,) = folder.glob("quire_llm_client-*.whl")
     python(sys.executable, "-m", "venv", str(folder / "venv"))
     fresh = str(folder / "venv" / "bin" / "python")
     python(fresh, "-m", "pip", "install", *quiet, "-c", str(ROOT / "constraints.txt"), str(wheel))
@@ -200,11 +200,11 @@ def test_the_commands_say_what_they_need_besides(alone: str) -> None:
     command = [alone, "-m", "cli.main", "status"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env={"PYTHONPATH": ""})
     assert done.returncode == 2
-    assert "Install quire[cli] for the commands" in done.stderr
+    assert "Install quire-llm[cli] for the commands" in done.stderr
 
 
 def test_the_client_brings_one_top_level_package(alone: str) -> None:
-    script = "import importlib.metadata as m; print(*{str(f).split('/')[0] for f in m.files('quire-client')})"
+    script = "import importlib.metadata as m; print(*{str(f).split('/')[0] for f in m.files('quire-llm-client')})"
     tops = set(python(alone, "-c", script).split())
     assert {name for name in tops if not name.endswith(".dist-info")} == {"quire"}
 

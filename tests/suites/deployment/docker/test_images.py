@@ -130,30 +130,53 @@ def test_every_package_of_the_wheel_is_sent(package: str) -> None:
     assert sent_to_the_engine(f"{package}/some/module.py")
 
 
-def test_no_package_is_in_both_distributions() -> None:
+@pytest.mark.parametrize("path", ["hatch_build.py", PROJECT["readme"]])
+def test_what_builds_the_wheel_is_sent(path: str) -> None:
+    assert (REPOSITORY / path).is_file()
+    assert sent_to_the_engine(path)
+
+
+def test_the_services_contain_the_client_and_what_it_needs() -> None:
+    """So that neither distribution requires the other, whose name a stranger could have taken."""
     suite, client = (DISTRIBUTIONS[folder]["tool"]["hatch"]["build"]["targets"]["wheel"] for folder in (".", "protos"))
     assert client["packages"] == ["quire"]
-    assert not {Path(name).name for name in suite["packages"]} & set(client["packages"])
+    assert "protos/quire" in suite["packages"]
+    alone = DISTRIBUTIONS["protos"]["project"]
+    assert (alone["version"], alone["dependencies"]) == (PROJECT["version"], PROJECT["dependencies"])
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_an_image_has_the_dependencies_of_both_distributions_and_both(name: str) -> None:
-    commands = dockerfile(name).of_all("RUN")
-    (code,) = (rest for rest in commands if "./protos ." in rest)
+def test_an_image_has_all_that_quire_needs_and_quire(name: str) -> None:
+    (code,) = (rest for rest in dockerfile(name).of_all("RUN") if "pip wheel" in rest)
     assert "--no-deps" in code
+    assert ("QUIRE_CPU_LEVELS=all" in code) == (name == "gpuworker"), "the control plane has no kernels"
     listed = installed_by(name)
-    assert {name_of(each) for each in DISTRIBUTIONS["protos"]["project"]["dependencies"]} < listed
+    assert {name_of(each) for each in PROJECT["dependencies"]} < listed
     assert not any(each.startswith("quire") for each in listed)
-    assert DISTRIBUTIONS["protos"]["project"]["version"] == PROJECT["version"]
-    assert PROJECT["dependencies"] == [f"quire-client=={PROJECT['version']}"]
+
+
+def test_triton_is_an_extra_and_comes_with_the_image_for_gpus_alone() -> None:
+    extras = PROJECT["optional-dependencies"]
+    assert [name_of(each) for each in requirements([], extras, ["gpu"])] == ["triton"]
+    assert "triton" not in map(name_of, requirements([], extras, ["serve"]))
+    stages = {stage.name: " ".join(rest for _, rest in stage.instructions) for stage in dockerfile("gpuworker").stages}
+    assert "requirements.py gpuworker >" in stages["packages-cpu"]
+    assert "triton" not in stages["packages-cpu"]
+    assert "requirements.py gpuworker gpu >" in stages["packages-cuda"]
+    assert "torch triton" in stages["packages-cuda"]
 
 
 def installed_by(*words: str) -> set[str]:
     """Return the names of the packages that an image with these arguments installs from the lock."""
+    return {name_of(line) for line in printed(*words) if not line.startswith(" ")}
+
+
+def printed(*words: str) -> list[str]:
+    """Return the lines that docker/requirements.py prints."""
     run = subprocess.run(
         [sys.executable, "docker/requirements.py", *words], capture_output=True, text=True, check=True, cwd=REPOSITORY
     )
-    return {name_of(line) for line in run.stdout.splitlines() if not line.startswith(" ")}
+    return run.stdout.splitlines()
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -196,7 +219,11 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def test_requirements_follow_extras_of_our_own_and_come_once() -> None:
-    optional = {"service": ["a>=1", "b"], "router": ["quire[service]", "c; sys_platform == 'linux'", "b"], "cli": ["d"]}
+    optional = {
+        "service": ["a>=1", "b"],
+        "router": ["quire-llm[service]", "c; sys_platform == 'linux'", "b"],
+        "cli": ["d"],
+    }
     assert requirements(["a>=1", "z"], optional, ["router", "cli"]) == [
         "a>=1",
         "z",
@@ -235,7 +262,7 @@ def test_the_lock_has_all_that_a_service_needs_here(name: str) -> None:
     """Compared with the metadata of what is installed, for this system and Python."""
     wanted = requirements(PROJECT["dependencies"], PROJECT["optional-dependencies"], [name])
     here = closure([Requirement(each) for each in wanted])
-    assert here - installed_by(name) - {"torch", "triton", "quire-client"} == set()
+    assert here - installed_by(name) - {"torch", "triton"} == set()
 
 
 def closure(wanted: list[Requirement]) -> set[str]:
