@@ -47,6 +47,7 @@ class Facts:
     python: tuple[int, int, int]
     torch: str | None
     transformers: str | None
+    triton: str | None
     nvidia: bool
     compiler: str | None
     cores: int
@@ -75,6 +76,7 @@ def look(settings: UpSettings) -> Facts:
         python=sys.version_info[:3],
         torch=_version("torch"),
         transformers=_version("transformers"),
+        triton=_version("triton"),
         nvidia=_NVIDIA.exists(),
         compiler=_compiler(),
         cores=usable_cores(),

@@ -60,12 +60,15 @@ def _python(facts: Facts) -> Verdict:
 def _torch(facts: Facts) -> Verdict:
     if facts.torch is None or facts.transformers is None:
         lacks = " and ".join(name for name in ("torch", "transformers") if getattr(facts, name) is None)
-        todo = "workers need them: make install, or pip install 'quire[gpuworker]'"
+        todo = "workers need them: make install, or pip install 'quire-llm[gpuworker]'"
         return Verdict("torch", "fail", f"no {lacks}", todo)
     found = f"{facts.torch}, transformers {facts.transformers}"
     if facts.nvidia and "+cpu" in facts.torch:
         todo = "there is an NVIDIA device, and this torch is a build for CPUs; install one for CUDA to use it"
         return Verdict("torch", "note", found, todo)
+    if facts.nvidia and facts.triton is None:
+        todo = "kernels for GPUs need triton: pip install 'quire-llm[gpu]'; or serve with --device cpu"
+        return Verdict("torch", "fail", f"{found}, NVIDIA device, no triton", todo)
     return Verdict("torch", "ok", f"{found}{', NVIDIA device' if facts.nvidia else ''}")
 
 
@@ -74,7 +77,7 @@ def _compiler(facts: Facts) -> Verdict:
         return Verdict("compiler", "ok", facts.compiler)
     if facts.kernels_missing is None:
         return Verdict("compiler", "ok", "none, and none is needed: the kernels are built")
-    todo = "it builds the CPU kernels: install one (Debian: apt-get install g++), then make install"
+    todo = "it builds the CPU kernels: install one (Debian: apt-get install g++), and build them"
     return Verdict("compiler", "note", "no C++ compiler on PATH (c++, g++, clang++) or in CXX", todo)
 
 

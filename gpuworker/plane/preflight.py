@@ -39,12 +39,13 @@ class Machine:
     available_bytes: int
     address_space: int | None
     processor: frozenset[str] = frozenset()  # its flags
+    triton: str | None = None
 
     @classmethod
     def here(cls) -> Machine:
-        torch = _torch_version()
+        torch = _version("torch")
         devices = 0 if torch is not None and torch.endswith("+cpu") else _cuda_devices()
-        return cls(torch, devices, available_bytes(), address_space(), processor_flags())
+        return cls(torch, devices, available_bytes(), address_space(), processor_flags(), _version("triton"))
 
 
 def refuse_impossible(settings: GpuWorkerSettings, directory: Path) -> None:
@@ -127,6 +128,9 @@ def _device_problems(device: str, machine: Machine) -> Iterator[FieldViolation]:
         number = int(match[1] or 0)
         if machine.cuda_devices <= number:
             yield FieldViolation("--device", f"is {device!r}, and {_no_cuda(machine)}; use --device cpu")
+    if device != "cpu" and machine.cuda_devices and machine.triton is None:
+        what = f"is {device!r}, and the kernels for the GPU here need triton: pip install 'quire-llm[gpu]'"
+        yield FieldViolation("--device", f"{what}, or use --device cpu")
 
 
 def _no_cuda(machine: Machine) -> str:
@@ -171,9 +175,9 @@ def _pool_bytes(settings: GpuWorkerSettings, directory: Path) -> int:
 # ------------------------------------------------------------ what is here
 
 
-def _torch_version() -> str | None:
+def _version(package: str) -> str | None:
     try:
-        return version("torch")
+        return version(package)
     except PackageNotFoundError:
         return None
 

@@ -16,7 +16,7 @@ from gpuworker.native import levels
 from gpuworker.plane.preflight import Machine, problems
 
 CPU = Machine(torch="2.13.0+cpu", cuda_devices=0, available_bytes=16 * GIB, address_space=None)
-ONE_GPU = Machine(torch="2.13.0", cuda_devices=1, available_bytes=16 * GIB, address_space=None)
+ONE_GPU = Machine(torch="2.13.0", cuda_devices=1, available_bytes=16 * GIB, address_space=None, triton="3.7.1")
 UNKNOWN = Machine(torch=None, cuda_devices=None, available_bytes=16 * GIB, address_space=None)
 
 
@@ -53,6 +53,14 @@ def found(folder: Path, machine: Machine, *flags: str, workers: int = 1) -> dict
 )
 def test_a_device_that_is_not_there_is_named(device: str, machine: Machine, words: str, folder: Path) -> None:
     assert found(folder, machine, "--device", device) == {"--device": words}
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_gpu_without_triton_is_refused_with_what_to_install(device: str, folder: Path) -> None:
+    words = f"is {device!r}, and the kernels for the GPU here need triton: pip install 'quire-llm[gpu]'"
+    without = replace(ONE_GPU, triton=None)
+    assert found(folder, without, "--device", device) == {"--device": f"{words}, or use --device cpu"}
+    assert found(folder, without, "--device", "cpu") == found(folder, replace(CPU, triton=None)) == {}
 
 
 def test_a_level_that_the_processor_lacks_is_named(folder: Path) -> None:
