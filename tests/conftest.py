@@ -65,6 +65,7 @@ _NEEDS = {
         cli/test_bench.py cli/test_commands.py cli/test_doctor.py cli/test_folders.py cli/test_text_options.py
         gpuworker/test_process.py kvmanager/test_process.py router/test_privacy.py router/test_process.py
         suites/clients suites/deployment/operate suites/deployment/test_page.py suites/e2e
+        suites/deployment/test_wheels.py
     """,
     "fuzz": "fuzz",
     "searches": "kvmanager/core/test_soak.py router/core/test_shares_of_service.py suites/protocol",
