@@ -1,6 +1,7 @@
 """Reads what pip prints, and prints one line for every 20 packages, for large files, and after 15 s of silence.
 
-Errors and warnings come through, and so does what the build of the CPU kernels prints. (awk is no tool for this: mawk,
+Errors and warnings come through, and so does what the build of the CPU kernels prints. Where the network ended pip, a
+last line says so: pip's own errors speak of a missing version, or of hashes. (awk is no tool for this: mawk,
 which is Debian's, holds a pipe's lines back until it has 4096 bytes of them.)
 """
 
@@ -24,12 +25,23 @@ _CHATTER: Final = re.compile(
     r"|\s*(Downloading|Using cached|Created wheel|Stored in|Attempting uninstall|Found existing|Uninstalling"
     r"|Successfully|Preparing|Building|Getting|Installing|Checking|Obtaining|Looking)([ :]|$)"
 )
+# Words of pip, requests, urllib3 and the system. Before version 25 pip takes half a file for a whole one, which is bad.
+_NETWORK: Final = re.compile(
+    r"connection (broken|reset|refused|aborted)|(Connection|Protocol|Timeout)Error|timed out|Max retries exceeded"
+    r"|name resolution|Network is unreachable|IncompleteRead|incomplete-download|Wheel '.*' located at .* is invalid",
+    re.IGNORECASE,
+)
+_OTHER_FILE: Final = re.compile("THESE PACKAGES DO NOT MATCH THE HASHES")
+_AGAIN: Final = "run the same make again; pip keeps what it has, and make goes on where it stopped"
 
 
 def shown(lines: Iterable[str]) -> Iterator[str]:
     """Yield what is shown of pip's lines."""
-    found = 0
+    found, failed, network, other_file = 0, False, False, False
     for line in lines:
+        failed |= line.lower().startswith("error:")
+        network |= bool(_NETWORK.search(line))
+        other_file |= bool(_OTHER_FILE.search(line))
         if _FOUND.match(line):
             found += 1
             if found % _EVERY == 0:
@@ -40,6 +52,10 @@ def shown(lines: Iterable[str]) -> Iterator[str]:
             yield f"    installing {len(installing[1].split(','))} packages"
         elif not _CHATTER.match(line):
             yield line.rstrip("\n")
+    if other_file:
+        yield f"the network ended within a file, or the index has another one: {_AGAIN}; trust no second such end"
+    elif failed and network:
+        yield f"the network ended: {_AGAIN}"
 
 
 def main() -> None:
