@@ -251,6 +251,26 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
         build.build()
 
 
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+def test_a_system_without_a_static_library_of_cxx_links_the_shared_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And what is linked is not linked again."""
+    (tmp_path / "tiny.cpp").write_text(
+        '#include <string>\nextern "C" int tiny() { return (int)std::string().size(); }\n'
+    )
+    monkeypatch.setattr(build, "SOURCE", tmp_path)
+    monkeypatch.setattr(build, "BUILT", tmp_path / "built")
+    monkeypatch.setattr(build, "_SELF_CONTAINED", ["-lthere_is_none_of_this_name"])
+    (made,) = build.build(wanted=["scalar"])
+    first = made.stat().st_mtime_ns
+    assert build.build(wanted=["scalar"]) == [made]
+    assert made.stat().st_mtime_ns == first
+    monkeypatch.setattr(build, "_SELF_CONTAINED", [])
+    build.build(wanted=["scalar"])
+    assert made.stat().st_mtime_ns > first, "other flags"
+
+
 def test_a_worker_without_kernels_says_that_there_is_no_compiler(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

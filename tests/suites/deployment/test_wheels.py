@@ -223,6 +223,15 @@ def test_nothing_of_a_clone_can_be_imported(services: Path, client: Path, tmp_pa
     assert output(services / "python", "-c", script, cwd=tmp_path).split() == ["quire-llm"]
 
 
+@needs_kernels
+@pytest.mark.long
+def test_where_there_is_no_makefile_a_command_is_named_that_builds_kernels(services: Path, tmp_path: Path) -> None:
+    script = "from gpuworker.native import build, levels; build.BUILT = build.SOURCE / 'none'; "
+    script += "print(levels.why_missing('scalar'))"
+    said = output(services / "python", "-c", script, cwd=tmp_path)
+    assert f"run `{services / 'python'} -m gpuworker.native.levels`" in said
+
+
 @pytest.fixture(scope="session")
 def suite(services: Path, folder: Path) -> Iterator[tuple[psutil.Process, str]]:
     """A suite of the services' wheel on the demo model, started in an empty folder; its process and gRPC address."""
