@@ -376,12 +376,12 @@ async def test_incident_a_low_priority_that_others_pass_at_the_router(suite: Sui
 
 async def test_incident_a_begun_prompt_that_lacks_blocks(suite: Suite) -> None:
     """It begins with three quarters of its blocks, and waits for the others until the request that has them ends."""
-    while True:  # on a busy machine the other one may end too early
-        holder, huge = named(prompt(1300), 320), named(prompt(3400))
+    while True:  # on a busy machine the other one may end too early, and of two equal waits neither is the cause
+        holder, huge = named(prompt(1100), 520), named(prompt(3400))
         async with streaming(suite, holder):
             await suite.generate(huge)
         found = await outcome_of(suite, huge)
-        if found.get("before.stalled", 0.0) > 0.5 * found.get("before.prefill", 0.0):
+        if found.get("before.stalled", 0.0) > 1.2 * found["before.prefill"]:
             break
     head = await head_of(suite, huge.request_id)
     assert re.search(r"it began with a part of its prompt's blocks, and waited at worker-0 for the other \d+", head)
