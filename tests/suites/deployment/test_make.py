@@ -1,4 +1,4 @@
-"""`make install`: what it says on a pipe while pip works, without a compiler, and after one was installed."""
+"""`make install`: what it says on a pipe while pip works, without a compiler, and after; `make test-stress`."""
 
 from __future__ import annotations
 
@@ -133,6 +133,18 @@ def test_a_build_that_is_silent_is_seen_to_go_on(clone: Path, tmp_path: Path) ->
         assert process.wait(240.0) != 0
     assert "cannot go on" in output.read_text()
     assert not (clone / ".venv/.installed").exists()
+
+
+def test_stress_takes_a_folder_and_a_number_of_runs(clone: Path) -> None:
+    def made(*words: str) -> list[str]:
+        env = {key: value for key, value in os.environ.items() if key not in {"MAKEFLAGS", "MAKELEVEL"}}
+        command = ["make", "--no-print-directory", *words, f"PYTHON={sys.executable}", "JOBS=1"]
+        done = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True, timeout=60.0, check=True)
+        return done.stdout.splitlines()
+
+    asked = ("-n", "test-stress", "TESTS=tests/router/requests")
+    assert made(*asked)[-1] == ".venv/bin/python -m tests.support.stress 5 tests/router/requests"
+    assert made(*asked, "TIMES=2")[-1] == ".venv/bin/python -m tests.support.stress 2 tests/router/requests"
 
 
 def test_pips_lines_are_counted_by_the_twenty_and_its_errors_are_whole() -> None:
