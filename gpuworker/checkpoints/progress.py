@@ -5,55 +5,88 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Final
-
-from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
+from typing import Any, Final, TypeVar
 
 EVERY_S: Final = 2.0
+_LOADING: Final = "Loading weights"  # what transformers calls it, too
+_Item = TypeVar("_Item")
 
 
 @contextmanager
 def telling_progress(
     directory: Path, every: float = EVERY_S, say: Callable[[str], None] | None = None
 ) -> Iterator[None]:
-    """Report the progress of the load while the block runs; on a terminal transformers draws its own bar."""
+    """Report the progress of the load while the block runs: of `counted`, and of transformers if it is loaded.
+
+    On a terminal both draw a bar.
+    """
     if sys.stderr.isatty():
         yield
         return
-    disable_progress_bar()
     count, done = _Count(), threading.Event()
-    before = set_tqdm_hook(count.watch)
     size = sum(path.stat().st_size for kind in ("*.safetensors", "*.gguf") for path in directory.glob(kind))
     teller = threading.Thread(target=_tell, args=(count, size, every, say or _print, done), daemon=True)
     teller.start()
+    counting = _counting.set(count)
+    try:
+        with _instead_of_bars(count):
+            yield
+    finally:
+        _counting.reset(counting)
+        done.set()
+        teller.join()
+
+
+def counted(items: Sequence[_Item]) -> Iterable[_Item]:
+    """Return the items; their number, and how many were taken, is the progress of the load."""
+    if (count := _counting.get()) is not None:
+        return count.counted(items)
+    if not sys.stderr.isatty():
+        return items
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    bar: Iterable[_Item] = tqdm(items, desc=_LOADING)
+    return bar
+
+
+@contextmanager
+def _instead_of_bars(count: _Count) -> Iterator[None]:
+    """Count what transformers loads, and let it draw no bar. A model that needs no transformers does not import it."""
+    if "transformers" not in sys.modules:
+        yield
+        return
+    from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
+
+    disable_progress_bar()
+    before = set_tqdm_hook(count.watch)
     try:
         yield
     finally:
-        done.set()
-        teller.join()
         set_tqdm_hook(before)
 
 
 class _Count:
-    """Counts loaded tensors: replaces the progress bar in which transformers iterates over them."""
+    """Counts loaded tensors; `watch` replaces the progress bar in which transformers iterates over them."""
 
     def __init__(self) -> None:
         self.loaded, self.total = 0, 0
 
     def watch(self, factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the bar, or for the loading itself something that counts in its place."""
-        if kwargs.get("desc") != "Loading weights" or not args:
-            return factory(*args, **kwargs)
-        self.total = len(args[0])
-        return self._counted(args[0])
+        return self.counted(args[0]) if kwargs.get("desc") == _LOADING and args else factory(*args, **kwargs)
 
-    def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
+    def counted(self, items: Collection[_Item]) -> Iterator[_Item]:
+        self.total = len(items)
         for item in items:
             yield item
             self.loaded += 1
+
+
+_counting: ContextVar[_Count | None] = ContextVar("quire_loaded_tensors", default=None)
 
 
 def _tell(count: _Count, size: int, every: float, say: Callable[[str], None], done: threading.Event) -> None:

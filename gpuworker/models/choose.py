@@ -1,8 +1,8 @@
 """The choice between the native path and transformers, and the start-up test of the native path.
 
 A model takes the native path under three conditions. The path supports every option of its configuration, and the
-checkpoint has the tensors. A few of its layers compute what transformers computes from the same weights. Otherwise the
-model runs on transformers, and the log says why.
+checkpoint has the tensors. A few of its layers compute what other code computes from the same weights (`reference`).
+Otherwise the model runs on transformers, and the log says why.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
 
 from common.checkpoint.hub import checkpoint_directory
 from common.errors import FieldViolation, InvalidConfig, Unsupported
@@ -39,12 +38,16 @@ from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import fused_weights
 from gpuworker.models.llama.linears import IntegersOf, LinearReader
 from gpuworker.models.llama.pack import pack_model
-from gpuworker.models.llama.reference import WeightsOf, reference_part, tested_layers
+from gpuworker.models.llama.plain_config import plain_config
+from gpuworker.models.llama.reference import TorchReference, WeightsOf, reference_part, tested_layers
 from gpuworker.models.llama.spec import LlamaSpec, llama_spec, why_not_llama
 from gpuworker.models.llama.weights import TensorOf, with_merged_experts, without_prefix
 from gpuworker.models.self_test import SHORTEST, self_test
 from gpuworker.models.threshold_test import beyond_thresholds
 from gpuworker.native import library as native
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Backend = Callable[[KvCache], AttentionBackend]
 LlamaModel = LlamaCpuModel | LlamaGpuModel
@@ -68,7 +71,7 @@ def open_native(
     `model_impl` asks for the native path and the model cannot take it.
     """
     directory = checkpoint_directory(source.model)
-    config = source.config(directory)
+    config = _config(directory, source, device, model_impl)
     reason = "that was asked for" if model_impl == "transformers" else why_not_native(config, source, device)
     if reason is None:
         try:
@@ -83,6 +86,12 @@ def open_native(
         raise InvalidConfig(FieldViolation("--model-impl", f"native, but the model cannot take that path: {reason}"))
     _log.info("%s runs on transformers: %s", config.model_type, reason)
     return None
+
+
+def _config(directory: Path, source: ModelSource, device: torch.device, model_impl: ModelImpl) -> PretrainedConfig:
+    """Return the configuration of the checkpoint. transformers reads it, unless no part of the start needs it."""
+    needed = model_impl == "transformers" or device.type != "cpu" or source.load_format == "dummy" or source.pooled
+    return (None if needed else plain_config(directory)) or source.config(directory)
 
 
 def why_not_native(config: PretrainedConfig, source: ModelSource, device: torch.device) -> str | None:
@@ -141,15 +150,15 @@ class _Loaded:
 
     spec: LlamaSpec
     model: LlamaModel
-    reference: TransformersModel
+    reference: TransformersModel | TorchReference
 
 
 def _load(config: PretrainedConfig, weights: Weights, precision: Precision, device: torch.device) -> _Loaded:
     spec, load = llama_spec(config), load_native if device.type == "cpu" else load_on_gpu
     assert spec is not None
     model, weights_of = load(config, spec, weights, precision, device)
-    part: torch.nn.Module = reference_part(config, spec, weights.tensor, weights_of, precision.dtype)
-    return _Loaded(spec, model, TransformersModel(cast("PreTrainedModel", part.to(device)), precision.kv_dtype))
+    part = reference_part(config, spec, weights.tensor, weights_of, precision.dtype, device, precision.kv_dtype)
+    return _Loaded(spec, model, part)
 
 
 def _tested(loaded: _Loaded, backend: Backend, length: int = SHORTEST) -> KvGeometry:

@@ -11,20 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from common.errors import Unsupported
 from common.types import KvGeometry
-from gpuworker.attention.interface import AttentionBackend, LayerAttention
+from gpuworker.attention.interface import AttentionBackend, LayerAttention, LayerSink
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
 from gpuworker.attention.torch_backend import attend_packed
 from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES, dtype_name
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.hf.loader import context_limit
-from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.step_model import StepModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SHORTEST = 16
 _BLOCK_SIZE = 4
@@ -43,6 +46,22 @@ _EXACT = Limit(2e-3)
 _ROUGH = Limit(2e-1, share=0.8)
 # The largest change by rounding K and V alone: 0.26 was measured, with fp8 and random weights of large deviation.
 _ROUNDED = Limit(5e-1, share=0.5)
+
+
+class ReferenceModel(StepModel, Protocol):
+    """A model that also runs by itself, and says of which types it is; `config` is that of its text model."""
+
+    config: PretrainedConfig
+    dtype: torch.dtype
+    kv_dtype: str
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: LayerSink, /
+    ) -> torch.Tensor: ...
+
+    def reference_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [N, T, vocab] of N sequences, [N, T], by the model's own eager attention."""
+        ...
 
 
 class CallRecorder:
@@ -87,7 +106,7 @@ def as_kept(numbers: torch.Tensor, kv_dtype: str) -> torch.Tensor:
 
 
 def self_test(
-    model: TransformersModel,
+    model: ReferenceModel,
     backend: Callable[[KvCache], AttentionBackend],
     other: StepModel | None = None,
     *,
@@ -107,7 +126,7 @@ def self_test(
 
 
 def _run(
-    model: TransformersModel,
+    model: ReferenceModel,
     backend: Callable[[KvCache], AttentionBackend],
     on_cache: StepModel,
     rough: bool,
@@ -131,7 +150,7 @@ def _run(
     return geometry
 
 
-def _rounded_logits(model: TransformersModel, tokens: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+def _rounded_logits(model: ReferenceModel, tokens: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Return logits [2, T, vocab] on K and V rounded to the cache's type; refuse a type with too large an error."""
     everything, attention = torch.arange(tokens.shape[1], device=model.device), RoundedAttention(model.kv_dtype)
     rounded = torch.stack([model.forward(row, everything, everything, attention) for row in tokens])
@@ -140,7 +159,7 @@ def _rounded_logits(model: TransformersModel, tokens: torch.Tensor, reference: t
     return rounded
 
 
-def _geometry(model: TransformersModel, recorder: CallRecorder) -> KvGeometry:
+def _geometry(model: ReferenceModel, recorder: CallRecorder) -> KvGeometry:
     kind, layers = model.config.model_type, int(model.config.num_hidden_layers)
     called = [layer.layer for layer in recorder.layers]
     if sorted(called) != list(range(layers)):
@@ -157,7 +176,7 @@ def _geometry(model: TransformersModel, recorder: CallRecorder) -> KvGeometry:
     return KvGeometry(layers, *recorder.shapes[0], dtype=model.kv_dtype, window=widest)
 
 
-def _check_windows(model: TransformersModel, recorder: CallRecorder) -> None:
+def _check_windows(model: ReferenceModel, recorder: CallRecorder) -> None:
     """Refuse a model whose masks have a window that its layers do not report: the cache would attend beyond it."""
     config, kinds = model.config, getattr(model.config, "layer_types", None) or ()
     for layer in recorder.layers:
@@ -200,7 +219,7 @@ def _steps(length: int) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
     return ((0, long), (0, 6)), ((long, 1), (6, long)), ((long + 1, 1), (length - 1, 1))
 
 
-def _limit(model: TransformersModel, kv_dtype: str = "float32") -> Limit:
+def _limit(model: ReferenceModel, kv_dtype: str = "float32") -> Limit:
     """Return the limit on a cache of this type; kernels may round queries to it too."""
     return _EXACT if model.dtype == torch.float32 and kv_dtype == "float32" else _ROUGH
 

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
-from transformers import PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging as transformers_logging
 
 from common.errors import Unsupported
 from gpuworker.models.hf.loader import context_limit, random_module
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.hf.tiny import thresholds, tiny_config
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 # Tokens of a sequence: twice the largest threshold of a tiny configuration.
 _LENGTH: Final = 48
 _GRAIN: Final = 4
 
-Test = Callable[[PretrainedConfig, int], object]
+Test = Callable[["PretrainedConfig", int], object]
 """Tests a model of a tiny configuration on sequences of so many tokens. Raises Unsupported."""
 
 
@@ -58,6 +58,8 @@ def tiny_model(config: PretrainedConfig, device: torch.device) -> TransformersMo
 @contextmanager
 def _without_advice() -> Iterator[None]:
     """Silence the advice of transformers on the tiny model's sizes."""
+    from transformers.utils import logging as transformers_logging
+
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -68,5 +70,7 @@ def _without_advice() -> Iterator[None]:
 
 def _causal_part(config: PretrainedConfig) -> PretrainedConfig:
     """Return the text model's configuration where it can be built alone, else the whole."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     text = config.get_text_config()
     return text if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else config

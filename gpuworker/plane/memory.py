@@ -8,10 +8,10 @@ K/V = the requested blocks or bytes, else
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
-from transformers import PretrainedConfig
 
 from common.errors import FieldViolation, InvalidConfig
 from common.lease import blocks_needed
@@ -25,6 +25,9 @@ from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.self_test import CallRecorder
 from gpuworker.runner.cuda_graphs import graph_bytes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _CPU_KV_BYTES, _CPU_KV_FRACTION = GIB, 0.25
 _CPU_NUM_SEQS, _CUDA_NUM_SEQS = 64, 256

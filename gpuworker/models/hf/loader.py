@@ -7,11 +7,9 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from common.checkpoint.hub import checkpoint_directory
 from common.errors import FieldViolation, InvalidConfig, Unsupported
@@ -22,6 +20,9 @@ from gpuworker.memory.devices import dtype_name
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.hf.precision import Precision, resolve_precision
 from gpuworker.models.hf.prepacked import prepack
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 LOAD_FORMATS = get_args(LoadFormat)
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
@@ -115,6 +116,9 @@ def _refuse_quantization(precision: Precision, config: PretrainedConfig) -> None
 
 def read_config(directory: Path) -> PretrainedConfig:
     """Return the configuration of a checkpoint. Raises InvalidConfig when there is none, or of an unknown kind."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
     if not (directory / "config.json").is_file():
         what = f"no config.json in {directory}; expected a checkpoint in Hugging Face format"
         raise InvalidConfig(FieldViolation("--model", what))
@@ -188,6 +192,8 @@ def make_module(config: PretrainedConfig, weights: Mapping[str, Any], dtype: tor
 
     Raises ValueError when one is missing or has another shape than the configuration says.
     """
+    from transformers import AutoModelForCausalLM
+
     plain = _without_quantisation(config)
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(plain))
@@ -222,6 +228,8 @@ def _without_quantisation(config: PretrainedConfig) -> PretrainedConfig:
 
 def random_module(config: PretrainedConfig, dtype: torch.dtype, seed: int, device: torch.device) -> PreTrainedModel:
     """Return a model with random weights from a seed, as transformers initialises them."""
+    from transformers import AutoModelForCausalLM
+
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), device:
         torch.manual_seed(seed)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import inspect
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
 
 from common.errors import EngineFailure, Unsupported
 from gpuworker.attention.interface import LayerAttention, LayerSink
 from gpuworker.memory.devices import dtype_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 IMPLEMENTATION = "quire"
 # Inputs of attention functions that change what is attended and that no backend supports.
@@ -33,6 +35,9 @@ class TransformersModel:
     """
 
     def __init__(self, module: PreTrainedModel, kv_dtype: str | None = None) -> None:
+        from transformers import AttentionInterface  # a worker without such a model needs no transformers
+
+        AttentionInterface.register(IMPLEMENTATION, _paged_attention)
         self.module = module
         module.train(False)
         self.config = module.config.get_text_config()
@@ -141,6 +146,3 @@ def _layer_attention(layer: int, head_dim: int, options: dict[str, Any]) -> Laye
         softcap=options.get("softcap"),
         sinks=None if sinks is None else sinks.float(),
     )
-
-
-AttentionInterface.register(IMPLEMENTATION, _paged_attention)

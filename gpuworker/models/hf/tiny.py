@@ -10,9 +10,10 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from itertools import count
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from transformers import PretrainedConfig
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # Positions at which attention, rope or scores change. Each has another value here, so that none hides another.
 THRESHOLDS: Final[dict[str, int]] = {
@@ -95,7 +96,7 @@ def tiny_config(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
 
 def _tiny(config: PretrainedConfig, name: str, value: Any, kept: Sequence[int]) -> Any:
     """Return the value of a field in the tiny configuration."""
-    if isinstance(value, PretrainedConfig):
+    if hasattr(value, "get_text_config"):  # the configuration of a part
         return tiny_config(value)
     if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
         return _tiny_rope(value, _rotated(config))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
-from transformers import PretrainedConfig
 
 from common.errors import EngineFailure
 from gpuworker.attention.interface import AttentionBackend
@@ -18,6 +17,9 @@ from gpuworker.models.llama.pack import PackedModel
 from gpuworker.models.llama.spec import rope_table
 from gpuworker.native import library as native
 from gpuworker.native.llama import PHASES, LlamaRunStruct, Refusal
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _FIRST_POSITIONS: Final = 4096
 
@@ -40,12 +42,18 @@ class LlamaCpuModel:
     a step under its name in `PHASES`.
     """
 
-    def __init__(self, config: PretrainedConfig, packed: PackedModel, kv_dtype: str) -> None:
+    def __init__(
+        self, config: PretrainedConfig, packed: PackedModel, kv_dtype: str, rope: torch.Tensor | None = None
+    ) -> None:
+        """`rope` is the table of another model of this configuration; without one it is made."""
         self.config, self.packed, self.kv_dtype = config, packed, kv_dtype
         self.device, self.dtype = torch.device("cpu"), packed.dtype
         self.seconds: dict[str, float] | None = None
         self._scratch, self._logits = torch.empty(0, dtype=torch.uint8), torch.empty(0, packed.spec.vocab_size)
-        self.extend_rope(_FIRST_POSITIONS)
+        if rope is None:
+            self.extend_rope(_FIRST_POSITIONS)
+        else:
+            self._use_rope(rope)
 
     @property
     def vocab_size(self) -> int:
@@ -81,7 +89,7 @@ class LlamaCpuModel:
 
     def only(self, layers: Sequence[int]) -> LlamaCpuModel:
         """Return a model of some of the layers on the same weights."""
-        return LlamaCpuModel(self.config, self.packed.only(layers), self.kv_dtype)
+        return LlamaCpuModel(self.config, self.packed.only(layers), self.kv_dtype, self._rope_table)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: AttentionBackend
@@ -158,5 +166,8 @@ class LlamaCpuModel:
     def extend_rope(self, positions: int) -> None:
         """Extend the rope table to so many positions, at most those of the model; no step runs meanwhile."""
         length = min(positions, int(self.config.max_position_embeddings))
-        self._rope_table = rope_table(self.config, length)
-        self.packed.struct.rope_table, self.packed.struct.num_positions = self._rope_table.data_ptr(), length
+        self._use_rope(rope_table(self.config, length))
+
+    def _use_rope(self, table: torch.Tensor) -> None:
+        self._rope_table = table
+        self.packed.struct.rope_table, self.packed.struct.num_positions = table.data_ptr(), len(table)

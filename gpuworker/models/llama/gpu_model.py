@@ -11,11 +11,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch.nn.functional import embedding, linear
-from transformers import PretrainedConfig
 
 from gpuworker.attention.interface import LayerAttention, LayerSink
 from gpuworker.kernels import torch_elementwise, torch_experts
@@ -23,6 +22,9 @@ from gpuworker.kernels.experts import Experts
 from gpuworker.kernels.rope import Rope
 from gpuworker.models.llama.gpu_weights import GpuLayer, GpuWeights
 from gpuworker.models.llama.spec import LlamaSpec, llama_spec, rope_table
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class Elementwise(Protocol):

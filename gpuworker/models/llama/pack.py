@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
-from transformers.utils.logging import tqdm
 
+from gpuworker.checkpoints.progress import counted
 from gpuworker.models.llama.linears import LinearReader, in_words
 from gpuworker.models.llama.spec import ExpertsSpec, LlamaSpec
 from gpuworker.models.llama.weights import (
@@ -112,7 +112,7 @@ def pack_model(library: ctypes.CDLL, spec: LlamaSpec, reader: LinearReader) -> P
     packed = PackedModel(library, spec, reader.dtype)
     linears = list(packed.linears())
     reader.choose((linear for linear, _ in linears), library)
-    for linear, holder in tqdm(linears, desc="Loading weights"):
+    for linear, holder in counted(linears):
         setattr(holder, linear.role, _pack(packed, linear, reader))
     for index, layer in enumerate(packed.layers):
         _fill_norms(packed, layer_tensors(spec, index), layer, reader)

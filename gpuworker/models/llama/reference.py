@@ -1,4 +1,8 @@
-"""The reference of the native path's start-up test: a few layers of the model, run by transformers.
+"""The reference of the native path's start-up test: a few layers of the model, run by other code on the same weights.
+
+transformers runs them, except where the configuration is plain (`plain_config`): then it has one meaning, which tests
+compare with transformers, and plain torch runs them. The import of transformers' models would take longer than the
+whole start of a small model.
 
 Layers differ in their window and in whether they have experts. So the first two and the first of each other kind stand
 for all. They use the weights that the native model multiplies by: on pages of the files, or dequantised where the model
@@ -8,12 +12,18 @@ holds integers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
 
+from gpuworker.attention.interface import LayerAttention
 from gpuworker.models.hf.loader import make_module
+from gpuworker.models.hf.model import TransformersModel
+from gpuworker.models.llama.gpu_model import LlamaGpuModel
+from gpuworker.models.llama.gpu_weights import fused_weights
+from gpuworker.models.llama.plain_config import PlainConfig
 from gpuworker.models.llama.spec import LlamaSpec, llama_spec
 from gpuworker.models.llama.weights import (
     EMBEDDING,
@@ -25,6 +35,9 @@ from gpuworker.models.llama.weights import (
     layer_tensors,
 )
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 WeightsOf = Callable[[FusedLinear], Sequence[torch.Tensor]]
 """Gives the weights of a linear's parts as they are multiplied."""
 
@@ -35,17 +48,63 @@ def tested_layers(spec: LlamaSpec) -> tuple[int, ...]:
     return tuple(sorted({*range(min(2, spec.num_layers)), *map(kinds.index, kinds)}))
 
 
+class TorchReference(LlamaGpuModel):
+    """A plain model in torch's operations alone, on the CPU."""
+
+    @torch.inference_mode()
+    def reference_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [N, T, vocab] of N sequences, [N, T], by attention that is written out."""
+        positions = torch.arange(token_ids.shape[1])
+        return torch.stack([self.forward(row, positions, positions, _WholeAttention()) for row in token_ids])
+
+
+class _WholeAttention:
+    """Attends over one whole sequence, by the formula. A plain model has no windows."""
+
+    def write_and_attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        count, group = len(query), query.shape[1] // key.shape[1]
+        keys, values = (each.float().repeat_interleave(group, dim=1) for each in (key, value))  # [T, num_heads, d]
+        scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * layer.scale
+        hidden = torch.ones(count, count, dtype=torch.bool).triu(1)
+        shares = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        return torch.einsum("hqk,khd->qhd", shares, values).to(query.dtype)
+
+
 def reference_part(
-    config: PretrainedConfig, spec: LlamaSpec, tensor_of: TensorOf, weights_of: WeightsOf, dtype: torch.dtype
-) -> PreTrainedModel:
-    """Return the model of `tested_layers`, on the CPU. Its last linear stands by itself: it may be held otherwise.
+    config: PretrainedConfig,
+    spec: LlamaSpec,
+    tensor_of: TensorOf,
+    weights_of: WeightsOf,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: str,
+) -> TransformersModel | TorchReference:
+    """Return the model of `tested_layers`. Its last linear stands by itself: it may be held otherwise.
 
     Raises KeyError or ValueError where a tensor is missing or has another shape.
     """
     layers = tested_layers(spec)
-    part = _part_of(config, spec, layers)
+    if isinstance(config, PlainConfig):
+        plain = replace(config, num_hidden_layers=len(layers), tie_word_embeddings=False)
+        part = cast("PretrainedConfig", plain)
+    else:
+        part = _part_of(config, spec, layers)
     spec_of_part = llama_spec(part)
     assert spec_of_part is not None
+    tensors = _tensors(spec, spec_of_part, layers, tensor_of, weights_of)
+    if isinstance(config, PlainConfig):
+        weights = fused_weights(spec_of_part, tensors.__getitem__, dtype, device)
+        return TorchReference(part, weights, kv_dtype, config.max_position_embeddings)
+    module: torch.nn.Module = make_module(part, tensors, dtype)
+    return TransformersModel(cast("PreTrainedModel", module.to(device)), kv_dtype)
+
+
+def _tensors(
+    spec: LlamaSpec, spec_of_part: LlamaSpec, layers: Sequence[int], tensor_of: TensorOf, weights_of: WeightsOf
+) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of a model of some of the layers, by their names in that model."""
     tensors = {EMBEDDING: tensor_of(EMBEDDING), FINAL_NORM: tensor_of(FINAL_NORM)}
     tensors[HEAD] = weights_of(head_tensors(spec))[0]
     for number, layer in enumerate(layers):
@@ -56,7 +115,7 @@ def reference_part(
         for linear, in_whole in zip(here.linears, there.linears, strict=True):
             tensors |= zip(linear.weights, weights_of(in_whole), strict=True)
             tensors |= zip(linear.biases, map(tensor_of, in_whole.biases), strict=True)
-    return make_module(part, tensors, dtype)
+    return tensors
 
 
 def _part_of(config: PretrainedConfig, spec: LlamaSpec, layers: Sequence[int]) -> PretrainedConfig:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 FAMILY = ("llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen3", "qwen3_moe")
 _NO_WINDOW = ("llama", "olmoe")
@@ -136,15 +137,29 @@ def llama_spec(config: PretrainedConfig) -> LlamaSpec | None:
 def rope_table(config: PretrainedConfig, length: int) -> torch.Tensor:
     """Return float32 [length, 2, head_dim / 2]: cosines, then sines, of positions 0 .. length - 1.
 
-    transformers' own module makes it, so that every static scaling is right, attention factors included. The rotation
-    takes element i of a head with element i + head_dim / 2.
+    Where rope is scaled, transformers' own module makes it, attention factors included. The rotation takes element i of
+    a head with element i + head_dim / 2.
     """
-    positions = torch.arange(length)[None]
-    embedding: type[Any] = LlamaRotaryEmbedding  # reads only options that all of the family have
     with torch.device("cpu"), torch.inference_mode():
-        cos, sin = embedding(config)(torch.empty(0, dtype=torch.float32), positions)
+        positions = torch.arange(length)
+        if config.rope_parameters["rope_type"] == "default":
+            base, dim = config.rope_parameters["rope_theta"], _head_dim(config)
+            inverse = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+            angles = positions[:, None].float() * inverse
+            cos, sin = angles.cos(), angles.sin()
+        else:
+            cos, sin = _scaled_rope(config, positions)
+        return torch.stack((cos, sin), dim=1).contiguous().clone()
+
+
+def _scaled_rope(config: PretrainedConfig, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines, [length, head_dim / 2] each."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    embedding: type[Any] = LlamaRotaryEmbedding  # reads only options that all of the family have
+    cos, sin = embedding(config)(torch.empty(0, dtype=torch.float32), positions[None])
     half = cos.shape[-1] // 2
-    return torch.stack((cos[0, :, :half], sin[0, :, :half]), dim=1).contiguous().clone()
+    return cos[0, :, :half], sin[0, :, :half]
 
 
 def _why_not_olmoe(config: PretrainedConfig) -> str | None:
