@@ -97,10 +97,14 @@ def redis_program(server: LocalRedis) -> Program:
 
 
 def service_programs(options: StackOptions, redis: RedisUrls) -> tuple[list[Program], list[Program]]:
-    """Return the control plane, which starts first, and the other programs."""
-    workers = [_worker(options, index) for index in range(options.workers)]
-    rest = [*workers, *_routers(options, redis.router)]
+    """Return the control plane, and the other programs."""
+    rest = [*worker_programs(options), *_routers(options, redis.router)]
     return ([] if options.embedded else list(_managers(options, redis.manager))), rest
+
+
+def worker_programs(options: StackOptions) -> list[Program]:
+    """Return the workers, which use no Redis."""
+    return [_worker(options, index) for index in range(options.workers)]
 
 
 def server_key_path(options: StackOptions) -> Path:

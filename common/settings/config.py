@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import os
 import sys
 import tomllib
@@ -151,9 +152,10 @@ def refuse(error: InvalidConfig, heading: str = "") -> NoReturn:
     sys.exit(exit_status(error))
 
 
-def installed_settings() -> list[type[Settings]]:
+@functools.cache
+def installed_settings() -> tuple[type[Settings], ...]:
     """Return the option classes of every program installed here, by the entry-point group `quire.settings`."""
-    return [point.load() for point in entry_points(group="quire.settings")]
+    return tuple(point.load() for point in entry_points(group="quire.settings"))
 
 
 def flag_of(key: str) -> str:
