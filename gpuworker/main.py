@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 SERVICE = "quire.gpuworker.v1.GpuWorkerService"
 _POLL_SECONDS = 0.02
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.5
 _LAST_REPLIES_S = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -223,6 +223,7 @@ class Worker:
         before, self._no_manager = self._no_manager, self._absence.why_not_ready(self._attached(), time.monotonic())
         if before == self._no_manager:
             return
+        self._servicer.beat()
         if self._no_manager:
             log.error("not ready: %s", self._no_manager)
             await self._server.health.not_ready()

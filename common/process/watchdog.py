@@ -6,14 +6,15 @@ Each service says in its core what waits (`*/core/watchdog.py`). One task here l
 reason to health when the same work has waited for too long. It reports "" as soon as anything went on.
 
 The lag is the time by which the task's own timer is late: so long did any other callback of the loop wait then.
-`LoopTurns` measures something else, the processor time of every turn, for 3 % of a core; ten timers a second are free.
+`LoopTurns` measures something else, the processor time of every turn, for 3 % of a core. Ten timers a second are free
+in a process that works, and the most of what an idle one does: it has one a second.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -25,7 +26,8 @@ from common.process.open_files import OpenFiles
 log = logging.getLogger(__name__)
 
 _PERIOD_S: Final = 0.1
-_LOOK_EVERY: Final = 10  # periods
+_LOOK_S: Final = 1.0
+_IDLE_SHARE: Final = 0.02
 # Time between two looks that counts at most: what is more, the process itself did not run.
 _MOST_S: Final = 2.0
 _LAGS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -41,6 +43,11 @@ class Work:
 
 # The work of a service by its part, such as each worker's ledger; "" for one that has no parts.
 Look = Callable[[], Mapping[str, Work]]
+
+
+def next_period(cpu_seconds: float, seconds: float) -> float:
+    """Return the seconds to the next timer of a process that used so many seconds of processors in the last so many."""
+    return _LOOK_S if cpu_seconds < _IDLE_SHARE * seconds else _PERIOD_S
 
 
 class StallClock:
@@ -103,13 +110,16 @@ class Watchdog:
 
     async def run(self) -> None:
         """Look until this task is cancelled."""
-        loop = asyncio.get_running_loop()
-        for period in itertools.count(1):
-            due = loop.time() + _PERIOD_S
-            await asyncio.sleep(_PERIOD_S)
+        loop, period = asyncio.get_running_loop(), _PERIOD_S
+        look_at = loop.time() + _LOOK_S
+        while True:
+            began, used = loop.time(), time.process_time()
+            await asyncio.sleep(period)
             now = loop.time()
-            self._lag.observe(max(0.0, now - due))
-            if period % _LOOK_EVERY == 0:
+            self._lag.observe(max(0.0, now - began - period))
+            period = next_period(time.process_time() - used, now - began)
+            if now >= look_at:
+                look_at = now + _LOOK_S
                 self._files.look()
                 await self.check(now)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
-from common.rpc.silence import Silence, pulse_seconds
+from common.rpc.silence import Silence, pulse_seconds, until_pulse
 
 
 async def send_pulses(limit: float, send: Callable[[], None]) -> None:
@@ -13,7 +14,7 @@ async def send_pulses(limit: float, send: Callable[[], None]) -> None:
     every = pulse_seconds(limit)
     while every is not None:
         send()
-        await asyncio.sleep(every)
+        await asyncio.sleep(until_pulse(time.monotonic(), every))
 
 
 class SilenceWatch:

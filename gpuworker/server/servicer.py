@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,7 +27,7 @@ from common.errors import (
 )
 from common.limits import MAX_ROUTER_STREAMS, ROUTER_HELLO_SECONDS
 from common.rpc.pulses import SilenceWatch
-from common.rpc.silence import SILENCE_S
+from common.rpc.silence import SILENCE_S, until_pulse
 from common.types import FinishReason, PoolIdentity, SequenceId
 from common.wire.identity_codec import identity_from_proto
 from common.wire.packing import unpack_u32
@@ -47,7 +48,10 @@ log = logging.getLogger(__name__)
 # A router learns of the other routers' requests by this alone. A simulation (tests/router/core) has 40 requests of half
 # a second from three routers. Two workers were 20 requests apart on average at 0.5 s, and 4 at 0.1 s.
 HEARTBEAT_SECONDS = 0.1
+# While a worker has nothing to do, and its routers know that. It goes with the pulses, at the same moments.
+IDLE_HEARTBEAT_SECONDS = SILENCE_S / 3
 _RETRY_SECONDS: Final = 5.0  # until another router may have left
+_LOAD_SECONDS: Final = 2.0  # of waiting for the model; a router waits five for the worker's hello
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,8 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         self._silence = silence
         self.orphans = Orphans(orphan_grace, self._cancel)
         self._serving: Serving | None = None
+        self._is_loaded = asyncio.Event()
+        self._stirred = asyncio.Event()  # something happened since the routers of an idle worker heard of its load
         self._streams: set[RouterStream] = set()
         # The open stream of each connection of a router, by the router's incarnation and the connection's number.
         self._connections: dict[tuple[bytes, int], RouterStream] = {}
@@ -86,6 +92,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
 
     def serve(self, serving: Serving) -> None:
         self._serving = serving
+        self._is_loaded.set()
 
     def drain(self, migrate: bool = False) -> None:
         """Accept no new streams; ask the routers of open streams at once to send nothing more.
@@ -97,6 +104,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
 
     def beat(self) -> None:
         """Send the present load to every router, before the next heartbeat is due."""
+        self._stirred.set()
         for stream in self._streams:
             self._beat_once(stream)
 
@@ -119,6 +127,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         self._loop.call_soon_threadsafe(self._deliver, outputs)
 
     def _deliver(self, outputs: EngineOutputs) -> None:
+        self._stirred.set()
         if self._steps is not None:
             for record in outputs.steps:  # before the ends of their sequences
                 self._steps.add(record, self._spans_of)
@@ -167,8 +176,8 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[pb.StreamResponse]:
         """Serve one router until it goes; what it leaves are orphans, or is cancelled."""
-        serving = self._ready()
         with self._place():
+            serving = await self._soon_ready()
             hello = await self._greet(serving.engine.attach.identity, request_iterator)
         own = self._owner.__setitem__
         stream = RouterStream(serving.engine, self._next_sequence, own, serving.limits, self._tracer, serving.grammars)
@@ -263,6 +272,14 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
             raise Unavailable("the worker is loading its model")
         return self._serving
 
+    async def _soon_ready(self) -> Serving:
+        """Return what serves. While the model loads, a router's stream waits, so that it opens with the load's end."""
+        if not self.draining:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOAD_SECONDS):
+                    await self._is_loaded.wait()
+        return self._ready()
+
     def _ready(self) -> Serving:
         if self.draining:
             raise Unavailable("the worker is draining")
@@ -304,6 +321,8 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
     ) -> None:
         async for request in requests:
             silence.heard()
+            if not request.HasField("pulse"):
+                self._stirred.set()
             match request.WhichOneof("message"):
                 case "submit":
                     self.orphans.replaced((request.submit.tenant, request.submit.request_id))
@@ -331,12 +350,20 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         stream.close()
 
     async def _beat(self, stream: RouterStream) -> None:
+        """Send the load ten times a second; rarely while nothing goes on, from when the router knows that."""
         while True:
-            self._beat_once(stream)
+            told = self._beat_once(stream)
             await asyncio.sleep(HEARTBEAT_SECONDS)
+            if not self.live_sequences and told == self._load(self._loaded()):
+                self._stirred.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(until_pulse(time.monotonic(), IDLE_HEARTBEAT_SECONDS)):
+                        await self._stirred.wait()
 
-    def _beat_once(self, stream: RouterStream) -> None:
-        stream.beat(self._load(self._loaded()))
+    def _beat_once(self, stream: RouterStream) -> pb.Load:
+        load = self._load(self._loaded())
+        stream.beat(load)
+        return load
 
     def _load(self, serving: Serving) -> pb.Load:
         return load_message(serving.engine.load(), self.draining, self._migrating)

@@ -25,6 +25,8 @@ HUNG_FLOOR_S = 5.0
 # For a step that the worker cannot predict yet, such as the first prefill of a large model on a CPU.
 HUNG_UNPREDICTED_S = 60.0
 HEARTBEAT_LIMIT_S = 5.0
+# A worker without work sends a heartbeat every 3.3 s, and one at once when it gets work.
+IDLE_HEARTBEAT_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +231,7 @@ class WorkerModel:
 
     def silent(self, now: float) -> bool:
         """Return whether the heartbeat is late."""
-        return now - self.heartbeat_at > HEARTBEAT_LIMIT_S
+        return now - self.heartbeat_at > (HEARTBEAT_LIMIT_S if self.sequences else IDLE_HEARTBEAT_LIMIT_S)
 
     def detached(self, now: float) -> bool:
         """Return whether it has had no KV manager for too long, also where another state is shown."""

@@ -8,7 +8,7 @@ import resource
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 from fastapi import FastAPI
@@ -21,6 +21,7 @@ from router.serving.http_protocol import BoundedHttpProtocol, HttpConfig
 from router.serving.tls_listener import TlsListener
 
 _BACKLOG = 2048
+_DATE_SECONDS = 1.0  # between two changes of the date in answers
 
 
 class _Server(uvicorn.Server):
@@ -29,7 +30,19 @@ class _Server(uvicorn.Server):
     def __init__(self, config: HttpConfig) -> None:
         super().__init__(config)
         self._http = config
-        self.listening, self.leaving = asyncio.Event(), asyncio.Event()
+        self.listening, self.leaving, self._ending = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    def end(self) -> None:
+        """Take no new connection, and let `serve` return once those that are open have ended."""
+        self.should_exit = True
+        self._ending.set()
+
+    async def main_loop(self) -> None:
+        """Keep the date of answers until `end`. uvicorn's own loop looks ten times a second whether it should end."""
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_DATE_SECONDS):
+                    await self._ending.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # uvicorn visits all connections before it waits for anything.
@@ -53,7 +66,7 @@ class _Server(uvicorn.Server):
         return BoundedHttpProtocol(self._http, server_state=self.server_state, app_state=self.lifespan.state)
 
     def _listens_no_more(self, _: asyncio.Task[None]) -> None:
-        self.should_exit = True
+        self.end()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -73,11 +86,11 @@ class HttpServer:
     async def stop(self) -> None:
         """Take no new connection, let running requests finish within the grace period, then cancel them.
 
-        The listeners are closed before the first await: uvicorn looks at `should_exit` only every 0.1 s.
+        The listeners are closed before the first await.
         """
         for each in self._server.servers:
             each.close()
-        self._server.should_exit = True
+        self._server.end()
         await self.task
 
 

@@ -9,7 +9,7 @@ from time import monotonic
 from common.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation
 from common.hashing import little_endian_int32
 from common.limits import MAX_OUTBOX_BYTES, MAX_SUBMIT_BYTES
-from common.rpc.silence import pulse_seconds
+from common.rpc.silence import pulse_seconds, until_pulse
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
 # Seconds in which acknowledgements gather: they need no promptness, and a message of their own each would be dear.
@@ -107,7 +107,7 @@ class Outbox:
                 return None
             self._filled.clear()
             try:
-                async with asyncio.timeout(self._pulse_seconds):
+                async with asyncio.timeout(self._pause()):
                     await self._filled.wait()
             except TimeoutError:
                 return _PULSE
@@ -116,6 +116,10 @@ class Outbox:
         if message.HasField("submit"):
             self._submissions.pop(message.submit.handle, None)
         return message
+
+    def _pause(self) -> float | None:
+        """Return the seconds to the next pulse."""
+        return None if self._pulse_seconds is None else until_pulse(monotonic(), self._pulse_seconds)
 
     def _put(self, message: pb.StreamRequest, size: int) -> int:
         self._last += 1

@@ -82,6 +82,7 @@ class DecisionLogWriter:
     _queued_bytes: int = 0
     _told: int = 0
     _stop: threading.Event = field(default_factory=threading.Event)
+    _queued: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def start(self, ring: DecisionRing) -> None:
@@ -98,10 +99,13 @@ class DecisionLogWriter:
             return
         self._queued_bytes += size
         self._queue.append((number, decision, size))
+        if not self._queued.is_set():
+            self._queued.set()
 
     def close(self, patience_s: float = _CLOSE_S) -> None:
         """Write what is queued, if the disk takes it in time."""
         self._stop.set()
+        self._queued.set()
         if self._thread is None:
             return
         self._thread.join(patience_s)
@@ -110,9 +114,12 @@ class DecisionLogWriter:
 
     def _run(self) -> None:
         retained = self.clock.monotonic()
-        while not self._stop.wait(self.flush_s):
-            self.flush()
-            if self.clock.monotonic() - retained > _RETAIN_S:
+        while not self._stop.is_set():
+            if self._queued.wait(max(0.0, retained + _RETAIN_S - self.clock.monotonic())):
+                self._stop.wait(self.flush_s)  # what comes meanwhile goes in the same frame
+                self._queued.clear()  # before the queue is read: later records set it again
+                self.flush()
+            if self.clock.monotonic() - retained >= _RETAIN_S:
                 retained = self.clock.monotonic()
                 self._tried(self._retain)
         self.flush()

@@ -263,3 +263,29 @@ def records_in(root: Path) -> list[pb.DecisionRecord]:
         if not asked.page_token:
             assert reader.faults == []
             return found
+
+
+class Waits(threading.Event):
+    """An event that notes for how long it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout)
+        return super().wait(timeout)
+
+
+def test_a_writer_without_records_wakes_up_once_a_minute(disk: Disk) -> None:
+    ring, writer, waits = DecisionRing(4), DecisionLogWriter(disk, ManualClock(), flush_s=0.001), Waits()
+    writer._queued = waits
+    disk.held = True  # so that it says when it is reached
+    disk.let_go.set()
+    writer.start(ring)
+    ring.record(decision(0))
+    assert disk.reached.wait(PATIENCE_S)
+    writer.close(PATIENCE_S)
+    assert ids(disk.records()) == ["d0"]
+    assert set(waits.seconds) == {60.0}
+    assert len(waits.seconds) <= 3

@@ -7,7 +7,7 @@ import time
 
 from prometheus_client import CollectorRegistry
 
-from common.process.watchdog import LastResort, StallClock, Watchdog, Work
+from common.process.watchdog import LastResort, StallClock, Watchdog, Work, next_period
 from tests.support.waiting import until
 
 BOUND = 30.0
@@ -115,3 +115,11 @@ async def test_a_blocked_loop_shows_as_lag() -> None:
             await until(lambda: (registry.get_sample_value("quire:event_loop_lag_seconds_sum") or 0.0) >= before + 0.25)
     finally:
         task.cancel()
+
+
+def test_an_idle_process_has_one_timer_a_second_and_a_busy_one_ten() -> None:
+    assert next_period(cpu_seconds=0.0, seconds=1.0) == 1.0
+    assert next_period(cpu_seconds=0.019, seconds=1.0) == 1.0
+    assert next_period(cpu_seconds=0.02, seconds=1.0) == 0.1
+    assert next_period(cpu_seconds=0.002, seconds=0.1) == 0.1
+    assert next_period(cpu_seconds=0.0, seconds=0.1) == 1.0

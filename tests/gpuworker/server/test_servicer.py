@@ -69,6 +69,26 @@ async def test_while_the_model_loads_nothing_is_served() -> None:
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_a_stream_that_comes_while_the_model_loads_opens_with_the_end_of_the_load() -> None:
+    async with served(InstantRunner(), loaded=False) as worker, worker.stub() as stub:
+        router = RouterEnd(stub.Stream())
+        await router.send(pb.StreamRequest(hello=pb.Hello(router_id="r")))
+        await worker.until(lambda: worker.servicer._unnamed == 1)
+        worker.serve()
+        await router.until("hello")
+        await router.send(submit(1, [1, 2, 3], 2))
+        await router.until_finished(1)
+
+
+async def test_a_stream_ends_when_the_load_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer_module, "_LOAD_SECONDS", 0.01)
+    async with served(InstantRunner(), loaded=False) as worker, worker.stub() as stub:
+        router = RouterEnd(stub.Stream())
+        with pytest.raises(aio.AioRpcError, match="loading its model") as caught:
+            await router.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
 BAD = {
     "too long": submit(1, [1] * 64, 1),
     "no prompt": submit(1, [1, 2], 4, output_tokens_before=2),
@@ -252,3 +272,17 @@ async def test_sequences_that_wait_for_an_absent_manager_hold_no_stop_up() -> No
         async with asyncio.timeout(PATIENCE):
             await asyncio.to_thread(worker.engine.stop)
         await worker.until(lambda: "sequence" in worker.spans())
+
+
+async def test_a_router_of_an_idle_worker_hears_nothing_more_until_it_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer_module, "IDLE_HEARTBEAT_SECONDS", 1e6)
+    runner = ManualRunner()
+    async with served(runner) as worker, worker.router() as router:
+        worker.servicer._stirred.set()
+        await worker.until(lambda: not worker.servicer._stirred.is_set())  # it waits for work from now on
+        await router.send(submit(1, [1, 2, 3], 1))
+        while not (load := (await router.until("heartbeat")).heartbeat.load).waiting + load.running:
+            pass
+        await asyncio.to_thread(runner.step)
+        await router.until_finished(1)
+        await worker.until(lambda: not worker.servicer._stirred.is_set())

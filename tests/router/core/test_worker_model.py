@@ -74,13 +74,22 @@ def test_a_step_that_cannot_be_predicted_yet_has_a_minute() -> None:
 
 
 def test_a_silent_worker_is_hung() -> None:
+    model = _loaded(Load(running=1))
+    assert model.trouble(5.0) is None
+    assert model.trouble(5.5) == (WorkerState.HUNG, "no heartbeat for 5.5 s")
+
+
+def test_an_idle_worker_may_be_silent_for_longer_until_it_gets_work() -> None:
     model = _loaded(Load())
+    assert model.trouble(10.0) is None
+    assert model.trouble(10.5) == (WorkerState.HUNG, "no heartbeat for 10.5 s")
+    model.placed(sequences=1, prefill_tokens=3, blocks=1)
     assert model.trouble(5.0) is None
     assert model.trouble(5.5) == (WorkerState.HUNG, "no heartbeat for 5.5 s")
 
 
 def test_time_in_which_the_router_was_stopped_does_not_age_a_heartbeat() -> None:
-    model = _loaded(Load())
+    model = _loaded(Load(running=1))
     model.router_paused(3.0, now=8.0)
     assert model.trouble(8.0) is None
     assert model.trouble(8.5) == (WorkerState.HUNG, "no heartbeat for 5.5 s")

@@ -9,6 +9,7 @@ import ssl
 import sys
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from fastapi import FastAPI
@@ -68,3 +69,11 @@ async def test_a_client_whose_host_vanishes_is_noticed_within_the_time_of_a_slow
     assert tcp["TCP_KEEPIDLE"] + tcp["TCP_KEEPINTVL"] < limits.HTTP_STALL_SECONDS
     writer.close()
     await server.stop()
+
+
+async def test_a_server_ends_without_waiting_for_its_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.serving.http_server._DATE_SECONDS", 1e6)
+    server = await serve_http(FastAPI(), "127.0.0.1", 0)
+    async with asyncio.timeout(60.0), httpx.AsyncClient() as client:
+        assert "date" in (await client.get(f"http://127.0.0.1:{server.port}/")).headers
+        await server.stop()
