@@ -6,6 +6,7 @@
     clone         git clone, then `make demo`
     no-compiler   the same with a PATH that has no C or C++ compiler
     wheel         pip installs the services' wheel into a fresh environment; then `quire serve` in an empty folder
+    serve         `quire serve` of this environment, the best of several starts; then the suite at rest (Linux)
 
 The working tree must be committed: the clone has what git has. Downloads go through pip as it is configured, so their
 share depends on the index and on pip's cache; --no-cache empties the latter.
@@ -26,11 +27,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from bench.lib.at_rest import rest
 from bench.lib.harness import parser, report_columns
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PYTHON: Final = str(Path(sys.base_prefix) / "bin" / "python3")
-PARTS: Final = ("clone", "no-compiler", "wheel")
+PARTS: Final = ("clone", "no-compiler", "wheel", "serve")
+STARTS: Final = 3
+REST_S: Final = 60.0
 # What a line of `make demo` begins with, and what has happened by then.
 MADE: Final = {
     "1/3": "clone",
@@ -48,6 +52,16 @@ NOTES: Final = {
     "start": "seconds of `quire serve` until it is ready",
     "first answer": "seconds from there to the first words of an answer",
     "in all": "seconds",
+    "install_bytes": "bytes of the virtual environment",
+    "demo_first_answer_s": "seconds from git clone to the first words of `make demo`",
+    "serve_ready_s": f"seconds of `quire serve` until it is ready, the best of {STARTS}",
+    "idle_cpu_percent": "of a core, all processes of a suite without requests",
+    "idle_wakeups_per_s": "of all threads of these processes",
+}
+# Figures of one part alone.
+SINGLE: Final = {
+    "clone": ("install_bytes", "demo_first_answer_s"),
+    "serve": ("serve_ready_s", "idle_cpu_percent", "idle_wakeups_per_s"),
 }
 _COMPILER: Final = re.compile(r"(.*-)?(c\+\+|g\+\+|clang\+\+|cc|gcc|clang|c89|c99)(-[\d.]+)?")
 _OWN: Final = ("QUIRE_", "PYTHON", "VIRTUAL_ENV", "OMP_", "REDIS_URL", "CXX", "MAKE", "MFLAGS")
@@ -109,12 +123,19 @@ def run(command: Sequence[str], cwd: Path, env: Mapping[str, str]) -> str:
 @contextmanager
 def lines_of(command: Sequence[str], cwd: Path, env: Mapping[str, str]) -> Iterator[Iterator[str]]:
     """Run a command and yield its lines; afterwards it gets Ctrl-C, if it still runs."""
+    with started(command, cwd, env) as process:
+        assert process.stdout is not None
+        yield iter(process.stdout)
+
+
+@contextmanager
+def started(command: Sequence[str], cwd: Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """Run a command; afterwards it gets Ctrl-C, if it still runs."""
     with subprocess.Popen(
         command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
-        assert process.stdout is not None
         try:
-            yield iter(process.stdout)
+            yield process
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGINT)
@@ -145,7 +166,8 @@ def clone(folder: Path, env: Mapping[str, str]) -> Times:
             watch.mark(name)
         found = watch.whole()
         until(lines, lambda line: "stopped and removed" in line)
-    return found
+    installed = bytes_of(folder / "quire" / ".venv")
+    return found | {"install_bytes": installed, "demo_first_answer_s": found["in all"]}
 
 
 def wheel(folder: Path, env: Mapping[str, str], serve: Sequence[str]) -> Times:
@@ -173,12 +195,35 @@ def wheel(folder: Path, env: Mapping[str, str], serve: Sequence[str]) -> Times:
     return watch.whole()
 
 
-def measure(part: str, env: dict[str, str], serve: Sequence[str]) -> Times:
+def bytes_of(folder: Path) -> int:
+    """Return the bytes of all files below a folder."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def serve(folder: Path, env: Mapping[str, str], words: Sequence[str], rest_s: float) -> Times:
+    """Start a suite of this environment several times in an empty folder; look at the last one while it rests."""
+    command = [sys.executable, "-m", "cli.main", *words]
+    ready, found = list[float](), Times()
+    for left in reversed(range(STARTS)):
+        began = time.monotonic()
+        with started(command, folder, env) as process:
+            assert process.stdout is not None
+            until(iter(process.stdout), lambda line: " ready: " in line)
+            ready.append(time.monotonic() - began)
+            if not left:
+                time.sleep(rest_s / 6)  # what a start leaves to do
+                found = rest(process.pid, rest_s)
+    return {"serve_ready_s": min(ready), **found}
+
+
+def measure(part: str, env: dict[str, str], words: Sequence[str], rest_s: float = REST_S) -> Times:
     """Return the seconds of a part's steps; its folder is removed."""
     with tempfile.TemporaryDirectory(prefix="quire-first-hour-") as name:
         folder = Path(name)
         if part == "wheel":
-            return wheel(folder, env, serve)
+            return wheel(folder, env, words)
+        if part == "serve":
+            return serve(folder, env | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'protos'}"}, words, rest_s)
         if part == "no-compiler":
             env = env | {"PATH": without_compilers(folder / "bin", env["PATH"])}
         return clone(folder, env)
@@ -188,6 +233,7 @@ def main() -> int:
     flags = parser(__doc__)
     flags.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)} (default: all)")
     flags.add_argument("--serve", default="serve", help="words after `quire` that start a suite (default %(default)s)")
+    flags.add_argument("--rest", type=float, default=REST_S, help="seconds of rest that are measured")
     flags.add_argument("--no-cache", action="store_true", help="let pip keep no cache")
     args = flags.parse_args()
     if unknown := set(args.parts) - set(PARTS):
@@ -196,11 +242,12 @@ def main() -> int:
     found: dict[str, Times] = {}
     for part in args.parts or PARTS:
         try:
-            found[part] = measure(part, env, shlex.split(args.serve))
+            found[part] = measure(part, env, shlex.split(args.serve), args.rest)
         except Failed as error:
             print(f"{part} failed:\n{error}", file=sys.stderr)
             return 1
-    report_columns("first_hour", found, NOTES, args.json)
+    single = {name: found[part].pop(name) for part in found for name in SINGLE.get(part, ())}
+    report_columns("first_hour", found, NOTES, args.json, single)
     return 0
 
 

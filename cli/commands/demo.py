@@ -11,7 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -169,16 +169,38 @@ async def show_trace(channel: grpc.aio.Channel, console: Console, trace_id: str)
     console.print(render_trace(answer))
 
 
+def made_parts(made: str) -> dict[str, float]:
+    """Return the seconds that each step took before the demo, by its name; none for what was there already.
+
+    `made` is when make began, then NAME=STAMP for each step in order: the stamp is the file that the step leaves.
+    """
+    if not made:
+        return {}
+    began, *steps = made.split()
+    since, parts = float(began), dict[str, float]()
+    for name, _, stamp in (step.partition("=") for step in steps):
+        ended = Path(stamp).stat().st_mtime if Path(stamp).exists() else 0.0
+        if ended > since:
+            parts[name], since = ended - since, ended
+    return parts
+
+
+def parts_in_words(parts: Mapping[str, float]) -> str:
+    """Return the parts of the time to the first answer, and their sum."""
+    each = " + ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items())
+    return f"To the first answer: {each} = {sum(parts.values()):.1f} s"
+
+
 async def demo(shown: Demonstration, console: Console) -> dict[str, Any]:
     """Run the demonstration; return its figures."""
-    began = time.monotonic()
+    began, parts = time.monotonic(), made_parts(os.environ.get("MADE", ""))
     lines: list[str] = []
     with tempfile.TemporaryDirectory(prefix="quire-demo-") as folder:
         stack = Stack(demo_options(Path(folder), shown), lambda name, line: lines.append(f"{name}: {line}"))
         try:
             with console.status("Starting Redis, the KV manager, two GPU workers and the router ..."):
                 await stack.start()
-            up = time.monotonic() - began
+            up = parts["start"] = time.monotonic() - began
             console.print(f"The suite is up after {up:.1f} s: gRPC {stack.address}, {stack.http_url}")
             if missing := why_missing(levels_here()[-1]):
                 console.print(f"Answers are slower than they could be: {missing}", style="yellow", markup=False)
@@ -187,6 +209,7 @@ async def demo(shown: Demonstration, console: Console) -> dict[str, Any]:
                 console.print("\n[bold cyan]A few prompts[/]")
                 for question in shown.questions:
                     await ask(client, console, question, max_tokens=shown.max_tokens)
+                    parts.setdefault("first answer", time.monotonic() - began - up)
                 answers = await show_cache(client, console, shown)
                 called = await show_call(stack.http_url, console, shown)
                 await show_trace(channel, console, answers[-1].trace_id)
@@ -195,8 +218,10 @@ async def demo(shown: Demonstration, console: Console) -> dict[str, Any]:
                 await stack.stop()
     took = time.monotonic() - began
     console.print(f"\nEverything is stopped and removed; {took:.1f} s in all.")
+    console.print(parts_in_words(parts), markup=False)
     console.print("Next:  quire serve   (or  make up),  then  quire chat", style="dim")
-    return {"up_seconds": up, "seconds": took, "answers": [asdict(each) for each in answers], "call": called}
+    answered = [asdict(each) for each in answers]
+    return {"up_seconds": up, "seconds": took, "parts": parts, "answers": answered, "call": called}
 
 
 def svg_of(console: Console) -> str:

@@ -8,7 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from bench.first_hour import MADE, ROOT, Failed, bare_path, environment, lines_of, run, until, without_compilers
+from bench.first_hour import (
+    MADE,
+    NOTES,
+    PARTS,
+    ROOT,
+    SINGLE,
+    Failed,
+    bare_path,
+    bytes_of,
+    environment,
+    lines_of,
+    run,
+    until,
+    without_compilers,
+)
 
 
 def program(folder: Path, name: str, words: str) -> None:
@@ -60,3 +74,17 @@ def test_a_command_that_ends_early_fails_with_its_last_lines(tmp_path: Path) -> 
 def test_the_makefile_still_says_the_steps() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert all(f'echo "{step} ' in makefile for step in MADE if step[1:2] == "/")
+
+
+def test_the_bytes_of_a_folder_are_those_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "one").write_bytes(bytes(1000))
+    (tmp_path / "two").write_bytes(bytes(24))
+    (tmp_path / "lib64").symlink_to(tmp_path / "lib")
+    (tmp_path / "lib" / "again").symlink_to(tmp_path / "two")
+    assert bytes_of(tmp_path) == 1024
+
+
+def test_a_figure_of_one_part_has_one_name() -> None:
+    assert {name for names in SINGLE.values() for name in names} <= set(NOTES)
+    assert set(SINGLE) <= set(PARTS)
