@@ -62,7 +62,7 @@ def test_a_run_that_pytest_did_not_end_is_a_failure_beside_those_of_before() -> 
     ]
 
 
-@pytest.mark.long
+@pytest.mark.rest
 def test_a_test_that_needs_another_one_before_it_passes_in_one_order_and_fails_in_the_other(tmp_path: Path) -> None:
     folder, needs = written(tmp_path, ORDERED), ("test_made_up.py::test_needs_what_another_test_makes",)
     runs: set[tuple[tuple[str, ...], int]] = set()
@@ -73,12 +73,12 @@ def test_a_test_that_needs_another_one_before_it_passes_in_one_order_and_fails_i
     assert runs == {((), 0), (needs, 1)}
 
 
-@pytest.mark.long
+@pytest.mark.rest
 def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     assert run_once([written(tmp_path, "import nothing_of_this_name")], 1) == Run(1, ("test_made_up.py",), 2)
 
 
-@pytest.mark.long
+@pytest.mark.rest
 def test_a_test_that_fails_every_second_run_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,7 +99,7 @@ def test_the_load_is_busy_and_ends() -> None:
     assert not any(map(psutil.pid_exists, (each.pid for each in children)))
 
 
-@pytest.mark.long
+@pytest.mark.rest
 def test_an_interrupted_run_leaves_no_load_and_has_failed(tmp_path: Path) -> None:
     folder = written(tmp_path, HANGS)
     command = die_with_parent.command([sys.executable, "-m", "tests.support.stress", "3", folder])

@@ -341,7 +341,7 @@ def index(tmp_path: Path) -> Iterator[Index]:
     found.server.server_close()
 
 
-@pytest.mark.long
+@pytest.mark.rest
 def test_where_the_network_ends_make_says_so_and_goes_on_the_next_time(
     clone: Path, index: Index, tmp_path: Path
 ) -> None:

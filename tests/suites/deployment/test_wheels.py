@@ -117,7 +117,7 @@ def client(folder: Path, wheels: dict[str, Path]) -> Path:
 
 
 @needs_kernels
-@pytest.mark.long
+@pytest.mark.rest
 def test_the_wheel_has_the_kernels_of_all_levels_and_is_for_the_systems_that_run_them(wheels: dict[str, Path]) -> None:
     wheel = wheels["quire_llm"]
     found = {name for name in names_in(wheel) if "/built/" in name}
@@ -128,7 +128,7 @@ def test_the_wheel_has_the_kernels_of_all_levels_and_is_for_the_systems_that_run
 
 
 @needs_kernels
-@pytest.mark.long
+@pytest.mark.rest
 def test_each_wheel_has_its_packages_and_the_demo_model(wheels: dict[str, Path]) -> None:
     services, client = names_in(wheels["quire_llm"]), names_in(wheels["quire_llm_client"])
     assert {name.partition("/")[0] for name in services} == PACKAGES
@@ -139,7 +139,7 @@ def test_each_wheel_has_its_packages_and_the_demo_model(wheels: dict[str, Path])
 
 
 @needs_kernels
-@pytest.mark.long
+@pytest.mark.rest
 def test_what_a_wheel_says_needs_no_clone_and_requires_no_other_quire(wheels: dict[str, Path]) -> None:
     for wheel in wheels.values():
         said = metadata(wheel)
@@ -153,7 +153,7 @@ def test_what_a_wheel_says_needs_no_clone_and_requires_no_other_quire(wheels: di
         ] == []
 
 
-@pytest.mark.long
+@pytest.mark.rest
 def test_without_a_word_nothing_is_compiled_and_sources_give_the_same_wheel(tmp_path: Path) -> None:
     wheel = built(tmp_path / "here", ROOT, levels="none")["quire_llm"]
     assert wheel.name.endswith("-py3-none-any.whl")
@@ -166,7 +166,7 @@ def test_without_a_word_nothing_is_compiled_and_sources_give_the_same_wheel(tmp_
     assert names_in(built(tmp_path / "again", source, levels="none")["quire_llm"]) == names_in(wheel)
 
 
-@pytest.mark.long
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("levels", "compiler", "said"),
     [
@@ -209,7 +209,7 @@ IMPORTED = "import json, {}; print(json.dumps([{}]))"
 
 
 @needs_kernels
-@pytest.mark.long
+@pytest.mark.rest
 def test_nothing_of_a_clone_can_be_imported(services: Path, client: Path, tmp_path: Path) -> None:
     """Otherwise the tests below would say nothing."""
     for programs, names in ((services, sorted(PACKAGES)), (client, ["quire"])):
@@ -224,7 +224,7 @@ def test_nothing_of_a_clone_can_be_imported(services: Path, client: Path, tmp_pa
 
 
 @needs_kernels
-@pytest.mark.long
+@pytest.mark.rest
 def test_where_there_is_no_makefile_a_command_is_named_that_builds_kernels(services: Path, tmp_path: Path) -> None:
     script = "from gpuworker.native import build, levels; build.BUILT = build.SOURCE / 'none'; "
     script += "print(levels.why_missing('scalar'))"
@@ -257,7 +257,7 @@ def suite(services: Path, folder: Path) -> Iterator[tuple[psutil.Process, str]]:
 
 
 @needs_kernels
-@pytest.mark.long
+@pytest.mark.rest
 def test_the_services_wheel_answers_with_the_kernels_of_this_processor(
     suite: tuple[psutil.Process, str], services: Path, tmp_path: Path
 ) -> None:
@@ -280,7 +280,7 @@ with Client(sys.argv[1]) as client:
 
 
 @needs_kernels
-@pytest.mark.long
+@pytest.mark.rest
 def test_the_clients_wheel_gets_the_same_answer(
     suite: tuple[psutil.Process, str], client: Path, tmp_path: Path
 ) -> None:

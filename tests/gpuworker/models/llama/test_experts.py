@@ -18,7 +18,6 @@ from gpuworker.checkpoints.weights import Checkpoint
 from gpuworker.models.bit_equality import refuse_unequal_bits
 from gpuworker.models.choose import open_native, why_not_native
 from gpuworker.models.hf.loader import ModelSource, read_config
-from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.llama import reference as llama_reference
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.models.llama.linears import LinearReader
@@ -85,8 +84,9 @@ def test_weights_alone_compute_what_they_stand_for(name: str, quantization: str,
     case = make_case(name)
     read = reader(case.tensor, quantization)
     model = native_model(case, read, library).only(llama_reference.tested_layers(case.spec))
-    part = llama_reference.reference_part(case.config, case.spec, case.tensor, read.dequantised, torch.float32)
-    assert relative(logits(case, model, library), logits(case, TransformersModel(part))).max() < 2e-5
+    weights = (case.tensor, read.dequantised, torch.float32, torch.device("cpu"), "float32")
+    reference = llama_reference.reference_part(case.config, case.spec, *weights)
+    assert relative(logits(case, model, library), logits(case, reference)).max() < 2e-5
 
 
 @pytest.mark.parametrize("quantization", ["none", "w8a8"])

@@ -16,7 +16,6 @@ from gpuworker.checkpoints.quantised import QuantisedLinear
 from gpuworker.models.bit_equality import refuse_unequal_bits
 from gpuworker.models.choose import open_native
 from gpuworker.models.hf.loader import ModelSource
-from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.llama import linears
 from gpuworker.models.llama import reference as llama_reference
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
@@ -48,8 +47,8 @@ def llama_model(case: Case, read: LinearReader, level: str = levels_here()[-1]) 
 
 def error(case: Case, model: LlamaCpuModel, read: LinearReader, level: str = levels_here()[-1]) -> float:
     """Return the worst relative error of logits against transformers on the dequantised weights."""
-    part = llama_reference.reference_part(case.config, case.spec, case.tensor, read.dequantised, torch.float32)
-    reference = TransformersModel(part)
+    weights = (case.tensor, read.dequantised, torch.float32, CPU, "float32")
+    reference = llama_reference.reference_part(case.config, case.spec, *weights)
     tokens = case_tokens(case.spec)
     ours, theirs = (
         torch.cat([logits.clone() for logits in steps(runs, attention, tokens)])
