@@ -100,7 +100,8 @@ def test_the_load_is_busy_and_ends() -> None:
 
 
 @pytest.mark.rest
-def test_an_interrupted_run_leaves_no_load_and_has_failed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_neither_load_nor_tests(tmp_path: Path, how: signal.Signals) -> None:
     folder = written(tmp_path, HANGS)
     command = die_with_parent.command([sys.executable, "-m", "tests.support.stress", "3", folder])
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -108,8 +109,9 @@ def test_an_interrupted_run_leaves_no_load_and_has_failed(tmp_path: Path) -> Non
         wait_until((tmp_path / "test_made_up.begun").exists)
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) == stress.BUSY_PER_CORE * stress.cores() + 1
-        process.send_signal(signal.SIGINT)
+        process.send_signal(how)
         said = process.stdout.read().splitlines()
-        assert process.wait(60.0) == 1
-    assert said[-2:] == ["interrupted after 0 of 3 runs", "nothing failed in 0 runs"]
-    assert not any(each.is_running() for each in children)
+        assert process.wait(60.0) == (1 if how is signal.SIGINT else -how)
+    if how is signal.SIGINT:
+        assert said[-2:] == ["interrupted after 0 of 3 runs", "nothing failed in 0 runs"]
+    wait_until(lambda: not any(each.is_running() for each in children))

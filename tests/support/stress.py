@@ -88,7 +88,7 @@ def run_once(tests: Sequence[str], seed: int) -> Run:
         order = ["-p", "randomly", f"--randomly-seed={seed}"]
         command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), *flags, *order, *tests]
         env = os.environ | {_FILE_OF_FAILED: str(written)}
-        status = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
+        status = subprocess.run(die_with_parent.command(command), cwd=ROOT, env=env, check=False).returncode
         return Run(seed, tuple(dict.fromkeys(written.read_text().splitlines())), status)
 
 

@@ -83,6 +83,7 @@ def prompt(ids: Sequence[int]) -> pb.Prompt:
 
 
 def assert_near(found: Any, expected: Vectors) -> None:
+    """Compare vectors. Their last bits depend on what else is in a step."""
     assert np.abs(np.array(found) - expected).max() < 1e-5
 
 
@@ -106,7 +107,7 @@ async def test_floats_and_base64_are_the_same_numbers(http: httpx.AsyncClient) -
             hold(openai.types.CreateEmbeddingResponse, answer.text)
         found.append([each["embedding"] for each in answer.json()["data"]])
     floats, coded = found
-    assert (np.array(floats, dtype=np.float32) == unpacked([base64.b64decode(each) for each in coded])).all()
+    assert_near(floats, unpacked([base64.b64decode(each) for each in coded]))
 
 
 async def test_fewer_dimensions_are_the_first_ones_at_length_one(client: openai.AsyncOpenAI) -> None:
@@ -138,7 +139,8 @@ async def test_both_python_clients_embed(embedders: Suite) -> None:
         again = await asyncio.to_thread(blocking.embed, ids)
     assert_near(whole.vectors, expected)
     assert_near(short.vectors, first)
-    assert (again.vectors, again.usage.prompt_tokens) == (whole.vectors, 292)
+    assert_near(again.vectors, expected)
+    assert again.usage.prompt_tokens == 292
     with pytest.raises(InvalidRequest, match="expected a list of inputs"), Client(embedders.stack.address) as blocking:
         blocking.embed(TEXTS[0])
 
