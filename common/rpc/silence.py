@@ -12,7 +12,7 @@ from typing import Final
 
 SILENCE_S: Final = 10.0
 """Seconds that workers bear from a router or a manager. A client bears 15 s: then its request is an orphan already."""
-_PULSES: Final = 3
+_PULSES: Final = 6
 _SHORTEST_S: Final = 0.01
 
 

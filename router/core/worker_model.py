@@ -26,7 +26,7 @@ HUNG_FLOOR_S = 5.0
 HUNG_UNPREDICTED_S = 60.0
 HEARTBEAT_LIMIT_S = 5.0
 # A worker without work sends a heartbeat every 3.3 s, and one at once when it gets work.
-IDLE_HEARTBEAT_LIMIT_S = 10.0
+IDLE_HEARTBEAT_S = 3.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +230,12 @@ class WorkerModel:
         return self.load.unheld_blocks - self._since.blocks - self.load.waiting * self.wanted_blocks
 
     def silent(self, now: float) -> bool:
-        """Return whether the heartbeat is late."""
-        return now - self.heartbeat_at > (HEARTBEAT_LIMIT_S if self.sequences else IDLE_HEARTBEAT_LIMIT_S)
+        """Return whether the heartbeat is late.
+
+        When it is due follows from the last one alone: a late worker from which everything was taken is still late.
+        """
+        idle = not (self.load.running or self.load.waiting)
+        return now - self.heartbeat_at > HEARTBEAT_LIMIT_S + (IDLE_HEARTBEAT_S if idle else 0.0)
 
     def detached(self, now: float) -> bool:
         """Return whether it has had no KV manager for too long, also where another state is shown."""

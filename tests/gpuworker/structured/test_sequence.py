@@ -269,7 +269,7 @@ def test_a_tokenizer_that_is_wider_than_the_model_is_refused(tokenizer_json: Pat
 
 def test_a_host_without_llguidance_says_what_to_install(tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(Unsupported, match=r"install quire\[gpuworker\]"):
+    with pytest.raises(Unsupported, match=r"install quire-llm\[gpuworker\]"):
         GrammarCompiler(tokenizer_json, VOCAB, (END,)).compile(regex("ab"))
 
 

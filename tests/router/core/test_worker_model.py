@@ -79,12 +79,17 @@ def test_a_silent_worker_is_hung() -> None:
     assert model.trouble(5.5) == (WorkerState.HUNG, "no heartbeat for 5.5 s")
 
 
-def test_an_idle_worker_may_be_silent_for_longer_until_it_gets_work() -> None:
+def test_an_idle_worker_may_be_silent_for_longer_and_work_leaves_it_as_much_time() -> None:
     model = _loaded(Load())
-    assert model.trouble(10.0) is None
-    assert model.trouble(10.5) == (WorkerState.HUNG, "no heartbeat for 10.5 s")
     model.placed(sequences=1, prefill_tokens=3, blocks=1)
-    assert model.trouble(5.0) is None
+    assert model.trouble(8.4) is None
+    assert model.trouble(8.5) == (WorkerState.HUNG, "no heartbeat for 8.5 s")
+
+
+def test_a_worker_from_which_everything_was_taken_stays_silent() -> None:
+    model = _loaded(Load(running=1))
+    model.placed(sequences=1, prefill_tokens=3, blocks=1)
+    model.placed(sequences=-1, prefill_tokens=-3, blocks=-1)
     assert model.trouble(5.5) == (WorkerState.HUNG, "no heartbeat for 5.5 s")
 
 

@@ -135,8 +135,9 @@ def test_whatever_selects_pods_selects_those_of_one_deployment(manifests: Manife
 
 
 def image_environment(service: str) -> dict[str, str]:
-    """Return the options that an image sets."""
-    return dict(re.findall(r"(QUIRE_\w+)=(\S+)", (DOCKER / f"{service}.Dockerfile").read_text()))
+    """Return the options that an image sets for its process, not those of a build's step."""
+    text = (DOCKER / f"{service}.Dockerfile").read_text()
+    return dict(re.findall(r"^(?:ENV| ) +(QUIRE_\w+)=(\S+)", text, re.MULTILINE))
 
 
 @each_variant
