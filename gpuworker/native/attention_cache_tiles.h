@@ -10,16 +10,31 @@
 
 namespace quire {
 
+// K and V of up to `Slots` slots as they are multiplied, whatever they are stored as.
+template <typename Number, int Slots>
+struct TileNumbers {
+  static constexpr int kAllRuns = Slots / kRun;
+
+  int base = 0, slots = 0;               // the first position, and how many are there, in whole runs
+  int key_stride = 0, value_stride = 0;  // between slots
+  const Number *keys[kAllRuns], *values[kAllRuns];
+  Number *own_keys = nullptr, *own_values = nullptr;  // what is widened, interleaved or transposed
+  float key_scales[Slots], value_scales[Slots];       // of integers
+};
+
 // Up to `Tiles` tiles, one after the other.
 template <typename Kind, typename Stored, int Tiles>
-class CacheTiles {
+class CacheTiles : public TileNumbers<typename Kind::Number, Tiles * kTile> {
   using Number = typename Kind::Number;
+  using Base = TileNumbers<Number, Tiles * kTile>;
   static constexpr bool kAmx = Kind::kAmx;
   static constexpr bool kStraight = std::is_same<Number, Stored>::value;
 
  public:
   static constexpr bool kScaled = std::is_same<Stored, int8_t>::value;
   static constexpr int kSlots = Tiles * kTile, kAllRuns = Tiles * kRuns;
+  using Base::base, Base::slots, Base::key_stride, Base::value_stride, Base::keys, Base::values;
+  using Base::own_keys, Base::own_values, Base::key_scales, Base::value_scales;
   // Of columns of V that are transposed: no power of two, for which many rows share few places of a cache.
   static constexpr int kValueStride = kSlots + 32;
 
@@ -58,11 +73,6 @@ class CacheTiles {
     if constexpr (kAmx) this->transpose_values(dv);  // a name that only levels with pairs have
   }
 
-  int base = 0, slots = 0;               // the first position, and how many are there, in whole runs
-  int key_stride = 0, value_stride = 0;  // between slots
-  const Number *keys[kAllRuns], *values[kAllRuns];
-  Number *own_keys = nullptr, *own_values = nullptr;  // what is widened, interleaved or transposed
-  float key_scales[kSlots], value_scales[kSlots];
   int next_tiles = 0;
   const Stored *next_keys[kAllRuns], *next_values[kAllRuns];
 

@@ -231,14 +231,17 @@ class RowsKernel {
       score.of[i] = Vec::load(from + i * kLanes) * factor;
       if (Kind::kScaled) score.of[i] = score.of[i] * Vec::load(now_->key_scales + i * kLanes);
     }
+    const bool masked = query.first > base || query.end < base + kTile;
+    return work_.layer.softcap != 0.0f || masked ? limited(score, query.first - base, query.end - base) : score;
+  }
+
+  // Few tiles come here. In the callers, a copy for each of their lanes would take long to compile.
+  __attribute__((noinline)) Scores limited(Scores score, int first, int end) const {
     if (work_.layer.softcap != 0.0f) {
       for (Vec& some : score.of) some = soft_cap(some, work_.layer.softcap) * Vec::all(kLog2E);
     }
-    if (query.first > base || query.end < base + kTile) {
-      const Vec first = Vec::all(query.first - base), end = Vec::all(query.end - base);
-      for (int i = 0; i < 4; ++i) {
-        score.of[i] = keep_between(score.of[i], counting() + Vec::all(i * kLanes), first, end);
-      }
+    for (int i = 0; i < 4; ++i) {
+      score.of[i] = keep_between(score.of[i], counting() + Vec::all(i * kLanes), Vec::all(first), Vec::all(end));
     }
     return score;
   }

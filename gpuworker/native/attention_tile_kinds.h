@@ -24,13 +24,18 @@ constexpr int rows_at_once(int) { return 4; }
 template <typename Kind>
 constexpr int kKeyUnit = Kind::kAmx ? 32 : Kind::kPer;
 
-// Calls body(row, std::integral_constant of rows) for `count` rows: most at once, then by fours, and what is left singly.
-template <int Most, typename Body>
+// Calls body(row, std::integral_constant of rows) for `count` rows, a multiple of `Unit`: most at once, then by fours, and what
+// is left singly.
+template <int Most, int Unit, typename Body>
 inline void for_rows(int count, Body&& body) {
   int row = 0;
   for (; row + Most <= count; row += Most) body(row, std::integral_constant<int, Most>());
-  for (; row + kRun <= count; row += kRun) body(row, std::integral_constant<int, kRun>());
-  for (; row < count; ++row) body(row, std::integral_constant<int, 1>());
+  if constexpr (Most != kRun) {
+    for (; row + kRun <= count; row += kRun) body(row, std::integral_constant<int, kRun>());
+  }
+  if constexpr (Most % kRun != 0 || Unit % kRun != 0) {
+    for (; row < count; ++row) body(row, std::integral_constant<int, 1>());
+  }
 }
 inline int row_steps(int most, int count) { return count / most + count % most / kRun + count % most % kRun; }
 

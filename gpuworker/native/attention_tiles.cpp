@@ -37,9 +37,11 @@ class RowPointers {
   int64_t stride_, stride3_;
 };
 
-template <typename Kind, typename Stored>
+// What tiles are stored as makes no difference once they are loaded: the products are compiled once for each way to multiply.
+template <typename Kind>
 class TilesKernel {
   using Number = typename Kind::Number;
+  template <typename Stored>
   using Tiles = CacheTiles<Kind, Stored, 1>;
   using Group = LaneGroup<Kind>;
   static constexpr int kPer = Kind::kPer;
@@ -59,42 +61,47 @@ class TilesKernel {
     } else {
       take(weights_, static_cast<size_t>(kTile) * Group::kMost, scratch);
     }
-    take(tiles_.own_keys, Tiles::numbers(dk_), scratch);
-    take(tiles_.own_values, Tiles::numbers(dv_), scratch);
+    take(own_keys_, Tiles<Number>::numbers(dk_), scratch);
+    take(own_values_, Tiles<Number>::numbers(dv_), scratch);
   }
 
   static size_t scratch_floats(int dk, int dv) {
-    return kGroups * (Group::query_numbers(dk) + Group::sum_floats(dv)) + 2 * kTile * Group::kMost + Tiles::numbers(dk) +
-           Tiles::numbers(dv) + 1024;
+    return kGroups * (Group::query_numbers(dk) + Group::sum_floats(dv)) + 2 * kTile * Group::kMost +
+           Tiles<Number>::numbers(dk) + Tiles<Number>::numbers(dv) + 1024;
   }
 
+  template <typename Stored>
   void run() {
+    Tiles<Stored> tiles;
+    tiles.own_keys = own_keys_, tiles.own_values = own_values_;
+    tiles_ = &tiles, scaled_ = tiles.kScaled;
     const int begin = item_.begin & ~(kTile - 1);
-    tiles_.find(work_, item_, begin);
+    tiles.find(work_, item_, begin);
     for (int run = 0; run < kRuns; ++run) {
-      prefetch(tiles_.next_keys[run], kRun * sizeof(Stored) * dk_);
-      prefetch(tiles_.next_values[run], kRun * sizeof(Stored) * dv_);
+      prefetch(tiles.next_keys[run], kRun * sizeof(Stored) * dk_);
+      prefetch(tiles.next_values[run], kRun * sizeof(Stored) * dv_);
     }
-    const int groups = open_groups(groups_, work_, item_, tiles_.own_keys);
+    const int groups = open_groups(groups_, work_, item_, own_keys_);
     for (int base = begin; base < item_.end; base += kTile) {
-      tiles_.load(work_.cache, item_);
-      tiles_.find(work_, item_, base + kTile);
-      bool fetches = tiles_.next_tiles > 0;
-      for (int group = groups - 1; group >= 0; --group) fetches &= !attend(groups_[group], fetches);
+      tiles.load(work_.cache, item_);
+      tiles.find(work_, item_, base + kTile);
+      bool fetches = tiles.next_tiles > 0;
+      for (int group = groups - 1; group >= 0; --group) fetches &= !attend(tiles, groups_[group], fetches);
     }
-    auto* rows = reinterpret_cast<float*>(tiles_.own_values);
+    auto* rows = reinterpret_cast<float*>(own_values_);
     for (int group = 0; group < groups; ++group) groups_[group].close(work_, item_, rows);
   }
 
  private:
   // A group of lanes over the tile, if they see any of it. Meanwhile the next tile is fetched.
-  bool attend(Group& lanes, bool fetches) {
-    slots_ = std::min(tiles_.slots, padded(std::max(0, lanes.none_from - tiles_.base), kRun));
-    if (slots_ == 0 || tiles_.base + slots_ <= lanes.none_to) return false;
-    fetcher_.start(tiles_.next_keys, kRun * sizeof(Stored) * dk_, fetches ? score_calls(lanes) : 0);
+  template <typename Stored>
+  bool attend(const Tiles<Stored>& tiles, Group& lanes, bool fetches) {
+    slots_ = std::min(tiles.slots, padded(std::max(0, lanes.none_from - tiles.base), kRun));
+    if (slots_ == 0 || tiles.base + slots_ <= lanes.none_to) return false;
+    fetcher_.start(tiles.next_keys, kRun * sizeof(Stored) * dk_, fetches ? score_calls(lanes) : 0);
     score(lanes);
     weigh(lanes);
-    fetcher_.start(tiles_.next_values, kRun * sizeof(Stored) * dv_, fetches ? value_calls(lanes) : 0);
+    fetcher_.start(tiles.next_values, kRun * sizeof(Stored) * dv_, fetches ? value_calls(lanes) : 0);
     accumulate(lanes);
     return true;
   }
@@ -123,10 +130,10 @@ class TilesKernel {
   }
 
   // scores [slot][lane] = K · queries · factor.
-  void score(const Group& lanes) {
+  __attribute__((noinline)) void score(const Group& lanes) {
     for_vectors(lanes, [&](auto vectors, int lane) {
       constexpr int V = decltype(vectors)::value;
-      for_rows<rows_at_once(V)>(slots_, [&](int slot, auto rows) {
+      for_rows<rows_at_once(V), kRun>(slots_, [&](int slot, auto rows) {
         score_some<V, decltype(rows)::value>(lanes, slot, lane);
       });
     });
@@ -136,10 +143,10 @@ class TilesKernel {
   __attribute__((always_inline)) void score_some(const Group& lanes, int slot, int lane) {
     typename Kind::Acc acc[R][V];
     constexpr int kStep = R % kRun ? 1 : kRun;
-    RowPointers<R, kStep> rows(tiles_.key_stride * sizeof(Number));
+    RowPointers<R, kStep> rows(tiles_->key_stride * sizeof(Number));
 #pragma GCC unroll 16
     for (int i = 0; i < R; i += kStep) {
-      rows.set(i, tiles_.keys[(slot + i) / kRun] + (slot + i) % kRun * tiles_.key_stride);
+      rows.set(i, tiles_->keys[(slot + i) / kRun] + (slot + i) % kRun * tiles_->key_stride);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -163,7 +170,7 @@ class TilesKernel {
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Vec factor = Vec::all(Tiles::kScaled ? work_.score_factor * tiles_.key_scales[slot + r] : work_.score_factor);
+      const Vec factor = Vec::all(scaled_ ? work_.score_factor * tiles_->key_scales[slot + r] : work_.score_factor);
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
         (Kind::to_vec(acc[r][v]) * factor).store(scores_ + (slot + r) * lanes.wide + lane + v * kLanes);
@@ -172,8 +179,8 @@ class TilesKernel {
   }
 
   // Weights from scores, lane by lane: the softmax as far as it goes tile by tile.
-  void weigh(Group& lanes) {
-    const bool masked = tiles_.base < lanes.all_from || tiles_.base + slots_ > lanes.all_to;
+  __attribute__((noinline)) void weigh(Group& lanes) {
+    const bool masked = tiles_->base < lanes.all_from || tiles_->base + slots_ > lanes.all_to;
     for (int lane = 0; lane < lanes.wide; lane += kLanes) {
       if (work_.layer.softcap != 0.0f) cap(lanes, lane);
       if (masked) mask(lanes, lane);
@@ -203,7 +210,7 @@ class TilesKernel {
     const Vec first = Vec::load(lanes.first + lane), end = Vec::load(lanes.end + lane);
     for (int slot = 0; slot < slots_; ++slot) {
       float* at = scores_ + slot * lanes.wide + lane;
-      keep_between(Vec::load(at), Vec::all(static_cast<float>(tiles_.base + slot)), first, end).store(at);
+      keep_between(Vec::load(at), Vec::all(static_cast<float>(tiles_->base + slot)), first, end).store(at);
     }
   }
 
@@ -215,9 +222,9 @@ class TilesKernel {
       Vec a = exp2_falling(Vec::load(scores) - most), b = exp2_falling(Vec::load(scores + lanes.wide) - most);
       sum[0] = sum[0] + a;
       sum[1] = sum[1] + b;
-      if (Tiles::kScaled) {
-        a = a * Vec::all(tiles_.value_scales[slot]);
-        b = b * Vec::all(tiles_.value_scales[slot + 1]);
+      if (scaled_) {
+        a = a * Vec::all(tiles_->value_scales[slot]);
+        b = b * Vec::all(tiles_->value_scales[slot + 1]);
       }
       store_weights(lanes, slot, lane, a, b);
     }
@@ -237,10 +244,10 @@ class TilesKernel {
   }
 
   // sums [column][lane] = sums · keep + V · weights.
-  void accumulate(Group& lanes) {
+  __attribute__((noinline)) void accumulate(Group& lanes) {
     for_vectors(lanes, [&](auto vectors, int lane) {
       constexpr int V = decltype(vectors)::value;
-      for_rows<rows_at_once(V)>(dv_, [&](int column, auto rows) {
+      for_rows<rows_at_once(V), 1>(dv_, [&](int column, auto rows) {
         accumulate_some<V, decltype(rows)::value>(lanes, column, lane);
       });
     });
@@ -258,12 +265,12 @@ class TilesKernel {
       }
     }
     const Number* weights = weights_ + lane * kPer;
-    const int stride = kPer == 1 ? tiles_.value_stride : kPer * padded(dv_, 32);
+    const int stride = kPer == 1 ? tiles_->value_stride : kPer * padded(dv_, 32);
     for (int slot = 0; slot < slots_;) {
       fetcher_.some();
       for (const int end = std::min(slots_, slot + kFetchSteps * kPer); slot < end; slot += kRun) {
         const Number* row =
-            kPer == 1 ? tiles_.values[slot / kRun] + column : tiles_.own_values + slot / kPer * stride + kPer * column;
+            kPer == 1 ? tiles_->values[slot / kRun] + column : tiles_->own_values + slot / kPer * stride + kPer * column;
 #pragma GCC unroll 4
         for (int step = 0; step < kRun / kPer; ++step, row += stride, weights += lanes.wide * kPer) {
 #pragma GCC unroll 16
@@ -290,7 +297,9 @@ class TilesKernel {
   const Item& item_;
   const int dk_, dv_;
   Group groups_[kGroups];
-  Tiles tiles_;
+  const TileNumbers<Number, kTile>* tiles_ = nullptr;
+  bool scaled_ = false;
+  Number *own_keys_, *own_values_;
   int slots_ = 0;  // of the tile that the lanes of a group see
   Number* weights_;
   float* scores_;
@@ -299,7 +308,7 @@ class TilesKernel {
 
 template <typename Kind, typename Stored>
 void run(const Work& work, const Item& item, float* scratch) {
-  TilesKernel<Kind, Stored>(work, item, scratch).run();
+  TilesKernel<Kind>(work, item, scratch).template run<Stored>();
 }
 
 }  // namespace
@@ -313,7 +322,7 @@ int tile_lanes(const quire_cache& cache) {
 }
 
 size_t tiles_scratch(const quire_cache& cache) {
-  const size_t floats = TilesKernel<Floats, float>::scratch_floats(cache.head_dim_k, cache.head_dim_v);
+  const size_t floats = TilesKernel<Floats>::scratch_floats(cache.head_dim_k, cache.head_dim_v);
 #if defined(QUIRE_AMX)
   return std::max(floats, amx_tiles_scratch(cache));
 #else

@@ -3,10 +3,11 @@
 // The unit waits for the caches more than they for it. K and V of four tiles wait in the L2 cache, V transposed. The lanes of
 // an item meet them in groups, whose queries and scores have room in the L1 cache. A group's sums are read and written once
 // for the four tiles. So the weights of these are relative to one score of each lane: it moves where a score exceeds it by far.
-#include "attention_amx.h"
+#include "amx.h"
 
 #if defined(QUIRE_AMX)
 
+#include "attention_amx.h"
 #include "attention_cache_tiles.h"
 #include "attention_lanes.h"
 

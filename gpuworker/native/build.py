@@ -68,11 +68,15 @@ LEVELS = levels_for(platform.machine())
 _BEFORE = {"avx_vnni": ("avx2", "__AVXVNNI__")}
 _BEFORE |= {"avx512_vnni": ("avx512", "__AVX512VNNI__"), "avx512_bf16": ("avx512_vnni", "__AVX512BF16__")}
 _BEFORE |= {"amx": ("avx512_bf16", "__AMX_TILE__"), "neon_dotprod": ("neon", "__ARM_FEATURE_DOTPROD")}
-# An instruction of a level that an older assembler lacks: there the level is left out (GCC 10, binutils 2.35).
+# What a level takes that older compilers and assemblers lack, and the first GCC that has it. Before, it is left out.
 _NEW = {
-    "avx_vnni": 'void add() { asm("{vex} vpdpwssd %ymm0, %ymm1, %ymm2"); }',
-    "amx": 'void add() { asm("tdpbf16ps %tmm0, %tmm1, %tmm2"); }',
+    "scalar": ("#if defined(__x86_64__)\n_Float16 half(float x) { return x; }\n#endif", 12),
+    "avx_vnni": ('void add() { asm("{vex} vpdpwssd %ymm0, %ymm1, %ymm2"); }', 11),
+    "avx512_bf16": ('void add() { asm("vdpbf16ps %zmm0, %zmm1, %zmm2"); }', 10),
+    "amx": ('void add() { asm("tdpbf16ps %tmm0, %tmm1, %tmm2"); }', 11),
 }
+# Sources that take longest to compile, the longest first: begun last, one of them would keep a single core busy.
+_LONGEST = ("attention_rows", "linear_tile_bf16", "linear_tile_whole", "attention_tiles", "linear_tile")
 if SANITIZED:
     _BEFORE = {}
     LEVELS = {SANITIZED: LEVELS[SANITIZED]}
@@ -87,18 +91,25 @@ def library(level: str) -> Path:
     return BUILT / f"libquire_cpu.{level}.so"
 
 
-def build(force: bool = False, progress: bool = False, wanted: Collection[str] = LEVELS) -> list[Path]:
+def build(force: bool = False, progress: bool = False, wanted: Collection[str] | None = None) -> list[Path]:
     """Compile changed files, several at a time; return the libraries of those levels that the compiler can make.
 
-    With `progress` some lines say how far the build is.
+    `wanted`: the levels; None for all.
+
+    With `progress` some lines say how far the build is. A level that the compiler is too old for is left out, with a
+    line. What a build that was interrupted has compiled is not compiled again.
     Raises NoCompiler, with the compiler's message.
     """
+    wanted = LEVELS if wanted is None else wanted
     BUILT.mkdir(exist_ok=True)
     with (BUILT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests and installations may come at once
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            paths, levels = sorted(SOURCE.glob("*.cpp")), [level for level in wanted if can_make(level)]
-            units = dict.fromkeys((_compiled_at(level, path), path) for level in levels for path in paths)
+        with ThreadPoolExecutor(_cores()) as pool:
+            levels = [level for level in wanted if can_make(level)]
+            if missed := [level for level in wanted if level not in levels]:
+                line = f"    left out {', '.join(missed)}: {too_old(missed)}"
+                print(line, file=sys.stdout if progress else sys.stderr)
+            units = dict.fromkeys((_compiled_at(level, path), path) for path in _sources() for level in levels)
             compiled = []
             for done in pool.map(lambda unit: _compile(unit[0], unit[1], force), units):
                 compiled.append(done)
@@ -108,9 +119,26 @@ def build(force: bool = False, progress: bool = False, wanted: Collection[str] =
     return [library(level) for level in levels]
 
 
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _sources() -> list[Path]:
+    """Return the sources, those that take longest to compile first."""
+    order = {name: place for place, name in enumerate(_LONGEST)}
+    return sorted(SOURCE.glob("*.cpp"), key=lambda path: (order.get(path.stem, len(order)), path))
+
+
+def too_old(levels: Collection[str]) -> str:
+    """Return that the compiler is too old for these levels, and which one makes them."""
+    first = max(_NEW[level][1] for level in levels)
+    return f"{compiler()[0]} or its assembler is too old; take GCC {first} or newer"
+
+
 def may_lack(level: str) -> bool:
-    """Return whether some compilers that make the other levels cannot make this one."""
-    return level in _NEW
+    """Return whether some compilers that make the scalar level, or AVX2, cannot make this one."""
+    return level in _NEW and level != "scalar"
 
 
 def can_make(level: str) -> bool:
@@ -118,7 +146,7 @@ def can_make(level: str) -> bool:
     if level not in _NEW:
         return True
     command = [*compiler(), *LEVELS[level], "-x", "c++", "-c", "-", "-o", os.devnull]
-    can = not _tried(command, _NEW[level]).returncode
+    can = not _tried(command, _NEW[level][0]).returncode
     if not can:
         library(level).unlink(missing_ok=True)
     return can
@@ -225,8 +253,8 @@ def _tried(command: list[str], source: str | None = None) -> subprocess.Complete
         raise NoCompiler(f"{command[0]} cannot be run: {error.strerror}; set CXX to a C++ compiler") from error
 
 
-def main(wanted: Collection[str] = LEVELS) -> None:
-    """Run the command line, which builds these levels."""
+def main(wanted: Collection[str] | None = None) -> None:
+    """Run the command line, which builds these levels, or all."""
     flags = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     flags.add_argument("--force", action="store_true", help="compile every file, changed or not")
     flags.add_argument("--progress", action="store_true", help="say how far the build is, and print no libraries")

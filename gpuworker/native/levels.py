@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from gpuworker.native import build
-from gpuworker.native.build import LEVELS, NoCompiler, can_make, compiler, levels_for, library, may_lack
+from gpuworker.native.build import LEVELS, NoCompiler, can_make, compiler, levels_for, library, may_lack, too_old
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
@@ -92,9 +92,8 @@ def why_missing(level: str) -> str | None:
         found = compiler()[0]
     except NoCompiler:
         return f"{path.name} was not built, for there is no C++ compiler: {INSTALL_COMPILER}"
-    if may_lack(level):
-        too_old = f"{path.name} was not built: {found} or its assembler is too old"
-        return f"{too_old}; take GCC 11 or newer, run {BUILD}"
+    if not can_make(level):
+        return f"{path.name} was not built: {too_old([level])}, run {BUILD}"
     return f"{path.name} was not built, although {found} is there: run {BUILD}"
 
 
@@ -132,12 +131,16 @@ def _may_use_amx() -> bool:
 
 def main() -> None:
     """Build the best level that this processor can run and the compiler can make. Takes the flags of `build.py`."""
-    flags = processor_flags()
+    wanted = best_last(levels_of(processor_flags()), _flags_of_processor())
     try:
-        levels = tuple(level for level in levels_of(flags) if can_make(level))
+        levels = tuple(level for level in wanted if can_make(level))
+        if not levels:
+            sys.exit(too_old(wanted))
+        if levels[-1] != wanted[-1]:
+            print(f"    {levels[-1]} instead of {wanted[-1]}: {too_old(wanted[-1:])}", flush=True)  # noqa: T201
     except NoCompiler as reason:
         sys.exit(str(reason))
-    build.main(best_last(levels, _flags_of_processor())[-1:])
+    build.main(levels[-1:])
 
 
 if __name__ == "__main__":

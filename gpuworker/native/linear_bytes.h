@@ -14,7 +14,6 @@ struct I8Math {
   using Sum = __m512i;
   using Weight = __m512i;
   static constexpr int64_t kInputBytes = 4;
-  static constexpr bool kGroups = false;
   static __m512i input(const uint8_t* p) { return broadcast4(p); }
   static Sum zero() { return _mm512_setzero_si512(); }
   static Sum load(const float* p) { return _mm512_loadu_si512(p); }
@@ -36,7 +35,6 @@ struct I8Math {  // pairs of 16-bit numbers
   };
   using Weight = Sum;
   static constexpr int64_t kInputBytes = 4;
-  static constexpr bool kGroups = false;
   static __m256i input(const uint8_t* p) {
     int32_t pair;
     std::memcpy(&pair, p, 4);
@@ -72,7 +70,6 @@ struct I8Math {
     int32x4_t a, b, c, d;
   };
   static constexpr int64_t kInputBytes = 4;
-  static constexpr bool kGroups = false;
   static Sum zero() { return {vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)}; }
   static Sum load(const float* p) {
     const int32_t* q = reinterpret_cast<const int32_t*>(p);
@@ -136,7 +133,6 @@ struct I8Math {
     int16_t v[2];
   };
   static constexpr int64_t kInputBytes = 4;
-  static constexpr bool kGroups = false;
   static Pair input(const uint8_t* p) {
     Pair pair;
     std::memcpy(&pair, p, 4);
@@ -168,6 +164,7 @@ struct I8Math {
 
 struct W8A8Loader {
   using Math = I8Math;
+  static constexpr Groups kGroups = Groups::kNone;
   static constexpr int kSub = 1, kBytes = 2 * I8Math::kWeightBytes;
   static void load(const uint8_t* p, I8Math::Weight (&w)[kSub][2]) {
     w[0][0] = I8Math::weight(reinterpret_cast<const int8_t*>(p));
@@ -179,6 +176,7 @@ struct W8A8Loader {
 
 struct W8A8Loader {
   using Math = I8Math;
+  static constexpr Groups kGroups = Groups::kNone;
   static constexpr int kSub = 1, kBytes = 128;
   static void load(const uint8_t* p, __m512i (&w)[kSub][2]) {
     w[0][0] = _mm512_loadu_si512(p);
@@ -206,6 +204,7 @@ inline I8Math::Weight widened_pairs(const int8_t* p) {
 
 struct W8A8Loader {
   using Math = I8Math;
+  static constexpr Groups kGroups = Groups::kNone;
   static constexpr int kSub = 1, kBytes = 64;
   static void load(const uint8_t* p, I8Math::Weight (&w)[kSub][2]) {
     w[0][0] = widened_pairs(reinterpret_cast<const int8_t*>(p));

@@ -4,9 +4,8 @@
 // and adds. The same loops serve every kind and every level of vector instructions.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
-#include <cstring>
-#include <type_traits>
 
 #include "linear_math.h"
 
@@ -36,6 +35,16 @@ constexpr int kPairRows = 1;
 constexpr int kHeldRows = 1, kGroupRoom = 16;
 #endif
 
+// Beyond so many rows a block of integer weights with groups becomes floats once for all of them (linear.cpp). Of so many
+// rows, cut as evenly as can be, a tile has at least kLeastUnpackedRows.
+#if defined(__AVX512F__)
+constexpr int kGroupRowsUnpacking = 8 * kGroupTileRows;
+#else
+constexpr int kGroupRowsUnpacking = 2 * kTileRows;
+#endif
+constexpr int kLeastUnpackedRows = (kGroupRowsUnpacking + 1) / (kGroupRowsUnpacking / kGroupTileRows + 1);
+static_assert(kGroupRowsUnpacking % kGroupTileRows == 0);
+
 struct Tile {
   const uint8_t* weights;  // first step of the block
   int64_t panel_stride;    // bytes to the second panel
@@ -61,20 +70,26 @@ struct Tile {
 };
 
 constexpr int64_t kNear = 8192;  // of two panels half as much each
+constexpr int kChunk = 8;        // steps between two bursts of prefetches
 
-// How many steps between two bursts of prefetches, and how many are written out one after the other.
-constexpr int kChunk = 8;
-#if defined(__AVX2__) || defined(QUIRE_NEON)
-constexpr int kUnrolled = kChunk;
+// How many steps of so many products of a vector are written out one after the other. At AVX-512 only those of few products,
+// for counting them would take as long as they do: others would gain nothing, and take long to compile.
+#if defined(__AVX512F__)
+constexpr int steps_at_once(int products) { return products > 8 ? 1 : products > 4 ? 2 : products > 2 ? 4 : kChunk; }
+#elif defined(__AVX2__) || defined(QUIRE_NEON)
+constexpr int steps_at_once(int) { return kChunk; }
 #else
-constexpr int kUnrolled = 1;
+constexpr int steps_at_once(int) { return 1; }
 #endif
 
-// Whether the weights of a step of four inputs are made input by input: all of them fill more than the registers.
-#if defined(QUIRE_NEON)
-constexpr bool kLateLoads = true;
+// Vectors of sums and weights of a step that fill the registers. Beyond, the weights of a step of four inputs are made input
+// by input.
+#if defined(__AVX512F__)
+constexpr int kLateRoom = 32;
+#elif defined(QUIRE_NEON)
+constexpr int kLateRoom = 0;
 #else
-constexpr bool kLateLoads = false;
+constexpr int kLateRoom = 1 << 20;
 #endif
 
 // ---- the tile ---
@@ -107,6 +122,8 @@ struct Kernel {
       for (int i = 0; i < kBases; ++i) base[i] += bytes;
     }
   };
+
+  static constexpr int kUnrolled = steps_at_once(R * P * Loader::kSub);
 
   static void run(const Tile& t) {
     if constexpr (kTakesGroups) {
@@ -148,7 +165,7 @@ struct Kernel {
   template <int H, int vectors>
   static inline __attribute__((always_inline)) void step(const uint8_t* w, int64_t panel_stride, const Rows& x,
                                                          int64_t offset, Sum (&sums)[R][vectors * P]) {
-    constexpr bool late = kLateLoads && Loader::kSub == 4;
+    constexpr bool late = Loader::kSub == 4 && vectors * P * (R + Loader::kSub) > kLateRoom;
     typename Math::Weight weights[P][Loader::kSub][2];
 #pragma GCC unroll 2
     for (int p = 0; p < P && !late; ++p) Loader::load(w + p * panel_stride, weights[p]);
@@ -179,20 +196,23 @@ struct Kernel {
                                                           const uint8_t*& ahead, Sum (&sums)[R][vectors * P]) {
     constexpr int64_t kInputs = Loader::kSub * Math::kInputBytes;
     const int64_t panel_stride = t.panel_stride;
-    int64_t left = t.steps;
-    for (; left >= kChunk; left -= kChunk) {
-      if (H < Parts) fetch<H, Parts>(t, w, ahead);
-#pragma GCC unroll kUnrolled
-      for (int i = 0; i < kChunk; ++i) {
-        step<H, vectors>(w + i * Loader::kBytes, panel_stride, x, i * kInputs, sums);
+    for (int64_t left = t.steps; left > 0;) {
+      if (H < Parts && left >= kChunk) fetch<H, Parts>(t, w, ahead);
+      const int64_t after = std::max<int64_t>(left - kChunk, 0);
+#pragma GCC unroll 1
+      for (; left >= after + kUnrolled; left -= kUnrolled) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kUnrolled; ++i) {
+          step<H, vectors>(w + i * Loader::kBytes, panel_stride, x, i * kInputs, sums);
+        }
+        w += kUnrolled * Loader::kBytes;
+        x.advance(kUnrolled * kInputs);
       }
-      w += kChunk * Loader::kBytes;
-      x.advance(kChunk * kInputs);
-    }
-    for (; left > 0; --left) {
-      step<H, vectors>(w, panel_stride, x, 0, sums);
-      w += Loader::kBytes;
-      x.advance(kInputs);
+      for (; kUnrolled > 1 && left > after; --left) {
+        step<H, vectors>(w, panel_stride, x, 0, sums);
+        w += Loader::kBytes;
+        x.advance(kInputs);
+      }
     }
   }
 
@@ -219,7 +239,9 @@ struct Kernel {
 
   // ---- groups: the totals stay in registers where these suffice, else in memory ---
 
-  static constexpr bool kTakesGroups = R <= kGroupTileRows && Math::kGroups;
+  static constexpr bool kTakesGroups =
+      R <= kGroupTileRows && (Loader::kGroups == Groups::kAll ||
+                              (Loader::kGroups == Groups::kUnpacked && P == 1 && R >= kLeastUnpackedRows));
   static constexpr bool kHalves = R > kWholeRows || P * (R + Loader::kSub) > kGroupRoom;
   static constexpr bool kHeld = R * P <= kHeldRows;
 

@@ -8,7 +8,7 @@
 #include <immintrin.h>
 
 #include "amx.h"
-#include "linear_math.h"
+#include "linear_pairs.h"
 #include "linear_tile.h"
 #include "unroll.h"
 

@@ -24,8 +24,10 @@ class TileTable {
   std::array<TileFunction, kPairRows> two_;
 };
 
-// For the integer kinds, and for the one with integer activations.
+// Those of tile_function for integer weights with float activations, for activations in bf16, and for activations in bytes.
+// The last two are called only where there is no matrix unit (linear_layout.h: on_amx).
 TileFunction whole_tile_function(int32_t kind, int rows, int panels);
+TileFunction bf16_tile_function(int32_t kind, int rows, int panels);
 TileFunction byte_tile_function(int rows, int panels);
 
 }  // namespace quire

@@ -4,7 +4,6 @@
 // nothing here is decided at run time. Loads and stores are unaligned; the `count` forms touch only the first elements.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
@@ -13,6 +12,12 @@
 #include <immintrin.h>
 #elif defined(QUIRE_NEON)  // set by build.py: compilers for aarch64 have NEON at the scalar level too
 #include <arm_neon.h>
+#else
+#include <cmath>
+#if defined(__GNUC__) && !defined(__clang__)
+// The lanes of a vector are to become vectors, as straight code does. Vectorised as loops, sums go through memory.
+#pragma GCC optimize("no-tree-loop-vectorize")
+#endif
 #endif
 
 namespace quire {

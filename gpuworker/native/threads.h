@@ -12,13 +12,14 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
-#include <thread>
 #include <vector>
 
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#else
+#include <thread>
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shutil
@@ -23,8 +24,8 @@ def test_a_host_with_a_compiler_has_the_library_of_every_level_that_it_runs() ->
 
 def test_a_library_that_was_not_built_is_missed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(levels, "library", lambda level: build.BUILT / "none.so")
-    monkeypatch.setenv("CXX", "false")
-    with pytest.raises(native.NativeUnavailable, match=r"none\.so was not built, although false is there"):
+    monkeypatch.setenv("CXX", "true")
+    with pytest.raises(native.NativeUnavailable, match=r"none\.so was not built, although true is there"):
         native.load.__wrapped__("scalar")
 
 
@@ -194,9 +195,11 @@ def instructions(library: Path, objdump: str = "objdump") -> str:
 @pytest.mark.skipif("avx512_bf16" not in build.LEVELS, reason="levels of x86-64")
 def test_sources_without_dot_products_serve_three_levels() -> None:
     at = {path.stem: build._compiled_at("avx512_bf16", path) for path in build.SOURCE.glob("*.cpp")}
-    assert {at["sample"], at["attention_plan"]} == {"avx512"}
-    assert {at["attention_tiles"], at["linear_tile"], at["linear_tile_bytes"]} == {"avx512_bf16"}
-    assert build._compiled_at("avx512_vnni", build.SOURCE / "linear_tile.cpp") == "avx512"
+    assert {at["sample"], at["attention"]} == {"avx512"}
+    assert {at["linear_tile"], at["linear_tile_whole"]} == {"avx512"}
+    assert at["linear_tile_bytes"] == "avx512_vnni"
+    assert {at["attention_tiles"], at["linear_tile_bf16"]} == {"avx512_bf16"}
+    assert build._compiled_at("avx512_vnni", build.SOURCE / "linear_tile_bf16.cpp") == "avx512"
     assert build._compiled_at("avx2", build.SOURCE / "sample.cpp") == "avx2"
     assert build._compiled_at("avx_vnni", build.SOURCE / "sample.cpp") == "avx2"
     assert build._compiled_at("avx_vnni", build.SOURCE / "attention_rows.cpp") == "avx_vnni"
@@ -218,11 +221,117 @@ def test_a_level_that_the_assembler_lacks_is_left_out(monkeypatch: pytest.Monkey
     assert levels.why_not("avx_vnni") == f"{said}, run `make install`"
 
 
+# Writes `object` where -o says, and the name of the source to a log. FAILS names a source on which it kills the build,
+# after half of the object, once. With TOO_OLD_FOR it refuses flags, as a compiler does that is older than they are.
+FAKE_COMPILER = """#!/bin/sh
+sources= out= old=
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -o) out=$2; shift ;;
+    -c) sources=$2; shift ;;
+    -shared) sources=link ;;
+    -mavx512bf16|-mavxvnni) [ -z "$TOO_OLD_FOR" ] || old=$1 ;;
+  esac
+  shift
+done
+[ -z "$old" ] || { echo "unrecognized command-line option '$old'" >&2; exit 1; }
+[ "$out" != /dev/null ] || exit 0
+echo object >"$out"
+case "$sources" in
+  *.cpp) basename "$sources" .cpp >>"$COMPILED" ;;
+esac
+case "$sources" in
+  */"$FAILS".cpp) [ -e "$COMPILED.killed" ] || { touch "$COMPILED.killed"; echo half >"$out"; kill -9 $PPID; } ;;
+esac
+"""
+
+
+@pytest.fixture
+def native_folder(tmp_path: Path) -> Path:
+    """A copy of the build with four sources, two of which take long to compile."""
+    folder = tmp_path / "native"
+    folder.mkdir()
+    shutil.copy(build.__file__, folder / "build.py")
+    for name in ("a", "b", *build._LONGEST[:2]):
+        (folder / f"{name}.cpp").touch()
+    (tmp_path / "fake").write_text(FAKE_COMPILER)
+    (tmp_path / "fake").chmod(0o755)
+    return folder
+
+
+def run_build(folder: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a copy of the build on one core, with the fake compiler; what it compiles is added to `compiled`."""
+    made = folder.parent
+    variables = {**os.environ, "CXX": str(made / "fake"), "COMPILED": str(made / "compiled"), "FAILS": "-", **env}
+    command = ["taskset", "-c", str(min(os.sched_getaffinity(0))), sys.executable, str(folder / "build.py"), *flags]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+
+
+def test_what_takes_longest_is_compiled_first(native_folder: Path) -> None:
+    done = run_build(native_folder)
+    assert done.returncode == 0, done.stderr
+    compiled = (native_folder.parent / "compiled").read_text().split()
+    firsts = len(compiled) // 2
+    assert set(compiled[:firsts]) <= set(build._LONGEST)
+    assert set(compiled[firsts:]) == {"a", "b"}
+
+
+def test_the_sources_that_take_longest_are_named_as_they_are() -> None:
+    assert [name for name in build._LONGEST if not (build.SOURCE / f"{name}.cpp").is_file()] == []
+
+
+def test_a_build_that_was_killed_goes_on_where_it_stopped(native_folder: Path) -> None:
+    made = native_folder.parent / "compiled"
+    assert run_build(native_folder, FAILS="b").returncode == -9
+    before = made.read_text().split()
+    assert before[-1] == "b"
+    assert list((native_folder / "built").glob("*.so")) == []
+    assert run_build(native_folder).returncode == 0
+    after = made.read_text().split()[len(before) :]
+    assert "b" in after  # half of an object is none
+    assert not set(after) & set(build._LONGEST)
+    assert {path.read_text() for path in (native_folder / "built").glob("*.o")} == {"object\n"}
+    assert run_build(native_folder).returncode == 0
+    assert made.read_text().split() == before + after
+
+
+@pytest.mark.skipif("avx512_bf16" not in build.LEVELS, reason="levels of x86-64")
+def test_a_compiler_that_is_too_old_for_some_levels_makes_the_others(native_folder: Path) -> None:
+    done = run_build(native_folder, TOO_OLD_FOR="some")
+    assert done.returncode == 0, done.stderr
+    made = {path.name.split(".")[1] for path in (native_folder / "built").glob("*.so")}
+    assert made == {"scalar", "avx2", "avx512", "avx512_vnni"}
+    fake = native_folder.parent / "fake"
+    said = f"left out avx_vnni, avx512_bf16, amx: {fake} or its assembler is too old; take GCC 11 or newer"
+    assert said in done.stderr
+    assert said in run_build(native_folder, "--progress", TOO_OLD_FOR="some").stdout
+
+
+@pytest.mark.usefixtures("x86")
+def test_the_best_level_that_the_compiler_makes_is_built_with_a_line_on_what_the_best_one_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = list[tuple[str, ...]]()
+    monkeypatch.setenv("CXX", "g++-9")
+    monkeypatch.setattr(levels, "processor_flags", lambda: ICE_LAKE | {"avx512_bf16"})
+    monkeypatch.setattr(levels, "_flags_of_processor", lambda: ICE_LAKE | {"avx512_bf16"})
+    monkeypatch.setattr(levels, "can_make", lambda level: level in {"avx2", "avx512", "avx512_vnni"})
+    monkeypatch.setattr(build, "main", asked.append)
+    levels.main()
+    assert asked == [("avx512_vnni",)]
+    said = "avx512_vnni instead of avx512_bf16: g++-9 or its assembler is too old; take GCC 10 or newer"
+    assert said in capsys.readouterr().out
+    monkeypatch.setattr(levels, "processor_flags", frozenset[str])
+    monkeypatch.setattr(levels, "_flags_of_processor", frozenset[str])
+    with pytest.raises(SystemExit, match=r"g\+\+-9 or its assembler is too old; take GCC 12 or newer"):
+        levels.main()
+
+
 ARM_COMPILER = "aarch64-linux-gnu-g++"  # Debian: g++-aarch64-linux-gnu
 
 
 @pytest.mark.skipif(not shutil.which(ARM_COMPILER), reason="no cross compiler")
-@pytest.mark.parametrize("source", ["attention_kernels", "linear", "llama", "sample"])
+@pytest.mark.parametrize("source", ["attention", "linear", "llama", "sample"])
 def test_the_scalar_level_compiles_for_arm(source: str) -> None:
     command = [ARM_COMPILER, *build._COMMON, "-Werror", "-fsyntax-only", str(build.SOURCE / f"{source}.cpp")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
