@@ -86,9 +86,8 @@ def test_a_deadline_keeps_what_had_come(served: Served) -> None:
     async def attempt(seconds: float) -> None:
         with Client(served.address) as client, pytest.raises(DeadlineExceeded) as late:
             client.generate(PROMPT, timeout=seconds, max_tokens=900, ignore_eos=True, n=16)
-        if not isinstance(late.value, InterruptedByDeadline):
+        if not (isinstance(late.value, InterruptedByDeadline) and late.value.partial.token_ids):
             raise TooSlow
-        assert late.value.partial.token_ids
 
     asyncio.run(with_enough_time(attempt, 0.3))
     served.until_all_free()
