@@ -68,6 +68,14 @@ def test_a_rate_is_a_minutes_allowance_that_refills() -> None:
     quotas.enter(tenant, 1, 1, 30.0)
 
 
+def test_a_rate_gathers_no_more_than_a_minutes_allowance_while_its_tenant_is_away() -> None:
+    quotas, tenant = TenantQuotas(), Tenant("red", limits=TenantLimits(requests_per_minute=2))
+    quotas.enter(tenant, 1, 1, 0.0)
+    for _ in range(2):
+        quotas.enter(tenant, 1, 1, 3600.0)
+    assert over(quotas, tenant, 1, 1, 3600.0) == ("tenant red.requests_per_minute", 30.0)
+
+
 def test_tokens_that_were_not_used_come_back() -> None:
     quotas, tenant = TenantQuotas(), Tenant("red", limits=TenantLimits(tokens_per_minute=60))
     quotas.enter(tenant, 60, 1, 0.0)
