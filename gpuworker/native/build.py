@@ -95,7 +95,6 @@ def build(force: bool = False, progress: bool = False, wanted: Collection[str] |
     """Compile changed files, several at a time; return the libraries of those levels that the compiler can make.
 
     `wanted`: the levels; None for all.
-
     With `progress` some lines say how far the build is. A level that the compiler is too old for is left out, with a
     line. What a build that was interrupted has compiled is not compiled again.
     Raises NoCompiler, with the compiler's message.

@@ -131,13 +131,13 @@ def _may_use_amx() -> bool:
 
 def main() -> None:
     """Build the best level that this processor can run and the compiler can make. Takes the flags of `build.py`."""
-    wanted = best_last(levels_of(processor_flags()), _flags_of_processor())
+    wanted, flags = levels_of(processor_flags()), _flags_of_processor()
     try:
-        levels = tuple(level for level in wanted if can_make(level))
+        levels = best_last(tuple(level for level in wanted if can_make(level)), flags)
         if not levels:
             sys.exit(too_old(wanted))
-        if levels[-1] != wanted[-1]:
-            print(f"    {levels[-1]} instead of {wanted[-1]}: {too_old(wanted[-1:])}", flush=True)  # noqa: T201
+        if levels[-1] != (best := best_last(wanted, flags)[-1]):
+            print(f"    {levels[-1]} instead of {best}: {too_old([best])}", flush=True)  # noqa: T201
     except NoCompiler as reason:
         sys.exit(str(reason))
     build.main(levels[-1:])

@@ -194,17 +194,25 @@ struct Kernel {
   template <int H, int vectors, int Parts>
   static inline __attribute__((always_inline)) void sweep(const Tile& t, const uint8_t* w, Rows x,
                                                           const uint8_t*& ahead, Sum (&sums)[R][vectors * P]) {
+    int64_t left = t.steps;
+    if constexpr (kUnrolled == kChunk) {
+      for (; left >= kChunk; left -= kChunk) {
+        if (H < Parts) fetch<H, Parts>(t, w, ahead);
+        steps<kChunk, H, vectors>(t.panel_stride, w, x, sums);
+      }
+      for (; left > 0; --left) steps<1, H, vectors>(t.panel_stride, w, x, sums);
+      return;
+    }
+    // Without `steps`: GCC 12 then keeps sums of eight rows in memory.
     constexpr int64_t kInputs = Loader::kSub * Math::kInputBytes;
     const int64_t panel_stride = t.panel_stride;
-    for (int64_t left = t.steps; left > 0;) {
+    while (left > 0) {
       if (H < Parts && left >= kChunk) fetch<H, Parts>(t, w, ahead);
       const int64_t after = std::max<int64_t>(left - kChunk, 0);
 #pragma GCC unroll 1
       for (; left >= after + kUnrolled; left -= kUnrolled) {
 #pragma GCC unroll 8
-        for (int i = 0; i < kUnrolled; ++i) {
-          step<H, vectors>(w + i * Loader::kBytes, panel_stride, x, i * kInputs, sums);
-        }
+        for (int i = 0; i < kUnrolled; ++i) step<H, vectors>(w + i * Loader::kBytes, panel_stride, x, i * kInputs, sums);
         w += kUnrolled * Loader::kBytes;
         x.advance(kUnrolled * kInputs);
       }
@@ -214,6 +222,17 @@ struct Kernel {
         x.advance(kInputs);
       }
     }
+  }
+
+  // So many steps, written out one after the other.
+  template <int Count, int H, int vectors>
+  static inline __attribute__((always_inline)) void steps(int64_t panel_stride, const uint8_t*& w, Rows& x,
+                                                          Sum (&sums)[R][vectors * P]) {
+    constexpr int64_t kInputs = Loader::kSub * Math::kInputBytes;
+#pragma GCC unroll 8
+    for (int i = 0; i < Count; ++i) step<H, vectors>(w + i * Loader::kBytes, panel_stride, x, i * kInputs, sums);
+    w += Count * Loader::kBytes;
+    x.advance(Count * kInputs);
   }
 
   template <int Part, int Parts>

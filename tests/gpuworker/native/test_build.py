@@ -321,8 +321,15 @@ def test_the_best_level_that_the_compiler_makes_is_built_with_a_line_on_what_the
     assert asked == [("avx512_vnni",)]
     said = "avx512_vnni instead of avx512_bf16: g++-9 or its assembler is too old; take GCC 10 or newer"
     assert said in capsys.readouterr().out
+    monkeypatch.setattr(levels, "processor_flags", lambda: SAPPHIRE_RAPIDS)
+    monkeypatch.setattr(levels, "_flags_of_processor", lambda: SAPPHIRE_RAPIDS)
+    monkeypatch.setattr(levels, "can_make", lambda level: level != "amx")
+    levels.main()
+    assert asked[1:] == [("avx512_vnni",)]
+    assert "avx512_vnni instead of amx" in capsys.readouterr().out
     monkeypatch.setattr(levels, "processor_flags", frozenset[str])
     monkeypatch.setattr(levels, "_flags_of_processor", frozenset[str])
+    monkeypatch.setattr(levels, "can_make", lambda level: level != "scalar")
     with pytest.raises(SystemExit, match=r"g\+\+-9 or its assembler is too old; take GCC 12 or newer"):
         levels.main()
 
