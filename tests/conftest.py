@@ -80,19 +80,15 @@ _NEEDS = {
     # Rare configurations of a suite, benchmarks, clients, what is built or installed: .ci/run runs all of them.
     "rest": """
         attacks/test_cache_oracle.py attacks/test_fake_worker.py attacks/test_internal_ports.py
-        attacks/test_log_lines.py attacks/test_sampling.py attacks/test_starvation.py attacks/test_traces.py
-        bench/comparison/test_peer_process.py bench/gpu bench/lib/test_suite.py bench/test_attacks.py
-        bench/test_cpu_levels.py bench/test_faults.py bench/test_injection.py bench/test_load.py bench/test_manager.py
-        bench/test_moe.py bench/test_peers.py bench/test_replay.py bench/test_scale.py bench/test_soak.py
-        bench/test_speculative.py bench/test_split.py bench/test_tools.py bench/test_tracing.py
+        attacks/test_log_lines.py attacks/test_sampling.py attacks/test_starvation.py attacks/test_traces.py bench
         cli/demo_model/test_training.py cli/suite/test_ports.py cli/test_bench.py cli/test_folders.py
-        cli/test_text_options.py suites/clients suites/deployment/operate/test_probes.py
-        suites/deployment/operate/test_rules.py suites/deployment/operate/test_traces.py
-        suites/deployment/test_page.py suites/e2e/test_batch.py suites/e2e/test_chunked_grants.py
-        suites/e2e/test_decision_log.py suites/e2e/test_drain_beside_sibling.py suites/e2e/test_embeddings.py
-        suites/e2e/test_experts.py suites/e2e/test_gguf.py suites/e2e/test_incidents_of_constraints.py
-        suites/e2e/test_kept_requests.py suites/e2e/test_operation.py suites/e2e/test_page.py
-        suites/e2e/test_partial_blocks.py suites/e2e/test_pins.py suites/e2e/test_privacy.py
+        cli/test_text_options.py kvmanager/group/test_processes.py suites/clients
+        suites/deployment/operate/test_probes.py suites/deployment/operate/test_rules.py
+        suites/deployment/operate/test_traces.py suites/deployment/test_page.py suites/e2e/test_batch.py
+        suites/e2e/test_chunked_grants.py suites/e2e/test_decision_log.py suites/e2e/test_drain_beside_sibling.py
+        suites/e2e/test_embeddings.py suites/e2e/test_experts.py suites/e2e/test_gguf.py
+        suites/e2e/test_incidents_of_constraints.py suites/e2e/test_kept_requests.py suites/e2e/test_operation.py
+        suites/e2e/test_page.py suites/e2e/test_partial_blocks.py suites/e2e/test_pins.py suites/e2e/test_privacy.py
         suites/e2e/test_prompt_logprobs.py suites/e2e/test_record.py suites/e2e/test_resources.py
         suites/e2e/test_rolling_restart.py suites/e2e/test_router_end.py suites/e2e/test_routers.py
         suites/e2e/test_several_sequences.py suites/e2e/test_shards.py suites/e2e/test_speculation.py
