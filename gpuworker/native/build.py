@@ -105,9 +105,6 @@ def build(force: bool = False, progress: bool = False, wanted: Collection[str] |
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests and installations may come at once
         with ThreadPoolExecutor(_cores()) as pool:
             levels = [level for level in wanted if can_make(level)]
-            if missed := [level for level in wanted if level not in levels]:
-                line = f"    left out {', '.join(missed)}: {too_old(missed)}"
-                print(line, file=sys.stdout if progress else sys.stderr)
             units = dict.fromkeys((_compiled_at(level, path), path) for path in _sources() for level in levels)
             compiled = []
             for done in pool.map(lambda unit: _compile(unit[0], unit[1], force), units):
@@ -115,6 +112,9 @@ def build(force: bool = False, progress: bool = False, wanted: Collection[str] |
                 if progress and any(compiled) and len(compiled) % -(-len(units) // _SAID) == 0:
                     print(f"    {len(compiled)} of {len(units)} files compiled", flush=True)  # noqa: T201
             list(pool.map(_link, [level for level in levels if not _is_linked(level)]))
+    if missed := [level for level in wanted if level not in levels]:  # by a compiler that makes the others
+        line = f"    left out {', '.join(missed)}: {too_old(missed)}"
+        print(line, file=sys.stdout if progress else sys.stderr)
     return [library(level) for level in levels]
 
 
