@@ -56,7 +56,8 @@ _NEEDS = {
         cli/test_commands.py cli/test_text_options.py common/checkpoint
         gpuworker/attention gpuworker/checkpoints gpuworker/memory gpuworker/models gpuworker/native gpuworker/plane
         gpuworker/runner gpuworker/sampling gpuworker/structured gpuworker/engine/test_determinism.py
-        gpuworker/engine/test_equality.py gpuworker/server/test_router_streams.py gpuworker/test_process.py
+        gpuworker/engine/test_equality.py gpuworker/engine/test_partial_blocks.py gpuworker/engine/test_speculation.py
+        gpuworker/server/test_router_streams.py gpuworker/test_process.py
         router/text/test_chat.py router/text/test_tokenizer.py structure/test_light_imports.py suites/models
     """,
     "processes": """
