@@ -10,6 +10,7 @@ import fcntl
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import termios
@@ -34,7 +35,7 @@ class Terminal:
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, columns, 0, 0))
         kept = {key: value for key, value in os.environ.items() if key not in {"COLUMNS", "LINES", "NO_COLOR"}}
-        env = {**kept, "TERM": "xterm-256color", "INPUTRC": "/dev/null", **(environ or {})}
+        env = {**kept, "TERM": "xterm-256color", "INPUTRC": "/dev/null", "PYTHONFAULTHANDLER": "1", **(environ or {})}
         # The leader of a new session gets the first terminal that it opens as its own: Ctrl-C then reaches it.
         opened = ["sh", "-c", 'exec "$@" <"$TTY" >"$TTY" 2>&1', "sh", *command]
         env["TTY"] = os.ttyname(theirs)
@@ -83,7 +84,7 @@ class Terminal:
         deadline = time.monotonic() + PATIENCE_S
         with self._more:
             while words not in self.text:
-                assert time.monotonic() < deadline, self.text
+                assert time.monotonic() < deadline, self._told()
                 self.type("\x03")
                 self._more.wait_for(lambda: words in self.text, 1)
 
@@ -93,7 +94,14 @@ class Terminal:
 
     def _until(self, true: Callable[[], bool]) -> None:
         with self._more:
-            assert self._more.wait_for(true, PATIENCE_S), self.text
+            assert self._more.wait_for(true, PATIENCE_S), self._told()
+
+    def _told(self) -> str:
+        """Return what was printed, how the command ended, and where the threads of one that hangs are."""
+        if (status := self.process.poll()) is None:
+            self.process.send_signal(signal.SIGABRT)  # Python's fault handler prints the stacks
+            self._more.wait_for(lambda: "most recent call first" in self.text, 5)
+        return f"{self.text}\n(status: {'still running' if status is None else status})"
 
     def wait(self) -> int:
         """Return the exit status."""
