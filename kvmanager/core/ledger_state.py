@@ -302,15 +302,26 @@ class LedgerState:
         if not parent:
             if index[block]:
                 return False
-        elif not self.config.window:
-            above = cache.entries.get(parent)
-            if above is None or index[above] + 1 != index[block]:
-                return False
+        elif not self.config.window and self._hash_before(block) != parent:
+            return False
         known = block_hash in cache.entries or cache.ambiguous
         if known and cache.is_ambiguous(block_hash, parent, index[block]):
             cache.forget_pending(block)
             return False
         return True
+
+    def _hash_before(self, block: BlockId) -> BlockHash | None:
+        """Return what the block before this one holds, in a block table that has both; None if it is not registered.
+
+        Another sequence's block with that hash does not count: it may be evicted while this one is in use.
+        """
+        index, owner = self.blocks.index[block], self.sequences.get(self.blocks.owner[block])
+        table = owner.block_table if owner is not None else []
+        if index >= len(table) or table[index] != block:
+            # The sequence that was to fill it has left; one of those that shared it has filled it.
+            tables = (each.block_table for each in self.sequences.values())
+            table = next((each for each in tables if index < len(each) and each[index] == block), [])
+        return self.blocks.hash[table[index - 1]] if table else None
 
     def publish_new(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> None:
         """Do what `publish` does with a hash that no block has: nearly each seal is one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.lease import CachedBlock, Inventory, InventorySequence, Reserve
@@ -62,6 +62,24 @@ def test_nothing_is_registered_after_a_hash_that_another_content_has() -> None:
     assert (ledger.pool().cached, ledger.pool().free) == (3, 5)
     run_through(ledger, 3, prompt(16 * 7, start=5000))
     ledger.check_invariants()
+
+
+def test_a_block_does_not_follow_the_block_of_another_sequence_that_has_its_parents_hash() -> None:
+    """Its own parent was left out. The other one may be evicted while the child is in use."""
+    ledger = make_ledger(12)
+    admit(ledger, chained(1, B, A, B), chained(2, B, D))
+    first, second = block_table(ledger, 1), block_table(ledger, 2)
+    play(ledger, seal=((first[0], B), (first[1], A)))
+    admit(ledger, chained(3, B, A, C))
+    third = block_table(ledger, 3)
+    play(ledger, seal=((first[2], B), (third[2], C)))
+    assert (ledger.state.cache.ambiguous, set(ledger.state.cache.entries)) == ({B}, {A, B, C}), "it shares its parent"
+    play(ledger, seal=((second[1], D),))
+    finish(ledger, 1)
+    admit(ledger, chained(4, B, A, SAME))
+    fourth = block_table(ledger, 4)
+    play(ledger, seal=tuple(zip(fourth, (B, A, SAME), strict=False)))
+    assert set(ledger.state.cache.entries) == {A, B, C}, "it has blocks of its own"
 
 
 def shared_hash(ledger: Ledger) -> None:
@@ -142,6 +160,8 @@ PROMPTS = st.lists(
 )
 
 
+@example([([B, A], True), ([SAME], False), ([SAME, A, SAME], False), ([A], True)], 10)
+@example([([A], False), ([B, A, B], False), ([B, A, SAME], True)], 10)
 @given(PROMPTS, st.sampled_from([10, 12, 16]))
 def test_a_hit_always_has_the_whole_prefix_of_its_prompt(
     prompts: list[tuple[list[BlockHash], bool]], size: int
