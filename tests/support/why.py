@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from common.process.python import module_command
 from quire.decision.v1 import decision_pb2
@@ -37,6 +37,19 @@ async def head_of(suite: Suite, request_id: str) -> str:
     status, out, err = await quire_why(suite, request_id)
     assert (status, err) == (0, "")
     return "\n".join(out.splitlines()[:3])
+
+
+async def until_blamed(words: str, incident: Callable[[int], Awaitable[str]]) -> str:
+    """Return the head of an incident that takes as long, twice as long, ... as it should, until these words are in it.
+
+    On a busy machine anything else may take longer than what a test holds back, and is the cause then.
+    """
+    head = ""
+    for times in (1, 2, 4, 8, 16):
+        head = await incident(times)
+        if words in head:
+            break
+    return head
 
 
 async def outcome_of(suite: Suite, request: pb.GenerateRequest) -> Mapping[str, float]:

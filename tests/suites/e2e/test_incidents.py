@@ -23,7 +23,7 @@ from quire.inference.v1 import inference_pb2_grpc as rpc
 from tests.support.load import epoch, kill, manager_stopped
 from tests.support.suite import PATIENCE, Outcome, Suite, greedy, running_suite
 from tests.support.waiting import until
-from tests.support.why import head_of, outcome_of, quire_why, until_placed
+from tests.support.why import head_of, outcome_of, quire_why, until_blamed, until_placed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -206,23 +206,30 @@ async def test_incident_blocks_that_another_request_holds_and_a_managers_lost_re
     began = clock()
     await asked(suite, named(prompt(960)))
     held = 3 * (clock() - began)
-    while True:  # on a busy machine the holder may end too early
-        holder, waits = named(prompt(3200), 880), named(prompt(960))
-        async with streaming(suite, holder) as task:
-            waiting = asyncio.create_task(suite.generate(waits))
-            has_waited = await waits_for(suite, task, held)
-            task.cancel()
-            await waiting
-        if has_waited:
-            break
-    head = await head_of(suite, waits.request_id)
-    assert "to the first token: it waited at worker-0 for 60 blocks, and 1 sequence of tenant peer 127.0.0.1" in head
-    assert f"held them (the most: {holder.request_id})" in head
+    ids: list[str] = []
+
+    async def waits_for_blocks(_: int) -> str:
+        while True:  # on a busy machine the holder may end too early
+            holder, waits = named(prompt(3200), 880), named(prompt(960))
+            async with streaming(suite, holder) as task:
+                waiting = asyncio.create_task(suite.generate(waits))
+                has_waited = await waits_for(suite, task, held)
+                task.cancel()
+                await waiting
+            if has_waited:
+                ids[:] = holder.request_id, waits.request_id
+                return await head_of(suite, waits.request_id)
+
+    words = "to the first token: it waited at worker-0 for 60 blocks, and 1 sequence of tenant peer 127.0.0.1"
+    head = await until_blamed(words, waits_for_blocks)
+    holder, waits = ids
+    assert words in head
+    assert f"held them (the most: {holder})" in head
     before = await epoch(suite)
     kill(suite, "kvmanager")
     await until_succeeded(suite, before)
     await suite.until_all_free(1)
-    head = await head_of(suite, waits.request_id)
+    head = await head_of(suite, waits)
     assert head.startswith("Not known for ")
     assert "it waited at worker-0 to be admitted, and the KV manager's records of that are gone" in head
 
@@ -325,51 +332,60 @@ async def test_incident_the_costliest_of_several_preemptions(suite: Suite) -> No
 async def test_incident_a_low_priority_that_others_pass_at_the_manager(suite: Suite) -> None:
     """All wait for the blocks of one request, for five times as long as the work takes."""
     held = await seconds_of(suite, named(prompt(960)))
-    while True:  # on a busy machine the holder may end too early
-        holder, low = named(prompt(3200), 880), named(prompt(960))
-        low.priority = -5
-        async with streaming(suite, holder) as task:
-            waiting = [asyncio.create_task(suite.generate(low))]
-            has_waited = await waits_for(suite, task, 0.0)
-            for number in range(2, 4):
-                waiting.append(asyncio.create_task(suite.generate(named(prompt(960)))))
-                await until_waiting(suite, number)
-            await asyncio.wait([task], timeout=5 * held)
-            has_waited = has_waited and not task.done()
-            task.cancel()
-            await asyncio.gather(*waiting)
-        if has_waited:
-            break
-    head = await head_of(suite, low.request_id)
-    assert "to the first token: 2 sequences of a higher priority went first at worker-0: it waited at worker-0 " in head
+
+    async def waits_for_others(_: int) -> str:
+        while True:  # on a busy machine the holder may end too early
+            holder, low = named(prompt(3200), 880), named(prompt(960))
+            low.priority = -5
+            async with streaming(suite, holder) as task:
+                waiting = [asyncio.create_task(suite.generate(low))]
+                has_waited = await waits_for(suite, task, 0.0)
+                for number in range(2, 4):
+                    waiting.append(asyncio.create_task(suite.generate(named(prompt(960)))))
+                    await until_waiting(suite, number)
+                await asyncio.wait([task], timeout=5 * held)
+                has_waited = has_waited and not task.done()
+                task.cancel()
+                await asyncio.gather(*waiting)
+            if has_waited:
+                return await head_of(suite, low.request_id)
+
+    words = "to the first token: 2 sequences of a higher priority went first at worker-0: it waited at worker-0 "
+    head = await until_blamed(words, waits_for_others)
+    assert words in head
     assert "#higher-priority" in head
 
 
 async def test_incident_a_low_priority_that_others_pass_at_the_router(suite: Suite) -> None:
     """Two wait for a worker; one of those that run leaves for each. Other waits take longer than the work."""
-    calls, held = [], 3 * await seconds_of(suite, named(prompt(20)))
-    try:
-        for _ in range(PLACES):
-            runs = named(prompt(20), 3000)
-            calls.append(suite.inference.Generate(runs, timeout=PATIENCE))
-            await until_placed(suite, runs)
-        low, high = named(prompt(20)), named(prompt(20), 3000)
+    held = 3 * await seconds_of(suite, named(prompt(20)))
+
+    async def waits_for_a_worker(times: int) -> str:
+        calls, low, high = [], named(prompt(20)), named(prompt(20), 3000)
         low.priority = -5
-        waiting = asyncio.create_task(suite.generate(low))
-        await until_queued(suite, 1)
-        calls.append(suite.inference.Generate(high, timeout=PATIENCE))
-        await until_queued(suite, 2)
-        await asyncio.wait([waiting], timeout=held)
-        calls[0].cancel()
-        await until_placed(suite, high)
-        for call in calls:
-            call.cancel()
-        await waiting
-    finally:
-        for call in calls:
-            call.cancel()
-    head = await head_of(suite, low.request_id)
-    assert ": 1 request of a higher priority went first while it waited for a worker: no worker could take it" in head
+        try:
+            for _ in range(PLACES):
+                runs = named(prompt(20), 3000)
+                calls.append(suite.inference.Generate(runs, timeout=PATIENCE))
+                await until_placed(suite, runs)
+            waiting = asyncio.create_task(suite.generate(low))
+            await until_queued(suite, 1)
+            calls.append(suite.inference.Generate(high, timeout=PATIENCE))
+            await until_queued(suite, 2)
+            await asyncio.wait([waiting], timeout=times * held)
+            calls[0].cancel()
+            await until_placed(suite, high)
+            for call in calls:
+                call.cancel()
+            await waiting
+        finally:
+            for call in calls:
+                call.cancel()
+        return await head_of(suite, low.request_id)
+
+    words = ": 1 request of a higher priority went first while it waited for a worker: no worker could take it"
+    head = await until_blamed(words, waits_for_a_worker)
+    assert words in head
     assert "#higher-priority" in head
     await suite.until_all_free(1)
 

@@ -22,7 +22,7 @@ from tests.support.index_view import Index, identity_of
 from tests.support.load import kill, manager_stopped
 from tests.support.suite import PATIENCE, Outcome, Suite, greedy, running_suite
 from tests.support.waiting import until
-from tests.support.why import head_of, outcome_of, until_placed
+from tests.support.why import head_of, outcome_of, until_blamed, until_placed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -185,21 +185,27 @@ async def test_incident_a_stale_index_after_a_workers_restart(suite: Suite, inde
 
 async def test_incident_a_worker_was_killed_before_its_grant(suite: Suite) -> None:
     """The manager stands still until the worker is dead. The request has waited longer by then than its work takes."""
-    request, clock = named(prompt(400)), asyncio.get_running_loop().time
+    clock = asyncio.get_running_loop().time
     began = clock()
     await suite.generate(named(prompt(400)))
     held = 5 * (clock() - began)
-    async with manager_stopped(suite):
-        task = asyncio.create_task(suite.generate(request))
-        victim = await until_placed(suite, request)
-        await asyncio.wait([task], timeout=held)
-        kill(suite, victim)
-    await task
-    head = await head_of(suite, request.request_id)
-    assert f"to the first token: it lost {victim} (" in head
+
+    async def loses_its_worker(times: int) -> str:
+        request = named(prompt(400))
+        async with manager_stopped(suite):
+            task = asyncio.create_task(suite.generate(request))
+            victim = await until_placed(suite, request)
+            await asyncio.wait([task], timeout=times * held)
+            kill(suite, victim)
+        await task
+        await suite.until_connected(WORKERS)
+        await suite.until_all_free(WORKERS)
+        head = await head_of(suite, request.request_id)
+        return head if f"it lost {victim} (" in head else ""
+
+    head = await until_blamed("to the first token: it lost ", loses_its_worker)
+    assert "to the first token: it lost " in head
     assert "quiresequencesmove" in head
-    await suite.until_connected(WORKERS)
-    await suite.until_all_free(WORKERS)
 
 
 async def test_incident_a_worker_was_killed(suite: Suite) -> None:
