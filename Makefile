@@ -6,8 +6,10 @@ BIN    := $(VENV)/bin
 # SERVING: what a suite needs to run is installed. KERNELS: the CPU kernels of this processor are built.
 SERVING := $(VENV)/.serving
 KERNELS := $(VENV)/.kernels
-# PACKAGES: all that requirements.lock and constraints.txt pin is installed. STAMP: all CPU kernels are built, too.
+# PACKAGES: all that requirements.lock and constraints.txt pin is installed. TESTED: so are the CPU kernels that `make test`
+# compares, the plainest and the best. STAMP: all are.
 PACKAGES := $(VENV)/.packages
+TESTED := $(VENV)/.tested
 STAMP  := $(VENV)/.installed
 # What `make demo` had to make since then is a part of its time to the first answer.
 BEGAN  := $(shell date +%s)
@@ -21,8 +23,9 @@ MODEL  ?= cli/demo_model/checkpoint
 TESTS  ?= tests
 # How often test-stress runs its tests.
 TIMES  ?= 5
-# Processes that run tests: one for each core that this shell may use, eight at most. Two for each core are slower.
-JOBS   ?= $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
+# The cores that this shell may use. Tests run in JOBS processes, three for two cores: a third of their time is waiting.
+CORES  := $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+JOBS   ?= $(shell echo $$(( $(CORES) < 8 ? ($(CORES) * 3 + 1) / 2 : 12 )))
 BENCH  ?= split
 COVERAGE_FLOOR := 95
 # Seconds of all of `make fuzz`, which its parts share.
@@ -87,6 +90,11 @@ BUILD_KERNELS = { ( if said=$$($(BIN)/python $(1) --progress 2>&1 >&3); then tou
 $(KERNELS): $(SERVING) $(NATIVE)
 	@echo "3/3 building the CPU kernels of this processor"
 	@$(call BUILD_KERNELS,-m gpuworker.native.levels,make)
+	@! rm $@.failed 2>/dev/null
+
+$(TESTED): $(PACKAGES) $(NATIVE)
+	@echo "building the plainest and the best CPU kernels of this processor"
+	@$(call BUILD_KERNELS,-m gpuworker.native.levels --plainest,make test)
 	@! rm $@.failed 2>/dev/null
 
 $(STAMP): $(PACKAGES) $(NATIVE)
@@ -156,11 +164,11 @@ dist: $(SERVING) ## Build both wheels into dist/: quire-llm with the kernels of 
 	QUIRE_CPU_LEVELS=all $(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . ./protos
 	@ls -l dist
 
-# Half of these tests' time is waiting, so that two processes share a core.
-test-fast: $(STAMP) ## Run the tests that need neither torch nor a started service: the cores and the units (a minute)
-	$(BIN)/python -m pytest -n $$((2 * $(JOBS))) --fast tests
+# Half of the time of these tests is waiting, so that two processes share a core.
+test-fast: $(TESTED) ## Run the tests that need neither torch nor a started service: the cores and the units (a minute)
+	$(BIN)/python -m pytest -n $$((2 * $(CORES))) --fast tests
 
-test: $(STAMP) ## Run the tests that find most faults (TESTS=PATH for some of all tests, JOBS=N in that many processes)
+test: $(if $(filter tests,$(TESTS)),$(TESTED),$(STAMP)) ## Run the tests that find most faults (TESTS=PATH for some of all tests, JOBS=N in that many processes)
 	$(PYTEST) $(call report,test) $(if $(filter tests,$(TESTS)),-m "not clients and not rest") $(TESTS)
 
 test-rest: $(STAMP) ## Run what `make test` leaves out: rare configurations, clients of others, benchmarks, long searches, Triton

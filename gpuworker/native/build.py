@@ -252,12 +252,17 @@ def _tried(command: list[str], source: str | None = None) -> subprocess.Complete
         raise NoCompiler(f"{command[0]} cannot be run: {error.strerror}; set CXX to a C++ compiler") from error
 
 
-def main(wanted: Collection[str] | None = None) -> None:
-    """Run the command line, which builds these levels, or all."""
-    flags = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    flags.add_argument("--force", action="store_true", help="compile every file, changed or not")
-    flags.add_argument("--progress", action="store_true", help="say how far the build is, and print no libraries")
-    args = flags.parse_args()
+def flags() -> argparse.ArgumentParser:
+    """Return the flags of every command that builds levels."""
+    found = argparse.ArgumentParser(allow_abbrev=False)
+    found.add_argument("--force", action="store_true", help="compile every file, changed or not")
+    found.add_argument("--progress", action="store_true", help="say how far the build is, and print no libraries")
+    return found
+
+
+def main(args: argparse.Namespace | None = None, wanted: Collection[str] | None = None) -> None:
+    """Build these levels, or all, as the command line says."""
+    args = args or flags().parse_args()
     try:
         libraries = build(args.force, args.progress, wanted)
     except NoCompiler as reason:

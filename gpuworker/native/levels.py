@@ -1,6 +1,6 @@
 """Which native library suits this processor, and whether it was built. Imports no torch.
 
-`python -m gpuworker.native.levels` builds the library of the best level alone, which is all that this processor needs.
+`python -m gpuworker.native.levels` builds the library of the best level, which is all that this processor needs.
 """
 
 from __future__ import annotations
@@ -130,17 +130,20 @@ def _may_use_amx() -> bool:
 
 
 def main() -> None:
-    """Build the best level that this processor can run and the compiler can make. Takes the flags of `build.py`."""
-    wanted, flags = levels_of(processor_flags()), _flags_of_processor()
+    """Build the best level that this processor can run and the compiler can make."""
+    flags = build.flags()
+    flags.add_argument("--plainest", action="store_true", help="build the plainest level, too: tests compare the two")
+    args = flags.parse_args()
+    wanted, processor = levels_of(processor_flags()), _flags_of_processor()
     try:
-        levels = best_last(tuple(level for level in wanted if can_make(level)), flags)
+        levels = best_last(tuple(level for level in wanted if can_make(level)), processor)
         if not levels:
             sys.exit(too_old(wanted))
-        if levels[-1] != (best := best_last(wanted, flags)[-1]):
+        if levels[-1] != (best := best_last(wanted, processor)[-1]):
             print(f"    {levels[-1]} instead of {best}: {too_old([best])}", flush=True)  # noqa: T201
     except NoCompiler as reason:
         sys.exit(str(reason))
-    build.main(levels[-1:])
+    build.main(args, (levels[0], levels[-1]) if args.plainest else levels[-1:])
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def load(level: str) -> ctypes.CDLL:
 
 def level_of(loaded: ctypes.CDLL) -> str:
     """Return the level of a loaded library."""
-    return next(level for level in reversed(levels_here()) if load(level) is loaded)
+    return next(level for level in levels_here() if str(library(level)) == loaded._name)
 
 
 def _share_openmp() -> None:

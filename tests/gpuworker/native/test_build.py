@@ -16,6 +16,7 @@ from gpuworker.native import build, levels
 from gpuworker.native import library as native
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
 def test_a_host_with_a_compiler_has_the_library_of_every_level_that_it_runs() -> None:
     assert native.best() is native.load(native.levels_here()[-1])
@@ -153,9 +154,10 @@ def test_so_is_one_that_an_arm_processor_lacks() -> None:
 @pytest.mark.usefixtures("x86")
 def test_a_level_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
-        for level in native.levels_here():
+        for level in (native.levels_here()[0], native.levels_here()[-1]):
             native.use_level(level)
             assert native.best() is native.load(level)
+            assert native.level_of(native.load(level)) == level
         monkeypatch.setattr(levels, "processor_flags", lambda: ZEN_3)
         lacking = "avx512bw, avx512dq, avx512f, avx512vl"
         with pytest.raises(native.NativeUnavailable, match=f"level avx512: this processor lacks {lacking}"):
@@ -312,11 +314,12 @@ def test_the_best_level_that_the_compiler_makes_is_built_with_a_line_on_what_the
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = list[tuple[str, ...]]()
+    monkeypatch.setattr(sys, "argv", ["levels"])
     monkeypatch.setenv("CXX", "g++-9")
     monkeypatch.setattr(levels, "processor_flags", lambda: ICE_LAKE | {"avx512_bf16"})
     monkeypatch.setattr(levels, "_flags_of_processor", lambda: ICE_LAKE | {"avx512_bf16"})
     monkeypatch.setattr(levels, "can_make", lambda level: level in {"avx2", "avx512", "avx512_vnni"})
-    monkeypatch.setattr(build, "main", asked.append)
+    monkeypatch.setattr(build, "main", lambda _, wanted: asked.append(wanted))
     levels.main()
     assert asked == [("avx512_vnni",)]
     said = "avx512_vnni instead of avx512_bf16: g++-9 or its assembler is too old; take GCC 10 or newer"
@@ -327,6 +330,9 @@ def test_the_best_level_that_the_compiler_makes_is_built_with_a_line_on_what_the
     levels.main()
     assert asked[1:] == [("avx512_vnni",)]
     assert "avx512_vnni instead of amx" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["levels", "--plainest"])
+    levels.main()
+    assert asked[2:] == [("scalar", "avx512_vnni")]
     monkeypatch.setattr(levels, "processor_flags", frozenset[str])
     monkeypatch.setattr(levels, "_flags_of_processor", frozenset[str])
     monkeypatch.setattr(levels, "can_make", lambda level: level != "scalar")
@@ -345,6 +351,7 @@ def test_the_scalar_level_compiles_for_arm(source: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(not shutil.which(ARM_COMPILER), reason="no cross compiler")
 def test_the_neon_levels_are_built_for_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without optimisation, which takes a third of the time."""
