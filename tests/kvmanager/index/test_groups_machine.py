@@ -156,7 +156,8 @@ class GroupsMachine(RuleBasedStateMachine):
         except StaleEpoch:
             assert not manager.leads
             manager.ended = True
-        self.unfenced.discard(manager.group)
+        if await self.redis.exists(index_format.fence_key(NAMESPACE, manager.group)):  # it may have written nothing
+            self.unfenced.discard(manager.group)
         after = await self._published()
         for name in before.keys() & others:
             assert after.get(name) == before[name], f"a manager changed worker {name} of another one"
