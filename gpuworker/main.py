@@ -18,7 +18,7 @@ from grpc import aio
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from common.checkpoint.hub import checkpoint_directory
-from common.clock import SystemClock
+from common.clock import SystemClock, until_tick
 from common.cpu_list import cpus_of
 from common.lease import AttachRejected, LeaseChannel
 from common.process.advertise import reachable_address
@@ -217,7 +217,7 @@ class Worker:
         """Let health say whether the worker is ready for new requests."""
         while True:
             await self._look_for_manager()
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(until_tick(time.monotonic(), _LOOK_SECONDS))
 
     async def _look_for_manager(self) -> None:
         before, self._no_manager = self._no_manager, self._absence.why_not_ready(self._attached(), time.monotonic())

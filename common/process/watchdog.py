@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
+from common.clock import until_tick
 from common.process.open_files import OpenFiles
 
 log = logging.getLogger(__name__)
@@ -114,12 +115,12 @@ class Watchdog:
         look_at = loop.time() + _LOOK_S
         while True:
             began, used = loop.time(), time.process_time()
-            await asyncio.sleep(period)
+            await asyncio.sleep(pause := until_tick(time.monotonic(), period))
             now = loop.time()
-            self._lag.observe(max(0.0, now - began - period))
+            self._lag.observe(max(0.0, now - began - pause))
             period = next_period(time.process_time() - used, now - began)
             if now >= look_at:
-                look_at = now + _LOOK_S
+                look_at = now + _LOOK_S - _PERIOD_S / 2  # a timer may fire a little early
                 self._files.look()
                 await self.check(now)
 

@@ -24,18 +24,23 @@ MAX_PENDING_REQUESTS: Final = 16_384
 class Callers:
     """Limits of a server for its callers: bytes of a message, and milliseconds in which no packet passes.
 
-    `still_ms`: milliseconds for which a caller's process may stand still although its host runs.
+    `still_ms`: milliseconds for which a caller's process may stand still. `measured`: gRPC measures the path, and fits
+    to it how much may be on its way.
     """
 
     most_bytes: int = MAX_MESSAGE_BYTES
     silence_ms: int = KEEPALIVE_TIMEOUT_MS
     still_ms: int = PING_TIMEOUT_MS
+    measured: bool = False
 
 
 SERVICES: Final = Callers()
 # When a router ends a silent connection, the client's requests end too. So both ends wait longer.
 # A client that is stopped for a while costs what a slow reader costs.
-CLIENTS: Final = Callers(MAX_PUBLIC_MESSAGE_BYTES, CLIENT_KEEPALIVE_TIMEOUT_MS, still_ms=60_000)
+CLIENTS: Final = Callers(MAX_PUBLIC_MESSAGE_BYTES, CLIENT_KEEPALIVE_TIMEOUT_MS, still_ms=60_000, measured=True)
+# Of both ends between services. gRPC would measure the path by a ping at nearly each message, and wake up threads. A
+# megabyte on its way fills a path of 100 ms with 10 MB/s: more than prompts, tokens and reports ever are.
+UNMEASURED: Final[Options] = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 20)]
 
 
 def server_options(reuse_port: bool = False, callers: Callers = SERVICES) -> Options:
@@ -50,6 +55,7 @@ def server_options(reuse_port: bool = False, callers: Callers = SERVICES) -> Opt
     }
     return [
         *(dict(COMMON_OPTIONS) | own).items(),
+        *(() if callers.measured else UNMEASURED),
         ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.server.max_pending_requests", MAX_PENDING_REQUESTS),
         ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_REQUESTS),

@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from common.rpc.silence import Silence, pulse_seconds, until_pulse
+from common.clock import until_tick
+from common.rpc.silence import Silence, pulse_seconds
 
 
 async def send_pulses(limit: float, send: Callable[[], None]) -> None:
@@ -14,7 +15,7 @@ async def send_pulses(limit: float, send: Callable[[], None]) -> None:
     every = pulse_seconds(limit)
     while every is not None:
         send()
-        await asyncio.sleep(until_pulse(time.monotonic(), every))
+        await asyncio.sleep(until_tick(time.monotonic(), every))
 
 
 class SilenceWatch:
@@ -37,7 +38,7 @@ class SilenceWatch:
         """Return when nothing was heard for longer than the limit."""
         await self._begun.wait()
         while not self._silence.over(self._now()):  # noqa: ASYNC110 - it ends with time
-            await asyncio.sleep(self._silence.every)
+            await asyncio.sleep(until_tick(self._now(), self._silence.every))
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

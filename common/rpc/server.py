@@ -15,7 +15,7 @@ from common.rpc.connections import Calls, leave, shut_down
 from common.rpc.gone_clients import log_no_gone_clients
 from common.rpc.health import Health
 from common.rpc.interceptor import AroundInterceptor, ErrorsToStatuses
-from common.rpc.options import SERVICES, Callers, server_options
+from common.rpc.options import SERVICES, UNMEASURED, Callers, server_options
 from common.rpc.roles import ChecksRole, Role
 from common.rpc.tls import Identity, ServerTls, expecting
 from quire.api.channel import channel_options
@@ -135,8 +135,8 @@ def open_channel(
     With an identity both ends show certificates, and the server's must name `role`.
     """
     if identity is None:
-        return aio.insecure_channel(address, options=channel_options(), interceptors=list(interceptors))
-    options = [*channel_options(), expecting(role)]
+        return aio.insecure_channel(address, options=[*channel_options(), *UNMEASURED], interceptors=list(interceptors))
+    options = [*channel_options(), *UNMEASURED, expecting(role)]
     return aio.secure_channel(address, identity.channel_credentials(), options, interceptors=list(interceptors))
 
 

@@ -21,16 +21,6 @@ def pulse_seconds(limit: float) -> float | None:
     return max(_SHORTEST_S, limit / _PULSES) if math.isfinite(limit) and limit > 0.0 else None
 
 
-def until_pulse(now: float, every: float) -> float:
-    """Return the seconds to the next pulse, which is due at multiples of `every` on the clock that all processes share.
-
-    Each message makes threads of gRPC look for more, for a second and more. So an idle process gets and sends what is
-    periodic at one moment: at rest, messages at moments of their own took three times the wake-ups.
-    """
-    pause = every - now % every
-    return pause if pause > every / 8 else pause + every  # a timer may fire a little early
-
-
 class Silence:
     """The silence of the other end of one stream, as its watcher sees it in looks that are a pulse apart."""
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import grpc
 from opentelemetry.trace import Tracer
 
+from common.clock import until_tick
 from common.errors import (
     DeadlineExceeded,
     EngineFailure,
@@ -27,7 +28,7 @@ from common.errors import (
 )
 from common.limits import MAX_ROUTER_STREAMS, ROUTER_HELLO_SECONDS
 from common.rpc.pulses import SilenceWatch
-from common.rpc.silence import SILENCE_S, until_pulse
+from common.rpc.silence import SILENCE_S
 from common.types import FinishReason, PoolIdentity, SequenceId
 from common.wire.identity_codec import identity_from_proto
 from common.wire.packing import unpack_u32
@@ -357,7 +358,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
             if not self.live_sequences and told == self._load(self._loaded()):
                 self._stirred.clear()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(until_pulse(time.monotonic(), IDLE_HEARTBEAT_SECONDS)):
+                    async with asyncio.timeout(until_tick(time.monotonic(), IDLE_HEARTBEAT_SECONDS)):
                         await self._stirred.wait()
 
     def _beat_once(self, stream: RouterStream) -> pb.Load:

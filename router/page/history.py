@@ -6,11 +6,14 @@ The ring is bounded. Rates are between two samples; percentiles are of the last 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NamedTuple
+
+from common.clock import until_tick
 
 EVERY_S: Final = 2.0
 WINDOW_S: Final = 30.0
@@ -68,7 +71,7 @@ class History:
         """Take samples for ever."""
         while True:
             self.add(self._take())
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(until_tick(time.monotonic(), EVERY_S))
 
     def add(self, sample: Sample) -> None:
         """Add a sample; one that is not later than the last replaces all, because the clock was set back."""

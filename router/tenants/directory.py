@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from common.clock import until_tick
 from common.errors import FieldViolation, InvalidConfig, InvalidRequest, PermissionDenied, Unauthenticated
 from router.core.tenancy import Caller, Tenant, peer_caller
 from router.tenants.keys import KeyTable
@@ -83,7 +85,7 @@ class TenantDirectory:
     async def watch(self, changed: Callable[[], None], every: float = POLL_SECONDS) -> None:
         """Read the file again whenever it changes, and call `changed`; until this task is cancelled."""
         while True:
-            await asyncio.sleep(every)
+            await asyncio.sleep(until_tick(time.monotonic(), every))
             stamp = await asyncio.to_thread(self._stamps)
             if stamp == self._stamp:
                 continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Protocol, cast
@@ -17,7 +18,7 @@ from typing import Final, Protocol, cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from common.clock import Clock
+from common.clock import Clock, until_tick
 from common.index_format import (
     DISCOVERY_WORKERS_KEY,
     DiscoveredWorker,
@@ -109,7 +110,7 @@ class Discovery:
         """Poll every second until this task is cancelled."""
         while True:
             await self.poll()
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(until_tick(time.monotonic(), POLL_SECONDS))
 
     async def poll(self) -> None:
         """Poll once. While Redis cannot be read nothing changes."""

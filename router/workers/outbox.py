@@ -6,10 +6,11 @@ import asyncio
 from collections import OrderedDict
 from time import monotonic
 
+from common.clock import until_tick
 from common.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation
 from common.hashing import little_endian_int32
 from common.limits import MAX_OUTBOX_BYTES, MAX_SUBMIT_BYTES
-from common.rpc.silence import pulse_seconds, until_pulse
+from common.rpc.silence import pulse_seconds
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
 # Seconds in which acknowledgements gather: they need no promptness, and a message of their own each would be dear.
@@ -119,7 +120,7 @@ class Outbox:
 
     def _pause(self) -> float | None:
         """Return the seconds to the next pulse."""
-        return None if self._pulse_seconds is None else until_pulse(monotonic(), self._pulse_seconds)
+        return None if self._pulse_seconds is None else until_tick(monotonic(), self._pulse_seconds)
 
     def _put(self, message: pb.StreamRequest, size: int) -> int:
         self._last += 1

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from common.clock import Clock
+from common.clock import Clock, until_tick
 from common.errors import IdentityMismatch, QuireError, Unavailable
 from common.limits import MAX_LOGGED_REASONS
 from common.rpc.server import Dial, open_channel
@@ -213,9 +213,9 @@ class WorkerPool:
     async def watch(self) -> None:
         """Check for hung workers until this task is cancelled."""
         while True:
-            due = self._clock.monotonic() + WATCH_SECONDS
-            await asyncio.sleep(WATCH_SECONDS)
-            self.check(late=max(0.0, self._clock.monotonic() - due))
+            began = self._clock.monotonic()
+            await asyncio.sleep(pause := until_tick(began, WATCH_SECONDS))
+            self.check(late=max(0.0, self._clock.monotonic() - began - pause))
 
     def check(self, late: float = 0.0) -> None:
         """Update each worker's state; move the sequences of a hung worker if another worker is usable.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.rpc.silence import SILENCE_S, Silence, pulse_seconds, until_pulse
+from common.rpc.silence import SILENCE_S, Silence, pulse_seconds
 from quire.api.channel import CLIENT_KEEPALIVE_TIMEOUT_MS
 
 
@@ -65,14 +65,6 @@ def test_a_limit_that_is_none_asks_for_no_pulses(limit: float) -> None:
 def test_pulses_are_bounded_however_short_the_limit() -> None:
     assert pulse_seconds(1e-300) == 0.01
     assert pulse_seconds(12.0) == 2.0
-
-
-@pytest.mark.parametrize(
-    ("now", "pause"), [(0.0, 4.0), (1.0, 3.0), (3.25, 0.75), (3.75, 4.25), (4.0, 4.0), (1003.0, 1.0)]
-)
-def test_pulses_of_all_processes_are_due_at_the_same_moments(now: float, pause: float) -> None:
-    """A timer that fires a moment early does not lead to two pulses."""
-    assert until_pulse(now, 4.0) == pause
 
 
 def test_a_request_is_an_orphan_before_its_client_asks_another_router() -> None:

@@ -1,0 +1,15 @@
+"""The moments of what is periodic."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.clock import until_tick
+
+
+@pytest.mark.parametrize(
+    ("now", "pause"), [(0.0, 4.0), (1.0, 3.0), (3.25, 0.75), (3.75, 4.25), (4.0, 4.0), (1003.0, 1.0)]
+)
+def test_ticks_of_all_processes_are_due_at_the_same_moments(now: float, pause: float) -> None:
+    """A timer that fires a moment early does not lead to two ticks."""
+    assert until_tick(now, 4.0) == pause
