@@ -24,6 +24,7 @@ TESTS  ?= tests
 # How often test-stress runs its tests.
 TIMES  ?= 5
 # The cores that this shell may use. Tests run in JOBS processes, three for two cores: a third of their time is waiting.
+# Of what `make test` leaves out it is half.
 CORES  := $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 JOBS   ?= $(shell echo $$(( $(CORES) < 8 ? ($(CORES) * 3 + 1) / 2 : 12 )))
 BENCH  ?= split
@@ -164,22 +165,18 @@ dist: $(SERVING) ## Build both wheels into dist/: quire-llm with the kernels of 
 	QUIRE_CPU_LEVELS=all $(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . ./protos
 	@ls -l dist
 
-# Half of the time of these tests is waiting, so that two processes share a core.
 test-fast: $(TESTED) ## Run the tests that need neither torch nor a started service: the cores and the units (a minute)
 	$(BIN)/python -m pytest -n $$((2 * $(CORES))) --fast tests
 
 test: $(if $(filter tests,$(TESTS)),$(TESTED),$(STAMP)) ## Run the tests that find most faults (TESTS=PATH for some of all tests, JOBS=N in that many processes)
 	$(PYTEST) $(call report,test) $(if $(filter tests,$(TESTS)),-m "not clients and not rest") $(TESTS)
 
-test-rest: $(STAMP) ## Run what `make test` leaves out: rare configurations, clients of others, benchmarks, long searches, Triton
-	@failed=0; set -x; \
-	$(PYTEST) $(call report,rest) -m "clients or rest" tests || failed=1; \
-	$(MAKE) test-triton || failed=1; \
-	exit $$failed
+test-rest: $(STAMP) ## Run what `make test` leaves out: rare configurations, clients of others, benchmarks, long searches
+	$(BIN)/python -m pytest -n $$((2 * $(CORES))) $(call report,rest) -m "clients or rest" tests
 
 durations: $(STAMP) ## Run test and test-rest, and write down how long each file took: tests/durations.json
 	@reports=$$(mktemp -d); \
-	REPORTS=$$reports $(MAKE) test; REPORTS=$$reports $(MAKE) test-rest; \
+	REPORTS=$$reports $(MAKE) -k test test-rest test-triton; \
 	$(BIN)/python -m tests.support.durations $$reports --write; rm -r $$reports
 
 test-stress: $(STAMP) ## Run TESTS=PATH TIMES=5 times in random orders beside four busy processes per core; name what ever failed
@@ -195,10 +192,11 @@ test-triton: $(STAMP) ## Run Triton's kernels in its interpreter, and compile th
 	$(BIN)/python -m pytest $(call report,compiled) tests/suites/triton_compiled || failed=1; \
 	exit $$failed
 
-test-all: $(STAMP) ## Run every test: test, test-rest, test-clients, a real Prometheus if it is installed, sanitize and search (half an hour)
+test-all: $(STAMP) ## Run every test: test, test-rest, test-triton, test-clients, a real Prometheus if it is installed, sanitize and search (half an hour)
 	@failed=0; set -x; \
 	$(MAKE) test || failed=1; \
 	$(MAKE) test-rest || failed=1; \
+	$(MAKE) test-triton || failed=1; \
 	$(MAKE) test-clients || failed=1; \
 	$(BIN)/python -m pytest -m prometheus tests/suites/deployment/operate || failed=1; \
 	$(MAKE) sanitize || failed=1; \

@@ -41,8 +41,8 @@ _PROCESSES = max(4, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 ports.CANDIDATES = range(10_000 + 12 * _NUMBER, 19_000, 12 * _PROCESSES)  # type: ignore[misc]
 # A machine that others use takes any time for an example.
 settings.register_profile("quire", deadline=None)
-# A line counts as run however often it runs, and coverage makes each run four times as dear.
-settings.register_profile("coverage", settings.get_profile("quire"), max_examples=15)
+# A line counts as run however often it runs, and coverage makes each run four times as dear. `--fast` is a first look.
+settings.register_profile("few-examples", settings.get_profile("quire"), max_examples=15)
 
 _HERE = Path(__file__).parent
 
@@ -63,10 +63,16 @@ _NEEDS = {
     "processes": """
         attacks bench/comparison/test_peer_process.py bench/lib/test_suite.py bench/test_attacks.py
         bench/test_load.py bench/test_peers.py bench/test_soak.py bench/test_split.py cli/suite/test_ports.py
-        cli/test_bench.py cli/test_commands.py cli/test_doctor.py cli/test_folders.py cli/test_text_options.py
-        gpuworker/test_process.py kvmanager/test_process.py router/test_privacy.py router/test_process.py
-        suites/clients suites/deployment/operate suites/deployment/test_page.py suites/e2e
-        suites/deployment/test_wheels.py
+        cli/suite/test_worker_cpus.py cli/test_bench.py cli/test_chat.py cli/test_commands.py cli/test_doctor.py
+        cli/test_folders.py cli/test_screens.py cli/test_text_options.py cli/top/test_terminal.py
+        common/process/test_debug.py gpuworker/test_process.py kvmanager/group kvmanager/test_process.py
+        router/constraints/test_checker.py router/test_privacy.py router/test_process.py structure/test_waiting.py
+        suites
+    """,
+    # Seconds without work.
+    "patience": """
+        common/rpc/test_limits.py common/telemetry/test_provider.py kvmanager/test_pins.py kvmanager/test_stalls.py
+        router/grpc_api/test_late_groups.py router/requests/test_drained_workers.py router/test_stalls.py
     """,
     "fuzz": "fuzz",
     "searches": "kvmanager/core/test_soak.py router/core/test_shares_of_service.py suites/protocol",
@@ -128,7 +134,8 @@ def _needs(path: Path) -> tuple[str, ...]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose Hypothesis' profile, and take SIGINT again, which a shell's background jobs ignore: tests press Ctrl-C."""
-    settings.load_profile("coverage" if getattr(config.option, "cov_source", None) else "quire")
+    few = getattr(config.option, "cov_source", None) or config.getoption("fast")
+    settings.load_profile("few-examples" if few else "quire")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -46,6 +46,7 @@ def remaining(ledger: Ledger, prompts: list[tuple[BlockHash, ...]]) -> int:
     return sum(ledger.lookup(keys, 161).hit_blocks for keys in prompts)
 
 
+@pytest.mark.searches
 def test_repeats_of_one_request_evict_no_other_content() -> None:
     ledger = make_ledger(1000)
     prompts = [hashes(prompt(160, start=1000 * number)) for number in range(50)]

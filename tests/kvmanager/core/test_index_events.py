@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from kvmanager.core.index_events import Cleared, Removed, Stored
 from tests.support.kvmanager.index_replica import IndexReplica
 from tests.support.kvmanager.ledgers import admit, depths, hashes, make_ledger, play, prompt, reserve, run_through, seal
@@ -53,6 +55,7 @@ def test_behaviour_16_removed_stands_before_stored_of_the_same_hash() -> None:
     assert [type(event) for event in mine] == [Removed, Stored]
 
 
+@pytest.mark.searches
 def test_behaviour_16_replaying_all_events_gives_the_pools_map() -> None:
     ledger = make_ledger(12, 4)
     replica, pick = IndexReplica(), random.Random(16)

@@ -261,6 +261,7 @@ def large_inventory(count: int, chain: int, pick: random.Random) -> Inventory:
     )
 
 
+@pytest.mark.searches
 @pytest.mark.parametrize("chain", [1, 32])
 def test_no_step_of_a_large_rebuild_handles_many_blocks(chain: int) -> None:
     count = 100_000

@@ -93,6 +93,7 @@ def test_deadlines_that_no_worker_keeps_look_at_all_of_many_only_once_in_a_while
 SMALL = replace(CAPACITY, max_model_len=256)
 
 
+@pytest.mark.searches
 @pytest.mark.parametrize("first", [None, placement(prompt=400), placement(prompt=1), placement(sequences=4)])
 def test_what_one_request_asked_refuses_no_other_one(first: PlacementRequest | None) -> None:
     """A few small workers are free, and the others are busy. A request that the small ones cannot hold came first."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 
+import pytest
+
 from common.clock import ManualClock
 from router.core.placement import PlacementRequest
 from router.core.routing import Router
@@ -69,6 +71,7 @@ class Fleet:
         return widest
 
 
+@pytest.mark.searches
 def test_two_workers_of_three_routers_stay_level() -> None:
     # 40 requests are under way at a time. With heartbeats as old as requests are, all 40 go from one to the other.
     assert Fleet().widest(beats=300, requests_a_beat=8) <= 12

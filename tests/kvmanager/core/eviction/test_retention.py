@@ -340,6 +340,7 @@ def test_a_miss_says_what_became_of_the_retention(share: float, seconds: float, 
     assert f"retention of the first evicted block: {why}" in grant.reasons
 
 
+@pytest.mark.searches
 def test_stale_items_of_blocks_that_come_and_go_are_dropped() -> None:
     ledger = make_ledger(8, retention_share=0.5)
     for number in range(1000):

@@ -211,6 +211,7 @@ HOSTILE = """
 """
 
 
+@pytest.mark.searches
 @pytest.mark.parametrize("dialect", FORMS)
 def test_hostile_outputs_are_neither_hoarded_nor_read_again(dialect: str) -> None:
     """A parser that read what it holds again at each opener would need hours; the suite's time limit ends the test."""
@@ -218,6 +219,7 @@ def test_hostile_outputs_are_neither_hoarded_nor_read_again(dialect: str) -> Non
         assert most_held(dialect, unit, 100_000) <= MOST_HELD + 2_000, unit
 
 
+@pytest.mark.searches
 @pytest.mark.parametrize(
     ("dialect", "unit"),
     [("hermes", '<tool_call>{"arguments": "'), ("glm45", "<tool_call>f<arg_key>"), ("generic", "```json[")],
