@@ -12,6 +12,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
+from common.json_schema import enforceable
 from common.types import Constraint, ConstraintKind
 
 # Items of the parser at one token. An ambiguous grammar (`s: s s | /./ |`) makes more with each token. At llguidance's
@@ -28,19 +29,30 @@ _OF_A_LIMIT = re.compile(r"limit|max is|fuel|too many|too complex|too large", re
 
 
 def grammar_of(constraint: Constraint) -> str:
-    """Return the constraint in llguidance's own notation. Raises ValueError when a JSON schema is no JSON object."""
+    """Return the constraint in llguidance's own notation. Raises ValueError for a schema that it cannot hold."""
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
-            # `true` and `{}` allow the same; options can only be added to an object.
-            schema = "{}" if constraint.text.strip() == "true" else constraint.text
             # A schema may carry options for the compiler ("x-guidance"), such as other whitespace; it must not ask for
             # keywords to be ignored silently.
+            schema = _schema(constraint.text)
             return LLMatcher.grammar_from_json_schema(schema, defaults=_WHITESPACE, overrides={"lenient": False})
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(constraint.text)
         case ConstraintKind.GRAMMAR:
             # The text is wrapped: llguidance would parse a text that begins with a brace as its own notation.
             return json.dumps({"grammars": [{"lark_grammar": _lark(constraint.text)}]})
+
+
+def _schema(text: str) -> str:
+    """Return a JSON schema in the form that llguidance enforces; what is no JSON is left to its error."""
+    try:
+        schema = enforceable(json.loads(text))
+    except RecursionError as error:
+        raise ValueError("recursion limit exceeded") from error
+    except ValueError:
+        return text
+    # `true` and `{}` allow the same; options can only be added to an object.
+    return "{}" if schema is True else json.dumps(schema)
 
 
 def _lark(text: str) -> str:

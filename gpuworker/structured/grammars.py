@@ -26,6 +26,7 @@ _KEPT = 64  # recently used grammars; those of live sequences stay anyway
 _MOST_WORDS = 500
 # llguidance recurses along chains of rules. What a router has let pass took less than the usual 8 MiB of its examiner.
 _STACK_BYTES = 64 << 20
+DEAD_END = "nothing is allowed that the tokenizer can spell"
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -191,5 +192,5 @@ def complaint(matcher: LLMatcher) -> str:
     """Return in one line why a matcher cannot go on."""
     error = matcher.get_error()
     if "NoExtension" in error:
-        return "nothing is allowed that the tokenizer can spell"
+        return DEAD_END
     return " ".join(error.split())[:_MOST_WORDS]

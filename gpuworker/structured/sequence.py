@@ -14,7 +14,7 @@ from common.types import FinishReason
 from gpuworker.core.stopping import FinishCause
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.structured.digits import DigitRun
-from gpuworker.structured.grammars import Grammar, GrammarCompiler, complaint
+from gpuworker.structured.grammars import DEAD_END, Grammar, GrammarCompiler, complaint
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -119,7 +119,7 @@ class Constrained:
         if digits is not None:
             digits.limit(bits, bool(ends))
         if not bits.any():
-            return COMPLETE if ends else self._broken("nothing is allowed")
+            return COMPLETE if ends else self._broken(DEAD_END, self._field)
         if position < self._ends_from:
             stops = forbid(bits, self._stops)
             if not bits.any():
@@ -147,9 +147,10 @@ class Constrained:
         from common.constraint_grammar import passes_a_limit
 
         why = complaint(self.matcher)
-        return self._broken(why, self._field if why.startswith(_WORN) or passes_a_limit(why) else "")
+        to_blame = why == DEAD_END or why.startswith(_WORN) or passes_a_limit(why)
+        return self._broken(why, self._field if to_blame else "")
 
-    def _broken(self, why: str, wrong_field: str = "") -> FinishCause:
+    def _broken(self, why: str, wrong_field: str) -> FinishCause:
         what = f"the constraint cannot be followed after {self.position - self._begins_at} tokens: {why}"
         return FinishCause(FinishReason.ERROR, message=what, wrong_field=wrong_field)
 

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from llguidance import LLMatcher, LLTokenizer
 
-from common.constraint_grammar import grammar_of, parser_limits
+from common.constraint_grammar import grammar_of, parser_limits, passes_a_limit
 from common.limits import CONSTRAINT_CPU_SECONDS, CONSTRAINT_SECONDS
 from common.types import Constraint, ConstraintKind
 from router.constraints.trial import fault_of
@@ -32,6 +32,12 @@ _MAX_WORDS = 400
 # Error texts of llguidance, and what a client can do about them. The first match counts.
 _PLAINER = (
     (r"Unimplemented keys: \[(.*)\]", r"uses keywords that cannot be enforced: \1; leave them out"),
+    (r"Unsatisfiable schema: Regex is empty", "allows no value: a pattern, a format and lengths contradict each other"),
+    (r"Unsatisfiable schema: (.*)", r"allows no value: \1"),
+    (r"min/maxProperties only", "uses minProperties or maxProperties beside optional properties; leave them out"),
+    (r"patternProperty regexes (.*) are not disjoint", r"has patternProperties \1 that overlap; make them differ"),
+    (r"Failed to generate regex for (\w+) range", r"has bounds of a \1 that cannot be enforced; make them smaller"),
+    (r"Resource '(.*?)' is not present", r"refers to another document, \1; put it into $defs"),
     (r"oneOf constraints are not supported", "uses oneOf whose options may overlap; use anyOf, or make them differ"),
     (r"NoExtension", "allows no output at all"),
     (r"(?s)invalid regex (\".*?\") .*^error: (.*?)$", r"is wrong: \2; in the expression \1"),
@@ -41,6 +47,8 @@ _PLAINER = (
     (r"recursion limit", "is nested too deeply; make it flatter"),
     (r"Expecting object schema", 'is no JSON object; expected a schema such as {"type": "object"}'),
 )
+_DEAD_END = "allows outputs that nothing can follow; make its patterns and lengths agree"
+_IN_GRAMMAR = re.compile(r"(?s).*?failed to compile JSON schema: ")
 _LANGUAGE = {
     ConstraintKind.JSON_SCHEMA: "a JSON schema",
     ConstraintKind.REGEX: "a regular expression without look-around and back-references",
@@ -68,7 +76,12 @@ def _compiled(tokenizer: LLTokenizer, constraint: Constraint) -> LLMatcher:
 
 
 def _words(kind: ConstraintKind, message: str) -> str:
-    """Return the mistake as a sentence: one of _PLAINER, else the first line of llguidance's own text."""
+    """Return the mistake as a sentence: one of _PLAINER, else the first line of llguidance's own text.
+
+    A grammar for calls of tools has JSON schemas in it. Who sent these wrote no grammar.
+    """
+    if found := _IN_GRAMMAR.match(message):
+        kind, message = ConstraintKind.JSON_SCHEMA, message[found.end() :]
     for pattern, words in _PLAINER:
         if found := re.search(pattern, message, re.MULTILINE):
             return found.expand(words)[:_MAX_WORDS]
@@ -141,7 +154,8 @@ def _verdict(tokenizer: LLTokenizer, constraint: Constraint) -> tuple[str, float
     except ValueError as error:
         return _words(constraint.kind, str(error)), time.process_time() - began
     seconds = time.process_time() - began
-    return (_TOO_COMPLEX if fault_of(matcher, tokenizer) else ""), seconds
+    fault = fault_of(matcher, tokenizer)
+    return ("" if not fault else _TOO_COMPLEX if passes_a_limit(fault) else _DEAD_END), seconds
 
 
 def _answer(number: int, unsupported: str, wrong: str, seconds: float = 0.0) -> None:

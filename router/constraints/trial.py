@@ -1,4 +1,4 @@
-"""Tries whether outputs of a grammar can be followed: some pass a limit of llguidance only after their first tokens.
+"""Tries whether outputs of a grammar can be followed: some pass a limit of llguidance, or end nowhere, after a while.
 
 A worker would find that when the request runs. A few random outputs find it before the request is queued. Each takes
 what the grammar forces, else a mark such as a quote or a comma, or any allowed token.
@@ -13,7 +13,6 @@ from typing import Final
 
 from llguidance import LLMatcher, LLTokenizer
 
-from common.constraint_grammar import passes_a_limit
 from common.limits import CONSTRAINT_TRIAL_SECONDS
 
 _OUTPUTS: Final = 8
@@ -22,11 +21,11 @@ _MARKS: Final = '"{}[],:0a '
 
 
 def fault_of(matcher: LLMatcher, tokenizer: LLTokenizer, seconds: float = CONSTRAINT_TRIAL_SECONDS) -> str:
-    """Return llguidance's words where an output passes a limit, "" where none did in so many seconds of the CPU."""
+    """Return llguidance's words where an output cannot go on, "" where all could for so many seconds of the CPU."""
     until, marks = time.process_time() + seconds, _marks(tokenizer)
     for number in range(_OUTPUTS):
         fault = _fault_of_one(matcher.deep_copy(), random.Random(number), marks, until)
-        if passes_a_limit(fault):
+        if fault:
             return fault
     return ""
 
@@ -38,7 +37,7 @@ def _fault_of_one(matcher: LLMatcher, draw: random.Random, marks: Sequence[int],
         forced = matcher.compute_ff_tokens()
         token = None if forced or matcher.is_error() else _any_of(matcher.compute_bitmask(), draw, marks)
         if not forced and token is None:
-            break
+            return matcher.get_error() if matcher.is_error() else "no token is allowed"
         matcher.consume_tokens(forced if token is None else [token])
     return matcher.get_error() if matcher.is_error() else ""
 

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ALLOWED_COMMON = {
     "common.types",
     "common.hashing",
+    "common.json_schema",
     "common.lease",
     "common.clock",
     "common.errors",

@@ -23,6 +23,7 @@ LOOSE = {
         "errors",
         "hashing",
         "index_format",
+        "json_schema",
         "lease",
         "limits",
         "own_thread",

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
+from common.json_schema import enforceable
 from common.types import Constraint, ConstraintKind
 from router.core.dialects import harmony
 from router.core.dialects.call_rules import Calls, any_arguments, arguments, calls, plain
@@ -60,7 +61,7 @@ def tool_grammar(
     if not tools:
         raise ValueError("no tool is offered; expected at least one")
     must = choice is ToolChoice.REQUIRED
-    enforced = [tool if must or tool.strict else any_arguments(tool) for tool in tools]
+    enforced = [_enforced(tool) if must or tool.strict else any_arguments(tool) for tool in tools]
     lark = Lark(special)
     if dialect == GPT_OSS:
         return lark.source(_harmony(lark, enforced, must, thought, form))
@@ -84,6 +85,16 @@ def after_thought(constraint: Constraint, thought: ThoughtPrefix, special: Mappi
     else:
         start = f"{_thought(lark, thought)} {answer}"
     return Constraint(ConstraintKind.GRAMMAR, lark.source(start))
+
+
+def _enforced(tool: OfferedTool) -> OfferedTool:
+    """Return a tool whose arguments are enforced: those of a tool that is not strict as far as they can be."""
+    if tool.strict:
+        return tool
+    try:
+        return replace(tool, parameters=enforceable(tool.parameters, lenient=True))
+    except RecursionError as error:
+        raise ValueError(TOO_DEEP) from error
 
 
 # ---------------------------------------------------------------- calls and text

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
+from common.json_schema import enforceable
 from router.core.dialects.annotations import without_annotations
 from router.core.dialects.offered import Schema
 
@@ -62,7 +63,8 @@ class Lark:
     def json_body(schema: Schema) -> str:
         """Return the expression for the JSON documents that a schema allows."""
         try:
-            return f"%json {json.dumps(without_annotations(schema) | _OPTIONS, separators=(',', ':'))}"
+            plain = enforceable(without_annotations(schema))
+            return f"%json {json.dumps(plain | _OPTIONS, separators=(',', ':'))}"
         except RecursionError as error:
             raise ValueError(TOO_DEEP) from error
 

@@ -137,6 +137,16 @@ def test_a_grammar_that_passes_a_limit_is_to_blame_itself(tokenizer_json: Path) 
     assert (ending.reason, ending.wrong_field) == (FinishReason.ERROR, "grammar")
 
 
+def test_a_constraint_that_leads_to_a_dead_end_is_to_blame_itself(tokenizer_json: Path) -> None:
+    """No token of the vocabulary spells what has to follow. Another worker would meet the same."""
+    followed = follow(tokenizer_json, regex("a(bz|cz)"), [A])
+    while followed.ending is None and (following := allowed(followed)):
+        followed.consume(min(following))
+    assert followed.ending is not None
+    assert (followed.ending.reason, followed.ending.wrong_field) == (FinishReason.ERROR, "regex")
+    assert "nothing is allowed that the tokenizer can spell" in followed.ending.message
+
+
 def test_after_the_end_positions_go_on_and_nothing_else_does(tokenizer_json: Path) -> None:
     followed = follow(tokenizer_json, regex("ab"), [A, B])
     followed.consume(B)

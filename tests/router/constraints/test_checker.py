@@ -33,6 +33,12 @@ from tests.support.turns import until_blocked
 
 JSON, REGEX, GRAMMAR = ConstraintKind.JSON_SCHEMA, ConstraintKind.REGEX, ConstraintKind.GRAMMAR
 DEADLINE_S = 120.0
+# In a JSON schema the pattern becomes a name (common/json_schema.py). Here a comma may follow, and then no name.
+_NULL = {"type": "null"}
+DEAD_END = json.dumps(
+    {"properties": {"a": _NULL}, "additionalProperties": False, "patternProperties": {"^a$": _NULL}}
+    | {"type": "object", "required": ["a"], "x-guidance": {"whitespace_pattern": " "}}
+)
 
 
 @asynccontextmanager
@@ -117,6 +123,14 @@ async def test_what_can_be_enforced_is_accepted(shared: ConstraintChecker, kind:
         (REGEX, r"(a)\1", "is wrong: backreferences are not supported"),
         (REGEX, r"[^\x00-\x{10FFFF}]", "allows no output at all"),
         (REGEX, "[a-z]*" * 3000, "is too complex to be followed; make it smaller"),
+        (JSON, '{"type": "string", "minLength": 2, "pattern": "^x$"}', "allows no value: a pattern, a format and"),
+        (JSON, '{"type": "integer", "minimum": 3, "maximum": 2}', "allows no value: "),
+        (JSON, '{"properties": {"a": {}}, "minProperties": 2}', "uses minProperties or maxProperties beside optional"),
+        (JSON, '{"patternProperties": {"^a": {}, "b$": {}}}', "has patternProperties /^a/ and /b$/ that overlap"),
+        (JSON, '{"$ref": "http://a/b"}', "refers to another document, http://a/b; put it into $defs"),
+        # As a dialect writes it for a tool: who sent the schema wrote no grammar.
+        (GRAMMAR, 'start: "a" %json {"type": "text"}', "is not valid: Invalid type: text; expected a JSON schema"),
+        (GRAMMAR, f"start: %json {DEAD_END}", "allows outputs that nothing can follow; make its patterns and lengths"),
         (GRAMMAR, "start: b", 'is not valid: at 1(8): unknown name: "b"; expected a grammar in Lark'),
         (GRAMMAR, "", "is not valid: no start rule found"),
         (GRAMMAR, "start: a\na: a", "allows no output at all"),

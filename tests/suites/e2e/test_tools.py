@@ -117,7 +117,7 @@ async def test_the_result_of_a_call_is_answered(client: openai.AsyncOpenAI) -> N
 
 
 async def test_a_tool_that_cannot_be_enforced_costs_no_block(suite: Suite, client: openai.AsyncOpenAI) -> None:
-    tools = [{"type": "function", "function": {"name": "a", "parameters": {"type": "object", "not": {}}}}]
+    tools = [{"type": "function", "function": {"name": "a", "strict": True, "parameters": {"not": {}}}}]
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(**(REQUIRED | {"tools": tools}))
     assert caught.value.param == "tools"

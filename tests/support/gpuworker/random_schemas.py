@@ -1,6 +1,7 @@
 """Random JSON schemas, nested up to three deep: of every kind whose documents can be short, and few others.
 
-The digits of a number without a multipleOf have no bound, nor have the names of free properties.
+The digits of a number without a multipleOf have no bound, nor have the names of free properties. `StrangeSchemas` are
+as people publish them: keywords that say nothing, bounds of 64 bits, patterns beside names, what cannot be enforced.
 """
 
 from __future__ import annotations
@@ -77,3 +78,57 @@ class SchemaMaker:
 
     def _plain(self) -> Schema:
         return {"type": self._rng.choice(["boolean", "null", ["boolean", "null"]])}
+
+
+NAME_PATTERNS = ["^name$", "^(name|age)$", "^x?$", "^[a-z]+$", "^S_", "e", "[0-9]", "^.{1,5}$", "^(?!x)"]
+FORMATS = [
+    "date", "date-time", "uri", "uuid", "ipv4", "password", "uri-reference", "regex", "zzz", "byte", "int32"
+]  # fmt: skip
+
+
+class StrangeSchemas(SchemaMaker):
+    """Makes random schemas from a seed: some cannot be enforced, and some allow nothing."""
+
+    def schema(self, depth: int = 0) -> Schema:
+        made = super().schema(depth)
+        if self._rng.random() < 0.1:
+            made |= {"title": "T", "default": None, "readOnly": True, "x-order": 3}
+        return made
+
+    def _object(self, depth: int) -> Schema:
+        rng, made = self._rng, super()._object(depth)
+        if rng.random() < 0.3:
+            some = rng.sample(NAME_PATTERNS, rng.choice([1, 1, 2]))
+            made["patternProperties"] = {each: self.schema(depth + 1) for each in some}
+        if rng.random() < 0.2:
+            lists = [{"enum": rng.sample(NAMES, 3)}, {"const": "name"}, {"pattern": rng.choice(NAME_PATTERNS)}]
+            made["propertyNames"] = rng.choice([True, {"type": "string"}, {"maxLength": 4}, *lists])
+        if rng.random() < 0.2:
+            made["required"] = [*made.get("required", ()), rng.choice(NAMES)]
+        if rng.random() < 0.1:
+            made[rng.choice(["minProperties", "maxProperties"])] = rng.randint(0, 3)
+        if rng.random() < 0.03:
+            made |= rng.choice([{"not": {"required": ["x"]}}, {"dependentRequired": {"x": ["id"]}}])
+        return made
+
+    def _array(self, depth: int) -> Schema:
+        made = super()._array(depth)
+        return made | ({"uniqueItems": self._rng.random() < 0.7} if self._rng.random() < 0.2 else {})
+
+    def _any_of(self, depth: int) -> Schema:
+        options = super()._any_of(depth)["anyOf"]
+        return {self._rng.choice(["anyOf", "oneOf", "allOf"]): options}
+
+    def _string(self) -> Schema:
+        made = super()._string()
+        return made | ({"format": self._rng.choice(FORMATS)} if self._rng.random() < 0.4 else {})
+
+    def _integer(self) -> Schema:
+        low = self._rng.choice([-(2**63), -1e30, -5, 0, 2.5])
+        made: Schema = {"type": "integer", self._rng.choice(["minimum", "exclusiveMinimum"]): low}
+        return made | {self._rng.choice(["maximum", "exclusiveMaximum"]): self._rng.choice([2**63 - 1, 2**64, 1e30, 7])}
+
+    def _number(self) -> Schema:
+        low = self._rng.choice(["minimum", "exclusiveMinimum"]), self._rng.choice([-1e300, 0])
+        high = self._rng.choice(["maximum", "exclusiveMaximum"]), self._rng.choice([1e300, 3.4e38, 180.5])
+        return {"type": "number", **dict([low, high])}
