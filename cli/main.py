@@ -81,13 +81,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"quire: there is no command {words[0]!r}{_nearest(words[0])}\n\n{usage()}", file=sys.stderr)
         return 2
     try:
-        command = importlib.import_module(f"cli.commands.{words[0].replace('-', '_')}")
+        return _run(words[0], words[1:])
+    except KeyboardInterrupt:  # before the command itself takes Ctrl-C, as while it imports
+        print("\nquire: stopped by Ctrl-C", file=sys.stderr)
+        return 130
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    try:
+        command = importlib.import_module(f"cli.commands.{name.replace('-', '_')}")
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith("cli."):
             raise
-        print(f"quire: {words[0]} needs {missing.name}; {_EXTRAS}", file=sys.stderr)
+        print(f"quire: {name} needs {missing.name}; {_EXTRAS}", file=sys.stderr)
         return 2
-    return int(command.main(words[1:]))
+    return int(command.main(arguments))
 
 
 if __name__ == "__main__":

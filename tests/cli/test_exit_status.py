@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -155,3 +156,20 @@ def test_a_service_that_refuses_its_options_ends_with_2(
 def test_what_failed_ends_with_1(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(line) == 1
     assert capsys.readouterr().err.startswith("quire: ")
+
+
+@pytest.mark.parametrize("where", ["import", "main"])
+def test_ctrl_c_before_a_command_takes_it_ends_in_one_line(
+    where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first second of a command is spent on imports."""
+
+    def interrupted(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    if where == "import":
+        monkeypatch.setattr("cli.main.importlib.import_module", interrupted)
+    else:
+        monkeypatch.setattr("cli.commands.status.main", interrupted)
+    assert main(["status"]) == 130
+    assert capsys.readouterr() == ("", "\nquire: stopped by Ctrl-C\n")
