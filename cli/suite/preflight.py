@@ -286,13 +286,16 @@ def _ports_of(final: Settings) -> list[Listened]:
 
 def _taken(ports: Iterable[tuple[Program, Listened]]) -> list[FieldViolation]:
     """Return the ports that cannot be bound. All ports stay bound until the last one is tried, to find equal ones."""
-    problems = []
+    problems, given = [], dict[int, Program]()
     with ExitStack() as held:
         for program, (host, port) in ports:
             try:
                 _listen(held, host, port)
+                given[port] = program
             except (OSError, OverflowError) as error:
                 why = "is taken" if getattr(error, "errno", 0) == errno.EADDRINUSE else f"cannot be used ({error})"
+                if why == "is taken" and port in given:
+                    why = f"is given to {given[port].name} of this suite, too"
                 what = f"{why}; {program.name} needs it: choose another with {_PORT_FLAGS[program.service]}"
                 problems.append(FieldViolation(f"port {port} of {host}", what))
     return problems

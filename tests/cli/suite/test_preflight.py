@@ -348,5 +348,5 @@ def test_a_port_that_is_taken_is_reported_with_the_flag_that_changes_it(taken: i
 def test_two_processes_cannot_have_one_port(base: dict[str, str]) -> None:
     found = refusals(("--worker-port", base["QUIRE_SERVE_PORT"]), base)
     flags = "--port, --grpc-port, --admin-port, --admin-http-port or --own-port"
-    wanted = f"is taken; router needs it: choose another with {flags}"
+    wanted = f"is given to worker-0 of this suite, too; router needs it: choose another with {flags}"
     assert found == {f"port {base['QUIRE_SERVE_PORT']} of 127.0.0.1": wanted}
