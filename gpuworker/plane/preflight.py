@@ -17,6 +17,7 @@ from typing import Final
 from common.checkpoint.files import read_config, weight_bytes, weight_problems
 from common.checkpoint.pooling import asked_pooling
 from common.errors import FieldViolation, InvalidConfig
+from common.process.topology import allowed_cpus
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import GIB, bytes_per_block, in_words
 from gpuworker.memory.host_memory import address_space, available_bytes
@@ -40,12 +41,14 @@ class Machine:
     address_space: int | None
     processor: frozenset[str] = frozenset()  # its flags
     triton: str | None = None
+    cpus: int | None = None  # that this process may use
 
     @classmethod
     def here(cls) -> Machine:
         torch = _version("torch")
         devices = 0 if torch is not None and torch.endswith("+cpu") else _cuda_devices()
-        return cls(torch, devices, available_bytes(), address_space(), processor_flags(), _version("triton"))
+        found = (available_bytes(), address_space(), processor_flags(), _version("triton"), len(allowed_cpus()))
+        return cls(torch, devices, *found)
 
 
 def refuse_impossible(settings: GpuWorkerSettings, directory: Path) -> None:
@@ -61,7 +64,7 @@ def problems(settings: GpuWorkerSettings, directory: Path, machine: Machine, wor
     """
     if settings.simulate is not None:
         return []
-    found = _level_problems(settings.cpu_level, machine)
+    found = [*_level_problems(settings.cpu_level, machine), *_thread_problems(settings, machine.cpus)]
     of_draft = draft_problems(settings, directory, machine.available_bytes, workers)
     if directory.is_file() or any(directory.glob("*.gguf")):
         return [*found, *of_draft]
@@ -81,6 +84,14 @@ def _level_problems(level: str, machine: Machine) -> list[FieldViolation]:
     if level == "auto" or (reason := why_not(level, machine.processor)) is None:
         return []
     return [FieldViolation("--cpu-level", f"is {level}: {reason}; or leave it at auto")]
+
+
+def _thread_problems(settings: GpuWorkerSettings, cpus: int | None) -> Iterator[FieldViolation]:
+    """Refuse more threads than cpus; with `--cpus` the settings did."""
+    threads = settings.threads or 0
+    if settings.cpus is None and cpus is not None and threads > cpus:
+        what = f"is {threads}, and a process may use {cpus} cpus here: threads that share a cpu stall each other"
+        yield FieldViolation("--threads", f"{what}; give at most {cpus}, or leave it out")
 
 
 def _pooling_problems(settings: GpuWorkerSettings, directory: Path) -> Sequence[FieldViolation]:

@@ -77,6 +77,13 @@ def test_a_level_that_was_not_built_is_named(folder: Path, tmp_path: Path, monke
     assert said.endswith("or leave it at auto")
 
 
+def test_more_threads_than_cpus_are_refused(folder: Path) -> None:
+    two = replace(CPU, cpus=2)
+    assert found(folder, two, "--threads", "2") == found(folder, CPU, "--threads", "999") == {}
+    said = "is 999, and a process may use 2 cpus here: threads that share a cpu stall each other; give at most 2"
+    assert found(folder, two, "--threads", "999") == {"--threads": f"{said}, or leave it out"}
+
+
 def test_an_unknown_level_is_refused_with_the_known_ones(folder: Path) -> None:
     with pytest.raises(InvalidConfig, match="expected auto, " + ", ".join(levels.NAMES[:-1])):
         found(folder, CPU, "--cpu-level", "avx3")
