@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import importlib
 import io
@@ -39,6 +40,8 @@ COMMANDS = {
     "waste": "count the slots that sequences waste: contiguous reservations beside blocks",
 }
 
+# Of what the commands draw, each as wide as it was.
+_PLAIN = dict(zip("━─╸╺╱│└├┤·∘●◆▸↪✗…±", "----/|`||.oo*>>x~~", strict=True))
 _EXTRAS = "it is not installed. Install quire-llm[cli] for the commands; `serve` and `demo` need quire-llm[serve]"
 
 
@@ -61,9 +64,19 @@ def _is_text(word: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in word)
 
 
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """Return what stands for characters that a terminal's encoding lacks: lines and marks in ASCII, else `?`."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_PLAIN.get(each, "?") for each in error.object[error.start : error.end]), error.end
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    codecs.register_error("plain", _plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(errors="plain")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="strict")  # in the locale C, Python lets bytes through that are no text
     wrong = next((place for place, word in enumerate(words, 1) if not _is_text(word)), None)

@@ -58,7 +58,7 @@ class ResultFile:
         self._lock = _locked(path)
         try:
             self._clean()
-            self._file: IO[bytes] = path.open("ab")
+            self._file = path.open("ab", buffering=0)
         except BaseException:
             self._lock.close()
             raise
@@ -73,9 +73,14 @@ class ResultFile:
         self._lock.close()
 
     def write(self, result: Result) -> None:
-        """Add a line, in one write: a kill leaves at most this line incomplete."""
-        self._file.write(result.line())
-        self._file.flush()
+        """Add a line, in one write: a kill leaves at most this line incomplete. Raises Unavailable on a full disk."""
+        left = memoryview(result.line())
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            what = f"{self._path} cannot be written: {error.strerror}; the answers so far are there"
+            raise Unavailable(f"{what}, and the same command goes on from here") from None
 
     def _clean(self) -> None:
         """Keep the lines of requests that have ended, each once; the others go, and their requests are sent again."""

@@ -221,8 +221,7 @@ async def admin() -> AsyncIterator[str]:
     await server.stop(None)
 
 
-@pytest.mark.parametrize("columns", [80, 200])
-@pytest.mark.parametrize(
+SCREENS = pytest.mark.parametrize(
     "words",
     [
         ("status",),
@@ -234,6 +233,10 @@ async def admin() -> AsyncIterator[str]:
     ],
     ids=lambda words: words[0],
 )
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+@SCREENS
 async def test_a_screen_is_the_golden_one(
     words: tuple[str, ...], columns: int, admin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,3 +248,16 @@ async def test_a_screen_is_the_golden_one(
         golden.write_text("".join(f"{line}\n" for line in shown))
     assert shown == golden.read_text().splitlines()
     assert max(map(len, shown)) <= columns
+
+
+@SCREENS
+async def test_a_terminal_without_utf_8_gets_the_same_in_ascii(
+    words: tuple[str, ...], admin: str, tmp_path: Path
+) -> None:
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "", "TZ": "UTC"}
+    command = module_command("cli.main", *words, "--admin-address", admin, "--state-dir", str(tmp_path))
+    shown = await asyncio.to_thread(screen, command, 80, plain)
+    golden = (GOLDEN / f"{words[0]}_80.txt").read_text().splitlines()
+    assert all(map(str.isascii, shown))
+    assert len(shown) == len(golden)
+    assert not any("?" in ours and "?" not in theirs for ours, theirs in zip(shown, golden, strict=True))

@@ -83,3 +83,13 @@ def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="cannot be written: No such file"):
         ResultFile(tmp_path / "none" / "out.jsonl")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device of a full disk is Linux's")
+def test_a_full_disk_ends_a_run_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = ResultFile(tmp_path / "out.jsonl")
+    file._file.close()
+    with Path("/dev/full").open("ab", buffering=0) as full, file:
+        monkeypatch.setattr(file, "_file", full)
+        with pytest.raises(Unavailable, match=r"cannot be written: No space left on device; the answers so far are"):
+            file.write(OK)
