@@ -33,7 +33,8 @@ def authenticator_of(settings: RouterSettings, model: str) -> PeerDirectory | Te
 
 def dialects_of(settings: RouterSettings, text: CheckpointText) -> Dialects:
     options = settings.tool_call_parser, settings.reasoning_parser
-    return Dialects.of(*options, text.template_source, text.added_tokens)
+    templates = text.template_source, text.tool_template_source
+    return Dialects.of(*options, *templates, text.added_tokens, text.sees_tools)
 
 
 def identity_of(settings: RouterSettings, checkpoint: Checkpoint) -> PoolIdentity:

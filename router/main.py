@@ -255,6 +255,10 @@ class RouterProcess:
         site = site_of(decisions, manager, self.status, routers, self._history, clock, self._tls is None)
         self._admin.http.add_site(PREFIX, site.answer)
 
+    def remarks(self) -> Sequence[str]:
+        """Return what an operator should know of the checkpoint's text."""
+        return self._text.remarks()
+
     def debug_state(self) -> dict[str, object]:
         """Return the router's part of `quire debug dump`: its queue, its workers and, if measured, its loop's turns."""
         turns = {"loop_turns": self._turns.take()} if self._turns is not None else {}
@@ -367,6 +371,8 @@ async def serve(settings: RouterSettings) -> int:
     where = await process.start()
     dumps_on_signal("router", where.partition(",")[0], settings.state_dir, process.debug_state)
     collect_rarely()
+    for remark in process.remarks():
+        log.info("%s", remark)
     level, waits = what_it_waits_for(settings)
     log.log(level, "listening on %s; %s", where, waits)
     lost = process.supervisor.lost

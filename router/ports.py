@@ -136,6 +136,11 @@ class TextCodec(Protocol):
 
     def __hash__(self) -> int: ...
 
+    @property
+    def sees_tools(self) -> bool:
+        """Whether the chat template writes the tools of a request into the prompt."""
+        ...
+
     async def encode(self, prompt: inference_pb2.Prompt, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, of a chat rendered with the template, or the ids as they were given.
 

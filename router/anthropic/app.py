@@ -38,7 +38,7 @@ from router.openai import errors, schema
 from router.openai.answer import Answer, Form, Piece
 from router.openai.request import Order
 from router.openai.response import WholeResponse
-from router.openai.service import Events, HttpParts, Service, in_words_of, trace_of, unless_gone
+from router.openai.service import Events, HttpParts, Service, answer_headers, in_words_of, unless_gone
 from router.ports import CallContext
 from router.serving.answer_size import AnswerPlace
 from router.serving.event_stream import EventStream
@@ -101,11 +101,11 @@ class Messages:
         turn = await unless_gone(request, self._turn(body, given, call))
         if body.stream:
             events = await unless_gone(request, self._service.begun([turn.request], turn.answer))
-            return EventStream(_lines(turn, events), events, trace_of(turn.answer), PING)
+            return EventStream(_lines(turn, events), events, answer_headers(turn.answer), PING)
         place = self._service.room.place(MAX_ANSWER_BYTES)
         try:
             parts = await unless_gone(request, self._collected(turn, place))
-            return WholeResponse(parts, trace_of(turn.answer), place.leave)
+            return WholeResponse(parts, answer_headers(turn.answer), place.leave)
         except BaseException:  # broad: an answer that is not sent, for whatever reason, takes no room
             place.leave()
             raise

@@ -10,6 +10,8 @@ from common.errors import FieldViolation, InvalidRequest
 from common.limits import MAX_QUOTED_CHARS, MAX_TOOL_NAME_CHARS, MAX_TOOLS
 from router.core.dialects.offered import OfferedTool
 
+UNSEEN_TOOLS: Final = "the chat template shows no tools, so the model does not see those of a request"
+NOTE_HEADER: Final = "x-quire-note"
 _NAME: Final = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_TOOL_NAME_CHARS}}}")
 
 

@@ -12,6 +12,7 @@ from common.limits import MAX_REPLY_BYTES
 from common.untrusted.ids import ID_WORDS, is_id
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
+from router.core.tools import NOTE_HEADER, UNSEEN_TOOLS
 from router.grpc_api.codec import (
     LEAST_ENTRY_BYTES,
     LEAST_TOKEN_BYTES,
@@ -84,9 +85,15 @@ class InferenceServicer(rpc.InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         asked = await self._asked(request, self._calls.context(context))
+        self._note(request, context)
         async with aclosing(asked.events(False)) as events:
             async for event in events:
                 yield event_to_proto(event)
+
+    def _note(self, request: pb.GenerateRequest, context: Context) -> None:
+        """Tell a client in the trailing metadata that the model does not see its tools."""
+        if request.prompt.chat.tools_json and not self._codec.sees_tools:
+            context.set_trailing_metadata(((NOTE_HEADER, UNSEEN_TOOLS),))
 
     async def _asked(self, request: pb.GenerateRequest, call: CallContext) -> Resumed:
         """Return a new request, or one that another router began."""
@@ -98,6 +105,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def GenerateUnary(self, request: pb.GenerateUnaryRequest, context: Context) -> pb.GenerateUnaryResponse:
         """Answer one request as a whole. DEADLINE_EXCEEDED when the deadline cut it short."""
         asked = await self._asked(request.request, self._calls.context(context))
+        self._note(request.request, context)
         check_least_size([asked.request], LEAST_TOKEN_BYTES, LEAST_ENTRY_BYTES, MAX_REPLY_BYTES)
         place = self._room.place(MAX_REPLY_BYTES)
         answer = UnaryAnswer(asked.request.sampling.n, place.grow)

@@ -19,6 +19,7 @@ from common.limits import MAX_ANSWER_BYTES
 from common.version import quire_version
 from quire.inference.v1 import inference_pb2 as pb
 from router.core.events import ValidatedRequest
+from router.core.tools import NOTE_HEADER
 from router.openai import errors, schema
 from router.openai.allowed_tokens import check_allowed, forbid_other_ends
 from router.openai.answer import Answer, Form, Json
@@ -32,7 +33,7 @@ from router.openai.request import Order, chat_order, completion_order
 from router.openai.response import WholeAnswer, WholeResponse
 from router.openai.responses.routes import response_routes
 from router.openai.responses.schema import StreamEvent
-from router.openai.service import Events, HttpParts, Service, begun, in_words_of, trace_of, unless_gone
+from router.openai.service import Events, HttpParts, Service, answer_headers, begun, in_words_of, unless_gone
 from router.openai.stream import DONE, StreamedAnswer, error_line
 from router.openai.tokens import token_routes
 from router.openai.types import ChatRequest, CompletionRequest, GenerationFields
@@ -46,7 +47,7 @@ _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": Fa
 _LEAST_ENTRY_BYTES: Final = 7
 _LEAST_CHAT_ENTRY_BYTES: Final = 38
 # Headers that a page may read beside those that every browser shows.
-_EXPOSED: Final = ("x-request-id", "x-quire-request-id", "x-trace-id", "retry-after", "retry-after-ms")
+_EXPOSED: Final = ("x-request-id", "x-quire-request-id", "x-trace-id", NOTE_HEADER, "retry-after", "retry-after-ms")
 
 
 def create_app(parts: HttpParts, cors_origins: Sequence[str] = ()) -> FastAPI:
@@ -197,11 +198,11 @@ class _Api:
             events = await unless_gone(request, self._begin(order, call, answer))
             has_ids = form.event_ids and len(order.prompts) == 1
             ids = EventIds(call.request_id, form.sequences) if has_ids else NoEventIds()
-            return EventStream(_lines(events, answer, ids), events, trace_of(answer))
+            return EventStream(_lines(events, answer, ids), events, answer_headers(answer))
         place = self._service.room.place(MAX_ANSWER_BYTES)
         try:
             parts = await unless_gone(request, self._collect(order, call, answer, place))
-            return WholeResponse(parts, trace_of(answer), place.leave)
+            return WholeResponse(parts, answer_headers(answer), place.leave)
         except BaseException:  # broad: an answer that is not sent, for whatever reason, takes no room
             place.leave()
             raise
@@ -216,7 +217,7 @@ class _Api:
         answer = Answer(form, 1, form.id_prefix + last.request_id)
         events = await unless_gone(request, self._go_on(order, last, self._service.call(request), answer))
         ids = EventIds(last.request_id, form.sequences, last)
-        return EventStream(_lines(events, answer, ids, opened=True), events, trace_of(answer))
+        return EventStream(_lines(events, answer, ids, opened=True), events, answer_headers(answer))
 
     async def _go_on(self, order: Order, last: LastEvent, call: CallContext, answer: Answer) -> Events:
         resumed = await self._parts.resumer.resumed(last.request(answer.form.sequences), call, again=True)

@@ -11,8 +11,8 @@ from quire.inference.v1 import inference_pb2 as pb
 from router.openai.tools import AskedTools
 from router.openai.types import CalledFunction, ChatFields, Message
 
-# OpenAI's newer name for a system message, which few templates accept, and its older one for the result of a call.
-_ROLES = {"developer": "system", "function": "tool"}
+# OpenAI's older name for the role of a result.
+_ROLES = {"function": "tool"}
 # The fields of nearly all messages.
 _PLAIN = frozenset({"role", "content"})
 

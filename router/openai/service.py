@@ -14,6 +14,7 @@ from common.clock import Clock
 from common.errors import Cancelled, InvalidRequest, QuireError
 from common.version import quire_version
 from router.core.events import GenerateEvent, ValidatedRequest
+from router.core.tools import NOTE_HEADER
 from router.openai import errors
 from router.openai.answer import Answer
 from router.openai.identification import Ids
@@ -125,9 +126,11 @@ def in_words_of(order: Order) -> Iterator[None]:
         raise InvalidRequest(*map(order.in_its_words, error.violations)) from None
 
 
-def trace_of(answer: Answer) -> dict[str, str]:
-    """Return the header with the id of the trace; `Identified` adds those that every answer has."""
-    return {"x-trace-id": answer.trace_id} if answer.trace_id else {}
+def answer_headers(answer: Answer) -> dict[str, str]:
+    """Return the id of the trace, and a note where there is one; `Identified` adds what every answer has."""
+    reading = answer.form.reading
+    named = {"x-trace-id": answer.trace_id, NOTE_HEADER: "" if reading is None else reading.note}
+    return {name: value for name, value in named.items() if value}
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

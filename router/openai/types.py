@@ -187,7 +187,7 @@ class Message(BaseModel):
 
     role: str = Field(
         ...,
-        description="a role of the checkpoint's chat template; developer counts as system",
+        description="a role of the checkpoint's chat template; developer counts as system where the template has none",
         json_schema_extra={"pattern": "^[A-Za-z_]{1,32}$"},
     )
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None

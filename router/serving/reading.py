@@ -24,6 +24,7 @@ from router.core.dialects.names import reasoning_dialect, tool_dialect
 from router.core.dialects.offered import OfferedTool
 from router.core.dialects.parts import Parser
 from router.core.dialects.reader import GPT_OSS, kept_tokens, reader, thought_end, thought_marks
+from router.core.tools import UNSEEN_TOOLS
 from router.ports import ChatRenderer
 
 # Names of `--tool-call-parser` and `--reasoning-parser` beside those of the dialects.
@@ -36,23 +37,30 @@ _NO_DIALECT: Final = "generic"
 class Dialects:
     """How the served model writes calls and thoughts; None where that is not read.
 
-    `whole_tokens` are those that a grammar must name by their ids.
+    `whole_tokens` are those that a grammar must name by their ids. `sees_tools`: the prompt names the tools.
     """
 
     tools: str | None = _NO_DIALECT
     reasoning: str | None = None
     whole_tokens: Mapping[str, int] = field(default_factory=dict)
+    sees_tools: bool = True
 
     @classmethod
     def of(
-        cls, tools: str, reasoning: str, template: str | None, added_tokens: Iterable[tuple[str, int, bool]] = ()
+        cls,
+        tools: str,
+        reasoning: str,
+        template: str | None,
+        tool_template: str | None,
+        added_tokens: Iterable[tuple[str, int, bool]] = (),
+        sees_tools: bool = True,
     ) -> Dialects:
-        """Return the dialects of two options; `auto` finds them in the chat template."""
-        found = detect_tools(template or "") or _NO_DIALECT
+        """Return the dialects of two options; `auto` finds them in the chat template, and in that for tools."""
+        found = detect_tools(tool_template or "") or _NO_DIALECT
         calls = None if tools == NONE else found if tools == AUTO else tool_dialect(tools)
-        found_thoughts = detect_reasoning(template or "")
+        found_thoughts = detect_reasoning(template or "") or detect_reasoning(tool_template or "")
         thoughts = None if reasoning == NONE else found_thoughts if reasoning == AUTO else reasoning_dialect(reasoning)
-        return cls(calls, thoughts, whole_tokens(added_tokens))
+        return cls(calls, thoughts, whole_tokens(added_tokens), sees_tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,8 @@ class Reading:
     kept: frozenset[str]
     asked: AskedConstraint | None
     budget: types_pb2.ThoughtBudget | None = None
+    note: str = ""
+    """What the client should know of its tools; "" where they reach the model."""
 
 
 class AnswerReader:
@@ -130,6 +140,7 @@ class AnswerReader:
             kept_tokens(dialects.reasoning, tools),
             self._constraint(use, asked, thought),
             None if budget is None or thought is None else _budget(budget, thought, use),
+            UNSEEN_TOOLS if use.tools and not dialects.sees_tools else "",
         )
 
     def _constraint(

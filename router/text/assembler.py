@@ -10,6 +10,7 @@ from common.limits import ENCODED_AT_ONCE_CHARS
 from common.types import SamplingParams
 from quire.inference.v1 import inference_pb2
 from router.core.context_length import beyond_context
+from router.core.tools import UNSEEN_TOOLS
 from router.ports import TextAssembler
 from router.text.chat import ChatTemplate, PromptTooLong
 from router.text.chat_input import characters, chat_input, check_messages
@@ -85,6 +86,22 @@ class CheckpointText:
     def template_source(self) -> str | None:
         """The chat template in Jinja; None where the checkpoint has none."""
         return None if self._template is None else self._template.source
+
+    @property
+    def tool_template_source(self) -> str | None:
+        """The chat template for chats with tools."""
+        return None if self._template is None else self._template.for_tools.source
+
+    @property
+    def sees_tools(self) -> bool:
+        """Whether the chat template writes the tools of a request into the prompt."""
+        return self._template is not None and self._template.sees_tools
+
+    def remarks(self) -> Sequence[str]:
+        """Return what an operator should know of the chat template."""
+        if self._template is None or self._tokenizer is None:
+            return ()
+        return [*self._template.remarks(), *(() if self.sees_tools else (UNSEEN_TOOLS,))]
 
     @property
     def added_tokens(self) -> Sequence[tuple[str, int, bool]]:

@@ -3,38 +3,48 @@
 Templates run in Jinja2's sandbox, with the settings and helpers that templates on the Hugging Face hub expect. The
 router needs no transformers, which takes seconds to import; tests compare with its `apply_chat_template`.
 
-Templates disagree about calls in earlier answers: `call_forms.py` finds what a template wants.
+Templates disagree about how messages look: `form_probes.py` finds what a template wants.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import FieldViolation, InvalidConfig, InvalidRequest
-from router.text.call_forms import CallForm, call_form
 from router.text.chat_input import ChatInput
 from router.text.checkpoint import read_json
+from router.text.form_probes import TEMPLATE_ERRORS, Probes
+from router.text.message_forms import MessageForm, System, Tools, Turns
+from router.text.template_files import TemplateSources, read_template, template_sources
 
 # Variables by which templates let a model think or not.
 _THINKING_FLAGS: Final = ("enable_thinking", "thinking")
 # Marks the end of a message that is continued. The last space shows whether the template trims the message.
 _MARK: Final = f"<{secrets.token_hex(16)}> "
+# Made-up roles that are remembered at once.
+_MOST_ROLES: Final = 64
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class PromptTooLong(Exception):
     """The prompt is longer than any that the context holds."""
+
+
+class Refusal(TemplateError):
+    """What a template itself says against the messages."""
 
 
 class ChatTemplate:
@@ -46,6 +56,7 @@ class ChatTemplate:
         special_tokens: dict[str, str],
         now: Callable[[], datetime] = datetime.now,
         origin: str = "--model",
+        tool_use: ChatTemplate | None = None,
     ) -> None:
         """Compile a template. Raises InvalidConfig, with the option that it came by, when it is not valid Jinja2."""
         environment = ImmutableSandboxedEnvironment(
@@ -62,20 +73,28 @@ class ChatTemplate:
             what = f"{whose} chat template is not valid, line {error.lineno}: {error.message}"
             raise InvalidConfig(FieldViolation(origin, what)) from None
         self._special_tokens = special_tokens
+        self.tool_use = tool_use
+        """The template for chats with tools, where it is another one."""
+        self._probes = Probes(self._probed)
+        # Roles that clients made up, and whether the template shows their text.
+        self._roles: dict[str, bool] = {}
 
     @classmethod
     def load(cls, directory: Path, replaced_by: Path | None = None) -> ChatTemplate | None:
-        """Return the default template of a tokenizer's folder, or that of a file; None where there is none.
+        """Return the templates of a tokenizer's folder, or that of a file; None where there is none.
 
         The special tokens are the tokenizer's. Raises InvalidConfig for a template that is not valid.
         """
         config = read_json(directory / "tokenizer_config.json")
-        source = _source(directory, config) if replaced_by is None else _read(replaced_by)
-        if source is None:
+        replacing = None if replaced_by is None else TemplateSources(read_template(replaced_by))
+        sources = replacing or template_sources(directory, config)
+        if sources is None:
             return None
         named = {**read_json(directory / "special_tokens_map.json"), **config}
         special = {key: _content(named[key]) for key in _SPECIAL_TOKENS if named.get(key) is not None}
-        return cls(source, special, origin="--model" if replaced_by is None else "--chat-template")
+        origin = "--model" if replaced_by is None else "--chat-template"
+        tool_use = None if sources.tool_use is None else cls(sources.tool_use, special, origin=origin)
+        return cls(sources.default, special, origin=origin, tool_use=tool_use)
 
     def takes(self, variable: str) -> bool:
         """Return whether the template reads a variable of this name."""
@@ -87,27 +106,53 @@ class ChatTemplate:
         Raises InvalidRequest when the template refuses the chat (roles that must alternate, no system message, ...),
         and PromptTooLong when the prompt has more than `most` characters.
         """
+        if chat.tools and self.tool_use is not None:
+            return self.tool_use.render(chat, most)
         try:
-            return self._rendered(chat, self.call_form if _has_calls(chat) else CallForm(), most)
-        # Python errors come from expressions of the template: an index, a filter, an undefined name.
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-            what = f"the checkpoint's chat template does not accept these messages: {error}"
+            return self._rendered(chat, most)
+        except (Refusal, SecurityError) as refusal:
+            what = f"the checkpoint's chat template does not accept these messages: {refusal}"
             raise InvalidRequest(FieldViolation("prompt.chat.messages", what)) from None
+        except TEMPLATE_ERRORS:
+            place = self._first_wrong(chat, most)
+            what = "the checkpoint's chat template does not accept these messages: it fails at this one"
+            raise InvalidRequest(FieldViolation(f"prompt.chat.messages[{place}]", what)) from None
 
     @cached_property
-    def call_form(self) -> CallForm:
-        """The form in which the template wants calls."""
-        return call_form(lambda chat, form: self._rendered(chat, form, None))
+    def form(self) -> MessageForm:
+        """The form in which the template wants messages."""
+        return self._probes.form(self.source)
 
-    def _rendered(self, chat: ChatInput, form: CallForm, most: int | None) -> str:
-        messages = [form.of(message) for message in chat.messages]
+    @property
+    def for_tools(self) -> ChatTemplate:
+        """The template that shows tools, if any does."""
+        return self.tool_use or self
+
+    @property
+    def sees_tools(self) -> bool:
+        return self.for_tools.form.tools is not Tools.NOWHERE
+
+    def remarks(self) -> Iterator[str]:
+        """Yield what this template does with messages that others show as they are."""
+        form = self.form
+        if form.parts:
+            yield "the chat template takes content in parts; texts are given to it as one part each"
+        if form.system is System.NOWHERE:
+            yield "the chat template shows no message of the system; its text becomes part of the user's next message"
+        if form.turns is not Turns.ALL:
+            yield f"the chat template shows the user's {form.turns.value} message alone; chats with others are refused"
+        for role in sorted(form.hidden):
+            yield f"the chat template shows no text of role {role}; chats with one are refused"
+
+    def _rendered(self, chat: ChatInput, most: int | None) -> str:
+        given = chat.messages
         if chat.continue_final_message:
-            messages[-1]["content"] = (messages[-1]["content"] or "") + _MARK
+            given = [*given[:-1], given[-1]._replace(content=given[-1].content + _MARK)]
         variables = self._special_tokens | dict(chat.variables) | self._effort(chat)
         text = self._text(
             variables
             | {
-                "messages": messages,
+                "messages": self.form.with_tools(self.form.of(given, self._shows), chat.tools),
                 "tools": chat.tools,
                 "documents": chat.documents,
                 "add_generation_prompt": chat.add_generation_prompt,
@@ -115,6 +160,33 @@ class ChatTemplate:
             most,
         )
         return _before_mark(text) if chat.continue_final_message else text
+
+    def _probed(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, answer: bool) -> str:
+        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": answer}
+        return self._template.render(self._special_tokens | given)
+
+    def _shows(self, role: str) -> bool:
+        """Return whether the text of a role that a client made up is shown."""
+        if role not in self._roles:
+            if len(self._roles) >= _MOST_ROLES:
+                self._roles.clear()
+            self._roles[role] = self._probes.shows(role, self.form)
+        return self._roles[role]
+
+    def _first_wrong(self, chat: ChatInput, most: int | None) -> int:
+        """Return the place of the first message with which rendering fails, found by halves."""
+        good, bad = 0, len(chat.messages)
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            head = replace(chat, messages=chat.messages[:middle], continue_final_message=False)
+            try:
+                self._rendered(head, most)
+                good = middle
+            except Refusal:
+                good = middle
+            except TEMPLATE_ERRORS:
+                bad = middle
+        return bad - 1
 
     def _text(self, variables: Mapping[str, Any], most: int | None) -> str:
         """Return the whole text, which is given up once it is too long: a template may repeat what it is given."""
@@ -154,10 +226,6 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _has_calls(chat: ChatInput) -> bool:
-    return any(message.calls or message.call_id for message in chat.messages)
-
-
 def _before_mark(text: str) -> str:
     """Return the text up to the end of the message that is continued."""
     place = text.rfind(_MARK.rstrip())
@@ -176,32 +244,7 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _source(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """Return a checkpoint's template: of a file of its own, of its tokenizer, or of its processor's older file."""
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        return _read(file)
-    of_tokenizer = _default(tokenizer_config.get("chat_template"))
-    if of_tokenizer is not None:
-        return of_tokenizer
-    return _default(read_json(directory / "chat_template.json").get("chat_template"))
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidConfig(FieldViolation("--chat-template", f"{file} is no text in UTF-8: {error}")) from None
-
-
-def _default(templates: str | list[dict[str, str]] | None) -> str | None:
-    """Return the default template; older checkpoints have a list of named templates."""
-    if isinstance(templates, list):
-        return next((each["template"] for each in templates if each["name"] == "default"), None)
-    return templates
+    raise Refusal(message)
 
 
 def _content(token: str | dict[str, Any]) -> str:

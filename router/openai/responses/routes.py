@@ -39,7 +39,7 @@ from router.openai.responses.request import check, conversation, in_its_words, o
 from router.openai.responses.schema import Deleted, InputTokens, ItemList, ResponseBody, StreamEvent
 from router.openai.responses.types import Json, ResponsesRequest
 from router.openai.schema import ErrorBody, answers
-from router.openai.service import Events, Service, in_words_of, trace_of, unless_gone
+from router.openai.service import Events, Service, answer_headers, in_words_of, unless_gone
 from router.ports import CallContext
 from router.serving.answer_size import AnswerPlace
 from router.serving.event_stream import EventStream
@@ -89,11 +89,11 @@ class Responses:
             return await self._in_background(asked, bool(body.stream))
         if body.stream:
             events = await unless_gone(request, self._service.begun([asked.request], asked.answer))
-            return EventStream(self._lines(asked, events), events, trace_of(asked.answer))
+            return EventStream(self._lines(asked, events), events, answer_headers(asked.answer))
         place = self._service.room.place(MAX_ANSWER_BYTES)
         try:
             whole = await unless_gone(request, self._collected(asked, place))
-            return WholeResponse([whole], trace_of(asked.answer), place.leave)
+            return WholeResponse([whole], answer_headers(asked.answer), place.leave)
         except BaseException:  # broad: an answer that is not sent, for whatever reason, takes no room
             place.leave()
             raise

@@ -95,6 +95,18 @@ async def test_a_call_is_no_content(api: Api) -> None:
     assert json.loads(call["function"]["arguments"]) == {"a": 71}
 
 
+@pytest.mark.parametrize(("fields", "noted"), [({"tools": [ADD]}, True), ({}, False)])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_template_that_shows_no_tools_is_noted_in_the_answer(
+    api: Api, stream: bool, fields: dict[str, Any], noted: bool
+) -> None:
+    """The template of the demo model shows none."""
+    api.frontend.script = says("Hi.")
+    answer = await api.http.post(CHAT, json={"messages": HI, "stream": stream} | fields)
+    note = "the chat template shows no tools, so the model does not see those of a request"
+    assert answer.headers.get("x-quire-note") == (note if noted else None)
+
+
 async def test_words_and_several_calls_keep_their_order(api: Api) -> None:
     api.frontend.script = says("I add.\n", CALL, "\n", CALL.replace("71", "72"))
     message = (await whole(api, tools=[ADD, NOW]))["message"]

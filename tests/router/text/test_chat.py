@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from common.errors import InvalidRequest
 from quire.inference.v1 import inference_pb2 as pb
-from router.text.call_forms import CallForm
 from router.text.chat import ChatTemplate, PromptTooLong
 from router.text.chat_input import chat_input
+from router.text.message_forms import Arguments, Calls, Ids, MessageForm, System, Tools
 from tests.support.router.tokenizers import byte_level
 
 SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
@@ -261,15 +261,14 @@ def test_without_a_generation_prompt_the_chat_ends_with_its_last_message() -> No
 @pytest.mark.parametrize(
     ("source", "form"),
     [
-        (TAGS, CallForm()),
-        (HEADERS, CallForm()),
-        (BRACKETS, CallForm(short_ids=True)),
-        (JOINED, CallForm(arguments_as_text=True)),
-        ("{% for m in messages %}<{{ m.role }}>{{ m['content'] + '!' }}{% endfor %}", CallForm(empty_content=True)),
+        (TAGS, MessageForm(arguments=Arguments.EITHER)),
+        (HEADERS, MessageForm(arguments=Arguments.EITHER, calls=Calls.SINGLE, words_apart=True)),
+        (BRACKETS, MessageForm(ids=Ids.SHORT, arguments=Arguments.EITHER, words_apart=True, system=System.NOWHERE)),
+        (JOINED, MessageForm(arguments=Arguments.TEXT, words_apart=True, tools=Tools.NOWHERE)),
     ],
 )
-def test_each_template_gets_calls_in_its_form(source: str, form: CallForm) -> None:
-    assert ChatTemplate(source, dict(SPECIAL)).call_form == form
+def test_each_template_gets_messages_in_its_form(source: str, form: MessageForm) -> None:
+    assert ChatTemplate(source, dict(SPECIAL)).form == form
 
 
 def test_ids_of_any_length_fit_templates_that_want_nine_characters() -> None:
@@ -324,7 +323,7 @@ def test_an_effort_becomes_what_the_template_takes(effort: str, source: str, fou
 )
 def test_what_cannot_be_rendered_is_named(fields: dict[str, Any], violation: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        rendered("{{ messages[0].role }}", chat_of(ASKED, **fields))
+        rendered("{{ messages[-1].content[:30] }}", chat_of(ASKED, **fields))
     assert str(caught.value).startswith(f"prompt.chat.{violation}")
 
 

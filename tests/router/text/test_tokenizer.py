@@ -17,9 +17,10 @@ from common.errors import InvalidConfig, InvalidRequest, Unsupported
 from common.limits import MAX_CHAT_MESSAGES
 from common.types import SamplingParams
 from quire.inference.v1 import inference_pb2 as pb
+from router.core.dialects.detect import detect_tools
 from router.text.assembler import CheckpointText
 from router.text.chat import ChatTemplate
-from router.text.chat_input import ChatInput, Message
+from router.text.chat_input import ChatInput, Message, chat_input
 from router.text.checkpoint import read_checkpoint
 from router.text.tokenizer import Tokenizer
 from tests.support.router.tokenizers import byte_level
@@ -27,6 +28,8 @@ from tests.support.turns import counted_turns
 
 DEMO = Path(__file__).parents[3] / "cli" / "demo_model" / "checkpoint"
 
+# Shows a message alone.
+SHOWN = "{{ messages[-1].content }}"
 # In the manner of Llama 3: trims, a system message of its own, dates, an error of the template's own.
 HEADERS = """{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}
@@ -309,22 +312,69 @@ def test_a_template_renders_as_in_transformers(source: str, chat: list[tuple[str
 
 
 def test_the_default_of_several_templates_is_taken(tmp_path: Path) -> None:
-    templates = [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ eos_token }}yes"}]
+    templates = [{"name": "tools", "template": "no"}, {"name": "default", "template": f"{{{{ eos_token }}}}{SHOWN}"}]
     config = {"chat_template": templates, "eos_token": {"content": "</s>"}}
     template = ChatTemplate.load(checkpoint_with(tmp_path, tokenizer_config_json=config))
     assert template is not None
-    assert template.render(chat_of(("user", "a"))) == "</s>yes"
+    assert template.render(chat_of(("user", "a"))) == "</s>a"
+
+
+TOOL = {"type": "function", "function": {"name": "find_town", "parameters": {"type": "object", "properties": {}}}}
+NAMED = [
+    {"name": "rag", "template": "no"},
+    {"name": "default", "template": f"plain {SHOWN}"},
+    {"name": "tool_use", "template": f"{{{{ tools | tojson }}}} <tool_call> {SHOWN}"},
+]
+
+
+@pytest.mark.parametrize("kept", ["list", "mapping", "folder", "folder beside a list", "folder beside a text"])
+def test_chats_with_tools_take_the_template_for_them_as_in_transformers(kept: str, tmp_path: Path) -> None:
+    named: Any = {each["name"]: each["template"] for each in NAMED}
+    config = {"list": NAMED, "mapping": named, "folder beside a list": [{"name": "tool_use", "template": "old"}]}
+    config |= {"folder beside a text": named["default"]}
+    folder = checkpoint_with(tmp_path, tokenizer_config_json={"chat_template": config.get(kept)})
+    if kept.startswith("folder"):
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
+        if kept != "folder beside a text":
+            (folder / "chat_template.jinja").write_text(named["default"])
+    template = ChatTemplate.load(folder)
+    assert template is not None
+    asked = pb.Chat(messages=[pb.ChatMessage(role="user", content="a")])
+    assert template.render(chat_input(asked)) == "plain a"
+    asked.tools_json = json.dumps([TOOL])
+    assert template.render(chat_input(asked)) == f"[{json.dumps(TOOL)}] <tool_call> a"
+    assert template.sees_tools
+    assert detect_tools(template.for_tools.source) == "hermes"
+
+
+def test_a_template_alone_in_its_list_counts_for_all_chats(tmp_path: Path) -> None:
+    folder = checkpoint_with(tmp_path, tokenizer_config_json={"chat_template": NAMED[2:]})
+    template = ChatTemplate.load(folder)
+    assert template is not None
+    assert template.render(chat_of(("user", "a"))) == "null <tool_call> a"
+
+
+def test_what_a_template_does_not_show_is_remarked(tmp_path: Path) -> None:
+    plain = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}"
+    shutil.copytree(DEMO, tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "chat_template.jinja").write_text(plain)
+    text = CheckpointText.load(tmp_path / "checkpoint", 64)
+    assert list(text.remarks()) == [
+        "the chat template shows no message of the system; its text becomes part of the user's next message",
+        "the chat template shows no tools, so the model does not see those of a request",
+    ]
 
 
 def test_a_template_of_a_processor_counts_where_the_tokenizer_has_none(tmp_path: Path) -> None:
-    folder = checkpoint_with(tmp_path, chat_template_json={"chat_template": "of the processor"})
+    folder = checkpoint_with(tmp_path, chat_template_json={"chat_template": f"of the processor: {SHOWN}"})
     template = ChatTemplate.load(folder)
     assert template is not None
-    assert template.render(chat_of(("user", "a"))) == "of the processor"
-    (folder / "tokenizer_config.json").write_text('{"chat_template": "of the tokenizer"}')
+    assert template.render(chat_of(("user", "a"))) == "of the processor: a"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": f"of the tokenizer: {SHOWN}"}))
     template = ChatTemplate.load(folder)
     assert template is not None
-    assert template.render(chat_of(("user", "a"))) == "of the tokenizer"
+    assert template.render(chat_of(("user", "a"))) == "of the tokenizer: a"
 
 
 def test_what_a_template_refuses_is_told_to_the_client() -> None:
@@ -344,12 +394,12 @@ def test_a_template_that_is_not_jinja_stops_the_start() -> None:
 
 def test_a_file_may_replace_the_template_and_keeps_the_tokens_of_the_tokenizer(tmp_path: Path) -> None:
     file = tmp_path / "other.jinja"
-    file.write_text("{{ eos_token }}other")
+    file.write_text(f"{{{{ eos_token }}}}other {SHOWN}")
     config = {"chat_template": "own", "eos_token": "</s>"}
     folder = checkpoint_with(tmp_path, tokenizer_config_json=config)
     template = ChatTemplate.load(folder, file)
     assert template is not None
-    assert template.render(chat_of(("user", "a"))) == "</s>other"
+    assert template.render(chat_of(("user", "a"))) == "</s>other a"
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,9 @@ class Api:
             "0123456789abcdef", FACTS.tokenizer_fingerprint, 16, KvGeometry(4, 2, 64, 64, "float32")
         )
         card = ModelCard("demo", identity, FACTS.max_model_len, FACTS.vocab_size, FACTS.eos_token_ids, True, ("alias",))
-        dialects = Dialects.of(tools, reasoning, self.text.template_source, self.text.added_tokens)
+        text = self.text
+        templates = text.template_source, text.tool_template_source
+        dialects = Dialects.of(tools, reasoning, *templates, text.added_tokens, text.sees_tools)
         parts = HttpParts(
             frontend=self.frontend,
             validator=Validator(self.text, FACTS, draw_seed=lambda: 11, constraints=self.constraints),

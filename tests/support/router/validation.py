@@ -25,6 +25,8 @@ CALL = CallContext(arrived=5.0, deadline=9.0, caller=ACME)
 class Words:
     """A codec whose tokens are the lengths of words; the word "refused" it cannot encode."""
 
+    sees_tools = True
+
     async def encode(self, prompt: pb.Prompt, add_special_tokens: bool = True) -> list[int]:
         if prompt.text == "refused":
             raise InvalidRequest(FieldViolation("prompt.text", "is refused"))
