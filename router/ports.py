@@ -200,8 +200,13 @@ class TextAssembler(Protocol):
 class TextAssemblers(Protocol):
     """Makes assemblers. The frontend does not pass a stop token to them unless `sampling.include_stop` is set."""
 
-    def assembler(self, sampling: SamplingParams, kept: Collection[str] = (), skip: bool = True) -> TextAssembler:
-        """Return an assembler that leaves out special tokens, but for those in `kept`; without `skip` none."""
+    def assembler(
+        self, sampling: SamplingParams, kept: Collection[str] = (), skip: bool = True, after: Sequence[int] = ()
+    ) -> TextAssembler:
+        """Return an assembler of an output `after` a prompt.
+
+        It leaves out special tokens, but for those in `kept`; without `skip` none.
+        """
         ...
 
 

@@ -25,12 +25,17 @@ _REMEMBERED: Final = 32_768
 class ChoiceLogprobs:
     """Encodes the log-probabilities of one choice, at once or piece by piece."""
 
-    def __init__(self, codec: TextCodec, chat: bool, as_ids: bool = False, offset: int = 0) -> None:
-        """With `as_ids`, tokens are named token_id:N, as two tokens may have one text. `offset` is the first one's."""
+    def __init__(
+        self, codec: TextCodec, chat: bool, as_ids: bool = False, offset: int = 0, begins: bool = False
+    ) -> None:
+        """With `as_ids`, tokens are named token_id:N, as two tokens may have one text. `offset` is the first one's.
+
+        `begins`: a whole text begins with these tokens, which may leave out special ones and a space.
+        """
         self._codec, self._chat = codec, chat
         self._name, self._spelling = (_id_name, _id_spelling) if as_ids else (_name, _spelling)
         # Characters of the output before the next token; a token may be a part of a character.
-        self._offset = offset
+        self._offset, self._begins = offset, begins
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def text(self, tokens: Sequence[TokenLogprobs]) -> str:
@@ -75,6 +80,11 @@ class ChoiceLogprobs:
     def _next_offset(self, token_id: int) -> int:
         offset = self._offset
         name, spelt = _named(self._codec, token_id)
+        if self._begins and spelt is not None and _REPLACEMENT not in spelt.decode(errors="replace"):
+            shown = self._codec.decode([token_id])
+            self._begins = not shown
+            self._offset += len(shown)
+            return offset
         self._offset += len(name) if spelt is None else len(self._utf8.decode(spelt))
         return offset
 

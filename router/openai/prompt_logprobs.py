@@ -34,7 +34,7 @@ class PromptEncoder:
 
     def __init__(self, codec: TextCodec, wanted: WantedLogprobs, as_ids: bool) -> None:
         self._codec, self._wanted = codec, wanted
-        self._echo = ChoiceLogprobs(codec, chat=False, as_ids=as_ids)
+        self._echo = ChoiceLogprobs(codec, chat=False, as_ids=as_ids, begins=True)
 
     def first(self, token_id: int) -> Columns:
         """Return the lists of the first token, which has no log-probability, without their brackets."""

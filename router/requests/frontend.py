@@ -203,7 +203,7 @@ class RouterFrontend:
         stops = StopTokens.of(request, self._eos_token_ids)
         for index in range(request.sampling.n):
             assembler = self._assemblers.assembler(
-                request.sampling, request.kept_special_tokens, request.skip_special_tokens
+                request.sampling, request.kept_special_tokens, request.skip_special_tokens, request.prompt
             )
             run.sequences.append(Running(OutputStream(index, request, assembler, stops)))
         if request.deadline is not None:

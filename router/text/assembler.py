@@ -79,8 +79,12 @@ class CheckpointText:
         """Return a token as the vocabulary has it, "" for an unknown id. Raises Unsupported without a tokenizer."""
         return self._need_tokenizer().token_name(token_id)
 
-    def assembler(self, sampling: SamplingParams, kept: Collection[str] = (), skip: bool = True) -> TextAssembler:
-        return NoText() if self._tokenizer is None else OutputText(self._tokenizer.detokenizer(kept, skip), sampling)
+    def assembler(
+        self, sampling: SamplingParams, kept: Collection[str] = (), skip: bool = True, after: Sequence[int] = ()
+    ) -> TextAssembler:
+        if self._tokenizer is None:
+            return NoText()
+        return OutputText(self._tokenizer.detokenizer(kept, skip, after), sampling)
 
     @property
     def template_source(self) -> str | None:

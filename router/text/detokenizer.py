@@ -1,5 +1,8 @@
 """Incremental detokenizer: only whole characters, and together the same text as decoding all tokens at once.
 
+An output follows a prompt: the two texts together are what all tokens decode to. Decoders of sentencepiece leave out a
+space at the start of a text, and an output begins none.
+
 Nearly all language models use one of two kinds of tokenizer that spell every token as bytes: byte-level BPE, and
 sentencepiece with byte fallback. For these a table gives the bytes of a token. An incremental UTF-8 decoder keeps back
 the one to three bytes of an unfinished character. Any other decoder (WordPiece, word suffixes, Metaspace) decodes a
@@ -20,6 +23,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Protocol
 
 import tokenizers
@@ -27,6 +31,8 @@ import tokenizers
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A window that ends in U+FFFD is held back in case the character completes; no character needs more tokens than this.
 _MOST_HELD_BACK = 8
+# Tokens of a prompt that the first ones of an output may join with.
+_MOST_BEFORE = 8
 # Tables of bytes that are kept: one for each set of hidden tokens, of which requests use very few.
 _MOST_TABLES = 8
 
@@ -41,17 +47,23 @@ class Detokenizer(Protocol):
         ...
 
 
-def detokenizers(inner: tokenizers.Tokenizer) -> Callable[[frozenset[int]], Detokenizer]:
-    """Return the factory of a tokenizer's detokenizers; its argument has the ids of the tokens that are left out."""
+class Detokenizers(Protocol):
+    def __call__(self, hidden: frozenset[int], after: Sequence[int] = ()) -> Detokenizer:
+        """Return a detokenizer that leaves out `hidden` tokens, of a text that follows other tokens."""
+        ...
+
+
+def detokenizers(inner: tokenizers.Tokenizer) -> Detokenizers:
+    """Return the factory of a tokenizer's detokenizers."""
     spelling = _spelling(json.loads(inner.to_str())["decoder"])
     if spelling is None:
-        return lambda hidden: WindowDetokenizer(inner, hidden)
+        return lambda hidden, after=(): WindowDetokenizer(inner, hidden, after)
 
     @lru_cache(maxsize=_MOST_TABLES)
     def table(hidden: frozenset[int]) -> _TokenBytes:
         return _TokenBytes(inner, spelling.to_bytes, hidden)
 
-    return lambda hidden: BytesDetokenizer(table(hidden), spelling.strip)
+    return lambda hidden, after=(): BytesDetokenizer(table(hidden), spelling.strip, after)
 
 
 def bytes_of_tokens(inner: tokenizers.Tokenizer) -> Callable[[int], bytes] | None:
@@ -89,12 +101,14 @@ class _TokenBytes(dict[int, bytes]):
 
 
 class BytesDetokenizer:
-    """For tokenizers that spell tokens as bytes."""
+    """For tokenizers that spell tokens as bytes. Characters are stripped from the start of a whole text alone."""
 
-    def __init__(self, token_bytes: dict[int, bytes], strip: tuple[str, int]) -> None:
+    def __init__(self, token_bytes: dict[int, bytes], strip: tuple[str, int], after: Sequence[int] = ()) -> None:
         self._bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._stripped, self._strips_left = strip
+        if self._strips_left and any(token_bytes[token_id] for token_id in after):
+            self._strips_left = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
         table = self._bytes
@@ -116,10 +130,13 @@ class BytesDetokenizer:
 class WindowDetokenizer:
     """For any other decoder: the new text is what new tokens add to the text of a window."""
 
-    def __init__(self, inner: tokenizers.Tokenizer, hidden: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, inner: tokenizers.Tokenizer, hidden: frozenset[int] = frozenset(), after: Sequence[int] = ()
+    ) -> None:
         self._inner, self._hidden = inner, hidden
         # Tokens whose text was sent and which the next ones may join with, then tokens that are held back.
-        self._sent: list[int] = []
+        self._sent = list(islice((token_id for token_id in reversed(after) if token_id not in hidden), _MOST_BEFORE))
+        self._sent.reverse()
         self._held: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:

@@ -98,13 +98,16 @@ class Tokenizer:
         """Return a token as the vocabulary has it, "" for an unknown id."""
         return self._inner.id_to_token(token_id) or ""
 
-    def detokenizer(self, kept: Collection[str] = (), skip: bool = True) -> Detokenizer:
-        """Return a detokenizer that leaves out special tokens, but for those in `kept`; without `skip` none."""
+    def detokenizer(self, kept: Collection[str] = (), skip: bool = True, after: Sequence[int] = ()) -> Detokenizer:
+        """Return a detokenizer of an output `after` a prompt.
+
+        It leaves out special tokens, but for those in `kept`; without `skip` none.
+        """
         if not skip:
-            return self._new_detokenizer(frozenset())
+            return self._new_detokenizer(frozenset(), after)
         if not kept:
-            return self._new_detokenizer(self._hidden)
-        return self._new_detokenizer(self._hidden.difference([self._special.get(name, -1) for name in kept]))
+            return self._new_detokenizer(self._hidden, after)
+        return self._new_detokenizer(self._hidden.difference([self._special.get(name, -1) for name in kept]), after)
 
     def close(self) -> None:
         """End the encoder thread; texts not yet begun are dropped."""

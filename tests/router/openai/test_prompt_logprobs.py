@@ -10,9 +10,13 @@ import pytest
 from common.types import TokenLogprobs
 from router.core.events import PromptLogprobs, ValidatedRequest
 from router.openai import schema as described
+from router.openai.prompt_logprobs import PromptEncoder, WantedLogprobs
+from router.text.assembler import CheckpointText
+from router.text.tokenizer import Tokenizer
 from tests.router.openai.test_answers import lines_of
 from tests.support.router.fake_frontend import Step, admitted, finished, tokens
 from tests.support.router.http_harness import HI, Api
+from tests.support.router.tokenizers import byte_fallback
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -53,6 +57,18 @@ async def test_an_echo_begins_with_the_lists_of_the_prompt(api: Api) -> None:
     assert "".join(found["tokens"][:-1]) == "One and two"
     assert api.frontend.requests[0].sampling.prompt_logprobs == 1
     described.Completion.model_validate(answer)
+
+
+async def test_offsets_of_an_echo_count_the_text_that_it_shows() -> None:
+    """A tokenizer in the manner of sentencepiece: special tokens and the first space of a text are not shown."""
+    inner = byte_fallback()
+    text = CheckpointText(Tokenizer(inner), None, 64)
+    prompt = [inner.get_vocab()[token] for token in ("<s>", "▁a", "▁a", "b")]
+    encoder = PromptEncoder(text, WantedLogprobs(echoed=0), as_ids=False)
+    first = encoder.first(prompt[0])
+    rest = encoder.columns([TokenLogprobs(token, -1.0) for token in prompt[1:]])
+    assert text.decode(prompt) == "a ab"
+    assert (first["text_offset"], rest["text_offset"]) == ("0", "0,1,3")
 
 
 async def test_a_stream_has_the_same_text_and_lists(api: Api) -> None:

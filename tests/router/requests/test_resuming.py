@@ -56,7 +56,9 @@ class Letters:
 
 
 class LetterAssemblers:
-    def assembler(self, sampling: SamplingParams, kept: Collection[str] = (), skip: bool = True) -> TextAssembler:
+    def assembler(
+        self, sampling: SamplingParams, kept: Collection[str] = (), skip: bool = True, after: Sequence[int] = ()
+    ) -> TextAssembler:
         return OutputText(Letters(), sampling)
 
 

@@ -101,6 +101,30 @@ def test_only_the_first_leading_space_is_stripped() -> None:
     assert deltas(BYTE_FALLBACK, [space, space]) == ["a", " a", ""]
 
 
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK, METASPACE], ids=["level", "fallback", "metaspace"])
+@pytest.mark.parametrize("skip", [False, True])
+@given(data=st.data())
+def test_a_prompt_and_its_output_are_the_full_decode(tokenizer: Tokenizer, skip: bool, data: st.DataObject) -> None:
+    words = st.text(st.sampled_from("a é你好b "), max_size=8)
+    prompt, output = (tokenizer.encode(data.draw(words)).ids for _ in range(2))
+    special = [key for key, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+    prompt = [*data.draw(st.lists(st.sampled_from(special), max_size=2)), *prompt]
+    detokenizer = detokenizers(tokenizer)(frozenset(special if skip else ()), prompt)
+    text = "".join([*(detokenizer.push([token_id]) for token_id in output), detokenizer.finish()])
+    before = tokenizer.decode(prompt, skip_special_tokens=skip)
+    assert before + text == tokenizer.decode(prompt + output, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [(["<s>", "▁a"], " a"), (["▁a"], " a"), (["<s>"], "a"), ([], "a"), (["b", "<s>"], " a"), (["<s>", "b"], " a")],
+)
+def test_an_output_keeps_its_first_space_behind_words(prompt: list[str], text: str) -> None:
+    hidden = frozenset({the(BYTE_FALLBACK, "<s>")})
+    detokenizer = detokenizers(BYTE_FALLBACK)(hidden, [the(BYTE_FALLBACK, token) for token in prompt])
+    assert detokenizer.push([the(BYTE_FALLBACK, "▁a")]) == text
+
+
 def test_special_tokens_are_left_out_or_kept() -> None:
     end, a = the(BYTE_LEVEL, "<|end|>"), the(BYTE_LEVEL, "a")
     assert deltas(BYTE_LEVEL, [a, end]) == ["a", "", ""]

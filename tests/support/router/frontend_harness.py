@@ -64,7 +64,9 @@ class Words:
 
 
 class WordAssemblers:
-    def assembler(self, sampling: SamplingParams, kept: Collection[str] = (), skip: bool = True) -> TextAssembler:
+    def assembler(
+        self, sampling: SamplingParams, kept: Collection[str] = (), skip: bool = True, after: Sequence[int] = ()
+    ) -> TextAssembler:
         return Words(sampling.stop)
 
 
