@@ -118,7 +118,7 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
         model.reserve(settings.max_num_batched_tokens, max_num_seqs + _drafts(settings))
     cache = allocated_cache(geometry, memory, device)
     limits = RunnerLimits(max_num_seqs, memory.max_model_len, settings.threads or 0)
-    eos = eos_token_ids(directory)
+    eos = eos_token_ids(directory, settings.tokenizer)
     identity = pool_identity(settings, directory, geometry, arithmetic, pooling)
     attention = backend(cache)
     if pooling is None:

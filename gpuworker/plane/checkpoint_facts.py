@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.checkpoint.completed import completed
-from common.checkpoint.files import read_config, read_object
+from common.checkpoint.ends import named_ends
+from common.checkpoint.files import read_config
 from common.errors import FieldViolation, InvalidConfig
 from common.types import KvGeometry
 
@@ -64,14 +65,6 @@ class CheckpointFacts:
         return found
 
 
-def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Return the ids that end a generation, rising: those of generation_config.json, else of config.json."""
-    generation, config = (
-        read_object(path) if (path := directory / name).is_file() else {}
-        for name in ("generation_config.json", "config.json")
-    )
-    config = completed(config)
-    for part in (generation, config, config.get("text_config") or {}):
-        if (found := part.get("eos_token_id")) is not None:
-            return tuple(sorted(set(found if isinstance(found, list) else [found])))
-    return ()
+def eos_token_ids(directory: Path, tokenizer: Path | None = None) -> tuple[int, ...]:
+    """Return the ids that end a generation, rising; `tokenizer` is the folder of another tokenizer."""
+    return tuple(sorted(named_ends(directory, tokenizer)))

@@ -91,7 +91,14 @@ def engine_request(
         else (),
         speculation=None if message.embeds else speculation_of(sampling, limits.prediction(message), before),
     )
-    return EngineRequest(new, sampling, prompt_tokens, traced=bool(traceparent))
+    return EngineRequest(new, _forbidding(sampling, stop), prompt_tokens, traced=bool(traceparent))
+
+
+def _forbidding(sampling: SamplingParams, stop: StopRule) -> SamplingParams:
+    """Return parameters that forbid all ends of the router before min_tokens: it knows those of the chat template."""
+    if not sampling.min_tokens or stop.ignore_eos:
+        return sampling
+    return replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *stop.eos_ids})))
 
 
 def _max_len(message: pb.Submit, prompt_tokens: int, sampling: SamplingParams, limits: SubmitLimits) -> int:

@@ -42,6 +42,7 @@ class GrammarCompileQueue:
 
     def put(self, message: pb.Submit, constraint: Constraint, came: float) -> None:
         """Compile the constraint, then call `compiled`: at once if the constraint was compiled before."""
+        self._compiler.know_ends(message.eos_token_ids)
         key = _Key(message.tenant, constraint)
         if key in self._waiting:
             self._waiting[key].append((message, came))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +69,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer_json: Path, vocab_size: int, eos: tuple[int, ...]) -> None:
         self.vocab_size = vocab_size
         self._path, self._eos = tokenizer_json, tuple(token for token in eos if token < vocab_size)
+        self._eos_set = frozenset(eos)
         self._lock, self._tokenizing = threading.Lock(), threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._digits: DigitTokens | None = None
@@ -80,6 +81,12 @@ class GrammarCompiler:
         """The tokens that mean the end of a text to llguidance, for all grammars; known once one was compiled."""
         self._recent: OrderedDict[Constraint, Grammar] = OrderedDict()
         self._used: WeakValueDictionary[Constraint, Grammar] = WeakValueDictionary()
+
+    def know_ends(self, ends: Collection[int]) -> None:
+        """Add ends that a router names, as those of a chat template; they count if they come before any constraint."""
+        if self._tokenizer is None and not self._eos_set.issuperset(ends):
+            self._eos = tuple(dict.fromkeys((*self._eos, *(token for token in ends if token < self.vocab_size))))
+            self._eos_set = self._eos_set.union(ends)
 
     def compiled(self, constraint: Constraint) -> Grammar | None:
         """Return the grammar if some sequence uses it or it was used lately; never waits for a compilation."""

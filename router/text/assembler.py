@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from common.errors import FieldViolation, InvalidRequest, Unsupported
@@ -100,6 +100,15 @@ class CheckpointText:
     def sees_tools(self) -> bool:
         """Whether the chat template writes the tools of a request into the prompt."""
         return self._template is not None and self._template.sees_tools
+
+    def ends(self, named: Mapping[int, Sequence[str]], vocab_size: int) -> dict[int, list[str]]:
+        """Return the tokens that end an answer and why: those that files name, and the marks of the template."""
+        found = {each: list(why) for each, why in named.items() if each < vocab_size}
+        if self._template is not None:
+            for _, token, _ in self._template.end_marks(self.added_tokens):
+                if token < vocab_size:
+                    found.setdefault(token, []).append("the chat template ends a turn with it")
+        return found
 
     def remarks(self) -> Sequence[str]:
         """Return what an operator should know of the chat template."""

@@ -29,6 +29,7 @@ from router.text.checkpoint import read_json
 from router.text.form_probes import TEMPLATE_ERRORS, Probes
 from router.text.message_forms import MessageForm, System, Tools, Turns
 from router.text.template_files import TemplateSources, read_template, template_sources
+from router.text.turn_ends import AddedToken, end_mark
 
 # Variables by which templates let a model think or not.
 _THINKING_FLAGS: Final = ("enable_thinking", "thinking")
@@ -131,6 +132,12 @@ class ChatTemplate:
     @property
     def sees_tools(self) -> bool:
         return self.for_tools.form.tools is not Tools.NOWHERE
+
+    def end_marks(self, added: Sequence[AddedToken]) -> list[AddedToken]:
+        """Return the tokens among `added` by which this template and that for tools end an answer."""
+        templates = dict.fromkeys((self, self.for_tools))
+        found = [end_mark(each._probes.marks(each.form), added) for each in templates]
+        return [each for each in found if each is not None]
 
     def remarks(self) -> Iterator[str]:
         """Yield what this template does with messages that others show as they are."""

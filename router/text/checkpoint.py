@@ -5,12 +5,13 @@ Numbers may also lie in the `text_config` of a multi-modal checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.checkpoint.completed import completed
+from common.checkpoint.ends import named_ends
 from common.checkpoint.files import read_object
 from common.checkpoint.fingerprint import tokenizer_fingerprint
 from common.errors import FieldViolation, InvalidConfig
@@ -22,21 +23,27 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Facts from config.json and generation_config.json.
+    """Facts from config.json, generation_config.json and tokenizer_config.json.
 
     `max_model_len` is in tokens, prompt and output together. `sampling_defaults` has those of temperature, top_p,
     top_k, min_p and repetition_penalty that the checkpoint recommends; `max_new_tokens` is None where it has no advice.
+    `ends` has the tokens that end an answer, and why each does.
     """
 
     directory: Path
     max_model_len: int
     vocab_size: int
-    eos_token_ids: tuple[int, ...]
+    ends: Mapping[int, Sequence[str]]
     sampling_defaults: Mapping[str, float]
     max_new_tokens: int | None
     tokenizer_fingerprint: str
     hidden_size: int = 0
     """Numbers of a token's hidden state; 0 where config.json names none."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return tuple(self.ends)
 
 
 def read_checkpoint(directory: Path, tokenizer: Path | None = None) -> Checkpoint:
@@ -53,12 +60,12 @@ def read_checkpoint(directory: Path, tokenizer: Path | None = None) -> Checkpoin
         raise InvalidConfig(FieldViolation("--model", what))
     config = completed(read_json(path))
     generation = read_json(directory / "generation_config.json")
-    eos = generation.get("eos_token_id")
+    ends = named_ends(directory, tokenizer)
     return Checkpoint(
         directory=directory,
         max_model_len=_number(config, _CONTEXT_KEYS, path),
         vocab_size=_number(config, ("vocab_size",), path),
-        eos_token_ids=_ids(_look(config, "eos_token_id") if eos is None else eos),
+        ends=ends,
         sampling_defaults=_sampling_defaults(generation),
         max_new_tokens=generation.get("max_new_tokens"),
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer or directory),
@@ -85,12 +92,6 @@ def _number(config: Mapping[str, Any], keys: tuple[str, ...], path: Path) -> int
 
 def _found(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     return next((value for key in keys if isinstance(value := _look(config, key), int)), None)
-
-
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:

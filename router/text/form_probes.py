@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import product
+from itertools import product, takewhile
 from typing import Any, Final, TypeAlias
 
 from jinja2 import TemplateError
@@ -17,6 +17,7 @@ from jinja2 import TemplateError
 from common.errors import InvalidRequest
 from router.text.chat_input import Call, Message
 from router.text.message_forms import Arguments, Calls, Ids, MessageForm, System, Tools, Turns
+from router.text.turn_ends import TurnMarks
 
 # Renders messages as they are, with tools or none, and with the beginning of an answer or without.
 Render: TypeAlias = "Callable[[Sequence[dict[str, Any]], list[Any] | None, bool], str]"
@@ -69,21 +70,18 @@ class Probes:
         texts = [self.text(chat, form) for chat in ([Message(role, SAID), _USER], [_USER, Message(role, SAID), _USER])]
         return not any(texts) or any(SAID in text for text in texts)
 
-    def end_of_turn(self, form: MessageForm) -> str:
-        """Return what the template writes behind the assistant's words; "" where that does not show."""
-        for chat, answer in (([_USER, _ANSWER], False), ([_USER, _ANSWER, _USER_AGAIN], True)):
-            _, found, rest = self.text(chat, form, answer=answer).rpartition(SAID)
-            if found:
-                return rest.partition(AGAIN)[0]
-        return ""
-
-    def begin_of_turns(self, form: MessageForm) -> tuple[str, ...]:
-        """Return what the template writes before the user's words and before the assistant's, thoughts included."""
-        text = self.text([_USER, Message("assistant", SAID, thought=THOUGHT)], form, answer=False)
-        before, _, rest = text.partition(ASKED)
-        to_answer, found, _ = rest.rpartition(SAID)
-        opener, thought, inner = to_answer.rpartition(THOUGHT)
-        return (before, opener if thought else to_answer, inner if thought else "") if found else (before, "", "")
+    def marks(self, form: MessageForm) -> TurnMarks:
+        """Return what the template writes around the words of a turn."""
+        before, _, rest = self.text([_USER, _ANSWER, _USER_AGAIN], form).partition(ASKED)
+        to_answer, _, between = rest.partition(AGAIN)[0].rpartition(SAID)
+        behind_user = self.text([_USER], form, answer=False).rpartition(ASKED)[2]
+        asks = to_answer if to_answer.strip() == behind_user.strip() else ""
+        thoughtful = self.text([_USER, Message("assistant", SAID, thought=THOUGHT)], form, answer=False)
+        to_words, found, behind = thoughtful.rpartition(SAID)
+        if not found:  # it wants the user's message last
+            return TurnMarks(_without_end(between, before), asks=asks)
+        _, thought, inside = to_words.rpartition(THOUGHT)
+        return TurnMarks(behind, inside if thought else "", asks, between)
 
     def text(self, chat: Sequence[Message], form: MessageForm, tools: Any = None, answer: bool = True) -> str:
         """Return what the template makes of a chat in a form; "" where it refuses it."""
@@ -207,6 +205,12 @@ class Probes:
                 if shown and (role == "user" or not self._taken_for_answer(each, role)):
                     return each
         return replace(form, hidden=form.hidden | {"tool"}) if any(self._with_call(form, _RESULT)) else form
+
+
+def _without_end(text: str, other: str) -> str:
+    """Return a text without the end that it has in common with another."""
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text[::-1], other[::-1], strict=False)))
+    return text[: len(text) - shared]
 
 
 def _turns(text: str) -> Turns:

@@ -14,8 +14,17 @@ from common.checkpoint.gguf.header import Header
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # types of tokens
 _SPACE: Final = "▁"  # stands for a space in sentencepiece
-# Control tokens that end an answer in one format of chats or another, besides those that a file names.
-_ENDS: Final = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>")
+# Tokens that end an answer in one format of chats or another, besides those that a file names. Files made in haste
+# give them any type.
+_ENDS: Final = frozenset(
+    (
+        *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|endoftext|>", "<|end_of_text|>", "<|end|>"),
+        *("<end_of_turn>", "<|end_of_turn|>", "<|endofturn|>", "[|endofturn|]", "<|END_OF_TURN_TOKEN|>", "<EOT>"),
+        *("<｜end▁of▁sentence｜>", "<end_of_utterance>", "<end_of_sentence>", "<|return|>", "<|call|>", "<|stop|>"),
+    )
+)
+# gpt-oss ends a thought with the one where the other ends an answer.
+_INNER, _OUTER = "<|end|>", "<|return|>"
 _NAMED: Final = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 
 _Json = dict[str, Any]
@@ -88,7 +97,7 @@ def generation_config(header: Header) -> _Json:
     vocabulary = _Vocabulary(header)
     named = (header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     ends = {each for each in named if isinstance(each, int)}
-    ends |= {index for index, text in vocabulary.of_type(_CONTROL) if text in _ENDS}
+    ends |= {index for index, _ in vocabulary.ends()}
     return {"eos_token_id": sorted(ends)} if ends else {}
 
 
@@ -112,6 +121,13 @@ class _Vocabulary:
     def of_type(self, *kinds: int) -> Iterator[tuple[int, str]]:
         return ((index, text) for index, text in enumerate(self.tokens) if self.types[index] in kinds)
 
+    def ends(self) -> Iterator[tuple[int, str]]:
+        """Yield the tokens that end an answer by their text, whatever their type."""
+        harmony = _OUTER in self.tokens
+        for index, text in enumerate(self.tokens):
+            if text in _ENDS and self.types[index] != _UNUSED and not (harmony and text == _INNER):
+                yield index, text
+
     def ids(self) -> dict[str, int]:
         """Return the id of each token that can be used; of equal ones the first."""
         found: dict[str, int] = {}
@@ -123,8 +139,11 @@ class _Vocabulary:
     def added(self) -> Iterator[_Json]:
         """Yield the tokens that are found in a text before anything else."""
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        for index, text in self.of_type(_UNKNOWN, _CONTROL, _USER_DEFINED):
-            yield {"id": index, "content": text, **plain, "special": self.types[index] != _USER_DEFINED}
+        ends = {index for index, _ in self.ends()}
+        for index, text in enumerate(self.tokens):
+            if index in ends or self.types[index] in (_UNKNOWN, _CONTROL, _USER_DEFINED):
+                special = index in ends or self.types[index] != _USER_DEFINED
+                yield {"id": index, "content": text, **plain, "special": special}
 
     def named(self, name: str) -> str | None:
         """Return the text of the token whose id is under `name`."""

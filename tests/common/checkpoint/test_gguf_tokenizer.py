@@ -183,6 +183,27 @@ def test_special_tokens_have_their_names_and_ends(tmp_path: Path) -> None:
     assert loaded(header).encode("hi").ids == loaded(header).encode("hi", add_special_tokens=False).ids
 
 
+@pytest.mark.parametrize("kind", [gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED, gguf.TokenType.NORMAL])
+def test_a_token_ends_an_answer_by_its_text_whatever_its_type(kind: gguf.TokenType, tmp_path: Path) -> None:
+    named = {"eos": "<|endoftext|>"}
+    header = header_of(
+        tmp_path / "t.gguf", trained("smollm"), "gpt2", "smollm", named=named, types={"<|im_end|>": kind}
+    )
+    assert generation_config(header) == {"eos_token_id": [0, 2]}
+    ids = loaded(header).encode("<|im_end|>").ids
+    assert ids == [2]
+    assert loaded(header).decode(ids) == ""
+
+
+def test_the_mark_inside_an_answer_of_gpt_oss_ends_none(tmp_path: Path) -> None:
+    made = trained("smollm")
+    made.add_special_tokens(["<|end|>", "<|return|>", "<|call|>"])
+    vocabulary = made.get_vocab()
+    header = header_of(tmp_path / "t.gguf", made, "gpt2", "smollm")
+    ends = sorted([0, 2, vocabulary["<|return|>"], vocabulary["<|call|>"]])
+    assert generation_config(header) == {"eos_token_id": ends}
+
+
 def test_a_byte_level_tokenizer_begins_texts_where_the_file_says_so(tmp_path: Path) -> None:
     named = {"bos": "<|im_start|>"}
     header = header_of(tmp_path / "t.gguf", trained("smollm"), "gpt2", "smollm", named=named, bos=True)

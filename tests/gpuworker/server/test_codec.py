@@ -130,6 +130,16 @@ def test_an_end_that_a_constraint_allows_counts_even_if_ends_are_to_be_ignored()
     assert (free.new.stop.stopping, bound.new.stop.stopping) == (frozenset(), frozenset({2}))
 
 
+def test_no_end_of_the_router_is_sampled_before_min_tokens() -> None:
+    """The router knows ends that the worker does not, as those of a chat template."""
+    sampling = types.SamplingParams(temperature=0.5, max_tokens=8, min_tokens=3, stop_token_ids=[9])
+    assert convert(submit(sampling=sampling, eos_token_ids=[5, 2])).sampling.stop_token_ids == (2, 5, 9)
+    sampling.ignore_eos = True
+    assert convert(submit(sampling=sampling, eos_token_ids=[5, 2])).sampling.stop_token_ids == (9,)
+    sampling.ignore_eos, sampling.min_tokens = False, 0
+    assert convert(submit(sampling=sampling, eos_token_ids=[5, 2])).sampling.stop_token_ids == (9,)
+
+
 def test_sequences_of_one_request_draw_from_seeds_of_their_own() -> None:
     """The values are splitmix64's first outputs for seed 0, as published with it."""
     assert [fold_seed(0, index) for index in range(4)] == [

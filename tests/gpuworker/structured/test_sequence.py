@@ -187,6 +187,15 @@ def test_a_constraint_is_compiled_once(tokenizer_json: Path) -> None:
     assert compiler.compile_soon(regex("ab")).result(timeout=120) is compiler.compiled(regex("ab"))
 
 
+def test_ends_that_a_router_names_end_a_text_under_a_constraint(tokenizer_json: Path) -> None:
+    compiler = GrammarCompiler(tokenizer_json, VOCAB, (END,))
+    other = END + 1
+    compiler.know_ends([END, other, VOCAB])
+    assert set(compiler.compile(regex("ab")).eos_ids) == {END, other}
+    compiler.know_ends([END + 2])
+    assert set(compiler.compile(regex("ba")).eos_ids) == {END, other}
+
+
 def test_a_grammar_whose_lexer_has_met_its_limit_is_compiled_anew(
     tokenizer_json: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,7 @@ def validator(
         directory=Path("model"),
         max_model_len=CONTEXT,
         vocab_size=VOCABULARY,
-        eos_token_ids=(1,),
+        ends={1: ["config.json"]},
         sampling_defaults=defaults or {},
         max_new_tokens=max_new_tokens,
         tokenizer_fingerprint="none",

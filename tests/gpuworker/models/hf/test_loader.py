@@ -142,11 +142,11 @@ def test_what_is_neither_directory_nor_hub_name_is_refused(tmp_path: Path) -> No
         checkpoint_directory(str(tmp_path / "missing" / "there"))
 
 
-def test_ends_come_from_the_generation_configuration_first(tmp_path: Path) -> None:
+def test_the_ends_of_both_configurations_count(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 9}))
     assert eos_token_ids(tmp_path) == (9,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 3, 7]}))
-    assert eos_token_ids(tmp_path) == (3, 7)
+    assert eos_token_ids(tmp_path) == (3, 7, 9)
 
 
 def llama(**options: Any) -> LlamaConfig:
