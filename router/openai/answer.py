@@ -227,7 +227,8 @@ class OutputReader:
 
     def end(self, piece: Piece) -> Piece:
         """Add what was held back to the last piece, and say so where the output ended with calls."""
-        parts, before = self._parser.finish(), self._thought.count
+        cut = piece.finish_reason is FinishReason.LENGTH
+        parts, before = self._parser.finish(cut), self._thought.count
         self._thought.take(0, parts)
         self._add_thought(self._thought.end() - before)
         piece.parts = self._wanted(parts)

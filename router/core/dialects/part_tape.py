@@ -57,14 +57,23 @@ class PartTape(Tape):
         return not self.offered or name in self.offered
 
     def attempt(self, flow: Flow[None], back: int = 0) -> Flow[None]:
-        """Read what may be calls, the last `back` characters included. If it is none, its text becomes words."""
+        """Read what may be calls, the last `back` characters included. If it is none, its text becomes words.
+
+        What an output that is cut off has of a call is no text for the user.
+        """
         self.hold(back)
+        before = self._calls
         try:
             yield from flow
         except Mismatch:
-            self.words(self.release())
+            held = self.release()
+            if not (self.cut_off and (back or self._calls > before or self._names_tool(held))):
+                self.words(held)
         else:
             self.release()
+
+    def _names_tool(self, text: str) -> bool:
+        return any(f'"{name}"' in text for name in self.offered)
 
     def finish(self) -> None:
         """Write the white space that waits for a call, unless calls came before it."""
@@ -93,8 +102,8 @@ class FlowParser:
         next(self._flow, None)
         return self._tape.cut()
 
-    def finish(self) -> Sequence[Part]:
-        self._tape.end()
+    def finish(self, cut: bool = False) -> Sequence[Part]:
+        self._tape.end(cut)
         next(self._flow, None)
         self._tape.finish()
         return self._tape.cut()

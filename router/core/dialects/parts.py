@@ -48,6 +48,9 @@ class Parser(Protocol):
 
     def feed(self, text: str) -> Sequence[Part]: ...
 
-    def finish(self) -> Sequence[Part]:
-        """Return what was held back. A call that the output left incomplete is returned as far as it came."""
+    def finish(self, cut: bool = False) -> Sequence[Part]:
+        """Return what was held back. A call that the output left incomplete is returned as far as it came.
+
+        An output that was `cut` off by a limit leaves no marks of a call as words.
+        """
         ...

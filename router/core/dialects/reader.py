@@ -47,8 +47,8 @@ class _Reader:
     def feed(self, text: str) -> Sequence[Part]:
         return self._read(self._thoughts.feed(text))
 
-    def finish(self) -> Sequence[Part]:
-        return joined([*self._read(self._thoughts.finish()), *self._calls.finish()])
+    def finish(self, cut: bool = False) -> Sequence[Part]:
+        return joined([*self._read(self._thoughts.finish(cut)), *self._calls.finish(cut)])
 
     def _read(self, parts: Sequence[Part]) -> Sequence[Part]:
         return [read for part in parts for read in (self._calls.feed(part.text) if isinstance(part, Words) else [part])]

@@ -33,7 +33,7 @@ class Tape:
         self._text = ""
         self._at = 0
         self._mark: int | None = None
-        self._ended = False
+        self._ended = self._cut = False
 
     # ------------------------------------------------------------ for the owner
 
@@ -43,8 +43,14 @@ class Tape:
         self._at -= first
         self._mark = None if self._mark is None else 0
 
-    def end(self) -> None:
-        self._ended = True
+    def end(self, cut: bool = False) -> None:
+        """End the output; one that is `cut` off may end within a mark, which is then no text."""
+        self._ended, self._cut = True, cut
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether all of an output that was cut off has been read."""
+        return self._cut and self._at >= len(self._text)
 
     # ------------------------------------------------------------ holding
 
@@ -81,6 +87,7 @@ class Tape:
             if not literal.startswith(self._text[self._at : min(self._end, self._at + len(literal))]):
                 return False
             if not (yield from self._more()):
+                self._drop_rest()
                 return False
         self._at += len(literal)
         return True
@@ -111,8 +118,14 @@ class Tape:
                 return found.group()
             self._pass(self._end - _begun(self._text[self._at : self._end], markers, longest), sink)
             if not (yield from self._more()):
+                self._drop_rest()
                 self._pass(self._end, sink)
                 return ""
+
+    def _drop_rest(self) -> None:
+        """Leave out the beginning of a mark with which an output that is cut off ends."""
+        if self._cut:
+            self._text = self._text[: self._at]
 
     def _pass(self, end: int, sink: Sink) -> None:
         if end > self._at:

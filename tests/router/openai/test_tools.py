@@ -107,6 +107,13 @@ async def test_a_template_that_shows_no_tools_is_noted_in_the_answer(
     assert answer.headers.get("x-quire-note") == (note if noted else None)
 
 
+async def test_a_call_that_the_limit_cuts_leaves_no_marks_as_content(api: Api) -> None:
+    for end in (4, 12, 24):
+        api.frontend.script = says("I add.", CALL[:end], reason=FinishReason.LENGTH)
+        choice = await whole(api, tools=[ADD])
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("I add.", "length")
+
+
 async def test_words_and_several_calls_keep_their_order(api: Api) -> None:
     api.frontend.script = says("I add.\n", CALL, "\n", CALL.replace("71", "72"))
     message = (await whole(api, tools=[ADD, NOW]))["message"]
