@@ -8,6 +8,7 @@ from typing import Protocol
 
 from common.types import BlockHash, Constraint, Decision, PoolIdentity, SamplingParams
 from quire.inference.v1 import inference_pb2
+from router.core.dialects.parts import Parser
 from router.core.events import GenerateEvent, ValidatedRequest
 from router.core.index_answer import IndexAnswer
 from router.core.tenancy import ANYONE, Caller
@@ -201,11 +202,17 @@ class TextAssemblers(Protocol):
     """Makes assemblers. The frontend does not pass a stop token to them unless `sampling.include_stop` is set."""
 
     def assembler(
-        self, sampling: SamplingParams, kept: Collection[str] = (), skip: bool = True, after: Sequence[int] = ()
+        self,
+        sampling: SamplingParams,
+        kept: Collection[str] = (),
+        skip: bool = True,
+        after: Sequence[int] = (),
+        parser: Parser | None = None,
     ) -> TextAssembler:
         """Return an assembler of an output `after` a prompt.
 
-        It leaves out special tokens, but for those in `kept`; without `skip` none.
+        It leaves out special tokens, but for those in `kept`; without `skip` none. With a `parser` stop strings concern
+        the words of the answer alone.
         """
         ...
 

@@ -8,10 +8,12 @@ request yields no event: the iterator raises a QuireError at its first step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.lease import RetainedTokens
 from common.types import FinishReason, MissReason, SamplingParams, TokenLogprobs, Usage
+from router.core.dialects.parts import Parser
 from router.core.fair_queue import Flow
 from router.core.tenancy import ANYONE, Caller
 
@@ -58,6 +60,8 @@ class ValidatedRequest:
     retention: tuple[RetainedTokens, ...] = ()
     # Seconds for which its constraint was compiled, to see whether it can be followed.
     constraint_seconds: float = field(default=0.0, compare=False)
+    # How its answers are read, where stop texts concern the words of an answer alone.
+    new_parser: Callable[[], Parser] | None = field(default=None, compare=False)
     # Workers that are not to serve it: they have computed the prompt.
     avoids: frozenset[str] = frozenset()
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from common.errors import Cancelled, DeadlineExceeded, EngineFailure
 from common.types import FinishReason, TokenLogprobs
-from router.core.dialects.parts import CallBegun, Part, Thought
+from router.core.dialects.parts import CallBegun, Parser, Part, Thought
+from router.core.dialects.stop_words import StopWords
 from router.core.events import Admitted, Finished, GenerateEvent, PromptLogprobs, Tokens
 from router.openai.logprobs import ChoiceLogprobs
 from router.openai.prompt_logprobs import NO_LOGPROBS, PromptEncoder, WantedLogprobs
@@ -138,6 +139,8 @@ class Answer:
     id: str = ""
     trace_id: str = ""
     bill: Bill = field(default_factory=Bill)
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
     _readers: dict[int, OutputReader] = field(default_factory=dict)
     _hits: dict[int, int] = field(default_factory=dict)
 
@@ -201,20 +204,27 @@ class Answer:
         named = None if event.stop_token_id in self.form.eos_token_ids else event.stop_token_id
         stop_reason = named if event.stop_string is None else event.stop_string
         piece = Piece(self._choice(prompt, event.index), finish_reason=event.reason, stop_reason=stop_reason)
-        return piece if self.form.reading is None else self._reader(piece.index).end(piece)
+        return (
+            piece
+            if self.form.reading is None
+            else self._reader(piece.index).end(piece, event.stop_string, self.include_stop)
+        )
 
     def _reader(self, index: int) -> OutputReader:
         if index not in self._readers:
-            self._readers[index] = OutputReader(self.form, self.bill)
+            self._readers[index] = OutputReader(self.form, self.bill, self.stop)
         return self._readers[index]
 
 
 class OutputReader:
     """Reads the output of one choice."""
 
-    def __init__(self, form: Form, bill: Bill) -> None:
+    def __init__(self, form: Form, bill: Bill, stop: Sequence[str] = ()) -> None:
         assert form.reading is not None
-        self._form, self._bill, self._parser = form, bill, form.reading.new_parser()
+        parser = form.reading.new_parser()
+        self._form, self._bill = form, bill
+        self._stops = StopWords(parser, stop) if stop else None
+        self._parser: Parser = self._stops or parser
         self._thought, self._calls = ThoughtTokens(), 0
 
     def read(self, piece: Piece) -> Piece:
@@ -225,14 +235,18 @@ class OutputReader:
         piece.parts, piece.text = self._wanted(parts), ""
         return piece
 
-    def end(self, piece: Piece) -> Piece:
+    def end(self, piece: Piece, stop: str | None = None, include_stop: bool = False) -> Piece:
         """Add what was held back to the last piece, and say so where the output ended with calls."""
-        cut = piece.finish_reason is FinishReason.LENGTH
-        parts, before = self._parser.finish(cut), self._thought.count
+        before = self._thought.count
+        if stop is not None and self._stops is not None:
+            parts = self._stops.stopped(stop, include_stop)
+        else:
+            parts = self._parser.finish(cut=piece.finish_reason is FinishReason.LENGTH)
         self._thought.take(0, parts)
         self._add_thought(self._thought.end() - before)
         piece.parts = self._wanted(parts)
-        if self._calls and piece.finish_reason == FinishReason.STOP and not self._form.named_tool:
+        ended = piece.finish_reason == FinishReason.STOP and stop is None
+        if self._calls and ended and not self._form.named_tool:
             piece.finish_reason = "function_call" if self._form.older_calls else "tool_calls"
         return piece
 

@@ -102,8 +102,12 @@ class Service:
 
     async def begun(self, requests: Iterable[ValidatedRequest], answer: Answer) -> Events:
         """Return the events after the first, which shows that the request is not refused and a status can be sent."""
-        whole = not answer.form.streamed
-        return await begun([self.parts.frontend.generate(replace(each, whole=whole)) for each in requests], answer)
+        reading, whole = answer.form.reading, not answer.form.streamed
+        parser = None if reading is None else reading.new_parser
+        ready = [replace(each, whole=whole, new_parser=parser) for each in requests]
+        if ready:
+            answer.stop, answer.include_stop = ready[0].sampling.stop, ready[0].sampling.include_stop
+        return await begun([self.parts.frontend.generate(each) for each in ready], answer)
 
 
 async def begun(streams: Sequence[AsyncGenerator[GenerateEvent, None]], answer: Answer) -> Events:

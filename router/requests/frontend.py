@@ -202,8 +202,9 @@ class RouterFrontend:
         request = run.request
         stops = StopTokens.of(request, self._eos_token_ids)
         for index in range(request.sampling.n):
+            parser = None if request.new_parser is None else request.new_parser()
             assembler = self._assemblers.assembler(
-                request.sampling, request.kept_special_tokens, request.skip_special_tokens, request.prompt
+                request.sampling, request.kept_special_tokens, request.skip_special_tokens, request.prompt, parser
             )
             run.sequences.append(Running(OutputStream(index, request, assembler, stops)))
         if request.deadline is not None:

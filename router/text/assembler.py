@@ -10,11 +10,12 @@ from common.limits import ENCODED_AT_ONCE_CHARS
 from common.types import SamplingParams
 from quire.inference.v1 import inference_pb2
 from router.core.context_length import beyond_context
+from router.core.dialects.parts import Parser
 from router.core.tools import UNSEEN_TOOLS
 from router.ports import TextAssembler
 from router.text.chat import ChatTemplate, PromptTooLong
 from router.text.chat_input import characters, chat_input, check_messages
-from router.text.output import NoText, OutputText
+from router.text.output import AnswerText, NoText, OutputText
 from router.text.tokenizer import Tokenizer
 
 # Messages that are rendered on the event loop; a template takes some 10 microseconds for each.
@@ -80,11 +81,19 @@ class CheckpointText:
         return self._need_tokenizer().token_name(token_id)
 
     def assembler(
-        self, sampling: SamplingParams, kept: Collection[str] = (), skip: bool = True, after: Sequence[int] = ()
+        self,
+        sampling: SamplingParams,
+        kept: Collection[str] = (),
+        skip: bool = True,
+        after: Sequence[int] = (),
+        parser: Parser | None = None,
     ) -> TextAssembler:
         if self._tokenizer is None:
             return NoText()
-        return OutputText(self._tokenizer.detokenizer(kept, skip, after), sampling)
+        detokenizer = self._tokenizer.detokenizer(kept, skip, after)
+        if parser is None or not sampling.stop:
+            return OutputText(detokenizer, sampling)
+        return AnswerText(detokenizer, sampling, parser)
 
     @property
     def template_source(self) -> str | None:

@@ -7,46 +7,13 @@ end at one character, the longer. So the result does not depend on how tokens di
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
-from common.limits import MAX_STOP_STRINGS
 from common.types import SamplingParams
+from router.core.dialects.parts import Parser
+from router.core.dialects.stop_words import StopWords
+from router.core.stop_matcher import StopMatcher
 from router.ports import TextDelta
 from router.text.detokenizer import Detokenizer
-
-
-class StopMatcher:
-    """Follows one stop string through a text, a character at a time (Knuth, Morris and Pratt's automaton)."""
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        # How many characters of the stop string the text ends with; these are held back.
-        self.matched = 0
-        self._failure = _failure(stop)
-
-    def step(self, character: str) -> bool:
-        """Take the next character; return whether it completes the stop string."""
-        if self.matched == len(self.stop):
-            self.matched = self._failure[self.matched]
-        while self.matched and self.stop[self.matched] != character:
-            self.matched = self._failure[self.matched]
-        if self.stop[self.matched] == character:
-            self.matched += 1
-        return self.matched == len(self.stop)
-
-
-# The sequences of a request share the tables of its stop strings; so do requests with the same ones.
-@lru_cache(maxsize=4 * MAX_STOP_STRINGS)
-def _failure(stop: str) -> tuple[int, ...]:
-    """Return, for each length, how long a proper prefix of the stop its first `length` characters end with."""
-    failure = [0] * (len(stop) + 1)
-    border = 0
-    for length in range(2, len(stop) + 1):
-        while border and stop[border] != stop[length - 1]:
-            border = failure[border]
-        border += stop[border] == stop[length - 1]
-        failure[length] = border
-    return tuple(failure)
 
 
 class OutputText:
@@ -97,6 +64,33 @@ class OutputText:
         end = len(self._held) - keep
         text, self._held = self._held[:end], self._held[end:]
         return text
+
+
+class AnswerText:
+    """The TextAssembler of a sequence whose stop strings concern the words of its answer alone.
+
+    Its text is that of all tokens up to the stop. Who reads the answer leaves out the stop string, as `StopWords` does.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, sampling: SamplingParams, parser: Parser) -> None:
+        self._detokenizer, self._words = detokenizer, StopWords(parser, sampling.stop)
+        self._min_tokens, self._tokens = sampling.min_tokens, 0
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
+        sent = list[str]()
+        for taken, token_id in enumerate(token_ids, start=1):
+            self._tokens += 1
+            text = self._detokenizer.push([token_id])
+            for end, character in enumerate(text, start=1):
+                self._words.feed(character)
+                if (stop := self._words.complete) is not None and self._tokens >= self._min_tokens:
+                    return TextDelta("".join(sent) + text[:end], taken, stop)
+            sent.append(text)
+        return TextDelta("".join(sent), len(token_ids))
+
+    def finish(self) -> str:
+        """Return the text that was held back: a character that never completed."""
+        return self._detokenizer.finish()
 
 
 class NoText:

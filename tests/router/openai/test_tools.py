@@ -107,6 +107,25 @@ async def test_a_template_that_shows_no_tools_is_noted_in_the_answer(
     assert answer.headers.get("x-quire-note") == (note if noted else None)
 
 
+@pytest.mark.parametrize(("text", "content"), [("I add. END", "I add. "), ("I add. ENDEND", "I add. END")])
+async def test_a_stop_text_in_the_words_beside_calls_ends_them(api: Api, text: str, content: str) -> None:
+    def script(request: ValidatedRequest) -> list[Step]:
+        assert request.new_parser is not None
+        return [admitted(request), tokens(CALL), tokens(text), finished(9, stop="END")]
+
+    api.frontend.script = script
+    choice = await whole(api, tools=[ADD], stop=["END"])
+    assert (choice["message"]["content"], choice["finish_reason"]) == (content, "stop")
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "add"
+
+
+async def test_a_stop_text_in_the_arguments_of_a_call_ends_nothing(api: Api) -> None:
+    api.frontend.script = says("I add.", CALL)
+    choice = await whole(api, tools=[ADD], stop=["71", "add"])
+    assert choice["message"]["content"] == "I add."
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"a": 71}
+
+
 async def test_a_call_that_the_limit_cuts_leaves_no_marks_as_content(api: Api) -> None:
     for end in (4, 12, 24):
         api.frontend.script = says("I add.", CALL[:end], reason=FinishReason.LENGTH)

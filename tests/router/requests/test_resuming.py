@@ -19,6 +19,7 @@ from gpuworker.server.router_stream import RouterStream
 from gpuworker.server.servicer import Serving
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
 from quire.inference.v1 import inference_pb2 as pb
+from router.core.dialects.parts import Parser
 from router.core.events import Admitted, GenerateEvent, ValidatedRequest
 from router.core.tenancy import Caller, Tenant
 from router.ports import CallContext, TextAssembler
@@ -57,7 +58,12 @@ class Letters:
 
 class LetterAssemblers:
     def assembler(
-        self, sampling: SamplingParams, kept: Collection[str] = (), skip: bool = True, after: Sequence[int] = ()
+        self,
+        sampling: SamplingParams,
+        kept: Collection[str] = (),
+        skip: bool = True,
+        after: Sequence[int] = (),
+        parser: Parser | None = None,
     ) -> TextAssembler:
         return OutputText(Letters(), sampling)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.types import SamplingParams
+from router.core.dialects.reader import reader
+from router.core.stop_matcher import StopMatcher
 from router.ports import TextDelta
 from router.text.detokenizer import detokenizers
-from router.text.output import NoText, OutputText, StopMatcher
+from router.text.output import AnswerText, NoText, OutputText
 from tests.support.router.tokenizers import byte_level
 
 TOKENIZER = byte_level()
@@ -148,3 +151,12 @@ def test_no_more_is_held_back_than_may_become_a_stop(pieces: list[str], stop: st
 def test_the_sequences_of_a_request_share_the_tables_of_their_stop_strings() -> None:
     stop = "a stop string that no other test has"
     assert StopMatcher(stop)._failure is StopMatcher(stop)._failure
+
+
+@pytest.mark.parametrize(("min_tokens", "taken", "stop"), [(0, 4, "b"), (5, 6, "b"), (9, 6, None)])
+def test_a_stop_in_a_thought_ends_no_answer(min_tokens: int, taken: int, stop: str | None) -> None:
+    """The text reaches up to the stop, which the reader of the answer leaves out."""
+    words = ["<think>", "b", "</think>", "ab", "a", "b"]
+    sampling = SamplingParams(stop=("b",), min_tokens=min_tokens)
+    delta = AnswerText(Pieces(*words), sampling, reader("deepseek_r1", None)).push(range(6))
+    assert (delta.text, delta.taken, delta.stop_string) == ("".join(words[:taken]), taken, stop)

@@ -21,6 +21,7 @@ from common.turns import DEFAULT_MAX_WAIT
 from common.types import BlockHash, PoolIdentity, SamplingParams
 from quire.decision.v1.decision_pb2 import ListDecisionsRequest, ListDecisionsResponse
 from router.core.admission import AdmissionLimiter, AdmissionLimits
+from router.core.dialects.parts import Parser
 from router.core.events import Finished, GenerateEvent, Tokens, ValidatedRequest
 from router.core.identity import UNKNOWN_GEOMETRY, UNKNOWN_POOLING
 from router.core.index_answer import IndexAnswer, IndexSaid
@@ -65,7 +66,12 @@ class Words:
 
 class WordAssemblers:
     def assembler(
-        self, sampling: SamplingParams, kept: Collection[str] = (), skip: bool = True, after: Sequence[int] = ()
+        self,
+        sampling: SamplingParams,
+        kept: Collection[str] = (),
+        skip: bool = True,
+        after: Sequence[int] = (),
+        parser: Parser | None = None,
     ) -> TextAssembler:
         return Words(sampling.stop)
 
