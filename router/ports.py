@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -136,6 +136,11 @@ class TextCodec(Protocol):
     """The checkpoint's tokenizer and chat template."""
 
     def __hash__(self) -> int: ...
+
+    @property
+    def hidden_tokens(self) -> Mapping[str, int]:
+        """The special tokens, which texts leave out, and their ids."""
+        ...
 
     @property
     def sees_tools(self) -> bool:

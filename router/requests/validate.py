@@ -43,6 +43,7 @@ from router.core.tenancy import Caller
 from router.ports import CallContext, ConstraintCheck, RequestValidator, TextCodec
 from router.requests.request_ids import AUTOMATIC_PREFIX
 from router.requests.retention import retained_tokens, wrong_retention
+from router.requests.stop_texts import hidden_part, shown_and_hidden
 from router.requests.thought_budget import wrong_thought
 from router.requests.violations import RANGES, Range, Report
 from router.text.checkpoint import Checkpoint
@@ -94,7 +95,8 @@ class Validator:
     ) -> ValidatedRequest:
         report = Report()
         self._check_envelope(report, request)
-        self._check_sampling(report, request.sampling)
+        hidden = self._hidden(request) if request.sampling.stop else {}
+        self._check_sampling(report, request.sampling, hidden)
         prompt = await self._prompt(report, request, 0 if embeds else 1)
         scalars = self._scalars(report, request.sampling, len(prompt))
         began = time.monotonic()
@@ -109,7 +111,7 @@ class Validator:
         retention = await self._retention(request, prompt, call.caller.tenant.max_retention_priority)
         return ValidatedRequest(
             prompt=tuple(prompt),
-            sampling=replace(_sampling(request.sampling, scalars, constraint, bad_words), thought=thought),
+            sampling=replace(_sampling(request.sampling, scalars, constraint, bad_words, hidden), thought=thought),
             arrived=call.arrived,
             request_id=request.request_id or call.request_id or None,
             deadline=call.deadline,
@@ -152,11 +154,18 @@ class Validator:
             for place, token in enumerate(kept):
                 report.fits(f"kept_special_tokens[{place}]", len(token), MAX_KEPT_TOKEN_CHARS, "characters")
 
-    def _check_sampling(self, report: Report, given: types_pb2.SamplingParams) -> None:
+    def _hidden(self, request: inference_pb2.GenerateRequest) -> Mapping[str, int]:
+        """Return the tokens that the output's text leaves out, and their ids."""
+        if request.HasField("skip_special_tokens") and not request.skip_special_tokens:
+            return {}
+        kept = {*request.kept_special_tokens}
+        return {text: token for text, token in self._codec.hidden_tokens.items() if text not in kept}
+
+    def _check_sampling(self, report: Report, given: types_pb2.SamplingParams, hidden: Mapping[str, int]) -> None:
         for name, allowed in _ranges(given).items():
             if given.HasField(name):  # type: ignore[arg-type]
                 report.check(f"sampling.{name}", getattr(given, name), allowed)
-        self._check_stops(report, given.stop)
+        self._check_stops(report, given.stop, hidden)
         if report.fits("sampling.stop_token_ids", len(given.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids"):
             report.check_ids("sampling.stop_token_ids", given.stop_token_ids, self._checkpoint.vocab_size)
         if report.fits("sampling.logit_bias", len(given.logit_bias), MAX_LOGIT_BIASES, "entries"):
@@ -170,13 +179,16 @@ class Validator:
             if not 0 <= token_id < vocab_size:
                 report.add(path, f"is for a token out of the vocabulary; expected a token id, 0 to {vocab_size - 1}")
 
-    def _check_stops(self, report: Report, stops: Sequence[str]) -> None:
+    def _check_stops(self, report: Report, stops: Sequence[str], hidden: Mapping[str, int]) -> None:
         if report.fits("sampling.stop", len(stops), MAX_STOP_STRINGS, "strings"):
             for place, stop in enumerate(stops):
                 path = f"sampling.stop[{place}]"
                 if not stop:
                     report.add(path, "is empty; expected at least one character")
-                report.fits(path, len(stop), MAX_STOP_STRING_CHARS, "characters")
+                fits = report.fits(path, len(stop), MAX_STOP_STRING_CHARS, "characters")
+                if fits and (token := hidden_part(stop, hidden)):
+                    what = f"has {token} within it, a special token that no text shows"
+                    report.add(path, f"{what}; give that token alone, or set skip_special_tokens to false")
         if stops and not self._has_tokenizer:
             report.add("sampling.stop", "needs a tokenizer, and this checkpoint has none; use stop_token_ids")
 
@@ -346,14 +358,16 @@ def _sampling(
     scalars: Mapping[str, float],
     constraint: Constraint | None,
     bad_words: tuple[tuple[int, ...], ...],
+    hidden: Mapping[str, int],
 ) -> SamplingParams:
     """Return the sampling of a request whose lists are within their limits.
 
     A constraint's document ends where it is complete: ignore_eos and min_tokens must not prolong it.
     """
+    stop, stop_tokens = shown_and_hidden(given.stop, hidden)
     sampling = SamplingParams(
-        stop=tuple(given.stop),
-        stop_token_ids=tuple(given.stop_token_ids),
+        stop=stop,
+        stop_token_ids=(*given.stop_token_ids, *stop_tokens),
         logit_bias=tuple(sorted(given.logit_bias.items())),
         bad_words=bad_words,
         **scalars,  # type: ignore[arg-type]

@@ -130,6 +130,11 @@ class CheckpointText:
         """Text and id of the tokens that were added to the vocabulary, and whether they are special."""
         return () if self._tokenizer is None else self._tokenizer.added_tokens
 
+    @property
+    def hidden_tokens(self) -> Mapping[str, int]:
+        """The special tokens, which texts leave out, and their ids."""
+        return {} if self._tokenizer is None else self._tokenizer.hidden_tokens
+
     async def rendered(self, chat: inference_pb2.Chat) -> str:
         """Return the prompt of a chat as text. Raises InvalidRequest, and Unsupported as `encode` does."""
         text = await self._rendered(chat)

@@ -43,8 +43,8 @@ class Tokenizer:
         added = inner.get_added_tokens_decoder().items()
         # Text, id, and whether texts leave it out.
         self.added_tokens = [(token.content, key, token.special) for key, token in added]
-        self._special = {text: key for text, key, special in self.added_tokens if special}
-        self._hidden = frozenset(self._special.values())
+        self.hidden_tokens = {text: key for text, key, special in self.added_tokens if special}
+        self._hidden = frozenset(self.hidden_tokens.values())
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self.vocab_size = inner.get_vocab_size(with_added_tokens=True)
         self.longest_token = max(map(len, inner.get_vocab(with_added_tokens=True)), default=1)
@@ -107,7 +107,9 @@ class Tokenizer:
             return self._new_detokenizer(frozenset(), after)
         if not kept:
             return self._new_detokenizer(self._hidden, after)
-        return self._new_detokenizer(self._hidden.difference([self._special.get(name, -1) for name in kept]), after)
+        return self._new_detokenizer(
+            self._hidden.difference([self.hidden_tokens.get(name, -1) for name in kept]), after
+        )
 
     def close(self) -> None:
         """End the encoder thread; texts not yet begun are dropped."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ class Words:
     """A codec whose tokens are the lengths of words; the word "refused" it cannot encode."""
 
     sees_tools = True
+    hidden_tokens: Mapping[str, int] = MappingProxyType({"<|end|>": 7, "<|user|>": 8})
 
     async def encode(self, prompt: pb.Prompt, add_special_tokens: bool = True) -> list[int]:
         if prompt.text == "refused":
