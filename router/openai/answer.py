@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import Cancelled, DeadlineExceeded, EngineFailure
 from common.types import FinishReason, TokenLogprobs
+from router.core.dialects import harmony
+from router.core.dialects.part_tape import joined
 from router.core.dialects.parts import CallBegun, Parser, Part, Thought
 from router.core.dialects.stop_words import StopWords
 from router.core.events import Admitted, Finished, GenerateEvent, PromptLogprobs, Tokens
 from router.openai.logprobs import ChoiceLogprobs
 from router.openai.prompt_logprobs import NO_LOGPROBS, PromptEncoder, WantedLogprobs
-from router.openai.thought_tokens import ThoughtTokens
+from router.openai.thought_tokens import ThoughtTokens, TokenTexts
 from router.ports import TextCodec
 from router.serving.reading import Reading
 
@@ -226,11 +228,17 @@ class OutputReader:
         self._stops = StopWords(parser, stop) if stop else None
         self._parser: Parser = self._stops or parser
         self._thought, self._calls = ThoughtTokens(), 0
+        self._kept = form.reading.kept
+        self._texts: TokenTexts | None = None
 
     def read(self, piece: Piece) -> Piece:
         """Replace the text of a piece by its parts."""
-        parts, before = self._parser.feed(piece.text), self._thought.count
-        self._thought.take(len(piece.token_ids), parts)
+        before, read = self._thought.count, list[Part]()
+        for tokens, text in self._divided(piece):
+            found = self._parser.feed(text)
+            self._thought.take(tokens, found)
+            read += found
+        parts = joined(read)
         self._add_thought(self._thought.count - before)
         piece.parts, piece.text = self._wanted(parts), ""
         return piece
@@ -249,6 +257,13 @@ class OutputReader:
         if self._calls and ended and not self._form.named_tool:
             piece.finish_reason = "function_call" if self._form.older_calls else "tool_calls"
         return piece
+
+    def _divided(self, piece: Piece) -> Iterable[tuple[int, str]]:
+        """Return the piece token by token while it may belong to a thought, whose tokens are counted."""
+        if not (self._thought.may_grow or harmony.CHANNEL in self._kept):
+            return ((len(piece.token_ids), piece.text),)
+        self._texts = self._texts or TokenTexts(self._form.codec, self._kept)
+        return self._texts.divided(piece.token_ids, piece.text)
 
     def _add_thought(self, tokens: int) -> None:
         self._bill.reasoning_tokens = (self._bill.reasoning_tokens or 0) + tokens

@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from router.core.dialects.parts import CallBegun, Part, Thought
+from router.ports import TextCodec
+
+
+class TokenTexts:
+    """Divides the text of several tokens among them, where the tokenizer spells tokens as bytes.
+
+    A thought has then as many tokens however the output was cut.
+    """
+
+    def __init__(self, codec: TextCodec, kept: Collection[str]) -> None:
+        self._codec = codec
+        self._hidden = {token for text, token in codec.hidden_tokens.items() if text not in kept}
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def divided(self, token_ids: Sequence[int], text: str) -> Iterator[tuple[int, str]]:
+        """Yield a number of tokens and their text: one by one, or all at once where their texts are not known."""
+        sizes = [len(self._utf8.decode(self._spelt(token))) for token in token_ids]
+        if sum(sizes) != len(text):
+            yield len(token_ids), text
+            return
+        place = 0
+        for size in sizes:
+            yield 1, text[place : place + size]
+            place += size
+
+    def _spelt(self, token: int) -> bytes:
+        return b"" if token in self._hidden else self._codec.token_bytes(token) or b""
 
 
 @dataclass(slots=True)
@@ -15,6 +43,12 @@ class ThoughtTokens:
     count: int = 0
     _pending: int = 0
     _thinking: bool = False
+    _began: bool = False
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether a thought goes on, or may still begin."""
+        return self._thinking or not self._began
 
     def take(self, tokens: int, parts: Sequence[Part]) -> None:
         """Count tokens whose text, with what was held back before, completed these parts."""
@@ -24,7 +58,7 @@ class ThoughtTokens:
             return
         thought = sum(length for length, part in zip(lengths, parts, strict=True) if isinstance(part, Thought))
         self.count += round(self._pending * thought / sum(lengths))
-        self._pending, self._thinking = 0, isinstance(parts[-1], Thought)
+        self._pending, self._thinking, self._began = 0, isinstance(parts[-1], Thought), True
 
     def end(self) -> int:
         """Return the count, with tokens at the end of a thought that was cut off."""
