@@ -108,7 +108,7 @@ async def asker(args: argparse.Namespace) -> AsyncIterator[Asker]:
     words += ["--threads", str(args.threads)] if args.threads else []
     async with (
         served_suite(words) as suite,
-        httpx.AsyncClient(base_url=suite.http_url, timeout=REQUEST_SECONDS) as client,
+        httpx.AsyncClient(base_url=suite.http_url, timeout=REQUEST_SECONDS, trust_env=False) as client,
     ):
         yield Asker(client, args.at_once, args.tokens)
 

@@ -23,6 +23,7 @@ from common.rpc.tls import Identity
 from common.settings.config import load_or_exit
 from common.settings.exit_status import exit_status
 from common.settings.options import checked_address
+from quire.api.proxy import is_this_machine
 from quire.api.status import error_from_rpc
 from quire.client import AsyncClient
 from quire.client.setup import credentials_of
@@ -113,7 +114,8 @@ async def admin_channel(address: str, state_dir: Path) -> AsyncIterator[grpc.aio
 
     The certificate is that of QUIRE_TLS_CERT, else the operator's that `quire serve` has made. Raises InvalidConfig.
     """
-    async with open_channel(address, identity=_operator(_access(), state_dir), role=Role.ROUTER) as channel:
+    identity, elsewhere = _operator(_access(), state_dir), not is_this_machine(address)
+    async with open_channel(address, identity=identity, role=Role.ROUTER, by_proxy=elsewhere) as channel:
         try:
             yield channel
         except grpc.aio.AioRpcError as error:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, build_opener
 
 import psutil
 
@@ -89,7 +89,7 @@ class LoadSuite:
 
 
 def _metrics(address: str) -> str:
-    with urlopen(f"http://{address}/metrics") as answer:
+    with build_opener(ProxyHandler({})).open(f"http://{address}/metrics") as answer:
         return str(answer.read(), "utf-8")
 
 

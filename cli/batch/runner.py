@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -17,6 +18,7 @@ from cli.batch.lines import Item
 from cli.batch.results import Result
 from common.backoff import Backoff
 from common.errors import FieldViolation, InvalidConfig, PermissionDenied, QuireError, Unauthenticated, Unavailable
+from quire.api.proxy import is_this_machine
 
 # Statuses of a server that is busy, drains, or is behind a proxy that cannot reach it.
 _AGAIN: Final = frozenset({429, 502, 503, 504})
@@ -61,14 +63,24 @@ class Counts:
 
 @asynccontextmanager
 async def client(target: Target) -> AsyncIterator[httpx.AsyncClient]:
-    """Open a client with a connection for each request that runs. Raises InvalidConfig for a bad CA file."""
+    """Open a client with a connection for each request that runs. Raises InvalidConfig for a bad CA file or proxy."""
     headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     limits = httpx.Limits(max_connections=target.concurrency, max_keepalive_connections=target.concurrency)
     timeout = httpx.Timeout(target.timeout, connect=10.0, pool=None)
-    # trust_env would send requests for this machine through the environment's proxy.
-    async with httpx.AsyncClient(
-        base_url=target.url, headers=headers, limits=limits, timeout=timeout, verify=_trust(target.ca), trust_env=False
-    ) as opened:
+    # A proxy of the environment leads to other machines alone.
+    trust_env, trust = not is_this_machine(urlsplit(target.url).netloc), _trust(target.ca)
+    try:
+        opened = httpx.AsyncClient(
+            base_url=target.url, headers=headers, limits=limits, timeout=timeout, verify=trust, trust_env=trust_env
+        )
+    except (
+        ImportError,
+        ValueError,
+        httpx.InvalidURL,
+    ) as error:  # a proxy of a kind that httpx does not know, or not without a package
+        what = f"the proxy cannot be used: {error}; expected http://HOST:PORT, or the router's host in no_proxy"
+        raise InvalidConfig(FieldViolation("http_proxy, https_proxy or all_proxy", what)) from None
+    async with opened:
         yield opened
 
 

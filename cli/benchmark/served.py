@@ -28,6 +28,7 @@ from cli.suite.preflight import suite_options
 from cli.suite.programs import Program, StackOptions, worker_ids
 from cli.suite.stack import Say, Stack
 from common.process.metrics import metrics_port
+from quire.api.proxy import PROXY_OPTION
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
@@ -149,7 +150,7 @@ async def served_suite(
         began = time.perf_counter()
         async with (
             Stack(stack_options, say) as stack,
-            grpc.aio.insecure_channel(stack.address) as channel,
+            grpc.aio.insecure_channel(stack.address, [(PROXY_OPTION, 0)]) as channel,
         ):
             yield ServedSuite(stack, channel, time.perf_counter() - began)
 
@@ -175,7 +176,8 @@ def peak_rss_mib(pid: int) -> float:
 
 
 def _read(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=WORKER_SECONDS) as answer:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(url, timeout=WORKER_SECONDS) as answer:
         return str(answer.read().decode())
 
 

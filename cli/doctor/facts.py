@@ -29,6 +29,7 @@ from gpuworker.native.levels import amx_is_kept, levels_here, why_not
 
 _ANSWER_SECONDS: Final = 20.0
 _NVIDIA: Final = Path("/dev/nvidiactl")
+_PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,9 @@ class Facts:
     ports: tuple[PortUse, ...]
     folder: str
     folder_writable: bool
+    # Variables that name a proxy, and whether no_proxy keeps this machine's own addresses from it.
+    proxies: tuple[str, ...] = ()
+    proxies_spare_loopback: bool = False
 
 
 def look(settings: UpSettings) -> Facts:
@@ -93,7 +97,15 @@ def look(settings: UpSettings) -> Facts:
         ports=tuple(each for each in _ports(settings) if each.port > 0),
         folder=str(settings.state_dir),
         folder_writable=os.access(folder, os.W_OK),
+        proxies=tuple(sorted(name for name in os.environ if name.lower() in _PROXIES and os.environ[name])),
+        proxies_spare_loopback=any(spares_loopback(os.environ.get(name, "")) for name in ("no_proxy", "NO_PROXY")),
     )
+
+
+def spares_loopback(no_proxy: str) -> bool:
+    """Return whether a value of no_proxy names both of what clients call this machine, or everything."""
+    names = {each.strip() for each in no_proxy.split(",")}
+    return "*" in names or {"localhost", "127.0.0.1"} <= names
 
 
 def _version(package: str) -> str | None:

@@ -48,6 +48,8 @@ def judge(facts: Facts) -> Iterator[Verdict]:
     yield _redis(facts)
     yield _ports(facts.ports)
     yield _folder(facts)
+    if facts.proxies:
+        yield _proxies(facts)
 
 
 def _python(facts: Facts) -> Verdict:
@@ -143,6 +145,14 @@ def _folder(facts: Facts) -> Verdict:
     return Verdict(
         "folder", "fail", f"{facts.folder} cannot be written", "name another one: quire serve --state-dir DIR"
     )
+
+
+def _proxies(facts: Facts) -> Verdict:
+    found = f"{', '.join(facts.proxies)}; Quire's own connections use none"
+    if facts.proxies_spare_loopback:
+        return Verdict("proxies", "ok", found)
+    todo = "other clients may send what is for this machine there: export no_proxy=localhost,127.0.0.1,::1"
+    return Verdict("proxies", "note", found, todo)
 
 
 def _gib(size: int) -> str:

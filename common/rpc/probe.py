@@ -1,8 +1,8 @@
 """`python -m common.rpc.probe HOST:PORT [SERVICE]`: asks grpc.health.v1 once; status 0 when the answer is SERVING.
 
 `python -m common.rpc.probe http://HOST:PORT/health`: the same by HTTP, for ports whose gRPC takes services alone.
-For probes of containers and orchestrators, which run it every few seconds: it loads gRPC (not for HTTP) and nothing
-else of Quire.
+For probes of containers and orchestrators, which run it every few seconds: it loads gRPC (not for HTTP) and nearly
+nothing else of Quire. No proxy of the environment comes between.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Final
 from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, build_opener
 
+from quire.api.proxy import PROXY_OPTION
+
 TIMEOUT_S: Final = 3.0
 SERVING, NOT_SERVING, MISUSED = 0, 1, 2
 
@@ -23,7 +25,7 @@ def ask(address: str, service: str = "", timeout: float = TIMEOUT_S) -> str:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address, [(PROXY_OPTION, 0)]) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)

@@ -19,6 +19,7 @@ from common.rpc.options import SERVICES, UNMEASURED, Callers, server_options
 from common.rpc.roles import ChecksRole, Role
 from common.rpc.tls import Identity, ServerTls, expecting
 from quire.api.channel import channel_options
+from quire.api.proxy import PROXY_OPTION
 
 log = logging.getLogger(__name__)
 
@@ -129,14 +130,17 @@ def open_channel(
     interceptors: Sequence[aio.ClientInterceptor] = (),
     identity: Identity | None = None,
     role: Role = Role.OPERATOR,
+    by_proxy: bool = False,
 ) -> aio.Channel:
     """Return a channel to HOST:PORT with Quire's limits; it connects on first use and reconnects by itself.
 
-    With an identity both ends show certificates, and the server's must name `role`.
+    With an identity both ends show certificates, and the server's must name `role`. With `by_proxy` the channel goes by
+    the proxy of the environment, if it names one.
     """
+    limits = [*(dict(channel_options()) | dict(UNMEASURED) | {PROXY_OPTION: int(by_proxy)}).items()]
     if identity is None:
-        return aio.insecure_channel(address, options=[*channel_options(), *UNMEASURED], interceptors=list(interceptors))
-    options = [*channel_options(), *UNMEASURED, expecting(role)]
+        return aio.insecure_channel(address, options=limits, interceptors=list(interceptors))
+    options = [*limits, expecting(role)]
     return aio.secure_channel(address, identity.channel_credentials(), options, interceptors=list(interceptors))
 
 

@@ -14,6 +14,7 @@ from common.rpc.roles import Role
 from common.rpc.tls import Identity, expecting
 from common.telemetry.otlp_bytes import request_bytes
 from common.telemetry.spans import SCOPE, RecordedSpan
+from quire.api.proxy import PROXY_OPTION
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +52,15 @@ def otlp_request(spans: Sequence[RecordedSpan], unwritten: Unwritten | None = No
     return ExportTraceServiceRequest.FromString(request_bytes(resources, SCOPE))
 
 
-def delivering(endpoint: str, identity: Identity | None) -> Deliverer:
-    """Return what delivers spans to a URL; with an identity, to a router over mTLS."""
+def delivering(endpoint: str, identity: Identity | None, by_proxy: bool = False) -> Deliverer:
+    """Return what delivers spans to a URL; with an identity, to a router over mTLS.
+
+    With `by_proxy` they go by the proxy of the environment, if it names one.
+    """
     # The exporter and its queue log the same failure for each batch; Delivery logs it once.
     logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
     logging.getLogger("opentelemetry.sdk._shared_internal").setLevel(logging.CRITICAL)
-    exporter = _exporter(endpoint) if identity is None else _RenewedExporter(endpoint, identity)
+    exporter = _exporter(endpoint, by_proxy=by_proxy) if identity is None else _RenewedExporter(endpoint, identity)
     return Deliverer(Delivery(exporter, endpoint))
 
 
@@ -71,15 +75,17 @@ class _Exporter(OTLPSpanExporter):
         return otlp_request(data, self._unwritten)
 
 
-def _exporter(endpoint: str, identity: Identity | None = None) -> SpanExporter:
+def _exporter(endpoint: str, identity: Identity | None = None, by_proxy: bool = False) -> SpanExporter:
     """Return what sends spans; with an identity, to a router."""
+    options: tuple[tuple[str, Any], ...] = ((PROXY_OPTION, int(by_proxy)),)
     if identity is None:
-        return _Exporter(endpoint, insecure=not endpoint.startswith("https"), timeout=EXPORT_TIMEOUT_S)
+        insecure = not endpoint.startswith("https")
+        return _Exporter(endpoint, insecure=insecure, timeout=EXPORT_TIMEOUT_S, channel_options=options)
     return _Exporter(
         endpoint,
         credentials=identity.channel_credentials(),
         timeout=EXPORT_TIMEOUT_S,
-        channel_options=(expecting(Role.ROUTER),),
+        channel_options=(*options, expecting(Role.ROUTER)),
     )
 
 

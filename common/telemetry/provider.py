@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import urlsplit
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
@@ -21,6 +22,7 @@ from common.rpc.tls import Identity
 from common.settings.options import ServiceSettings
 from common.telemetry.delivery import Deliverer, delivering
 from common.telemetry.spans import Origin, RecordedSpan, SpanTracer, UnsampledTracer
+from quire.api.proxy import is_this_machine
 
 _DISABLED_VARIABLE: Final = "OTEL_SDK_DISABLED"
 _ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -87,7 +89,7 @@ def _nowhere(_: RecordedSpan) -> None:
 def _deliverer(settings: ServiceSettings, has_own: bool, environ: Mapping[str, str]) -> Deliverer | None:
     endpoint = next((environ[name] for name in _ENDPOINT_VARIABLES if environ.get(name)), None)
     if endpoint is not None:
-        return delivering(endpoint, None)
+        return delivering(endpoint, None, by_proxy=not is_this_machine(urlsplit(endpoint).netloc or endpoint))
     if has_own or settings.trace_endpoint is None:
         return None
     identity = Identity.of(settings)

@@ -14,9 +14,10 @@ import pytest
 from rich.console import Console
 
 from cli.commands.doctor import drawn, show
-from cli.doctor.facts import Facts, PortUse
+from cli.doctor.facts import Facts, PortUse, spares_loopback
 from cli.doctor.verdicts import Verdict, judge
 from cli.suite.stack import free_ports
+from tests.support.proxies import NO_PROXY_NAMES, PROXY_NAMES
 from tests.support.up_harness import quire
 
 GIB = 1 << 30
@@ -109,6 +110,37 @@ def test_a_level_that_cannot_run_would_end_the_start() -> None:
     verdict = verdicts(lacking)["kernels"]
     assert (verdict.state, verdict.found) == ("fail", "QUIRE_CPU_LEVEL is avx512")
     assert verdict.todo == "this processor lacks avx512f; it runs scalar, avx2; or unset QUIRE_CPU_LEVEL"
+
+
+@pytest.mark.parametrize(("spared", "state", "todo"), [(True, "ok", ""), (False, "note", "export no_proxy=localhost")])
+def test_a_proxy_of_the_environment_is_named(spared: bool, state: str, todo: str) -> None:
+    facts = replace(GOOD, proxies=("HTTP_PROXY", "grpc_proxy"), proxies_spare_loopback=spared)
+    verdict = verdicts(facts)["proxies"]
+    assert (verdict.state, verdict.found) == (state, "HTTP_PROXY, grpc_proxy; Quire's own connections use none")
+    assert todo in verdict.todo
+    assert "proxies" not in verdicts(GOOD)
+
+
+@pytest.mark.parametrize(
+    ("no_proxy", "spares"),
+    [
+        ("", False),
+        ("*", True),
+        ("localhost", False),
+        ("localhost,127.0.0.1", True),
+        (" 127.0.0.1 , x, localhost", True),
+    ],
+)
+def test_no_proxy_spares_both_names_of_this_machine(no_proxy: str, spares: bool) -> None:
+    assert spares_loopback(no_proxy) is spares
+
+
+def test_the_command_names_the_variables_of_proxies(tmp_path: Path) -> None:
+    no_proxies = dict.fromkeys([*PROXY_NAMES, *NO_PROXY_NAMES], "")
+    environ = {**no_proxies, "https_proxy": "http://proxy.invalid:3128", "no_proxy": "localhost,127.0.0.1", **ports()}
+    done = quire("doctor", "--json", environ=environ, cwd=tmp_path)
+    checks = {each["name"]: each for each in json.loads(done.stdout)["checks"]}
+    assert (checks["proxies"]["state"], checks["proxies"]["found"].split(";")[0]) == ("ok", "https_proxy")
 
 
 def test_the_screen_has_80_columns_and_24_lines() -> None:

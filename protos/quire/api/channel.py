@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from quire.api.proxy import PROXY_OPTION
+
 Options = list[tuple[str, int]]
 
 # A prompt of a million tokens is 4 MB; an inventory comes in chunks of 256 KiB.
@@ -33,6 +35,7 @@ def channel_options() -> Options:
     """Return the options of a channel. Reconnects are quick but paced; Quire itself retries what is safe."""
     return [
         *COMMON_OPTIONS,
+        (PROXY_OPTION, 0),  # a proxy that the environment names stands between no two services
         ("grpc.enable_retries", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1_000),

@@ -90,11 +90,8 @@ class AsyncClient(BaseClient):
         `api_key` goes with every call (unset: QUIRE_API_KEY; "": none).
         """
         super().__init__(address, timeout, retry, metadata_of(metadata, api_key))
-        options, credentials = client_options(), credentials or credentials_of(ca)
-        self._channels = [
-            aio.secure_channel(each, credentials, options) if credentials else aio.insecure_channel(each, options)
-            for each in self._addresses.all
-        ]
+        credentials = credentials or credentials_of(ca)
+        self._channels = [_channel(each, credentials) for each in self._addresses.all]
         self._stubs = [inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels]
 
     async def __aenter__(self) -> AsyncClient:
@@ -175,3 +172,8 @@ class AsyncClient(BaseClient):
             else:
                 attempts.succeeded()
                 return answer
+
+
+def _channel(address: str, credentials: grpc.ChannelCredentials | None) -> aio.Channel:
+    options = client_options(address)
+    return aio.secure_channel(address, credentials, options) if credentials else aio.insecure_channel(address, options)

@@ -9,6 +9,7 @@ from typing import Final, TypeAlias
 import grpc
 
 from quire.api.channel import CLIENT_KEEPALIVE_TIMEOUT_MS, CLIENT_PING_TIMEOUT_MS, Options, channel_options
+from quire.api.proxy import PROXY_OPTION, is_this_machine
 
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
@@ -18,9 +19,10 @@ API_KEY_VARIABLE: Final = "QUIRE_API_KEY"
 _AUTHORIZATION: Final = "authorization"
 
 
-def client_options() -> Options:
-    """Return the options of a client's channel: it sends keepalive pings during calls only.
+def client_options(address: str) -> Options:
+    """Return the options of a client's channel to an address: it sends keepalive pings during calls only.
 
+    A proxy of the environment leads to other machines alone.
     Proxies close connections that ping without a call. Silence is borne for as long as a router bears it, and a router
     that stands still for as long as its workers need to notice that.
     """
@@ -28,6 +30,7 @@ def client_options() -> Options:
         "grpc.keepalive_permit_without_calls": 0,
         "grpc.keepalive_timeout_ms": CLIENT_KEEPALIVE_TIMEOUT_MS,
         "grpc.http2.ping_timeout_ms": CLIENT_PING_TIMEOUT_MS,
+        PROXY_OPTION: int(not is_this_machine(address)),
     }
     return list((dict(channel_options()) | own).items())
 

@@ -97,11 +97,8 @@ class Client(BaseClient):
         `api_key` goes with every call (unset: QUIRE_API_KEY; "": none).
         """
         super().__init__(address, timeout, retry, metadata_of(metadata, api_key))
-        options, credentials = client_options(), credentials or credentials_of(ca)
-        self._channels = [
-            grpc.secure_channel(each, credentials, options) if credentials else grpc.insecure_channel(each, options)
-            for each in self._addresses.all
-        ]
+        credentials = credentials or credentials_of(ca)
+        self._channels = [_channel(each, credentials) for each in self._addresses.all]
         self._stubs = [
             cast("_Stub", inference_pb2_grpc.InferenceServiceStub(cast("Any", channel))) for channel in self._channels
         ]
@@ -184,3 +181,10 @@ class Client(BaseClient):
             else:
                 attempts.succeeded()
                 return answer
+
+
+def _channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+    options = client_options(address)
+    if credentials is None:
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(address, credentials, options)

@@ -74,7 +74,11 @@ def test_a_server_bears_the_pings_that_channels_send() -> None:
 
 def test_a_client_and_its_router_bear_a_longer_silence_than_services() -> None:
     """Whoever gives up first costs the client its requests, although both processes run."""
-    router, service, client = dict(server_options(callers=CLIENTS)), dict(server_options()), dict(client_options())
+    router, service, client = (
+        dict(server_options(callers=CLIENTS)),
+        dict(server_options()),
+        dict(client_options("router:50051")),
+    )
     patience = "grpc.keepalive_timeout_ms"
     assert router[patience] == client[patience] == 3 * service[patience]
     assert dict(channel_options())[patience] == service[patience]
@@ -84,7 +88,7 @@ def test_a_client_and_its_router_bear_a_longer_silence_than_services() -> None:
 
 def test_a_client_asks_another_router_before_the_lost_ones_requests_end() -> None:
     """The worker notices that the router's host is gone, and keeps the requests; the client notices later."""
-    client, service = dict(client_options()), dict(server_options())
+    client, service = dict(client_options("router:50051")), dict(server_options())
     worker_notices = service["grpc.keepalive_timeout_ms"] / 1000  # it sends tokens all the time
     client_notices = (client["grpc.keepalive_time_ms"] + client["grpc.keepalive_timeout_ms"]) / 1000
     grace = float(GpuWorkerSettings.model_fields["orphan_grace"].default)
@@ -93,7 +97,11 @@ def test_a_client_asks_another_router_before_the_lost_ones_requests_end() -> Non
 
 def test_a_process_that_stands_still_is_noticed_by_its_workers_first_and_then_by_its_clients() -> None:
     """gRPC's own default is a minute. A worker that noticed later than a client would still hold its request."""
-    router, service, client = dict(server_options(callers=CLIENTS)), dict(server_options()), dict(client_options())
+    router, service, client = (
+        dict(server_options(callers=CLIENTS)),
+        dict(server_options()),
+        dict(client_options("router:50051")),
+    )
     patience = "grpc.http2.ping_timeout_ms"
     assert service[patience] == dict(channel_options())[patience] == 1000 * SILENCE_S
     every = pulse_seconds(SILENCE_S)
@@ -110,7 +118,7 @@ async def test_a_call_to_a_process_that_is_stopped_ends_although_its_kernel_answ
     try:
         assert server.stdout is not None
         port = int(await server.stdout.readline())
-        options = dict(client_options()) | {"grpc.http2.ping_timeout_ms": 1_000}
+        options = dict(client_options("router:50051")) | {"grpc.http2.ping_timeout_ms": 1_000}
         async with (
             asyncio.timeout(300.0),
             aio.insecure_channel(f"127.0.0.1:{port}", options=list(options.items())) as channel,
