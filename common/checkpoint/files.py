@@ -6,13 +6,15 @@ Standard library only: these checks run before a service starts, and before torc
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from common.errors import FieldViolation, InvalidConfig
 
 INDEX: Final = "model.safetensors.index.json"
+WHOLE: Final = "model.safetensors"
 _POINTER: Final = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES: Final = 1024  # more than any pointer has
 # Weights in formats that are not read; those before the last one are pickles.
@@ -83,7 +85,7 @@ def weight_problems(directory: Path) -> list[FieldViolation]:
     if any(directory.glob("*.gguf")):
         return []
     try:
-        found = _weight_files(directory)
+        found = weight_files(directory).paths
     except InvalidConfig as error:
         return list(error.violations)
     if pointers := [path for path in found if is_pointer(path)]:
@@ -92,31 +94,72 @@ def weight_problems(directory: Path) -> list[FieldViolation]:
 
 
 def weight_bytes(directory: Path) -> int:
-    """Return the bytes of a checkpoint's weights on disk."""
-    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    """Return the bytes on disk of the weights that are read; 0 where there are none, or some are missing."""
+    try:
+        return sum(path.stat().st_size for path in weight_files(directory).paths)
+    except InvalidConfig:
+        return 0
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files: those of the index if there is one. Raises InvalidConfig when one is missing."""
-    index = directory / INDEX
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The safetensors files of a checkpoint that are read, in the order of their names.
+
+    `places` has the file of each tensor, by the index; empty without one. `unread` says which files of the folder are
+    not read and why, "" where that needs no word.
+    """
+
+    paths: Sequence[Path]
+    places: Mapping[str, Path] = field(default_factory=dict)
+    unread: str = ""
+
+
+def weight_files(directory: Path) -> WeightFiles:
+    """Return which files hold the weights: model.safetensors alone where it is there, as for transformers.
+
+    Else those of the index, or all. An index that names model.safetensors among others is right about all of them.
+    Raises InvalidConfig when one is missing.
+    """
+    index, whole = directory / INDEX, directory / WHOLE
+    if whole.is_file():
+        return _beside_whole(directory)
     if index.is_file():
-        names = _names_of(index)
-        if missing := [name for name in names if not (directory / name).is_file()]:
-            what = f"{index} names {_listed(missing)}, not there; finish the download"
-            raise _bad(what)
-        return [directory / name for name in names]
-    whole = directory / "model.safetensors"
-    found = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
+        places = {tensor: directory / name for tensor, name in _weight_map(index).items()}
+        paths = sorted(set(places.values()))
+        if missing := [str(path.relative_to(directory)) for path in paths if not path.is_file()]:
+            raise _bad(f"{index} names {_listed(missing)}, not there; finish the download")
+        return WeightFiles(paths, places)
+    found = sorted(directory.glob("*.safetensors"))
     if not found:
         raise _bad(_no_weights(directory))
-    return found
+    return WeightFiles(found)
 
 
-def _names_of(index: Path) -> list[str]:
+def _beside_whole(directory: Path) -> WeightFiles:
+    """Return the files of a folder that has model.safetensors."""
+    index, whole = directory / INDEX, directory / WHOLE
+    if not index.is_file():
+        return WeightFiles([whole])
+    try:
+        places = {tensor: directory / name for tensor, name in _weight_map(index).items()}
+    except InvalidConfig:
+        return WeightFiles([whole], unread=f"{INDEX} cannot be read, and {WHOLE} needs none")
+    paths = sorted(set(places.values()))
+    if whole in paths and all(path.is_file() for path in paths):
+        return WeightFiles(paths, places)
+    others = _listed([str(path.relative_to(directory)) for path in paths if path != whole])
+    unread = f"the weights are those of {WHOLE}; {INDEX} names {others} instead, and is not followed"
+    return WeightFiles([whole], unread=unread)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor. Raises InvalidConfig for an index without them."""
     names = read_object(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise _bad(f'{index} has no "weight_map" of names of tensors and files; download the file again')
-    return sorted(set(names.values()))
+    if outside := sorted({name for name in names.values() if Path(name).is_absolute() or ".." in Path(name).parts}):
+        raise _bad(f"{index} names {_listed(outside)}; expected files in {index.parent}")
+    return names
 
 
 def _no_weights(directory: Path) -> str:

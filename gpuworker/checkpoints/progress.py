@@ -11,6 +11,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from common.checkpoint.files import weight_bytes
+
 EVERY_S: Final = 2.0
 _LOADING: Final = "Loading weights"  # what transformers calls it, too
 _Item = TypeVar("_Item")
@@ -28,7 +30,7 @@ def telling_progress(
         yield
         return
     count, done = _Count(), threading.Event()
-    size = sum(path.stat().st_size for kind in ("*.safetensors", "*.gguf") for path in directory.glob(kind))
+    size = weight_bytes(directory) or sum(path.stat().st_size for path in directory.glob("*.gguf"))
     teller = threading.Thread(target=_tell, args=(count, size, every, say or _print, done), daemon=True)
     teller.start()
     counting = _counting.set(count)

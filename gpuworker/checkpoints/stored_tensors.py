@@ -11,6 +11,7 @@ data; then the data. Format: the README of the safetensors project.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import mmap
 from collections.abc import Iterator, Mapping
@@ -20,9 +21,11 @@ from typing import Any, Final
 
 import torch
 
+from common.checkpoint.files import INDEX, weight_files
 from common.errors import FieldViolation, InvalidConfig
 
-INDEX: Final = "model.safetensors.index.json"
+_log = logging.getLogger(__name__)
+
 _DTYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -72,9 +75,7 @@ class StoredTensors:
     def __init__(self, directory: Path, found: Mapping[str, StoredTensor] | None = None) -> None:
         """Read the headers of the folder's safetensors; `found` has the tensors of a file in another format."""
         self.directory = directory
-        self._found = dict(found or {})
-        for path in _files(directory) if found is None else ():
-            self._found |= _read_header(path)
+        self._found = _read_folder(directory) if found is None else dict(found)
 
     def __contains__(self, name: object) -> bool:
         return name in self._found
@@ -94,22 +95,29 @@ class StoredTensors:
         return sum(tensor.nbytes for tensor in self._found.values())
 
 
-def _files(directory: Path) -> list[Path]:
-    """Return the files of a checkpoint, those of its index if it has one. Raises InvalidConfig when one is missing."""
-    index = directory / INDEX
-    if not index.is_file():
-        whole = directory / "model.safetensors"
-        found = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
-        if not found:
-            what = f"cannot load {directory}: no *.safetensors there; other formats of weights are not read"
-            raise InvalidConfig(FieldViolation("--model", what))
-        return found
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    missing = [name for name in names if not (directory / name).is_file()]
-    if missing:
-        what = f"cannot load {directory}: {INDEX} names {', '.join(missing)}, which are not there"
-        raise InvalidConfig(FieldViolation("--model", what))
-    return [directory / name for name in names]
+def _read_folder(directory: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a folder, each of the file that its index names. Raises InvalidConfig when one is missing.
+
+    A tensor that its file does not hold is read from another one that does, as transformers reads it.
+    """
+    files = weight_files(directory)
+    if files.unread:
+        _log.warning("%s: %s", directory, files.unread)
+    headers = {path: _read_header(path) for path in files.paths}
+    found: dict[str, StoredTensor] = {}
+    for tensors in headers.values():
+        found |= tensors
+    misplaced = 0
+    for name, path in files.places.items():
+        if (placed := headers[path].get(name)) is not None:
+            found[name] = placed
+        else:
+            misplaced += name in found
+    if misplaced:
+        _log.warning(
+            "%s: %s names the wrong file of %d tensors; they are read where they are", directory, INDEX, misplaced
+        )
+    return found
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from common.checkpoint.files import INDEX, read_config, weight_problems
+from common.checkpoint.files import INDEX, read_config, weight_bytes, weight_files, weight_problems
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.errors import InvalidConfig
 from tests.support.stranger_files import POINTER, safetensors
@@ -98,6 +98,58 @@ def test_weights_that_cannot_be_read_are_found_by_their_files(
     make(tmp_path)
     (found,) = weight_problems(tmp_path)
     assert (found.field, found.description) == ("--model", words.format(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("there", "named", "read", "unread"),
+    [
+        (("model.safetensors",), ("a.safetensors",), ("model.safetensors",), "names a.safetensors instead"),
+        (
+            ("model.safetensors", "a.safetensors", "b.safetensors"),
+            ("a.safetensors", "b.safetensors"),
+            ("model.safetensors",),
+            "names a.safetensors, b.safetensors instead",
+        ),
+        (("model.safetensors",), ("model.safetensors",), ("model.safetensors",), ""),
+        (
+            ("model.safetensors", "b.safetensors"),
+            ("model.safetensors", "b.safetensors"),
+            ("b.safetensors", "model.safetensors"),
+            "",
+        ),
+        (("a.safetensors", "b.safetensors"), ("a.safetensors",), ("a.safetensors",), ""),
+        (("a.safetensors", "b.safetensors"), (), ("a.safetensors", "b.safetensors"), ""),
+    ],
+    ids=["stale", "both", "the-whole", "whole-among-others", "others", "no-index"],
+)
+def test_the_files_that_are_read(
+    there: Sequence[str], named: Sequence[str], read: Sequence[str], unread: str, tmp_path: Path
+) -> None:
+    for name in there:
+        safetensors(tmp_path / name)
+    if named:
+        index_of(*named)(tmp_path)
+    found = weight_files(tmp_path)
+    assert [path.name for path in found.paths] == list(read)
+    assert unread in found.unread
+    assert bool(found.unread) == bool(unread)
+    assert weight_problems(tmp_path) == []
+    assert weight_bytes(tmp_path) == len(read) * (tmp_path / there[0]).stat().st_size
+
+
+@pytest.mark.parametrize("content", [b"{", b"{}", POINTER])
+def test_an_index_that_cannot_be_read_does_not_matter_beside_a_whole_file(content: bytes, tmp_path: Path) -> None:
+    safetensors(tmp_path / "model.safetensors")
+    (tmp_path / INDEX).write_bytes(content)
+    assert weight_problems(tmp_path) == []
+    assert "cannot be read" in weight_files(tmp_path).unread
+
+
+@pytest.mark.parametrize("name", ["/a.safetensors", "../a.safetensors"])
+def test_an_index_stays_in_its_folder(name: str, tmp_path: Path) -> None:
+    index_of(name)(tmp_path)
+    (found,) = weight_problems(tmp_path)
+    assert found.description == f"{tmp_path / INDEX} names {name}; expected files in {tmp_path}"
 
 
 def test_whole_weights_are_no_problem(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.checkpoint.files import INDEX
 from common.errors import InvalidConfig
 from gpuworker.checkpoints.stored_tensors import StoredTensors
 from tests.support.checkpoints import checkpoint
@@ -95,3 +97,40 @@ def test_an_entry_that_cannot_be_is_refused(tmp_path: Path, entry: dict[str, obj
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
     with pytest.raises(InvalidConfig, match=words):
         StoredTensors(tmp_path)
+
+
+def sharded(folder: Path, shards: Mapping[str, Mapping[str, float]], places: Mapping[str, str]) -> StoredTensors:
+    """Write files of tensors of one number each, and an index that says where each tensor is."""
+    for name, tensors in shards.items():
+        save_file({tensor: torch.tensor([number]) for tensor, number in tensors.items()}, folder / name)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return StoredTensors(folder)
+
+
+def numbers(stored: StoredTensors) -> dict[str, float]:
+    return {name: stored[name].map().item() for name in stored}
+
+
+def test_the_index_decides_for_each_tensor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Both files have both tensors, and neither order of the files would be right."""
+    shards = {"a.safetensors": {"t": 1.0, "u": 2.0}, "b.safetensors": {"t": 3.0, "u": 4.0}}
+    stored = sharded(tmp_path, shards, {"t": "a.safetensors", "u": "b.safetensors"})
+    assert numbers(stored) == {"t": 1.0, "u": 4.0}
+    assert caplog.messages == []
+
+
+def test_a_tensor_is_found_where_the_index_does_not_name_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shards = {"a.safetensors": {"t": 1.0, "more": 5.0}, "b.safetensors": {"u": 4.0}}
+    stored = sharded(tmp_path, shards, {"t": "b.safetensors", "u": "b.safetensors", "more": "a.safetensors"})
+    assert numbers(stored) == {"t": 1.0, "more": 5.0, "u": 4.0}
+    assert caplog.messages == [f"{tmp_path}: {INDEX} names the wrong file of 1 tensors; they are read where they are"]
+
+
+@pytest.mark.parametrize("places", [{"t": "gone.safetensors"}, {"t": "b.safetensors"}], ids=["stale", "both"])
+def test_a_whole_file_is_read_as_transformers_reads_it_and_the_log_says_so(
+    places: Mapping[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = sharded(tmp_path, {"model.safetensors": {"t": 1.0}, "b.safetensors": {"t": 2.0}}, places)
+    assert numbers(stored) == {"t": 1.0}
+    (line,) = caplog.messages
+    assert f"the weights are those of model.safetensors; {INDEX} names {places['t']} instead" in line
