@@ -30,6 +30,12 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, TEXT: {**_defaults().get(str(kind), {}), **inner}}
 
 
+def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of the text model: of a multi-modal one those of its `text_config`, over the others."""
+    text = config.get(TEXT)
+    return {**config, **text} if isinstance(text, dict) else dict(config)
+
+
 @functools.cache
 def _defaults() -> Mapping[str, Mapping[str, Any]]:
     found: dict[str, dict[str, Any]] = json.loads(DEFAULTS.read_text(encoding="utf-8"))

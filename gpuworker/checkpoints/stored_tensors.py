@@ -100,7 +100,11 @@ def _read_folder(directory: Path) -> dict[str, StoredTensor]:
 
     A tensor that its file does not hold is read from another one that does, as transformers reads it.
     """
-    files = weight_files(directory)
+    try:
+        files = weight_files(directory)
+    except InvalidConfig as error:
+        what = f"cannot load {directory}: {error.violations[0].description}"
+        raise InvalidConfig(FieldViolation("--model", what)) from None
     if files.unread:
         _log.warning("%s: %s", directory, files.unread)
     headers = {path: _read_header(path) for path in files.paths}

@@ -33,12 +33,13 @@ from gpuworker.models.hf.loader import (
 )
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.hf.precision import Precision
+from gpuworker.models.hf.unread import unread_entries
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import fused_weights
 from gpuworker.models.llama.linears import IntegersOf, LinearReader
 from gpuworker.models.llama.pack import pack_model
-from gpuworker.models.llama.plain_config import plain_config
+from gpuworker.models.llama.plain_config import PlainConfig, plain_config
 from gpuworker.models.llama.reference import TorchReference, WeightsOf, reference_part, tested_layers
 from gpuworker.models.llama.spec import LlamaSpec, llama_spec, why_not_llama
 from gpuworker.models.llama.weights import TensorOf, with_merged_experts, without_prefix
@@ -72,6 +73,7 @@ def open_native(
     """
     directory = checkpoint_directory(source.model)
     config = _config(directory, source, device, model_impl)
+    _warn_of_unread(directory, config)
     reason = "that was asked for" if model_impl == "transformers" else why_not_native(config, source, device)
     if reason is None:
         try:
@@ -92,6 +94,13 @@ def _config(directory: Path, source: ModelSource, device: torch.device, model_im
     """Return the configuration of the checkpoint. transformers reads it, unless no part of the start needs it."""
     needed = model_impl == "transformers" or device.type != "cpu" or source.load_format == "dummy" or source.pooled
     return (None if needed else plain_config(directory)) or source.config(directory)
+
+
+def _warn_of_unread(directory: Path, config: PretrainedConfig) -> None:
+    """Name the entries that change a model's numbers and that nothing reads; a plain configuration has none."""
+    if not isinstance(config, PlainConfig) and (unread := unread_entries(directory, config)):
+        what = "%s/config.json has entries that nothing reads, and that may change the model's numbers: %s"
+        _log.warning(what, directory, ", ".join(unread))
 
 
 def why_not_native(config: PretrainedConfig, source: ModelSource, device: torch.device) -> str | None:

@@ -9,20 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from common.checkpoint.completed import completed
+from common.checkpoint.completed import completed, text_part
+from common.checkpoint.context import CONTEXT_KEYS, context_of
 from common.checkpoint.ends import named_ends
 from common.checkpoint.files import read_config
 from common.errors import FieldViolation, InvalidConfig
 from common.types import KvGeometry
 
-_CONTEXT: Final = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_sequence_length",
-    "max_seq_len",
-    "seq_length",
-    "n_ctx",
-)
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers")
 _HEADS: Final = ("num_attention_heads", "n_head", "n_heads")
 _HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
@@ -34,9 +27,7 @@ class CheckpointFacts:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "config.json"
-        whole = completed(read_config(directory))
-        text = whole.get("text_config")
-        self._config: Mapping[str, Any] = {**whole, **text} if isinstance(text, dict) else whole
+        self._config: Mapping[str, Any] = text_part(completed(read_config(directory)))
 
     @property
     def vocab_size(self) -> int:
@@ -46,7 +37,7 @@ class CheckpointFacts:
     @property
     def context(self) -> int:
         """Positions that the model spans."""
-        return self._number(*_CONTEXT)
+        return context_of(self._config) or self._number(*CONTEXT_KEYS)
 
     def kv_geometry(self, dtype: str, kv_cache_dtype: str) -> KvGeometry:
         """Return the shape of a token's K/V, if every layer has full attention; "auto" is the checkpoint's own type."""

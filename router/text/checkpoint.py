@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.completed import completed
+from common.checkpoint.completed import completed, text_part
+from common.checkpoint.context import CONTEXT_KEYS, context_of
 from common.checkpoint.ends import named_ends
 from common.checkpoint.files import read_object
 from common.checkpoint.fingerprint import tokenizer_fingerprint
 from common.errors import FieldViolation, InvalidConfig
 
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 _HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model")
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -63,7 +63,7 @@ def read_checkpoint(directory: Path, tokenizer: Path | None = None) -> Checkpoin
     ends = named_ends(directory, tokenizer)
     return Checkpoint(
         directory=directory,
-        max_model_len=_number(config, _CONTEXT_KEYS, path),
+        max_model_len=context_of(text_part(config)) or _number(config, CONTEXT_KEYS, path),
         vocab_size=_number(config, ("vocab_size",), path),
         ends=ends,
         sampling_defaults=_sampling_defaults(generation),

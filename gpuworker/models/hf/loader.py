@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 
+from common.checkpoint.context import context_of
 from common.checkpoint.hub import checkpoint_directory
 from common.errors import FieldViolation, InvalidConfig, Unsupported
 from common.settings.options import LoadFormat
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 LOAD_FORMATS = get_args(LoadFormat)
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
+_OF_CONTEXT = ("model_type", "max_position_embeddings", "original_max_position_embeddings", "rope_parameters")
 _DEFAULT_LIMIT = 2048
 _MOST_CHARACTERS = 300  # of an error of transformers
 # What transformers raises for a configuration that its class accepts and its model does not, or that needs a package.
@@ -151,18 +153,9 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
 
 
 def context_limit(config: PretrainedConfig) -> int:
-    """Return how many positions the model can run: the span of its position embeddings, 2048 if that is not given.
-
-    "longrope" changes the embedding of every position at once when a batch passes its original length, so that K/V of
-    shorter sequences would no longer fit. Such a model runs up to that length.
-    """
+    """Return how many positions the model can run, as `common/checkpoint/context.py` has it; 2048 if none is named."""
     text = config.get_text_config()
-    limit = int(getattr(text, "max_position_embeddings", 0) or 0) or _DEFAULT_LIMIT
-    for part in _rope_parameters(text):
-        if part.get("rope_type") == "longrope":
-            of_config = getattr(text, "original_max_position_embeddings", limit)
-            return int(part.get("original_max_position_embeddings") or of_config)
-    return limit
+    return context_of({name: getattr(text, name, None) for name in _OF_CONTEXT}) or _DEFAULT_LIMIT
 
 
 def _rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from common.errors import EngineFailure
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.native_backend import NativeAttention
 from gpuworker.memory.devices import dtype_name
+from gpuworker.models.hf.loader import context_limit
 from gpuworker.models.llama.pack import PackedModel
 from gpuworker.models.llama.spec import rope_table
 from gpuworker.native import library as native
@@ -165,7 +166,7 @@ class LlamaCpuModel:
 
     def extend_rope(self, positions: int) -> None:
         """Extend the rope table to so many positions, at most those of the model; no step runs meanwhile."""
-        length = min(positions, int(self.config.max_position_embeddings))
+        length = min(positions, context_limit(self.config))
         self._use_rope(rope_table(self.config, length))
 
     def _use_rope(self, table: torch.Tensor) -> None:

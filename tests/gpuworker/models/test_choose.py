@@ -113,6 +113,17 @@ def test_a_narrow_cache_can_be_asked_for_beside_float16_weights(caplog: pytest.L
     assert "llama: linears in F16" in caplog.text
 
 
+def test_the_log_names_the_entries_that_nothing_reads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "capped"
+    shutil.copytree(checkpoint("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 30.0}))
+    assert open_native(ModelSource(str(folder)), CPU, "native", backend) is not None
+    (line,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert line.startswith(f"{folder}/config.json has entries that nothing reads")
+    assert line.endswith(": final_logit_softcapping")
+
+
 def test_random_weights_of_a_float16_model_stay_in_16_bits_too(caplog: pytest.LogCaptureFixture) -> None:
     source = ModelSource(str(half_precision("llama")), load_format="dummy")
     with caplog.at_level(logging.INFO, logger=choose.__name__):

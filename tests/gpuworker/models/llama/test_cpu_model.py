@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from common.errors import EngineFailure
 from common.types import KvGeometry
@@ -168,6 +170,20 @@ def test_positions_beyond_the_first_table_are_known(case: Case, monkeypatch: pyt
     expected = run_row(llama_model(case, library), NativeAttention(case.cache(16)), 0, tokens, [15])
     monkeypatch.setattr(cpu_model, "_FIRST_POSITIONS", 5)
     assert torch.equal(run_row(llama_model(case, library), NativeAttention(case.cache(16)), 0, tokens, [15]), expected)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "linear"}, {"rope_type": "yarn"}])
+def test_a_scaled_rope_runs_beyond_the_positions_that_are_named(rope: dict[str, str]) -> None:
+    case = make_case("llama")
+    case.config.max_position_embeddings = 4
+    case.config.rope_parameters = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4} | rope
+    tokens = case_tokens(case.spec)[0]
+    with torch.inference_mode():
+        module = AutoModelForCausalLM.from_config(copy.deepcopy(case.config), attn_implementation="eager")
+        module.load_state_dict(case.transformers_model.module.state_dict())
+        expected = module(tokens[None]).logits[0, 15:16]
+    model = llama_model(case, load(levels_here()[-1]))
+    assert relative(run_row(model, NativeAttention(case.cache(16)), 0, tokens, [15]), expected).max() < 1e-5
 
 
 @pytest.mark.parametrize("token", [-1, 96])
