@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar
-from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -28,6 +27,7 @@ from common.settings.options import (
     is_loopback,
 )
 from common.settings.pool_key import PoolSettings
+from common.settings.redis_url import redis_addresses
 from common.turns import DEFAULT_MAX_WAIT
 from kvmanager.core.config import (
     DEFAULT_EVICTION,
@@ -158,8 +158,10 @@ class KvManagerSettings(PoolSettings, DecisionLogSettings):
         """Refuse a loopback address in a group whose Redis shows that it has other hosts."""
         announced = self.group_address or self.host
         host = host_of(announced) if self.group_address else announced
-        redis = urlsplit(self.redis_url or "").hostname
-        if self.group is None or redis is None or not is_loopback(host) or is_this_host(redis):
+        if self.group is None or not self.redis_url or not is_loopback(host):
+            return
+        redis = next((each for each, _ in redis_addresses(self.redis_url) if not is_this_host(each)), None)
+        if redis is None:
             return
         what = (
             f"is {announced}, which only this host reaches, and the Redis of group {self.group} is on another host "

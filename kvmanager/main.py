@@ -13,7 +13,6 @@ from contextlib import aclosing
 from dataclasses import asdict, fields
 from functools import partial
 from typing import Final
-from urllib.parse import urlsplit
 
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.checkpoint.gguf.names import served_folder
@@ -26,15 +25,17 @@ from common.process.advertise import reachable_address
 from common.process.debug import dumps_on_signal
 from common.process.garbage import collect_rarely
 from common.process.metrics import MetricsServer, metrics_port, new_registry
-from common.process.redis_client import open_redis
+from common.process.redis_client import open_redis, refuse_unfit
 from common.process.supervised import Supervisor
 from common.process.watchdog import LastResort, Watchdog, Work
 from common.rpc.roles import Role
 from common.rpc.server import RpcServer, dialer
 from common.rpc.tls import Identity
 from common.service import run_service
+from common.settings.addresses import joined_address
 from common.settings.config import load_or_exit
 from common.settings.pool_key import pool_key_of
+from common.settings.redis_url import SERVER_PORT, redis_addresses, without_login
 from common.telemetry.provider import setup as setup_telemetry
 from common.telemetry.server_spans import server_spans
 from common.types import PoolIdentity
@@ -72,7 +73,6 @@ _GRACE_S: Final = 0.5
 _WALKS: Final = 5
 # Seconds between two attempts of a standby to take the lease.
 _STANDBY_POLL_S: Final = 0.25
-_REDIS_PORT: Final = 6379
 
 
 class ManagerProcess:
@@ -177,6 +177,9 @@ class ManagerProcess:
     async def start(self) -> str:
         """Listen and serve; return one line about it. Raises InvalidConfig when a port is taken."""
         settings = self.settings
+        if settings.redis_url:
+            async with open_redis(settings.redis_url, TIMEOUT_S, settings.redis_ca) as redis:
+                await refuse_unfit(redis)
         port = await self.server.start(settings.host, settings.port)
         metrics = await self.metrics.start(settings.host, metrics_port(settings.metrics_port, settings.port))
         self.supervisor.run("watchdog", self.watchdog.run)
@@ -190,7 +193,7 @@ class ManagerProcess:
             await self.server.ready()
         if self._log is not None:
             self._log.start(self.ring)
-        index = _without_secrets(settings.redis_url) if settings.redis_url else "none (no Redis)"
+        index = without_login(settings.redis_url) if settings.redis_url else "none (no Redis)"
         return (
             f"READY {settings.host}:{port} metrics on {metrics}, prefix index in {index}, state in {settings.state_dir}"
         )
@@ -200,7 +203,7 @@ class ManagerProcess:
         settings = self.settings
         if settings.group_address is not None:
             return settings.group_address
-        return await reachable_address(settings.host, port, _redis_address(settings.redis_url))
+        return await reachable_address(settings.host, port, *_redis_addresses(settings.redis_url))
 
     def debug_state(self) -> dict[str, object]:
         """Return the manager's part of `quire debug dump`: the pool of each worker's ledger, and what stands still."""
@@ -296,20 +299,15 @@ def _store_opener(settings: KvManagerSettings, leading: Leading) -> Callable[[st
     )
 
 
-def _redis_address(url: str | None) -> str:
-    parts = urlsplit(url or "")
-    return f"{parts.hostname or '127.0.0.1'}:{parts.port or _REDIS_PORT}"
+def _redis_addresses(url: str | None) -> list[str]:
+    found = redis_addresses(url) if url else ()
+    return [joined_address(*each) for each in found or (("127.0.0.1", SERVER_PORT),)]
 
 
 def _decision_ids(source: str) -> Callable[[], str]:
     """Return ids that differ from those of any other process."""
     numbers = itertools.count(1)
     return lambda: f"{source}-{next(numbers)}"
-
-
-def _without_secrets(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 async def serve(settings: KvManagerSettings) -> int:

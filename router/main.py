@@ -14,7 +14,6 @@ from functools import partial
 from typing import Final
 
 from google.protobuf.json_format import MessageToDict
-from redis.asyncio import Redis
 
 from common.checkpoint.gguf.names import served_folder
 from common.clock import SystemClock
@@ -28,7 +27,7 @@ from common.process.debug import dumps_on_signal
 from common.process.garbage import collect_rarely
 from common.process.loop_turns import LoopTurns
 from common.process.metrics import new_registry
-from common.process.redis_client import open_redis
+from common.process.redis_client import QuireRedis, open_redis, refuse_unfit
 from common.process.supervised import Supervisor
 from common.process.watchdog import Watchdog, Work
 from common.rpc.options import CLIENTS
@@ -180,7 +179,7 @@ class RouterProcess:
         now_ns = self._clock.time_ns()
         self._ring.record(wrong_request_record(self._new_id(), now_ns, request_id, caller.owner, error))
 
-    def _redis_clients(self) -> tuple[Redis, Redis] | None:
+    def _redis_clients(self) -> tuple[QuireRedis, QuireRedis] | None:
         """Return one client for lookups, with a short timeout, and one for discovery."""
         url, ca = self.settings.redis_url, self.settings.redis_ca
         if not url:
@@ -293,6 +292,8 @@ class RouterProcess:
     async def start(self) -> str:
         """Listen and look for workers; return the addresses. Raises InvalidConfig when a port is taken."""
         settings = self.settings
+        if self._clients:
+            await refuse_unfit(self._clients[1])
         port = await self._server.start(settings.host, settings.grpc_port, flag="--grpc-port")
         admin = await self._admin.start()
         parts = HttpParts(

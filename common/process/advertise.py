@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Final
 
 from common.own_thread import in_own_thread
+from common.settings.addresses import joined_address
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ async def reachable_address(host: str, port: int, towards: str, *others: str) ->
     Peers are HOST:PORT; the first whose name can be resolved counts. While there is none this waits.
     """
     if host not in _EVERY_ADDRESS:
-        return f"{host}:{port}"
+        return joined_address(host, port)
     peers, logged = (towards, *others), False
     while True:
         try:
@@ -36,7 +37,7 @@ async def reachable_address(host: str, port: int, towards: str, *others: str) ->
                 logged = True
             await asyncio.sleep(_RETRY_SECONDS)
         else:
-            return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
+            return joined_address(own, port)
 
 
 def is_this_host(host: str) -> bool:

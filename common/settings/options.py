@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from common.cpu_list import cpus_of
 from common.errors import FieldViolation
+from common.settings.redis_url import checked_redis_url, is_tls_url
 from common.untrusted.ids import ID_WORDS, is_id
 
 # What other engines call our types.
@@ -100,12 +101,6 @@ def _dtype(value: object) -> object:
     return _DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
 
 
-def _redis_url(value: str) -> str:
-    if value and not value.startswith(("redis://", "rediss://", "unix://")):
-        raise ValueError('expected redis://HOST:PORT[/DB], rediss://..., unix://PATH, or "" for none')
-    return value
-
-
 def _id(value: str) -> str:
     if not is_id(value):
         raise ValueError(f"expected {ID_WORDS}")
@@ -159,7 +154,7 @@ Bytes = Annotated[int, BeforeValidator(_bytes), Field(gt=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 TokenizerFolder = Annotated[Path, AfterValidator(_tokenizer_folder)]
 ExistingFile = Annotated[Path, AfterValidator(_file)]
-RedisUrl = Annotated[str, AfterValidator(_redis_url)]
+RedisUrl = Annotated[str, AfterValidator(checked_redis_url)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0)]
 Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0.0, allow_inf_nan=False)]
@@ -278,7 +273,7 @@ class ServiceSettings(TlsSettings):
         yield from super().problems()
         flag, host = self.internal_host()
         yield from self.beyond_loopback(flag, [host])
-        if self.redis_ca is not None and self.redis_url and not self.redis_url.startswith("rediss://"):
+        if self.redis_ca is not None and self.redis_url and not is_tls_url(self.redis_url):
             yield FieldViolation("--redis-ca", "has no effect; expected it with a --redis-url of rediss://...")
 
     def internal_host(self) -> tuple[str, str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from typing import Final
-from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr
 
 from common.errors import FieldViolation, InvalidConfig
 from common.settings.options import ServiceSettings, is_loopback
+from common.settings.redis_url import redis_addresses
 
 _SHORTEST: Final = 16
 
@@ -30,7 +30,8 @@ def pool_key_of(settings: PoolSettings) -> bytes | None:
         return settings.pool_key.get_secret_value().encode()
     if not settings.redis_url:
         return None
-    beyond = [host for host in (settings.host, _host_of(settings.redis_url)) if not is_loopback(host)]
+    hosts = [settings.host, *(host for host, _ in redis_addresses(settings.redis_url))]
+    beyond = [host for host in hosts if not is_loopback(host)]
     if beyond:
         what = (
             f"is missing, and {beyond[0]} is beyond loopback; expected a secret of at least {_SHORTEST} characters, "
@@ -38,8 +39,3 @@ def pool_key_of(settings: PoolSettings) -> bytes | None:
         )
         raise InvalidConfig(FieldViolation("QUIRE_POOL_KEY", what))
     return None
-
-
-def _host_of(redis_url: str) -> str:
-    parts = urlsplit(redis_url)
-    return "localhost" if parts.scheme == "unix" else parts.hostname or "localhost"
