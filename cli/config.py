@@ -19,6 +19,7 @@ from common.settings.options import (
     CountOrAuto,
     ExistingFile,
     Fraction,
+    Host,
     Names,
     RedisUrl,
     Seconds,
@@ -91,8 +92,8 @@ class UpSettings(EngineSettings, DecisionLogSettings):
         description="threads of each worker's engine on a CPU; unset: all workers share the cores, less one from "
         "three cores on",
     )
-    host: str = Field("127.0.0.1", description="address of the ports for clients")
-    admin_host: str = Field(
+    host: Host = Field("127.0.0.1", description="address of the ports for clients")
+    admin_host: Host = Field(
         "127.0.0.1", description="address of everything else: the router's admin plane, KV manager, workers"
     )
     port: FixedPort = Field(8000, description="HTTP port of the router: OpenAI-compatible API, /health")

@@ -31,6 +31,7 @@ from common.rpc.roles import Role
 from common.rpc.server import RpcServer, dialer
 from common.rpc.tls import Identity
 from common.service import run_service
+from common.settings.addresses import joined_address
 from common.settings.config import load_or_exit
 from common.telemetry.provider import setup as setup_telemetry
 from gpuworker.config import GpuWorkerSettings
@@ -131,7 +132,7 @@ class Worker:
         self._add_servicer(self._server.server)
         port = await self._server.start(settings.host, settings.port)
         await self._metrics.start(settings.host, metrics_port(settings.metrics_port, settings.port))
-        dumps_on_signal("gpuworker", f"{settings.host}:{port}", settings.state_dir, self._debug_state)
+        dumps_on_signal("gpuworker", joined_address(settings.host, port), settings.state_dir, self._debug_state)
         self._port = port
         await self._look_up_address()
         began = time.monotonic()

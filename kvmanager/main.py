@@ -184,7 +184,7 @@ class ManagerProcess:
         metrics = await self.metrics.start(settings.host, metrics_port(settings.metrics_port, settings.port))
         self.supervisor.run("watchdog", self.watchdog.run)
         self.supervisor.run("pins", self.pins.run)
-        self.leading.address = settings.group_address or f"{settings.host}:{port}"
+        self.leading.address = settings.group_address or joined_address(settings.host, port)
         if self.member is not None:
             # In the member's task: Redis's name may be unknown for long, and a signal has to end the process meanwhile.
             self.member.start(self.supervisor, lambda: self._announced(port))
@@ -195,7 +195,8 @@ class ManagerProcess:
             self._log.start(self.ring)
         index = without_login(settings.redis_url) if settings.redis_url else "none (no Redis)"
         return (
-            f"READY {settings.host}:{port} metrics on {metrics}, prefix index in {index}, state in {settings.state_dir}"
+            f"READY {joined_address(settings.host, port)} metrics on {metrics}, prefix index in {index}, "
+            f"state in {settings.state_dir}"
         )
 
     async def _announced(self, port: int) -> str:
@@ -324,7 +325,7 @@ async def serve(settings: KvManagerSettings) -> int:
         loop.add_signal_handler(number, end)
     collect_rarely(_WALKS)
     print(await process.start(), flush=True)  # noqa: T201
-    address = f"{settings.host}:{process.server.port}"
+    address = joined_address(settings.host, process.server.port)
     dumps_on_signal("kvmanager", address, settings.state_dir, process.debug_state)
     replaced = await ended
     if replaced is None:

@@ -18,6 +18,7 @@ from common.settings.options import (
     Bytes,
     Count,
     ExistingFile,
+    Host,
     LoadFormat,
     Names,
     Networks,
@@ -72,7 +73,7 @@ class RouterSettings(PoolSettings, DecisionLogSettings):
     block_size: BlockSize = Field(16, description="slots in a block; the same on every service")
     port: Port = Field(8000, description="HTTP port: OpenAI-compatible API, /health; 0 takes a free one")
     grpc_port: Port = Field(50051, description="gRPC port for clients; 0 takes a free one")
-    admin_host: str = Field(
+    admin_host: Host = Field(
         "127.0.0.1", description="address of the admin plane: spans, decisions and traces of all, status, metrics"
     )
     admin_port: Port | None = Field(None, description="gRPC port of the admin plane; unset: 1 below --grpc-port")

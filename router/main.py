@@ -35,6 +35,7 @@ from common.rpc.roles import Role
 from common.rpc.server import RpcServer, dialer
 from common.rpc.tls import Identity, PublicCertificate
 from common.service import run_service
+from common.settings.addresses import joined_address
 from common.settings.config import load_or_exit
 from common.telemetry.provider import setup as setup_telemetry
 from common.telemetry.server_spans import server_spans
@@ -339,7 +340,8 @@ class RouterProcess:
             self.supervisor.run("file of tenants", lambda: directory.watch(self._end_revoked))
         if self._turns is not None:
             self._turns.start()
-        return f"{settings.host}:{port}, HTTP on {settings.host}:{self._http.port}, {admin}"
+        http = joined_address(settings.host, self._http.port)
+        return f"{joined_address(settings.host, port)}, HTTP on {http}, {admin}"
 
     def _end_revoked(self) -> None:
         self.frontend.end_revoked(self._authenticator.is_live)

@@ -19,7 +19,8 @@ def with_picked_ports(options: StackOptions) -> StackOptions:
         return options
     if options.grpc_port == 0:
         options = replace(options, admin_port=options.admin_port or 0, admin_http_port=options.admin_http_port or 0)
-    spare = iter(free_ports(len(_all_ports(options))))
+    hosts = dict.fromkeys(("127.0.0.1", *(each for each in (options.host, options.admin_host) if ":" in each)))
+    spare = iter(free_ports(len(_all_ports(options)), tuple(hosts)))
 
     def picked(port: int) -> int:
         return port or next(spare)

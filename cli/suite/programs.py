@@ -18,6 +18,7 @@ from common.process.python import module_command
 from common.process.redis_users import RedisUrls
 from common.process.topology import here
 from common.rpc.roles import Role
+from common.settings.addresses import joined_address
 
 REDIS: Final = "redis"
 # gRPC's C core would print lines of its own, such as every refused connection while a service starts.
@@ -114,19 +115,20 @@ def server_key_path(options: StackOptions) -> Path:
 
 def router_address(options: StackOptions) -> str:
     """Return HOST:PORT of the router's gRPC port."""
-    return f"{options.host}:{options.grpc_port}"
+    return joined_address(options.host, options.grpc_port)
 
 
 def admin_address(options: StackOptions) -> str:
     """Return HOST:PORT of the gRPC port of the router's admin plane."""
-    return f"{options.admin_host}:{options.grpc_port - 1 if options.admin_port is None else options.admin_port}"
+    port = options.grpc_port - 1 if options.admin_port is None else options.admin_port
+    return joined_address(options.admin_host, port)
 
 
 def metrics_addresses(options: StackOptions) -> list[str]:
     """Return HOST:PORT of each router's /metrics."""
     if options.own_ports:
-        return [f"{options.admin_host}:{metrics_port(None, port)}" for port in options.own_ports]
-    return [f"{options.admin_host}:{metrics_port(options.admin_http_port, options.grpc_port)}"]
+        return [joined_address(options.admin_host, metrics_port(None, port)) for port in options.own_ports]
+    return [joined_address(options.admin_host, metrics_port(options.admin_http_port, options.grpc_port))]
 
 
 def leaf_of(options: StackOptions, role: Role, worker_id: str = "") -> Leaf | None:
@@ -187,7 +189,7 @@ def _manager_addresses(options: StackOptions, worker: int | None = None) -> str:
     ports = manager_ports(options)
     if worker is not None:
         ports = ports[worker % options.shards :: options.shards]
-    return ",".join(f"{options.admin_host}:{port}" for port in ports)
+    return ",".join(joined_address(options.admin_host, port) for port in ports)
 
 
 def _manager(options: StackOptions, port: int, redis_url: str) -> Program:
@@ -197,7 +199,7 @@ def _manager(options: StackOptions, port: int, redis_url: str) -> Program:
         *("--port", str(port)),
         *options.manager_flags,
     )
-    address = f"{options.admin_host}:{port}"
+    address = joined_address(options.admin_host, port)
     environment = _QUIET_GRPC | _redis("kvmanager", redis_url, options.pool_key)
     return Program("kvmanager", "kvmanager", tuple(module_command("kvmanager.main")), flags, address, environment)
 
@@ -215,7 +217,7 @@ def _worker(options: StackOptions, index: int) -> Program:
     )
     command = tuple(module_command("cli.suite.embedded" if options.embedded else "gpuworker.main"))
     environment = _QUIET_GRPC | _redis("gpuworker", "") | {"OMP_NUM_THREADS": str(threads)}
-    return Program(worker_id, "gpuworker", command, flags, f"{options.admin_host}:{port}", environment)
+    return Program(worker_id, "gpuworker", command, flags, joined_address(options.admin_host, port), environment)
 
 
 def _routers(options: StackOptions, redis_url: str) -> Iterator[Program]:
@@ -223,20 +225,20 @@ def _routers(options: StackOptions, redis_url: str) -> Iterator[Program]:
     if not options.own_ports:
         yield _router(options, redis_url)
     for index, own_port in enumerate(options.own_ports):
-        others = [f"{options.admin_host}:{port}" for port in options.own_ports if port != own_port]
+        others = [joined_address(options.admin_host, port) for port in options.own_ports if port != own_port]
         sharing = ("--own-port", str(own_port), *(word for other in others for word in ("--sibling", other)))
         program = _router(options, redis_url)
         yield replace(
             program,
             name=f"router-{index}",
             flags=(*program.flags, *sharing),
-            address=f"{options.admin_host}:{own_port}",
+            address=joined_address(options.admin_host, own_port),
         )
 
 
 def _router(options: StackOptions, redis_url: str) -> Program:
     named = options.workers if options.named_workers is None else options.named_workers
-    addresses = [f"{options.admin_host}:{port}" for port in options.worker_ports[:named]]
+    addresses = [joined_address(options.admin_host, port) for port in options.worker_ports[:named]]
     flags = (
         *_common(options, options.host, leaf_of(options, Role.ROUTER)),
         *("--model", str(options.model), "--port", str(options.port), "--grpc-port", str(options.grpc_port)),

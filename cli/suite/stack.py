@@ -41,6 +41,7 @@ from common.process.redis_users import RedisUrls, RedisUsers
 from common.process.topology import here
 from common.rpc.roles import Role
 from common.rpc.server import open_channel
+from common.settings.addresses import joined_address
 from quire.inference.v1 import inference_pb2, inference_pb2_grpc
 
 __all__ = ["Stack", "StackOptions", "free_ports"]
@@ -87,7 +88,7 @@ class Stack:
     @property
     def http_url(self) -> str:
         """URL of the router's HTTP port."""
-        return f"http://{self.options.host}:{self.options.port}"
+        return f"http://{joined_address(self.options.host, self.options.port)}"
 
     @property
     def redis_url(self) -> str:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from common.limits import MAX_NAMED_MANAGERS
 from common.own_thread import in_own_thread
+from common.settings.addresses import joined_address
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +83,8 @@ def _by_machine(name: str, hosts: Iterable[str], before: Sequence[str]) -> tuple
     """
     _, port = host_and_port(name)
     ordered = sorted(set(hosts), key=_in_order)
-    v4 = [f"{host}:{port}" for host in ordered if ":" not in host]
-    v6 = [f"[{host}]:{port}" for host in ordered if ":" in host]
+    v4 = [joined_address(host, int(port)) for host in ordered if ":" not in host]
+    v6 = [joined_address(host, int(port)) for host in ordered if ":" in host]
     in_use, other = (v6, v4) if before and before[0].startswith("[") else (v4, v6)
     return (in_use, other) if len(in_use) >= len(other) else (other, [])
 

@@ -1,4 +1,4 @@
-"""Free ports of this machine for services that somebody else starts."""
+"""Free ports of this machine for services that somebody else starts, and sockets that listen."""
 
 from __future__ import annotations
 
@@ -32,9 +32,27 @@ def free_ports(count: int, hosts: Sequence[str] = ("127.0.0.1",)) -> list[int]:
                 break
             with suppress(OSError):
                 for host in hosts:
-                    held.enter_context(socket.socket()).bind((host, port))
+                    held.enter_context(socket.socket(family_of(host))).bind((host, port))
                 ports.append(port)
                 _last_picked[port] = next(_count)
     if len(ports) < count:
         raise OSError(errno.EADDRINUSE, f"fewer than {count} ports from {CANDIDATES[0]} to {CANDIDATES[-1]} are free")
     return ports
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the family in which a host is listened on: that of an address, of a name IPv4 if it has any."""
+    if ":" in host:
+        return socket.AF_INET6
+    with suppress(OSError):
+        found = {each[0] for each in socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM)}
+        return socket.AF_INET6 if found == {socket.AF_INET6} else socket.AF_INET
+    return socket.AF_INET
+
+
+def listener(host: str, port: int, backlog: int = 100, reuse_port: bool = False) -> socket.socket:
+    """Return a socket that listens. `::` takes connections of both families, as gRPC's ports do. Raises OSError."""
+    both = host == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        (host, port), family=family_of(host), backlog=backlog, reuse_port=reuse_port, dualstack_ipv6=both
+    )

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from common import limits
 from common.process.connections import Connections
+from common.process.ports import listener
 
 _REQUEST: Final = re.compile(r"([A-Z]+) (\S+) HTTP/1\.[01]")
 _HEADER: Final = re.compile(r"[!-9;-~]+:[^\0]*")
@@ -80,7 +81,8 @@ class SmallHttpServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listen and return the port (a free one for 0). Raises OSError when it is taken."""
-        self._server = await asyncio.start_server(self._serve, host, port, limit=limits.MAX_HTTP_HEAD_BYTES)
+        to = {"sock": listener(host, port)} if host == "::" else {"host": host, "port": port}
+        self._server = await asyncio.start_server(self._serve, limit=limits.MAX_HTTP_HEAD_BYTES, **to)
         taken: int = self._server.sockets[0].getsockname()[1]
         return taken
 

@@ -18,6 +18,7 @@ from common.rpc.interceptor import AroundInterceptor, ErrorsToStatuses
 from common.rpc.options import SERVICES, UNMEASURED, Callers, server_options
 from common.rpc.roles import ChecksRole, Role
 from common.rpc.tls import Identity, ServerTls, expecting
+from common.settings.addresses import joined_address
 from quire.api.channel import channel_options
 from quire.api.proxy import PROXY_OPTION
 
@@ -80,8 +81,8 @@ class RpcServer:
     def _listen(self, host: str, port: int, flag: str, tls: ServerTls | None) -> int:
         try:
             if tls is None:
-                return self.server.add_insecure_port(f"{host}:{port}")
-            return self.server.add_secure_port(f"{host}:{port}", tls.server_credentials())
+                return self.server.add_insecure_port(joined_address(host, port))
+            return self.server.add_secure_port(joined_address(host, port), tls.server_credentials())
         except RuntimeError:
             raise PortTaken(flag, host, port) from None
 

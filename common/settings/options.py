@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from common.cpu_list import cpus_of
 from common.errors import FieldViolation
+from common.settings.addresses import bare_host
 from common.settings.redis_url import checked_redis_url, is_tls_url
 from common.untrusted.ids import ID_WORDS, is_id
 
@@ -33,9 +34,22 @@ def _block_size(value: int) -> int:
 def checked_address(value: str) -> str:
     """Return an address as it is. Raises ValueError when it is no HOST:PORT."""
     host, colon, port = value.rpartition(":")
-    if not (colon and host and "/" not in host and port.isdecimal() and 0 < int(port) < 65536):
+    if not (
+        colon and host and "/" not in host and _is_host_of_address(host) and port.isdecimal() and 0 < int(port) < 65536
+    ):
         raise ValueError("expected HOST:PORT, with [..] around an IPv6 address")
     return value
+
+
+def _is_host_of_address(host: str) -> bool:
+    """Return whether a host is a name or an IPv4 address, or an IPv6 address in brackets."""
+    if not host.startswith("["):
+        return ":" not in host and "]" not in host
+    try:
+        ipaddress.IPv6Address(host.removeprefix("[").removesuffix("]").partition("%")[0])
+    except ValueError:
+        return False
+    return host.endswith("]")
 
 
 def _network(value: str) -> str:
@@ -144,6 +158,8 @@ def one_of(*words: str) -> Callable[[str], str]:
     return check
 
 
+# An address to listen on, without the brackets that an IPv6 address may be given with.
+Host = Annotated[str, AfterValidator(bare_host)]
 BlockSize = Annotated[int, AfterValidator(_block_size)]
 Address = Annotated[str, AfterValidator(checked_address)]
 Network = Annotated[str, AfterValidator(_network)]
@@ -246,7 +262,7 @@ def host_of(address: str) -> str:
 class ServiceSettings(TlsSettings):
     """options of every service"""
 
-    host: str = Field("127.0.0.1", description="address to listen on")
+    host: Host = Field("127.0.0.1", description="address to listen on")
     redis_url: RedisUrl | None = Field(
         None, description="Redis of the prefix index and of discovery", json_schema_extra={"env": "REDIS_URL"}
     )

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from common.process.metrics import MetricsServer
 from common.rpc.server import RpcServer
 from common.rpc.tls import Identity
+from common.settings.addresses import joined_address
 from quire.decision.v1 import decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from router.config import RouterSettings
@@ -69,8 +70,9 @@ class AdminPlane:
         settings, host = self._settings, self._settings.admin_host
         await self.rpc.start(host, settings.used_admin_port, settings.own_port, "--admin-port")
         await self.http.start(host, settings.used_admin_http_port, "--admin-http-port")
-        alone = f", alone on {host}:{self.rpc.own_port}" if settings.own_port is not None else ""
-        return f"admin on {host}:{self.rpc.port}, metrics on {host}:{self.http.port}{alone}"
+        alone = f", alone on {joined_address(host, self.rpc.own_port)}" if settings.own_port is not None else ""
+        grpc, http = joined_address(host, self.rpc.port), joined_address(host, self.http.port)
+        return f"admin on {grpc}, metrics on {http}{alone}"
 
     async def stop(self, grace: float) -> None:
         await asyncio.gather(self.rpc.stop(grace), self.http.stop())

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from common import limits
 from common.errors import PortTaken
 from common.process.connections import Connections
+from common.process.ports import listener
 from common.rpc.tls import PublicCertificate, RenewedContext
 from router.serving.http_protocol import BoundedHttpProtocol, HttpConfig
 from router.serving.tls_listener import TlsListener
@@ -110,12 +111,11 @@ async def serve_http(
     connections: Connections | None = None,
 ) -> HttpServer:
     """Listen and serve; port 0 takes a free one. Raises PortTaken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=reuse_port)
+        listens = listener(host, port, _BACKLOG, reuse_port)
     except OSError as error:
         raise PortTaken("--port", host, port, error.strerror) from None
-    _notice_lost_hosts(listener)
+    _notice_lost_hosts(listens)
     grace = max(1, round(grace_s))  # uvicorn takes whole seconds
     config = HttpConfig(
         app,
@@ -130,13 +130,13 @@ async def serve_http(
         tls=None if tls is None else RenewedContext(tls).context,
     )
     server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    task = asyncio.create_task(server.serve(sockets=[listens]), name="http")
     listening = asyncio.create_task(server.listening.wait())
     await asyncio.wait({task, listening}, return_when=asyncio.FIRST_COMPLETED)
     listening.cancel()
     if task.done():
         task.result()
-    return HttpServer(server, task, listener.getsockname()[1])
+    return HttpServer(server, task, listens.getsockname()[1])
 
 
 def _notice_lost_hosts(listener: socket.socket) -> None:

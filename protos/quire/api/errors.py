@@ -93,7 +93,8 @@ class PortTaken(InvalidConfig):
 
     def __init__(self, flag: str, host: str, port: int, why: str | None = None) -> None:
         reason = f" ({why})" if why else ""
-        what = f"cannot listen on {host}:{port}{reason}; expected a free port of this machine (0 takes one)"
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        what = f"cannot listen on {where}{reason}; expected a free port of this machine (0 takes one)"
         super().__init__(FieldViolation(flag, what))
 
 

@@ -1,11 +1,11 @@
-"""Free ports: different ones, and none again while another one is left."""
+"""Free ports: different ones, and none again while another one is left; sockets that listen on both families."""
 
 import socket
 
 import pytest
 
 from common.process import ports
-from common.process.ports import free_ports
+from common.process.ports import family_of, free_ports, listener
 
 
 @pytest.fixture
@@ -33,3 +33,40 @@ def test_a_port_that_somebody_holds_is_passed_over(candidates: range) -> None:
         assert sorted(free_ports(len(candidates) - 1)) == list(candidates[1:])
         with pytest.raises(OSError, match="fewer than 4 ports"):
             free_ports(len(candidates))
+
+
+def test_a_port_is_free_at_the_hosts_of_both_families(candidates: range) -> None:
+    with socket.socket(socket.AF_INET6) as held:
+        held.bind(("::1", candidates[0]))
+        hosts = ("127.0.0.1", "::1")
+        assert sorted(free_ports(len(candidates) - 1, hosts)) == list(candidates[1:])
+
+
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [
+        ("127.0.0.1", {"127.0.0.1"}),
+        ("::1", {"::1"}),
+        ("::", {"127.0.0.1", "::1"}),
+        ("0.0.0.0", {"127.0.0.1"}),
+        ("localhost", {"127.0.0.1"}),
+    ],
+)
+def test_who_reaches_a_listener(host: str, reached: set[str]) -> None:
+    with listener(host, 0) as listens:
+        port = listens.getsockname()[1]
+        assert {each for each in ("127.0.0.1", "::1") if connects(each, port)} == reached
+
+
+def connects(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 60.0).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_a_name_of_ipv6_alone_is_listened_on_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda _host, *args, **kwargs: real("::1", *args, **kwargs))
+    assert family_of("worker.test") == socket.AF_INET6
