@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from common.rpc.roles import Role
 from common.rpc.tls import Identity, expecting
 from common.telemetry.otlp_bytes import request_bytes
+from common.telemetry.otlp_http import Collector, HttpExporter
 from common.telemetry.spans import SCOPE, RecordedSpan
 from quire.api.proxy import PROXY_OPTION
 
@@ -50,6 +51,13 @@ def otlp_request(spans: Sequence[RecordedSpan], unwritten: Unwritten | None = No
         else:
             resources.setdefault(span.origin.encoded, []).append(encoded)
     return ExportTraceServiceRequest.FromString(request_bytes(resources, SCOPE))
+
+
+def delivering_over_http(collector: Collector, by_proxy: bool) -> Deliverer:
+    """Return what delivers spans to a collector over HTTP, by the proxy of the environment if that is asked for."""
+    unwritten = Unwritten()
+    exporter = HttpExporter(collector, lambda spans: otlp_request(spans, unwritten), EXPORT_TIMEOUT_S, by_proxy)
+    return Deliverer(Delivery(exporter, collector.url))
 
 
 def delivering(endpoint: str, identity: Identity | None, by_proxy: bool = False) -> Deliverer:

@@ -20,12 +20,12 @@ from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioB
 
 from common.rpc.tls import Identity
 from common.settings.options import ServiceSettings
-from common.telemetry.delivery import Deliverer, delivering
+from common.telemetry.delivery import Deliverer, delivering, delivering_over_http
+from common.telemetry.otlp_http import GRPC, collector_of
 from common.telemetry.spans import Origin, RecordedSpan, SpanTracer, UnsampledTracer
 from quire.api.proxy import is_this_machine
 
 _DISABLED_VARIABLE: Final = "OTEL_SDK_DISABLED"
-_ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 Sink = Callable[[RecordedSpan], object]
 
 
@@ -67,6 +67,7 @@ def setup(
     `instance` distinguishes processes of one service (a worker's id). `ids` makes random ids by default. Sampling is
     decided at the head, by `sampler`. The default follows the traceparent, and samples `settings.trace_sample_ratio` of
     the requests without one. OTEL_SDK_DISABLED=true samples nothing, and delivers nothing.
+    Raises InvalidConfig for a variable of the exporter that cannot be followed.
     """
     origin, environ = origin_of(service, instance or str(os.getpid())), os.environ if environ is None else environ
     if environ.get(_DISABLED_VARIABLE, "").strip().lower() == "true":
@@ -87,9 +88,12 @@ def _nowhere(_: RecordedSpan) -> None:
 
 
 def _deliverer(settings: ServiceSettings, has_own: bool, environ: Mapping[str, str]) -> Deliverer | None:
-    endpoint = next((environ[name] for name in _ENDPOINT_VARIABLES if environ.get(name)), None)
-    if endpoint is not None:
-        return delivering(endpoint, None, by_proxy=not is_this_machine(urlsplit(endpoint).netloc or endpoint))
+    if (collector := collector_of(environ)) is not None:
+        url = collector.url
+        by_proxy = not is_this_machine(urlsplit(url).netloc or url)
+        if collector.protocol != GRPC:
+            return delivering_over_http(collector, by_proxy)
+        return delivering(url, None, by_proxy)
     if has_own or settings.trace_endpoint is None:
         return None
     identity = Identity.of(settings)
