@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -10,9 +12,12 @@ from common.errors import InvalidConfig, QuireError
 from common.process.debug import stacks_on_signal
 from common.process.logs import setup_logging
 from common.rpc import event_loop
-from common.settings.config import refuse
+from common.settings.config import ENV_PREFIX, refuse
 from common.settings.exit_status import FAILED_STATUS
 from common.settings.options import ServiceSettings
+from common.settings.service_links import in_words, service_links
+
+log = logging.getLogger(__name__)
 
 _NO_MEMORY = "out of memory; give the process more (ulimit -v, the container's limit), or choose a smaller model"
 
@@ -25,6 +30,8 @@ def run_service(name: str, settings: ServiceSettings, serve: Callable[[], Corout
     """
     stacks_on_signal()
     setup_logging(name, settings.log_level, settings.log_format)
+    if links := service_links(os.environ, ENV_PREFIX):
+        log.info("%s", in_words(links))
     try:
         return event_loop.run(serve()) or 0
     except InvalidConfig as error:

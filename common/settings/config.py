@@ -31,6 +31,7 @@ from common.settings.exit_status import exit_status
 from common.settings.foreign_flags import FOREIGN, advice
 from common.settings.options import Settings
 from common.settings.pydantic_words import expectation
+from common.settings.service_links import service_links
 from common.untrusted.redaction import redacted
 from common.version import quire_version
 
@@ -311,6 +312,8 @@ def _refuse_unknown_flags(reading: Reading, rest: Sequence[str]) -> list[str]:
 
 def _read_environment(reading: Reading, environ: Mapping[str, str]) -> None:
     """Take QUIRE_* (and names such as REDIS_URL that a field claims); a variable for this service alone wins."""
+    links = service_links(environ, ENV_PREFIX)
+    environ = {name: value for name, value in environ.items() if name not in links}
     shared: dict[str, tuple[str, Any]] = {}
     own: dict[str, tuple[str, Any]] = {}
     names = {ENV_PREFIX + "CONFIG"}

@@ -90,9 +90,12 @@ def create_app(parts: HttpParts, cors_origins: Sequence[str] = ()) -> FastAPI:
     app.include_router(response_routes(service, parts.responses))
     answers = schema.answers(schema.Health, refusals=schema.ALWAYS) | {503: {"model": schema.Health}}
     app.add_api_route("/health", api.health, response_model=schema.Health, responses=answers, tags=["state"])
-    app.add_api_route("/ping", api.health, methods=["GET", "POST"], include_in_schema=False)
+    app.add_api_route("/ping", api.health, methods=["GET", "HEAD", "POST"], include_in_schema=False)
     answers = schema.answers(schema.Version, refusals=schema.ALWAYS)
     app.add_api_route("/version", api.version, response_model=schema.Version, responses=answers, tags=["state"])
+    unshown: dict[str, Any] = {"methods": ["HEAD"], "include_in_schema": False, "response_model": None}
+    for path, handler in (("/health", api.health), ("/version", api.version), ("/v1/models", api.models)):
+        app.add_api_route(path, handler, **unshown)  # probes and balancers ask for no body
     schema.describe(app, StreamEvent)
     return app
 

@@ -6,6 +6,7 @@ The application gets a body that is whole, in UTF-8, and of a shape that takes a
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from common import limits
 from common.errors import FieldViolation, InvalidRequest, Overloaded, QuireError, QuotaViolation
 from router.openai import errors
+from router.serving.content_coding import SERVED, decoded
 from router.serving.json_shape import Shape
 
 _SHAPE: Final = Shape(
@@ -84,9 +86,12 @@ class BodyGate:
 
 async def _received(scope: Scope, receive: Receive, share: BodyShare) -> Receive | None:
     """Return a `receive` that gives the whole body first; None when the client went away. Raises QuireErrors."""
+    coding = _coding(scope)
     body = await _read(scope, receive, share)
     if body is None:
         return None
+    if coding:
+        body = await _without_coding(body, coding, share)
     _check(scope, body)
     whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -110,6 +115,28 @@ async def _read(scope: Scope, receive: Receive, share: BodyShare) -> bytes | Non
         share.grow(size)
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+def _coding(scope: Scope) -> str:
+    """Return the coding of a body; "" for none. Raises CodingNotServed."""
+    given = _header(scope, b"content-encoding").decode("latin-1").strip().lower()
+    coding = given.removeprefix("x-")
+    if coding in ("", "identity"):
+        return ""
+    if coding not in SERVED:
+        what = f"the content-encoding is {given[:40]!r}; expected {', '.join(SERVED)} or none"
+        raise errors.CodingNotServed(what)
+    return coding
+
+
+async def _without_coding(body: bytes, coding: str, share: BodyShare) -> bytes:
+    """Return what a client has compressed. Raises InvalidRequest, BodyTooLarge and Overloaded."""
+    whole = await asyncio.to_thread(decoded, body, coding, limits.MAX_HTTP_BODY_BYTES)
+    if whole is None:
+        raise InvalidRequest(FieldViolation("body", f"is not whole, or not in {coding} as its content-encoding says"))
+    _check_size(len(whole))
+    share.grow(max(len(whole), len(body)))
+    return whole
 
 
 def _check_size(size: int) -> None:

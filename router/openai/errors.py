@@ -28,8 +28,15 @@ class BodyTooLarge(errors.QuireError):
     reason = "BODY_TOO_LARGE"
 
 
+class CodingNotServed(errors.QuireError):
+    """A body in a content-encoding that is not read."""
+
+    reason = "CODING_NOT_SERVED"
+
+
 _STATUS: Mapping[type[errors.QuireError], int] = {
     BodyTooLarge: 413,
+    CodingNotServed: 415,
     errors.InvalidRequest: 400,
     # Not 501: clients of this API try again after any 5xx.
     errors.Unsupported: 400,

@@ -349,6 +349,7 @@ REFUSALS: Final = {
     "404": "another model is served here",
     "409": "a request with this id runs already",
     "413": "the body is larger than the router takes",
+    "415": "the body has a content-encoding that the router does not read",
     "429": "the queue is full, or a limit is reached; Retry-After says when to try again",
     "499": "the request was cancelled",
     "503": "no worker is there, or the router drains; Retry-After says when to try again",

@@ -345,6 +345,15 @@ async def test_health_distinguishes_ready_from_not_ready(api: Api) -> None:
     assert (answer.status_code, answer.json()) == (503, why)
 
 
+@pytest.mark.parametrize("path", ["/health", "/ping", "/version", "/v1/models"])
+async def test_head_has_the_status_of_get_and_no_body(path: str, api: Api) -> None:
+    for ready in (True, False):
+        api.is_ready = ready
+        head, whole = await api.http.head(path), await api.http.get(path)
+        assert (head.status_code, head.headers["content-length"]) == (whole.status_code, str(len(whole.content)))
+        assert head.content == b""
+
+
 async def test_metrics_are_not_for_clients(api: Api) -> None:
     assert (await api.http.get("/metrics")).status_code == 404
 

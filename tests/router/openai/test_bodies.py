@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Callable
 
 import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from common.limits import SMALL_HTTP_BODY_BYTES
+from common.limits import MAX_HTTP_BODY_BYTES, SMALL_HTTP_BODY_BYTES
 from router.openai.bodies import BodyBudget, BodyGate
 from tests.support.router.fake_worker import PATIENCE_S
 from tests.support.waiting import until
@@ -66,3 +68,58 @@ async def test_a_body_in_parts_arrives_whole(http: httpx.AsyncClient) -> None:
             yield part
 
     assert (await http.post("/", content=parts(), headers=JSON)).json() == 2
+
+
+def raw_deflate(body: bytes) -> bytes:
+    made = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return made.compress(body) + made.flush()
+
+
+@pytest.mark.parametrize(
+    ("coding", "encode"),
+    [
+        ("gzip", gzip.compress),
+        ("x-gzip", gzip.compress),
+        ("GZIP", lambda body: gzip.compress(body[:2]) + gzip.compress(body[2:])),
+        ("deflate", zlib.compress),
+        ("deflate", raw_deflate),
+        ("identity", bytes),
+    ],
+)
+async def test_a_compressed_body_is_served(
+    coding: str, encode: Callable[[bytes], bytes], http: httpx.AsyncClient
+) -> None:
+    answer = await http.post("/", content=encode(b'"abc"'), headers=JSON | {"content-encoding": coding})
+    assert answer.json() == 3
+
+
+@pytest.mark.parametrize("coding", ["br", "zstd", "compress", "gzip, deflate"])
+async def test_another_coding_is_named_with_415(coding: str, http: httpx.AsyncClient) -> None:
+    answer = await http.post("/", content=b"x", headers=JSON | {"content-encoding": coding})
+    assert answer.status_code == 415
+    assert answer.json()["error"]["message"] == f"the content-encoding is {coding!r}; expected gzip, deflate or none"
+
+
+@pytest.mark.parametrize("body", [b'"abc"', gzip.compress(b'"abc"' * 99)[:-9], b"", zlib.compress(b'"abc"')])
+async def test_what_is_not_in_the_coding_that_it_names_is_refused(body: bytes, http: httpx.AsyncClient) -> None:
+    answer = await http.post("/", content=body, headers=JSON | {"content-encoding": "gzip"})
+    assert answer.status_code == 400
+    assert "is not whole, or not in gzip" in answer.json()["error"]["message"]
+
+
+async def test_a_small_body_that_becomes_too_large_is_refused(http: httpx.AsyncClient) -> None:
+    bomb = gzip.compress(bytes(2 * MAX_HTTP_BODY_BYTES))
+    answer = await http.post("/", content=bomb, headers=JSON | {"content-encoding": "gzip"})
+    assert answer.status_code == 413
+
+
+async def test_a_compressed_body_counts_with_what_it_becomes(
+    http: httpx.AsyncClient, budget: BodyBudget, held: asyncio.Event
+) -> None:
+    packed = JSON | {"content-encoding": "gzip"}
+    first = asyncio.create_task(http.post("/", content=gzip.compress(LARGE), headers=packed))
+    await until(lambda: budget.held == len(LARGE), every=0.01, seconds=PATIENCE_S)
+    assert (await http.post("/", content=gzip.compress(LARGE), headers=packed)).status_code == 429
+    held.set()
+    assert (await first).json() == len(LARGE) - 2
+    assert budget.held == 0
