@@ -80,6 +80,7 @@ MAX_PINNED_TENANT_CHARS: Final = 128
 MAX_PIN_SECONDS: Final = 1e10
 # Characters of a traceparent, 55 today; a longer one is ignored, as the standard asks of a malformed one.
 MAX_TRACEPARENT_CHARS: Final = 256
+MAX_TRACESTATE_CHARS: Final = 512  # what W3C wants everybody to pass on
 # Characters of a client's text that an error quotes.
 MAX_QUOTED_CHARS: Final = 40
 # Characters that are encoded at once before a long text is known to fit the context; about 0.1 s of one thread.

@@ -29,6 +29,8 @@ class CallContext:
     correlation_id: str = ""
     # What it called the model; "" where it named none.
     model: str = ""
+    # What other systems keep in the trace of `traceparent`.
+    tracestate: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN_CONTEXT, NonRecordingSpan, SpanContext, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from common.limits import MAX_TRACESTATE_CHARS
+
 _PROPAGATOR = TraceContextTextMapPropagator()
 # The version of today; OpenTelemetry reads all others, at ten times the cost.
 _VERSION_0: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
@@ -31,24 +33,28 @@ def _text(span: SpanContext) -> str:
     return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
 
 
-def context_from(traceparent: str) -> Context:
-    """Return the context in which a span becomes the child of `traceparent`; an empty one if that is no traceparent."""
+def context_from(traceparent: str, tracestate: str = "") -> Context:
+    """Return the context in which a span becomes the child of `traceparent`; an empty one if that is no traceparent.
+
+    The span and those below it have the `tracestate`, of which what is malformed or too long is left out.
+    """
     found = _VERSION_0.fullmatch(traceparent)
-    if found is None:
-        return _PROPAGATOR.extract({"traceparent": traceparent} if traceparent else {}, Context())
+    if found is None or tracestate:
+        state = {"tracestate": tracestate} if 0 < len(tracestate) <= MAX_TRACESTATE_CHARS else {}
+        return _PROPAGATOR.extract({"traceparent": traceparent, **state} if traceparent else {}, Context())
     trace_id, span_id, flags = (int(each, 16) for each in found.groups())
     span = SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags))
     return trace.set_span_in_context(NonRecordingSpan(span), Context()) if span.is_valid else Context()
 
 
-def parent_of(traceparent: str) -> Context:
+def parent_of(traceparent: str, tracestate: str = "") -> Context:
     """Return the context for a child of `traceparent`: with the current span itself where that is the one named.
 
     A span of this process is then no remote parent, so that its decision to sample is not taken again.
     """
     current = trace.get_current_span()
     own = current.get_span_context()
-    return trace.set_span_in_context(current) if traceparent == _text(own) else context_from(traceparent)
+    return trace.set_span_in_context(current) if traceparent == _text(own) else context_from(traceparent, tracestate)
 
 
 def span_context_of(traceparent: str) -> SpanContext:

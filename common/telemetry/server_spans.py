@@ -64,7 +64,7 @@ class _ServerSpan:
         service, _, method = self._method.lstrip("/").rpartition("/")
         self._span = self._tracer.start_span(
             f"{service}/{method}",
-            context=context_from(str(metadata.get("traceparent", ""))),
+            context=context_from(str(metadata.get("traceparent", "")), str(metadata.get("tracestate", ""))),
             kind=SpanKind.SERVER,
             attributes={"rpc.system": "grpc", "rpc.service": service, "rpc.method": method},
         )

@@ -39,6 +39,8 @@ class ValidatedRequest:
     cache_domain: bytes = b""
     salt: str = ""
     traceparent: str = ""
+    # What other systems keep in the trace of `traceparent`; it is passed on as it is.
+    tracestate: str = ""
     # The trace that begins here where there is no traceparent; "" for a random one.
     trace_id: str = ""
     # The client's name for one or several requests, for traces alone.

@@ -32,7 +32,7 @@ class RequestTrace:
         self._ends: dict[int, Finished] = {}
         self.owner = request.caller.owner
         with beginning(request.trace_id):
-            self._span = tracer.start_span("request", parent_of(request.traceparent))
+            self._span = tracer.start_span("request", parent_of(request.traceparent, request.tracestate))
         self.recording = self._span.is_recording()
         context = self._span.get_span_context()
         self.trace_id = f"{context.trace_id:032x}" if self.recording else ""

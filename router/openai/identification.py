@@ -24,6 +24,7 @@ class Ids:
 
     correlation: str = ""
     traceparent: str = ""
+    tracestate: str = ""
     request: str = field(default_factory=automatic_id)
     trace: str = ""
     # What the body calls the model.
@@ -36,7 +37,8 @@ class Ids:
     def of(scope: Scope) -> Ids:
         headers = Headers(scope=scope)
         correlation = correlation_id(headers.get("x-request-id", ""))
-        return Ids(correlation, valid_traceparent(headers.get("traceparent", "")))
+        traceparent = valid_traceparent(headers.get("traceparent", ""))
+        return Ids(correlation, traceparent, ",".join(headers.getlist("tracestate")) if traceparent else "")
 
     @property
     def recorded(self) -> str:

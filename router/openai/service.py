@@ -79,6 +79,7 @@ class Service:
             arrived=now,
             deadline=None if seconds is None else now + seconds,
             traceparent=ids.traceparent,
+            tracestate=ids.tracestate,
             caller=request.state.caller,
             request_id=ids.request,
             trace_id=ids.trace,

@@ -109,6 +109,8 @@ class Validator:
         if report.violations:
             raise InvalidRequest(*report.violations)
         retention = await self._retention(request, prompt, call.caller.tenant.max_retention_priority)
+        called = valid_traceparent(call.traceparent)
+        traceparent = valid_traceparent(request.traceparent) or called
         return ValidatedRequest(
             prompt=tuple(prompt),
             sampling=replace(_sampling(request.sampling, scalars, constraint, bad_words, hidden), thought=thought),
@@ -120,7 +122,8 @@ class Validator:
             caller=call.caller,
             cache_domain=call.caller.tenant.domain(request.cache.shared_domain),
             salt=request.cache.salt,
-            traceparent=valid_traceparent(request.traceparent) or valid_traceparent(call.traceparent),
+            traceparent=traceparent,
+            tracestate=call.tracestate if traceparent == called else "",
             trace_id=call.trace_id,
             correlation_id=call.correlation_id,
             model=call.model,

@@ -34,7 +34,8 @@ class Calls:
         """Return the context of a call. Raises as `caller` does."""
         now, left = self.clock.monotonic(), context.time_remaining()
         deadline = now + left if left is not None and left < _NO_DEADLINE_SECONDS else None
-        return CallContext(now, deadline, _traceparent(context), self.caller(context))
+        state = metadata_of(context, "tracestate")
+        return CallContext(now, deadline, _traceparent(context), self.caller(context), tracestate=state)
 
 
 def host_of(peer: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 
-from common.telemetry import context_from, is_sampled, span_context_of, traceparent_of
+from common.telemetry import context_from, is_sampled, parent_of, span_context_of, traceparent_of
 from tests.support.spans import CollectedSpans
 
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -47,3 +47,18 @@ def test_sampled_is_the_last_bit(text: str, sampled: bool) -> None:
 
 def test_a_link_points_to_the_span_in_the_text() -> None:
     assert f"{span_context_of(SAMPLED).span_id:016x}" == "b7ad6b7169203331"
+
+
+def test_the_trace_state_is_kept_and_passed_on_to_the_spans_below() -> None:
+    spans, state = CollectedSpans(), "vendor=a:1,other=b"
+    with spans.tracer.start_as_current_span("request", context=parent_of(SAMPLED, state)):
+        spans.tracer.start_span("below").end()
+    assert [span.name for span in spans.ended()] == ["below", "request"]
+    assert all(state.encode() in span.encoded() for span in spans.ended())
+
+
+@pytest.mark.parametrize("state", ["", "no pair", "x=" + "y" * 600])
+def test_a_trace_state_that_nobody_can_pass_on_leaves_the_trace_as_it_is(state: str) -> None:
+    context = trace.get_current_span(context_from(SAMPLED, state)).get_span_context()
+    assert (context.is_valid, context.trace_state.to_header()) == (True, "")
+    assert not trace.get_current_span(context_from("", "a=1")).get_span_context().is_valid

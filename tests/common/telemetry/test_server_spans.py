@@ -109,6 +109,12 @@ async def test_an_rpc_is_a_child_of_its_clients_span_and_parent_of_what_its_hand
     assert outcome(span) == (0, StatusCode.UNSET, None)
 
 
+async def test_the_span_of_an_rpc_has_its_clients_trace_state(channel: Channel, spans: Collected) -> None:
+    metadata = (("traceparent", SAMPLED), ("tracestate", "vendor=a:1"))
+    await channel.unary_unary("/test.Handlers/unary")(b"", metadata=metadata)
+    assert b"vendor=a:1" in (await spans.next()).encoded()
+
+
 async def test_without_a_traceparent_a_trace_begins_here(channel: Channel, spans: Collected) -> None:
     await channel.unary_unary("/test.Handlers/unary")(b"")
     assert (await spans.next()).parent is None

@@ -92,6 +92,15 @@ async def test_prompts_of_one_body_have_ids_of_their_own(api: Api) -> None:
     assert answer.json()["id"] == f"cmpl-{own}"
 
 
+async def test_the_trace_state_goes_with_the_clients_trace_alone(api: Api) -> None:
+    """A client may send it in several headers."""
+    state = [("tracestate", "a=1"), ("tracestate", "b=2")]
+    for more in ([("traceparent", f"00-{TRACE_ID}-b7ad6b7169203331-01")], [("traceparent", "nonsense")], []):
+        answer = await api.http.post("/v1/completions", json={"prompt": "a"}, headers=[*more, *state])
+        assert answer.status_code == 200
+    assert [each.tracestate for each in api.frontend.requests] == ["a=1,b=2", "", ""]
+
+
 async def test_the_trace_is_the_clients_or_begins_here(api: Api) -> None:
     trace = f"00-{TRACE_ID}-b7ad6b7169203331-01"
     answer = await complete(api, {"traceparent": trace})

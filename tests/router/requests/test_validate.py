@@ -247,6 +247,12 @@ async def test_the_messages_trace_context_goes_before_that_of_the_call() -> None
     assert (await validator().validate(request(traceparent="nonsense"), call)).traceparent == call.traceparent
 
 
+async def test_the_trace_state_of_the_call_goes_with_its_own_trace_context_alone() -> None:
+    call = CallContext(arrived=0.0, traceparent=TRACE.replace("b7", "c8"), tracestate="vendor=1")
+    assert (await validator().validate(request(traceparent=""), call)).tracestate == "vendor=1"
+    assert (await validator().validate(request(traceparent=TRACE), call)).tracestate == ""
+
+
 @pytest.mark.parametrize(
     "header",
     [
