@@ -20,6 +20,7 @@ from common.errors import FieldViolation, InvalidConfig, QuireError, Unavailable
 from common.rpc.roles import Role
 from common.rpc.server import open_channel
 from common.rpc.tls import Identity
+from common.rpc.tls_words import tls_problem
 from common.settings.config import load_or_exit
 from common.settings.exit_status import exit_status
 from common.settings.options import checked_address
@@ -105,7 +106,8 @@ async def router_client(address: str, access: ClientSettings | None = None) -> A
         try:
             yield client
         except (Unavailable, Unsupported) as error:
-            raise _with_advice(error, address) from error
+            of_ca = f"QUIRE_CA is {settings.ca}" if settings.ca else "name the router's CA with QUIRE_CA"
+            raise _with_advice(error, address, credentials is not None, of_ca) from error
 
 
 @asynccontextmanager
@@ -119,7 +121,8 @@ async def admin_channel(address: str, state_dir: Path) -> AsyncIterator[grpc.aio
         try:
             yield channel
         except grpc.aio.AioRpcError as error:
-            raise _with_advice(error_from_rpc(error), address) from error
+            advice = f"name the --state-dir of its certificates, which is {state_dir} here"
+            raise _with_advice(error_from_rpc(error), address, identity is not None, advice) from error
 
 
 def _operator(settings: ClientSettings, state_dir: Path) -> Identity | None:
@@ -138,12 +141,12 @@ def _credentials(settings: ClientSettings) -> grpc.ChannelCredentials | None:
         raise InvalidConfig(FieldViolation("QUIRE_CA", what)) from None
 
 
-def _with_advice(error: QuireError, address: str) -> QuireError:
-    """Add advice to an error when no router answers, or when another server does."""
+def _with_advice(error: QuireError, address: str, with_tls: bool, of_tls: str) -> QuireError:
+    """Add advice to an error when no router answers, or when another server does; `of_tls` where TLS fails."""
+    if isinstance(error, Unavailable) and (problem := tls_problem(str(error), address, with_tls)):
+        return Unavailable(f"{problem}; {of_tls}")
     if isinstance(error, Unavailable) and "connect" in str(error).lower():
-        what = f"no router answers at {address}; start one with `quire serve`"
-        refused = "connection refused" in str(error).lower()
-        return Unavailable(what if refused else f"{what}, or name the --state-dir of its certificates")
+        return Unavailable(f"no router answers at {address}; start one with `quire serve`")
     if isinstance(error, Unavailable) and _NOT_RESOLVED in str(error).lower():
         host = address.rpartition(":")[0]
         return Unavailable(f"no router answers at {address}: the host {host!r} has no address; name another HOST:PORT")

@@ -18,6 +18,7 @@ from cli.batch.lines import Item
 from cli.batch.results import Result
 from common.backoff import Backoff
 from common.errors import FieldViolation, InvalidConfig, PermissionDenied, QuireError, Unauthenticated, Unavailable
+from common.rpc.tls_words import tls_problem
 from quire.api.proxy import is_this_machine
 
 # Statuses of a server that is busy, drains, or is behind a proxy that cannot reach it.
@@ -117,6 +118,8 @@ class Runner:
         try:
             response = await opened.get("/v1/models")
         except httpx.TransportError as error:
+            if problem := tls_problem(_words(error), self._target.url, self._target.url.startswith("https")):
+                raise Unavailable(f"{problem}; QUIRE_CA names the router's CA, and asks for TLS") from None
             what = f"no router answers at {self._target.url} ({_words(error)})"
             raise Unavailable(f"{what}; start one with `quire serve`, or name it with --http-address") from None
         _check_key(response)
