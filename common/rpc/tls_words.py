@@ -11,7 +11,7 @@ _MEANINGS: Final[tuple[tuple[str, Callable[[str], str]], ...]] = (
     ("not yet valid", lambda at: f"the certificate of what answers at {at} is not valid yet; set the clocks"),
     (
         "hostname verification check failed",
-        lambda at: f"the certificate of what answers at {at} names another host or service; check the address",
+        lambda at: f"the certificate of what answers at {at} names another host or service",
     ),
     ("hostname mismatch", lambda at: f"the certificate of what answers at {at} names another host"),
     ("ip address mismatch", lambda at: f"the certificate of what answers at {at} names another host"),
@@ -22,7 +22,7 @@ _MEANINGS: Final[tuple[tuple[str, Callable[[str], str]], ...]] = (
     ("wrong_version_number", lambda at: f"what answers at {at} speaks no TLS, and this command asked for it"),
     ("unknown ca", lambda at: f"what answers at {at} does not trust the CA of the certificate that was shown to it"),
 )
-# A connection that ends before anything came over it: gRPC's words, and those of httpx. One that broke later is no sign.
+# A connection that ends before anything came over it, in words of gRPC and of httpx. One that broke later is no sign.
 _CLOSED: Final = (("failed to connect", "socket closed"), ("server disconnected without sending",))
 
 

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
+from tests.support.relay import closed, joined
+
 PROXY_NAMES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 NO_PROXY_NAMES = ("no_proxy", "no_grpc_proxy", "NO_PROXY")
 
@@ -28,20 +30,23 @@ class Proxy:
 @asynccontextmanager
 async def running_proxy(behind: int | None = None) -> AsyncIterator[Proxy]:
     """Run a proxy on loopback. Without a port `behind` it, every request is answered by 502."""
-    proxy = Proxy(behind=behind)
+    proxy, running = Proxy(behind=behind), set[asyncio.Task[None]]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, asyncio.IncompleteReadError):
+        task = asyncio.current_task()
+        assert task is not None
+        running.add(task)
+        with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             head = await reader.readuntil(b"\r\n\r\n")
             proxy.asked.append(head.split(b"\r\n", 1)[0].decode())
             if proxy.behind is None or not head.startswith(b"CONNECT "):
                 writer.write(b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 0\r\n\r\n")
                 await writer.drain()
             else:
-                inner, out = await asyncio.open_connection("127.0.0.1", proxy.behind)
                 writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
-                await asyncio.gather(_carry(reader, out), _carry(inner, writer))
-        writer.close()
+                await joined(reader, writer, proxy.behind)
+        running.discard(task)
+        await closed(writer)
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     proxy.port = server.sockets[0].getsockname()[1]
@@ -49,11 +54,6 @@ async def running_proxy(behind: int | None = None) -> AsyncIterator[Proxy]:
         yield proxy
     finally:
         server.close()
-
-
-async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while data := await reader.read(65_536):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
+        for task in [*running]:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

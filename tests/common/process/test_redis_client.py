@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,8 @@ from common.errors import InvalidConfig
 from common.process.local_redis import LocalRedis, find_server
 from common.process.ports import free_ports
 from common.process.redis_client import CALLS_AT_ONCE, open_redis, refuse_unfit
+from tests.support.redis_pair import Pair, running_pair
+from tests.support.relay import running_relay
 from tests.support.turns import until_blocked
 from tests.support.waiting import until
 
@@ -82,89 +84,54 @@ async def test_a_call_that_is_cancelled_while_it_waits_takes_no_turn(redis_url: 
         )
 
 
-async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while data := await reader.read(65_536):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
-
-
-class Pair:
-    """Two servers, and a port that leads to the first until `fail_over` makes the second the master."""
-
-    def __init__(self, first: LocalRedis, second: LocalRedis) -> None:
-        self.first, self.second, self._target = first, second, first
-        self.connections = 0
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        inner, out = await asyncio.open_connection("127.0.0.1", self._target.port)
-        await asyncio.gather(carry(reader, out), carry(inner, writer))
-
-    async def fail_over(self) -> None:
-        """Make the first a replica, which keeps its connections, and lead new ones to the second."""
-        async with Redis.from_url(self.first.url) as old:
-            await old.replicaof("127.0.0.1", self.second.port)
-        self._target = self.second
-
-
 @pytest.fixture
-async def pair() -> AsyncIterator[tuple[Pair, str]]:
-    """Two servers behind one address, and its URL."""
-    with LocalRedis() as first, LocalRedis() as second:
-        both = Pair(first, second)
-        server = await asyncio.start_server(both.serve, "127.0.0.1", 0)
-        yield both, f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
-        server.close()
+async def pair() -> AsyncIterator[Pair]:
+    async with running_pair() as both:
+        yield both
 
 
-async def test_a_write_that_a_replica_refused_goes_to_the_new_master_next(pair: tuple[Pair, str]) -> None:
-    both, url = pair
-    async with asyncio.timeout(PATIENCE_S), open_redis(url, PATIENCE_S) as client:
+async def test_a_write_that_a_replica_refused_goes_to_the_new_master_next(pair: Pair) -> None:
+    async with asyncio.timeout(PATIENCE_S), open_redis(pair.url, PATIENCE_S) as client:
         await client.set("a", "1")
-        await both.fail_over()
+        await pair.fail_over()
         with pytest.raises(ReadOnlyError):
             await client.set("b", "2")
         await client.set("b", "2")
-        async with Redis.from_url(both.second.url) as new:
+        async with Redis.from_url(pair.second.url) as new:
             assert await new.get("b") == b"2"
 
 
-async def test_a_script_that_a_replica_refused_goes_to_the_new_master_next(pair: tuple[Pair, str]) -> None:
-    both, url = pair
-    async with asyncio.timeout(PATIENCE_S), open_redis(url, PATIENCE_S) as client:
+async def test_a_script_that_a_replica_refused_goes_to_the_new_master_next(pair: Pair) -> None:
+    async with asyncio.timeout(PATIENCE_S), open_redis(pair.url, PATIENCE_S) as client:
         script = client.register_script("return redis.call('SET', KEYS[1], ARGV[1])")
         await script(keys=["a"], args=["1"])
-        await both.fail_over()
+        await pair.fail_over()
         with pytest.raises(ResponseError, match="read only replica"):
             await script(keys=["b"], args=["2"])
         await script(keys=["b"], args=["2"])
-        async with Redis.from_url(both.second.url) as new:
+        async with Redis.from_url(pair.second.url) as new:
             assert await new.get("b") == b"2"
 
 
-async def test_who_only_reads_leaves_a_server_that_became_a_replica(pair: tuple[Pair, str]) -> None:
+async def test_who_only_reads_leaves_a_server_that_became_a_replica(pair: Pair) -> None:
     """Nothing fails there: a replica goes on answering, with what its master had."""
-    both, url = pair
-    async with asyncio.timeout(PATIENCE_S), open_redis(url, PATIENCE_S) as client:
+    async with asyncio.timeout(PATIENCE_S), open_redis(pair.url, PATIENCE_S) as client:
         await client.look()
-        await both.fail_over()
-        before = both.connections
-        while both.connections == before:
+        await pair.fail_over()
+        before = pair.relay.connections
+        while pair.relay.connections == before:
             await client.get("a")
             await asyncio.sleep(0.02)
         await client.set("b", "2")
 
 
-async def test_a_replica_that_is_read_from_on_purpose_keeps_its_connections(pair: tuple[Pair, str]) -> None:
-    both, url = pair
-    async with Redis.from_url(both.first.url) as old:
-        await old.replicaof("127.0.0.1", both.second.port)
-    async with asyncio.timeout(PATIENCE_S), open_redis(url, PATIENCE_S) as client:
+async def test_a_replica_that_is_read_from_on_purpose_keeps_its_connections(pair: Pair) -> None:
+    async with Redis.from_url(pair.first.url) as old:
+        await old.replicaof("127.0.0.1", pair.second.port)
+    async with asyncio.timeout(PATIENCE_S), open_redis(pair.url, PATIENCE_S) as client:
         for _ in range(3):
             await client.look()
-        assert both.connections == 1
+        assert pair.relay.connections == 1
 
 
 async def test_a_name_that_leads_to_another_address_is_followed(
@@ -172,8 +139,8 @@ async def test_a_name_that_leads_to_another_address_is_followed(
 ) -> None:
     """The server of before is alone and does not know: it is a master as before, and answers."""
     with LocalRedis() as first, LocalRedis() as second:
-        async with asyncio.timeout(PATIENCE_S):
-            other = await asyncio.start_server(_tunnel(second.port), "127.0.0.2", first.port)
+        relay = running_relay(lambda: second.port, "127.0.0.2", first.port)
+        async with asyncio.timeout(PATIENCE_S), relay:
             now = "127.0.0.1"
 
             def resolve(host: str | bytes | None, *args: Any, **kwargs: Any) -> Any:
@@ -186,20 +153,11 @@ async def test_a_name_that_leads_to_another_address_is_followed(
                 now = "127.0.0.2"
                 await client.look()
                 await client.set("b", "2")
-            other.close()
         async with Redis.from_url(second.url) as new:
             assert await new.get("b") == b"2"
     assert caplog.messages == [
         f"the Redis at redis://redis.test:{first.port}/0 has another address now: it is connected anew"
     ]
-
-
-def _tunnel(port: int) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        inner, out = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(carry(reader, out), carry(inner, writer))
-
-    return serve
 
 
 async def test_a_call_that_waits_while_the_server_is_left_is_answered_there_and_none_after_it() -> None:

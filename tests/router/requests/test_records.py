@@ -49,6 +49,14 @@ async def test_a_request_makes_a_span_with_queue_route_and_stream_in_it() -> Non
         assert [event.name for event in spans["stream"].events] == ["first token", "finished"]
 
 
+async def test_the_spans_of_a_request_have_the_trace_state_of_its_client() -> None:
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with frontend_over(FakeWorker(automatic=True)) as harness:
+        await harness.events(request(traceparent=parent, tracestate="vendor=a:1"))
+        assert all(b"vendor=a:1" in span.encoded() for span in harness.spans.ended())
+        assert harness.span("request").context.trace_state.to_header() == "vendor=a:1"
+
+
 async def test_the_trace_goes_on_from_the_clients_and_into_the_workers() -> None:
     worker = FakeWorker(automatic=True)
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
