@@ -102,6 +102,7 @@ class QuireRedis(Redis):
         self._looked = float("-inf")
         self._looking: asyncio.Task[None] | None = None
         self._was_master, self._addresses = False, frozenset[str]()
+        self._said = ""  # why the server was left last, until it is a master again
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         self._look_sometimes()
@@ -146,7 +147,8 @@ class QuireRedis(Redis):
         self._addresses = addresses or self._addresses
         async with self._turns:
             said = _words(await super().execute_command("HELLO"))  # type: ignore[no-untyped-call]
-        self._was_master |= said.get("role") == "master"
+        if said.get("role") == "master":
+            self._was_master, self._said = True, ""
         before, self.unfit = self.unfit, self._unfit_words(said.get("mode", ""))
         if self.unfit and not before:
             log.error("%s", self.unfit)
@@ -167,7 +169,9 @@ class QuireRedis(Redis):
 
     async def _leave(self, why: str) -> None:
         """End the connections, each after its call; the next calls make new ones, to where the URL leads now."""
-        log.warning("the Redis at %s %s: it is connected anew", self.url, why)
+        if why != self._said:
+            log.warning("the Redis at %s %s: it is connected anew", self.url, why)
+        self._said = why
         pool: Any = self.connection_pool
         mark = getattr(pool, "update_active_connections_for_reconnect", None)  # redis-py has it from 7 on
         with suppress(RedisError, OSError, RuntimeError):

@@ -125,6 +125,24 @@ async def test_who_only_reads_leaves_a_server_that_became_a_replica(pair: Pair) 
         await client.set("b", "2")
 
 
+async def test_a_server_that_stays_a_replica_is_left_each_time_and_named_once(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its name may lead to the new master much later."""
+    async with asyncio.timeout(PATIENCE_S), open_redis(pair.url, PATIENCE_S) as client:
+        await client.look()
+        async with Redis.from_url(pair.first.url) as old:
+            await old.replicaof("127.0.0.1", pair.second.port)
+            for connections in range(1, 4):
+                await client.look()
+                assert pair.relay.connections == connections
+            await old.replicaof("NO", "ONE")
+            await client.look()
+            await old.replicaof("127.0.0.1", pair.second.port)
+            await client.look()
+    assert caplog.messages == [f"the Redis at {pair.url} is a replica now: it is connected anew"] * 2
+
+
 async def test_a_replica_that_is_read_from_on_purpose_keeps_its_connections(pair: Pair) -> None:
     async with Redis.from_url(pair.first.url) as old:
         await old.replicaof("127.0.0.1", pair.second.port)
