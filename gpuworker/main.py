@@ -17,6 +17,7 @@ from functools import partial
 from grpc import aio
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
+from common.addresses.host_port import joined_address
 from common.checkpoint.hub import checkpoint_directory
 from common.clock import SystemClock, until_tick
 from common.cpu_list import cpus_of
@@ -31,7 +32,6 @@ from common.rpc.roles import Role
 from common.rpc.server import RpcServer, dialer
 from common.rpc.tls import Identity
 from common.service import run_service
-from common.settings.addresses import joined_address
 from common.settings.config import load_or_exit
 from common.telemetry.provider import setup as setup_telemetry
 from gpuworker.config import GpuWorkerSettings

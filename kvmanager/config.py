@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from common.addresses.redis_url import redis_addresses
 from common.decisions.ring import DEFAULT_RING_BYTES
 from common.errors import FieldViolation
 from common.process.advertise import is_this_host
@@ -27,7 +28,6 @@ from common.settings.options import (
     is_loopback,
 )
 from common.settings.pool_key import PoolSettings
-from common.settings.redis_url import redis_addresses
 from common.turns import DEFAULT_MAX_WAIT
 from kvmanager.core.config import (
     DEFAULT_EVICTION,

@@ -14,6 +14,8 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import Final
 
+from common.addresses.host_port import joined_address
+from common.addresses.redis_url import SERVER_PORT, redis_addresses, without_login
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.checkpoint.gguf.names import served_folder
 from common.clock import SystemClock
@@ -32,10 +34,8 @@ from common.rpc.roles import Role
 from common.rpc.server import RpcServer, dialer
 from common.rpc.tls import Identity
 from common.service import run_service
-from common.settings.addresses import joined_address
 from common.settings.config import load_or_exit
 from common.settings.pool_key import pool_key_of
-from common.settings.redis_url import SERVER_PORT, redis_addresses, without_login
 from common.telemetry.provider import setup as setup_telemetry
 from common.telemetry.server_spans import server_spans
 from common.types import PoolIdentity

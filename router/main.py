@@ -15,6 +15,7 @@ from typing import Final
 
 from google.protobuf.json_format import MessageToDict
 
+from common.addresses.host_port import joined_address
 from common.checkpoint.gguf.names import served_folder
 from common.clock import SystemClock
 from common.decisions.disk.metrics import LogMetrics
@@ -35,7 +36,6 @@ from common.rpc.roles import Role
 from common.rpc.server import RpcServer, dialer
 from common.rpc.tls import Identity, PublicCertificate
 from common.service import run_service
-from common.settings.addresses import joined_address
 from common.settings.config import load_or_exit
 from common.telemetry.provider import setup as setup_telemetry
 from common.telemetry.server_spans import server_spans

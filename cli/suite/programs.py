@@ -12,13 +12,13 @@ from typing import Final
 
 from cli.certificates.folder import CertificateFolder, Leaf
 from cli.suite.worker_cpus import threads_of_worker
+from common.addresses.host_port import joined_address
 from common.process.local_redis import LocalRedis
 from common.process.metrics import metrics_port
 from common.process.python import module_command
 from common.process.redis_users import RedisUrls
 from common.process.topology import here
 from common.rpc.roles import Role
-from common.settings.addresses import joined_address
 
 REDIS: Final = "redis"
 # gRPC's C core would print lines of its own, such as every refused connection while a service starts.

@@ -6,7 +6,7 @@ import socket
 from typing import Final
 from urllib.parse import urlsplit
 
-from common.settings.redis_url import is_sentinel_url, redis_addresses
+from common.addresses.redis_url import is_sentinel_url, redis_addresses
 
 _PATIENCE_S: Final = 2.0
 

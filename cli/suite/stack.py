@@ -34,6 +34,7 @@ from cli.suite.programs import (
 from cli.suite.redis_state import redis_words
 from cli.suite.server_key import ensure_server_key
 from cli.suite.worker_cpus import unused_nodes
+from common.addresses.host_port import joined_address
 from common.errors import FieldViolation, InvalidConfig, Unavailable
 from common.process.local_redis import LocalRedis
 from common.process.ports import free_ports
@@ -41,7 +42,6 @@ from common.process.redis_users import RedisUrls, RedisUsers
 from common.process.topology import here
 from common.rpc.roles import Role
 from common.rpc.server import open_channel
-from common.settings.addresses import joined_address
 from quire.inference.v1 import inference_pb2, inference_pb2_grpc
 
 __all__ = ["Stack", "StackOptions", "free_ports"]

@@ -11,9 +11,9 @@ import socket
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import TypeAlias
 
+from common.addresses.host_port import joined_address
 from common.limits import MAX_NAMED_MANAGERS
 from common.own_thread import in_own_thread
-from common.settings.addresses import joined_address
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
+from common.addresses.host_port import joined_address
 from common.own_thread import in_own_thread
-from common.settings.addresses import joined_address
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 
 from grpc import aio
 
+from common.addresses.host_port import joined_address
 from common.errors import PortTaken
 from common.rpc.connections import Calls, leave, shut_down
 from common.rpc.gone_clients import log_no_gone_clients
@@ -18,7 +19,6 @@ from common.rpc.interceptor import AroundInterceptor, ErrorsToStatuses
 from common.rpc.options import SERVICES, UNMEASURED, Callers, server_options
 from common.rpc.roles import ChecksRole, Role
 from common.rpc.tls import Identity, ServerTls, expecting
-from common.settings.addresses import joined_address
 from quire.api.channel import channel_options
 from quire.api.proxy import PROXY_OPTION
 

@@ -11,10 +11,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from common.addresses.host_port import bare_host
+from common.addresses.redis_url import checked_redis_url, is_tls_url
 from common.cpu_list import cpus_of
 from common.errors import FieldViolation
-from common.settings.addresses import bare_host
-from common.settings.redis_url import checked_redis_url, is_tls_url
 from common.untrusted.ids import ID_WORDS, is_id
 
 # What other engines call our types.

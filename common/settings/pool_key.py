@@ -6,9 +6,9 @@ from typing import Final
 
 from pydantic import Field, SecretStr
 
+from common.addresses.redis_url import redis_addresses
 from common.errors import FieldViolation, InvalidConfig
 from common.settings.options import ServiceSettings, is_loopback
-from common.settings.redis_url import redis_addresses
 
 _SHORTEST: Final = 16
 

@@ -13,10 +13,10 @@ import grpc
 from grpc import aio
 from prometheus_client import CollectorRegistry
 
+from common.addresses.host_port import joined_address
 from common.process.metrics import MetricsServer
 from common.rpc.server import RpcServer
 from common.rpc.tls import Identity
-from common.settings.addresses import joined_address
 from quire.decision.v1 import decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from router.config import RouterSettings

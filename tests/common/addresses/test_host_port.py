@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.settings.addresses import bare_host, joined_address
+from common.addresses.host_port import bare_host, joined_address
 from common.settings.options import ServiceSettings, checked_address
 
 

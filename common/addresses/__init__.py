@@ -1,0 +1,1 @@
+"""How hosts, ports and servers are written: HOST:PORT, and URLs of Redis. Standard library only."""
