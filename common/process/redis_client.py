@@ -27,8 +27,9 @@ log = logging.getLogger(__name__)
 
 # The pool of a client refuses a call when 100 connections are in use, as if Redis did not answer.
 CALLS_AT_ONCE: Final = 64
-# Seconds between two looks at whether the connections still lead to the server that the URL means.
-LOOK_S: Final = 1.0
+# Seconds between two looks at whether the connections still lead to the server that the URL means: less than the pause
+# of the router's discovery, each of whose calls looks.
+LOOK_S: Final = 0.9
 _LOOK_LIMIT_S: Final = 5.0
 _MODES: Final = {
     "cluster": "is a node of a Redis Cluster, whose keys lie on several servers",
@@ -89,7 +90,7 @@ class QuireRedis(Redis):
     uvloop raises RuntimeError when something is written to it, and redis-py passes that on.
 
     A failover leaves connections as they are: to a server that is a replica now, or that has lost its name to another.
-    So calls look, every LOOK_S and beside them, at the server's role and at the addresses of the name. `unfit` says why
+    So calls look, every LOOK_S and after them, at the server's role and at the addresses of the name. `unfit` says why
     the server cannot be used at all ("": it can).
     """
 
@@ -101,11 +102,11 @@ class QuireRedis(Redis):
         self._turns = asyncio.Semaphore(CALLS_AT_ONCE)
         self._looked = float("-inf")
         self._looking: asyncio.Task[None] | None = None
+        self._closed = False
         self._was_master, self._addresses = False, frozenset[str]()
         self._said = ""  # why the server was left last, until it is a master again
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        self._look_sometimes()
         try:
             async with self._turns:
                 return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
@@ -117,8 +118,11 @@ class QuireRedis(Redis):
             if isinstance(error, MovedError | ClusterDownError):
                 raise ResponseError(self._unfit_words("cluster")) from error
             raise
+        finally:
+            self._look_sometimes()  # after the call, so that its connection is the one that is looked at
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        self._closed = True
         if self._looking is not None:
             self._looking.cancel()
         await super().aclose(close_connection_pool)
@@ -130,7 +134,7 @@ class QuireRedis(Redis):
 
     def _look_sometimes(self) -> None:
         now = time.monotonic()
-        if now - self._looked < LOOK_S or (self._looking is not None and not self._looking.done()):
+        if self._closed or now - self._looked < LOOK_S or (self._looking is not None and not self._looking.done()):
             return
         self._looked, self._looking = now, asyncio.create_task(self._look_in_time())
 
@@ -145,8 +149,7 @@ class QuireRedis(Redis):
         if addresses and self._addresses and not addresses & self._addresses:
             await self._leave("has another address now")
         self._addresses = addresses or self._addresses
-        async with self._turns:
-            said = _words(await super().execute_command("HELLO"))  # type: ignore[no-untyped-call]
+        said = await self._hello()
         if said.get("role") == "master":
             self._was_master, self._said = True, ""
         before, self.unfit = self.unfit, self._unfit_words(said.get("mode", ""))
@@ -155,6 +158,11 @@ class QuireRedis(Redis):
         # One that never was a master is read from on purpose.
         if self._was_master and said.get("role") in ("replica", "slave"):
             await self._leave("is a replica now")
+            await self._hello()  # connects anew, so that the next call need not
+
+    async def _hello(self) -> dict[str, str]:
+        async with self._turns:
+            return _words(await super().execute_command("HELLO"))  # type: ignore[no-untyped-call]
 
     async def _resolved(self) -> frozenset[str]:
         """Return the addresses that the URL leads to: by its host's name, or by Sentinels. None for others."""
