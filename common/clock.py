@@ -20,7 +20,7 @@ def until_tick(now: float, every: float) -> float:
     A thread that wakes up costs, and after a message threads of gRPC look for more, for a second and more. So an idle
     process does what is periodic at one moment. At rest, moments of their own took three times the wake-ups.
     """
-    pause = every - now % every
+    pause = every - now % every if every else 0.0
     return pause if pause > every / 8 else pause + every  # a timer may fire a little early
 
 

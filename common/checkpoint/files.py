@@ -127,7 +127,7 @@ def weight_files(directory: Path) -> WeightFiles:
         places = {tensor: directory / name for tensor, name in _weight_map(index).items()}
         paths = sorted(set(places.values()))
         if missing := [str(path.relative_to(directory)) for path in paths if not path.is_file()]:
-            raise _bad(f"{index} names {_listed(missing)}, not there; finish the download")
+            raise _bad(f"{index} names {_listed(missing)}, which are not there; finish the download")
         return WeightFiles(paths, places)
     found = sorted(directory.glob("*.safetensors"))
     if not found:

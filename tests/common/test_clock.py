@@ -13,3 +13,7 @@ from common.clock import until_tick
 def test_ticks_of_all_processes_are_due_at_the_same_moments(now: float, pause: float) -> None:
     """A timer that fires a moment early does not lead to two ticks."""
     assert until_tick(now, 4.0) == pause
+
+
+def test_what_has_no_period_is_due_at_once() -> None:
+    assert until_tick(3.0, 0.0) == 0.0

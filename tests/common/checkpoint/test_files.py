@@ -79,7 +79,10 @@ def index_of(*names: str) -> Callable[[Path], None]:
         ),
         (
             index_of("a.safetensors", "b.safetensors"),
-            "{0}/model.safetensors.index.json names a.safetensors, b.safetensors, not there; finish the download",
+            (
+                "{0}/model.safetensors.index.json names a.safetensors, b.safetensors, which are not there;"
+                " finish the download"
+            ),
         ),
         (
             lambda folder: safetensors(folder / "model.safetensors", missing=3),
