@@ -94,7 +94,8 @@ _NEEDS = {
         suites/deployment/operate/test_traces.py suites/deployment/test_page.py suites/e2e/test_batch.py
         suites/e2e/test_chunked_grants.py suites/e2e/test_decision_log.py suites/e2e/test_drain_beside_sibling.py
         suites/e2e/test_embeddings.py suites/e2e/test_experts.py suites/e2e/test_gguf.py
-        suites/e2e/test_incidents_of_constraints.py suites/e2e/test_kept_requests.py suites/e2e/test_operation.py
+        suites/e2e/test_incidents_of_constraints.py suites/e2e/test_ipv6.py suites/e2e/test_kept_requests.py
+        suites/e2e/test_operation.py suites/e2e/test_proxies.py suites/e2e/test_redis_failover.py
         suites/e2e/test_page.py suites/e2e/test_partial_blocks.py suites/e2e/test_pins.py suites/e2e/test_privacy.py
         suites/e2e/test_prompt_logprobs.py suites/e2e/test_record.py suites/e2e/test_resources.py
         suites/e2e/test_rolling_restart.py suites/e2e/test_router_end.py suites/e2e/test_routers.py
