@@ -100,7 +100,7 @@ async def test_another_coding_is_named_with_415(coding: str, http: httpx.AsyncCl
     assert answer.json()["error"]["message"] == f"the content-encoding is {coding!r}; expected gzip, deflate or none"
 
 
-@pytest.mark.parametrize("body", [b'"abc"', gzip.compress(b'"abc"' * 99)[:-9], b"", zlib.compress(b'"abc"')])
+@pytest.mark.parametrize("body", [b'"abc"', gzip.compress(b'"abc"' * 99, mtime=0)[:-9], b"", zlib.compress(b'"abc"')])
 async def test_what_is_not_in_the_coding_that_it_names_is_refused(body: bytes, http: httpx.AsyncClient) -> None:
     answer = await http.post("/", content=body, headers=JSON | {"content-encoding": "gzip"})
     assert answer.status_code == 400
