@@ -3,14 +3,18 @@
 What it refuses for its form alone has another form here: bounds beyond 64 bits, names of properties that a pattern
 matches too, options that cannot overlap. An unknown format is an annotation, as JSON Schema says. `lenient` is for
 schemas that need not be enforced, such as those of tools that are not strict: it leaves out what cannot be.
+
+A schema is anybody's, and a router rewrites it on its event loop. So patterns are tried where that is quick, on few
+names, and little is copied; what is beyond that stays as it is.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from itertools import combinations
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 Schema = dict[str, Any]
@@ -27,6 +31,10 @@ _NOT_ENFORCED: Final = (
 # Steps of numbers whose multiples have an expression of a tolerable size.
 _STEPS: Final = (1e-6, 1e6)
 _NOT_REGULAR: Final = re.compile(r"\(\?<?[=!]|\\[1-9bBkcZAzG]")
+# Patterns that take time in proportion to a name: without groups, with one part at most that may match more or less.
+_GROUP_OR_REFERENCE: Final = re.compile(r"[()]|\\[1-9]")
+_OPEN_ENDED: Final = re.compile(r"(?<!\\)[*+?]|\{\d*,\d*\}")
+_MOST_NAME: Final = 64
 _WORDS: Final = re.compile(r"\^(?:\((?:\?:)?)?([\w\-:@/ ]+(?:\|[\w\-:@/ ]+)*)\)?\$")
 # Where schemas stand within a schema: as the value of a keyword, in a list, or under names that callers chose.
 _SCHEMA: Final = frozenset("items additionalProperties additionalItems not if then else contains propertyNames".split())
@@ -34,16 +42,30 @@ _LIST: Final = frozenset(("anyOf", "allOf", "oneOf", "prefixItems", "items"))
 _NAMED: Final = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 
 
+@dataclass(slots=True)
+class _Left:
+    """What may still be spent on one whole schema: trials of a pattern on a name, and schemas that are copied."""
+
+    trials: int = 1_000
+    copies: int = 2_000
+
+
 def enforceable(schema: Any, lenient: bool = False) -> Any:
     """Return a schema all of whose documents match `schema`, in a form that can be enforced as far as this knows.
 
     `lenient`: what cannot be enforced is left out, and some documents do not match. Raises RecursionError.
     """
+    return _rewritten(schema, lenient, _Left())
+
+
+def _rewritten(schema: Any, lenient: bool, left: _Left) -> Any:
     if not isinstance(schema, Mapping):
         return schema
-    made = {key: _of_parts(lambda part: enforceable(part, lenient), key, value) for key, value in schema.items()}
-    for rewrite in (_format, _bounds, _unique, _one_of, _names, _patterns):
+    made = {key: _of_parts(lambda part: _rewritten(part, lenient, left), key, value) for key, value in schema.items()}
+    for rewrite in (_format, _bounds, _unique, _one_of):
         rewrite(made)
+    _names(made, left)
+    _patterns(made, left)
     if lenient:
         _leave_out(made)
     return made
@@ -97,8 +119,8 @@ def _one_of(schema: Schema) -> None:
     options = schema.get("oneOf")
     if not isinstance(options, list) or "anyOf" in schema:
         return
-    values = [_values(option) for option in options]
-    if all(each is not None for each in values) and not any(a & b for a, b in combinations(values, 2) if a and b):
+    values = [each for each in map(_values, options) if each is not None]
+    if len(values) == len(options) and len(frozenset().union(*values)) == sum(map(len, values)):
         schema["anyOf"] = schema.pop("oneOf")
 
 
@@ -112,7 +134,7 @@ def _values(option: Any) -> frozenset[str] | None:
     return frozenset(json.dumps(each) for each in found)
 
 
-def _names(schema: Schema) -> None:
+def _names(schema: Schema, left: _Left) -> None:
     """Write `propertyNames` as names or a pattern of properties, where it is a list of names or one pattern."""
     names = {} if schema.get("propertyNames") is True else schema.get("propertyNames")
     if not isinstance(names, Mapping) or names.get("type", "string") != "string":
@@ -129,13 +151,15 @@ def _names(schema: Schema) -> None:
         listed = {name: given.get(name, others) for name in words}
         schema |= {"properties": {n: s for n, s in listed.items() if s is not False}, "additionalProperties": False}
         del schema["propertyNames"]
-    elif limits == {"pattern"} and all(_matches(names["pattern"], name) for name in given):
+    elif (
+        limits == {"pattern"} and _may_try(len(given), left) and all(_matches(names["pattern"], name) for name in given)
+    ):
         schema["patternProperties"] = {names["pattern"]: others}
         schema["additionalProperties"] = False
         del schema["propertyNames"]
 
 
-def _patterns(schema: Schema) -> None:
+def _patterns(schema: Schema, left: _Left) -> None:
     """Give a named property what the patterns demand that match its name, too; a pattern of a few words becomes names.
 
     llguidance keeps the names of `properties` from the patterns. What such a pattern has left may be nothing, and the
@@ -146,9 +170,14 @@ def _patterns(schema: Schema) -> None:
         return
     given = dict(schema["properties"]) if isinstance(schema.get("properties"), Mapping) else {}
     required = [each for each in _listed(schema.get("required")) if each not in given]
-    words = {word: None for pattern in patterns if (found := _WORDS.fullmatch(pattern)) for word in found[1].split("|")}
-    for name in [*given, *required, *words]:
-        over = [form for pattern, form in patterns.items() if _matches(pattern, name)]
+    lists = [each[1].split("|") for each in map(_WORDS.fullmatch, patterns) if each is not None]
+    names = list(dict.fromkeys([*given, *required, *chain.from_iterable(lists)]))
+    if not _may_try(len(names) * len(patterns), left):
+        return
+    found = {name: [form for pattern, form in patterns.items() if _matches(pattern, name)] for name in names}
+    if not _may_copy([form for over in found.values() for form in over], left):
+        return
+    for name, over in found.items():
         if over:
             own = [given[name]] if name in given else []
             forms = [each for each in (*own, *over) if each is not True]
@@ -170,11 +199,36 @@ def _listed(value: Any) -> list[str]:
     return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
 
 
+def _may_try(trials: int, left: _Left) -> bool:
+    left.trials -= trials
+    return left.trials >= 0
+
+
+def _may_copy(forms: Sequence[Any], left: _Left) -> bool:
+    """Count the schemas that would stand in several places; return whether that many may."""
+    seen, waiting = set[int](), list[Any]()
+    for form in forms:
+        if id(form) in seen:
+            waiting.append(form)
+        seen.add(id(form))
+    while waiting and left.copies > 0:
+        each = waiting.pop()
+        left.copies -= 1
+        waiting += each.values() if isinstance(each, Mapping) else each if isinstance(each, list) else ()
+    return not waiting
+
+
 def _matches(pattern: Any, name: str) -> bool:
-    """Return whether a pattern matches a name; what Python cannot read matches none."""
+    """Return whether a pattern matches a name; one that Python cannot read, or not quickly, matches none."""
+    if not isinstance(pattern, str) or len(name) > _MOST_NAME:
+        return False
+    if words := _WORDS.fullmatch(pattern):
+        return name in words[1].split("|")
+    if _GROUP_OR_REFERENCE.search(pattern) or len(_OPEN_ENDED.findall(pattern)) > 1:
+        return False
     try:
         return re.search(pattern, name) is not None
-    except (re.error, TypeError):
+    except re.error:
         return False
 
 

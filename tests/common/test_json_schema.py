@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -98,3 +99,30 @@ def test_what_is_given_stays_as_it_is() -> None:
     given = {"properties": {"a": {"format": "zzz"}}, "patternProperties": {"^a$": STRING}}
     enforceable(given, lenient=True)
     assert given == {"properties": {"a": {"format": "zzz"}}, "patternProperties": {"^a$": STRING}}
+
+
+@pytest.mark.parametrize("pattern", ["^(a+)+$", "^a?a?a?a?b$", "a*a*a*b", r"^(a)\1$"])
+def test_a_pattern_that_may_take_long_is_not_tried(pattern: str) -> None:
+    schema = {"properties": {"a" * 60: STRING}, "patternProperties": {pattern: INTEGER}}
+    assert enforceable(schema) == schema
+
+
+def test_many_names_and_patterns_stay_as_they_are() -> None:
+    schema = {
+        "properties": {f"n{number}": STRING for number in range(1_500)},
+        "patternProperties": {f"^m{number}": INTEGER for number in range(1_500)},
+    }
+    assert enforceable(schema) == schema
+
+
+def test_nested_copies_are_bounded() -> None:
+    """Each level would double the schema."""
+    schema: Any = STRING
+    for _ in range(40):
+        schema = {"patternProperties": {"^(a|b)$": schema}}
+    assert len(json.dumps(enforceable(schema))) < 100_000
+
+
+def test_many_constants_are_compared_once() -> None:
+    options = [{"const": number} for number in range(20_000)]
+    assert enforceable({"oneOf": options}) == {"anyOf": options}
