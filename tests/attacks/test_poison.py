@@ -20,7 +20,14 @@ from router.core.routing import Choice, Router
 from router.core.worker_model import WorkerModel
 from router.requests.inbox import Inbox
 from tests.support.router.fake_worker import FakeWorker, prompt_of
-from tests.support.router.frontend_harness import Harness, ends_of, frontend_over, in_background, nothing_left, request
+from tests.support.router.frontend_harness import (
+    Harness,
+    ends_of,
+    frontend_over,
+    in_background,
+    request,
+    until_nothing_left,
+)
 
 POISON, LONG = 13, 30
 INNOCENTS = 12
@@ -92,7 +99,7 @@ async def test_a_request_that_breaks_its_worker_twice_is_refused_and_the_others_
             worker.end_all()
         ends = await asyncio.gather(*others)
         assert [ends_of(events)[0].reason for events in ends] == [FinishReason.LENGTH] * INNOCENTS
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_requests_that_were_only_lost_beside_a_poison_are_not_refused_with_it() -> None:
@@ -122,7 +129,7 @@ async def test_a_request_alone_that_breaks_its_workers_at_one_place_is_refused_a
         with pytest.raises(EngineFailure, match="2 workers broke with this request, which got no further"):
             await harness.events(request(prompt=POISON, max_tokens=20))
         assert worker.poisoned == 2
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 @pytest.mark.parametrize(("further", "breaks"), [(2, 2), (3, 3)])
@@ -140,7 +147,7 @@ async def test_a_request_that_breaks_its_worker_after_a_token_takes_no_innocent_
         worker.end_all()
         ends = await asyncio.gather(*others)
         assert [ends_of(events)[0].reason for events in ends] == [FinishReason.LENGTH] * INNOCENTS
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 class SteppingWorker(BrittleWorker):
@@ -198,7 +205,7 @@ async def test_a_failure_in_the_placing_of_one_request_is_its_own(monkeypatch: p
                 worker.step({handle: [1]}, admitted={handle: 0}, finished={handle: FinishReason.LENGTH})
             await asyncio.gather(first, second)
         assert await harness.frontend.drain(60.0)
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_a_failure_in_the_sink_of_one_sequence_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,4 +223,4 @@ async def test_a_failure_in_the_sink_of_one_sequence_costs_the_others_nothing(mo
         events = await harness.events(request(n=3))
         assert [ends_of(events)[index].reason for index in range(3)] == [FinishReason.LENGTH] * 3
         assert worker.streams == 1
-        assert nothing_left(harness)
+        await until_nothing_left(harness)

@@ -18,7 +18,7 @@ from router.requests import adopting
 from router.requests.resumption import Resumption
 from tests.router.requests.test_resuming import ANA, LONG, World, resume, wanted, world
 from tests.support.gpuworker.worker_harness import PATIENCE
-from tests.support.router.frontend_harness import CLOCK, Harness, nothing_left
+from tests.support.router.frontend_harness import CLOCK, Harness, until_nothing_left
 
 
 @dataclass
@@ -89,7 +89,7 @@ async def silent(sequences: int = 1, lets_pass: int = 0, seconds: float | None =
                 await whole.worker.until(
                     lambda: cancelled == [each.handle for each in adoptions if each not in refused]
                 )
-                assert nothing_left(second)
+                await until_nothing_left(second)
             finally:
                 task.cancel()
 

@@ -19,9 +19,9 @@ from tests.support.router.frontend_harness import (
     Harness,
     frontend_over,
     in_background,
-    nothing_left,
     request,
     tokens_of,
+    until_nothing_left,
 )
 from tests.support.severed import Severed
 
@@ -109,7 +109,7 @@ async def test_two_breaks_of_connections_whose_workers_live_accuse_nobody(tokens
         rest = [100 + 2 * tokens + number for number in range(4 - 2 * tokens)]
         last.worker.step({handle: rest}, admitted={handle: 0}, finished={handle: FinishReason.LENGTH})
         assert tokens_of(await task) == [100, 101, 102, 103]
-        assert nothing_left(whole.harness)
+        await until_nothing_left(whole.harness)
 
 
 async def test_the_first_worker_may_show_that_it_lives_after_the_second_break() -> None:
@@ -136,7 +136,7 @@ async def test_a_request_whose_workers_end_twice_is_refused(how: str) -> None:
             await (holder.end() if how == "nothing listens" else holder.replace())
         with pytest.raises(EngineFailure, match="2 workers broke with this request"):
             await task
-        assert nothing_left(whole.harness)
+        await until_nothing_left(whole.harness)
 
 
 Waiting = tuple[Pair, asyncio.Task[list[GenerateEvent]]]
@@ -161,7 +161,7 @@ async def waiting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Waiting]:
         async with asyncio.timeout(PATIENCE_S):
             await waits.wait()
         yield whole, task
-        assert nothing_left(whole.harness)
+        await until_nothing_left(whole.harness)
 
 
 async def test_a_request_that_waits_for_a_verdict_may_be_aborted(waiting: Waiting) -> None:

@@ -29,9 +29,9 @@ from tests.support.router.frontend_harness import (
     Harness,
     frontend_over,
     in_background,
-    nothing_left,
     request,
     tokens_of,
+    until_nothing_left,
 )
 from tests.support.turns import until_blocked
 
@@ -291,7 +291,7 @@ async def test_nothing_is_left_of_a_request_that_was_refused() -> None:
             with pytest.raises(DeadlineExceeded):
                 await harness.events(request(deadline=CLOCK.monotonic() + 5.0))
             assert harness.admission.queued == 0
-        await harness.until(lambda: nothing_left(harness))
+        await until_nothing_left(harness)
 
 
 # ------------------------------------------------------------ predictions that are too high

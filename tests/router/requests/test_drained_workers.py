@@ -18,10 +18,10 @@ from tests.support.router.frontend_harness import (
     ends_of,
     frontend_over,
     in_background,
-    nothing_left,
     request,
     text_of,
     tokens_of,
+    until_nothing_left,
 )
 
 
@@ -54,7 +54,7 @@ async def test_what_the_draining_worker_sampled_until_its_end_is_kept_and_the_re
         (move,) = harness.decisions.find(kind="migration")
         assert (move.chosen, [reason.partition(":")[0] for reason in move.reasons]) == ("w1", ["drain"])
         assert len(draining.cancels) == 1
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
         await other.kill()
 
 
@@ -116,7 +116,7 @@ async def test_without_room_elsewhere_a_sequence_stays_until_there_is_room() -> 
         await other.until(lambda: bool(other.submits))
         other.step({1: [102]}, admitted={1: 0}, finished={1: FinishReason.LENGTH})
         assert tokens_of(await task) == [100, 101, 102]
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
         await other.kill()
 
 
@@ -143,7 +143,7 @@ async def test_a_sequence_that_ends_by_itself_meanwhile_gives_its_booked_place_b
         assert tokens_of(await task) == [100]
         assert not other.submits
         assert not harness.decisions.find(kind="migration")
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
         await other.kill()
 
 
@@ -157,7 +157,7 @@ async def test_a_client_that_leaves_meanwhile_gives_the_booked_place_back() -> N
         task.cancel()
         await harness.until(lambda: not harness.admission.inside)
         assert harness.pool.models()[1].outstanding == 0
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
         await other.kill()
 
 
@@ -179,7 +179,7 @@ async def test_a_booked_worker_that_dies_is_replaced_by_any_other(ends: bool) ->
             await draining.kill()
         assert tokens_of(await task) == [100, 101, 102]
         assert prompt_of(third.submits[0]) == [*range(1, 11), 100, *([101] if ends else [])]
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
         await third.kill()
 
 
@@ -208,7 +208,7 @@ async def test_drains_are_no_losses_however_many_there_are() -> None:
         last.step({handle: [100 + rounds]}, admitted={handle: 0}, finished={handle: FinishReason.LENGTH})
         assert tokens_of(await task) == [100 + position for position in range(rounds + 1)]
         assert len(harness.decisions.find(kind="migration")) == rounds
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_each_sequence_of_a_request_moves_by_itself_to_where_there_is_room() -> None:
@@ -227,7 +227,7 @@ async def test_each_sequence_of_a_request_moves_by_itself_to_where_there_is_room
         other.step({1: [101]}, admitted={1: 0}, finished={1: FinishReason.LENGTH})
         ends = ends_of(await task)
         assert [end.usage.output_tokens for end in ends.values()] == [2, 2]
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
         await other.kill()
 
 
@@ -294,7 +294,7 @@ async def test_a_worker_that_dies_while_its_sequence_is_to_move_is_a_loss() -> N
         assert not move.reasons[0].startswith("drain")
         other.step({1: [101]}, admitted={1: 0}, finished={1: FinishReason.LENGTH})
         await rest
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
         await other.kill()
 
 
@@ -348,6 +348,6 @@ async def test_a_booked_worker_that_may_not_take_it_is_replaced(why: str) -> Non
         draining.step(finished={1: FinishReason.CANCELLED})
         assert tokens_of(await task) == [100, 101]
         assert not booked.submits
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
         await booked.kill()
         await third.kill()

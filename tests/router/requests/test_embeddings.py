@@ -8,7 +8,7 @@ from common.errors import Unsupported
 from common.types import FinishReason, PoolIdentity
 from router.core.events import Admitted, Finished
 from tests.support.router.fake_worker import IDENTITY, FakeWorker
-from tests.support.router.frontend_harness import ends_of, frontend_over, in_background, nothing_left, request
+from tests.support.router.frontend_harness import ends_of, frontend_over, in_background, request, until_nothing_left
 
 EMBEDS = PoolIdentity(
     IDENTITY.model_fingerprint,
@@ -37,7 +37,7 @@ async def test_a_request_that_embeds_ends_with_its_vector_and_holds_its_prompt_a
         assert isinstance(admitted, Admitted)
         assert isinstance(finished, Finished)
         assert (finished.embedding, finished.usage.output_tokens, finished.usage.cached_tokens) == (VECTOR, 0, 16)
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_a_lost_worker_costs_no_vector_and_no_second_one_comes() -> None:
@@ -55,7 +55,7 @@ async def test_a_lost_worker_costs_no_vector_and_no_second_one_comes() -> None:
         ends = ends_of(await running)
         assert [end.embedding for end in ends.values()] == [VECTOR]
         assert harness.registry.get_sample_value("quire:migrations_total") == 1
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 @pytest.mark.parametrize(("embeds", "identity"), [(True, IDENTITY), (False, EMBEDS)])
@@ -64,4 +64,5 @@ async def test_a_pool_of_the_other_kind_refuses_before_any_worker_sees_it(embeds
     async with frontend_over(one) as harness:
         with pytest.raises(Unsupported, match="quire serve MODEL --pooling"):
             await harness.events(request(embeds=embeds))
-        assert (one.submits, nothing_left(harness)) == ([], True)
+        await until_nothing_left(harness)
+        assert one.submits == []

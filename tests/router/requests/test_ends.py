@@ -23,10 +23,10 @@ from tests.support.router.frontend_harness import (
     ends_of,
     frontend_over,
     in_background,
-    nothing_left,
     request,
     text_of,
     tokens_of,
+    until_nothing_left,
 )
 
 
@@ -37,7 +37,7 @@ async def test_closing_the_events_cancels_at_the_worker() -> None:
             await worker.until(lambda: len(worker.submits) == 2)
         await worker.until(lambda: len(worker.cancels) == 2)
         assert {cancel.reason for cancel in worker.cancels} == {types_pb2.FinishReason.FINISH_REASON_CANCELLED}
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_a_client_that_leaves_the_queue_leaves_nothing_behind() -> None:
@@ -68,7 +68,7 @@ async def test_the_deadline_reaches_the_worker_and_ends_the_stream() -> None:
             assert (end.reason, end.usage.output_tokens) == (FinishReason.DEADLINE, 1)
             await worker.until(lambda: bool(worker.cancels))
             assert worker.cancels[0].reason == types_pb2.FinishReason.FINISH_REASON_DEADLINE
-            assert nothing_left(harness)
+            await until_nothing_left(harness)
 
     await with_enough_time(attempt, 0.3)
 
@@ -93,7 +93,7 @@ async def test_a_sequence_that_no_worker_takes_again_before_the_deadline_costs_t
             assert [tokens_of(harness.seen, index) for index in (0, 1)] == [[100, 101, 102], [100]]
             ends = ends_of(harness.seen)
             assert (ends[0].reason, ends[1].reason) == (FinishReason.LENGTH, FinishReason.DEADLINE)
-            assert nothing_left(harness)
+            await until_nothing_left(harness)
 
     await with_enough_time(attempt, 0.5)
 
@@ -120,7 +120,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_with_the_prediction() ->
         with pytest.raises(DeadlineExceeded, match=r"predicted in 10\.0"):
             await harness.events(request(prompt=10, deadline=CLOCK.monotonic() + 5.0))
         assert worker.submits == []
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 # Of 600 s on the wire a second may be rounding.
@@ -151,7 +151,7 @@ async def test_who_gives_up_at_the_deadline_has_not_gone_away(
             await worker.until(lambda: bool(worker.cancels))
             assert worker.cancels[0].reason == reason
             assert harness.failure("request") == words
-            assert nothing_left(harness)
+            await until_nothing_left(harness)
 
     await with_enough_time(attempt, 1.0)
 
@@ -185,7 +185,7 @@ async def test_a_client_that_does_not_read_gets_everything_later_and_holds_no_pl
             # In one message: what gathers for a client is joined.
             assert [event.token_ids for event in rest if isinstance(event, Tokens)] == [tuple(range(100)), ()]
             assert harness.registry.get_sample_value("quire:generation_tokens_total") == 100
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_a_request_that_is_answered_as_a_whole_gets_the_same_in_fewer_events() -> None:
@@ -198,7 +198,7 @@ async def test_a_request_that_is_answered_as_a_whole_gets_the_same_in_fewer_even
         (end,) = ends_of(whole).values()
         assert end.usage.output_tokens == 50
         assert 0 < end.timings.time_to_first_token < end.timings.total_seconds
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_a_stop_string_ends_a_whole_answer_at_the_worker_too() -> None:
@@ -231,7 +231,7 @@ async def test_an_abort_ends_the_request_of_its_tenant_at_the_worker_and_no_othe
             assert harness.frontend.abort("r") == 1
             with pytest.raises(Cancelled):
                 await second
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_an_abort_ends_a_request_that_waits_for_a_worker() -> None:

@@ -18,8 +18,8 @@ from tests.support.router.frontend_harness import (
     Harness,
     frontend_over,
     in_background,
-    nothing_left,
     request,
+    until_nothing_left,
 )
 
 
@@ -54,7 +54,8 @@ async def test_a_dry_run_leaves_nothing_behind() -> None:
             # Nor does the router expect the prompt's blocks at the worker from now on.
             assert found.choice.hit_blocks == 0
         assert (model.sequences, model.pending_prefill_tokens, model.unheld_blocks) == before
-        assert (len(harness.decisions), nothing_left(harness)) == (0, True)
+        await until_nothing_left(harness)
+        assert len(harness.decisions) == 0
         await harness.events(request(prompt=11))
         # No id of a decision was used up: the admission has the first one.
         assert harness.decisions.find(kind=DecisionKind.ADMISSION)[0].decision_id == "id-1"

@@ -19,10 +19,10 @@ from tests.support.router.frontend_harness import (
     ends_of,
     frontend_over,
     in_background,
-    nothing_left,
     request,
     text_of,
     tokens_of,
+    until_nothing_left,
 )
 
 # ------------------------------------------------------------ the plain way
@@ -40,7 +40,7 @@ async def test_a_request_is_admitted_streamed_and_finished() -> None:
         assert isinstance(finished, Finished)
         assert finished.reason is FinishReason.LENGTH
         assert (finished.usage.prompt_tokens, finished.usage.output_tokens) == (10, 3)
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 @contextmanager
@@ -119,7 +119,7 @@ async def test_several_sequences_share_one_prompt_at_one_worker() -> None:
             submits[0].handle,
             submits[0].handle,
         ]
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_the_index_leads_to_the_worker_that_has_the_prefix() -> None:
@@ -160,7 +160,7 @@ async def test_a_stop_string_ends_the_output_and_cancels_at_the_worker() -> None
         assert (end.reason, end.stop_string, end.usage.output_tokens) == (FinishReason.STOP, "<11>", 2)
         await worker.until(lambda: bool(worker.cancels))
         assert worker.cancels[0].reason == types_pb2.FinishReason.FINISH_REASON_STOP
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_one_sequence_stops_and_the_other_goes_on() -> None:

@@ -19,10 +19,10 @@ from tests.support.router.frontend_harness import (
     ends_of,
     frontend_over,
     in_background,
-    nothing_left,
     request,
     text_of,
     tokens_of,
+    until_nothing_left,
 )
 
 
@@ -48,7 +48,7 @@ async def test_a_sequence_whose_worker_dies_goes_on_at_another_without_losing_or
         assert sum(isinstance(event, Admitted) for event in events) == 1
         (move,) = harness.decisions.find(kind="migration")
         assert move.chosen == "w1"
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
         await other.kill()
 
 
@@ -101,7 +101,7 @@ async def test_the_only_worker_is_waited_for_and_used_again() -> None:
         await worker.restart()
         events = await task
         assert [tokens_of(events, index) for index in (0, 1)] == [[100, 101, 102]] * 2
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_blocks_granted_again_after_a_preemption_are_no_move() -> None:
@@ -178,7 +178,7 @@ async def test_a_request_that_fails_everywhere_is_given_up() -> None:
             worker.step(finished={worker.submits[-1].handle: FinishReason.ERROR})
         with pytest.raises(EngineFailure, match="2 workers broke with this request, which got no further"):
             await task
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_a_request_that_gets_further_everywhere_and_never_its_last_token_is_given_up() -> None:
@@ -190,7 +190,7 @@ async def test_a_request_that_gets_further_everywhere_and_never_its_last_token_i
             worker.step({handle: [7] * attempt}, finished={handle: FinishReason.ERROR})
         with pytest.raises(EngineFailure, match="lost 4 workers"):
             await task
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_a_hung_worker_loses_its_sequences_to_another() -> None:

@@ -24,9 +24,9 @@ from tests.support.router.frontend_harness import (
     ends_of,
     frontend_over,
     in_background,
-    nothing_left,
     request,
     tokens_of,
+    until_nothing_left,
 )
 from tests.support.turns import until_blocked, until_idle
 
@@ -112,13 +112,13 @@ async def test_an_unexpected_error_in_the_submit_ends_the_request_and_releases_i
         failing_submit(monkeypatch, RuntimeError("submit is broken"), call)
         with pytest.raises(RuntimeError, match="submit is broken"):
             await harness.events(request(n=2))
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
         assert harness.failure("request") == "internal error"
         worker.automatic = True
         assert tokens_of(await harness.events(request())) == [100, 101, 102]
         # The sequence before the error was withdrawn before it was sent.
         assert (len(worker.submits), worker.cancels) == (1, [])
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 @pytest.mark.parametrize("call", [1, 2])
@@ -132,7 +132,7 @@ async def test_a_worker_that_is_lost_between_choice_and_submit_costs_no_sequence
         assert sorted(ends_of(events)) == [0, 1]
         (move,) = harness.decisions.find(kind=DecisionKind.MIGRATION)
         assert move.reasons == ("the worker has just gone",)
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_a_placement_is_reserved_before_it_is_returned() -> None:
@@ -274,4 +274,4 @@ async def test_requests_that_wait_get_the_places_of_those_that_end() -> None:
     async with frontend_over(worker) as harness, in_background(harness, request(n=2)) as first:
         async with in_background(harness, request(n=2)) as second:
             assert len(ends_of(await first)) == len(ends_of(await second)) == 2
-        assert nothing_left(harness)
+        await until_nothing_left(harness)

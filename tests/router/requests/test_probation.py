@@ -20,9 +20,9 @@ from tests.support.router.frontend_harness import (
     Harness,
     frontend_over,
     in_background,
-    nothing_left,
     request,
     tokens_of,
+    until_nothing_left,
 )
 
 LONG = 3600.0  # a wait that no test sits out
@@ -83,7 +83,7 @@ async def waiting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         yield waits
         await waits.end_first()
         assert [each.request_id for each in other.submits] == ["r1"]
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 def _wanted(request_id: str) -> ValidatedRequest:
@@ -126,6 +126,6 @@ async def test_it_goes_to_another_worker_when_its_own_drains_by_then(waiting: Wa
         await harness.until(lambda: len(other.submits) + len(third.submits) == 2)
         assert [each.request_id for each in third.submits] == ["r2"]
         assert tokens_of(await waiting.task) == [100, 101, 102]
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
     finally:
         await third.kill()

@@ -17,9 +17,9 @@ from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import (
     frontend_over,
     in_background,
-    nothing_left,
     request,
     tokens_of,
+    until_nothing_left,
 )
 
 
@@ -71,7 +71,7 @@ async def test_a_request_larger_than_any_pool_is_refused_with_the_numbers_and_th
             await harness.events(request(prompt=10, max_tokens=8))
         assert isinstance(refused.value.violations[0], FieldViolation)
         assert len(await harness.events(request(prompt=10, max_tokens=2))) == 5
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_what_a_worker_refuses_is_the_clients_error() -> None:
@@ -81,7 +81,7 @@ async def test_what_a_worker_refuses_is_the_clients_error() -> None:
         worker.refuse(1, InvalidRequest(FieldViolation("prompt_token_ids", "too long")))
         with pytest.raises(InvalidRequest, match="too long"):
             await task
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_a_draining_router_refuses() -> None:
@@ -102,14 +102,14 @@ async def test_what_a_drain_does_not_wait_for_ends_with_the_reason() -> None:
                 with pytest.raises(Unavailable, match="the router stops"):
                     await task
         await worker.until(lambda: len(worker.cancels) == 1)
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_without_any_worker_a_request_is_refused_after_some_patience() -> None:
     async with frontend_over(patience=0.05) as harness:
         with pytest.raises(Unavailable, match=r"no worker for 0\.05 s: none is known"):
             await harness.events(request())
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_a_worker_that_comes_in_time_is_waited_for() -> None:

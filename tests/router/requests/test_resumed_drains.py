@@ -17,7 +17,7 @@ from router.workers.pool import Member
 from tests.router.requests.test_resuming import World, resume, resumed, wanted, world
 from tests.support.gpuworker.worker_harness import IDENTITY
 from tests.support.router.fake_worker import FakeWorker, prompt_of, running
-from tests.support.router.frontend_harness import Harness, nothing_left, tokens_of
+from tests.support.router.frontend_harness import Harness, tokens_of, until_nothing_left
 
 
 async def test_a_resumed_request_leaves_a_worker_that_drains() -> None:
@@ -40,7 +40,7 @@ async def test_a_resumed_request_leaves_a_worker_that_drains() -> None:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        assert nothing_left(second)
+        await until_nothing_left(second)
         await other.kill()
 
 
@@ -89,7 +89,7 @@ async def test_a_router_that_dies_while_a_drained_sequence_moves_loses_nothing()
             # The fake worker gives token 100 + n at position n.
             assert had + tokens_of(events) == [*sampled, *range(100 + len(sampled), 112)]
             assert prompt_of(third.submits[0])[5:] == sampled
-            assert nothing_left(second)
+            await until_nothing_left(second)
             await scene.whole.worker.until(lambda: not scene.places())
 
 

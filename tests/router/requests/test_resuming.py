@@ -34,10 +34,10 @@ from tests.support.router.frontend_harness import (
     Harness,
     ends_of,
     frontend_over,
-    nothing_left,
     request,
     text_of,
     tokens_of,
+    until_nothing_left,
 )
 from tests.support.turns import until_idle
 from tests.support.waiting import until
@@ -236,7 +236,7 @@ async def test_the_client_gets_exactly_what_it_lacks() -> None:
         assert (end.reason, end.usage.output_tokens, end.usage.prompt_tokens) == (FinishReason.LENGTH, 12, 5)
         times = end.timings
         assert 0 <= times.queue_seconds <= times.time_to_first_token <= times.total_seconds
-        assert nothing_left(second)
+        await until_nothing_left(second)
 
 
 async def test_records_say_that_the_request_was_moved_and_why() -> None:

@@ -11,7 +11,7 @@ from common.errors import Overloaded, Unauthenticated
 from common.types import FinishReason
 from router.core.tenancy import Caller, Tenant, TenantLimits
 from tests.support.router.fake_worker import FakeWorker
-from tests.support.router.frontend_harness import frontend_over, in_background, nothing_left, request
+from tests.support.router.frontend_harness import frontend_over, in_background, request, until_nothing_left
 
 RED, BLUE = (Caller(Tenant(name), f"key {name}") for name in ("red", "blue"))
 
@@ -46,7 +46,7 @@ async def test_a_revoked_stream_that_nobody_reads_is_cancelled_at_the_worker_too
         with pytest.raises(Unauthenticated):
             async for _ in stream:  # what had arrived before
                 pass
-        assert nothing_left(harness)
+        await until_nothing_left(harness)
 
 
 async def test_a_revoked_request_that_waits_for_a_worker_ends_at_once() -> None:

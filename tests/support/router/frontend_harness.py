@@ -228,8 +228,12 @@ def ends_of(events: list[GenerateEvent]) -> dict[int, Finished]:
     return {event.index: event for event in events if isinstance(event, Finished)}
 
 
-def nothing_left(harness: Harness) -> bool:
-    """Return whether no request and no load is counted any more."""
+async def until_nothing_left(harness: Harness) -> None:
+    """Wait until no request and no load is counted any more. A client may have its error before its request leaves."""
     limiter = harness.admission
-    outstanding = sum(model.outstanding for model in harness.pool.models())
-    return (limiter.queued, limiter.running, limiter.tokens_in_flight, outstanding) == (0, 0, 0, 0)
+
+    def left() -> tuple[int, ...]:
+        outstanding = sum(model.outstanding for model in harness.pool.models())
+        return limiter.queued, limiter.running, limiter.tokens_in_flight, outstanding
+
+    await harness.until(lambda: left() == (0, 0, 0, 0))
