@@ -296,32 +296,32 @@ class LedgerState:
         A block whose hash another content has, or had, is not shared, and nothing after it. With a window, the parent
         may be gone.
         """
-        cache, index = self.cache, self.blocks.index
-        if not self.caches or parent in cache.ambiguous:
-            return False
-        if not parent:
-            if index[block]:
-                return False
-        elif not self.config.window and self._hash_before(block) != parent:
+        cache = self.cache
+        if not self.caches or parent in cache.ambiguous or not self.follows(block, parent):
             return False
         known = block_hash in cache.entries or cache.ambiguous
-        if known and cache.is_ambiguous(block_hash, parent, index[block]):
+        if known and cache.is_ambiguous(block_hash, parent, self.blocks.index[block]):
             cache.forget_pending(block)
             return False
         return True
 
-    def _hash_before(self, block: BlockId) -> BlockHash | None:
-        """Return what the block before this one holds, in a block table that has both; None if it is not registered.
+    def follows(self, block: BlockId, parent: BlockHash) -> bool:
+        """Return whether a block of a block table is its first, or the block before it there holds `parent`.
 
-        Another sequence's block with that hash does not count: it may be evicted while this one is in use.
+        A block of another sequence with that hash does not count: it may be evicted while this one is in use. With a
+        window a parent may be evicted before its child, and a child is registered without it.
         """
         index, owner = self.blocks.index[block], self.sequences.get(self.blocks.owner[block])
+        if not parent or not index:
+            return not parent and not index
+        if self.config.window:
+            return True
         table = owner.block_table if owner is not None else []
         if index >= len(table) or table[index] != block:
             # The sequence that was to fill it has left; one of those that shared it has filled it.
             tables = (each.block_table for each in self.sequences.values())
             table = next((each for each in tables if index < len(each) and each[index] == block), [])
-        return self.blocks.hash[table[index - 1]] if table else None
+        return bool(table) and self.blocks.hash[table[index - 1]] == parent
 
     def publish_new(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> None:
         """Do what `publish` does with a hash that no block has: nearly each seal is one."""

@@ -13,7 +13,7 @@ from typing import Final
 from common.errors import ProtocolViolation
 from common.lease import CachedBlocks, Inventory, InventorySequence
 from common.types import TRIMMED, BlockHash, BlockId, SequencePhase
-from kvmanager.core.block import NOBODY, ROOT, BlockState
+from kvmanager.core.block import ROOT, BlockState
 from kvmanager.core.chunked_grants import partial_of
 from kvmanager.core.eviction.restored import order_after_rebuild
 from kvmanager.core.ledger_state import LedgerState
@@ -218,7 +218,8 @@ def _restore_in_window(state: LedgerState, entries: CachedBlocks, first: int, ca
 def _restore_copy(state: LedgerState, block: BlockId, block_hash: BlockHash, parent: BlockHash, depth: int) -> bool:
     """Register a cached block that is no new hash of a free block, where it may be; return whether no table holds it.
 
-    A block of a block table counts at its own depth alone. Another block with its content stays free.
+    A block of a block table counts at its own depth alone, and behind the block before it in that table: a worker that
+    has reset its cache may claim this one and no longer that one. Another block with its content stays free.
     """
     cache, blocks = state.cache, state.blocks
     if parent in cache.ambiguous or cache.is_ambiguous(block_hash, parent, depth):
@@ -228,7 +229,7 @@ def _restore_copy(state: LedgerState, block: BlockId, block_hash: BlockHash, par
         blocks.index[block] = depth
         cache.register(block, block_hash, parent)
         return True
-    if not is_free and blocks.index[block] == depth:
+    if not is_free and blocks.index[block] == depth and state.follows(block, parent):
         cache.register(block, block_hash, parent)
         first = cache.entries[block_hash]
         if blocks.state[first] is BlockState.FREE:
@@ -248,7 +249,7 @@ def _restore_table(state: LedgerState, sequence: Sequence, table: tuple[BlockId,
             continue
         state.block_pool.check(block)
         if blocks.state[block] is BlockState.FREE:
-            blocks.state[block], blocks.index[block] = BlockState.IN_USE, index
+            blocks.state[block], blocks.index[block], blocks.owner[block] = BlockState.IN_USE, index, sequence.id
         elif blocks.index[block] != index:
             raise ProtocolViolation(
                 f"block {block} has index {blocks.index[block]} in one block table and {index} in another"
@@ -278,8 +279,6 @@ def _restore_content(state: LedgerState, sequence: Sequence, table: tuple[BlockI
         block_hash = blocks.hash[block]
         if blocks.parent[block] is None:
             state.describe(block, sequence, index)
-        elif blocks.owner[block] == NOBODY:
-            blocks.owner[block] = sequence.id
         if block_hash is None:
             state.expect(block, sequence, index)
         elif index == len(block_hashes):

@@ -80,6 +80,17 @@ def test_a_cached_block_without_a_registered_parent_is_not_registered() -> None:
     assert list(ledger.state.block_pool.free) == [2, 3, 4]
 
 
+def test_a_block_of_a_block_table_is_not_registered_behind_another_tables_block() -> None:
+    """A reset of the cache came while a sequence shared block 4: the worker claims the sequence's second block alone.
+
+    Block 0 has what block 4 has. As its child, block 1 would lose its parent when block 0 is evicted.
+    """
+    cached_blocks = (cached(0, HASHES[0]), cached(1, HASHES[1], 0))
+    ledger = rebuilt(8, sequences=(live(1, 40, (4, 1, 2)),), cached_blocks=cached_blocks)
+    assert [ledger.state.blocks.hash[block] for block in (0, 1, 4)] == [HASHES[0], None, None]
+    assert (ledger.pool().cached, ledger.pool().in_use) == (1, 3)
+
+
 def test_after_a_rebuild_the_deepest_are_evicted_first_then_the_longest_unused() -> None:
     cached_blocks = (
         cached(0, HASHES[0], last_used=9),
