@@ -75,7 +75,11 @@ _NEEDS = {
         router/grpc_api/test_late_groups.py router/requests/test_drained_workers.py router/test_stalls.py
     """,
     "fuzz": "fuzz",
-    "searches": "kvmanager/core/test_soak.py router/core/test_shares_of_service.py suites/protocol",
+    "searches": """
+        cli/block_size/test_accounting.py cli/replay/test_fit.py cli/replay/test_simulation.py
+        kvmanager/core/test_soak.py kvmanager/index/test_groups_machine.py router/core/test_shares_of_service.py
+        router/openai/test_official_models.py suites/protocol
+    """,
     "plots": """
         bench/comparison/test_plots.py bench/open_loop/test_plot.py cli/benchmark/test_plot.py
         cli/replay/test_plot.py
@@ -170,7 +174,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("rest")
     unwanted = [name for name in _ONLY_WHEN_NAMED if name not in config.option.markexpr]
     if config.getoption("fast"):
-        unwanted.append("rest")
+        unwanted += ["rest", "searches"]
     left_out = {item: None for item in items if any(item.get_closest_marker(name) for name in unwanted)}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
