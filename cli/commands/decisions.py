@@ -19,6 +19,7 @@ from rich.console import Console
 from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command
 from cli.views.decision_lines import decision_line, lost_line
 from cli.why.choice import seconds_of
+from cli.why.ids import full_id
 from cli.why.pages import Listed, Lister
 from cli.why.source import LogSource, Source, add_log, opened
 from cli.why.watch import Watched, Watcher
@@ -33,7 +34,7 @@ _Arrival: TypeAlias = "tuple[str, Watched | grpc.aio.AioRpcError]"
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser("quire decisions", description=__doc__)
-    flags.add_argument("--request", default="", metavar="ID", help="those that concern this request")
+    flags.add_argument("--request", default="", metavar="ID", help="those of the request whose id begins so")
     flags.add_argument("--kind", default="", choices=[each.value for each in DecisionKind], help="of this kind")
     flags.add_argument("--worker", default="", metavar="ID", help="about this worker")
     flags.add_argument("--tenant", default="", help="of this tenant; routers alone know tenants")
@@ -73,6 +74,12 @@ def filters_of(args: argparse.Namespace) -> pb.ListDecisionsRequest:
     )
 
 
+async def name_request(lister: Lister, args: argparse.Namespace) -> None:
+    """Replace the beginning of a request's id by the whole of it."""
+    if args.request:
+        args.request = await full_id(lister, args.request, args.tenant)
+
+
 def _ago(flag: str, span: str | None) -> int:
     """Return the time of so long ago in nanoseconds; 0 for none."""
     return 0 if span is None else max(1, time.time_ns() - int(seconds_of(span, flag) * 1e9))
@@ -95,10 +102,12 @@ def main(argv: Sequence[str]) -> int:
         services = services_of(args)
         if not args.follow:
             async with opened(args) as source:
+                await name_request(Lister(source), args)
                 found = await listed(Lister(source), args)
                 show(console, replace(found, missing=(*found.missing, *_unread(source))), args)
             return
         async with admin_channel(args.admin_address, args.state_dir) as channel:
+            await name_request(Lister(channel), args)
             watchers: dict[str, Watcher] = {}
             # They begin before the listing, so that no record falls between the two. Without the manager the command
             # goes on with the routers.

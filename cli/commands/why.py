@@ -39,7 +39,7 @@ _EXPORT_WIDTH: Final = 120
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser("quire why", description=__doc__)
-    flags.add_argument("id", nargs="?", default="", help="request id, or the client's own id for the request")
+    flags.add_argument("id", nargs="?", default="", help="request id or how it begins, or the client's own id")
     flags.add_argument("--last", action="store_true", help="the request that ended last")
     text = "the N requests with the longest time to the first token (default 5)"
     flags.add_argument("--slowest", type=int, nargs="?", const=5, default=0, metavar="N", help=text)

@@ -9,6 +9,7 @@ from typing import Final
 import grpc
 from google.protobuf.json_format import MessageToDict
 
+from cli.why.ids import request_that_begins, without_prefix
 from cli.why.pages import Listed, Lister, Records, moment_of
 from cli.why.source import Source, source_of, words_of
 from common.errors import NotFound, Unavailable
@@ -22,8 +23,6 @@ from router.core.diagnosis.story import Story, story_of
 _PATIENCE_S: Final = 60.0
 # Records of a span of time, of each kind: some 100 MiB of memory.
 _MOST_ENDS: Final = 50_000
-# What the HTTP faces put before the id of a request.
-_PREFIXES: Final = ("chatcmpl-", "cmpl-", "msg_")
 # Attributes of the router's spans.
 _REQUEST_ID: Final = "quire.request_id"
 _CORRELATION_ID: Final = "quire.correlation_id"
@@ -66,12 +65,16 @@ class Gatherer:
         return Ends(tuple(decisions), tuple(dict.fromkeys((*cut, *listed.missing, *unread))))
 
     async def story(self, name: str) -> Story:
-        """Return the story of a request by its id, or by the client's own name for it. Raises NotFound."""
-        for request_id in (name, _without_prefix(name)):
+        """Return the story of a request by its id, the client's own name for it, or the first characters of its id.
+
+        Raises NotFound, and InvalidRequest when several requests begin so.
+        """
+        for request_id in (name, without_prefix(name)):
             if (found := await self._story(request_id)) is not None:
                 return found
-        correlated = await self._correlated(name)
-        if correlated and (found := await self._story(correlated)) is not None:
+        lister = Lister(self._source, _PATIENCE_S)
+        known = await self._correlated(name) or await request_that_begins(lister, without_prefix(name), self._tenant)
+        if known and (found := await self._story(known)) is not None:
             return found
         what = f"no record of request {name}: no router here has served it, or newer records took the place of its own"
         raise NotFound(f"{what} ({self._source.bound}); `quire why --last` shows the newest one that there is")
@@ -129,10 +132,6 @@ def _cut(found: Records, kind: DecisionKind, most: int, since_ns: int | None) ->
     older = f"{_NAMES[kind]} from before {moment_of(found.records[0].time_unix_nano)}"
     remedy = "--since TIME looks at all within a time" if since_ns is None else "name a shorter --since"
     return [f"{older}: the newest {most:,} alone were looked at; {remedy}"]
-
-
-def _without_prefix(name: str) -> str:
-    return next((name.removeprefix(each) for each in _PREFIXES if name.startswith(each)), name)
 
 
 def _each_once(*parts: Iterable[pb.DecisionRecord]) -> list[pb.DecisionRecord]:

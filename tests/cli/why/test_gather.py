@@ -10,8 +10,10 @@ import grpc
 import pytest
 
 from cli.why.gather import Gatherer
+from cli.why.ids import full_id
+from cli.why.pages import Lister
 from common.decisions.ring import DecisionRing
-from common.errors import NotFound
+from common.errors import InvalidRequest, NotFound
 from common.rpc.server import RpcServer, open_channel
 from common.types import Decision, DecisionKind
 from kvmanager.decision_servicer import DecisionServicer as ManagerServicer
@@ -88,6 +90,34 @@ async def test_a_clients_own_id_is_found_by_the_trace(planes: Planes) -> None:
     span.set_attributes({"quire.request_id": "r1", "quire.correlation_id": "order-77"})
     span.end()
     assert (await Gatherer(planes.channel).story("order-77")).request_id == "r1"
+
+
+@pytest.mark.parametrize("name", ["r-4", "chatcmpl-r-4", "r-41f"])
+async def test_the_first_characters_of_an_id_are_enough(planes: Planes, name: str) -> None:
+    planes.ended("r-41f0")
+    planes.ended("r-5")
+    assert (await Gatherer(planes.channel).story(name)).request_id == "r-41f0"
+    lister = Lister(planes.channel)
+    assert [await full_id(lister, each) for each in (name, "r-5", "x")] == ["r-41f0", "r-5", "x"]
+
+
+async def test_a_request_that_runs_is_found_by_its_placement(planes: Planes) -> None:
+    planes.ring.record(Decision("p", DecisionKind.ROUTING, 1, "worker-0", "r-41f0"))
+    assert await full_id(Lister(planes.channel), "r-4") == "r-41f0"
+
+
+async def test_an_id_that_another_one_begins_with_is_itself(planes: Planes) -> None:
+    planes.ended("r1")
+    planes.ended("r12")
+    assert (await Gatherer(planes.channel).story("r1")).request_id == "r1"
+
+
+async def test_characters_that_begin_several_ids_are_refused_with_the_newest(planes: Planes) -> None:
+    for number in range(5):
+        planes.ended(f"r-{number}")
+    said = r"REQUEST: r- begins the ids of 5 requests \(r-4, r-3, r-2, \.\.\.\); give more of the one that you mean"
+    with pytest.raises(InvalidRequest, match=said):
+        await Gatherer(planes.channel).story("r-")
 
 
 async def test_an_unknown_id_is_said_with_what_to_do(planes: Planes) -> None:
