@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import random
 import socket
 from collections.abc import Sequence
@@ -15,14 +16,20 @@ from typing import Final
 # another, up to 8 workers.
 CANDIDATES: Final = range(20_000, 32_000, 12)
 
+# By then the owner of a port listens, or will not.
+_CLAIMS: Final = 64
+
 _count = itertools.count(1)
 _last_picked: dict[int, int] = {}
+# File descriptors by port: the system closes them when the process ends.
+_claims: dict[int, int] = {}
 
 
 def free_ports(count: int, hosts: Sequence[str] = ("127.0.0.1",)) -> list[int]:
-    """Return different ports that are free now at each host. Another process may take one before its owner does.
+    """Return different ports that are free now at each host. A program that calls no such function may take one yet.
 
-    A port that this process has picked is the last to be picked again: its owner may not listen yet.
+    A port that this process has picked is the last to be picked again: its owner may not listen yet. Other processes
+    that pick here leave the latest of them alone.
     """
     shuffled = random.SystemRandom().sample(CANDIDATES, len(CANDIDATES))
     ports: list[int] = []
@@ -33,11 +40,24 @@ def free_ports(count: int, hosts: Sequence[str] = ("127.0.0.1",)) -> list[int]:
             with suppress(OSError):
                 for host in hosts:
                     held.enter_context(socket.socket(family_of(host))).bind((host, port))
+                _claim(port)
                 ports.append(port)
                 _last_picked[port] = next(_count)
     if len(ports) < count:
         raise OSError(errno.EADDRINUSE, f"fewer than {count} ports from {CANDIDATES[0]} to {CANDIDATES[-1]} are free")
     return ports
+
+
+def _claim(port: int) -> None:
+    """Hold a UDP port of the same number, on which nothing here listens. Raises OSError when another process does."""
+    claim = _claims.pop(port, None)
+    if claim is None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
+            made.bind(("127.0.0.1", port))
+            claim = made.detach()
+    _claims[port] = claim
+    while len(_claims) > _CLAIMS:
+        os.close(_claims.pop(next(iter(_claims))))
 
 
 def family_of(host: str) -> socket.AddressFamily:

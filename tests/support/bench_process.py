@@ -24,7 +24,8 @@ def run_benchmark(name: str, *flags: str) -> tuple[dict[str, float], list[str]]:
         cwd=_ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{_ROOT}:{_ROOT / 'protos'}"},
     )
-    assert done.returncode == 0, done.stderr
+    # Its last lines say what was wrong.
+    assert done.returncode == 0, "\n".join(done.stderr.splitlines()[-12:])
     *lines, last = done.stdout.splitlines()
     report = json.loads(last)
     assert report["bench"] == name

@@ -1,6 +1,10 @@
 """Free ports: different ones, and none again while another one is left; sockets that listen on both families."""
 
+import os
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -9,12 +13,15 @@ from common.process.ports import family_of, free_ports, listener
 
 
 @pytest.fixture
-def candidates(monkeypatch: pytest.MonkeyPatch) -> range:
+def candidates(monkeypatch: pytest.MonkeyPatch) -> Iterator[range]:
     """Ports that no other process of the tests picks."""
     start, step = ports.CANDIDATES.start + 1, ports.CANDIDATES.step
     monkeypatch.setattr(ports, "CANDIDATES", range(start, start + 4 * step, step))
     monkeypatch.setattr(ports, "_last_picked", {})
-    return ports.CANDIDATES
+    monkeypatch.setattr(ports, "_claims", {})
+    yield ports.CANDIDATES
+    for claim in ports._claims.values():
+        os.close(claim)
 
 
 def test_no_port_is_picked_again_while_another_one_is_left(candidates: range) -> None:
@@ -33,6 +40,31 @@ def test_a_port_that_somebody_holds_is_passed_over(candidates: range) -> None:
         assert sorted(free_ports(len(candidates) - 1)) == list(candidates[1:])
         with pytest.raises(OSError, match="fewer than 4 ports"):
             free_ports(len(candidates))
+
+
+PICKS = """
+import sys
+from common.process import ports
+ports.CANDIDATES = range(*map(int, sys.argv[2:]))
+print(*sorted(ports.free_ports(int(sys.argv[1]))))
+"""
+
+
+def picked_elsewhere(count: int, candidates: range) -> list[int]:
+    """Return what another process picks."""
+    words = [sys.executable, "-c", PICKS, str(count)]
+    words += [str(each) for each in (candidates.start, candidates.stop, candidates.step)]
+    return [int(port) for port in subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()]
+
+
+def test_another_process_leaves_alone_what_was_picked_here_for_a_service_that_does_not_listen_yet(
+    candidates: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = free_ports(2)
+    assert picked_elsewhere(2, candidates) == sorted({*candidates} - {*mine})
+    monkeypatch.setattr(ports, "_CLAIMS", 1)
+    (newest,) = free_ports(1)
+    assert picked_elsewhere(3, candidates) == sorted({*candidates} - {newest})
 
 
 def test_a_port_is_free_at_the_hosts_of_both_families(candidates: range) -> None:
