@@ -143,7 +143,7 @@ class Worker:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._stop.set)
         for line in plane.start_lines():
-            print(line, flush=True)  # noqa: T201
+            log.info("%s", line)
         self._supervisor.run("watchdog", self._watchdog.run)
         await self._serve(plane, port)
         await self._until_attached()

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from typing import Final
 
 from rich.console import Console
 from rich.text import Text
@@ -24,14 +25,19 @@ from common.settings.exit_status import REFUSED_STATUS, exit_status
 _COLOURS = {"redis": "red", "kvmanager": "magenta", "router": "cyan"}
 KILLED_STATUS = 130
 
+# How the lines begin that processes print, and this command, whatever the level of their logs.
+_WELL: Final = ("READY ", "ready", "stopping: ", "stopped")
+
 
 class Lines:
-    """Prints each line of the processes with its time and its process."""
+    """Prints each line of the processes with its time and its process; where it is `quiet`, none of what goes well."""
 
-    def __init__(self, console: Console) -> None:
-        self._console, self._began = console, time.monotonic()
+    def __init__(self, console: Console, quiet: bool = False) -> None:
+        self._console, self._quiet, self._began = console, quiet, time.monotonic()
 
     def __call__(self, name: str, line: str) -> None:
+        if self._quiet and line.startswith(_WELL):
+            return
         text = Text(f"{time.monotonic() - self._began:8.2f}s  ", style="dim")
         text.append(f"{name:<10}", style=_COLOURS.get(name.partition("-")[0], "green"))
         text.append(line)
@@ -92,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
         options = suite_options(argv, os.environ)
     except InvalidConfig as error:
         refuse(error)
-    say = Lines(Console(highlight=False))
+    say = Lines(Console(highlight=False), options.quiet)
 
     async def body() -> int:
         foreground = Foreground(options, say)

@@ -199,6 +199,7 @@ def _stack_options(settings: UpSettings, reading: Reading, model_name: str | Non
             *(*router_own, *recorded, *pages, *named),
         ),
         manager_flags=(*to_all, *redis, *fingerprinted, *recorded, "--model", str(model)),
+        quiet=settings.log_level in ("warning", "error"),
         drain_timeout=settings.drain_timeout,
     )
 

@@ -55,7 +55,7 @@ class StackOptions:
     `worker_cpus` has the cpus that each worker is bound to, or None; () binds no worker.
     `config` is the option file of the services. `pool_key` signs the addresses of workers in Redis ("": the services
     have one of their own). `tenants` need a server key: without a `server_key_file`, the suite makes one in its state
-    directory.
+    directory. A suite that is `quiet` says nothing of what goes well.
     """
 
     model: Path
@@ -87,6 +87,7 @@ class StackOptions:
     router_flags: tuple[str, ...] = ()
     manager_flags: tuple[str, ...] = ()
     log_format: str = "bare"
+    quiet: bool = False
     drain_timeout: float = 30.0
     ready_seconds: float = 300.0
 

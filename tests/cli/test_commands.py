@@ -251,6 +251,19 @@ def test_ctrl_c_lets_running_streams_finish_and_leaves_nothing_behind(tmp_path: 
         up.close()
 
 
+def test_a_suite_that_shows_warnings_alone_says_nothing_of_what_goes_well(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--simulate", "--log-level", "warning", environ={"QUIRE_KV_BLOCKS": "512"})
+    try:
+        wait_until(
+            lambda: quire("status", *up.admin).stdout, lambda shown: "  connected  " in shown, seconds=READY_SECONDS
+        )
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(timeout=READY_SECONDS) == 0
+    finally:
+        up.close()
+    assert up.lines == []
+
+
 def test_embedded_managers_serve_and_a_second_ctrl_c_kills(tmp_path: Path) -> None:
     environ = {"QUIRE_MANAGER": "embedded", "QUIRE_KV_BLOCKS": "512"}
     up = Up(tmp_path, "--drain-timeout", "60", "--simulate", environ=environ)
