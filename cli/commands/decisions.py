@@ -17,9 +17,10 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
 from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command
+from cli.views.cutting import cut_line
 from cli.views.decision_lines import decision_line, lost_line
 from cli.why.choice import seconds_of
-from cli.why.ids import full_id
+from cli.why.ids import full_id, id_of
 from cli.why.pages import Listed, Lister
 from cli.why.source import LogSource, Source, add_log, opened
 from cli.why.watch import Watched, Watcher
@@ -34,7 +35,9 @@ _Arrival: TypeAlias = "tuple[str, Watched | grpc.aio.AioRpcError]"
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser("quire decisions", description=__doc__)
-    flags.add_argument("--request", default="", metavar="ID", help="those of the request whose id begins so")
+    flags.add_argument(
+        "--request", type=id_of, default="", metavar="ID", help="those of the request whose id begins so"
+    )
     flags.add_argument("--kind", default="", choices=[each.value for each in DecisionKind], help="of this kind")
     flags.add_argument("--worker", default="", metavar="ID", help="about this worker")
     flags.add_argument("--tenant", default="", help="of this tenant; routers alone know tenants")
@@ -181,7 +184,7 @@ def print_record(console: Console, record: pb.DecisionRecord, service: str, as_j
         return
     line = decision_line(record, service, dated)
     if console.is_terminal:
-        line.truncate(console.width, overflow="ellipsis")
+        cut_line(line, console.width)
     console.print(line, soft_wrap=True)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command
 from cli.views.trace import render_trace
-from cli.why.ids import request_that_begins, without_prefix
+from cli.why.ids import id_of, request_that_begins, without_prefix
 from cli.why.pages import Lister
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
@@ -43,7 +43,9 @@ async def trace_of(channel: grpc.aio.Channel, name: str) -> pb.GetTraceResponse:
 
 def main(argv: Sequence[str]) -> int:
     flags = argparse.ArgumentParser("quire trace", description=__doc__)
-    flags.add_argument("id", help="trace id or request id, as `quire generate` prints it, or how a request's id begins")
+    flags.add_argument(
+        "id", type=id_of, help="trace id or request id, as `quire generate` prints it, or how a request's id begins"
+    )
     add_admin_address(flags)
     add_json(flags)
     args = flags.parse_args(argv)

@@ -25,6 +25,7 @@ from cli.views.why import WhyTable, WhyView, head_lines
 from cli.why.change import DEFAULT_SPAN_S, changes, ends_of
 from cli.why.choice import Choice, chosen, seconds_of
 from cli.why.gather import Gatherer
+from cli.why.ids import id_of
 from cli.why.source import add_log, opened
 from common.errors import FieldViolation, InvalidConfig, NotFound
 from common.version import quire_version
@@ -39,7 +40,9 @@ _EXPORT_WIDTH: Final = 120
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser("quire why", description=__doc__)
-    flags.add_argument("id", nargs="?", default="", help="request id or how it begins, or the client's own id")
+    flags.add_argument(
+        "id", type=id_of, nargs="?", default="", help="request id or how it begins, or the client's own id"
+    )
     flags.add_argument("--last", action="store_true", help="the request that ended last")
     text = "the N requests with the longest time to the first token (default 5)"
     flags.add_argument("--slowest", type=int, nargs="?", const=5, default=0, metavar="N", help=text)

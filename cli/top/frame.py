@@ -10,7 +10,7 @@ from typing import Final
 from rich.text import Text
 
 from cli.top.snapshot import WINDOW_S, Ended, Snapshot, WorkerRow
-from cli.views.cutting import cut
+from cli.views.cutting import cut, cut_line
 from router.core.diagnosis.words import count, duration, listed, percent
 
 KEYS: Final = "q quit   s sort workers   r sort requests   up/down select   enter why"
@@ -60,7 +60,7 @@ def frame(snapshot: Snapshot, choice: Choice, width: int, height: int) -> list[T
     body = [*head, *workers, Text(), *requests]
     body = [*body[: height - 1], *[Text()] * (height - 1 - len(body)), Text(KEYS, "dim")]
     for line in body:
-        line.truncate(width, overflow="ellipsis")
+        cut_line(line, width)
     return body
 
 

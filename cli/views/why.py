@@ -16,6 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from cli.views.cutting import cut
 from router.core.diagnosis.causes import Cause
 from router.core.diagnosis.phases import LABELS, WORK
 from router.core.diagnosis.verdict import Diagnosis, PhaseSpan, advised
@@ -23,6 +24,8 @@ from router.core.diagnosis.words import duration, percent
 
 _MIN_BAR, _MAX_BAR = 10, 60
 _OFFSET_WIDTH = 9
+# Of the id in a table of requests; what the other columns take before the id takes more.
+_LEAST_ID, _WIDE = 18, 90
 
 
 class WhyView:
@@ -73,6 +76,9 @@ class WhyTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(box=None, pad_edge=False, header_style="bold")
+        longest = max((len(each.request_id) for each in self._found), default=0)
+        # The first characters name a request. A program that reads the table gets the whole id.
+        room = max(_LEAST_ID, options.max_width - _WIDE) if console.is_terminal else longest
         table.add_column("request", no_wrap=True)
         table.add_column("first token", justify="right", no_wrap=True)
         table.add_column("took", justify="right", no_wrap=True)
@@ -80,7 +86,7 @@ class WhyTable:
         for each in self._found:
             times = (duration(s) if s is not None else "-" for s in (each.first_token_s, each.total_s))
             why = each.verdict.sentence if each.prefix is None else f"{each.verdict.sentence} {each.prefix.sentence}"
-            table.add_row(Text(each.request_id), *times, Text(why))
+            table.add_row(Text(cut(each.request_id, room)), *times, Text(why))
         yield table
         if self._more:
             yield Text(f"and {self._more} more; name one request for all about it", "dim")

@@ -17,6 +17,11 @@ _KINDS: Final = (DecisionKind.OUTCOME, DecisionKind.REJECTION, DecisionKind.ROUT
 _SHOWN: Final = 3
 
 
+def id_of(text: str) -> str:
+    """Return an id, or the beginning of one that a table has cut."""
+    return text.rstrip("…")
+
+
 def without_prefix(name: str) -> str:
     """Return the id of a request whose answer over HTTP has this one."""
     return next((name.removeprefix(each) for each in _PREFIXES if name.startswith(each)), name)

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from cli.why.gather import Gatherer
-from cli.why.ids import full_id
+from cli.why.ids import full_id, id_of
 from cli.why.pages import Lister
 from common.decisions.ring import DecisionRing
 from common.errors import InvalidRequest, NotFound
@@ -92,7 +92,7 @@ async def test_a_clients_own_id_is_found_by_the_trace(planes: Planes) -> None:
     assert (await Gatherer(planes.channel).story("order-77")).request_id == "r1"
 
 
-@pytest.mark.parametrize("name", ["r-4", "chatcmpl-r-4", "r-41f"])
+@pytest.mark.parametrize("name", ["r-4", "chatcmpl-r-4", "r-41f", id_of("r-41…")])
 async def test_the_first_characters_of_an_id_are_enough(planes: Planes, name: str) -> None:
     planes.ended("r-41f0")
     planes.ended("r-5")
