@@ -125,6 +125,7 @@ class RouterProcess:
         self._text = CheckpointText.load(folder, checkpoint.max_model_len, settings.chat_template)
         checkpoint = replace(checkpoint, ends=self._text.ends(checkpoint.ends, checkpoint.vocab_size))
         self._ends = checkpoint.ends
+        self._vocabulary = self._text.check_vocabulary(checkpoint.vocab_size)
         self._constraints = ConstraintChecker.load(folder, checkpoint.eos_token_ids)
         name, incarnation = f"router-{secrets.token_hex(4)}", secrets.token_bytes(16)
         self._registry, most, began = new_registry(), settings.decision_ring, self._clock.time_ns()
@@ -260,9 +261,10 @@ class RouterProcess:
 
     def remarks(self) -> Sequence[str]:
         """Return what an operator should know of the checkpoint's text."""
+        others = [*([self._vocabulary] if self._vocabulary else []), *self._text.remarks()]
         names = {each: self._text.token_name(each) if self._text.has_tokenizer else "" for each in self._ends}
         ends = [f"{each} {names[each]} ({', '.join(why)})" for each, why in self._ends.items()]
-        return [f"an answer ends with: {'; '.join(ends) or 'no token'}", *self._text.remarks()]
+        return [f"an answer ends with: {'; '.join(ends) or 'no token'}", *others]
 
     def debug_state(self) -> dict[str, object]:
         """Return the router's part of `quire debug dump`: its queue, its workers and, if measured, its loop's turns."""

@@ -1,4 +1,4 @@
-"""Reports the progress of loading a model: a bar on a terminal, elsewhere a line every two seconds."""
+"""Reports the progress of loading a model: a bar on a terminal, elsewhere lines, each after twice the time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from typing import Any, Final, TypeVar
 
 from common.checkpoint.files import weight_bytes
 
-EVERY_S: Final = 2.0
+FIRST_S: Final = 2.0
+_AT_MOST: Final = 32.0  # times the first pause
 _LOADING: Final = "Loading weights"  # what transformers calls it, too
 _Item = TypeVar("_Item")
 
 
 @contextmanager
 def telling_progress(
-    directory: Path, every: float = EVERY_S, say: Callable[[str], None] | None = None
+    directory: Path, first: float = FIRST_S, say: Callable[[str], None] | None = None
 ) -> Iterator[None]:
     """Report the progress of the load while the block runs: of `counted`, and of transformers if it is loaded.
 
@@ -31,7 +32,7 @@ def telling_progress(
         return
     count, done = _Count(), threading.Event()
     size = weight_bytes(directory) or sum(path.stat().st_size for path in directory.glob("*.gguf"))
-    teller = threading.Thread(target=_tell, args=(count, size, every, say or _print, done), daemon=True)
+    teller = threading.Thread(target=_tell, args=(count, size, first, say or _print, done), daemon=True)
     teller.start()
     counting = _counting.set(count)
     try:
@@ -91,9 +92,17 @@ class _Count:
 _counting: ContextVar[_Count | None] = ContextVar("quire_loaded_tensors", default=None)
 
 
-def _tell(count: _Count, size: int, every: float, say: Callable[[str], None], done: threading.Event) -> None:
-    began = time.monotonic()
-    while not done.wait(every):
+def pauses_from(first: float) -> Iterator[float]:
+    """Yield seconds between two lines, each time twice as many, up to a bound."""
+    pause = first
+    while True:
+        yield pause
+        pause = min(2 * pause, _AT_MOST * first)
+
+
+def _tell(count: _Count, size: int, first: float, say: Callable[[str], None], done: threading.Event) -> None:
+    began, pauses = time.monotonic(), pauses_from(first)
+    while not done.wait(next(pauses)):
         seconds = f"{time.monotonic() - began:.0f} s"
         of_file = f" ({size / 2**30:.1f} GiB)" if size else ""
         if count.total:

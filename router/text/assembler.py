@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from common.errors import FieldViolation, InvalidRequest, Unsupported
+from common.errors import FieldViolation, InvalidConfig, InvalidRequest, Unsupported
 from common.limits import ENCODED_AT_ONCE_CHARS
 from common.types import SamplingParams
 from quire.inference.v1 import inference_pb2
@@ -22,6 +22,9 @@ from router.text.tokenizer import Tokenizer
 _FEW_MESSAGES = 32
 # Characters of tools and documents in JSON that are read and rendered there; 16,000 take a third of a millisecond.
 _FEW_CHARACTERS = 16_000
+# A vocabulary is often rounded up, by less than this.
+_OF_ONE_MODEL = 0.9
+_NAMED = 3
 # Texts with fewer characters for each token of the context are encoded at once: most of them fit.
 _USUAL_CHARACTERS = 4
 
@@ -124,6 +127,25 @@ class CheckpointText:
         if self._template is None or self._tokenizer is None:
             return ()
         return [*self._template.remarks(), *(() if self.sees_tools else (UNSEEN_TOOLS,))]
+
+    def check_vocabulary(self, vocab_size: int) -> str:
+        """Return in what the tokenizer differs from a vocabulary of so many tokens; "" where both may be of one model.
+
+        Raises InvalidConfig where texts have tokens that the model has not.
+        """
+        if self._tokenizer is None:
+            return ""
+        count = max(self._tokenizer.last_id, *(token for _, token, _ in self.added_tokens), -1) + 1
+        sizes = f"the tokenizer has {count:,} tokens and the model {vocab_size:,}"
+        if self._tokenizer.last_id >= vocab_size:
+            what = f"{sizes}, so texts have tokens that the model does not know; name the model's own tokenizer"
+            raise InvalidConfig(FieldViolation("--tokenizer", what))
+        beyond = [text for text, token, _ in self.added_tokens if token >= vocab_size]
+        if beyond:
+            return f"{sizes}: a prompt with {', '.join(sorted(beyond)[:_NAMED])} is refused"
+        if count < _OF_ONE_MODEL * vocab_size:
+            return f"{sizes}: where it is another model's, answers lack the text of the other tokens"
+        return ""
 
     @property
     def added_tokens(self) -> Sequence[tuple[str, int, bool]]:

@@ -47,6 +47,7 @@ class Tokenizer:
         self._hidden = frozenset(self.hidden_tokens.values())
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self.vocab_size = inner.get_vocab_size(with_added_tokens=True)
+        self.last_id = max(inner.get_vocab(with_added_tokens=False).values(), default=-1)
         self.longest_token = max(map(len, inner.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod

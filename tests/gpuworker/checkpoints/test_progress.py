@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers.utils.logging import set_tqdm_hook, tqdm
 
-from gpuworker.checkpoints.progress import telling_progress
+from gpuworker.checkpoints.progress import pauses_from, telling_progress
 
 SECONDS = 120.0
 
@@ -27,16 +28,20 @@ class Line:
 
 def test_lines_count_the_tensors_that_are_loaded(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(64 << 20))
-    line = Line("loading weights: 1 of 3 tensors (0.1 GiB), 0 s")
-    with telling_progress(tmp_path, every=0.001, say=line):
+    line = Line("loading weights: 1 of 3 tensors (0.1 GiB), ")
+    with telling_progress(tmp_path, first=0.001, say=line):
         for index in tqdm({"a": 1, "b": 2, "c": 3}.items(), desc="Loading weights"):
             assert index[0] == "a" or line.came.wait(SECONDS)
 
 
 def test_before_the_first_tensor_a_line_tells_the_time(tmp_path: Path) -> None:
-    line = Line("making the model: 0 s")
-    with telling_progress(tmp_path, every=0.001, say=line):
+    line = Line("making the model: ")
+    with telling_progress(tmp_path, first=0.001, say=line):
         assert line.came.wait(SECONDS)
+
+
+def test_each_line_comes_after_twice_the_time_up_to_a_bound() -> None:
+    assert list(itertools.islice(pauses_from(2.0), 8)) == [2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 64.0, 64.0]
 
 
 def test_other_bars_are_left_to_transformers(tmp_path: Path) -> None:

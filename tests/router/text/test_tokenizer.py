@@ -366,6 +366,30 @@ def test_what_a_template_does_not_show_is_remarked(tmp_path: Path) -> None:
     ]
 
 
+OTHERS = "where it is another model's, answers lack the text of the other tokens"
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "remark"),
+    [
+        (264, ""),
+        (290, ""),
+        (294, f"the tokenizer has 264 tokens and the model 294: {OTHERS}"),
+        (263, "the tokenizer has 264 tokens and the model 263: a prompt with two words is refused"),
+        (262, "the tokenizer has 264 tokens and the model 262: a prompt with <|end|>, two words is refused"),
+    ],
+)
+def test_a_tokenizer_that_differs_from_the_models_vocabulary_is_remarked(vocab_size: int, remark: str) -> None:
+    assert CheckpointText(Tokenizer(byte_level()), None, 64).check_vocabulary(vocab_size) == remark
+
+
+def test_a_tokenizer_whose_texts_the_model_does_not_know_is_refused() -> None:
+    said = "--tokenizer: the tokenizer has 264 tokens and the model 261, so texts have tokens that the model does not"
+    with pytest.raises(InvalidConfig, match=said):
+        CheckpointText(Tokenizer(byte_level()), None, 64).check_vocabulary(261)
+    assert CheckpointText(None, None, 64).check_vocabulary(261) == ""
+
+
 def test_a_template_of_a_processor_counts_where_the_tokenizer_has_none(tmp_path: Path) -> None:
     folder = checkpoint_with(tmp_path, chat_template_json={"chat_template": f"of the processor: {SHOWN}"})
     template = ChatTemplate.load(folder)
