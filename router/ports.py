@@ -140,6 +140,11 @@ class TextCodec(Protocol):
     def __hash__(self) -> int: ...
 
     @property
+    def added_tokens(self) -> Sequence[tuple[str, int, bool]]:
+        """Text and id of the tokens that were added to the vocabulary, and whether they are special."""
+        ...
+
+    @property
     def hidden_tokens(self) -> Mapping[str, int]:
         """The special tokens, which texts leave out, and their ids."""
         ...

@@ -13,23 +13,26 @@ from router.ports import TextCodec
 class TokenTexts:
     """Divides the text of several tokens among them, where the tokenizer spells tokens as bytes.
 
-    A thought has then as many tokens however the output was cut.
+    A thought has then as many tokens however the output was cut. Marks count for nothing, nor do end tokens: a thought
+    that the model opened is as long as one that the prompt opened, and one that it closed as one that it broke off.
     """
 
     def __init__(self, codec: TextCodec, kept: Collection[str]) -> None:
         self._codec = codec
         self._hidden = {token for text, token in codec.hidden_tokens.items() if text not in kept}
+        added = codec.added_tokens
+        self._marks = frozenset(token for text, token, special in added if special or text in kept)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def divided(self, token_ids: Sequence[int], text: str) -> Iterator[tuple[int, str]]:
-        """Yield a number of tokens and their text: one by one, or all at once where their texts are not known."""
+        """Yield how many tokens count, and their text: one by one, or all at once where texts are not known."""
         sizes = [len(self._utf8.decode(self._spelt(token))) for token in token_ids]
         if sum(sizes) != len(text):
-            yield len(token_ids), text
+            yield sum(token not in self._marks for token in token_ids), text
             return
         place = 0
-        for size in sizes:
-            yield 1, text[place : place + size]
+        for token, size in zip(token_ids, sizes, strict=True):
+            yield int(token not in self._marks), text[place : place + size]
             place += size
 
     def _spelt(self, token: int) -> bytes:
@@ -55,6 +58,8 @@ class ThoughtTokens:
         self._pending += tokens
         lengths = [len(part.name if isinstance(part, CallBegun) else part.text) for part in parts]
         if not any(lengths):
+            if not tokens and self._thinking:  # behind a mark nothing of the thought is left to come
+                self.count, self._pending = self.count + self._pending, 0
             return
         thought = sum(length for length, part in zip(lengths, parts, strict=True) if isinstance(part, Thought))
         self.count += round(self._pending * thought / sum(lengths))

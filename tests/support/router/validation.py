@@ -27,6 +27,7 @@ class Words:
     """A codec whose tokens are the lengths of words; the word "refused" it cannot encode."""
 
     sees_tools = True
+    added_tokens: Sequence[tuple[str, int, bool]] = (("<|end|>", 7, True), ("<|user|>", 8, True))
     hidden_tokens: Mapping[str, int] = MappingProxyType({"<|end|>": 7, "<|user|>": 8})
 
     async def encode(self, prompt: pb.Prompt, add_special_tokens: bool = True) -> list[int]:
