@@ -287,7 +287,7 @@ struct Scratch {
   int shaped_rows = 0;  // of the registers of the matrix unit
   alignas(64) float sums[2 * kSums];
   // A block of a panel whose integers have become floats, with the scales of its groups.
-  alignas(64) uint8_t unpacked[(Layout::kBlockInputs * 4 + Layout::kBlockInputs * 2 / 32 * 8) * kPanel];
+  alignas(64) uint8_t unpacked[(Layout::kBlockInputs * 4 + Layout::kBlockInputs * 2 / kLeastGroup * 8) * kPanel];
 };
 
 struct Task {
@@ -309,7 +309,7 @@ struct Plan {
   int64_t full_rows, rows, tiles, blocks, panels, per_task, tasks_of_block, tasks;
 
   Plan(const Layout& layout, int64_t all_rows) : rows(all_rows), panels(layout.panels) {
-    const bool amx = on_amx(layout.kind);
+    const bool amx = layout.amx;
     const int64_t of_tile = amx ? kAmxTileRows : layout.groups ? kGroupTileRows : kTileRows;
     const int64_t of_block = (amx ? amx_block_rows(layout) : kBlockRows) / of_tile;
     full_rows = amx ? of_tile : 0;
@@ -394,7 +394,7 @@ class Product {
 
   // Where halves of the columns take turns, a block of floats fits the L1 cache. The order of sums stays.
   static int64_t steps_of_block(const Layout& layout, int64_t rows) {
-    if (on_amx(layout.kind)) return rows <= kAmxTileRows ? layout.steps : layout.block_steps;
+    if (layout.amx) return rows <= kAmxTileRows ? layout.steps : layout.block_steps;
     if (rows <= kWholeRows || kTileRows == kWholeRows || activation_bytes(layout.kind) < 4) return layout.block_steps;
     const int64_t least = layout.groups ? layout.group_steps : kChunk;
     return std::max(kL1Inputs / step_inputs(layout.kind) / least, int64_t{1}) * least;
@@ -416,7 +416,7 @@ class Product {
     tile.shaped_rows = &scratch.shaped_rows;
     // A single tile reads each weight once and prefetches its own next lines; of several tiles, each prefetches its
     // part of the next block.
-    tile.near = task.tiles == 1 && (task.rows <= kWholeRows || on_amx(w_.kind));
+    tile.near = task.tiles == 1 && (task.rows <= kWholeRows || layout_.amx);
     tile.panel_end = layout_.panel(w_, task.panel) + layout_.panel_bytes;
     tile.next = b.next ? b.next : tile.panel_end;
     const int64_t block_bytes = layout_.offset(step + steps) - layout_.offset(step);
@@ -447,15 +447,15 @@ class Product {
     }
   }
 
-  static TileFunction function_of(int32_t kind, int rows, int panels) {
+  TileFunction function_of(int32_t kind, int rows, int panels) const {
 #if defined(QUIRE_AMX)
-    if (on_amx(kind)) return amx_tile_function(kind, rows, panels);
+    if (layout_.amx) return amx_tile_function(kind, rows, panels);
 #endif
     return tile_function(kind, rows, panels);
   }
 
   int64_t rows_unpacking() const {
-    if (on_amx(w_.kind)) return kAmxTileRows;
+    if (layout_.amx) return kAmxTileRows;
     if (!is_whole(w_.kind)) return kHalfRowsUnpacking;
     return layout_.groups ? kGroupRowsUnpacking : kRowsUnpacking;
   }
@@ -593,7 +593,7 @@ void linear(Team& team, Queue& queue, const quire_linear& w, const Input& x, int
 extern "C" size_t quire_linear_bytes(const quire_linear* w) {
   const bool grouped = w->group != 0;
   if (w->kind < QUIRE_LINEAR_F32 || w->kind > QUIRE_LINEAR_F16 || w->n < 1 || w->k < 1) return 0;
-  if (grouped && (!quire::is_weight_only(w->kind) || w->group % 32 || w->k % w->group)) return 0;
+  if (grouped && (!quire::is_weight_only(w->kind) || w->group % quire::kLeastGroup || w->k % w->group)) return 0;
   if (w->group > quire::Layout::kBlockInputs || (w->has_zeros && !grouped) || (w->paired && w->n % 2)) return 0;
   // Sums of 255 · 128 · k stay within 32 bits.
   if (w->kind == QUIRE_LINEAR_W8A8 && w->k > 65536) return 0;

@@ -30,7 +30,7 @@ enum quire_linear_kind {
 // A packed weight. Fill in all but `memory`, query its bytes, provide zeroed memory aligned to 64 bytes, and pack.
 typedef struct {
   int32_t kind;      // quire_linear_kind
-  int32_t group;     // inputs (k) that share a scale, a multiple of 32 that divides k; 0: one scale for each of the n
+  int32_t group;     // inputs (k) that share a scale, a multiple of 16 that divides k; 0: one scale for each of the n
   int32_t has_zeros; // weights are q · scale + shift, such as those with a zero point; needs groups
   int32_t has_bias;
   int32_t paired;    // two sources of n / 2 rows each, gate then up, for the SILU stores

@@ -22,7 +22,7 @@ from gpuworker.native.library import NativeUnavailable
 _HUGE_PAGE: Final = 2 << 20
 _CHUNK: Final = 32 << 20
 _ALIGNMENT: Final = 64
-_LARGEST_GROUP: Final = 1024
+_LARGEST_GROUP, _GRAIN = 1024, 16  # a group has at most so many inputs, and a multiple of so many
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _int32, _int64, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 
@@ -252,7 +252,7 @@ def _finer(weight: IntegerWeight) -> IntegerWeight:
     group, shifts = weight.values.shape[1] // weight.scales.shape[1], _shifts(weight)
     parts = 1
     if weight.scales.shape[1] > 1 or shifts is not None:
-        sizes = (size for size in range(_LARGEST_GROUP, 0, -32) if group % size == 0)
+        sizes = (size for size in range(_LARGEST_GROUP, 0, -_GRAIN) if group % size == 0)
         parts = group // next(sizes, group) if group > _LARGEST_GROUP else 1
     scales = weight.scales.float().repeat_interleave(parts, dim=1).contiguous()
     finer = None if shifts is None else shifts.repeat_interleave(parts, dim=1).contiguous()

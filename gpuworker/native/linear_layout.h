@@ -80,12 +80,15 @@ inline int64_t step_bytes(int32_t kind) {
   return kPanel * step_inputs(kind) * each;
 }
 
-// Whether the matrix unit multiplies a kind: all rows, so that a result does not depend on their number.
-inline bool on_amx(int32_t kind) { return kAmx && (is_bf16(kind) || kind == QUIRE_LINEAR_W8A8); }
+// Whether the matrix unit multiplies a weight: all rows, so that a result does not depend on their number. Vectors
+// multiply groups of 16 inputs, which fill half a row of a register of the unit.
+inline bool on_amx(const quire_linear& w) {
+  return kAmx && (is_bf16(w.kind) || w.kind == QUIRE_LINEAR_W8A8) && w.group % 32 == 0;
+}
 
 // The inputs of a panel are filled up with zeros to a multiple of so many: a row of a register of the matrix unit.
-inline int64_t padded_inputs(int32_t kind) {
-  return on_amx(kind) ? 64 / activation_bytes(kind) : step_inputs(kind);
+inline int64_t padded_inputs(const quire_linear& w) {
+  return on_amx(w) ? 64 / activation_bytes(w.kind) : step_inputs(w.kind);
 }
 
 // The place of weight (k, column) of a panel: the byte, and for int4 the bits in the 16-bit word that starts there.
@@ -105,8 +108,11 @@ inline Place place(int32_t kind, int64_t k, int64_t column) {
   return {start + (column * inputs + rest) * each, 0};
 }
 
+constexpr int64_t kLeastGroup = 16;  // inputs of a group: a multiple of this
+
 struct Layout {
   int32_t kind;
+  bool amx;
   int64_t panels, steps;        // steps: in a whole panel
   int64_t groups, group_steps;  // groups: 0 without groups
   int64_t head;                 // bytes in front of each group
@@ -114,17 +120,17 @@ struct Layout {
   int64_t block_steps;          // steps of a block of k that fits the L2 cache beside the activations, on AMX the L1 cache
   int64_t unit;                 // columns of one source in a panel: 32, or 16 of a paired weight
 
-  explicit Layout(const quire_linear& w) : kind(w.kind) {
+  explicit Layout(const quire_linear& w) : kind(w.kind), amx(on_amx(w)) {
     unit = w.paired ? kPanel / 2 : kPanel;
     panels = w.paired ? (w.n / 2 + unit - 1) / unit : (w.n + kPanel - 1) / kPanel;
     const int64_t inputs = step_inputs(kind);
-    const int64_t padded = padded_inputs(kind);
+    const int64_t padded = padded_inputs(w);
     steps = (w.k + padded - 1) / padded * padded / inputs;
     groups = w.group ? w.k / w.group : 0;
     group_steps = w.group ? w.group / inputs : steps;
     head = groups ? kPanel * 4 * (w.has_zeros ? 2 : 1) : 0;
     panel_bytes = (steps * step_bytes(kind) + groups * head + 63) / 64 * 64;
-    const int64_t most = (on_amx(kind) || activation_bytes(kind) == 4 ? kBlockInputs : kBlockInputs * 2) / inputs;
+    const int64_t most = (amx || activation_bytes(kind) == 4 ? kBlockInputs : kBlockInputs * 2) / inputs;
     block_steps = groups ? std::max<int64_t>(most / group_steps, 1) * group_steps : most;
   }
 

@@ -1,15 +1,10 @@
-// The tile functions of the kinds with activations in bf16, which the matrix unit multiplies where there is one.
-#include "amx.h"
+// The tile functions of the kinds with activations in bf16. A matrix unit takes most of them (linear_layout.h: on_amx).
 #include "linear_pairs.h"
 #include "linear_tile_table.h"
 
 namespace quire {
 
-#if defined(QUIRE_AMX)
-
-TileFunction bf16_tile_function(int32_t, int, int) { return nullptr; }
-
-#elif defined(QUIRE_BF16_DOTS)
+#if defined(QUIRE_BF16_DOTS)
 
 TileFunction bf16_tile_function(int32_t kind, int rows, int panels) {
   static constexpr TileTable<Bf16Loader> bf16;

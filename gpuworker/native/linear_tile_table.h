@@ -25,7 +25,8 @@ class TileTable {
 };
 
 // Those of tile_function for integer weights with float activations, for activations in bf16, and for activations in bytes.
-// The last two are called only where there is no matrix unit (linear_layout.h: on_amx).
+// The last one is called only where there is no matrix unit, the one before it for what the unit leaves (linear_layout.h:
+// on_amx).
 TileFunction whole_tile_function(int32_t kind, int rows, int panels);
 TileFunction bf16_tile_function(int32_t kind, int rows, int panels);
 TileFunction byte_tile_function(int rows, int panels);

@@ -102,12 +102,13 @@ class Step {
   }
 
   void embed(Member& me) {
-    const Layout layout(model_.head);
+    const quire_linear& packed = model_.rows.memory ? model_.rows : model_.head;
+    const Layout layout(packed);
     me.team.phase(step_.num_tokens, rows_of_piece(model_.hidden), [&](int64_t t) {
       float* out = scratch_.residual + t * model_.hidden;
       const int64_t token = run_.token_ids[t];
       if (!model_.embedding) {
-        unpack_row(model_.head, layout, token, out);
+        unpack_row(packed, layout, token, out);
       } else if (model_.embedding_type == QUIRE_F32) {
         widen_row<float>(model_.embedding, token, model_.hidden, out);
       } else if (model_.embedding_type == QUIRE_F16) {

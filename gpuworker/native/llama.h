@@ -41,7 +41,8 @@ typedef struct {
   const quire_llama_layer *layers;
   const float *final_norm;   // [hidden]
   quire_linear head;         // [vocab, hidden]
-  const void *embedding;     // [vocab, hidden] of embedding_type, or null: its rows are those of `head`
+  const void *embedding;     // [vocab, hidden] of embedding_type, or null: its rows are those of a packed weight
+  quire_linear rows;         // that weight, [vocab, hidden]; without memory it is `head`
   const float *rope_table;  // [num_positions, 2, head_dim / 2], cosines then sines
   int32_t embedding_type, num_positions;
   float clip;          // queries, keys and values are brought into [-clip, clip] before rope; 0: they are not

@@ -60,6 +60,7 @@ class LlamaStruct(ctypes.Structure):
         ("final_norm", _pointer),
         ("head", LinearStruct),
         ("embedding", _pointer),
+        ("rows", LinearStruct),
         ("rope_table", _pointer),
         ("embedding_type", _int32),
         ("num_positions", _int32),

@@ -1,4 +1,5 @@
-// Rows of a packed weight as floats: a model whose last linear is its embedding needs no second copy of it.
+// Rows of a packed weight as floats: a model whose last linear is its embedding needs no second copy of it, and one whose
+// embedding is stored in integers keeps them.
 #pragma once
 
 #include "linear_layout.h"

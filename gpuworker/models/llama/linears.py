@@ -1,9 +1,9 @@
 """How each linear of a native model holds its weights: as the checkpoint stores them, or quantised at start.
 
-Integers of a checkpoint stay integers where the native library can multiply them. Linears that run as one must agree on
-their groups; otherwise all of them are dequantised. All other linears follow the `quantization` option
-(`gpuworker.models.hf.precision`). Weights in float16 keep their 16 bits where products are in float32. The last linear
-is never held in four bits: it decides between tokens, and is a small part of a model.
+Integers of a checkpoint stay integers where the native library can multiply them. Linears that run as one may differ:
+all of them then have the bits of the widest and the groups of the finest. All other linears follow the `quantization`
+option (`gpuworker.models.hf.precision`). Weights in float16 keep their 16 bits where products are in float32. No option
+makes four bits of the last linear: it decides between tokens, and is a small part of a model.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ _INT4: Final = {torch.float32: Kind.I4_F32, torch.bfloat16: Kind.I4_BF16}
 # What "auto" chooses among, beside the model's own type, by the name of the option that asks for it.
 _QUANTISED: Final = {"int8": _INT8, "w8a8": dict.fromkeys(KINDS, Kind.W8A8)}
 _NAMES: Final = {kind: name for name, kinds in _QUANTISED.items() for kind in kinds.values()}
+# The option under which stored integers of a kind stay what they are, beside "none" and "auto".
+_OPTION_OF: Final = {kind: name for name, kinds in (("int8", _INT8), ("int4", _INT4)) for kind in kinds.values()}
 _READABLE: Final = (torch.float32, torch.bfloat16, torch.float16)
 _GROUPS: Final = (128, 64, 32)  # inputs that share a scale in four bits: the first that divides them all
-_GRAIN: Final = 32  # a group of inputs is a multiple of this many
+_GRAIN: Final = 16  # a group of inputs is a multiple of this many
 CHOICES: Final = __name__
 """The log that says what "auto" chose, and why."""
 _log = logging.getLogger(CHOICES)
@@ -84,8 +86,8 @@ class LinearReader:
 
     def read(self, linear: FusedLinear) -> LinearWeight:
         """Return the weights of a linear as they are to be packed."""
-        stored = self._stored(linear)
-        if stored is not None:
+        stored = self.stored(linear)
+        if stored is not None and self._quantization in ("none", "auto", _OPTION_OF[stored.kind]):
             self._held.add(linear)
             return stored
         kind = self._kind(linear)
@@ -93,6 +95,17 @@ class LinearReader:
         if self._quantization == "auto" and kind.whole and self._loses_too_much(linear, found):
             return self._packed_as(KINDS[self.dtype], linear)
         return found
+
+    def stored(self, linear: FusedLinear) -> LinearWeight | None:
+        """Return the integers that the checkpoint stores, if all parts have some that fit together."""
+        found = [self._integers_of(name) for name in linear.weights]
+        whole = [each for each in found if each is not None and _fits(each)]
+        if len(whole) < len(found) or not _agree(whole):
+            return None
+        kinds = _INT8 if any(each.bits == 8 for each in whole) else _INT4
+        weights = _integer_weights(whole)
+        parts = (Rows(weight, self._bias(linear, index)) for index, weight in enumerate(weights))
+        return LinearWeight(kinds[self.dtype], tuple(parts))
 
     def holds_integers(self, linear: FusedLinear) -> bool:
         """Return whether a linear that was read is held as the integers that the checkpoint stores."""
@@ -150,19 +163,6 @@ class LinearReader:
     def _bias(self, linear: FusedLinear, index: int) -> torch.Tensor | None:
         return self.tensor(linear.biases[index], (linear.sizes[index],)) if linear.bias else None
 
-    def _stored(self, linear: FusedLinear) -> LinearWeight | None:
-        """Return the stored integers, if all parts have some that fit together and no option asks for another kind."""
-        found = [self._integers_of(name) for name in linear.weights]
-        whole = [each for each in found if each is not None and _fits(each)]
-        if len(whole) < len(found) or len({(each.bits, each.group_size) for each in whole}) > 1:
-            return None
-        kinds = _INT8 if whole[0].bits == 8 else _INT4
-        if self._quantization not in ("none", "auto", "int8" if whole[0].bits == 8 else "int4"):
-            return None
-        weights = _integer_weights(whole)
-        parts = (Rows(weight, self._bias(linear, index)) for index, weight in enumerate(weights))
-        return LinearWeight(kinds[self.dtype], tuple(parts))
-
     def _floats(self, weight: IntegerWeight) -> torch.Tensor:
         group = weight.values.shape[1] // weight.scales.shape[1]
         zeros = None if weight.zeros is None else weight.zeros.to(torch.int16)
@@ -176,18 +176,28 @@ def _fits(stored: QuantisedLinear) -> bool:
     return stored.group_of is None and (whole or stored.group_size % _GRAIN == 0)
 
 
+def _agree(stored: Sequence[QuantisedLinear]) -> bool:
+    """Return whether the groups of each part can be cut into those of the finest."""
+    finest = min(each.group_size for each in stored)
+    return all(each.group_size % finest == 0 for each in stored)
+
+
 def _integer_weights(stored: Sequence[QuantisedLinear]) -> list[IntegerWeight]:
-    """Return the parts of a linear; where one has zeros or minimums, all have some."""
-    shifted = any(map(_shifted, stored))
-    return [
-        IntegerWeight(
-            each.values,
-            each.scales,
-            torch.zeros_like(each.scales) if shifted and not _shifted(each) else each.zeros,
-            each.minimums,
-        )
-        for each in stored
-    ]
+    """Return the parts of a linear in groups of one size; where one has zeros or minimums, all have some."""
+    shifted, finest = any(map(_shifted, stored)), min(each.group_size for each in stored)
+    weights = []
+    for each in stored:
+        times = each.group_size // finest
+        scales, zeros, minimums = (_finer(groups, times) for groups in (each.scales, each.zeros, each.minimums))
+        assert scales is not None
+        if shifted and not _shifted(each):
+            zeros = torch.zeros_like(scales)
+        weights.append(IntegerWeight(each.values, scales, zeros, minimums))
+    return weights
+
+
+def _finer(groups: torch.Tensor | None, times: int) -> torch.Tensor | None:
+    return groups if groups is None or times == 1 else groups.repeat_interleave(times, dim=1)
 
 
 def _shifted(stored: QuantisedLinear) -> bool:

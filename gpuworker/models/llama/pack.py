@@ -1,7 +1,7 @@
 """Packs the weights of a model of the Llama family for the native forward, straight from the pages of its files.
 
-A tensor of the checkpoint is read once and released when it is packed. An embedding that is not also the last linear,
-as the checkpoint stores it, stays on the pages of its file: a step reads a few rows of it.
+A tensor of the checkpoint is read once and released when it is packed. An embedding that is not also the last linear
+stays on the pages of its file, if that has floats: a step reads a few rows of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from gpuworker.checkpoints.progress import counted
-from gpuworker.models.llama.linears import LinearReader, in_words
+from gpuworker.models.llama.linears import LinearReader, LinearWeight, in_words
 from gpuworker.models.llama.spec import ExpertsSpec, LlamaSpec
 from gpuworker.models.llama.weights import (
     EMBEDDING,
@@ -120,8 +120,7 @@ def pack_model(library: ctypes.CDLL, spec: LlamaSpec, reader: LinearReader) -> P
         _fill_router(packed, layer_tensors(spec, index), layer, reader)
     packed.struct.final_norm = _norm(packed, FINAL_NORM, spec.hidden_size, reader)
     if not _rows_are_in_head(packed, reader):
-        embedding = reader.tensor(EMBEDDING, (spec.vocab_size, spec.hidden_size))
-        packed.struct.embedding, packed.struct.embedding_type = packed.keep(embedding), _TYPES[embedding.dtype]
+        _fill_rows(packed, reader)
     return packed
 
 
@@ -132,8 +131,24 @@ def _rows_are_in_head(packed: PackedModel, reader: LinearReader) -> bool:
     return not Kind(packed.struct.head.kind).whole or reader.holds_integers(head_tensors(packed.spec))
 
 
+def _fill_rows(packed: PackedModel, reader: LinearReader) -> None:
+    """Keep an embedding that is not the last linear: in its integers if it is stored in some, else as it is stored."""
+    shape, role = (packed.spec.vocab_size, packed.spec.hidden_size), "embedding"
+    linear = FusedLinear(role, (EMBEDDING.removesuffix(".weight"),), shape[:1], shape[1])
+    stored = reader.stored(linear)
+    if stored is not None:
+        packed.struct.rows = _packed(packed, linear, stored)
+        return
+    embedding = reader.tensor(EMBEDDING, shape)
+    packed.struct.embedding, packed.struct.embedding_type = packed.keep(embedding), _TYPES[embedding.dtype]
+
+
 def _pack(packed: PackedModel, linear: FusedLinear, reader: LinearReader) -> LinearStruct:
-    weight, threads = reader.read(linear), torch.get_num_threads()
+    return _packed(packed, linear, reader.read(linear))
+
+
+def _packed(packed: PackedModel, linear: FusedLinear, weight: LinearWeight) -> LinearStruct:
+    threads = torch.get_num_threads()
     return PackedLinear(
         weight.parts, weight.kind, paired=linear.paired, threads=threads, library=packed.library, arena=packed.arena
     ).struct

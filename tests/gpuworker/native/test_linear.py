@@ -119,7 +119,9 @@ def test_every_float16_is_held_and_widened_exactly(library: ctypes.CDLL, dtype: 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(rows=st.integers(1, 32), n=st.integers(1, 70), groups=st.integers(1, 5), group=st.sampled_from([32, 64, 96]))
+@given(
+    rows=st.integers(1, 32), n=st.integers(1, 70), groups=st.integers(1, 5), group=st.sampled_from([16, 32, 48, 64, 96])
+)
 def test_integers_in_groups_are_the_product_in_float64(
     library: ctypes.CDLL, kind: Kind, zeros: bool, rows: int, n: int, groups: int, group: int
 ) -> None:
@@ -193,10 +195,12 @@ def test_a_row_of_zeros_stays_zero_in_w8a8(library: ctypes.CDLL) -> None:
     assert torch.equal(packed(torch.zeros(2, 50)), torch.zeros(2, 40))
 
 
-@pytest.mark.parametrize(("kind", "grouped"), [*((kind, False) for kind in Kind), *((k, True) for k in WEIGHT_ONLY)])
-def test_neither_batch_nor_place_nor_threads_change_a_bit(library: ctypes.CDLL, kind: Kind, grouped: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "group"), [*((kind, 0) for kind in Kind), *((kind, group) for kind in WEIGHT_ONLY for group in (16, 32))]
+)
+def test_neither_batch_nor_place_nor_threads_change_a_bit(library: ctypes.CDLL, kind: Kind, group: int) -> None:
     n, k = 70, 2112  # several blocks of k
-    weight = _integers(kind, n, k, 32 if grouped else 0, grouped) if kind.whole else _numbers(n, k, seed=2)
+    weight = _integers(kind, n, k, group, group > 0) if kind.whole else _numbers(n, k, seed=2)
     packed = [PackedLinear([Rows(weight)], kind, threads=threads, library=library) for threads in (1, 2, 3)]
     x = _numbers(max(BATCHES), k)
     alone = torch.cat([packed[0](x[row : row + 1]) for row in range(len(x))])
@@ -206,7 +210,7 @@ def test_neither_batch_nor_place_nor_threads_change_a_bit(library: ctypes.CDLL, 
 
 
 @pytest.mark.parametrize("kind", WEIGHT_ONLY)
-@pytest.mark.parametrize("group", [0, 32, 96])
+@pytest.mark.parametrize("group", [0, 16, 32, 96])
 @pytest.mark.parametrize("scale", [2.0**-140, 2.0**-133, 2.0**-120, 2.0**110])
 def test_a_row_alone_has_its_bits_where_numbers_are_tiny_or_huge(
     library: ctypes.CDLL, kind: Kind, group: int, scale: float
@@ -280,6 +284,8 @@ def test_what_does_not_fit_is_refused(library: ctypes.CDLL) -> None:
         PackedLinear([Rows(IntegerWeight(torch.full((1, 32), 8, dtype=torch.int8), torch.ones(1, 1)))], Kind.I4_F32)
     with pytest.raises(ValueError, match="no native linear"):
         PackedLinear([Rows(_integers(Kind.I8_F32, 1, 40, 20))], Kind.I8_F32, library=library)
+    with pytest.raises(ValueError, match="no native linear"):
+        PackedLinear([Rows(_integers(Kind.I8_BF16, 1, 64, 8))], Kind.I8_BF16, library=library)
     with pytest.raises(ValueError, match="cannot be packed"):
         PackedLinear([Rows(_numbers(2, 2))], Kind.W8A8, library=library)
     with pytest.raises(ValueError, match="cannot store"):

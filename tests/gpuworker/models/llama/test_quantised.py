@@ -171,15 +171,26 @@ def test_eight_bits_stay_eight_bits() -> None:
     assert read_stored("int8", stored(8))[0] == Kind.I8_F32
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+def test_parts_that_differ_have_the_bits_of_the_widest_and_the_groups_of_the_finest(zeros: bool) -> None:
+    parts = (stored(zeros=zeros), stored(8, 16), stored(8))
+    kind, weights = read_stored("none", *parts)
+    assert kind == Kind.I8_F32
+    for part, weight in zip(parts, weights, strict=True):
+        assert weight.scales.shape == (32, 2)
+        assert (weight.zeros is not None) == zeros
+        whole = QuantisedLinear("a", 8, 16, weight.values, weight.scales, weight.zeros)
+        assert torch.equal(whole.dequantise(torch.float32), part.dequantise(torch.float32))
+
+
 @pytest.mark.parametrize(
     "parts",
     [
         (stored(), None),
-        (stored(), stored(8)),
-        (stored(group_size=16), stored(group_size=16)),
+        (stored(group_size=8), stored(group_size=8)),
         (stored(shuffled=True),),
     ],
-    ids=["one is not stored so", "bits differ", "groups are too small", "inputs are not in order"],
+    ids=["one is not stored so", "groups are too small", "inputs are not in order"],
 )
 def test_integers_that_do_not_fit_are_dequantised(parts: tuple[QuantisedLinear | None, ...]) -> None:
     kind, weights = read_stored("none", *parts)
