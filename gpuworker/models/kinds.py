@@ -1,4 +1,4 @@
-"""Why a kind of model cannot be served, by its config.json alone. Standard library only, so that it is known at once.
+"""Why a kind of model cannot be served, by its config.json alone. Known at once, without torch and transformers.
 
 The kinds that transformers knows stand in tables in its source. The source is parsed and not run: its import takes
 seconds. What these checks let pass, the self-test may still refuse (`self_test.py`).
@@ -16,10 +16,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from common.checkpoint.encoders import encoder_reason, scores_reason
+
 _ONLY: Final = "only decoder-only language models are served"
 _CAUSAL: Final = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 _SEVERAL_MEDIA: Final = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES")
 _ENCODER_DECODERS: Final = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES")
+_OF_ENCODERS: Final = ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES")
+# Ends of names of architectures whose head gives scores in place of tokens, and one that encoders alone have.
+_SCORES: Final = ("ForSequenceClassification", "ForTokenClassification", "RewardModel", "ForQuestionAnswering")
+_MASKED: Final = "ForMaskedLM"
 _FOLDERS: Final = "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"
 # Networks that read a text in both directions unless `is_decoder` is set.
 _ENCODERS: Final = frozenset(
@@ -57,6 +63,7 @@ class KnownKinds:
     causal: frozenset[str]
     several_media: frozenset[str]
     encoder_decoders: frozenset[str]
+    encoders: frozenset[str]
     folder: Path
     folders: Mapping[str, str] = field(default_factory=dict)
 
@@ -78,9 +85,36 @@ def why_not_served(config: Mapping[str, Any], known: KnownKinds | None) -> str |
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         return 'config.json names no "model_type"; expected a checkpoint in Hugging Face format'
+    if (reason := _encoder(kind, config, known)) is not None:
+        return reason
     if known is not None and kind not in known.kinds:
         return _unknown(kind, config, known)
     return _no_decoder(kind, config, known) or _peculiar(kind, known)
+
+
+def _encoder(kind: str, config: Mapping[str, Any], known: KnownKinds | None) -> str | None:
+    """Return the reason for a model that makes vectors or scores of texts, and which server takes it."""
+    encodes = kind in _ENCODERS and not config.get("is_decoder")
+    if encodes or (known is not None and kind in known.encoders) or _is_foreign_encoder(kind, config, known):
+        return encoder_reason(kind)
+    named = _architectures(config)
+    if named and all(name.endswith(_SCORES) for name in named):
+        return scores_reason(named[0])
+    return None
+
+
+def _is_foreign_encoder(kind: str, config: Mapping[str, Any], known: KnownKinds | None) -> bool:
+    """Return whether a model with its own code says that it is an encoder."""
+    if known is None or kind in known.kinds:
+        return False
+    own = config.get("auto_map")
+    classes = [*_architectures(config), *map(str, own if isinstance(own, dict) else ())]
+    return any(name.endswith(_MASKED) for name in classes)
+
+
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    named = config.get("architectures")
+    return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
 
 
 def _unknown(kind: str, config: Mapping[str, Any], known: KnownKinds) -> str:
@@ -95,8 +129,6 @@ def _unknown(kind: str, config: Mapping[str, Any], known: KnownKinds) -> str:
 
 
 def _no_decoder(kind: str, config: Mapping[str, Any], known: KnownKinds | None) -> str | None:
-    if kind in _ENCODERS and not config.get("is_decoder"):
-        return f"{kind} without is_decoder reads texts in both directions and continues none; {_ONLY}"
     if known is None:
         return None
     causal, several = kind in known.causal, kind in known.several_media or _has_other_media(config)
@@ -146,12 +178,14 @@ def known_kinds() -> KnownKinds | None:
             tables.setdefault(table, {}).update(entries)
     if "CONFIG_MAPPING_NAMES" not in tables or _CAUSAL not in tables:
         return None
+    causal, media, both = frozenset(tables[_CAUSAL]), _of(tables, _SEVERAL_MEDIA), _of(tables, _ENCODER_DECODERS)
     return KnownKinds(
         version=version("transformers"),
-        kinds=frozenset(tables["CONFIG_MAPPING_NAMES"]) | frozenset(tables[_CAUSAL]),
-        causal=frozenset(tables[_CAUSAL]),
-        several_media=_of(tables, _SEVERAL_MEDIA),
-        encoder_decoders=_of(tables, _ENCODER_DECODERS),
+        kinds=frozenset(tables["CONFIG_MAPPING_NAMES"]) | causal,
+        causal=causal,
+        several_media=media,
+        encoder_decoders=both,
+        encoders=_of(tables, _OF_ENCODERS) - causal - media - both,
         folder=models,
         folders=tables.get(_FOLDERS, {}),
     )

@@ -12,6 +12,15 @@ from tests.support.checkpoints import SERVED
 
 VERSION = transformers.__version__
 ONLY = "only decoder-only language models are served"
+ELSEWHERE = "take text-embeddings-inference or infinity for it; Quire embeds with decoders, such as Qwen3-Embedding"
+ENCODER = f"is an encoder, for embeddings or reranking, and continues no text: {ELSEWHERE}"
+# Kinds of the encoders that people serve most, and one of each older kind.
+ENCODERS = (
+    *("bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "albert", "electra", "camembert", "modernbert"),
+    *("nomic_bert", "deberta-v2", "eurobert", "gte", "jina_embeddings_v3", "mobilebert", "longformer", "canine"),
+)
+SCORES = f"ForSequenceClassification gives scores, as for reranking, and continues no text: {ELSEWHERE}"
+SCORES_OF_TOKENS = f"Gemma2ForTokenClassification gives scores, as for reranking, and continues no text: {ELSEWHERE}"
 STATE = "it keeps a state that each token overwrites, and a KV cache holds keys and values of every token"
 
 
@@ -50,7 +59,25 @@ def known() -> KnownKinds:
         ({"model_type": "t5"}, f"t5 is an encoder-decoder; {ONLY}"),
         ({"model_type": "bart"}, f"bart is an encoder-decoder; {ONLY}"),
         ({"model_type": "whisper", "is_encoder_decoder": True}, f"whisper is an encoder-decoder; {ONLY}"),
-        ({"model_type": "bert"}, f"bert without is_decoder reads texts in both directions and continues none; {ONLY}"),
+        *(({"model_type": kind}, f"{kind} {ENCODER}") for kind in ENCODERS),
+        (
+            {"model_type": "xlm-roberta", "architectures": ["XLMRobertaForSequenceClassification"]},
+            f"xlm-roberta {ENCODER}",
+        ),
+        (
+            {
+                "model_type": "new",
+                "architectures": ["NewModel"],
+                "auto_map": {"AutoModel": "modeling.NewModel", "AutoModelForMaskedLM": "modeling.NewForMaskedLM"},
+            },
+            f"new {ENCODER}",
+        ),
+        (
+            {"model_type": "own", "auto_map": {}, "architectures": ["OwnForMaskedLM"]},
+            f"own {ENCODER}",
+        ),
+        ({"model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"]}, f"Qwen3{SCORES}"),
+        ({"model_type": "gemma2", "architectures": ["Gemma2ForTokenClassification"]}, SCORES_OF_TOKENS),
         (
             {"model_type": "big_bird", "is_decoder": True},
             (
@@ -94,6 +121,20 @@ def test_a_bert_that_is_a_decoder_is_left_to_the_self_test(known: KnownKinds) ->
     assert why_not_served({"model_type": "bert", "is_decoder": True}, known) is None
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen3", "architectures": ["Qwen3Model"]},
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM", "LlamaForSequenceClassification"]},
+        {"model_type": "mistral", "architectures": None},
+    ],
+)
+def test_a_decoder_with_another_head_beside_its_own_or_with_none_is_served(
+    config: dict[str, Any], known: KnownKinds
+) -> None:
+    assert why_not_served(config, known) is None
+
+
 def test_the_tables_are_those_that_transformers_has_when_it_is_imported(known: KnownKinds) -> None:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto
@@ -101,9 +142,14 @@ def test_the_tables_are_those_that_transformers_has_when_it_is_imported(known: K
     assert known.kinds >= set(CONFIG_MAPPING.keys())
     assert known.causal == set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     assert known.several_media >= set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    assert (
+        known.encoders >= set(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES) - known.causal - known.encoder_decoders
+    )
+    assert known.encoders.isdisjoint(known.causal | known.several_media | known.encoder_decoders)
     assert known.encoder_decoders >= set(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
 
 
 def test_without_transformers_what_config_json_says_still_counts() -> None:
     assert why_not_served({"model_type": "mamba"}, None) == f"mamba cannot be served: {STATE}"
     assert why_not_served({"model_type": "llama"}, None) is None
+    assert why_not_served({"model_type": "bert"}, None) == f"bert {ENCODER}"

@@ -109,7 +109,7 @@ def test_without_tokenizers_the_sizes_of_the_vocabularies_decide(tmp_path: Path)
 
 def test_what_is_no_decoder_is_refused(tmp_path: Path) -> None:
     bert = copied(checkpoint("llama"), tmp_path / "bert", model_type="bert")
-    assert "reads texts in both directions" in found("--draft-model", str(bert))["--draft-model"]
+    assert "bert is an encoder" in found("--draft-model", str(bert))["--draft-model"]
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
