@@ -1,10 +1,6 @@
 """The weights of a GGUF file, by the index in the folder that stands for it (common/checkpoint/gguf/folder.py).
 
-A row of N numbers is stored in blocks. With d and m in float16 and q in whole numbers, a block of 32 is
-* Q8_0: d, then 32 q of 8 bits: weight = q · d;
-* Q4_0: d, then 32 q of 4 bits, the first 16 in low halves of bytes: weight = (q - 8) · d;
-* Q4_1: d, m, then q as in Q4_0: weight = q · d + m.
-These three are read as integers. The gguf package widens the other types.
+The types of gguf_blocks.py are read as integers; the others are floats.
 """
 
 from __future__ import annotations
@@ -19,14 +15,12 @@ from typing import Any, Final
 import torch
 
 from common.checkpoint.gguf.folder import LINK, WEIGHTS
+from gpuworker.checkpoints.gguf_blocks import TYPES
 from gpuworker.checkpoints.quantised import Found, Packed, QuantisedLinear
 from gpuworker.checkpoints.stored_tensors import StoredTensor, StoredTensors
 
 _FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_BLOCK: Final = 32
-_SCALE_BYTES: Final = 2  # of one float16
-_BITS: Final = {"Q8_0": 8, "Q4_0": 4, "Q4_1": 4}
-_ZERO: Final = -8  # that of numbers of 4 bits once they are centred
+_AT_ONCE: Final = 8 << 20  # weights that are read at a time: what is in between stays small beside the integers
 
 
 def is_gguf(directory: Path) -> bool:
@@ -39,60 +33,49 @@ def find(directory: Path) -> tuple[StoredTensors, Found]:
     index: dict[str, list[Any]] = json.loads((directory / WEIGHTS).read_text())
     path = (directory / LINK).resolve()
     stored, found = {}, Found()
-    for name, (kind, shape, offset, nbytes, heads) in index.items():
-        if kind in _FLOATS:
-            stored[name] = StoredTensor(path, offset, tuple(shape), _FLOATS[kind])
-        else:
+    for name, (kind, shape, offset, nbytes, heads, above) in index.items():
+        if kind in TYPES:
             rows = (*shape[:-1], nbytes * shape[-1] // math.prod(shape))
             stored[name] = StoredTensor(path, offset, rows, torch.uint8)
-        if kind in _BITS:
             found.weights[name] = partial(_integers, stored[name], name, kind, heads)
-        elif heads or kind not in _FLOATS:
-            found.weights[name] = partial(WidenedWeight, stored[name], kind, heads)
+        else:
+            stored[name] = StoredTensor(path, offset, tuple(shape), _FLOATS[kind])
+            if heads or above:
+                found.weights[name] = partial(ChangedFloats, stored[name], heads, above)
     return StoredTensors(directory, stored), found
 
 
 @dataclass(frozen=True, slots=True)
-class WidenedWeight:
-    """A weight of any other type. With `heads`, the rows of each head are interleaved in the file."""
+class ChangedFloats:
+    """Floats that a file has in another form: the rows of each of `heads` interleaved, or so much larger."""
 
     stored: StoredTensor
-    type: str
     heads: int
+    above: int
 
     def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight in `dtype`, rounded once; floats stay in their own type."""
+        """Return them in the type that the file has."""
         rows = _in_order(self.stored.map(), self.heads)
-        if self.type in _FLOATS:
-            return rows
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-
-        whole = dequantize(rows.numpy(), GGMLQuantizationType[self.type])
-        return torch.from_numpy(whole).to(dtype)
+        return rows - self.above if self.above else rows
 
 
 def _integers(stored: StoredTensor, name: str, kind: str, heads: int) -> Packed:
-    """Return a weight of blocks of 32 as integers with a scale, and for Q4_1 a minimum, for each block."""
-    rows = _in_order(stored.map(), heads)
-    blocks = rows.unflatten(-1, (-1, _block_bytes(kind)))  # [N, groups, bytes]
-    scales, rest = _halves(blocks), blocks[..., _SCALE_BYTES:]
-    zeros = minimums = None
-    if kind == "Q4_1":
-        minimums, rest = _halves(rest), rest[..., _SCALE_BYTES:]
-        zeros = torch.full(scales.shape, _ZERO, dtype=torch.int16)
-    values = rest.view(torch.int8) if kind == "Q8_0" else torch.cat([rest & 15, rest >> 4], -1).view(torch.int8) + _ZERO
+    """Return a weight as integers with a scale, and in some types a minimum, for each group."""
+    rows, form = _in_order(stored.map(), heads), TYPES[kind]
+    blocks = rows.unflatten(-1, (-1, form.nbytes))  # [N, blocks of a row, bytes]
+    n, inputs = len(blocks), blocks.shape[1] * form.weights
+    values = torch.empty(n, inputs, dtype=torch.int8)
+    scales = torch.empty(n, inputs // form.group)
+    minimums = torch.empty_like(scales) if form.shifted else None
+    for begin in range(0, n, at_once := max(1, _AT_ONCE // inputs)):
+        these = slice(begin, begin + at_once)
+        found = form.read(blocks[these])
+        values[these], scales[these] = found.values.flatten(1), found.scales.flatten(1)
+        if minimums is not None and found.minimums is not None:
+            minimums[these] = found.minimums.flatten(1)
+    zeros = torch.full(scales.shape, form.zero, dtype=torch.int16) if form.zero else None
     layer = name.removesuffix(".weight")
-    return QuantisedLinear(layer, _BITS[kind], _BLOCK, values.flatten(1), scales, zeros, minimums=minimums)
-
-
-def _block_bytes(kind: str) -> int:
-    return _BLOCK * _BITS[kind] // 8 + _SCALE_BYTES * (2 if kind == "Q4_1" else 1)
-
-
-def _halves(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the float16 at the start of each block as float32 [N, groups]."""
-    return blocks[..., :_SCALE_BYTES].contiguous().view(torch.float16)[..., 0].float()
+    return QuantisedLinear(layer, form.bits, form.group, values, scales, zeros, minimums=minimums)
 
 
 def _in_order(rows: torch.Tensor, heads: int) -> torch.Tensor:

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from tests.support.checkpoints import EOS, SPECIAL, VOCAB_SIZE, tokenizer
 
-FAMILIES: Final = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+NATIVE: Final = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+FAMILIES: Final = NATIVE | {"gemma3": "Gemma3TextConfig"}
 CONTEXT: Final = 512
 _SHAPE: Final[dict[str, Any]] = {
     "vocab_size": VOCAB_SIZE,
@@ -36,6 +37,18 @@ _SHAPE: Final[dict[str, Any]] = {
     "bos_token_id": 1,
     "eos_token_id": EOS,
 }
+# Two layers of gemma3 see all positions, by a rope of their own; a score is scaled by another number than a head has.
+_GEMMA3: Final[dict[str, Any]] = {
+    "head_dim": 64,
+    "num_hidden_layers": 6,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+    "sliding_window": 16,
+    "query_pre_attn_scalar": 64,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 _PARTS: Final = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -49,18 +62,23 @@ _PARTS: Final = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_GEMMA_PARTS: Final = _PARTS | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _TOP: Final = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-# Bytes of a block of 256 and the offsets of the float16 scales in it.
+# Bytes of a block of 256, the offsets of the float16 scales in it, and their mean, for numbers of about 0.1.
 _RANDOM_BLOCKS: Final = {
-    "Q2_K": (84, (80, 82)),
-    "Q3_K": (110, (108,)),
-    "Q4_K": (144, (0, 2)),
-    "Q5_K": (176, (0, 2)),
-    "Q6_K": (210, (208,)),
+    "Q2_K": (84, (80, 82), 4e-4),
+    "Q3_K": (110, (108,), 4e-4),
+    "Q4_K": (144, (0, 2), 4e-4),
+    "Q5_K": (176, (0, 2), 4e-4),
+    "Q6_K": (210, (208,), 1e-4),
 }
 Bytes = npt.NDArray[np.uint8]
 
@@ -68,7 +86,8 @@ Bytes = npt.NDArray[np.uint8]
 @functools.cache
 def model_of(family: str, tied: bool = False) -> tuple[PretrainedConfig, Mapping[str, torch.Tensor]]:
     """Return a configuration and random weights; norms and biases are random too, which shows mistakes."""
-    config: PretrainedConfig = getattr(transformers, FAMILIES[family])(**_SHAPE, tie_word_embeddings=tied)
+    shape = _SHAPE | (_GEMMA3 if family == "gemma3" else {})
+    config: PretrainedConfig = getattr(transformers, FAMILIES[family])(**shape, tie_word_embeddings=tied)
     with torch.random.fork_rng([]):
         torch.manual_seed(11)
         module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -96,7 +115,8 @@ def write_model(
     add_tokenizer(writer)
     facts(writer)
     for name, tensor in weights.items():
-        add_tensor(writer, gguf_name(name), interleaved(family, config, name, tensor).numpy(), of_name(name))
+        stored = interleaved(family, config, name, tensor) + above(family, name)
+        add_tensor(writer, gguf_name(name, family), stored.numpy(), of_name(name))
     return finish(writer, path)
 
 
@@ -109,13 +129,18 @@ def finish(writer: GGUFWriter, path: Path) -> Path:
     return path
 
 
-def gguf_name(name: str) -> str:
+def above(family: str, name: str) -> int:
+    """Return how much larger a file's numbers are: gemma multiplies by 1 + the weight of a norm."""
+    return int(family == "gemma3" and "norm" in name)
+
+
+def gguf_name(name: str, family: str = "llama") -> str:
     """Return the name of a tensor in a GGUF file."""
     if name in _TOP:
         return _TOP[name]
     _, _, layer, rest = name.split(".", 3)
     part, _, kind = rest.rpartition(".")
-    return f"blk.{layer}.{_PARTS[part]}.{kind}"
+    return f"blk.{layer}.{(_GEMMA_PARTS if family == 'gemma3' else _PARTS)[part]}.{kind}"
 
 
 def interleaved(family: str, config: PretrainedConfig, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -136,7 +161,14 @@ def add_facts(writer: GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
+    rope = config.rope_parameters
+    if "full_attention" in rope:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([each == "sliding_attention" for each in config.layer_types])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["full_attention"]["factor"])
+        rope = rope["full_attention"]
+    writer.add_rope_freq_base(float(rope["rope_theta"]))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -173,11 +205,11 @@ def quantised(kind: str, numbers: npt.NDArray[np.float32]) -> Any:
 
 def random_blocks(kind: str, shape: Sequence[int], seed: int = 5) -> Bytes:
     """Return rows of blocks of 256 numbers: random bytes, with scales that give numbers of about 0.1."""
-    nbytes, scales = _RANDOM_BLOCKS[kind]
+    nbytes, scales, mean = _RANDOM_BLOCKS[kind]
     made = np.random.default_rng(seed)
     blocks = made.integers(0, 256, (shape[0] * shape[1] // 256, nbytes), dtype=np.uint8)
     for at in scales:
-        numbers = made.uniform(2e-4, 6e-4, len(blocks)).astype(np.float16)
+        numbers = made.uniform(mean / 2, 1.5 * mean, len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = numbers.view(np.uint8).reshape(-1, 2)
     return blocks.reshape(shape[0], -1)
 
@@ -190,7 +222,7 @@ def reference(path: Path, family: str = "llama", *, tied: bool = False) -> Any:
     for name, made in weights.items():
         places = interleaved(family, config, name, torch.arange(len(made)))
         tensor = torch.empty_like(made)
-        tensor[places] = torch.from_numpy(np.array(stored[gguf_name(name)]))
+        tensor[places] = torch.from_numpy(np.array(stored[gguf_name(name, family)])) - above(family, name)
         found[name] = tensor
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     module.load_state_dict(found, strict=not tied)

@@ -1,7 +1,7 @@
 """The configuration of a GGUF file in the words of Hugging Face, and the plain names of its tensors.
 
-Three architectures are read: llama (Mistral too), qwen2 and qwen3. Anything that would change the computation and has
-no place in those configurations is refused.
+Four architectures are read: llama (Mistral too), qwen2, qwen3 and gemma3. Anything that would change the computation
+and has no place in those configurations is refused.
 """
 
 from __future__ import annotations
@@ -12,9 +12,30 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from common.checkpoint.encoders import encoder_reason
 from common.checkpoint.gguf.header import Header, Tensor
 
-FAMILIES: Final = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+FAMILIES: Final = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
+_ENCODERS: Final = frozenset(
+    {
+        *(
+            "bert",
+            "nomic-bert",
+            "nomic-bert-moe",
+            "jina-bert-v2",
+            "jina-bert-v3",
+            "modern-bert",
+            "neo-bert",
+            "eurobert",
+        ),
+        *("gemma-embedding", "t5encoder"),
+    }
+)
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 _PLAIN: Final = {
     EMBEDDING: "model.embed_tokens.weight",
@@ -34,6 +55,12 @@ _IN_LAYER: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Gemma norms the output of a block before it is added, too.
+_IN_GEMMA: Final = _IN_LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _LAYER_NAME: Final = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)\.(?P<kind>weight|bias)")
 _UNUSED: Final = re.compile(r"blk\.\d+\.attn_rot_embd|rope_freqs\.weight")
 # Weights in these types are floats; the others are quantised, and computed with in bfloat16 unless an option says more.
@@ -41,15 +68,22 @@ _FLOATS: Final = {"F32": "float32", "F16": "float32", "BF16": "bfloat16"}
 # The bands of Llama 3's rope scaling, the same in all its versions, and the context that its first one was trained on.
 _LOW, _HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 _CLOSE: Final = 1e-3
+# What files of gemma3 leave out, or left out at first: every sixth layer sees all positions, and has a rope of its own.
+_PERIOD, _THETA, _NEAR_THETA = 6, 1e6, 1e4
+_LAYERS_OF_27B: Final = 62  # the one size whose scores are scaled by another number than the size of a head
 
 
 @dataclass(frozen=True, slots=True)
 class PlainTensor:
-    """A tensor under its plain name. With `heads`, the rows of each head are interleaved: element i, then i + half."""
+    """A tensor under its plain name. With `heads`, the rows of each head are interleaved: element i, then i + half.
+
+    `above`: the file has numbers that are so much larger.
+    """
 
     name: str
     stored: Tensor
     heads: int = 0
+    above: int = 0
 
 
 class _Facts:
@@ -58,6 +92,8 @@ class _Facts:
     def __init__(self, header: Header) -> None:
         self.header, self.family = header, str(header.metadata.get("general.architecture"))
         if self.family not in FAMILIES:
+            if self.family in _ENCODERS:
+                raise header.refuse(encoder_reason(self.family))
             known = ", ".join(FAMILIES)
             raise header.refuse(
                 f"its architecture is {self.family}; of GGUF files {known} are served. Serve the model's checkpoint in"
@@ -90,8 +126,6 @@ def configuration(header: Header) -> dict[str, Any]:
     head_dim = facts.number("attention.key_length", facts.get("rope.dimension_count") or hidden // heads)
     return {
         "architectures": [FAMILIES[facts.family]],
-        "model_type": facts.family,
-        "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": facts.number("feed_forward_length"),
         "num_hidden_layers": facts.number("block_count"),
@@ -101,15 +135,52 @@ def configuration(header: Header) -> dict[str, Any]:
         "vocab_size": tensors[EMBEDDING].shape[0],
         "max_position_embeddings": facts.number("context_length"),
         "rms_norm_eps": _short(facts.get("attention.layer_norm_rms_epsilon", 1e-5)),
-        "rope_parameters": _rope(facts, head_dim),
         "tie_word_embeddings": HEAD not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
-        "use_sliding_window": False,
         "dtype": _dtype(tensors),
         "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": header.metadata.get("tokenizer.ggml.eos_token_id"),
+        **(_gemma3(facts, heads, head_dim) if facts.family == "gemma3" else _llama(facts, head_dim)),
     }
+
+
+def _llama(facts: _Facts, head_dim: int) -> dict[str, Any]:
+    return {
+        "model_type": facts.family,
+        "hidden_act": "silu",
+        "rope_parameters": _rope(facts, head_dim),
+        "mlp_bias": "blk.0.ffn_gate.bias" in facts.header.tensors,
+        "use_sliding_window": False,
+    }
+
+
+def _gemma3(facts: _Facts, heads: int, head_dim: int) -> dict[str, Any]:
+    """Return the entries of a gemma3 that others do not have, or have with another meaning."""
+    layers = facts.number("block_count")
+    scaled_by = facts.number("embedding_length") // heads if layers == _LAYERS_OF_27B else head_dim
+    return {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scaled_by,
+        "sliding_window": facts.number("attention.sliding_window"),
+        "layer_types": [_sees(facts, layer) for layer in range(layers)],
+        "rope_parameters": {
+            "full_attention": _rope(facts, head_dim, _THETA),
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": _short(facts.get("rope.freq_base_swa", _NEAR_THETA)),
+            },
+        },
+        "attn_logit_softcapping": facts.get("attn_logit_softcapping"),
+        "final_logit_softcapping": facts.get("final_logit_softcapping"),
+    }
+
+
+def _sees(facts: _Facts, layer: int) -> str:
+    """Return what a layer attends to, by the period of the layers with full attention, or by a mark for each layer."""
+    pattern = facts.get("attention.sliding_window_pattern", _PERIOD)
+    slides = pattern[layer] if isinstance(pattern, list) else bool((layer + 1) % pattern)
+    return "sliding_attention" if slides else "full_attention"
 
 
 def plain_tensors(header: Header) -> Iterator[PlainTensor]:
@@ -122,13 +193,16 @@ def plain_tensors(header: Header) -> Iterator[PlainTensor]:
     turned = facts.family == "llama"
     heads = facts.number("attention.head_count")
     of_part = {"attn_q": heads, "attn_k": facts.number("attention.head_count_kv", heads)}
+    is_gemma = facts.family == "gemma3"
+    in_layer = _IN_GEMMA if is_gemma else _IN_LAYER
     for name, stored in header.tensors.items():
         found = _LAYER_NAME.fullmatch(name)
+        above = int(is_gemma and name.endswith("norm.weight"))  # gemma multiplies by 1 + weight, and the file has that
         if name in _PLAIN:
-            yield PlainTensor(_PLAIN[name], stored)
-        elif found is not None and found["part"] in _IN_LAYER:
-            plain = f"model.layers.{found['layer']}.{_IN_LAYER[found['part']]}.{found['kind']}"
-            yield PlainTensor(plain, stored, of_part.get(found["part"], 0) if turned else 0)
+            yield PlainTensor(_PLAIN[name], stored, above=above)
+        elif found is not None and found["part"] in in_layer:
+            plain = f"model.layers.{found['layer']}.{in_layer[found['part']]}.{found['kind']}"
+            yield PlainTensor(plain, stored, of_part.get(found["part"], 0) if turned else 0, above)
         elif not _UNUSED.match(name):
             raise header.refuse(
                 f"tensor {name} is not of a plain {facts.family} model, so it cannot be served from GGUF"
@@ -143,7 +217,7 @@ def _refuse_unknown(facts: _Facts) -> None:
     if facts.get("expert_count", 0):
         raise header.refuse(f"it has {facts.get('expert_count')} experts; of GGUF files only dense models are served")
     window = facts.get("attention.sliding_window", 0)
-    if window and window < facts.number("context_length"):
+    if window and window < facts.number("context_length") and facts.family != "gemma3":
         raise header.refuse(f"its attention sees {window} tokens; of GGUF files only full attention is served")
 
 
@@ -153,8 +227,8 @@ def _dtype(tensors: Mapping[str, Tensor]) -> str:
     return "float32" if any(_FLOATS.get(kind) == "float32" for kind in kinds) else "bfloat16"
 
 
-def _rope(facts: _Facts, head_dim: int) -> dict[str, Any]:
-    base: dict[str, Any] = {"rope_type": "default", "rope_theta": _short(facts.get("rope.freq_base", 10000.0))}
+def _rope(facts: _Facts, head_dim: int, theta: float = 10000.0) -> dict[str, Any]:
+    base: dict[str, Any] = {"rope_type": "default", "rope_theta": _short(facts.get("rope.freq_base", theta))}
     if facts.get("rope.dimension_count", head_dim) != head_dim:
         raise facts.header.refuse(f"it rotates {facts.get('rope.dimension_count')} of {head_dim} elements of a head")
     if ROPE_FACTORS in facts.header.tensors:

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.checkpoint.gguf.config import configuration, plain_tensors
-from common.checkpoint.gguf.header import Header, read_header
+from common.checkpoint.gguf.header import Header, Tensor, read_header
 from common.checkpoint.gguf.tokenizer import chat_template, generation_config, tokenizer_files
 
 WEIGHTS: Final = "gguf_tensors.json"
 LINK: Final = "model.gguf"
 # Part of a folder's name: raised when a file would give another folder than before.
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 
 
 def gguf_folder(file: Path) -> Path:
@@ -90,10 +90,11 @@ def _files(header: Header) -> dict[str, Any]:
         "config.json": configuration(header),
         "generation_config.json": generation_config(header),
         **tokenizer_files(header),
-        WEIGHTS: {
-            each.name: [each.stored.type, each.stored.shape, each.stored.offset, each.stored.nbytes, each.heads]
-            for each in plain_tensors(header)
-        },
+        WEIGHTS: {each.name: [*_place(each.stored), each.heads, each.above] for each in plain_tensors(header)},
     }
     template = chat_template(header)
     return files if template is None else files | {"chat_template.jinja": template}
+
+
+def _place(stored: Tensor) -> tuple[Any, ...]:
+    return stored.type, stored.shape, stored.offset, stored.nbytes

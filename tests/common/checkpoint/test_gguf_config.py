@@ -22,8 +22,11 @@ from tests.support.gguf_files import FAMILIES, finish, model_of, write_model
 
 _SAME = (
     "model_type hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size"
-    " max_position_embeddings rms_norm_eps tie_word_embeddings hidden_act bos_token_id eos_token_id rope_parameters"
+    " max_position_embeddings rms_norm_eps tie_word_embeddings bos_token_id eos_token_id rope_parameters"
 ).split()
+_OF_GEMMA = (
+    "head_dim hidden_activation query_pre_attn_scalar sliding_window layer_types final_logit_softcapping".split()
+)
 Facts = Callable[[GGUFWriter], None]
 
 
@@ -45,7 +48,8 @@ def refusal(path: Path) -> str:
 def test_a_file_has_the_configuration_of_its_model(tmp_path: Path, family: str, tied: bool) -> None:
     found = config_of(write_model(tmp_path / "m.gguf", family, tied=tied), tmp_path)
     wanted, weights = model_of(family, tied)
-    assert {name: getattr(found, name) for name in _SAME} == {name: getattr(wanted, name) for name in _SAME}
+    same = [*_SAME, *(_OF_GEMMA if family == "gemma3" else ["hidden_act"])]
+    assert {name: getattr(found, name, None) for name in same} == {name: getattr(wanted, name, None) for name in same}
     header = read_header(tmp_path / "m.gguf")
     assert {each.name: each.stored.shape for each in plain_tensors(header)} == {
         name: tuple(tensor.shape) for name, tensor in weights.items()
@@ -129,11 +133,67 @@ def test_what_a_plain_model_does_not_have_is_refused(tmp_path: Path, facts: Fact
 
 
 def test_another_architecture_is_named_with_those_that_are_served(tmp_path: Path) -> None:
-    writer = GGUFWriter(tmp_path / "m.gguf", "gemma3")
+    writer = GGUFWriter(tmp_path / "m.gguf", "gemma2")
     writer.add_tensor("token_embd.weight", np.ones((2, 2), np.float32))
     said = refusal(finish(writer, tmp_path / "m.gguf"))
-    assert "its architecture is gemma3; of GGUF files llama, qwen2, qwen3 are served" in said
+    assert "its architecture is gemma2; of GGUF files llama, qwen2, qwen3, gemma3 are served" in said
     assert "Hugging Face format instead" in said
+
+
+def gemma3_file(path: Path, layers: int, heads: int, facts: Facts = lambda _: None) -> Path:
+    """Write what a file of gemma3 says, as it is converted: without a pattern of layers and without the nearer rope."""
+    writer = GGUFWriter(path, "gemma3")
+    writer.add_tensor("token_embd.weight", np.ones((8, 5376), np.float32))
+    writer.add_block_count(layers)
+    writer.add_context_length(131072)
+    writer.add_embedding_length(5376)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(heads)
+    writer.add_key_length(128)
+    writer.add_sliding_window(1024)
+    facts(writer)
+    return finish(writer, path)
+
+
+def test_what_a_file_of_gemma3_leaves_out_is_what_the_family_has(tmp_path: Path) -> None:
+    found = configuration(read_header(gemma3_file(tmp_path / "m.gguf", 7, 32)))
+    assert found["model_type"] == "gemma3_text"
+    assert found["layer_types"] == [*["sliding_attention"] * 5, "full_attention", "sliding_attention"]
+    assert {name: rope["rope_theta"] for name, rope in found["rope_parameters"].items()} == {
+        "full_attention": 1e6,
+        "sliding_attention": 1e4,
+    }
+    assert (found["query_pre_attn_scalar"], found["final_logit_softcapping"]) == (128, None)
+
+
+def test_the_gemma3_of_27b_scales_its_scores_by_hidden_over_heads(tmp_path: Path) -> None:
+    assert configuration(read_header(gemma3_file(tmp_path / "m.gguf", 62, 32)))["query_pre_attn_scalar"] == 168
+
+
+def test_what_a_file_of_gemma3_says_of_its_layers_and_ropes_goes_first(tmp_path: Path) -> None:
+    def facts(writer: GGUFWriter) -> None:
+        writer.add_uint32("gemma3.attention.sliding_window_pattern", 3)
+        writer.add_float32("gemma3.rope.freq_base_swa", 20000.0)
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(8.0)
+        writer.add_final_logit_softcapping(30.0)
+
+    found = configuration(read_header(gemma3_file(tmp_path / "m.gguf", 4, 32, facts)))
+    assert found["layer_types"] == [*["sliding_attention"] * 2, "full_attention", "sliding_attention"]
+    ropes = found["rope_parameters"]
+    assert ropes["full_attention"] == {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    assert ropes["sliding_attention"] == {"rope_type": "default", "rope_theta": 2e4}
+    assert found["final_logit_softcapping"] == 30.0
+
+
+@pytest.mark.parametrize("family", ["bert", "nomic-bert", "jina-bert-v2"])
+def test_a_file_of_an_encoder_says_which_server_takes_it(tmp_path: Path, family: str) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", family)
+    writer.add_tensor("token_embd.weight", np.ones((2, 2), np.float32))
+    said = refusal(finish(writer, tmp_path / "m.gguf"))
+    assert f"{family} is an encoder, for embeddings or reranking" in said
+    assert "text-embeddings-inference or infinity" in said
 
 
 def test_a_missing_number_and_a_missing_embedding_are_named(tmp_path: Path) -> None:

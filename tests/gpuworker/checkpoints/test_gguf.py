@@ -13,11 +13,23 @@ import torch
 from gguf import GGUFReader
 
 from common.checkpoint.gguf.folder import gguf_folder
+from gpuworker.checkpoints import gguf as reader
 from gpuworker.checkpoints.weights import Checkpoint
 from tests.support.gguf_files import gguf_name, model_of, random_blocks, write_model
 
-INTEGERS = ("Q8_0", "Q4_0", "Q4_1")
-WIDENED = ("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+# The bits and the group of each type as it is kept, and whether groups have minimums.
+INTEGERS = {
+    "Q8_0": (8, 32, False),
+    "Q4_0": (4, 32, False),
+    "Q4_1": (4, 32, True),
+    "Q5_0": (8, 32, False),
+    "Q5_1": (8, 32, True),
+    "Q2_K": (4, 16, True),
+    "Q3_K": (4, 16, False),
+    "Q4_K": (4, 32, True),
+    "Q5_K": (8, 32, True),
+    "Q6_K": (8, 16, False),
+}
 MLP = "model.layers.1.mlp.down_proj.weight"
 QUERIES = "model.layers.0.self_attn.q_proj.weight"
 Floats = npt.NDArray[np.float32]
@@ -35,7 +47,7 @@ def opened(tmp_path: Path, kind: str, family: str = "llama") -> tuple[Checkpoint
     return Checkpoint(gguf_folder(path)), plain
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *INTEGERS, *WIDENED])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *INTEGERS])
 def test_every_type_is_widened_to_the_floats_of_the_gguf_package(tmp_path: Path, kind: str) -> None:
     checkpoint, plain = opened(tmp_path, kind)
     assert set(checkpoint) == set(model_of("llama")[1])
@@ -60,26 +72,34 @@ def test_other_families_are_in_order_already(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", INTEGERS)
-def test_blocks_of_32_are_read_as_the_integers_that_are_stored(tmp_path: Path, kind: str) -> None:
+def test_blocks_are_read_as_the_integers_that_are_stored(tmp_path: Path, kind: str) -> None:
     checkpoint, plain = opened(tmp_path, kind)
     found = checkpoint.integers(MLP)
     assert found is not None
-    assert (found.bits, found.group_size, found.group_of) == (8 if kind == "Q8_0" else 4, 32, None)
-    assert (found.minimums is None) == (kind != "Q4_1")
-    scales, values = found.scales.repeat_interleave(32, 1), found.values.float()
+    bits, group, shifted = INTEGERS[kind]
+    assert (found.bits, found.group_size, found.group_of) == (bits, group, None)
+    assert (found.minimums is not None) == shifted
+    assert -(1 << bits - 1) <= int(found.values.min()) <= int(found.values.max()) < 1 << bits - 1
+    scales, values = found.scales.repeat_interleave(group, 1), found.values.float()
     if found.zeros is not None:
-        values -= found.zeros.repeat_interleave(32, 1)
+        values -= found.zeros.repeat_interleave(group, 1)
     meant = values * scales
     if found.minimums is not None:
-        meant = meant + found.minimums.repeat_interleave(32, 1)
+        meant = meant + found.minimums.repeat_interleave(group, 1)
     assert np.array_equal(meant.numpy(), plain[gguf_name(MLP)])
 
 
-@pytest.mark.parametrize("kind", WIDENED)
-def test_other_types_have_no_integers(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_floats_have_no_integers(tmp_path: Path, kind: str) -> None:
     checkpoint, _ = opened(tmp_path, kind)
-    assert checkpoint.integers(MLP) is None
-    assert checkpoint.tensor(MLP, torch.bfloat16).dtype == torch.bfloat16
+    assert all(checkpoint.integers(name) is None for name in (MLP, QUERIES))
+
+
+@pytest.mark.parametrize("at_once", [1, 256, 1000])
+def test_rows_are_read_a_few_at_a_time(tmp_path: Path, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_AT_ONCE", at_once)
+    checkpoint, plain = opened(tmp_path, "Q4_K")
+    assert np.array_equal(checkpoint.tensor(MLP, torch.float32).numpy(), plain[gguf_name(MLP)])
 
 
 def half(raw: Any) -> float:
@@ -102,6 +122,17 @@ def q4_k(block: Any) -> list[float]:
     return out
 
 
+def q5_k(block: Any) -> list[float]:
+    """Return the 256 numbers of a block: those of Q4_K and a fifth bit; byte i has that of number i of each run."""
+    rest = np.concatenate([block[:16], block[48:]])
+    whole, d, packed = q4_k(rest), half(block[:2]), block[4:16]
+    scales = [packed[run] & 63 if run < 4 else packed[run + 4] & 15 | packed[run - 4] >> 6 << 4 for run in range(8)]
+    return [
+        number + 16 * d * scales[index // 32] * (block[16 + index % 32] >> index // 32 & 1)
+        for index, number in enumerate(whole)
+    ]
+
+
 def q6_k(block: Any) -> list[float]:
     """Return the 256 numbers of a block: four bits and two, less 32; sixteen runs of 16 with a scale of 8 bits each."""
     low, high, scales, d = block[:128], block[128:192], block[192:208].view(np.int8), half(block[208:])
@@ -114,7 +145,7 @@ def q6_k(block: Any) -> list[float]:
     return out
 
 
-@pytest.mark.parametrize(("kind", "meaning"), [("Q4_K", q4_k), ("Q6_K", q6_k)])
+@pytest.mark.parametrize(("kind", "meaning"), [("Q4_K", q4_k), ("Q5_K", q5_k), ("Q6_K", q6_k)])
 def test_the_k_types_are_what_their_formats_say(tmp_path: Path, kind: str, meaning: Any) -> None:
     checkpoint, _ = opened(tmp_path, kind)
     shape = model_of("llama")[1][MLP].shape
