@@ -83,7 +83,7 @@ def _shapes(vocab: int, hidden: int, inner: int, layers: int) -> Iterator[tuple[
 
 
 def _type(name: str, layers: int) -> str:
-    """Return the type of a matrix. The first and the last eighth of the layers have more bits, and a third of others."""
+    """Return the type of a matrix. The first and last eighth of the layers have more bits, and a third of others."""
     if not name.startswith("blk."):
         return "Q6_K"
     layer, part = int(name.split(".")[1]), name.split(".")[2]

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from common.checkpoint.wrappers import WRAPPERS, language_tensor
 from gpuworker.checkpoints import awq as quantised_awq
 from gpuworker.checkpoints import compressed_tensors as quantised_compressed
 from gpuworker.checkpoints import fp8 as quantised_fp8
@@ -43,7 +44,7 @@ class Checkpoint:
             self.format = "gguf"
             self.stored, self._found = gguf.find(directory)
             return
-        self.stored = StoredTensors(directory)
+        self.stored = _stored(directory)
         config = quantisation_of(directory)
         self.format = str(config.get("quant_method", "")) if config else ""
         self._found = Found()
@@ -90,6 +91,16 @@ def quantisation_of(directory: Path) -> dict[str, Any] | None:
             return {"quant_method": "compressed-tensors"} | found if "compression_config" in part else dict(found)
     alone = _json(directory / "quantize_config.json")
     return {"quant_method": "gptq"} | alone if alone else None
+
+
+def _stored(directory: Path) -> StoredTensors:
+    """Return the tensors of a folder; of a model of several media those of its language model, by their plain names."""
+    stored = StoredTensors(directory)
+    if _json(directory / "config.json").get("model_type") not in WRAPPERS:
+        return stored
+    return StoredTensors(
+        directory, {plain: stored[name] for name in stored if (plain := language_tensor(name)) is not None}
+    )
 
 
 def _json(path: Path) -> dict[str, Any]:

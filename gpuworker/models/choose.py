@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.checkpoint.files import read_config
 from common.checkpoint.hub import checkpoint_directory
+from common.checkpoint.wrappers import WRAPPERS
 from common.errors import FieldViolation, InvalidConfig, Unsupported
 from common.settings.options import ModelImpl
 from common.types import KvGeometry
@@ -74,6 +76,8 @@ def open_native(
     directory = checkpoint_directory(source.model)
     config = _config(directory, source, device, model_impl)
     _warn_of_unread(directory, config)
+    if (whole := read_config(directory).get("model_type")) in WRAPPERS:
+        _log.info("of %s its language model, a %s, is served: pictures and sound are refused", whole, config.model_type)
     reason = "that was asked for" if model_impl == "transformers" else why_not_native(config, source, device)
     if reason is None:
         try:

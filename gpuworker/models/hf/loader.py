@@ -21,6 +21,7 @@ from gpuworker.memory.devices import dtype_name
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.hf.precision import Precision, resolve_precision
 from gpuworker.models.hf.prepacked import prepack
+from gpuworker.models.hf.wrapped import unwrapped
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -117,7 +118,10 @@ def _refuse_quantization(precision: Precision, config: PretrainedConfig) -> None
 
 
 def read_config(directory: Path) -> PretrainedConfig:
-    """Return the configuration of a checkpoint. Raises InvalidConfig when there is none, or of an unknown kind."""
+    """Return the configuration of a checkpoint, or of the language model that is served of it.
+
+    Raises InvalidConfig when there is none, or of an unknown kind.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -130,7 +134,7 @@ def read_config(directory: Path) -> PretrainedConfig:
         why = " ".join(f"{error}".split())[:_MOST_CHARACTERS]
         what = f"{directory}/config.json is no configuration that transformers reads: {why}; correct it"
         raise InvalidConfig(FieldViolation("--model", what)) from error
-    return config
+    return unwrapped(config, directory)
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:

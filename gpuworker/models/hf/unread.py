@@ -16,6 +16,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from common.checkpoint.wrappers import language_model
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -36,7 +38,8 @@ def unread_entries(directory: Path, config: PretrainedConfig) -> list[str]:
 
     Entries that say nothing, such as null and false, are left out.
     """
-    return sorted(_unread(json.loads((directory / "config.json").read_bytes()), config))
+    entries: dict[str, Any] = json.loads((directory / "config.json").read_bytes())
+    return sorted(_unread(language_model(entries) or entries, config))
 
 
 def _unread(entries: Mapping[str, Any], config: PretrainedConfig, prefix: str = "") -> Iterator[str]:

@@ -47,14 +47,24 @@ def known() -> KnownKinds:
                 " has"
             ),
         ),
-        ({"model_type": "llava"}, f"llava takes images or sound beside text; {ONLY}"),
+        ({"model_type": "paligemma"}, f"paligemma takes images or sound beside text; {ONLY}"),
         (
-            {"model_type": "qwen2_vl", "vision_config": {"depth": 1}, "text_config": {"model_type": "qwen2_vl_text"}},
+            {"model_type": "aya_vision", "vision_config": {"depth": 1}, "text_config": {"model_type": "cohere2"}},
             (
-                f"qwen2_vl takes images or sound beside text; {ONLY}. Its language model is a qwen2_vl_text: save"
-                " that as a"
+                f"aya_vision takes images or sound beside text; {ONLY}. Its language model is a cohere2: save that as a"
                 " checkpoint of its own"
             ),
+        ),
+        (
+            {"model_type": "llava_next", "text_config": {"model_type": "granite", "logits_scaling": 8.0}},
+            (
+                "llava_next takes images or sound beside text, and its language model cannot be served alone:"
+                " logits_scaling is 8.0, which its language model applies to logits and the whole model does not"
+            ),
+        ),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "mamba"}},
+            f"the language model of llava cannot be served: mamba cannot be served: {STATE}",
         ),
         ({"model_type": "t5"}, f"t5 is an encoder-decoder; {ONLY}"),
         ({"model_type": "bart"}, f"bart is an encoder-decoder; {ONLY}"),
@@ -119,6 +129,20 @@ def test_nothing_speaks_against_kinds_that_are_served(kind: str, known: KnownKin
 
 def test_a_bert_that_is_a_decoder_is_left_to_the_self_test(known: KnownKinds) -> None:
     assert why_not_served({"model_type": "bert", "is_decoder": True}, known) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "mistral3", "text_config": {"model_type": "mistral"}, "vision_config": {"depth": 1}},
+        {"model_type": "llava", "text_config": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}},
+        {"model_type": "llava_next", "text_config": {"model_type": "granite", "logits_scaling": 1.0}},
+        {"model_type": "idefics3", "text_config": {}},
+        {"model_type": "qwen2_vl", "hidden_size": 64, "vision_config": {"depth": 1}},
+    ],
+)
+def test_nothing_speaks_against_a_language_model_in_a_wrapper(config: dict[str, Any], known: KnownKinds) -> None:
+    assert why_not_served(config, known) is None
 
 
 @pytest.mark.parametrize(

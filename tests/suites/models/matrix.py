@@ -24,6 +24,7 @@ from typing import Final
 
 import transformers
 
+from common.checkpoint.wrappers import WRAPPERS
 from tests.suites.models import trial
 from tests.suites.models.defaults import write as write_defaults
 from tests.suites.models.families import Entry, entries
@@ -46,6 +47,11 @@ the configuration names. A window is tried where a family may have one.
 A checkpoint of a served family can still be refused: each start runs a self-test, and a test
 beyond the thresholds of its configuration (`gpuworker/models/self_test.py`, `threshold_test.py`).
 """
+_WRAPPED: Final = """Of models of several media the language model is served, where it alone computes what the whole \
+computes for text. Pictures and sound are refused. That holds for {kinds}, with a language model of a family below; \
+`tests/gpuworker/models/test_wrappers.py` compares each with transformers. A language model that scales its logits, \
+as granite may, is refused in them.
+"""
 SECTIONS: Final = (
     (trial.NATIVE, "Served natively", "Quire's own forward pass, in C++ on a CPU."),
     (trial.HOSTED, "Served through transformers", "transformers' code, with Quire's paged attention in it."),
@@ -59,12 +65,19 @@ SECTIONS: Final = (
 def rendered(outcomes: Iterable[Outcome]) -> str:
     """Return the document."""
     found = list(outcomes)
-    parts = [_HEAD.format(version=transformers.__version__), _counts(found)]
+    parts = [_HEAD.format(version=transformers.__version__), wrapped(), _counts(found)]
     for way, title, words in SECTIONS:
         rows = [outcome for outcome in found if outcome.way == way]
         if rows:
             parts.append(f"## {title}\n\n{words}\n\n{''.join(map(line, rows))}")
     return "\n".join(parts)
+
+
+def wrapped() -> str:
+    """Return the paragraph about models of several media."""
+    kinds = ", ".join(f"`{kind}`" for kind in sorted(WRAPPERS))
+    filled = textwrap.fill(_WRAPPED.format(kinds=kinds), _COLUMNS, break_long_words=False, break_on_hyphens=False)
+    return f"{filled}\n"
 
 
 def line(outcome: Outcome) -> str:

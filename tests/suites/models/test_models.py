@@ -37,6 +37,10 @@ def test_the_document_has_each_row_of_the_list_once() -> None:
     assert f"in transformers {transformers.__version__} " in DOCUMENT.replace("\n", " ")
 
 
+def test_the_document_names_the_models_of_several_media_whose_text_is_served() -> None:
+    assert matrix.wrapped() in DOCUMENT
+
+
 def test_no_family_differs_or_crashes() -> None:
     for way, title, _ in matrix.SECTIONS:
         if way in (trial.DIFFERS, trial.CRASHES):
