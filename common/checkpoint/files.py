@@ -96,9 +96,10 @@ def weight_problems(directory: Path) -> list[FieldViolation]:
 def weight_bytes(directory: Path) -> int:
     """Return the bytes on disk of the weights that are read; 0 where there are none, or some are missing."""
     try:
-        return sum(path.stat().st_size for path in weight_files(directory).paths)
+        paths = weight_files(directory).paths
     except InvalidConfig:
-        return 0
+        paths = sorted(directory.glob("*.gguf"))
+    return sum(path.stat().st_size for path in paths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def telling_progress(
         yield
         return
     count, done = _Count(), threading.Event()
-    size = weight_bytes(directory) or sum(path.stat().st_size for path in directory.glob("*.gguf"))
+    size = weight_bytes(directory)
     teller = threading.Thread(target=_tell, args=(count, size, first, say or _print, done), daemon=True)
     teller.start()
     counting = _counting.set(count)

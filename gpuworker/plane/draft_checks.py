@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from common.checkpoint.files import read_config, weight_bytes, weight_problems
+from common.checkpoint.files import read_config, weight_problems
+from common.checkpoint.gguf.memory import weight_memory
 from common.checkpoint.hub import checkpoint_directory
 from common.checkpoint.tokenizer_file import tokenizer_json
 from common.errors import FieldViolation, InvalidConfig
@@ -58,7 +59,7 @@ def _problems(
             yield FieldViolation(FLAG, each.description)
     if why := _other_vocabulary(settings.tokenizer or directory, draft, directory):
         yield FieldViolation(FLAG, f"{settings.draft_model} {why}; {_SAME}")
-    weights = weight_bytes(draft)
+    weights = weight_memory(draft)
     if workers * weights > available_bytes:
         each_of = f" for each of {workers} workers" if workers > 1 else ""
         what = f"takes {in_words(weights)} of weights{each_of}, and {in_words(available_bytes)} of memory are free here"

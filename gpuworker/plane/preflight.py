@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from common.checkpoint.files import read_config, weight_bytes, weight_problems
+from common.checkpoint.gguf.memory import weight_memory
 from common.checkpoint.pooling import asked_pooling
 from common.errors import FieldViolation, InvalidConfig
 from common.process.topology import allowed_cpus
@@ -66,8 +67,6 @@ def problems(settings: GpuWorkerSettings, directory: Path, machine: Machine, wor
         return []
     found = [*_level_problems(settings.cpu_level, machine), *_thread_problems(settings, machine.cpus)]
     of_draft = draft_problems(settings, directory, machine.available_bytes, workers)
-    if directory.is_file() or any(directory.glob("*.gguf")):
-        return [*found, *of_draft]
     if why := why_not_served(read_config(directory), known_kinds()):
         found.append(FieldViolation("--model", why))
     if settings.load_format != "dummy" and not found:
@@ -163,7 +162,7 @@ def _memory_problems(
         free = in_words(machine.available_bytes)
         flag = "--kv-memory" if settings.kv_blocks is None else "--kv-blocks"
         yield FieldViolation(flag, f"asks for {in_words(pool)}{each}, and {free} of memory are free here; give less")
-    needed = _PROCESS_BYTES + 2 * weight_bytes(directory) + (pool or GIB)
+    needed = _PROCESS_BYTES + weight_bytes(directory) + weight_memory(directory) + (pool or GIB)
     if machine.address_space is not None and machine.address_space < needed:
         what = (
             f"caps the addresses of a process at {in_words(machine.address_space)}, and a worker of this model takes"

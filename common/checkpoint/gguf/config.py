@@ -15,12 +15,9 @@ from typing import Any, Final
 from common.checkpoint.encoders import encoder_reason
 from common.checkpoint.gguf.header import Header, Tensor
 
-FAMILIES: Final = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-}
+# Those that the native path runs, and all.
+NATIVE: Final = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+FAMILIES: Final = NATIVE | {"gemma3": "Gemma3ForCausalLM"}
 _ENCODERS: Final = frozenset(
     {
         *(

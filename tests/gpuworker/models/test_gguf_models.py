@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from common.checkpoint.gguf.folder import gguf_folder
+from common.checkpoint.gguf.memory import weight_memory
 from common.types import KvGeometry
 from gpuworker.attention.backends import make_backend
 from gpuworker.checkpoints.weights import Checkpoint
@@ -176,8 +177,10 @@ def test_linears_that_run_as_one_take_the_widest_bits_and_the_finest_groups(
 
 @built
 def test_a_mix_of_four_and_six_bits_takes_less_than_half_of_what_bfloat16_takes(tmp_path: Path) -> None:
-    model = native_model(write_model(tmp_path / "m.gguf", kind=q4_k_m), "bfloat16")
+    path = write_model(tmp_path / "m.gguf", kind=q4_k_m)
+    model = native_model(path, "bfloat16")
     assert kinds(model) == {"I4_BF16", "I8_BF16"}
+    assert weight_memory(gguf_folder(path)) == pytest.approx(model.weight_bytes, rel=0.2)
     assert model.weight_bytes < 0.5 * 2 * sum(tensor.numel() for tensor in model_of("llama")[1].values())
 
 

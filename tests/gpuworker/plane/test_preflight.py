@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from common.checkpoint.files import weight_bytes
+from common.checkpoint.gguf.folder import gguf_folder
+from common.checkpoint.gguf.memory import weight_memory
 from common.errors import InvalidConfig
 from common.settings.config import load
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import GIB
 from gpuworker.native import levels
 from gpuworker.plane.preflight import Machine, problems
+from tests.support.gguf_files import write_model
 
 CPU = Machine(torch="2.13.0+cpu", cuda_devices=0, available_bytes=16 * GIB, address_space=None)
 ONE_GPU = Machine(torch="2.13.0", cuda_devices=1, available_bytes=16 * GIB, address_space=None, triton="3.7.1")
@@ -145,6 +149,24 @@ def test_a_cap_on_addresses_is_refused_with_both(folder: Path) -> None:
         " `ulimit -v unlimited`"
     )
     assert found(folder, capped) == {"ulimit -v": words}
+
+
+def test_a_gguf_file_counts_as_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = gguf_folder(write_model(tmp_path / "m.gguf", kind="Q4_K"))
+    needed = 7 * GIB + weight_bytes(folder) + weight_memory(folder)  # a process and the least pool take 7 GiB
+    flags = ("--load-format", "auto")
+    assert found(folder, replace(CPU, address_space=needed), *flags) == {}
+    assert list(found(folder, replace(CPU, address_space=needed - 1), *flags)) == ["ulimit -v"]
+
+
+def test_a_gguf_file_is_held_to_what_the_machine_and_the_model_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = gguf_folder(write_model(tmp_path / "m.gguf"))
+    flags = ("--load-format", "auto", "--device", "cuda", "--max-model-len", "4096", "--kv-memory", "1TiB")
+    assert set(found(folder, CPU, *flags)) == {"--device", "--max-model-len", "--kv-memory"}
 
 
 def test_all_problems_are_found_at_once(folder: Path) -> None:
