@@ -161,17 +161,28 @@ def test_an_embedding_beside_another_last_linear_stays_in_its_integers(tmp_path:
 
 
 @built
-@pytest.mark.parametrize(("first", "other", "group"), [("Q4_0", "Q8_0", 32), ("Q4_K", "Q6_K", 16)])
+@pytest.mark.parametrize(
+    ("first", "other", "kind", "group"),
+    [
+        ("Q4_0", "Q8_0", Kind.I8_F32, 32),
+        ("Q4_K", "Q6_K", Kind.I8_F32, 16),
+        ("Q3_K", "Q5_K", Kind.I8_F32, 16),
+        ("Q2_K", "Q4_K", Kind.I4_F32, 16),
+        ("Q5_0", "Q8_0", Kind.I8_F32, 32),
+        ("Q5_1", "Q6_K", Kind.I8_F32, 16),
+        ("Q4_K", "F16", Kind.F32, 0),
+    ],
+)
 def test_linears_that_run_as_one_take_the_widest_bits_and_the_finest_groups(
-    tmp_path: Path, first: str, other: str, group: int
+    tmp_path: Path, first: str, other: str, kind: Kind, group: int
 ) -> None:
     def mixed(name: str) -> str:
-        return other if "v_proj" in name else first
+        return other if "v_proj" in name or "up_proj" in name else first
 
     path = write_model(tmp_path / "m.gguf", kind=mixed)
     layer = native_model(path).packed.layers[0]
-    assert (Kind(layer.qkv.kind), layer.qkv.group) == (Kind.I8_F32, group)
-    assert (Kind(layer.down.kind), layer.down.group) == (Kind.I4_F32, 32)
+    assert {(Kind(linear.kind), linear.group) for linear in (layer.qkv, layer.gate_up)} == {(kind, group)}
+    assert Kind(layer.down.kind) in (Kind.I4_F32, Kind.I8_F32)
     assert_greedy_as_transformers(path, "llama", tied=False)
 
 

@@ -22,12 +22,17 @@ from common.checkpoint.wrappers import WRAPPERS
 from common.errors import InvalidConfig
 from gpuworker.attention.backends import make_backend
 from gpuworker.models.choose import open_native
-from gpuworker.models.hf.loader import ModelSource, load_model
+from gpuworker.models.hf.loader import ModelSource, context_limit, load_model
 from gpuworker.models.hf.tiny import tiny_config
+from gpuworker.models.hf.wrapped import unwrapped
 from gpuworker.models.kinds import known_kinds, why_not_served
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.models.self_test import self_test
 from gpuworker.native import library as native
+from gpuworker.plane.checkpoint_facts import CheckpointFacts
+from tests.gpuworker.checkpoints.test_quantised import GPTQ
+from tests.gpuworker.models.test_quantised_models import packed_by
+from tests.support.gpuworker import packers
 
 CPU = torch.device("cpu")
 OFTEN = ("internvl", "llava", "mistral3", "qwen2_5_vl", "qwen3_vl", "voxtral")
@@ -100,6 +105,8 @@ def test_the_language_model_computes_what_the_whole_model_computes_for_text(kind
     folder = saved(kind, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     assert why_not_served(config, known_kinds()) is None
+    facts, text = CheckpointFacts(folder), unwrapped(whole_model(kind).config, folder)
+    assert (facts.vocab_size, facts.context) == (text.vocab_size, context_limit(text))
     model = load_model(ModelSource(str(folder), dtype="float32"), CPU)
     assert_close(model.reference_logits(TOKENS), logits_of(whole_model(kind)))
     self_test(model, functools.partial(make_backend, "auto"))
@@ -166,3 +173,37 @@ def test_an_entry_of_the_language_model_that_nothing_reads_is_named(
     path.write_text(json.dumps(config))
     open_native(ModelSource(str(tmp_path), "float32"), CPU, "auto", functools.partial(make_backend, "auto"))
     assert "may change the model's numbers: residual_multiplier" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_an_older_configuration_without_a_part_for_text_is_read(kind: str, tmp_path: Path) -> None:
+    folder = renamed(kind, "of qwen2_vl", tmp_path)
+    whole = json.loads((folder / "config.json").read_text())
+    rope = {"rope_theta": ROPE["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": ROPE["mrope_section"]}}
+    flat = {name: value for name, value in _TEXT.items() if name != "rope_parameters"} | rope
+    kept = {name: whole[name] for name in ("model_type", "vision_config")}
+    config = {**kept, **flat, "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert why_not_served(config, known_kinds()) is None
+    assert CheckpointFacts(folder).context == _TEXT["max_position_embeddings"]
+    model = load_model(ModelSource(str(folder), "float32"), CPU)
+    assert_close(model.reference_logits(TOKENS), logits_of(whole_model(kind)))
+
+
+@pytest.mark.parametrize("layout", ["before 4.52", "since 4.52"])
+def test_a_language_model_in_integers_keeps_them(layout: str, tmp_path: Path) -> None:
+    pack = packed_by(packers.gptq, group_size=32, asymmetric=True)
+    source, target = renamed("llava", layout, tmp_path / "source"), tmp_path / "packed"
+
+    def language_alone(layer: str, weight: torch.Tensor) -> tuple[packers.Parts, torch.Tensor] | None:
+        return pack(layer, weight) if "language_model" in layer else None
+
+    plain = packers.rewrite(source, target, language_alone, GPTQ | {"group_size": 32})
+    opened = open_native(ModelSource(str(target), "float32"), CPU, "native", functools.partial(make_backend, "auto"))
+    assert opened is not None
+    assert isinstance(opened[0], LlamaCpuModel)
+    assert "qkv I4_F32" in opened[0].packed.kinds_in_words
+    found, wanted = (
+        load_model(ModelSource(str(each), "float32"), CPU).reference_logits(TOKENS) for each in (target, plain)
+    )
+    assert_close(found, wanted)
