@@ -16,6 +16,7 @@ from dataclasses import replace
 from common.clock import Clock
 from common.errors import EngineFailure, ProtocolViolation, QuireError
 from common.lease import Attach, Attached, Connected, Detached, Granted, LeaseChannel, LeaseEvent
+from common.process.standstill import Standstill
 from common.types import FinishReason, SequenceId, SequencePhase, Usage
 from gpuworker.core.batch_plan import StepNotBuilt, StepResult, StepRunner
 from gpuworker.core.draft_tally import DraftKind, DraftTally, added
@@ -28,7 +29,7 @@ from gpuworker.engine.gathered_outputs import GatheredOutputs
 from gpuworker.engine.ports import EngineLoad, EngineRequest, OutputSink
 from gpuworker.engine.report_pace import ReportPace
 from gpuworker.engine.start_watch import StartWatch
-from gpuworker.engine.step_rates import StepRates
+from gpuworker.engine.step_rates import StepRates, UsualSteps
 from gpuworker.engine.traced_steps import TracedSteps
 
 log = logging.getLogger(__name__)
@@ -60,10 +61,13 @@ class Engine:
         self._requests: dict[SequenceId, EngineRequest] = {}
         self._traced = TracedSteps()
         self._wants_step: Callable[[], bool] | None = None
+        self.standstill = Standstill(lambda: bool(self._requests or self._commands))
+        """When the worker stood still, or a step took many times its usual. The I/O loop begins to watch."""
         self._in_runner: set[SequenceId] = set()  # the runner holds state of these
         self._flights: deque[Flight] = deque()
         self._commands: deque[EngineRequest | tuple[SequenceId, FinishReason | None]] = deque()
         self._steps, self._sampled, self._scheduled, self._rates = 0, 0, 0, StepRates()
+        self._usual = UsualSteps()
         self._drafts = dict[DraftKind, DraftTally]()
         self._over_at: float | None = None  # when the last step in flight was over, within a turn
         self._outputs, self._load, self._load_taken = GatheredOutputs(), EngineLoad(), 0.0
@@ -158,7 +162,8 @@ class Engine:
             worked = True
         worked = self._send_report() or worked
         if self._outputs:
-            self._sink(self._outputs.pack(self._steps))
+            now = self._clock.monotonic()
+            self._sink(self._outputs.pack(self._steps, now, self.standstill.seconds(now)))
         if worked:
             self._refresh_load()
         self._over_at = None  # a step that comes after this turn has waited for work, not for the engine
@@ -314,6 +319,8 @@ class Engine:
         elif flight.after is not None:
             self._rates.learn_gap(now - flight.after - flight.plan.guessing - seconds)
         self._over_at = None if self._flights else now
+        if lost := self._usual.lost(flight.plan, now - flight.began):
+            self.standstill.add(now - lost, now)
 
     def _take_result(self, flight: Flight, result: StepResult) -> None:
         self._steps += 1

@@ -30,8 +30,8 @@ class GatheredOutputs:
         events = self.tokens or self.admitted or self.finished or self.preempted or self.chunks
         return bool(events or self.prompt_logprobs or self.recounted or self.started or self.steps or self.delayed)
 
-    def pack(self, step: int) -> EngineOutputs:
-        """Return the gathered outputs and clear them."""
+    def pack(self, step: int, at: float = 0.0, lost: float = 0.0) -> EngineOutputs:
+        """Return the gathered outputs and clear them; `at` and `lost` are those of EngineOutputs."""
         outputs = EngineOutputs(
             step,
             tuple(self.admitted),
@@ -45,6 +45,8 @@ class GatheredOutputs:
             tuple(self.started),
             tuple(self.steps),
             tuple(self.delayed),
+            at,
+            lost,
         )
         for part in (self.admitted, self.tokens, self.finished, self.preempted, self.chunks):
             part.clear()

@@ -94,6 +94,8 @@ class EngineOutputs:
     """The outputs of one turn of the engine's loop; at most one of these a step.
 
     `recounted` has the cached tokens of sequences whose grants said other numbers; it comes with their first tokens.
+    `at` is when the turn was over, and `lost` the seconds until then in which the worker stood still or its steps took
+    many times their usual. Both are readings of clocks that only rise; 0: not known.
     """
 
     step: int
@@ -108,6 +110,8 @@ class EngineOutputs:
     started: tuple[Started, ...] = ()
     steps: tuple[StepRecord, ...] = ()
     delayed: tuple[Delayed, ...] = ()
+    at: float = 0.0
+    lost: float = 0.0
 
 
 OutputSink = Callable[[EngineOutputs], None]

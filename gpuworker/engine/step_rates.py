@@ -15,6 +15,10 @@ from gpuworker.core.drafting import NO_PRICES, DraftPrices
 
 _WEIGHT = 0.1
 _ENOUGH_PREFILL = 16
+# A step that takes so many times its usual, and so many seconds more, has lost the time above that.
+_MANY_TIMES, _LEAST_LOST_S = 8.0, 0.02
+# Each such step makes the next one count a little less: what lasts becomes the usual, after 40 steps of 12 times it.
+_DOUBT = 1.01
 _FORGETTING = 0.99  # of what drafts cost, a step: a cost that was measured too high would never be measured again
 # Upper bounds of the buckets of step times, in seconds; the last bucket has none.
 STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -108,6 +112,24 @@ class StepRates:
             self.decode_step = _blend(self.decode_step, seconds)
         elif prefilled >= _ENOUGH_PREFILL:
             self.prefill_token = _blend(self.prefill_token, max(0.0, seconds - self.decode_step) / prefilled)
+
+
+class UsualSteps:
+    """What steps usually take. Unlike the rates that predict the next step, it learns nothing from those that lost."""
+
+    def __init__(self) -> None:
+        self._rates, self._doubt = StepRates(), 1.0
+
+    def lost(self, plan: StepPlan, seconds: float) -> float:
+        """Return what a step lost to something that is no work of its own; 0 where it took about its usual."""
+        usual = self._doubt * self._rates.predict(plan)
+        lost = seconds - usual
+        if usual and lost >= _LEAST_LOST_S and seconds > _MANY_TIMES * usual:
+            self._doubt *= _DOUBT
+            return lost
+        self._rates.learn(plan, seconds)
+        self._doubt = 1.0
+        return 0.0
 
 
 def _blend(average: float, sample: float) -> float:

@@ -15,7 +15,7 @@ from common.lease import Admit
 from common.limits import MAX_KEPT_LOGPROBS_BYTES
 from common.types import TokenLogprobs
 from gpuworker.core.outcomes import SequenceFinished
-from gpuworker.server.output_buffer import OutputBuffer
+from gpuworker.server.output_buffer import OutputBuffer, Waited
 
 # Bytes of an entry and of each likely token beside it, as CPython holds them (measured).
 _ENTRY_BYTES: Final = 200
@@ -98,8 +98,9 @@ class KeptOutput:
 
     def replay(self, handle: int, to: OutputBuffer) -> None:
         """Put out everything again, for another router."""
+        to.begin_turn(0.0, 0.0)
         if self.admit is not None:
-            to.admitted(handle, self.admit, self.reserve_seconds)
+            to.admitted(handle, self.admit, Waited(self.reserve_seconds))
         if self.cached_tokens is not None:
             to.recounted(handle, self.cached_tokens)
         if scored := self.scored.whole():

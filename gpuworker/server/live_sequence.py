@@ -14,6 +14,7 @@ from gpuworker.core.outcomes import SequenceFinished
 from gpuworker.core.sequence import NewSequence
 from gpuworker.engine.ports import EngineOutputs, Started
 from gpuworker.server.kept_output import KeptOutput
+from gpuworker.server.output_buffer import Waited
 from gpuworker.server.spans import SequenceSpans
 from gpuworker.structured.grammars import Grammar
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
@@ -24,7 +25,8 @@ class LiveSequence:
     """A sequence and the handle that its router's stream gave it; its grammar stays compiled meanwhile.
 
     `message` is the submit as it came, and `size` its bytes. `kept` is None where no other router may go on with it.
-    `compiled` are the seconds for which its constraint was compiled, until its router has them.
+    `compiled` are the seconds for which its constraint was compiled, until its router has them. `lost` is what the
+    worker had lost when the submit was read, of that for `unread` seconds just then.
     `handed_over`: its router lets it go on at another worker, which may not have it yet.
     """
 
@@ -38,6 +40,8 @@ class LiveSequence:
     deadline: asyncio.TimerHandle | None = None
     compiled: float = 0.0
     handed_over: bool = False
+    lost: float = 0.0
+    unread: float = 0.0
     kept: KeptOutput | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,11 +79,13 @@ class LiveSequence:
 class Outputs(Protocol):
     """Takes outputs by handle."""
 
+    def begin_turn(self, at: float, lost: float) -> None: ...
+
     def tokens(self, step: int, handle: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None: ...
 
     def prompt_logprobs(self, handle: int, logprobs: Sequence[TokenLogprobs]) -> None: ...
 
-    def admitted(self, handle: int, admit: Admit, reserve_seconds: float) -> None: ...
+    def admitted(self, handle: int, admit: Admit, waited: Waited) -> None: ...
 
     def recounted(self, handle: int, cached_tokens: int) -> None: ...
 
@@ -94,7 +100,8 @@ class Outputs(Protocol):
 
 def gather(live: Mapping[SequenceId, LiveSequence], outputs: EngineOutputs, to: Outputs) -> None:
     """Put out what is of these sequences, in the order in which a router must see it, and keep it."""
-    now = time.monotonic()
+    now = outputs.at or time.monotonic()
+    to.begin_turn(outputs.at, outputs.lost)
     for delay in outputs.delayed:
         if (one := live.get(delay.sequence)) is not None:
             to.delayed(one.handle, stalled=delay.stalled, away=delay.away)
@@ -142,13 +149,13 @@ def _gather_admissions(
 ) -> None:
     for admit in outputs.admitted:
         if (one := live.get(admit.sequence)) is not None:
-            waited = now - one.submitted
+            waited = Waited(max(0.0, now - one.submitted), max(0.0, outputs.lost - one.lost), one.unread)
             if one.compiled:
                 to.delayed(one.handle, compiled=one.compiled)
                 one.compiled = 0.0
             to.admitted(one.handle, admit, waited)
             if one.kept is not None:
-                one.kept.admitted(admit, waited, now)
+                one.kept.admitted(admit, waited.seconds, now)
             if one.spans is not None:
                 one.spans.admitted(admit)
     for sequence, cached_tokens in outputs.recounted.items():

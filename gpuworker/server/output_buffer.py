@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from common.hashing import little_endian_int32
 from common.lease import Admit
@@ -25,7 +25,7 @@ from quire.types.v1 import types_pb2 as types
 
 # Bytes of an event, and of each token or log-probability in it, on the wire; upper bounds.
 _EVENT_BYTES: Final = 256
-_ROW_BYTES, _TOKEN_BYTES = 8, 4
+_ROW_BYTES, _TOKEN_BYTES, _TURN_BYTES = 8, 4, 32
 _LOGPROBS_BYTES, _TOP_BYTES = 64, 16
 _MESSAGE_CHARS: Final = 1_000  # of an error that ends a sequence
 _ENTRIES_AT_ONCE: Final = 32
@@ -35,17 +35,32 @@ def _bytes_of(logprobs: Sequence[TokenLogprobs]) -> int:
     return _LOGPROBS_BYTES * len(logprobs) + _TOP_BYTES * sum(len(one.top) for one in logprobs)
 
 
+class Waited(NamedTuple):
+    """How long a sequence waited at this worker for its blocks, and how much of that the worker lost.
+
+    When its submit was read, the worker had stood still for `unread` seconds.
+    """
+
+    seconds: float = 0.0
+    lost: float = 0.0
+    unread: float = 0.0
+
+
 class OutputBuffer:
     """Collects the events of the sequences of one stream, by handle. `size` is what was not taken yet, in bytes."""
 
     def __init__(self) -> None:
         self._seq = 0
+        # The present turn: when it was over and what the worker had lost; and its place in the message once it has one.
+        self._turn, self._turn_place = (0.0, 0.0), 0
         self._sealed: deque[tuple[int, pb.StepOutputs]] = deque()
         self.size = 0
         self._clear()
 
     def _clear(self) -> None:
         self._step, self._gathered = 0, 0
+        self._turns: list[pb.EngineTurn] = []
+        self._turn_place = 0
         self._handles, self._counts, self._tokens = array("I"), array("I"), array("i")
         self._logprob_handles, self._preempted = array("I"), array("I")
         self._logprobs: list[types.TokenLogprobs] = []
@@ -59,9 +74,24 @@ class OutputBuffer:
     def __bool__(self) -> bool:
         return self.size > 0
 
+    def begin_turn(self, at: float, lost: float) -> None:
+        """Let all that follows be of the engine's turn that was over then; 0: it is put out once more, and of none."""
+        self._turn, self._turn_place = (at, lost), 0
+
+    def _in_turn(self) -> int:
+        """Return the place of the present turn in the message, from 1 on; 0 for what is of none."""
+        at, lost = self._turn
+        if not self._turn_place and (at or self._turns):
+            self._turns.append(pb.EngineTurn(at_seconds=at, lost_seconds=lost, first_row=len(self._handles)))
+            self._turn_place = len(self._turns)
+            self._gathered += _TURN_BYTES
+            self.size += _TURN_BYTES
+        return self._turn_place
+
     def tokens(self, step: int, handle: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         """Append new tokens of a sequence, and their log-probabilities if it asked for them."""
         self._step = step
+        self._in_turn()
         self._handles.append(handle)
         self._counts.append(len(tokens))
         self._tokens.extend(tokens)
@@ -78,7 +108,7 @@ class OutputBuffer:
             self._prompt_logprobs.extend(map(logprobs_to_proto, part))
             self._grow(_bytes_of(part))
 
-    def admitted(self, handle: int, admit: Admit, reserve_seconds: float) -> None:
+    def admitted(self, handle: int, admit: Admit, waited: Waited) -> None:
         self._admitted.append(
             pb.SequenceAdmitted(
                 handle=handle,
@@ -86,20 +116,28 @@ class OutputBuffer:
                 miss_reason=miss_to_proto(admit.miss_reason),
                 diverged_at=admit.diverged_at,
                 decision_id=admit.decision_id,
-                reserve_seconds=reserve_seconds,
+                reserve_seconds=waited.seconds,
+                lost_seconds=waited.lost,
+                unread_seconds=waited.unread,
+                turn=self._in_turn(),
             )
         )
         self._grow(_EVENT_BYTES + len(admit.decision_id))
 
     def recounted(self, handle: int, cached_tokens: int) -> None:
         """Append the cached tokens of a sequence whose admission said another number."""
-        self._admitted.append(pb.SequenceAdmitted(handle=handle, cached_tokens=cached_tokens, recounted=True))
+        again = pb.SequenceAdmitted(handle=handle, cached_tokens=cached_tokens, recounted=True, turn=self._in_turn())
+        self._admitted.append(again)
         self._grow(_EVENT_BYTES)
 
     def started(self, handle: int, started: Started) -> None:
         _, wait_seconds, ahead_tokens, ahead_of = started
         message = pb.SequenceStarted(
-            handle=handle, wait_seconds=wait_seconds, ahead_tokens=ahead_tokens, ahead_of=ahead_of
+            handle=handle,
+            wait_seconds=wait_seconds,
+            ahead_tokens=ahead_tokens,
+            ahead_of=ahead_of,
+            turn=self._in_turn(),
         )
         self._started.append(message)
         self._grow(_EVENT_BYTES + len(ahead_of))
@@ -108,12 +146,17 @@ class OutputBuffer:
         """Append the seconds for which a sequence was held up."""
         self._delayed.append(
             pb.SequenceDelayed(
-                handle=handle, compile_seconds=compiled, stalled_seconds=stalled, manager_away_seconds=away
+                handle=handle,
+                compile_seconds=compiled,
+                stalled_seconds=stalled,
+                manager_away_seconds=away,
+                turn=self._in_turn(),
             )
         )
         self._grow(_EVENT_BYTES)
 
     def preempted(self, handle: int) -> None:
+        self._in_turn()
         self._preempted.append(handle)
         self._grow(_ROW_BYTES)
 
@@ -127,6 +170,7 @@ class OutputBuffer:
                 message=end.message[:_MESSAGE_CHARS],
                 wrong_field=end.wrong_field,
                 embedding=end.embedding,
+                turn=self._in_turn(),
             )
         )
         self._grow(_EVENT_BYTES + len(end.embedding) + 4 * min(len(end.message), _MESSAGE_CHARS))
@@ -169,6 +213,7 @@ class OutputBuffer:
             prompt_logprob_handles=pack_u32(self._prompt_handles),
             started=self._started,
             delayed=self._delayed,
+            turns=self._turns,
         )
         self._sealed.append((self._gathered, message))
         self._clear()

@@ -110,6 +110,7 @@ class RouterStream:
         if message.handle in self._sizes:
             self._refuse(message, AlreadyExists(f"handle {message.handle} names a sequence of this stream already"))
             return
+        self._engine.standstill.begin()
         with self._refusing(message):
             self._take_room(message)
             self._limits.check(message)
@@ -174,7 +175,9 @@ class RouterStream:
             raise
         size = self._sizes[message.handle]
         live = LiveSequence(message.handle, request.new, came, message, size, grammar, spans)
-        live.compiled = 0.0 if grammar is None else time.monotonic() - came
+        still, now = self._engine.standstill, time.monotonic()
+        live.compiled = 0.0 if grammar is None else now - came
+        live.lost, live.unread = still.seconds(now) - still.between(came, now), still.just_before(came)
         if message.HasField("timeout_seconds"):
             self._set_deadline(live, came + message.timeout_seconds - time.monotonic())
         self._take_over(live)

@@ -1,19 +1,25 @@
 """The spans of a request from its decision records, after its end: the trace of one that was not sampled.
 
 request                    the whole request
+  reading                  the router's work on the request before it waits for a worker
   queue > lookup           until a worker was chosen
   route                    each choice of a worker
   constraint               the compilation of its constraint, by router and worker
+  router still             what of the time before the first token the router did not run
+  on the way               messages between router and worker
+  worker still             what its worker did not run, or its steps took many times their usual
   reserve                  the wait for blocks, as the KV manager decided on it
   without manager          what of that wait its worker had no KV manager that answered
   prefill wait, prefill    what the worker did until the first token
   lacking blocks           what of that time it had no block for its next tokens
   decode                   from the first token on
   preempted, moved         what interrupted it, from the record of each kind on
-  client                   the client's reading after the last token
+  router still, on the way what of the time after the first token the worker had nothing to do with
+  sending, client          the router's work on the output after the last token, and the client's reading
 
 All seconds are those of the record of the end, by phase. Phases before the first token follow one another in this
-order; those that interrupted a request begin with their record, and have the sum of their seconds.
+order, and so do those after it; those that interrupted a request begin with their record, and have the sum of their
+seconds.
 """
 
 from __future__ import annotations
@@ -31,16 +37,23 @@ _NS: Final = 1_000_000_000
 _ROOT: Final = 0
 # Phases in the order in which a request passes them, with the names of their spans in sampled traces.
 _PHASES: Final = {
+    Phase.READING: ("reading", ROUTER),
     Phase.QUEUE: ("queue", ROUTER),
     Phase.CONSTRAINT: ("constraint", WORKER),
+    Phase.ROUTER_STILL: ("router still", ROUTER),
+    Phase.ON_THE_WAY: ("on the way", ROUTER),
+    Phase.WORKER_STILL: ("worker still", WORKER),
     Phase.BLOCKS: ("reserve", MANAGER),
     Phase.MANAGER_AWAY: ("without manager", WORKER),
     Phase.PREFILL_WAIT: ("prefill wait", WORKER),
     Phase.PREFILL: ("prefill", WORKER),
     Phase.STALLED: ("lacking blocks", WORKER),
     Phase.DECODE: ("decode", WORKER),
+    Phase.SENDING: ("sending", ROUTER),
     Phase.CLIENT: ("client", ROUTER),
 }
+# Phases after the first token that are no part of the decoding, in the order of their spans.
+_BESIDE_DECODE: Final = (Phase.ROUTER_STILL, Phase.ON_THE_WAY, Phase.SENDING, Phase.CLIENT)
 _INTERRUPTIONS: Final = {
     Phase.PREEMPTED: ("preempted", MANAGER, DecisionKind.PREEMPTION),
     Phase.MOVED: ("moved", ROUTER, DecisionKind.MIGRATION),
@@ -117,14 +130,17 @@ def _before_first_token(spans: list[RecordSpan], outcome: Outcome) -> int:
 
 
 def _after_first_token(spans: list[RecordSpan], outcome: Outcome, at: int) -> None:
-    """Add one span of the decoding with its interruptions, and what the client took after it."""
+    """Add one span of the decoding with its interruptions, and what router, network and client took after it."""
     if not outcome.has_first_token:
         return
-    reading = _ns(dict(outcome.after).get(Phase.CLIENT, 0.0))
-    end = at + _ns(outcome.total_s - outcome.first_token_s)
-    spans.append(RecordSpan("decode", WORKER, at, end - reading))
-    if reading:
-        spans.append(RecordSpan("client", ROUTER, end - reading, end))
+    seconds = dict(outcome.after)
+    beside = [(phase, took) for phase in _BESIDE_DECODE if (took := _ns(seconds.get(phase, 0.0)))]
+    end = at + _ns(outcome.total_s - outcome.first_token_s) - sum(took for _, took in beside)
+    spans.append(RecordSpan("decode", WORKER, at, end))
+    for phase, took in beside:
+        name, service = _PHASES[phase]
+        spans.append(RecordSpan(name, service, end, end + took))
+        end += took
 
 
 def _interruptions(spans: list[RecordSpan], outcome: Outcome, own: Iterable[Decision]) -> None:

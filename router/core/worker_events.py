@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from common.errors import QuireError
 from common.types import FinishReason, MissReason, TokenLogprobs, Usage
 from router.core.suspicion import Breakdown
 
 
+class WorkerTime(NamedTuple):
+    """When a worker put something out, on its own clock: differences alone say something.
+
+    `lost` are the seconds until then in which the worker stood still, or its steps took many times their usual.
+    """
+
+    at: float
+    lost: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceAdmitted:
-    """The sequence has its blocks, after waiting `reserve_seconds` for them at the worker.
+    """The sequence has its blocks, after waiting `reserve_seconds` for them at the worker, which lost some of these.
 
-    `recounted`: it had them before, and this is the right number of cached tokens.
+    `recounted`: it had them before, and this is the right number of cached tokens. When its submit was read, the worker
+    had stood still for `unread_seconds`.
     """
 
     cached_tokens: int
@@ -22,6 +34,9 @@ class SequenceAdmitted:
     decision_id: str
     reserve_seconds: float
     recounted: bool = False
+    lost_seconds: float = 0.0
+    unread_seconds: float = 0.0
+    when: WorkerTime | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +49,7 @@ class SequenceStarted:
     wait_seconds: float
     ahead_tokens: int
     ahead_of: str
+    when: WorkerTime | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +64,7 @@ class SequenceDelayed:
     compile_seconds: float = 0.0
     stalled_seconds: float = 0.0
     manager_away_seconds: float = 0.0
+    when: WorkerTime | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +73,7 @@ class TokensSampled:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    when: WorkerTime | None = field(default=None, compare=False)
 
     def part(self, start: int, end: int) -> TokensSampled:
         """Return some of the tokens."""
@@ -73,6 +91,8 @@ class PromptScored:
 class Preempted:
     """The sequence lost its blocks and waits again."""
 
+    when: WorkerTime | None = field(default=None, compare=False)
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceFinished:
@@ -87,6 +107,7 @@ class SequenceFinished:
     message: str = ""
     wrong_field: str = ""
     embedding: bytes = b""
+    when: WorkerTime | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,10 +50,11 @@ class Recorder:
         # The longest time between two events of output that is as promised.
         self.objective_itl = math.inf if tail is None else tail.objective.itl
 
-    def trace(self, request: ValidatedRequest, request_id: str) -> RequestTrace:
-        """Count a request, and return its spans."""
+    def trace(self, request: ValidatedRequest, request_id: str, begins: bool = True) -> RequestTrace:
+        """Count a request, and return its spans; one that does not begin here goes on from another router."""
         self.metrics.requests.inc()
-        return RequestTrace(self._tracer, self.clock, request, request_id, self._model)
+        arrived = request.arrived if begins else None
+        return RequestTrace(self._tracer, self.clock, request, request_id, self._model, arrived)
 
     def finished(self, request_id: str, event: Finished, trace_id: str) -> None:
         """Count the end of one sequence, and log its lengths for `quire advise-block-size`."""

@@ -1,6 +1,7 @@
 """The spans of one request at the router.
 
-request                 the whole request; parent of the worker's spans too
+request                 the whole request, from its arrival; parent of the worker's spans too
+  reading               the router's work on it before it is admitted
   queue > lookup        until a worker is chosen, and in it the prefix lookup
   route                 the choice of the worker, with the decision
   stream                until the last token
@@ -9,6 +10,7 @@ request                 the whole request; parent of the worker's spans too
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
 
@@ -21,27 +23,41 @@ from router.observe.gen_ai import Value, request_attributes, response_attributes
 from router.observe.record_trace import TraceHead, parent_span
 from router.observe.trace_ids import beginning
 
+_NS: Final = 1_000_000_000
+
 
 class RequestTrace:
     """Costs nothing where the request is not sampled. `traceparent` is the parent of the worker's spans."""
 
     def __init__(
-        self, tracer: Tracer, clock: Clock, request: ValidatedRequest, request_id: str, model: str = ""
+        self,
+        tracer: Tracer,
+        clock: Clock,
+        request: ValidatedRequest,
+        request_id: str,
+        model: str = "",
+        arrived: float | None = None,
     ) -> None:
+        """`arrived`: when a request came that begins here."""
         self._tracer, self._clock, self._model = tracer, clock, model
         self._ends: dict[int, Finished] = {}
         self.owner = request.caller.owner
+        now_ns, read = clock.time_ns(), 0.0 if arrived is None else clock.monotonic() - arrived
+        self.began_ns, self._queued_ns = now_ns - round(max(0.0, read) * _NS), now_ns
         with beginning(request.trace_id):
-            self._span = tracer.start_span("request", parent_of(request.traceparent, request.tracestate))
+            parent = parent_of(request.traceparent, request.tracestate)
+            self._span = tracer.start_span("request", parent, start_time=self.began_ns)
         self.recording = self._span.is_recording()
         context = self._span.get_span_context()
         self.trace_id = f"{context.trace_id:032x}" if self.recording else ""
         self.traceparent = traceparent_of(set_span_in_context(self._span)) if self.recording else ""
         self._request, self._request_id, self._trace_id = request, request_id, context.trace_id
-        self.began_ns = self._queued_ns = clock.time_ns()
         self._stream: Span | None = None
         if self.recording:
             self._span.set_attributes(self._attributes())
+        if self.recording and arrived is not None:
+            within = set_span_in_context(self._span)
+            tracer.start_span("reading", within, start_time=self.began_ns).end(now_ns)
 
     def _attributes(self) -> dict[str, Value]:
         """Return what the request's span says of it; empty names are left out."""

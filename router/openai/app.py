@@ -61,7 +61,7 @@ def create_app(parts: HttpParts, cors_origins: Sequence[str] = ()) -> FastAPI:
         redoc_url=None,
         telemetry=_NO_TELEMETRY,
     )
-    app.add_middleware(BodyGate)
+    app.add_middleware(BodyGate, clock=parts.clock)
     errors.install(app)
     app.add_middleware(Authenticated, authenticator=parts.authenticator)
     if cors_origins:

@@ -14,6 +14,7 @@ from typing import Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common import limits
+from common.clock import Clock, SystemClock
 from common.errors import FieldViolation, InvalidRequest, Overloaded, QuireError, QuotaViolation
 from router.openai import errors
 from router.serving.content_coding import SERVED, decoded
@@ -65,10 +66,13 @@ class BodyShare:
 
 
 class BodyGate:
-    """An ASGI middleware. A client that goes away before its body has come gets no further than this."""
+    """An ASGI middleware. A client that goes away before its body has come gets no further than this.
 
-    def __init__(self, app: ASGIApp, budget: BodyBudget | None = None) -> None:
-        self._app, self._budget = app, budget or BodyBudget()
+    The request's state says by `clock` when the body was there (`received`): what comes then is the router's work.
+    """
+
+    def __init__(self, app: ASGIApp, budget: BodyBudget | None = None, clock: Clock | None = None) -> None:
+        self._app, self._budget, self._clock = app, budget or BodyBudget(), clock or SystemClock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -76,29 +80,29 @@ class BodyGate:
             return
         with self._budget.share() as share:
             try:
-                whole = await _received(scope, receive, share)
+                whole = await self._received(scope, receive, share)
             except QuireError as refused:
                 await errors.response_to(refused, scope)(scope, receive, send)
                 return
             if whole is not None:
                 await self._app(scope, whole, send)
 
+    async def _received(self, scope: Scope, receive: Receive, share: BodyShare) -> Receive | None:
+        """Return a `receive` that gives the whole body first; None when the client went away. Raises QuireErrors."""
+        coding = _coding(scope)
+        body = await _read(scope, receive, share)
+        if body is None:
+            return None
+        scope.setdefault("state", {})["received"] = self._clock.monotonic()
+        if coding:
+            body = await _without_coding(body, coding, share)
+        _check(scope, body)
+        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-async def _received(scope: Scope, receive: Receive, share: BodyShare) -> Receive | None:
-    """Return a `receive` that gives the whole body first; None when the client went away. Raises QuireErrors."""
-    coding = _coding(scope)
-    body = await _read(scope, receive, share)
-    if body is None:
-        return None
-    if coding:
-        body = await _without_coding(body, coding, share)
-    _check(scope, body)
-    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        async def replayed() -> Message:
+            return whole.pop() if whole else await receive()
 
-    async def replayed() -> Message:
-        return whole.pop() if whole else await receive()
-
-    return replayed
+        return replayed
 
 
 async def _read(scope: Scope, receive: Receive, share: BodyShare) -> bytes | None:

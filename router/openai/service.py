@@ -73,10 +73,10 @@ class Service:
         request.state.ids.model = model or ""
 
     def call(self, request: Request, seconds: float | None = None) -> CallContext:
-        """Return the context of a call, which ends after so many seconds."""
+        """Return the context of a call that came with its body, and ends after so many seconds from now on."""
         now, ids = self.parts.clock.monotonic(), request.state.ids
         return CallContext(
-            arrived=now,
+            arrived=getattr(request.state, "received", now),
             deadline=None if seconds is None else now + seconds,
             traceparent=ids.traceparent,
             tracestate=ids.tracestate,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 from common.errors import NotFound, QuireError
@@ -84,10 +85,12 @@ class Requests:
     ) -> Json:
         story = story_of(request_id, await known(record for _, record in records), unread)
         ordered = sorted(records, key=lambda each: each[1].time_unix_nano)
+        found = diagnose(story)
         return {
             "request": request_id,
             "began": story.began_ns / 1e9,
-            "diagnosis": diagnosis_of(diagnose(story)),
+            "diagnosis": diagnosis_of(found),
+            "timeline": timeline_of(found, story.outcome),
             "outcome": ended_of(request_id, story.outcome) if story.outcome is not None else None,
             "records": await in_steps(lambda each: record_of(each[1], each[0]), ordered),
             "spans": await self._spans(request_id),
@@ -137,6 +140,18 @@ def ended_of(request_id: str, outcome: Outcome) -> Json:
         "preemptions": outcome.preemptions,
         "moves": outcome.moves,
     }
+
+
+def timeline_of(found: Diagnosis, outcome: Outcome | None) -> list[Json]:
+    """Return when each phase was, one after the other until the end: by the same seconds as the verdict."""
+    if outcome is None:
+        return []
+    begins = outcome.time_ns / 1e9 - outcome.total_s
+    ends = accumulate((each.seconds for each in found.phases), initial=begins)
+    return [
+        {"phase": each.phase, "label": LABELS[each.phase], "start": start, "end": end}
+        for each, (start, end) in zip(found.phases, pairwise(ends), strict=True)
+    ]
 
 
 def diagnosis_of(found: Diagnosis) -> Json:

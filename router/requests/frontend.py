@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 
 from common.errors import Cancelled, DeadlineExceeded, Overloaded, QuireError, Unavailable
+from common.process.standstill import Standstill
 from common.rpc.deadline import is_expiry
 from common.types import DecisionKind, FinishReason
 from router.core.admission import AdmissionLimiter
@@ -51,6 +52,7 @@ class RouterFrontend:
         self._turns, self._placer = Turns(), Placer(dispatcher, admission, recorder, eos_token_ids)
         self._adopter, self._events = Adopter(dispatcher, admission, recorder), ClientEvents(recorder)
         self._runs: set[RequestRun] = set()
+        self._standstill = Standstill(lambda: bool(self._runs))
         dispatcher.pool.listen(DrainMover(dispatcher.pool, self._placer, self._runs, self._clock))
         self.leaving = self.draining = False
         """A router that is leaving takes no new clients. One that drains takes no new requests either."""
@@ -68,14 +70,15 @@ class RouterFrontend:
         self, request: ValidatedRequest, resumable: Resumable | None = None
     ) -> AsyncGenerator[GenerateEvent, None]:
         request_id = request.request_id or self._new_id()
-        trace = self._recorder.trace(request, request_id)
+        trace = self._recorder.trace(request, request_id, begins=resumable is None)
         try:
             self._enter(request, request_id, trace)
         except QuireError as refused:
             self._recorder.refused(trace, request_id, refused)
             raise
-        run = RequestRun(request, request_id, trace, self._turns, self._clock)
+        run = RequestRun(request, request_id, trace, self._turns, self._clock, self._standstill.between)
         self._runs.add(run)
+        self._standstill.begin()
         failure = "internal error"
         try:
             await self._begin(run, resumable)
@@ -210,6 +213,7 @@ class RouterFrontend:
         if request.deadline is not None:
             run.expire_in(request.deadline - self._clock.monotonic())
         if resumable is None:
+            run.log.read()
             await self._placer.place(run, run.sequences)
         else:
             await self._adopter.adopt(run, resumable)

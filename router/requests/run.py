@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from common.clock import Clock
 from common.errors import Unavailable
 from common.hashing import block_digests, block_hash_of, little_endian_int32, narrowed_domain, root_digest
+from common.process.standstill import StoodStill
 from common.types import BlockHash, FinishReason, PoolIdentity
 from router.core.diagnosis.outcome import Outcome
 from router.core.events import ValidatedRequest
@@ -130,10 +131,16 @@ class RequestRun:
     """A request's sequences and the inbox that their workers fill."""
 
     def __init__(
-        self, request: ValidatedRequest, request_id: str, trace: RequestTrace, turns: Turns, clock: Clock
+        self,
+        request: ValidatedRequest,
+        request_id: str,
+        trace: RequestTrace,
+        turns: Turns,
+        clock: Clock,
+        stood_still: StoodStill = lambda begin, end: 0.0,
     ) -> None:
         self.request, self.request_id, self.trace = request, request_id, trace
-        self.log, self._clock = RunLog(request, clock), clock
+        self.log, self._clock = RunLog(request, clock, stood_still), clock
         self.sequences: list[Running] = []
         # A request with stop strings needs its tokens at once, because the worker has no stop strings.
         patient = request.whole and not request.sampling.stop
@@ -173,6 +180,7 @@ class RequestRun:
         running.attempt += 1
         running.ended = False
         index, attempt = running.output.index, running.attempt
+        self.log.submitted(index)
 
         def sink(event: SequenceEvent) -> None:
             if not isinstance(event, _GOES_ON) and attempt == running.attempt:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from common.clock import Clock
 from common.errors import Cancelled, DeadlineExceeded, QuireError
 from common.hashing import little_endian_int32
+from common.process.standstill import StoodStill
 from common.types import FinishReason
 from router.core.diagnosis.ends import CLIENT_LEFT
 from router.core.diagnosis.outcome import Outcome, Phase
@@ -27,6 +28,7 @@ from router.core.worker_events import (
     SequenceFinished,
     SequenceStarted,
     TokensSampled,
+    WorkerTime,
 )
 
 # The failure in the records of a request that did not end by itself.
@@ -43,13 +45,32 @@ _INTERNAL: Final = "INTERNAL"
 _REASONS: Final = {DEADLINE_WORDS: DeadlineExceeded.reason, GONE_WORDS: Cancelled.reason}
 
 
+@dataclass(slots=True)
+class _Run:
+    """A sequence's run at a worker: when it was submitted, what to add to a time of the worker for one of the router
+    (None: not known), what the worker had lost at its last event, and when it sampled the last tokens of a stream."""
+
+    submitted: float
+    ahead: float | None = None
+    lost: float = 0.0
+    latest: WorkerTime | None = None
+
+
 class RunLog:
     """Follows the events of a request's sequences as they arrive from workers, whenever the client reads them."""
 
-    def __init__(self, request: ValidatedRequest, clock: Clock) -> None:
-        self._request, self._clock = request, clock
-        self._phases = PhaseClock(request.arrived)
+    def __init__(
+        self, request: ValidatedRequest, clock: Clock, stood_still: StoodStill = lambda begin, end: 0.0
+    ) -> None:
+        """`stood_still` knows when this router did not run."""
+        self._request, self._clock, self._stood_still = request, clock, stood_still
+        self._phases = PhaseClock(request.arrived, stood_still)
         self._phases.spent(Phase.CONSTRAINT, request.constraint_seconds)
+        # By sequence: its present run, and delays that came before its admission.
+        self._runs: dict[int, _Run] = {}
+        self._untold: dict[int, SequenceDelayed] = {}
+        # Until when seconds that a worker lost were counted: those of several sequences may be the same ones.
+        self._lost_until = 0.0
         # Sequences that lost their blocks or their worker, and have sampled nothing since; whether they have blocks
         # again. Tokens of the last step before come in one message with the loss, and after it.
         self._interrupted: dict[int, bool] = {}
@@ -58,7 +79,7 @@ class RunLog:
         self._stalled_until = 0.0
         # Seconds of the present wait that were counted as those of another phase.
         self._counted: dict[Phase, float] = {}
-        self._ended = 0
+        self._ended = set[int]()
         # Whether tokens change nothing: the first one came, and no sequence is interrupted.
         self._streams = False
         self._handed_over: float | None = None
@@ -75,6 +96,15 @@ class RunLog:
 
     # ------------------------------------------------------------ what happens
 
+    def read(self) -> None:
+        """Note that the request was read, made into tokens and checked: it waits for a worker from now on."""
+        self._phases.enter(Phase.QUEUE, self._clock.monotonic())
+
+    def submitted(self, index: int) -> None:
+        """Note that a run of a sequence begins."""
+        self._runs[index] = _Run(self._clock.monotonic())
+        self._untold.pop(index, None)
+
     def placed(self, index: IndexAnswer) -> None:
         """Note that a worker was chosen, and what the prefix index said."""
         self._placements += 1
@@ -89,11 +119,13 @@ class RunLog:
     def resumed(self, orphan: Orphan, now: float) -> None:
         """Take over the times of a request that another router began; it is being moved since that one was lost."""
         self._placements = self._moves = 1
+        self._phases.enter(Phase.QUEUE, self._request.arrived)
         self._phases.enter(Phase.BLOCKS, now - orphan.submitted_seconds)
         if orphan.admitted_seconds is not None:
             self._phases.enter(Phase.PREFILL, now - orphan.admitted_seconds)
         if orphan.first_token_seconds is not None:
-            self._phases.first_token(now - orphan.first_token_seconds)
+            self._phases.enter(Phase.DECODE, now - orphan.first_token_seconds)
+            self._phases.first_token()
         self._phases.enter(Phase.MOVED, now - orphan.orphaned_seconds)
         self._interrupted = dict.fromkeys(range(self._request.sampling.n), True)
 
@@ -101,26 +133,60 @@ class RunLog:
         """Note an event of a sequence's present run."""
         if isinstance(event, TokensSampled):
             if not self._streams:
-                self._sampled(index)
+                self._sampled(index, event)
+            elif (run := self._runs.get(index)) is not None:
+                run.latest = event.when
         elif isinstance(event, SequenceAdmitted):
             self._take_admission(index, event)
         elif isinstance(event, SequenceStarted):
-            self._take_start(event)
+            self._take_start(index, event)
         elif isinstance(event, SequenceDelayed):
-            self._take_delay(event)
+            self._take_delay(index, event)
         elif isinstance(event, Preempted):
             self._preemptions += 1
+            self._tell(index, event.when)
             self._interrupt(index, Phase.PREEMPTED)
         elif isinstance(event, SequenceFinished) and event.reason is not FinishReason.CANCELLED:
+            self._tell(index, event.when)
             self._finish(index)
         elif not isinstance(event, PromptScored):  # refused, lost, or ended because its worker stops
             self._moves += 1
+            self._tell(index, None)
             self._interrupt(index, Phase.MOVED)
+
+    def _tell(self, index: int, when: WorkerTime | None) -> None:
+        """Give the time until now to the present phase, as far as the worker says that it was at work on that."""
+        now, phase, run = self._clock.monotonic(), self._phases.phase, self._runs.get(index)
+        if when is None or run is None or run.ahead is None:
+            self._phases.enter(phase, now)
+        else:
+            self._phases.enter(phase, now, when.at + run.ahead)
+            self._lose(when.lost - run.lost, now)
+            run.lost = when.lost
+        if (delay := self._untold.pop(index, None)) is not None:
+            self._hold_up(delay, now)
+
+    def _lose(self, seconds: float, now: float) -> None:
+        """Take off the present phase what its worker lost."""
+        lost = min(seconds, now - self._lost_until)
+        if lost > 0.0:
+            self._phases.shift(self._phases.phase, Phase.WORKER_STILL, lost)
+            self._lost_until = now
+
+    def _align(self, index: int, event: SequenceAdmitted) -> None:
+        """Learn what the worker's clock says when a sequence's run has begun there."""
+        run, when = self._runs.get(index), event.when
+        if run is not None and when is not None and run.ahead is None:
+            run.ahead = run.submitted - when.at + event.reserve_seconds
+            run.lost = when.lost - event.lost_seconds
 
     def _take_admission(self, index: int, event: SequenceAdmitted) -> None:
         if event.recounted:
             self._recount(index, event.cached_tokens)
             return
+        self._align(index, event)
+        self._tell(index, event.when)
+        self._phases.shift(Phase.ON_THE_WAY, Phase.WORKER_STILL, event.unread_seconds)
         self._admissions += 1
         self._counted.clear()
         if index in self._interrupted:
@@ -128,27 +194,40 @@ class RunLog:
         if self._admitted is None:
             self._admitted, self._admitted_index = event, index
             if self._phases.phase is Phase.BLOCKS:
-                self._phases.enter(Phase.PREFILL, self._clock.monotonic())
+                self._phases.become(Phase.PREFILL)
 
     def _recount(self, index: int, cached_tokens: int) -> None:
         """Correct what the first admission promised; a later run of its sequence promises nothing anew."""
         if self._admitted is not None and index == self._admitted_index and not self._moves:
             self._admitted = replace(self._admitted, cached_tokens=cached_tokens)
 
-    def _take_start(self, event: SequenceStarted) -> None:
+    def _take_start(self, index: int, event: SequenceStarted) -> None:
         """Take off the prefill what the worker computed for others first; only the first start has both."""
         if self._started is None and self._phases.phase is Phase.PREFILL:
             self._started = event
-            self._phases.enter(Phase.PREFILL, self._clock.monotonic())
+            self._tell(index, event.when)
             self._phases.shift(Phase.PREFILL, Phase.PREFILL_WAIT, event.wait_seconds)
 
-    def _take_delay(self, event: SequenceDelayed) -> None:
+    def _take_delay(self, index: int, event: SequenceDelayed) -> None:
+        """Note what held a sequence up; before its admission, the worker's time is not known yet."""
+        run = self._runs.get(index)
+        if event.when is not None and run is not None and run.ahead is None:
+            before = self._untold.get(index, SequenceDelayed())
+            self._untold[index] = SequenceDelayed(
+                before.compile_seconds + event.compile_seconds,
+                before.stalled_seconds + event.stalled_seconds,
+                before.manager_away_seconds + event.manager_away_seconds,
+            )
+        else:
+            self._tell(index, event.when)
+            self._hold_up(event, self._clock.monotonic())
+
+    def _hold_up(self, event: SequenceDelayed, now: float) -> None:
         """Give seconds of the present phase to what held the sequence up in them.
 
         Sequences of a request that wait at once are held up by the same thing, so the longest counts.
         """
-        now, phase = self._clock.monotonic(), self._phases.phase
-        self._phases.enter(phase, now)
+        phase = self._phases.phase
         if event.stalled_seconds:
             stalled = min(event.stalled_seconds, now - self._stalled_until)
             away, self._stalled_until = min(event.manager_away_seconds, stalled), now
@@ -160,35 +239,35 @@ class RunLog:
                 self._phases.shift(phase, to, seconds - self._counted.get(to, 0.0))
                 self._counted[to] = max(seconds, self._counted.get(to, 0.0))
 
-    def _sampled(self, index: int) -> None:
-        now = self._clock.monotonic()
+    def _sampled(self, index: int, event: TokensSampled) -> None:
+        self._tell(index, event.when)
         if self._interrupted.get(index):
             del self._interrupted[index]
         if not self._phases.has_first_token:
-            self._phases.first_token(now)
+            self._phases.first_token()
             if self._interrupted:
-                self._phases.enter(self._interruption, now)
+                self._phases.become(self._interruption)
         elif not self._interrupted:
-            self._phases.enter(Phase.DECODE, now)
+            self._phases.become(Phase.DECODE)
         self._streams = not self._interrupted
 
     def _interrupt(self, index: int, phase: Phase) -> None:
         """Begin an interruption. What a sequence waited for at a worker that it loses before its grant was in vain."""
         self._interrupted[index] = False
         self._streams = False
-        waited, now = self._phases.phase, self._clock.monotonic()
+        waited = self._phases.phase
         self._interruption = phase
         self._counted.clear()
-        self._phases.enter(phase, now)
+        self._phases.become(phase)
         if waited is Phase.BLOCKS and phase is Phase.MOVED:
             self._phases.shift(waited, phase, math.inf)
 
     def _finish(self, index: int) -> None:
-        """What follows the last sequence's end is the client's reading."""
-        self._ended += 1
+        """After the last sequence's end, output goes to the client, as fast as that reads it."""
+        self._ended.add(index)
         self._interrupted.pop(index, None)
-        if self._ended == self._request.sampling.n:
-            self._phases.enter(Phase.CLIENT, self._clock.monotonic())
+        if len(self._ended) == self._request.sampling.n:
+            self._phases.become(Phase.SENDING)
 
     def sent(self, domains: DomainsSeen, heads: PromptHeads, domain: bytes, block_size: int) -> None:
         """Remember who sends this prompt, and note who else has sent it, and what it shares with an earlier one."""
@@ -205,16 +284,26 @@ class RunLog:
         self._handed_over = self._clock.monotonic()
 
     def taken(self) -> None:
-        """Note that the client has taken it."""
+        """Note that the client has taken it. While this router stood still, nothing was the client's to read."""
         if self._handed_over is not None:
-            self._phases.left_unread(self._clock.monotonic() - self._handed_over)
+            now = self._clock.monotonic()
+            unread = now - self._handed_over - self._stood_still(self._handed_over, now)
+            self._phases.left_unread(unread)
+            if self._phases.phase is Phase.SENDING:
+                self._phases.enter(Phase.SENDING, now)
+                self._phases.shift(Phase.SENDING, Phase.CLIENT, unread)
             self._handed_over = None
 
     # ------------------------------------------------------------ the end
 
     def sequence_ended(self, event: Finished) -> None:
+        """Note how a sequence ended for the client: the router ends those that reach a stop text, or their deadline."""
         self._last = event.reason.value
         self._failure = event.message or self._failure
+        if event.index not in self._ended:
+            run = self._runs.get(event.index)
+            self._tell(event.index, run.latest if run is not None and event.reason is FinishReason.STOP else None)
+            self._finish(event.index)
 
     def failed(self, error: QuireError) -> None:
         self._reason = error.reason
@@ -232,6 +321,8 @@ class RunLog:
     def outcome(self, failure: str, worker: str, output_tokens: int) -> Outcome:
         """Return the record of the end; `failure` is "" for a request that ended by itself."""
         self.taken()
+        for index in tuple(self._untold):
+            self._tell(index, None)
         before, after = self._phases.parts(self._clock.monotonic())
         admitted, started, elsewhere = self._admitted, self._started, self._elsewhere
         failure = failure or self._failure

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
@@ -41,6 +43,7 @@ from router.core.worker_events import (
     SequenceFinished,
     SequenceStarted,
     TokensSampled,
+    WorkerTime,
 )
 from router.core.worker_model import Capacity, Load
 from router.workers.orphan_codec import continuation_to_proto
@@ -177,30 +180,52 @@ def events_of(outputs: pb.StepOutputs) -> Iterator[tuple[int, SequenceEvent]]:
 
     Raises ProtocolViolation when its parallel arrays do not fit together.
     """
+    times = _Times(outputs.turns)
     for held in outputs.delayed:
-        yield held.handle, _delayed(held)
+        yield held.handle, _delayed(held, times)
     for granted in outputs.admitted:
-        yield granted.handle, _admitted(granted)
+        yield granted.handle, _admitted(granted, times)
     for handle in unpack_u32(outputs.preempted):
-        yield handle, Preempted()
+        yield handle, Preempted(times.of(len(outputs.turns)))
     for begun in outputs.started:
-        yield begun.handle, _started(begun)
+        yield begun.handle, _started(begun, times)
     if outputs.prompt_logprobs:
         for handle, entries in _by_owner(outputs.prompt_logprobs, outputs.prompt_logprob_handles).items():
             yield handle, PromptScored(tuple(entries))
-    yield from _sampled(outputs)
+    yield from _sampled(outputs, times)
     for ended in outputs.finished:
-        yield ended.handle, _finished(ended)
+        yield ended.handle, _finished(ended, times)
 
 
-def _sampled(outputs: pb.StepOutputs) -> Iterator[tuple[int, TokensSampled]]:
+class _Times:
+    """The times of a message's turns."""
+
+    def __init__(self, turns: Sequence[pb.EngineTurn]) -> None:
+        self._times = [_time_of(turn) for turn in turns]
+        self._first_rows = [turn.first_row for turn in turns]
+
+    def of(self, turn: int) -> WorkerTime | None:
+        """Return when a turn was over, by its place from 1 on; None where that is not said."""
+        return self._times[turn - 1] if 0 < turn <= len(self._times) else None
+
+    def of_row(self, row: int) -> WorkerTime | None:
+        """Return when the turn of a row of tokens was over."""
+        return self.of(bisect_right(self._first_rows, row))
+
+
+def _time_of(turn: pb.EngineTurn) -> WorkerTime | None:
+    at, lost = turn.at_seconds, turn.lost_seconds
+    return WorkerTime(at, lost) if at > 0.0 and isfinite(at) and isfinite(lost) else None
+
+
+def _sampled(outputs: pb.StepOutputs, times: _Times) -> Iterator[tuple[int, TokensSampled]]:
     handles, counts, tokens = (unpack_u32(packed) for packed in (outputs.handles, outputs.counts, outputs.token_ids))
     if len(handles) != len(counts) or sum(counts) != len(tokens):
         raise ProtocolViolation(f"{len(handles)} handles, {len(counts)} counts and {len(tokens)} tokens do not fit")
     logprobs = _by_owner(outputs.logprobs, outputs.logprob_handles) if outputs.logprobs else {}
-    start = 0
-    for handle, count in zip(handles, counts, strict=True):
-        sampled = TokensSampled(tuple(tokens[start : start + count]))
+    start, single = 0, times.of(1) if len(outputs.turns) == 1 else None
+    for row, (handle, count) in enumerate(zip(handles, counts, strict=True)):
+        sampled = TokensSampled(tuple(tokens[start : start + count]), (), single or times.of_row(row))
         if handle in logprobs:
             entries = logprobs[handle]
             sampled = replace(sampled, logprobs=tuple(entries[:count]))
@@ -220,30 +245,35 @@ def _by_owner(entries: Sequence[types_pb2.TokenLogprobs], handles: bytes) -> dic
     return found
 
 
-def _admitted(message: pb.SequenceAdmitted) -> SequenceAdmitted:
+def _admitted(message: pb.SequenceAdmitted, times: _Times) -> SequenceAdmitted:
     miss = miss_from_proto(message.miss_reason, unknown=MissReason.NEVER_SEEN)
     return SequenceAdmitted(
         message.cached_tokens,
         miss,
         message.diverged_at,
         message.decision_id,
-        message.reserve_seconds,
+        max(0.0, message.reserve_seconds),
         message.recounted,
+        max(0.0, message.lost_seconds),
+        max(0.0, message.unread_seconds),
+        times.of(message.turn),
     )
 
 
-def _started(message: pb.SequenceStarted) -> SequenceStarted:
+def _started(message: pb.SequenceStarted, times: _Times) -> SequenceStarted:
     ahead_of = message.ahead_of if is_id(message.ahead_of) else ""
-    return SequenceStarted(max(0.0, message.wait_seconds), message.ahead_tokens, ahead_of)
+    wait = max(0.0, message.wait_seconds)
+    return SequenceStarted(wait, message.ahead_tokens, ahead_of, times.of(message.turn))
 
 
-def _delayed(message: pb.SequenceDelayed) -> SequenceDelayed:
+def _delayed(message: pb.SequenceDelayed, times: _Times) -> SequenceDelayed:
     compiled, stalled, away = message.compile_seconds, message.stalled_seconds, message.manager_away_seconds
-    return SequenceDelayed(max(0.0, compiled), max(0.0, stalled), max(0.0, away))
+    return SequenceDelayed(max(0.0, compiled), max(0.0, stalled), max(0.0, away), times.of(message.turn))
 
 
-def _finished(message: pb.SequenceFinished) -> SequenceFinished:
+def _finished(message: pb.SequenceFinished, times: _Times) -> SequenceFinished:
     reason = finish_from_proto(message.reason, unknown=FinishReason.ERROR)
     stop = message.stop_token_id if message.HasField("stop_token_id") else None
     usage = usage_from_proto(message.usage)
-    return SequenceFinished(reason, usage, stop, message.message, message.wrong_field, message.embedding)
+    field, when = message.wrong_field, times.of(message.turn)
+    return SequenceFinished(reason, usage, stop, message.message, field, message.embedding, when)

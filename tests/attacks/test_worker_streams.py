@@ -22,7 +22,7 @@ from gpuworker.engine.ports import EngineOutputs
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch
 from gpuworker.server import codec, router_stream, servicer
-from gpuworker.server.output_buffer import OutputBuffer
+from gpuworker.server.output_buffer import OutputBuffer, Waited
 from gpuworker.server.router_stream import RouterStream
 from gpuworker.structured.grammars import Grammar, GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
@@ -58,10 +58,10 @@ async def test_outputs_that_cannot_be_packed_end_one_stream_and_leave_no_sequenc
     """Left behind in the table of owners, they once held up every drain for its full time."""
     sound = OutputBuffer.admitted
 
-    def admitted(self: OutputBuffer, handle: int, admit: Admit, reserve_seconds: float) -> None:
+    def admitted(self: OutputBuffer, handle: int, admit: Admit, waited: Waited) -> None:
         if handle == HOSTILE:
             raise OverflowError("a bug")
-        sound(self, handle, admit, reserve_seconds)
+        sound(self, handle, admit, waited)
 
     monkeypatch.setattr(OutputBuffer, "admitted", admitted)
     runner = ManualRunner()

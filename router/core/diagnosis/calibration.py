@@ -19,7 +19,7 @@ from router.core.diagnosis.outcome import Outcome, Phase, outcome_of
 # Terms of the cost that come before the first token.
 BEFORE_FIRST_TOKEN: Final = ("queue_delay", "prefill")
 # Phases before the choice, and those that it does not predict.
-_BEFORE_CHOICE: Final = (Phase.QUEUE, Phase.LOOKUP, Phase.CONSTRAINT)
+_BEFORE_CHOICE: Final = (Phase.READING, Phase.QUEUE, Phase.LOOKUP, Phase.CONSTRAINT, Phase.ROUTER_STILL)
 # Phases at the worker before it computes.
 _WAITS: Final = (Phase.BLOCKS, Phase.MANAGER_AWAY, Phase.PREFILL_WAIT, Phase.STALLED)
 # A prediction within this factor of the actual value is near it.

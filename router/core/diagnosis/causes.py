@@ -15,9 +15,14 @@ class Cause(StrEnum):
 
     NOT_KNOWN = "not_known"
 
+    READING = "reading"
     WORKER_QUEUE = "worker_queue"
     OUTRANKED = "outranked"
     ROUTER = "router"
+    ROUTER_STILL = "router_still"
+    ON_THE_WAY = "on_the_way"
+    WORKER_STILL = "worker_still"
+    SENDING = "sending"
     INDEX_SLOW = "index_slow"
     CONSTRAINT = "constraint"
     BLOCKS = "blocks"
@@ -85,6 +90,21 @@ _REFUSING: Final = Advice("Add workers, or raise `--max-queued-requests` where c
 
 ADVICE: Final[Mapping[Cause, Advice]] = {
     Cause.WORKER_QUEUE: Advice("Capacity is short: add workers.", "quirequeuestands"),
+    Cause.READING: Advice(
+        "Long texts take the router time to tokenise: add routers, or let clients send token ids.", "reading"
+    ),
+    Cause.ROUTER_STILL: Advice(
+        "Give the router's host free processors, and look for what stopped the process or swaps its memory.",
+        "router-stood-still",
+    ),
+    Cause.ON_THE_WAY: Advice(
+        "Look at the network between router and worker, and at the processors of both hosts.", "on-the-way"
+    ),
+    Cause.WORKER_STILL: Advice(
+        "Give the worker's host free processors, and look for what stopped the process, or holds up its device.",
+        "worker-stood-still",
+    ),
+    Cause.SENDING: Advice("The router is busy with the output of others: add routers.", "sending"),
     Cause.ROUTER: Advice("The router's event loop may be full (*CPU* near one core: add routers).", "quirelookupsfail"),
     Cause.INDEX_SLOW: Advice("Redis may be slow (`redis-cli --latency`) or far away.", "quirelookupsfail"),
     Cause.OUTRANKED: Advice(

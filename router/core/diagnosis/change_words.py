@@ -36,9 +36,13 @@ _MISS_CAUSES: Final[Mapping[str, Cause]] = {
     "windowed": Cause.BEING_COMPUTED,
 }
 _PHASE_CAUSES: Final[Mapping[str, Cause]] = {
+    Phase.READING: Cause.READING,
     Phase.QUEUE: Cause.WORKER_QUEUE,
     Phase.LOOKUP: Cause.INDEX_SLOW,
     Phase.CONSTRAINT: Cause.CONSTRAINT,
+    Phase.ROUTER_STILL: Cause.ROUTER_STILL,
+    Phase.ON_THE_WAY: Cause.ON_THE_WAY,
+    Phase.WORKER_STILL: Cause.WORKER_STILL,
     Phase.BLOCKS: Cause.BLOCKS,
     Phase.MANAGER_AWAY: Cause.MANAGER_AWAY,
     Phase.PREFILL_WAIT: Cause.HEAD_OF_LINE,
@@ -47,6 +51,7 @@ _PHASE_CAUSES: Final[Mapping[str, Cause]] = {
     Phase.DECODE: Cause.DECODE,
     Phase.PREEMPTED: Cause.PREEMPTED,
     Phase.MOVED: Cause.WORKER_LOST,
+    Phase.SENDING: Cause.SENDING,
     Phase.CLIENT: Cause.SLOW_CLIENT,
 }
 

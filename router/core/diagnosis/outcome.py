@@ -22,9 +22,13 @@ Seconds = tuple[tuple[str, float], ...]
 class Phase(StrEnum):
     """What a request waited for, or what was done for it; a request is in one phase at a time."""
 
+    READING = "reading"
     QUEUE = "queue"
     LOOKUP = "lookup"
     CONSTRAINT = "constraint"
+    ROUTER_STILL = "router_still"
+    ON_THE_WAY = "on_the_way"
+    WORKER_STILL = "worker_still"
     BLOCKS = "blocks"
     MESSAGES = "messages"  # of BLOCKS: what the KV manager did not let it wait; in no record
     MANAGER_AWAY = "manager_away"
@@ -35,6 +39,7 @@ class Phase(StrEnum):
     SILENT = "silent"
     PREEMPTED = "preempted"
     MOVED = "moved"
+    SENDING = "sending"
     CLIENT = "client"
 
 

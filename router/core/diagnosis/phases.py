@@ -17,9 +17,13 @@ from router.core.diagnosis.story import Holder, Placement, Preemption, Shortfall
 from router.core.diagnosis.words import count, duration, listed
 
 LABELS: Final = {
+    Phase.READING: "reading the request",
     Phase.QUEUE: "waiting for a worker",
     Phase.LOOKUP: "looking up its prefix",
     Phase.CONSTRAINT: "compiling its constraint",
+    Phase.ROUTER_STILL: "while the router stood still",
+    Phase.ON_THE_WAY: "between router and worker",
+    Phase.WORKER_STILL: "while its worker stood still",
     Phase.BLOCKS: "waiting for blocks",
     Phase.MESSAGES: "messages with the KV manager",
     Phase.MANAGER_AWAY: "without a KV manager",
@@ -30,6 +34,7 @@ LABELS: Final = {
     Phase.SILENT: "without output",
     Phase.PREEMPTED: "preempted",
     Phase.MOVED: "moving to another worker",
+    Phase.SENDING: "sending its output",
     Phase.CLIENT: "waiting for the client",
 }
 # Phases in which the request itself is worked on.
@@ -39,8 +44,13 @@ SLOW_READ_S: Final = 0.25
 # A shorter wait at the KV manager is none.
 _LEAST_WAIT_S: Final = 0.001
 _ALWAYS: Final = {
+    Phase.READING: Cause.READING,
     Phase.LOOKUP: Cause.INDEX_SLOW,
     Phase.CONSTRAINT: Cause.CONSTRAINT,
+    Phase.ROUTER_STILL: Cause.ROUTER_STILL,
+    Phase.ON_THE_WAY: Cause.ON_THE_WAY,
+    Phase.WORKER_STILL: Cause.WORKER_STILL,
+    Phase.SENDING: Cause.SENDING,
     Phase.MESSAGES: Cause.MESSAGES,
     Phase.MANAGER_AWAY: Cause.MANAGER_AWAY,
     Phase.PREFILL_WAIT: Cause.HEAD_OF_LINE,
@@ -170,7 +180,8 @@ def _stalled_words(story: Story, outcome: Outcome) -> str:
     if lacking:
         began = f"it began with a part of its prompt's blocks, and waited at {_worker(outcome)} for the other {lacking}"
     else:
-        began = f"it ran at {_worker(outcome)}, which had no block for its next tokens"
+        lacks = "which had no block for its next tokens: the KV manager had none free, or answered late"
+        began = f"it ran at {_worker(outcome)}, {lacks}"
     return f"{began}; {_holders_words(story.shortfalls[0])}" if story.shortfalls else began
 
 
@@ -193,7 +204,12 @@ def _tenant_words(holder: Holder) -> str:
 def _messages_words(story: Story, outcome: Outcome) -> str:
     waited = story.grants[0].waited if story.grants else 0.0
     granted = f"after a wait of {duration(waited)}" if waited >= _LEAST_WAIT_S else "without a wait"
-    return f"messages between {_worker(outcome)} and the KV manager, which granted the blocks {granted}"
+    late = f"the KV manager answered {_worker(outcome)} late: it stood still, or the messages between them were slow"
+    return f"{late}; it granted the blocks {granted}"
+
+
+def _reading_words(outcome: Outcome) -> str:
+    return f"the router read the request and made it into {count(outcome.prompt_tokens, 'token')}"
 
 
 def _ahead_words(outcome: Outcome) -> str:
@@ -258,6 +274,21 @@ def _moved_words(story: Story) -> str:
 
 
 _PHRASES: Final[Mapping[Cause, Callable[[float, Story, Outcome], str]]] = {
+    Cause.READING: lambda seconds, story, outcome: _reading_words(outcome),
+    Cause.ROUTER_STILL: lambda seconds, story, outcome: (
+        "the router stood still: its process was stopped, had no processor, or was held up by one long task"
+    ),
+    Cause.ON_THE_WAY: lambda seconds, story, outcome: (
+        f"messages between the router and {_worker(outcome)} took so long: the network was slow, or one of the two "
+        "did not read them"
+    ),
+    Cause.WORKER_STILL: lambda seconds, story, outcome: (
+        f"{_worker(outcome)} stood still: its process was stopped or had no processor, or its steps took many times "
+        "their usual"
+    ),
+    Cause.SENDING: lambda seconds, story, outcome: (
+        f"{_worker(outcome)} had finished, and the router still wrote the output"
+    ),
     Cause.WORKER_QUEUE: lambda seconds, story, outcome: _queued_words(story),
     Cause.ROUTER: lambda seconds, story, outcome: "the router's own work, before it chose a worker",
     Cause.INDEX_SLOW: lambda seconds, story, outcome: index_words(outcome),

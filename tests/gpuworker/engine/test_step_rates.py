@@ -6,7 +6,7 @@ import pytest
 
 from common.types import BlockId, SequenceId
 from gpuworker.core.batch_plan import ScheduledRow, StepPlan
-from gpuworker.engine.step_rates import StepRates, StepTimes
+from gpuworker.engine.step_rates import StepRates, StepTimes, UsualSteps
 
 
 def plan(decodes: int, prefill: int = 0) -> StepPlan:
@@ -65,3 +65,32 @@ def test_a_prefill_quicker_than_the_learnt_decode_shows_that_decodes_were_distur
     for _ in range(30):
         rates.learn(plan(1, prefill=100), 0.100)
     assert rates.decode_step == pytest.approx(0.100, rel=0.2)
+
+
+def test_a_step_has_lost_what_it_takes_beyond_many_times_its_usual() -> None:
+    usual = UsualSteps()
+    assert usual.lost(plan(1), 9.0) == 0.0, "of the first one nothing is known"
+    usual = UsualSteps()
+    for _ in range(3):
+        assert usual.lost(plan(1), 0.01) == 0.0
+    assert usual.lost(plan(1), 0.079) == 0.0
+    usual = UsualSteps()
+    usual.lost(plan(1), 0.01)
+    assert usual.lost(plan(1), 1.51) == pytest.approx(1.5)
+    assert usual.lost(plan(1), 0.01) == 0.0
+    assert usual.lost(plan(1), 1.51) == pytest.approx(1.5), "nothing was learnt from what was lost"
+
+
+def test_a_short_step_that_takes_a_few_milliseconds_more_has_lost_nothing() -> None:
+    usual = UsualSteps()
+    usual.lost(plan(1), 0.001)
+    assert usual.lost(plan(1), 0.015) == 0.0
+
+
+def test_what_lasts_becomes_the_usual() -> None:
+    usual = UsualSteps()
+    usual.lost(plan(1), 0.01)
+    lost = [usual.lost(plan(1), 0.12) for _ in range(60)]
+    assert lost[0] == pytest.approx(0.11)
+    assert lost[-1] == 0.0
+    assert 30 <= sum(map(bool, lost)) <= 45

@@ -11,7 +11,7 @@ from common.types import BlockId, FinishReason, MissReason, SequenceId, TokenLog
 from common.wire.packing import unpack_u32
 from gpuworker.core.outcomes import SequenceFinished
 from gpuworker.engine.ports import Started
-from gpuworker.server.output_buffer import OutputBuffer
+from gpuworker.server.output_buffer import OutputBuffer, Waited
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 
@@ -67,7 +67,7 @@ def test_logprobs_name_the_handles_that_asked_for_them(buffer: OutputBuffer) -> 
 
 def test_an_admission_says_what_the_cache_gave_and_why_not_more(buffer: OutputBuffer) -> None:
     given = admit(cached_tokens=16, miss_reason=MissReason.DIVERGED_AT, diverged_at=1, decision_id="m-1")
-    buffer.admitted(3, given, 0.5)
+    buffer.admitted(3, given, Waited(0.5, 0.25, 0.125))
     assert list(buffer.take().admitted) == [
         pb.SequenceAdmitted(
             handle=3,
@@ -76,6 +76,8 @@ def test_an_admission_says_what_the_cache_gave_and_why_not_more(buffer: OutputBu
             diverged_at=1,
             decision_id="m-1",
             reserve_seconds=0.5,
+            lost_seconds=0.25,
+            unread_seconds=0.125,
         )
     ]
 
@@ -111,7 +113,7 @@ def test_an_end_without_a_stop_token_names_none(buffer: OutputBuffer) -> None:
 
 NEWS: dict[str, Callable[[OutputBuffer], None]] = {
     "tokens": lambda buffer: buffer.tokens(1, 1, (1,), ()),
-    "admitted": lambda buffer: buffer.admitted(1, admit(), 0.0),
+    "admitted": lambda buffer: buffer.admitted(1, admit(), Waited()),
     "preempted": lambda buffer: buffer.preempted(1),
     "finished": lambda buffer: buffer.finished(1, SequenceFinished(SequenceId(1), FinishReason.LENGTH, Usage())),
 }
@@ -138,7 +140,7 @@ def test_every_finish_reason_has_its_value_on_the_wire(buffer: OutputBuffer, rea
 
 @pytest.mark.parametrize("reason", list(MissReason))
 def test_every_miss_reason_has_its_value_on_the_wire(buffer: OutputBuffer, reason: MissReason) -> None:
-    buffer.admitted(1, admit(miss_reason=reason), 0.0)
+    buffer.admitted(1, admit(miss_reason=reason), Waited())
     assert types.MissReason.Name(buffer.take().admitted[0].miss_reason) == f"MISS_REASON_{reason.name}"
 
 
@@ -160,3 +162,43 @@ def test_a_delay_says_what_held_the_sequence_up(buffer: OutputBuffer) -> None:
         pb.SequenceDelayed(handle=4, stalled_seconds=2.0, manager_away_seconds=0.5),
     ]
     assert not buffer.take().delayed
+
+
+def test_each_turn_of_the_engine_keeps_its_time_in_a_message_of_several(buffer: OutputBuffer) -> None:
+    """A turn that put out nothing of this stream is not named."""
+    buffer.begin_turn(10.0, 0.5)
+    buffer.tokens(1, 1, (10,), ())
+    buffer.begin_turn(10.5, 0.5)
+    buffer.begin_turn(11.0, 2.0)
+    buffer.admitted(2, admit(), Waited())
+    buffer.started(2, Started(SequenceId(9), 0.25, 0, ""))
+    buffer.tokens(2, 1, (11,), ())
+    buffer.delayed(1, stalled=1.0)
+    buffer.finished(1, SequenceFinished(SequenceId(1), FinishReason.LENGTH, Usage()))
+    taken = buffer.take()
+    assert list(taken.turns) == [
+        pb.EngineTurn(at_seconds=10.0, lost_seconds=0.5, first_row=0),
+        pb.EngineTurn(at_seconds=11.0, lost_seconds=2.0, first_row=1),
+    ]
+    said = (taken.admitted, taken.started, taken.delayed, taken.finished)
+    assert [each[0].turn for each in said] == [2, 2, 2, 2]
+
+
+def test_what_is_put_out_once_more_has_no_time(buffer: OutputBuffer) -> None:
+    buffer.begin_turn(10.0, 0.5)
+    buffer.tokens(1, 1, (10,), ())
+    buffer.begin_turn(0.0, 0.0)
+    buffer.tokens(1, 2, (20,), ())
+    assert [(turn.at_seconds, turn.first_row) for turn in buffer.take().turns] == [(10.0, 0), (0.0, 1)]
+    buffer.tokens(1, 2, (21,), ())
+    assert not buffer.take().turns
+
+
+def test_a_message_that_is_full_within_a_turn_leaves_its_time_to_the_next_one(buffer: OutputBuffer) -> None:
+    buffer.begin_turn(10.0, 0.5)
+    tokens = (7,) * 20_000
+    for handle in (1, 2, 3):
+        buffer.tokens(1, handle, tokens, ())
+    messages = [buffer.take(), buffer.take()]
+    assert [len(each.turns) for each in messages] == [1, 1]
+    assert not buffer

@@ -77,6 +77,26 @@ def test_phases_follow_one_another_and_decisions_stand_in_them() -> None:
     assert kinds(spans) == {"queue": ["admission"], "reserve": ["shortfall", "grant"], "route": ["routing"]}
 
 
+def test_what_was_late_around_the_work_has_spans_of_its_own() -> None:
+    outcome = Outcome(
+        before=(("reading", 0.5), ("router_still", 1.0), ("on_the_way", 0.5), ("worker_still", 1.0), ("prefill", 1.0)),
+        after=(("decode", 2.0), ("router_still", 1.0), ("on_the_way", 1.0), ("sending", 0.5), ("client", 1.5)),
+        has_first_token=True,
+    )
+    assert lines(spans_of(ended(outcome)))[1:] == [
+        ("reading", "router", 0.0, 0.5, "request"),
+        ("router still", "router", 0.5, 1.5, "request"),
+        ("on the way", "router", 1.5, 2.0, "request"),
+        ("worker still", "gpuworker", 2.0, 3.0, "request"),
+        ("prefill", "gpuworker", 3.0, 4.0, "request"),
+        ("decode", "gpuworker", 4.0, 6.0, "request"),
+        ("router still", "router", 6.0, 7.0, "request"),
+        ("on the way", "router", 7.0, 8.0, "request"),
+        ("sending", "router", 8.0, 8.5, "request"),
+        ("client", "router", 8.5, 10.0, "request"),
+    ]
+
+
 def test_an_interruption_begins_with_its_record() -> None:
     outcome = Outcome(
         before=(("prefill", 1.0),), after=(("decode", 5.0), ("preempted", 3.0), ("moved", 1.0)), has_first_token=True

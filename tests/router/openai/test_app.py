@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from fastapi import Request
 
 from common.errors import (
     AlreadyExists,
@@ -21,6 +22,7 @@ from common.errors import (
     Unavailable,
 )
 from common.types import FinishReason, TokenLogprobs
+from router.openai.service import Service
 from router.serving.http_server import serve_http
 from tests.support.router.fake_frontend import admitted, finished, tokens
 from tests.support.router.fake_worker import PATIENCE_S
@@ -37,8 +39,22 @@ async def test_completion(api: Api) -> None:
     (request,) = api.frontend.requests
     assert request.prompt == tuple(await api.encode("Lyon is"))
     assert (request.sampling.seed, request.sampling.temperature, request.sampling.stop) == (5, 0.5, ("x",))
-    assert (request.sampling.max_tokens, request.arrived) == (16, 3.0)
+    assert (request.sampling.max_tokens, request.arrived) == (16, api.clock.now)
     assert answer.id == f"cmpl-{request.request_id}"
+
+
+async def test_a_request_arrives_with_its_body_and_not_when_it_was_read(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came, begin_with = api.clock.now, Service.begin_with
+
+    def slowly(self: Service, correlation: str | None, model: str | None, request: Request) -> None:
+        api.clock.advance(2.0)
+        begin_with(self, correlation, model, request)
+
+    monkeypatch.setattr(Service, "begin_with", slowly)
+    await api.client.chat.completions.create(model="demo", messages=HI)
+    assert (api.frontend.requests[0].arrived, api.clock.now) == (came, came + 2.0)
 
 
 async def test_usage_counts_prompt_output_and_cached_tokens(api: Api) -> None:

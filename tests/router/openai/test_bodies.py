@@ -12,6 +12,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
+from common.clock import ManualClock
 from common.limits import MAX_HTTP_BODY_BYTES, SMALL_HTTP_BODY_BYTES
 from router.openai.bodies import BodyBudget, BodyGate
 from tests.support.router.fake_worker import PATIENCE_S
@@ -123,3 +124,22 @@ async def test_a_compressed_body_counts_with_what_it_becomes(
     held.set()
     assert (await first).json() == len(LARGE) - 2
     assert budget.held == 0
+
+
+async def test_a_request_has_come_when_its_body_is_whole() -> None:
+    """What a client takes to send it is no work of the router."""
+    app, clock = FastAPI(), ManualClock(3.0)
+
+    @app.post("/")
+    async def received(request: Request) -> float:
+        clock.advance(4.0)
+        return float(request.state.received)
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b'"a'
+        clock.advance(2.0)
+        yield b'bc"'
+
+    gate = BodyGate(app, clock=clock)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://router") as client:
+        assert (await client.post("/", content=body(), headers=JSON)).json() == 5.0

@@ -156,6 +156,9 @@ async def test_one_request_with_its_verdict() -> None:
         ("sampling its tokens", 1.0, True),
     ]
     assert diagnosis["verdict"]["cause"] == "decode"
+    timeline = [(each["label"], each["end"] - each["start"]) for each in found["timeline"]]
+    assert timeline == [(each["label"], pytest.approx(each["seconds"])) for each in diagnosis["phases"]]
+    assert found["timeline"][-1]["end"] == pytest.approx(found["outcome"]["at"])
     assert diagnosis["advised"][0]["link"].startswith("docker/OPERATING.md#")
     json.dumps(found, allow_nan=False)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -13,6 +15,7 @@ from router.core.events import Admitted
 from router.core.tail_rules import Objective
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import (
+    CLOCK,
     frontend_over,
     in_background,
     request,
@@ -27,17 +30,23 @@ TIMES = (
 )
 
 
-async def test_a_request_makes_a_span_with_queue_route_and_stream_in_it() -> None:
+async def test_a_request_makes_a_span_with_all_that_the_router_does_in_it() -> None:
+    """The request begins when it came, and not when it was read."""
     async with frontend_over(FakeWorker(automatic=True)) as harness:
-        events = await harness.events(request(request_id="r1"))
+        events = await harness.events(replace(request(request_id="r1"), arrived=CLOCK.monotonic() - 2.0))
         spans = {span.name: span for span in harness.spans.ended()}
-        assert set(spans) == {"request", "queue", "lookup", "route", "stream"}
+        assert set(spans) == {"request", "reading", "queue", "lookup", "route", "stream"}
+        reading, queue = spans["reading"], spans["queue"]
+        assert reading.start_time == spans["request"].start_time
+        assert reading.end_time == queue.start_time
+        assert reading.end_time - reading.start_time == pytest.approx(2e9, rel=0.5)
         whole = spans["request"]
         assert whole.attributes is not None
         assert whole.attributes["quire.request_id"] == "r1"
         parents = {name: span.parent.span_id for name, span in spans.items() if span.parent is not None}
         within = whole.context.span_id
         assert parents == {
+            "reading": within,
             "queue": within,
             "lookup": spans["queue"].context.span_id,
             "route": within,

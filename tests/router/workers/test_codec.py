@@ -9,10 +9,12 @@ import pytest
 from google.rpc import status_pb2
 
 from common.errors import ProtocolViolation
+from common.hashing import little_endian_int32
 from common.types import Constraint, ConstraintKind, SamplingParams
 from common.wire.sampling_codec import sampling_from_proto
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
+from router.core.worker_events import Lost, PromptScored, Refused, TokensSampled, WorkerTime
 from router.core.worker_model import Load
 from router.workers.codec import Submission, events_of, load_from_proto, refusal_from_proto, submit_to_proto
 
@@ -38,6 +40,52 @@ def test_log_probabilities_that_do_not_pair_up_are_a_violation() -> None:
     outputs = pb.StepOutputs(handles=packed, counts=packed, token_ids=packed, logprobs=[entry], logprob_handles=packed)
     with pytest.raises(ProtocolViolation, match="2 tokens have 1"):
         list(events_of(outputs))
+
+
+def test_each_event_has_the_time_of_its_turn() -> None:
+    """A message has several turns where the router reads late; what is put out once more has no time."""
+    pack = little_endian_int32
+    outputs = pb.StepOutputs(
+        turns=[
+            pb.EngineTurn(at_seconds=5.0, lost_seconds=0.5, first_row=0),
+            pb.EngineTurn(at_seconds=6.0, lost_seconds=1.5, first_row=2),
+            pb.EngineTurn(first_row=3),
+        ],
+        handles=pack([1, 2, 1, 3]),
+        counts=pack([1, 1, 1, 1]),
+        token_ids=pack([10, 20, 11, 30]),
+        admitted=[pb.SequenceAdmitted(handle=1, turn=1), pb.SequenceAdmitted(handle=3)],
+        started=[pb.SequenceStarted(handle=1, turn=1)],
+        delayed=[pb.SequenceDelayed(handle=2, turn=2)],
+        finished=[pb.SequenceFinished(handle=1, turn=2), pb.SequenceFinished(handle=2, turn=9)],
+    )
+    first, second = WorkerTime(5.0, 0.5), WorkerTime(6.0, 1.5)
+    found = []
+    for handle, event in events_of(outputs):
+        assert not isinstance(event, PromptScored | Refused | Lost)
+        found.append((type(event).__name__, handle, event.when))
+    assert found == [
+        ("SequenceDelayed", 2, second),
+        ("SequenceAdmitted", 1, first),
+        ("SequenceAdmitted", 3, None),
+        ("SequenceStarted", 1, first),
+        ("TokensSampled", 1, first),
+        ("TokensSampled", 2, first),
+        ("TokensSampled", 1, second),
+        ("TokensSampled", 3, None),
+        ("SequenceFinished", 1, second),
+        ("SequenceFinished", 2, None),
+    ]
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -1.0])
+def test_a_time_that_is_none_is_none(odd: float) -> None:
+    handles = little_endian_int32([1])
+    for turn in (pb.EngineTurn(at_seconds=odd), pb.EngineTurn(at_seconds=1.0, lost_seconds=odd)):
+        outputs = pb.StepOutputs(turns=[turn], handles=handles, counts=handles, token_ids=handles)
+        ((_, event),) = events_of(outputs)
+        assert isinstance(event, TokensSampled)
+        assert event.when is None or (event.when.at, event.when.lost) == (1.0, -1.0)
 
 
 def test_a_heartbeat_is_read_whole() -> None:

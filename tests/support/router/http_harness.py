@@ -60,7 +60,7 @@ class Api:
             "0123456789abcdef", FACTS.tokenizer_fingerprint, 16, KvGeometry(4, 2, 64, 64, "float32")
         )
         card = ModelCard("demo", identity, FACTS.max_model_len, FACTS.vocab_size, FACTS.eos_token_ids, True, ("alias",))
-        text = self.text
+        text, self.clock = self.text, ManualClock(3.0)
         templates = text.template_source, text.tool_template_source
         dialects = Dialects.of(tools, reasoning, *templates, text.added_tokens, text.sees_tools)
         parts = HttpParts(
@@ -69,7 +69,7 @@ class Api:
             codec=self.text,
             card=card,
             why_not_ready=lambda: "" if self.is_ready else "no worker takes requests: none is known",
-            clock=ManualClock(3.0),
+            clock=self.clock,
             authenticator=authenticator or OneCaller(),
             reader=AnswerReader(dialects, self.text),
             responses=ResponseParts(store or MemoryStore(StoreLimits(), ManualClock(3.0)), self.background),

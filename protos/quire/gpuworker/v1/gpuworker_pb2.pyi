@@ -683,6 +683,7 @@ class StepOutputs(_message.Message):
     PROMPT_LOGPROB_HANDLES_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
     DELAYED_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Dense from 1 in each stream."""
     step: _builtins.int
@@ -711,6 +712,10 @@ class StepOutputs(_message.Message):
     def delayed(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceDelayed]:
         """They come before everything else of their sequences."""
 
+    @_builtins.property
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineTurn]:
+        """The turns of the worker's engine that put all of this out, oldest first: one, or more for a router that reads late."""
+
     def __init__(
         self,
         *,
@@ -728,14 +733,45 @@ class StepOutputs(_message.Message):
         prompt_logprob_handles: _builtins.bytes = ...,
         started: _abc.Iterable[Global___SequenceStarted] | None = ...,
         delayed: _abc.Iterable[Global___SequenceDelayed] | None = ...,
+        turns: _abc.Iterable[Global___EngineTurn] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "counts", b"counts", "delayed", b"delayed", "finished", b"finished", "handles", b"handles", "logprob_handles", b"logprob_handles", "logprobs", b"logprobs", "preempted", b"preempted", "prompt_logprob_handles", b"prompt_logprob_handles", "prompt_logprobs", b"prompt_logprobs", "seq", b"seq", "started", b"started", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "counts", b"counts", "delayed", b"delayed", "finished", b"finished", "handles", b"handles", "logprob_handles", b"logprob_handles", "logprobs", b"logprobs", "preempted", b"preempted", "prompt_logprob_handles", b"prompt_logprob_handles", "prompt_logprobs", b"prompt_logprobs", "seq", b"seq", "started", b"started", "step", b"step", "token_ids", b"token_ids", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepOutputs: _TypeAlias = StepOutputs  # noqa: Y015
+
+@_typing.final
+class EngineTurn(_message.Message):
+    """When a turn of the engine was over. Routers take differences alone: each host has its own clock."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_SECONDS_FIELD_NUMBER: _builtins.int
+    LOST_SECONDS_FIELD_NUMBER: _builtins.int
+    FIRST_ROW_FIELD_NUMBER: _builtins.int
+    at_seconds: _builtins.float
+    """Seconds on the worker's monotonic clock; 0 for what is put out once more, whose times have passed."""
+    lost_seconds: _builtins.float
+    """Rises with each time that the worker lost until then: its process stood still, or a step took many times its usual."""
+    first_row: _builtins.int
+    """The first of `handles` in this turn; the turn ends where the next one begins."""
+    def __init__(
+        self,
+        *,
+        at_seconds: _builtins.float = ...,
+        lost_seconds: _builtins.float = ...,
+        first_row: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_seconds", b"at_seconds", "first_row", b"first_row", "lost_seconds", b"lost_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineTurn: _TypeAlias = EngineTurn  # noqa: Y015
 
 @_typing.final
 class SequenceAdmitted(_message.Message):
@@ -748,6 +784,9 @@ class SequenceAdmitted(_message.Message):
     DECISION_ID_FIELD_NUMBER: _builtins.int
     RESERVE_SECONDS_FIELD_NUMBER: _builtins.int
     RECOUNTED_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    LOST_SECONDS_FIELD_NUMBER: _builtins.int
+    UNREAD_SECONDS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     cached_tokens: _builtins.int
     """Tokens of the prompt that the sequence need not compute."""
@@ -759,8 +798,14 @@ class SequenceAdmitted(_message.Message):
     recounted: _builtins.bool
     """The sequence was admitted before, and `cached_tokens` is the number that counts: another sequence was to compute
     some of them and did not, or computed more, or a preemption lost them. Not after the first output token. Other
-    fields are unset.
+    fields are unset, but for the turn.
     """
+    turn: _builtins.int
+    """Place of the turn in `turns`, from 1 on; 0 where there is none."""
+    lost_seconds: _builtins.float
+    """Of reserve_seconds, those that the worker lost."""
+    unread_seconds: _builtins.float
+    """For how long the worker had stood still when it read the submit: the submit may have lain unread for as long."""
     def __init__(
         self,
         *,
@@ -771,10 +816,13 @@ class SequenceAdmitted(_message.Message):
         decision_id: _builtins.str = ...,
         reserve_seconds: _builtins.float = ...,
         recounted: _builtins.bool = ...,
+        turn: _builtins.int = ...,
+        lost_seconds: _builtins.float = ...,
+        unread_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "diverged_at", b"diverged_at", "handle", b"handle", "miss_reason", b"miss_reason", "recounted", b"recounted", "reserve_seconds", b"reserve_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "diverged_at", b"diverged_at", "handle", b"handle", "lost_seconds", b"lost_seconds", "miss_reason", b"miss_reason", "recounted", b"recounted", "reserve_seconds", b"reserve_seconds", "turn", b"turn", "unread_seconds", b"unread_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -790,6 +838,7 @@ class SequenceStarted(_message.Message):
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     AHEAD_TOKENS_FIELD_NUMBER: _builtins.int
     AHEAD_OF_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     wait_seconds: _builtins.float
     """Seconds from its admission to the beginning of that step."""
@@ -797,6 +846,8 @@ class SequenceStarted(_message.Message):
     """Positions that steps computed for other sequences in that time."""
     ahead_of: _builtins.str
     """The id of the request that most of them were for."""
+    turn: _builtins.int
+    """As in SequenceAdmitted."""
     def __init__(
         self,
         *,
@@ -804,10 +855,11 @@ class SequenceStarted(_message.Message):
         wait_seconds: _builtins.float = ...,
         ahead_tokens: _builtins.int = ...,
         ahead_of: _builtins.str = ...,
+        turn: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_of", b"ahead_of", "ahead_tokens", b"ahead_tokens", "handle", b"handle", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_of", b"ahead_of", "ahead_tokens", b"ahead_tokens", "handle", b"handle", "turn", b"turn", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -823,6 +875,7 @@ class SequenceDelayed(_message.Message):
     COMPILE_SECONDS_FIELD_NUMBER: _builtins.int
     STALLED_SECONDS_FIELD_NUMBER: _builtins.int
     MANAGER_AWAY_SECONDS_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     compile_seconds: _builtins.float
     """Seconds for which its constraint was compiled, before it asked for blocks."""
@@ -830,6 +883,8 @@ class SequenceDelayed(_message.Message):
     """Seconds in which it ran and had no block for its next tokens."""
     manager_away_seconds: _builtins.float
     """Of the seconds in which it waited for blocks, or had none: those in which the worker had no KV manager that answered."""
+    turn: _builtins.int
+    """As in SequenceAdmitted."""
     def __init__(
         self,
         *,
@@ -837,10 +892,11 @@ class SequenceDelayed(_message.Message):
         compile_seconds: _builtins.float = ...,
         stalled_seconds: _builtins.float = ...,
         manager_away_seconds: _builtins.float = ...,
+        turn: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile_seconds", b"compile_seconds", "handle", b"handle", "manager_away_seconds", b"manager_away_seconds", "stalled_seconds", b"stalled_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile_seconds", b"compile_seconds", "handle", b"handle", "manager_away_seconds", b"manager_away_seconds", "stalled_seconds", b"stalled_seconds", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -857,6 +913,7 @@ class SequenceFinished(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     WRONG_FIELD_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
     stop_token_id: _builtins.int
@@ -866,6 +923,8 @@ class SequenceFinished(_message.Message):
     """The field of the submit that is to blame for the error; empty where it is none. No other worker would get further."""
     embedding: _builtins.bytes
     """Of a submit that embeds: the pooled vector, packed little-endian float32."""
+    turn: _builtins.int
+    """As in SequenceAdmitted."""
     @_builtins.property
     def usage(self) -> _types_pb2.Usage: ...
     def __init__(
@@ -878,10 +937,11 @@ class SequenceFinished(_message.Message):
         message: _builtins.str = ...,
         wrong_field: _builtins.str = ...,
         embedding: _builtins.bytes = ...,
+        turn: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "embedding", b"embedding", "handle", b"handle", "message", b"message", "reason", b"reason", "stop_token_id", b"stop_token_id", "usage", b"usage", "wrong_field", b"wrong_field"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "embedding", b"embedding", "handle", b"handle", "message", b"message", "reason", b"reason", "stop_token_id", b"stop_token_id", "turn", b"turn", "usage", b"usage", "wrong_field", b"wrong_field"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

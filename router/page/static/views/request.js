@@ -42,12 +42,11 @@ export class Request {
 
   phases(found) {
     if (!found.phases.length) return null;
-    const mark = (each) => (each.cause === "not_known" ? "c-unknown" : each.is_work ? "c-sealed" : "c-wait");
     const total = found.phases.reduce((sum, each) => sum + each.seconds, 0);
     let before = 0;
     const rows = found.phases.map((each) => [
       h("span", { class: "bar-name" }, each.label, each.after_first_token ? h("span", { class: "note" }, " after the first token") : null),
-      stack([{ name: "", mark: "c-none", value: before }, { name: each.label, mark: mark(each), value: (before += each.seconds) && each.seconds }], total, `${each.label}: ${seconds(each.seconds)}`),
+      stack([{ name: "", mark: "c-none", value: before }, { name: each.label, mark: markOfPhase(each), value: (before += each.seconds) && each.seconds }], total, `${each.label}: ${seconds(each.seconds)}`),
       h("b", {}, seconds(each.seconds)),
       h("span", { class: "note number" }, percent(each.share)),
     ]);
@@ -55,16 +54,18 @@ export class Request {
     return card("Where the time went", { note: times }, h("div", { class: "bars wide-names" }, rows));
   }
 
-  // Lanes of spans below one lane of marks; times are from the first record or span.
+  // A lane of the verdict's phases and one of each service's spans below lanes of marks; times are from the first of them.
   timeline(found) {
     const spans = found.spans;
-    const times = [...spans.flatMap((each) => [each.start, each.end]), ...found.records.map((each) => each.at)];
+    const phases = found.timeline.map((each, at) => ({ ...each, name: each.label, mark: markOfPhase(found.diagnosis.phases[at]) }));
+    const times = [...[...phases, ...spans].flatMap((each) => [each.start, each.end]), ...found.records.map((each) => each.at)];
     if (!times.length) return null;
     const begin = Math.min(...times);
     const length = Math.max(Math.max(...times) - begin, 1e-6);
     const x = (at) => LEFT + ((at - begin) / length) * (WIDTH - LEFT - 12);
     const services = [...new Set(spans.map((each) => each.service))];
     const lanes = services.flatMap((service) => rowsOf(spans.filter((each) => each.service === service)).map((row, at) => ({ name: at ? "" : service, spans: row })));
+    if (phases.length) lanes.unshift({ name: "phases", spans: phases });
     const top = 30;
     const height = top + LANE * (lanes.length + 2) + 6;
     const drawing = svg("svg", { viewBox: `0 0 ${WIDTH} ${height}`, class: "timeline", role: "img", "aria-label": `timeline of ${found.request}` });
@@ -85,7 +86,7 @@ export class Request {
       if (lane.name) drawing.append(svg("text", { x: 0, y: y + 17, class: "lane-name" }, titleOf(lane.name)), svg("line", { x1: 0, x2: WIDTH, y1: y, y2: y, class: "lane-line" }));
       for (const each of lane.spans) {
         const width = Math.max(2, x(each.end) - x(each.start));
-        const bar = svg("rect", { x: x(each.start), y: y + 4, width, height: LANE - 8, rx: 3, class: `span ${markOf(each.service)}` }, svg("title", {}, `${each.name}: ${seconds(each.end - each.start)}, from ${seconds(each.start - begin)}`));
+        const bar = svg("rect", { x: x(each.start), y: y + 4, width, height: LANE - 8, rx: 3, class: `span ${each.mark ?? markOf(each.service)}` }, svg("title", {}, `${each.name}: ${seconds(each.end - each.start)}, from ${seconds(each.start - begin)}`));
         drawing.append(bar);
         if (width > 7 * each.name.length + 10) drawing.append(svg("text", { x: x(each.start) + 6, y: y + 17, class: "span-name" }, each.name));
       }
@@ -104,6 +105,10 @@ export class Request {
       others.size ? h("p", {}, h("span", { class: "note" }, "Requests that took or gave blocks: "), [...others].slice(0, 12).map((each) => [requestLink(each), " "])) : null,
     );
   }
+}
+
+function markOfPhase(phase) {
+  return phase.cause === "not_known" ? "c-unknown" : phase.is_work ? "c-sealed" : "c-wait";
 }
 
 // Puts spans that overlap into rows of their own.

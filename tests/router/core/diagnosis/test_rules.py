@@ -24,6 +24,8 @@ CALM = Outcome(
     cached_tokens=96, output_tokens=11, block_size=16, admissions=1, placements=1,
 )  # fmt: skip
 
+OR_UNREAD = "the network was slow, or one of the two did not read them"
+
 
 def seconds(**phases: float) -> tuple[tuple[str, float], ...]:
     return tuple(phases.items())
@@ -129,8 +131,8 @@ def test_a_wait_for_blocks_below_half_of_a_phase_has_its_own_part() -> None:
         (Phase.PREFILL, 0.1, Cause.PREFILL),
     ]
     assert found.verdict.sentence == (
-        "52 % of the 2.1 s to the first token: messages between w0 and the KV manager, which granted the blocks "
-        "after a wait of 900 ms."
+        "52 % of the 2.1 s to the first token: the KV manager answered w0 late: it stood still, or the messages "
+        "between them were slow; it granted the blocks after a wait of 900 ms."
     )
     assert found.verdict.evidence[1].startswith("43 % (900 ms): it waited at w0 for 8 blocks")
 
@@ -159,7 +161,8 @@ def test_a_begun_prompt_that_lacks_blocks_says_so() -> None:
     assert (found.cause, found.advice.anchor) == (Cause.STALLED, "quireblocksshort")
     runs = replace(CALM, before=seconds(prefill=0.1), after=seconds(decode=0.5, stalled=3.0))
     assert asked(runs, routed(), granted(0.0)).verdict.sentence == (
-        "83 % of its 3.6 s: it ran at w0, which had no block for its next tokens."
+        "83 % of its 3.6 s: it ran at w0, which had no block for its next tokens: the KV manager had none free, or "
+        "answered late."
     )
 
 
@@ -264,6 +267,36 @@ def test_of_several_preemptions_the_one_that_cost_most_is_named() -> None:
         "97 % of its 3.6 s: it was preempted 3 times; what cost most, 2.5 s, was that its 2 blocks went to r8 "
         "(a higher priority waits)."
     )
+
+
+@pytest.mark.parametrize(
+    ("phase", "cause", "words"),
+    [
+        ("reading", Cause.READING, "the router read the request and made it into 100 tokens"),
+        (
+            "router_still",
+            Cause.ROUTER_STILL,
+            "the router stood still: its process was stopped, had no processor, or was held up by one long task",
+        ),
+        (
+            "on_the_way",
+            Cause.ON_THE_WAY,
+            f"messages between the router and w0 took so long: {OR_UNREAD}",
+        ),
+        (
+            "worker_still",
+            Cause.WORKER_STILL,
+            "w0 stood still: its process was stopped or had no processor, or its steps took many times their usual",
+        ),
+        ("sending", Cause.SENDING, "w0 had finished, and the router still wrote the output"),
+    ],
+)
+def test_who_was_late_around_the_work_is_named(phase: str, cause: Cause, words: str) -> None:
+    slow = replace(CALM, before=((phase, 1.2), ("prefill", 0.3)), after=seconds(decode=0.1))
+    found = asked(slow, routed(), granted(0.0)).verdict
+    assert (found.cause, found.sentence) == (cause, f"80 % of the 1.5 s to the first token: {words}.")
+    late = replace(CALM, before=seconds(prefill=0.3), after=((phase, 1.2), ("decode", 0.1)))
+    assert asked(late, routed(), granted(0.0)).verdict.sentence == f"75 % of its 1.6 s: {words}."
 
 
 def test_a_lost_worker_and_a_slow_client_are_named() -> None:
