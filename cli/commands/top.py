@@ -20,6 +20,7 @@ from cli.top.keys import DOWN, ENTER, UP, pressed
 from cli.top.snapshot import Snapshot, taken
 from cli.views.why import WhyView
 from cli.why.gather import Gatherer
+from cli.why.runbook import runbook_at
 from common.errors import FieldViolation, InvalidConfig, QuireError
 from router.core.diagnosis.rules import diagnose
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
             elif args.once or not (console.is_terminal and sys.stdin.isatty()):
                 print_frame(console, first)
             else:
-                await _Screen(channel, console, first).run(args.every)
+                await _Screen(channel, args.admin_address, console, first).run(args.every)
 
     return run_command(body)
 
@@ -60,8 +61,8 @@ def print_frame(console: Console, snapshot: Snapshot) -> None:
 class _Screen:
     """The screen of one terminal; keys change what it shows at once, new figures come every few seconds."""
 
-    def __init__(self, channel: grpc.aio.Channel, console: Console, first: Snapshot) -> None:
-        self._channel, self._console, self._snapshot = channel, console, first
+    def __init__(self, channel: grpc.aio.Channel, address: str, console: Console, first: Snapshot) -> None:
+        self._channel, self._address, self._console, self._snapshot = channel, address, console, first
         self._choice = settled(first, Choice())
         self._opened: RenderableType | None = None
         self._trouble = ""
@@ -104,7 +105,8 @@ class _Screen:
 
     async def _why(self) -> RenderableType:
         try:
-            return Group(WhyView(diagnose(await Gatherer(self._channel).story(self._choice.selected))), _BACK)
+            found = diagnose(await Gatherer(self._channel).story(self._choice.selected))
+            return Group(WhyView(found, await runbook_at(self._channel, self._address)), _BACK)
         except (QuireError, grpc.aio.AioRpcError) as error:
             return Group(Text(str(error), "yellow"), _BACK)
 

@@ -108,7 +108,13 @@ def main(argv: Sequence[str]) -> int:
             found = [diagnose(await gatherer.story(each)) for each in ids[:_MOST]]
             if args.export is not None:
                 write(args.export, [await exported(gatherer, each) for each in found])
-        show(console, found, len(ids) - len(found), missing, args.json)
+        more, runbook = len(ids) - len(found), gatherer.runbook
+        if args.json:
+            print_json(document_of(found, missing, runbook))
+        elif len(found) == 1:
+            show(console, WhyView(found[0], runbook), missing)
+        else:
+            show(console, WhyTable(found, more), missing)
 
     return run_command(body)
 
@@ -117,14 +123,14 @@ async def compare(args: argparse.Namespace, console: Console) -> None:
     """Say why the hit rate or the latency changed."""
     seconds = span_of(args)
     async with opened(args) as source:
-        ends = await ends_of(source, seconds, args.tenant, time.time_ns())
+        ends, runbook = await ends_of(source, seconds, args.tenant, time.time_ns()), source.runbook
     found = changes(ends, args.hit_rate, args.latency)
     if args.json:
         whole = [{**asdict(each), "head": head_of_change(each)} for each in found]
         print_json({"seconds": seconds, "changes": whole})
         return
     for each in found:
-        console.print(ChangeView(each, seconds), soft_wrap=not console.is_terminal)
+        console.print(ChangeView(each, seconds, runbook), soft_wrap=not console.is_terminal)
 
 
 def span_of(args: argparse.Namespace) -> float:
@@ -139,34 +145,33 @@ def span_of(args: argparse.Namespace) -> float:
     return seconds
 
 
-def show(console: Console, found: Sequence[Diagnosis], more: int, missing: Sequence[str], as_json: bool) -> None:
-    if as_json:
-        print_json({"requests": [plain(each) for each in found], "missing": list(missing)})
-        return
-    if len(found) == 1:
-        console.print(WhyView(found[0]), soft_wrap=not console.is_terminal)
-    else:
-        console.print(WhyTable(found, more))
+def show(console: Console, found: WhyView | WhyTable, missing: Sequence[str]) -> None:
+    console.print(found, soft_wrap=isinstance(found, WhyView) and not console.is_terminal)
     for each in missing:
         console.print(f"missing: {each}", style="yellow", soft_wrap=not console.is_terminal)
 
 
-def plain(found: Diagnosis) -> dict[str, Any]:
+def document_of(found: Sequence[Diagnosis], missing: Sequence[str], runbook: str) -> dict[str, Any]:
+    """Return all of it for --json; `runbook` is where the links lead."""
+    return {"requests": [plain(each, runbook) for each in found], "missing": list(missing)}
+
+
+def plain(found: Diagnosis, runbook: str) -> dict[str, Any]:
     """Return a diagnosis as JSON has it, with the head of its screen."""
     whole = asdict(found)
     for name, verdict in (("verdict", found.verdict), ("prefix", found.prefix)):
         if verdict is not None:
-            whole[name]["advice"]["link"] = verdict.advice.link
-    return {**whole, "head": [line.plain for line in head_lines(found)]}
+            whole[name]["advice"]["link"] = verdict.advice.link(runbook)
+    return {**whole, "head": [line.plain for line in head_lines(found, runbook)]}
 
 
 async def exported(gatherer: Gatherer, found: Diagnosis) -> dict[str, Any]:
     """Return everything about a request: the diagnosis, its screen, all records, and the spans if there are any."""
     screen = Console(file=io.StringIO(), width=_EXPORT_WIDTH, record=True, emoji=False, highlight=False)
-    screen.print(WhyView(found))
+    screen.print(WhyView(found, gatherer.runbook))
     records, _ = await gatherer.records(found.request_id)
     return {
-        "diagnosis": plain(found),
+        "diagnosis": plain(found, gatherer.runbook),
         "screen": screen.export_text().splitlines(),
         "records": [MessageToDict(each, preserving_proto_field_name=True) for each in records],
         "trace": await gatherer.trace(found.request_id),

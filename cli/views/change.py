@@ -15,6 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from cli.views.cutting import cut
+from cli.views.why import advice_line
 from router.core.diagnosis.change import HIT_RATE, Change, Division, Part
 from router.core.diagnosis.change_words import advice_of, caution_of, change_words, head_of, part_name, value_words
 from router.core.diagnosis.words import count, duration
@@ -27,10 +28,10 @@ _MIN_BAR, _MAX_BAR = 6, 30
 
 
 class ChangeView:
-    """One measure; `seconds` is the length of each span."""
+    """One measure; `seconds` is the length of each span, and `runbook` is where advice is explained."""
 
-    def __init__(self, change: Change, seconds: float) -> None:
-        self._change, self._seconds = change, seconds
+    def __init__(self, change: Change, seconds: float, runbook: str) -> None:
+        self._change, self._seconds, self._runbook = change, seconds, runbook
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         found = self._change
@@ -38,7 +39,7 @@ class ChangeView:
         if caution := caution_of(found):
             yield Text(caution, "yellow")
         if (advice := advice_of(found)) is not None:
-            yield Text.assemble(("What to do: ", "green"), advice.text, (f" ({advice.link})", "dim"))
+            yield advice_line(advice, self._runbook)
         yield Text()
         yield self._spans()
         room = _room(found, options.max_width)

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.views.cutting import cut
-from router.core.diagnosis.causes import Cause
+from router.core.diagnosis.causes import Advice, Cause
 from router.core.diagnosis.phases import LABELS, WORK
 from router.core.diagnosis.verdict import Diagnosis, PhaseSpan, advised
 from router.core.diagnosis.words import duration, percent
@@ -29,14 +29,14 @@ _LEAST_ID, _WIDE = 18, 90
 
 
 class WhyView:
-    """One request."""
+    """One request; `runbook` is where advice is explained."""
 
-    def __init__(self, diagnosis: Diagnosis) -> None:
-        self._diagnosis = diagnosis
+    def __init__(self, diagnosis: Diagnosis, runbook: str) -> None:
+        self._diagnosis, self._runbook = diagnosis, runbook
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         found = self._diagnosis
-        yield from head_lines(found)
+        yield from head_lines(found, self._runbook)
         yield Text()
         yield self._heading()
         if found.phases:
@@ -92,13 +92,18 @@ class WhyTable:
             yield Text(f"and {self._more} more; name one request for all about it", "dim")
 
 
-def head_lines(found: Diagnosis) -> Iterator[Text]:
+def head_lines(found: Diagnosis, runbook: str) -> Iterator[Text]:
     """Yield the verdict, why no more was cached, and what to do about both."""
     yield Text(found.verdict.sentence, "bold yellow" if found.verdict.cause is Cause.NOT_KNOWN else "bold")
     if found.prefix is not None:
         yield Text(found.prefix.sentence)
     for each in advised(found):
-        yield Text.assemble(("What to do: ", "green"), each.advice.text, (f" ({each.advice.link})", "dim"))
+        yield advice_line(each.advice, runbook)
+
+
+def advice_line(advice: Advice, runbook: str) -> Text:
+    """Return what to do, and where the runbook says more."""
+    return Text.assemble(("What to do: ", "green"), advice.text, (f" {advice.link(runbook)}", "dim"))
 
 
 def _colour(each: PhaseSpan) -> str:

@@ -48,6 +48,11 @@ class Gatherer:
         """The option that bounds how many records are kept."""
         return self._source.bound
 
+    @property
+    def runbook(self) -> str:
+        """Where the advice on a cause is explained."""
+        return self._source.runbook
+
     async def ends(self, since_ns: int | None = None) -> Ends:
         """Return the records since a time that end requests, of each kind oldest first; without a time the newest."""
         lister, listed = Lister(self._source, _PATIENCE_S), Listed()

@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 import grpc
 
 from cli.client import admin_channel, path_of
+from cli.why.runbook import INSTALLED, runbook_at
 from common.decisions.disk.reader import LogReader
 from common.errors import NotFound, Unavailable
 from quire.api.status import error_from_rpc
@@ -23,6 +24,7 @@ class LogSource:
     """Answers from folders as a router's admin plane does: an instance stands for its stub."""
 
     bound: Final = "--decision-log-size, --decision-log-age"
+    runbook: Final = INSTALLED
 
     def __init__(self, reader: LogReader) -> None:
         self._reader = reader
@@ -54,8 +56,8 @@ class LiveSource:
 
     bound: Final = "--decision-ring"
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        stub = rpc.DecisionServiceStub(channel)
+    def __init__(self, channel: grpc.aio.Channel, runbook: str = INSTALLED) -> None:
+        stub, self.runbook = rpc.DecisionServiceStub(channel), runbook
         self.ListDecisions, self.GetTrace = stub.ListDecisions, stub.GetTrace
 
     def missing(self) -> tuple[str, ...]:
@@ -87,4 +89,4 @@ async def opened(args: argparse.Namespace) -> AsyncIterator[Source]:
         yield LogSource(LogReader(args.log))
         return
     async with admin_channel(args.admin_address, args.state_dir) as channel:
-        yield LiveSource(channel)
+        yield LiveSource(channel, await runbook_at(channel, args.admin_address))

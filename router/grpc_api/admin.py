@@ -61,7 +61,7 @@ class AdminPlane:
     ) -> None:
         decision_pb2_grpc.add_DecisionServiceServicer_to_server(decisions, self.rpc.server)
         add_otlp_receiver(store, self.rpc.server)
-        _add_operators(_OperatorServicer(status, routers, pins), self.rpc.server)
+        _add_operators(_OperatorServicer(status, routers, pins, self.http), self.rpc.server)
         manager.add_to(self.rpc.server)
         self.http.add_actions({"/reset_prefix_cache": manager.reset_page}, from_elsewhere=not self._asks_callers)
 
@@ -81,8 +81,8 @@ class AdminPlane:
 class _OperatorServicer:
     """The methods of InferenceService that operators and siblings call."""
 
-    def __init__(self, status: StatusSource, routers: Routers, pins: Pins) -> None:
-        self._status, self._routers = status, routers
+    def __init__(self, status: StatusSource, routers: Routers, pins: Pins, http: MetricsServer) -> None:
+        self._status, self._routers, self._http = status, routers, http
         self.pin = pins.pin
 
     async def model(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
@@ -93,6 +93,7 @@ class _OperatorServicer:
         status = self._status.status()
         if not asked_by_sibling(context):
             await self._routers.add_to(status)
+        status.admin_http_port = self._http.port
         return status
 
     async def loads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:

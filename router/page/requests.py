@@ -157,7 +157,7 @@ def timeline_of(found: Diagnosis, outcome: Outcome | None) -> list[Json]:
 def diagnosis_of(found: Diagnosis) -> Json:
     """Return a diagnosis as JSON, with the advice that counts and the words of the phases."""
     whole = asdict(found)
-    whole["advised"] = [{"text": each.advice.text, "link": each.advice.link} for each in advised(found)]
+    whole["advised"] = [{"text": each.advice.text, "link": each.advice.link()} for each in advised(found)]
     for phase, of in zip(whole["phases"], found.phases, strict=True):
         phase["label"], phase["is_work"] = LABELS[of.phase], of.phase in WORK
     return whole

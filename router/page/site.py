@@ -1,4 +1,4 @@
-"""The page over HTTP: static files from memory, and data as JSON. Nothing here changes anything.
+"""The page over HTTP: static files from memory, the runbook, and data as JSON. Nothing here changes anything.
 
 The port knows no callers. So no page of another origin may ask. A name of a host that could lead elsewhere tomorrow
 is refused. The policy for contents (CSP) keeps text from becoming code.
@@ -17,6 +17,7 @@ from common.clock import Clock
 from common.process.metrics import is_loopback
 from common.process.small_http import Reply, Request, text
 from router.page.answers import Answers, Later, Source
+from router.page.runbook import runbook_page
 
 PREFIX: Final = "/page"
 DATA: Final = f"{PREFIX}/data/"
@@ -48,7 +49,7 @@ class Site:
     ) -> None:
         """`later` calls a function after some seconds; by default the event loop does."""
         self._from_elsewhere, self._answers = from_elsewhere, Answers(sources, clock, later)
-        self._files = _read(_STATIC)
+        self._files = _read(_STATIC) | {"runbook": (_TYPES[".html"], runbook_page().encode())}
         self._own_names = {"localhost", socket.gethostname().lower()}
 
     @property

@@ -169,7 +169,7 @@ class Router(RouterDouble):
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         return pb.GetStatusResponse(
             version="0.1.0", redis_connected=True, queued_requests=2, running_requests=13, workers=WORKERS,
-            managers=MANAGERS,
+            managers=MANAGERS, admin_http_port=51051,
         )  # fmt: skip
 
 

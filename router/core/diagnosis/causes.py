@@ -1,4 +1,4 @@
-"""The causes that a verdict may name, and what to do about each, in the words of the runbook."""
+"""The causes that a verdict may name, and what to do about each in one sentence, which stands in the runbook too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-RUNBOOK: Final = "docker/OPERATING.md"
+# Where a router's admin HTTP port serves the runbook, which is `router/page/runbook.md`.
+RUNBOOK: Final = "/page/runbook"
 
 
 class Cause(StrEnum):
@@ -66,150 +67,166 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to do, as the section of the runbook under `anchor` says it."""
+    """What to do, in one sentence; the section of the runbook under `anchor` says more."""
 
     text: str
     anchor: str
 
-    @property
-    def link(self) -> str:
-        return f"{RUNBOOK}#{self.anchor}"
+    def link(self, runbook: str = RUNBOOK) -> str:
+        """Return where the section stands, given where the runbook does."""
+        return f"{runbook}#{self.anchor}"
 
-
-_MORE_BLOCKS: Final = Advice(
-    "Give workers more memory for blocks (`--kv-memory`, `--gpu-memory-utilization`), store K and V in a narrower type "
-    "(`--kv-cache-dtype`), or add workers.",
-    "quireblocksshort",
-)
-_SLOW_STEPS: Final = Advice(
-    "If mixed steps are long, lower `--max-num-batched-tokens` or set `--long-prefill-cap`. If decode steps are long, "
-    "allow fewer sequences (`--max-num-seqs`), or move neighbours off the cores.",
-    "quireslowtokens",
-)
-_REFUSING: Final = Advice("Add workers, or raise `--max-queued-requests` where clients can wait.", "quirerefusing")
 
 ADVICE: Final[Mapping[Cause, Advice]] = {
-    Cause.WORKER_QUEUE: Advice("Capacity is short: add workers.", "quirequeuestands"),
     Cause.READING: Advice(
-        "Long texts take the router time to tokenise: add routers, or let clients send token ids.", "reading"
+        "Add routers, or let clients send token ids: making long texts into tokens takes the router time.", "reading"
     ),
+    Cause.WORKER_QUEUE: Advice(
+        "Add workers, because those that run have no room for more requests.", "quirequeuestands"
+    ),
+    Cause.OUTRANKED: Advice(
+        "Raise the request's priority or add workers, unless the requests that went first are meant to.",
+        "higher-priority",
+    ),
+    Cause.ROUTER: Advice("Add routers if the event loop of this one uses nearly a whole core.", "quirelooplags"),
     Cause.ROUTER_STILL: Advice(
-        "Give the router's host free processors, and look for what stopped the process or swaps its memory.",
+        "Give the router's host free processors, and look for what stops the process or swaps its memory.",
         "router-stood-still",
     ),
     Cause.ON_THE_WAY: Advice(
-        "Look at the network between router and worker, and at the processors of both hosts.", "on-the-way"
+        "Check the network between router and worker, and whether the hosts of both have free processors.",
+        "on-the-way",
     ),
     Cause.WORKER_STILL: Advice(
-        "Give the worker's host free processors, and look for what stopped the process, or holds up its device.",
+        "Give the worker's host free processors, and look for what stops its process or holds up its device.",
         "worker-stood-still",
     ),
-    Cause.SENDING: Advice("The router is busy with the output of others: add routers.", "sending"),
-    Cause.ROUTER: Advice("The router's event loop may be full (*CPU* near one core: add routers).", "quirelookupsfail"),
-    Cause.INDEX_SLOW: Advice("Redis may be slow (`redis-cli --latency`) or far away.", "quirelookupsfail"),
-    Cause.OUTRANKED: Advice(
-        "Nothing, if the others are to go first: with --max-wait old requests get every eighth place all the same. "
-        "Otherwise raise its `priority`, or add workers.",
-        "higher-priority",
+    Cause.SENDING: Advice("Add routers, because this one is busy with the output of other requests.", "sending"),
+    Cause.INDEX_SLOW: Advice(
+        "Check with redis-cli --latency on the router's host how fast Redis answers.", "quirelookupsfail"
     ),
     Cause.CONSTRAINT: Advice(
-        "Send the same constraint again: it stays compiled. Simplify one that takes long.", "long-constraint"
+        "Send a constraint again word for word, because it stays compiled, and simplify one that takes long.",
+        "long-constraint",
     ),
-    Cause.BLOCKS: _MORE_BLOCKS,
-    Cause.STALLED: _MORE_BLOCKS,
-    Cause.MANAGER_AWAY: Advice(
-        "Start a manager again: workers attach by themselves and nothing is lost.", "quiremanagerdown"
+    Cause.BLOCKS: Advice(
+        "Give the workers more memory for blocks with --kv-memory or --gpu-memory-utilization, or add workers.",
+        "quireblocksshort",
+    ),
+    Cause.STALLED: Advice(
+        "Lower --max-num-seqs or add workers, so that running requests find blocks for their next tokens.",
+        "quireblocksshort",
     ),
     Cause.MESSAGES: Advice(
-        "Either the manager is slow (its CPU is near one core: split the pool), or the network between manager and "
-        "worker is.",
+        "Check whether the KV manager has a free processor, and how slow the network between it and the worker is.",
         "quireleasesslow",
     ),
-    Cause.HEAD_OF_LINE: _SLOW_STEPS,
+    Cause.MANAGER_AWAY: Advice(
+        "Start the KV manager again: its workers attach by themselves, and nothing is lost.", "quiremanagerdown"
+    ),
+    Cause.HEAD_OF_LINE: Advice(
+        "Set --long-prefill-cap at the workers, so that one long prompt does not hold up the others.",
+        "quireslowtokens",
+    ),
     Cause.PREFILL: Advice(
-        "If both are fine, prompts are longer (*Lengths*) or steps are slower (QuireSlowTokens).",
-        "quireslowfirsttoken",
+        "Let prompts begin with text that is cached, shorten them, or take faster workers.", "quireslowfirsttoken"
     ),
-    Cause.DECODE: _SLOW_STEPS,
-    Cause.SLOW_DECODE: _SLOW_STEPS,
+    Cause.DECODE: Advice(
+        "Lower --max-num-seqs at the workers or take faster ones, if tokens must come faster.", "quireslowtokens"
+    ),
+    Cause.SLOW_DECODE: Advice(
+        "Lower --max-num-batched-tokens at the worker, or move other processes off its cores.", "quireslowtokens"
+    ),
     Cause.PREEMPTED: Advice(
-        "As QuireBlocksShort. Or admit fewer sequences at once: set a higher `--watermark` at the manager.",
-        "quirepreempting",
+        "Set a higher --watermark at the KV manager, or give the workers more memory for blocks.", "quirepreempting"
     ),
-    Cause.WORKER_LOST: Advice("The routers' logs name which and why.", "quiresequencesmove"),
+    Cause.WORKER_LOST: Advice(
+        "Read in the router's log which worker was lost and why, and then the log of that worker.",
+        "quiresequencesmove",
+    ),
     Cause.SLOW_CLIENT: Advice(
-        "The client, or a proxy before it, must read its stream faster; the service is not the reason.", "slow-client"
+        "Let the client, or the proxy before it, read the stream faster: the service waited for it.", "slow-client"
     ),
-    Cause.REFUSED: _REFUSING,
-    Cause.TOO_LARGE: Advice("Shorten the prompt, lower `max_tokens`, or give workers more blocks.", "too-large"),
-    Cause.WRONG_REQUEST: Advice("The client must change its request; the service is not the reason.", "wrong-request"),
+    Cause.REFUSED: Advice(
+        "Add workers, or raise the limit that refused the request if its clients can wait.", "quirerefusing"
+    ),
+    Cause.TOO_LARGE: Advice("Shorten the prompt, lower max_tokens, or give the workers more blocks.", "too-large"),
+    Cause.WRONG_REQUEST: Advice(
+        "Correct the named fields in the client, because the service is not the reason.", "wrong-request"
+    ),
     Cause.HOPELESS_DEADLINE: Advice(
-        "The client should allow more time. Where it cannot, add workers: the prediction has queue and prefill. The "
-        "error says how far the last such predictions were off.",
-        "hopeless-deadline",
+        "Allow the request more time, or add workers so that the first token comes sooner.", "hopeless-deadline"
     ),
-    Cause.DEADLINE: Advice("The client should allow more time, or what took the time must go.", "deadline"),
-    Cause.CLIENT_GONE: Advice("Where many clients leave, look at what they waited for.", "client-gone"),
-    Cause.ABORTED: Advice("A request that another call aborted needs nothing.", "client-gone"),
-    Cause.NO_WORKER: Advice("If workers are up but not connected, check three things.", "quirenoworkers"),
+    Cause.DEADLINE: Advice(
+        "Allow the request more time, or remove what took most of it, as the first line says.", "deadline"
+    ),
+    Cause.CLIENT_GONE: Advice(
+        "Look at what the request waited for, if many clients leave like this one.", "client-gone"
+    ),
+    Cause.ABORTED: Advice("Do nothing, because that call asked for this end.", "client-gone"),
+    Cause.NO_WORKER: Advice(
+        "Look with quire status at which workers the router sees, and why it does not use them.", "quirenoworkers"
+    ),
     Cause.FAILED: Advice(
-        "ENGINE_FAILURE: a worker's steps fail; its log says why. INTERNAL: this is a defect; the router's log has the "
-        "traceback.",
-        "quirerefusing",
+        "Read the worker's log after ENGINE_FAILURE, and the router's log after any other error.", "quirerefusing"
     ),
     Cause.BELOW_BLOCK: Advice(
-        "Nothing for one prompt. Where most are so short, `quire advise-block-size` names a better block size.",
+        "Do nothing for one prompt, and ask quire advise-block-size for a better size if most are so short.",
         "shorter-than-a-block",
     ),
     Cause.WHOLE_BLOCKS: Advice(
-        "Nothing for one prompt: the last token is always computed, and with it its block. Smaller blocks "
-        "(`--block-size`) share more: `quire advise-block-size`.",
+        "Do nothing for one prompt, and take a smaller --block-size if prompts share short beginnings.",
         "whole-blocks-alone",
     ),
     Cause.CACHE_OFF: Advice(
-        "The client or the worker's options turned the cache off. Neither is a fault.", "cache-off"
+        "Turn the cache on, in the request or in the worker's options, unless it is meant to be off.", "cache-off"
     ),
     Cause.BEING_COMPUTED: Advice(
-        "Nothing: once those blocks are computed, the next such prompt has them as hits.", "being-computed"
+        "Do nothing: once those blocks are computed, the next such prompt has them as hits.", "being-computed"
     ),
     Cause.OTHER_DOMAIN: Advice(
-        "Where the prompt is public, let its clients name a `shared_domain`, or send the same `cache_salt`.",
-        "other-cache-domain",
+        "Let clients name one shared_domain, or send one cache_salt, if the prompt is public.", "other-cache-domain"
     ),
     Cause.STALE_INDEX: Advice(
-        "Nothing, if a worker has just restarted. Otherwise see QuireIndexBehind.", "stale-index"
+        "Do nothing after a restart of the worker, and otherwise check whether Redis is slow or evicts.",
+        "stale-index",
     ),
     Cause.HOT_WORKER: Advice(
-        "The router compared the wait with the work that the hit saves. Add workers if this is frequent.", "hot-worker"
+        "Add workers if this is frequent, because waiting for the worker with the prefix costs more than computing it.",
+        "hot-worker",
     ),
     Cause.LATE_WORKER: Advice(
-        "A longer deadline lets that worker be chosen. If it is often too late, its queue is long or its steps are "
-        "slow: compare it with the others.",
+        "Allow a longer deadline, or compare the worker that has the prefix with the others if it is often slow.",
         "late-worker",
     ),
     Cause.INDEX_UNREACHABLE: Advice(
-        "Start Redis again; an empty one is fine, because managers publish everything anew.", "quireindexunreachable"
+        "Start Redis again: an empty one is fine, because managers publish everything anew.", "quireindexunreachable"
     ),
     Cause.INDEX_SKIPPED: Advice(
-        "A router that had no answer three times in a row asks Redis again after 1 s, later after up to 10 s. See why "
-        "it had none.",
+        "Find out why Redis did not answer several times in a row, or whether it is too far from the router.",
         "quirelookupsfail",
     ),
     Cause.INDEX_LOST: Advice(
-        "Nothing, if Redis was emptied or the managers have just started: they publish everything anew.", "index-lost"
+        "Do nothing if Redis was emptied or the managers have just started, because they publish everything anew.",
+        "index-lost",
     ),
     Cause.NO_INDEX: Advice(
-        "Give several workers one `--redis-url`: without it a router knows only what it sent itself.", "no-index"
+        "Give the routers one --redis-url, because without it each router knows only what it sent itself.", "no-index"
     ),
-    Cause.EVICTED: Advice("evicted: the pool is too small, see QuireBlocksShort.", "quirehitratefell"),
-    Cause.DIVERGED: Advice(
-        "diverged_at: a client changed its prompts, and something that varies now stands early in them.",
+    Cause.EVICTED: Advice(
+        "Give the workers more memory for blocks, because the pool is too small for such prefixes.",
         "quirehitratefell",
     ),
-    Cause.NEVER_SEEN: Advice("never_seen: the traffic is new, or a worker restarted.", "quirehitratefell"),
+    Cause.DIVERGED: Advice(
+        "Let what varies stand at the end of the prompts, so that they begin with the same text.", "quirehitratefell"
+    ),
+    Cause.NEVER_SEEN: Advice(
+        "Do nothing if such prompts are new or a worker has restarted, because the next ones find the prefix.",
+        "quirehitratefell",
+    ),
 }
 NOTHING: Final = Advice(
-    "Ask again when the request has ended, or where the service that kept the records answers again.", "not-known"
+    "Ask again when the request has ended, or when the service that kept its records answers again.", "not-known"
 )
 
 

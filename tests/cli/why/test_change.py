@@ -43,7 +43,7 @@ def found_over(*records: pb.DecisionRecord, since_s: int = 0, silent: int = 0) -
 
 def shown(change: Change, width: int = 80) -> list[str]:
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(ChangeView(change, 300.0))
+    console.print(ChangeView(change, 300.0, "/page/runbook"))
     assert isinstance(console.file, io.StringIO)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert max(map(len, lines)) <= width

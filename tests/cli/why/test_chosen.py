@@ -12,7 +12,8 @@ import grpc
 import pytest
 from rich.console import Console
 
-from cli.commands.why import chosen_ids, parser, show
+from cli.commands.why import chosen_ids, document_of, parser, show
+from cli.views.why import WhyTable
 from cli.why.gather import Gatherer
 from cli.why.source import LogSource, Source
 from common.decisions.disk.core.retention import Bounds
@@ -122,10 +123,9 @@ async def test_refusals_are_looked_at_and_cut_by_themselves(tmp_path: Path) -> N
     assert missing.startswith("refusals from before ")
 
 
-def test_what_is_missing_stands_below_the_requests(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_stands_below_the_requests() -> None:
     console = Console(file=io.StringIO(), width=80)
-    show(console, [], 0, ["ends of requests from before 12:00"], as_json=False)
+    show(console, WhyTable([], 0), ["ends of requests from before 12:00"])
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().splitlines()[-1] == "missing: ends of requests from before 12:00"
-    show(console, [], 0, ["ends"], as_json=True)
-    assert '"missing": [' in capsys.readouterr().out
+    assert document_of([], ["ends"], "/page/runbook") == {"requests": [], "missing": ["ends"]}

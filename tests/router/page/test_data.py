@@ -159,7 +159,7 @@ async def test_one_request_with_its_verdict() -> None:
     timeline = [(each["label"], each["end"] - each["start"]) for each in found["timeline"]]
     assert timeline == [(each["label"], pytest.approx(each["seconds"])) for each in diagnosis["phases"]]
     assert found["timeline"][-1]["end"] == pytest.approx(found["outcome"]["at"])
-    assert diagnosis["advised"][0]["link"].startswith("docker/OPERATING.md#")
+    assert diagnosis["advised"][0]["link"].startswith("/page/runbook#")
     json.dumps(found, allow_nan=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -14,6 +15,7 @@ from common.clock import ManualClock
 from common.errors import InvalidRequest, NotFound, Unavailable
 from common.process.metrics import MetricsServer, new_registry
 from common.process.small_http import Reply, Request
+from router.core.diagnosis.causes import RUNBOOK
 from router.page import records, routing
 from router.page.answers import MOST_KEPT, MOST_WAITING, MOST_WAITING_A_PEER, Source
 from router.page.blocks import block_asked, map_asked
@@ -85,7 +87,15 @@ async def test_the_page_and_its_files(client: httpx.AsyncClient) -> None:
     assert (await client.get("/page/vendor/uPlot.LICENSE.txt")).text.startswith("The MIT License")
 
 
-@pytest.mark.parametrize("path", ["/page/", "/page/data/echo?id=a", "/page/nothing", "/page/data/nothing"])
+async def test_the_runbook_stands_beside_the_page(client: httpx.AsyncClient) -> None:
+    runbook = await client.get(RUNBOOK)
+    assert (runbook.status_code, runbook.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert '<h3 id="quireblocksshort">QuireBlocksShort</h3>' in runbook.text
+    for name in re.findall(r'(?:href|src)="([^"]+)"', runbook.text):
+        assert (await client.get(f"/page/{name}")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/page/", RUNBOOK, "/page/data/echo?id=a", "/page/nothing", "/page/data/nothing"])
 async def test_every_answer_forbids_foreign_and_inline_code(client: httpx.AsyncClient, path: str) -> None:
     headers = (await client.get(path)).headers
     policy = headers["content-security-policy"].split("; ")

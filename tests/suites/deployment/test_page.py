@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.suites.deployment.docker.conftest import COMPOSE
-from tests.suites.deployment.operate.files import ROOT, RUNBOOK
+from tests.suites.deployment.operate.files import OPERATING, ROOT
 from tests.suites.deployment.operate.manifests import K8S, KUBECTL, Manifests, built
 
 DOCKER = shutil.which("docker")
@@ -37,7 +37,7 @@ echo "$*" >> "$(dirname "$0")/asked"
 
 def section(heading: str) -> str:
     """Return the text of a section, with its subsections."""
-    _, found, rest = RUNBOOK.read_text().partition(f"\n## {heading}\n")
+    _, found, rest = OPERATING.read_text().partition(f"\n## {heading}\n")
     assert found
     return rest.partition("\n## ")[0]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -258,7 +259,7 @@ async def test_incident_the_queue_is_full(suite: Suite) -> None:
             call.cancel()
     head = await head_of(suite, refused.request_id)
     assert head.startswith("Refused at once by the limit router.queue: 2 requests wait; at most 2.")
-    assert "Add workers, or raise `--max-queued-requests`" in head
+    assert "What to do: Add workers, or raise the limit that refused the request if its clients can wait." in head
     await suite.until_all_free(1)
 
 
@@ -526,6 +527,17 @@ async def test_requests_are_chosen_by_what_happened_to_them(suite: Suite) -> Non
     assert f'"request_id": "{mine}"' in out
     status, out, _ = await quire_why(suite, "--slowest", "2")
     assert (status, len([line for line in out.splitlines() if line.startswith("incident-")])) == (0, 2)
+
+
+async def test_the_link_of_the_advice_leads_to_its_section_of_the_runbook(suite: Suite) -> None:
+    mine = await asked(suite, named(prompt(10)))
+    _, out, _ = await quire_why(suite, mine)
+    (link,) = re.findall(r"http://\S+", out)
+    _, _, anchor = link.partition("#")
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
+        page = await client.get(link)
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert (anchor, f'<h3 id="{anchor}">' in page.text) == ("shorter-than-a-block", True)
 
 
 async def test_an_export_has_everything_in_one_file(suite: Suite, tmp_path: Path) -> None:

@@ -213,6 +213,8 @@ async def shown(page: Page, url: str, view: str) -> None:
         ("requests", "document.querySelectorAll('tbody tr').length === 2"),
         ("request/served-1", "document.querySelector('.verdict .lead').textContent.length > 20"),
         ("request/served-1", "document.querySelectorAll('.timeline .mark').length >= 3"),
+        ("request/served-1", "document.querySelectorAll('.timeline .span').length >= 2"),
+        ("request/served-1", "document.querySelector('.advice a').pathname === '/page/runbook'"),
         ("routing", "document.querySelectorAll('.choice').length >= 3"),
         ("routing", "document.querySelectorAll('.scatter .dot').length >= 1"),
         ("blocks", "document.querySelectorAll('.legend li').length === 7"),

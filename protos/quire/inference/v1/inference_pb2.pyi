@@ -1180,6 +1180,7 @@ class GetStatusResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     DISCOVERY_PROBLEM_FIELD_NUMBER: _builtins.int
     MANAGERS_FIELD_NUMBER: _builtins.int
+    ADMIN_HTTP_PORT_FIELD_NUMBER: _builtins.int
     queued_requests: _builtins.int
     running_requests: _builtins.int
     redis_connected: _builtins.bool
@@ -1187,6 +1188,8 @@ class GetStatusResponse(_message.Message):
     version: _builtins.str
     discovery_problem: _builtins.str
     """What the router passes over in the list of workers in Redis, and why; empty if nothing."""
+    admin_http_port: _builtins.int
+    """Where the admin plane serves the page, the runbook and metrics over HTTP; 0 on the router's port for clients."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
@@ -1204,10 +1207,11 @@ class GetStatusResponse(_message.Message):
         version: _builtins.str = ...,
         discovery_problem: _builtins.str = ...,
         managers: _abc.Iterable[Global___ManagerStatus] | None = ...,
+        admin_http_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["discovery_problem", b"discovery_problem", "draining", b"draining", "managers", b"managers", "queued_requests", b"queued_requests", "redis_connected", b"redis_connected", "running_requests", b"running_requests", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admin_http_port", b"admin_http_port", "discovery_problem", b"discovery_problem", "draining", b"draining", "managers", b"managers", "queued_requests", b"queued_requests", "redis_connected", b"redis_connected", "running_requests", b"running_requests", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,7 +36,7 @@ export class Request {
       "section",
       { class: "card verdict" },
       h("div", { class: "verdict-share" }, h("b", {}, share ?? "?"), h("span", {}, "of the time in question")),
-      h("div", {}, h("p", { class: "lead" }, found.verdict.sentence), found.prefix ? h("p", {}, found.prefix.sentence) : null, found.advised.map((each) => h("p", { class: "advice" }, h("b", {}, "What to do "), each.text, " ", h("span", { class: "note" }, each.link)))),
+      h("div", {}, h("p", { class: "lead" }, found.verdict.sentence), found.prefix ? h("p", {}, found.prefix.sentence) : null, found.advised.map((each) => h("p", { class: "advice" }, h("b", {}, "What to do "), each.text, " ", h("a", { class: "note", href: each.link, target: "_blank", rel: "noopener" }, "Runbook")))),
     );
   }
 

@@ -134,7 +134,7 @@ def test_the_first_line_names_the_causes_of_most_of_a_fall() -> None:
     assert head_of(found) == f"The hit rate fell from 80 % to 40 %, by 40.0 points: {words}."
     advice = advice_of(found)
     assert advice is not None
-    assert advice.link == f"{RUNBOOK}#quirehitratefell"
+    assert advice.link() == f"{RUNBOOK}#quirehitratefell"
     assert caution_of(found) == ""
 
 

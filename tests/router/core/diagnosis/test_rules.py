@@ -569,7 +569,7 @@ def test_a_worker_that_would_have_missed_the_deadline_is_not_called_busy() -> No
     assert found is not None
     assert found.cause is Cause.LATE_WORKER
     assert f"w1 holds 96 tokens of it and was left out ({late}), so it went to w0" in found.sentence
-    assert found.advice.text.startswith("A longer deadline lets that worker be chosen.")
+    assert found.advice.text.startswith("Allow a longer deadline")
 
 
 def test_a_miss_whose_routing_is_gone_is_not_known() -> None:

@@ -14,7 +14,8 @@ ROOT: Final = Path(__file__).parents[4]
 DOCKER: Final = ROOT / "docker"
 OBSERVABILITY: Final = DOCKER / "observability"
 PROMETHEUS: Final = OBSERVABILITY / "prometheus"
-RUNBOOK: Final = DOCKER / "OPERATING.md"
+OPERATING: Final = DOCKER / "OPERATING.md"
+RUNBOOK: Final = ROOT / "router" / "page" / "runbook.md"
 # The values that Grafana substitutes for its variables, to read a panel's expression without Grafana.
 _VARIABLES: Final = {"$__rate_interval": "1m", "$worker": ".*"}
 

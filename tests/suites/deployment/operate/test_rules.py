@@ -19,7 +19,7 @@ from gpuworker.config import GpuWorkerSettings
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings
 from tests.suites.deployment.operate.alert_cases import CASES, UP, Case, Series
-from tests.suites.deployment.operate.files import PROMETHEUS, ROOT, RUNBOOK, load_yaml, rules
+from tests.suites.deployment.operate.files import OPERATING, PROMETHEUS, ROOT, RUNBOOK, load_yaml, rules
 from tests.suites.deployment.operate.promql import selectors
 
 PROMTOOL = shutil.which("promtool")
@@ -83,14 +83,15 @@ def test_the_runbook_has_a_section_for_every_alert_and_for_no_other() -> None:
     assert {heading for heading in headings if heading.startswith("Quire") and " " not in heading} == set(urls)
 
 
-def test_files_that_the_page_names_exist() -> None:
-    named = re.findall(r"(?<![\w/])docker/[\w./-]+", RUNBOOK.read_text())
+@pytest.mark.parametrize("page", [OPERATING, RUNBOOK], ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"(?<![\w/])docker/[\w./-]+", page.read_text())
     assert named
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_options_that_the_runbook_names_exist() -> None:
-    runbook = RUNBOOK.read_text().partition("## Runbook")[2]
+    runbook = RUNBOOK.read_text().partition("## Alerts")[2]
     services = (RouterSettings, KvManagerSettings, GpuWorkerSettings)
     fields = [each for settings in services for each in settings.model_fields.items()]
     known = {flag_of(key) for key, _ in fields}
