@@ -7,6 +7,8 @@ import pytest
 from tests.suites.protocol.scenarios import TINY
 from tests.suites.protocol.search import exhaust
 
+pytestmark = pytest.mark.usefixtures("worlds_without_cycles")
+
 ENOUGH = 100_000
 """More states than a small world has."""
 

@@ -9,6 +9,8 @@ import pytest
 
 from tests.suites.protocol.liveness import Run, episode
 
+pytestmark = pytest.mark.usefixtures("worlds_without_cycles")
+
 EPISODES = 500
 
 

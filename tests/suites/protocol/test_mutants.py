@@ -10,6 +10,8 @@ from tests.suites.protocol.index import Index
 from tests.suites.protocol.mutant import Mutant, Search
 from tests.suites.protocol.mutants import MUTANTS
 
+pytestmark = pytest.mark.usefixtures("worlds_without_cycles")
+
 EVERY = 8
 """`make test` searches for each mutant of this number; the others change only with the rules."""
 SEARCHED = [each if n % EVERY == 0 else pytest.param(each, marks=pytest.mark.rest) for n, each in enumerate(MUTANTS)]

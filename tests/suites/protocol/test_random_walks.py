@@ -12,6 +12,8 @@ from tests.suites.protocol.scenarios import ALL_FAULTS, LARGE, RESETS
 from tests.suites.protocol.search import Pace
 from tests.suites.protocol.world import World
 
+pytestmark = pytest.mark.usefixtures("worlds_without_cycles")
+
 PACES = (Pace(150, 0.03), Pace(250, 0.06), Pace(350, 0.1))
 
 
