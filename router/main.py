@@ -255,7 +255,7 @@ class RouterProcess:
         parts = PinParts(self.frontend, self._validator, self._text, named, identity, able, clock)
         self._admin.add(decisions, self._store, self.status, routers, manager, Pins(parts, manager))
         self._admin.http.add(pages(settings, folder, self.status.model, self.status.status))
-        self._history = history_of(Sampler(metrics, admission, self.frontend, self.status), clock)
+        self._history = history_of(Sampler(metrics, self.frontend, self.status), clock)
         site = site_of(decisions, manager, self.status, routers, self._history, clock, self._tls is None)
         self._admin.http.add_site(PREFIX, site.answer)
 

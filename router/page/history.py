@@ -27,16 +27,17 @@ Buckets = tuple[tuple[float, float], ...]
 class Sample:
     """What the router has counted until `at`, in wall-clock seconds, and what it holds then.
 
-    `stored` are tokens of sequences with blocks, `paged` the slots of as many whole blocks. Contiguous reservations
-    would take `contiguous` slots for the greatest length of each sequence, `context` for that of the model.
+    `running` and `waiting` are sequences, as the workers last said, and those that wait for a worker. `stored` are
+    tokens of sequences with blocks, `paged` the slots of as many whole blocks. Contiguous reservations would take
+    `contiguous` slots for the greatest length of each sequence, `context` for that of the model.
     """
 
     at: float
     tokens: float
     first_token: Buckets = ()
     gap: Buckets = ()
-    queued: int = 0
     running: int = 0
+    waiting: int = 0
     stored: int = 0
     paged: int = 0
     contiguous: int = 0
@@ -53,8 +54,8 @@ class Point:
     first_p95: float | None
     gap_p50: float | None
     gap_p95: float | None
-    queued: int
     running: int
+    waiting: int
     stored: int
     paged: int
     contiguous: int
@@ -100,8 +101,8 @@ def _points(samples: list[Sample]) -> Iterator[Point]:
             first_p95=quantile(first, 0.95),
             gap_p50=quantile(gap, 0.5),
             gap_p95=quantile(gap, 0.95),
-            queued=now.queued,
             running=now.running,
+            waiting=now.waiting,
             stored=now.stored,
             paged=now.paged,
             contiguous=now.contiguous,

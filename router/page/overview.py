@@ -42,8 +42,8 @@ class Overview:
             "version": status.version,
             "model": model.name,
             "block_size": model.identity.block_size,
-            "queued": status.queued_requests,
-            "running": status.running_requests,
+            "running": running_of(loads),
+            "waiting": waiting_of(loads, status.queued_requests),
             "troubles": troubles(status, failure),
             "workers": [_worker(each, pools.get(each.worker_id)) for each in loads.workers],
             "history": columns(await in_steps(lambda each: each, self._history.each_point())),
@@ -59,6 +59,16 @@ class Overview:
         silent = ", ".join(found.silent_groups)
         failure = f"no answer from group {silent}" if silent else ""
         return {each.worker_id: each for each in found.pools}, failure
+
+
+def running_of(loads: inference_pb2.GetLoadsResponse) -> int:
+    """Return how many sequences run, as the workers last said."""
+    return sum(each.running_sequences for each in loads.workers)
+
+
+def waiting_of(loads: inference_pb2.GetLoadsResponse, queued: int) -> int:
+    """Return how many wait: at the workers for blocks, and those that are queued for a worker."""
+    return queued + sum(each.waiting_sequences for each in loads.workers)
 
 
 def columns(points: Sequence[Point]) -> dict[str, list[float | None]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from prometheus_client import Counter, Histogram
 
 from common.clock import Clock
-from router.core.admission import AdmissionLimiter
 from router.grpc_api.decision_servicer import DecisionServicer
 from router.grpc_api.manager_calls import ManagerCalls
 from router.grpc_api.servicer import Routers
@@ -15,7 +14,7 @@ from router.page import records, routing
 from router.page.answers import Source
 from router.page.blocks import Blocks, block_asked, map_asked
 from router.page.history import Buckets, History, Sample, slots
-from router.page.overview import Overview
+from router.page.overview import Overview, running_of, waiting_of
 from router.page.records import Records
 from router.page.requests import Requests, most_of, name_of
 from router.page.routing import Routing
@@ -26,21 +25,20 @@ from router.requests.frontend import RouterFrontend
 class Sampler:
     """Reads what the history keeps: some 0.1 ms every two seconds."""
 
-    def __init__(
-        self, metrics: RouterMetrics, admission: AdmissionLimiter, frontend: RouterFrontend, status: RouterStatus
-    ) -> None:
-        self._metrics, self._admission, self._frontend, self._status = metrics, admission, frontend, status
+    def __init__(self, metrics: RouterMetrics, frontend: RouterFrontend, status: RouterStatus) -> None:
+        self._metrics, self._frontend, self._status = metrics, frontend, status
 
     def take(self, now: float) -> Sample:
         model = self._status.model()
+        loads = self._status.loads()
         held = slots(self._frontend.lengths(), model.identity.block_size, model.max_model_len)
         return Sample(
             at=now,
             tokens=total_of(self._metrics.generation_tokens),
             first_token=buckets_of(self._metrics.time_to_first_token),
             gap=buckets_of(self._metrics.inter_token_latency),
-            queued=self._admission.queued,
-            running=self._admission.running,
+            running=running_of(loads),
+            waiting=waiting_of(loads, loads.queued_requests),
             **held._asdict(),
         )
 

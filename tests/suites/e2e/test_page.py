@@ -82,8 +82,15 @@ async def until_recorded(paged: Paged) -> str:
 
 async def test_overview_has_what_the_services_say(paged: Paged) -> None:
     worker = await until_recorded(paged)
-    found = await paged.data("overview")
-    assert found["running"] == 1
+    async with asyncio.timeout(PATIENCE):
+        # Workers say how many sequences run, some time after the router has placed them.
+        while True:
+            found = await paged.data("overview")
+            if found["running"] == 1:
+                break
+            await asyncio.sleep(0.05)
+    assert found["running"] == sum(each["running"] for each in found["workers"])
+    assert found["waiting"] == 0
     assert [each["state"] for each in found["workers"]] == ["connected"] * WORKERS
     (busy,) = [each for each in found["workers"] if each["worker"] == worker]
     assert busy["in_use"] + busy["leased"] + busy["cached"] + busy["free"] == busy["blocks"] == BLOCKS
@@ -210,6 +217,10 @@ async def shown(page: Page, url: str, view: str) -> None:
     [
         ("overview", "document.querySelectorAll('.worker .stack i').length >= 2"),
         ("overview", "document.querySelectorAll('.uplot canvas').length === 4"),
+        (
+            "overview",
+            "[...document.querySelectorAll('.card')].every((each) => each.hidden || each.innerText.length > 10)",
+        ),
         ("requests", "document.querySelectorAll('tbody tr').length === 2"),
         ("request/served-1", "document.querySelector('.verdict .lead').textContent.length > 20"),
         ("request/served-1", "document.querySelectorAll('.timeline .mark').length >= 3"),
@@ -232,6 +243,47 @@ async def test_each_view_shows_live_data_without_a_complaint(
     dark = await page.run("getComputedStyle(document.body).backgroundColor")
     assert (dark == "rgb(15, 17, 21)") is (scheme == "dark")
     assert page.complaints == []
+
+
+# What leaves its card, and stands in nothing that scrolls.
+OUTSIDE = """[...document.querySelectorAll('.card *')].filter((each) => {
+  for (let at = each; at; at = at.parentElement) if (getComputedStyle(at).overflowX !== 'visible') return false;
+  return each.getBoundingClientRect().right > each.closest('.card').getBoundingClientRect().right + 1;
+}).map((each) => each.outerHTML)"""
+REACHED = """['pause', 'theme'].every((each) => {
+  const {left, right, width} = document.getElementById(each).getBoundingClientRect();
+  return width > 0 && left >= 0 && right <= innerWidth;
+})"""
+
+
+@needs_chromium
+@pytest.mark.parametrize("view", ["overview", "requests", "request/served-1", "routing", "blocks", "decisions"])
+async def test_on_a_phone_nothing_leaves_its_card(paged: Paged, page: Page, view: str) -> None:
+    await page.show(390, 844)
+    await shown(page, f"{paged.url}#{view}", view.partition("/")[0])
+    assert await page.run("document.documentElement.scrollWidth <= innerWidth")
+    assert await page.run(OUTSIDE) == []
+    assert await page.run(REACHED)
+
+
+@needs_chromium
+async def test_an_axis_reaches_the_data(paged: Paged, page: Page) -> None:
+    await shown(page, f"{paged.url}#overview", "overview")
+
+    async def marks(high: float, least: float = 0) -> object:
+        return await page.run(f"import('./lib/chart.js').then((each) => each.scaleOf({high}, {least}).marks)")
+
+    assert [await marks(high) for high in (230, 1440, 3)] == [[0, 100, 200, 300], [0, 500, 1000, 1500], [0, 1, 2, 3]]
+    assert [await marks(high, 1) for high in (0, 1, 2, 24)] == [[0], [0, 1], [0, 1, 2], [0, 10, 20, 30]]
+
+
+@needs_chromium
+async def test_the_legend_of_a_pool_of_several_pages_counts_all_of_it(paged: Paged, page: Page) -> None:
+    await shown(page, f"{paged.url}#blocks", "blocks")
+    pool = "{ free: 19000, leased: 300, cached: 500, in_use: 200 }"
+    counts = f"Object.assign(new Blocks('w'), {{ found: {{ num_blocks: 20000 }}, pool: {pool} }}).counts()"
+    legend = await page.run(f"import('./views/blocks.js').then(({{ Blocks }}) => {counts})")
+    assert legend == ["19,000", "300", None, None, None, None, "500"]
 
 
 @needs_chromium

@@ -5,11 +5,22 @@ import { clock } from "./format.js";
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+// The top of an axis and the distance of its marks: two to four marks, the last one above all data. Without data there is
+// the mark of 0 alone.
+export function scaleOf(high, least) {
+  if (!(high > 0)) return { top: 1, marks: [0] };
+  const power = 10 ** Math.floor(Math.log10(high / 3));
+  const step = Math.max(least, power * [1, 2, 5, 10].find((each) => each * power >= high / 3));
+  const count = Math.ceil(high / step - 1e-9);
+  return { top: count * step, marks: Array.from({ length: count + 1 }, (_, at) => at * step) };
+}
+
 // `lines` are [{name, colour, format, fill}]; update(columns) takes times and a column for each line.
 export class Chart {
-  constructor(lines, format, height = 150) {
+  constructor(lines, format, { least = 0, height = 150 } = {}) {
     this.lines = lines;
     this.format = format;
+    this.least = least;
     this.height = height;
     this.place = h("div", { class: "chart" });
     this.columns = [[], ...lines.map(() => [])];
@@ -32,13 +43,13 @@ export class Chart {
       {
         width: this.place.clientWidth,
         height: this.height,
-        padding: [8, 8, 0, 0],
+        padding: [8, 26, 0, 0],
         legend: { show: false },
         cursor: { y: false, points: { size: 6 } },
-        scales: { y: { range: (_, low, high) => [0, Math.max(high * 1.1, 1e-6) || 1] } },
+        scales: { y: { range: (_, low, high) => [0, scaleOf(high, this.least).top] } },
         axes: [
           { ...axis, grid: { show: false }, size: 26, space: 90, values: (_, times) => this.times(times) },
-          { ...axis, grid: { stroke: colour("--line"), width: 1 }, size: 54, gap: 8, space: 34, values: format },
+          { ...axis, grid: { stroke: colour("--line"), width: 1 }, size: 54, gap: 8, splits: () => this.marks(), values: format },
         ],
         series: [
           {},
@@ -56,6 +67,11 @@ export class Chart {
       this.columns,
       this.place,
     );
+  }
+
+  marks() {
+    const values = this.columns.slice(1).flat().filter((each) => each !== null);
+    return scaleOf(values.reduce((most, each) => Math.max(most, each), 0), this.least).marks;
   }
 
   // Shows the figures under the pointer, and the last ones without a pointer.

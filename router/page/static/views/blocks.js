@@ -43,6 +43,7 @@ export class Blocks {
 
   async refresh() {
     const { workers } = await load("overview");
+    this.pool = workers.find((each) => each.worker === (this.worker || workers[0]?.worker));
     const names = workers.map((each) => each.worker);
     if (!this.worker) this.worker = names[0] ?? "";
     if (!this.worker) throw new Error("no worker is known");
@@ -56,13 +57,19 @@ export class Blocks {
 
   show() {
     const found = this.found;
-    this.note.textContent = `${count(found.num_blocks)} blocks of ${count(found.block_size)} slots, ${count(found.num_sequences)} live sequences`;
-    const counts = USES.map((_, use) => this.uses.reduce((sum, each) => sum + (each === use), 0));
-    replace(this.legend, legend(USES.slice(1).map(([name, mark], at) => [name, mark, count(counts[at + 1])])));
+    this.note.textContent = `${count(found.num_blocks)} blocks of ${count(found.block_size)} slots, ${count(this.pool?.in_use)} in use by ${count(found.num_sequences)} live sequences`;
+    replace(this.legend, legend(this.counts().map((each, at) => [...USES[at + 1], each])));
     this.showPages();
     this.showSequences();
     this.showTable();
     this.draw();
+  }
+
+  // How many blocks of the whole pool have each use. Of a pool with several pages the blocks in use are counted as one.
+  counts() {
+    if (this.found.num_blocks <= LIMIT) return USES.slice(1).map((_, at) => count(this.uses.reduce((sum, use) => sum + (use === at + 1), 0)));
+    const { free, leased, cached } = this.pool ?? {};
+    return [count(free), count(leased), null, null, null, null, count(cached)];
   }
 
   showPages() {

@@ -25,7 +25,7 @@ export class Overview {
       tokens: new Chart([{ name: "tokens/s", mark: "m-accent", colour: "--accent", fill: "--accent-soft" }], rate),
       first: new Chart([{ name: "p50", mark: "m-accent", colour: "--accent" }, { name: "p95", mark: "m-amber", colour: "--amber" }], seconds),
       gap: new Chart([{ name: "p50", mark: "m-accent", colour: "--accent" }, { name: "p95", mark: "m-amber", colour: "--amber" }], seconds),
-      queue: new Chart([{ name: "running", mark: "m-accent", colour: "--accent", fill: "--accent-soft" }, { name: "queued", mark: "m-rose", colour: "--rose" }], count),
+      queue: new Chart([{ name: "running", mark: "m-accent", colour: "--accent", fill: "--accent-soft" }, { name: "waiting", mark: "m-rose", colour: "--rose" }], count, { least: 1 }),
     };
     const { tokens, first, gap, queue } = this.charts;
     const chart = (title, each) => card(title, { class: "chart-card" }, each.legend(), each.place);
@@ -35,14 +35,18 @@ export class Overview {
     this.hits = h("div");
     this.memory = h("div");
     this.slow = h("div");
+    // They are shown once there is something in them.
+    this.hitsCard = card("Prompt tokens", { note: "of the last 200 requests", hidden: true }, this.hits);
+    this.memoryCard = card("Memory for live sequences", { note: "slots for K and V", hidden: true }, this.memory);
+    this.slowCard = card("Slowest first tokens", { note: "of the last 200 requests", hidden: true }, this.slow);
     this.place = h(
       "div",
       {},
       this.head,
       this.figures,
-      h("div", { class: "grid four" }, chart("Output", tokens), chart("Time to first token", first), chart("Time between tokens", gap), chart("Requests", queue)),
-      h("div", { class: "grid two" }, card("Blocks by state", {}, this.workers), card("Prompt tokens", { note: "of the last 200 requests" }, this.hits)),
-      h("div", { class: "grid two" }, card("Memory for live sequences", { note: "slots for K and V" }, this.memory), card("Slowest first tokens", { note: "of the last 200 requests" }, this.slow)),
+      h("div", { class: "grid four" }, chart("Output", tokens), chart("Time to first token", first), chart("Time between tokens", gap), chart("Sequences", queue)),
+      h("div", { class: "grid two" }, card("Blocks by state", {}, this.workers), this.hitsCard),
+      h("div", { class: "grid two" }, this.memoryCard, this.slowCard),
     );
   }
 
@@ -53,7 +57,7 @@ export class Overview {
     tokens.update([history.at, history.tokens_per_s]);
     first.update([history.at, history.first_p50, history.first_p95]);
     gap.update([history.at, history.gap_p50, history.gap_p95]);
-    queue.update([history.at, history.running, history.queued]);
+    queue.update([history.at, history.running, history.waiting]);
     for (const each of Object.values(this.charts)) each.read(null);
     this.showHead(found);
     this.showFigures(found);
@@ -79,7 +83,7 @@ export class Overview {
       figure("Output", rate(last(history.tokens_per_s)), "tokens/s"),
       figure("First token", seconds(lastKnown(history.first_p50)), `p95 ${seconds(lastKnown(history.first_p95))}`),
       figure("Between tokens", seconds(lastKnown(history.gap_p50)), `p95 ${seconds(lastKnown(history.gap_p95))}`),
-      figure("Running", count(found.running), `${count(found.queued)} queued`),
+      figure("Running", count(found.running), `${count(found.waiting)} waiting`),
       figure("Hit rate", percent(hits.prompt_tokens ? hits.cached_tokens / hits.prompt_tokens : null), "of prompt tokens"),
       figure("Waste", percent(waste(last(history.paged))), `contiguous ${percent(waste(last(history.context)))}`),
     );
@@ -102,10 +106,8 @@ export class Overview {
   }
 
   showHits(hits) {
-    if (!hits.prompt_tokens) {
-      replace(this.hits, h("p", { class: "empty" }, "No request has ended yet."));
-      return;
-    }
+    this.hitsCard.hidden = !hits.prompt_tokens;
+    if (!hits.prompt_tokens) return;
     const rows = [{ reason: "cached", tokens: hits.cached_tokens, mark: "c-cached" }, ...hits.missed.map((each) => ({ ...each, mark: "c-missed" }))];
     const counted = rows.reduce((sum, each) => sum + each.tokens, 0);
     if (counted < hits.prompt_tokens) rows.push({ reason: "last block, always computed", tokens: hits.prompt_tokens - counted, mark: "c-leased" });
@@ -118,10 +120,8 @@ export class Overview {
   showMemory(found) {
     const { history, workers } = found;
     const [stored, paged, contiguous, context] = ["stored", "paged", "contiguous", "context"].map((name) => last(history[name]) ?? 0);
-    if (!contiguous) {
-      replace(this.memory, h("p", { class: "empty" }, "No sequence holds blocks now."));
-      return;
-    }
+    this.memoryCard.hidden = !contiguous;
+    if (!contiguous) return;
     const leased = workers.reduce((sum, each) => sum + (each.leased ?? 0), 0) * found.block_size;
     const row = (name, slots, extra) => [
       h("span", { class: "bar-name" }, name),
@@ -145,7 +145,8 @@ export class Overview {
       { name: "Cached", number: true, cell: (each) => percent(each.prompt_tokens ? each.cached_tokens / each.prompt_tokens : null) },
       { name: "Ended", cell: (each) => words(each.ended.toLowerCase()) },
     ];
-    replace(this.slow, table(columns, slowest.slice(0, 6), "No request has ended yet."));
+    this.slowCard.hidden = !slowest.length;
+    replace(this.slow, table(columns, slowest.slice(0, 6), ""));
   }
 
   recolour() {
