@@ -109,6 +109,9 @@ class ChatTemplate:
         """
         if chat.tools and self.tool_use is not None:
             return self.tool_use.render(chat, most)
+        if chat.documents and not self.takes("documents"):
+            what = "is of no use: the chat template shows no documents; put their text into a message"
+            raise InvalidRequest(FieldViolation("prompt.chat.documents_json", what))
         try:
             return self._rendered(chat, most)
         except (Refusal, SecurityError) as refusal:

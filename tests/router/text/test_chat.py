@@ -233,10 +233,15 @@ def test_a_template_that_joins_arguments_gets_their_text() -> None:
     ],
 )
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["none", "documents"])
-def test_variables_and_documents_reach_the_template(source: str, variables: Any, documents: Any) -> None:
+def test_variables_and_documents_reach_a_template_or_are_refused(source: str, variables: Any, documents: Any) -> None:
     given: dict[str, Any] = {"template_kwargs_json": variables, "tools_json": TOOLS}
     if documents:
         given["documents_json"] = documents
+    if documents and source == "tags":
+        said = r"prompt\.chat\.documents_json: is of no use: the chat template shows no documents; put their text into"
+        with pytest.raises(InvalidRequest, match=said):
+            rendered(SOURCES[source], chat_of(BRIEF, ASKED, **given))
+        return
     ours = rendered(SOURCES[source], chat_of(BRIEF, ASKED, **given))
     assert ours == reference(
         SOURCES[source], [BRIEF, ASKED], tools=TOOLS, documents=documents, add_generation_prompt=True, **variables
