@@ -19,6 +19,7 @@ from cli.demo_model import CHECKPOINT, DEMO_NAME
 from cli.suite.ports import with_picked_ports
 from cli.suite.programs import Program, StackOptions, service_programs
 from cli.suite.worker_cpus import auto_problems
+from common.checkpoint.files import read_config
 from common.checkpoint.gguf.names import served_folder, served_name
 from common.checkpoint.hub import checkpoint_directory, is_hub_name
 from common.checkpoint.tokenizer_file import tokenizer_json
@@ -32,6 +33,7 @@ from common.settings.decision_log import DecisionLogSettings
 from common.settings.options import Settings
 from common.untrusted.redaction import redacted
 from gpuworker.config import EngineSettings, GpuWorkerSettings
+from gpuworker.models.kinds import known_kinds, why_not_served
 from gpuworker.plane.preflight import Machine
 from gpuworker.plane.preflight import problems as worker_problems
 from kvmanager.config import KvManagerSettings
@@ -241,7 +243,7 @@ def _check_programs(
             problems += [FieldViolation(f"{program.name} {each.field}", each.description) for each in error.violations]
             continue
         if isinstance(final, GpuWorkerSettings) and program == rest[0]:
-            problems += _worker_problems(final, options)
+            problems += _worker_problems(final, options, str(reading.values.get("revision") or ""))
         problems += _overruled(services[program.service], final, reading)
         shared = {port for other, port in ports if program.service == other.service == RouterSettings.service}
         ports += [(program, port) for port in _ports_of(final) if port not in shared]
@@ -250,17 +252,28 @@ def _check_programs(
         raise _all_of(problems)
 
 
-def _worker_problems(worker: GpuWorkerSettings, options: StackOptions) -> list[FieldViolation]:
-    """Return what keeps the workers from running, as they would find it after seconds; none before a download."""
+def _worker_problems(worker: GpuWorkerSettings, options: StackOptions, revision: str) -> list[FieldViolation]:
+    """Return what keeps the workers from running, as they would find it after seconds.
+
+    Before a download that is the kind of the model alone, which small files tell.
+    """
     folder = Path(worker.model)
-    if not folder.is_dir():
-        return []
     try:
+        if not folder.is_dir():
+            return _kind_problems(worker, revision)
         found = worker_problems(worker, folder, Machine.here(), options.workers)
         tokenizer_json(folder)  # a conversion takes seconds: once here, and the services find its result
     except InvalidConfig as error:
         return list(error.violations)
     return found
+
+
+def _kind_problems(worker: GpuWorkerSettings, revision: str) -> list[FieldViolation]:
+    if worker.simulate is not None or not is_hub_name(worker.model):
+        return []
+    small = checkpoint_directory(worker.model, weights=False, revision=revision)
+    why = why_not_served(read_config(small), known_kinds())
+    return [] if why is None else [FieldViolation("--model", why)]
 
 
 def _overruled(service: Reading, final: Settings, reading: Reading) -> Iterator[FieldViolation]:

@@ -36,6 +36,24 @@ def test_up_and_the_client_commands_are_among_those_that_share_the_sources() -> 
     assert {UpSettings, ClientSettings} <= set(installed_settings())
 
 
+def test_a_kind_that_is_not_served_is_refused_before_its_weights_are_downloaded(
+    tmp_path: Path, base: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub is the one thing that a test cannot reach: its answer is a folder."""
+    asked: list[object] = []
+
+    def snapshot_download(model: str, **options: object) -> str:
+        asked.append(options["allow_patterns"])
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlm-roberta"}))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    said = refusals(("some/reranker",), {key: value for key, value in base.items() if key != "QUIRE_MODEL"})
+    assert said["--model"].startswith("xlm-roberta is an encoder")
+    assert asked
+    assert not any("*.safetensors" in patterns for patterns in asked if isinstance(patterns, list))
+
+
 @pytest.mark.parametrize("service", [RouterSettings, KvManagerSettings, GpuWorkerSettings])
 def test_each_service_accepts_what_up_and_the_clients_know(
     service: type[RouterSettings | KvManagerSettings | GpuWorkerSettings], tmp_path: Path
