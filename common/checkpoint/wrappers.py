@@ -32,6 +32,11 @@ _UNNAMED: Final[Mapping[str, str]] = {kind.removesuffix("_text"): plain for kind
 # Entries by which a language model changes its logits, and which transformers' wrappers do not read.
 _OF_LOGITS: Final = ("logits_scaling", "logit_scale", "final_logit_softcapping", "lm_head_multiplier")
 _IDLE: Final = (None, 0, 1)
+# Wrappers whose text differs from that of their language model whatever the configuration says.
+_DIFFERENT: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("aya_vision", "cohere2_vision"), "its language model scales logits, and the whole model does not"),
+    "paligemma": "the whole model reads its prompt in both directions",
+}
 _PART: Final = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?P<rest>.+)")
 _HEAD: Final = "lm_head."
 _WITHOUT_PART: Final = (_HEAD, "model.layers.", "model.embed_tokens.", "model.norm.")
@@ -53,11 +58,11 @@ def language_model(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def why_not_alone(config: Mapping[str, Any]) -> str | None:
-    """Return why the language model of a wrapper is not what the wrapper computes for text; None where it is."""
-    for name in _OF_LOGITS:
-        if (value := config.get(name)) not in _IDLE:
+    """Return why the language model of a wrapper does not compute what the wrapper does for text; None for others."""
+    for name, value in (language_model(config) or {}).items():
+        if name in _OF_LOGITS and value not in _IDLE:
             return f"{name} is {value!r}, which its language model applies to logits and the whole model does not"
-    return None
+    return _DIFFERENT.get(str(config.get("model_type")))
 
 
 def language_tensor(name: str) -> str | None:

@@ -133,22 +133,17 @@ def _no_decoder(kind: str, config: Mapping[str, Any], known: KnownKinds | None) 
     if known is None:
         return None
     causal, several = kind in known.causal, kind in known.several_media or _has_other_media(config)
+    if several and (reason := why_not_alone(config)) is not None:
+        return f"{kind} takes images or sound beside text, and its language model cannot be served alone: {reason}"
     if several and (text := language_model(config)) is not None:
-        return _wrapped(kind, text, known)
+        reason = why_not_served(text, known) if "model_type" in text else None
+        return None if reason is None else f"the language model of {kind} cannot be served: {reason}"
     if several and not causal:
         return f"{kind} takes images or sound beside text; {_ONLY}{_its_text(config)}"
     encodes = config.get("is_encoder_decoder", kind in known.encoder_decoders and not several)
     if encodes:
         return f"{kind} is an encoder-decoder; {_ONLY}"
     return None if causal else f"{kind} is no language model that continues text; {_ONLY}"
-
-
-def _wrapped(kind: str, text: Mapping[str, Any], known: KnownKinds) -> str | None:
-    """Return why the language model of a wrapper cannot be served alone."""
-    if (reason := why_not_alone(text)) is not None:
-        return f"{kind} takes images or sound beside text, and its language model cannot be served alone: {reason}"
-    reason = why_not_served(text, known) if "model_type" in text else None
-    return None if reason is None else f"the language model of {kind} cannot be served: {reason}"
 
 
 def _has_other_media(config: Mapping[str, Any]) -> bool:

@@ -47,12 +47,26 @@ def known() -> KnownKinds:
                 " has"
             ),
         ),
-        ({"model_type": "paligemma"}, f"paligemma takes images or sound beside text; {ONLY}"),
+        ({"model_type": "blip-2"}, f"blip-2 takes images or sound beside text; {ONLY}"),
+        (
+            {"model_type": "florence2", "vision_config": {"depth": 1}, "text_config": {"model_type": "bart"}},
+            (
+                f"florence2 takes images or sound beside text; {ONLY}. Its language model is a bart: save that as a"
+                " checkpoint of its own"
+            ),
+        ),
         (
             {"model_type": "aya_vision", "vision_config": {"depth": 1}, "text_config": {"model_type": "cohere2"}},
             (
-                f"aya_vision takes images or sound beside text; {ONLY}. Its language model is a cohere2: save that as a"
-                " checkpoint of its own"
+                "aya_vision takes images or sound beside text, and its language model cannot be served alone: its"
+                " language model scales logits, and the whole model does not"
+            ),
+        ),
+        (
+            {"model_type": "paligemma", "text_config": {"model_type": "gemma"}},
+            (
+                "paligemma takes images or sound beside text, and its language model cannot be served alone: the whole"
+                " model reads its prompt in both directions"
             ),
         ),
         (
