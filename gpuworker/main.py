@@ -175,7 +175,7 @@ class Worker:
         engine = Engine(
             new_agent, new_attach, plane.runner, channel, self._servicer.deliver, SystemClock(), lambda: self._address
         )
-        self._engine = engine
+        self._engine, self._watchdog.standstill = engine, engine.standstill
         if ratio := self.settings.trace_step_ratio:
             engine.record_steps(lambda: random.random() < ratio)
         loop = asyncio.get_running_loop()

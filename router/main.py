@@ -231,6 +231,7 @@ class RouterProcess:
         self._tail = TailKeeper(slo, self._ring, kept, metrics, emit, manager.all_decisions)
         recorder = Recorder(metrics, self._ring, self._telemetry.tracer, clock, new_id, self._tail, self._card.name)
         self.frontend = RouterFrontend(dispatcher, admission, self._text, recorder, checkpoint.eos_token_ids)
+        self._watchdog.standstill = self.frontend.standstill
         self.status = RouterStatus(
             self._card, self.pool, admission, self._redis_connected, lambda: self.frontend.leaving, clock
         )

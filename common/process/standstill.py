@@ -1,17 +1,19 @@
 """Notices when the process stood still: it was stopped, or its host gave it no processor.
 
-A timer of the event loop ticks while there is work. One that fires much too late tells that nothing ran meanwhile. An
-idle process pays nothing. Times are readings of time.monotonic; any thread may ask, and may add what it noticed itself.
+A timer of the event loop ticks while there is work. One that fires much too late tells that nothing ran meanwhile. In
+an idle process the watchdog's timer does, once a second. Times are readings of time.monotonic; any thread may ask, and
+may add what it noticed itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 _TICK_S: Final = 0.05
 # A timer that is late by less fires behind ordinary work of the loop.
@@ -19,8 +21,13 @@ _LATE_S: Final = 0.1
 # Spans of time that are remembered; those before them are older than any request of interest.
 _LATEST: Final = 64
 
-StoodStill = Callable[[float, float], float]
-"""Returns for how many seconds between two times the process stood still."""
+
+class _Span(NamedTuple):
+    """A standstill, and when the process was last known to run before it."""
+
+    begin: float
+    end: float
+    ran: float
 
 
 class Standstill:
@@ -28,8 +35,8 @@ class Standstill:
 
     def __init__(self, works: Callable[[], bool] = lambda: False) -> None:
         self._works = works
-        self._spans: deque[tuple[float, float]] = deque(maxlen=_LATEST)
-        self._seconds = self._until = 0.0
+        self._spans: deque[_Span] = deque(maxlen=_LATEST)
+        self._seconds, self._until = 0.0, -math.inf
         # When the next tick is due; None while there is no work.
         self._due: float | None = None
         self._lock = threading.Lock()
@@ -39,14 +46,22 @@ class Standstill:
         if self._due is None:
             self._next(time.monotonic())
 
-    def add(self, begin: float, end: float) -> None:
-        """Note that nothing went on from one time to another; what is known of that time already counts once."""
+    def add(self, begin: float, end: float, ran: float | None = None) -> None:
+        """Note that nothing went on from one time to another; what is known of that time already counts once.
+
+        `ran`: when the process was last known to run before, if that is earlier.
+        """
         with self._lock:
-            begin = max(begin, self._until)
+            known, begin = self._until, max(begin, self._until)
             if end > begin:
-                self._spans.append((begin, end))
+                self._spans.append(_Span(begin, end, max(known, begin if ran is None else ran)))
                 self._seconds += end - begin
                 self._until = end
+
+    def ticked(self, began: float, pause: float, now: float) -> None:
+        """Note that a timer of so many seconds, which began then, fires now."""
+        if now - began - pause > _LATE_S:
+            self.add(began + pause, now, began)
 
     def seconds(self, now: float) -> float:
         """Return the seconds of all standstills until now: it only rises."""
@@ -59,21 +74,21 @@ class Standstill:
 
     def between(self, begin: float, end: float) -> float:
         """Return the seconds between two times in which the process stood still."""
-        return sum(max(0.0, min(end, last) - max(begin, first)) for first, last in self._known(end))
+        return sum(max(0.0, min(end, span.end) - max(begin, span.begin)) for span in self._known(end))
 
     def just_before(self, moment: float) -> float:
-        """Return for how long the process had stood still when something came that may have waited for it."""
-        just = [(first, min(last, moment)) for first, last in self._known(moment) if last > moment - _LATE_S]
-        return sum(max(0.0, last - first) for first, last in just)
+        """Return for how long at most the process had stood still when something came that may have waited for it."""
+        just = [span for span in self._known(moment) if span.begin < moment < span.end + _LATE_S]
+        return max((min(moment, span.end) - span.ran for span in just), default=0.0)
 
-    def _known(self, now: float) -> list[tuple[float, float]]:
+    def _known(self, now: float) -> list[_Span]:
         with self._lock:
-            return [*self._spans, (now - self.present(now), now)]
+            spans, late = list(self._spans), self.present(now)
+        return [*spans, _Span(now - late, now, now - late - _TICK_S)] if late else spans
 
     def _tick(self) -> None:
-        now = time.monotonic()
-        if late := self.present(now):
-            self.add(now - late, now)
+        now, due = time.monotonic(), self._due or 0.0
+        self.ticked(due - _TICK_S, _TICK_S, now)
         if self._works():
             self._next(now)
         else:

@@ -23,6 +23,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from common.clock import until_tick
 from common.process.open_files import OpenFiles
+from common.process.standstill import Standstill
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,8 @@ class Watchdog:
             buckets=_LAGS,
         )
         self._stalled = Gauge("quire:stalled", "1 while work waits and nothing goes on.", registry=registry)
+        self.standstill: Standstill | None = None
+        """What is told of each late timer: an idle process has no other."""
         self.reason = ""
         self.reasons: Mapping[str, str] = {}
 
@@ -114,9 +117,11 @@ class Watchdog:
         loop, period = asyncio.get_running_loop(), _PERIOD_S
         look_at = loop.time() + _LOOK_S
         while True:
-            began, used = loop.time(), time.process_time()
-            await asyncio.sleep(pause := until_tick(time.monotonic(), period))
+            began, used, ran = loop.time(), time.process_time(), time.monotonic()
+            await asyncio.sleep(pause := until_tick(ran, period))
             now = loop.time()
+            if self.standstill is not None:
+                self.standstill.ticked(ran, pause, time.monotonic())
             self._lag.observe(max(0.0, now - began - pause))
             period = next_period(time.process_time() - used, now - began)
             if now >= look_at:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from common.lease import Admit
+from common.process.standstill import Standstill
 from common.types import FinishReason, SequenceId, TokenLogprobs
 from gpuworker.core.outcomes import SequenceFinished
 from gpuworker.core.sequence import NewSequence
@@ -25,8 +26,8 @@ class LiveSequence:
     """A sequence and the handle that its router's stream gave it; its grammar stays compiled meanwhile.
 
     `message` is the submit as it came, and `size` its bytes. `kept` is None where no other router may go on with it.
-    `compiled` are the seconds for which its constraint was compiled, until its router has them. `lost` is what the
-    worker had lost when the submit was read, of that for `unread` seconds just then.
+    `compiled` are the seconds for which its constraint was compiled, until its router has them. `standstill` knows when
+    the worker did not run.
     `handed_over`: its router lets it go on at another worker, which may not have it yet.
     """
 
@@ -40,8 +41,7 @@ class LiveSequence:
     deadline: asyncio.TimerHandle | None = None
     compiled: float = 0.0
     handed_over: bool = False
-    lost: float = 0.0
-    unread: float = 0.0
+    standstill: Standstill = field(default_factory=Standstill)
     kept: KeptOutput | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,6 +55,11 @@ class LiveSequence:
     def request(self) -> tuple[str, str]:
         """The tenant and the id of the request: its name among all requests."""
         return self.message.tenant, self.message.request_id
+
+    def waited(self, now: float) -> Waited:
+        """Return how long it has waited until its admission, which is now."""
+        still, came = self.standstill, self.submitted
+        return Waited(max(0.0, now - came), still.between(came, now), still.just_before(came))
 
     @property
     def ended(self) -> bool:
@@ -149,7 +154,7 @@ def _gather_admissions(
 ) -> None:
     for admit in outputs.admitted:
         if (one := live.get(admit.sequence)) is not None:
-            waited = Waited(max(0.0, now - one.submitted), max(0.0, outputs.lost - one.lost), one.unread)
+            waited = one.waited(now)
             if one.compiled:
                 to.delayed(one.handle, compiled=one.compiled)
                 one.compiled = 0.0

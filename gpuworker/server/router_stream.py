@@ -175,9 +175,8 @@ class RouterStream:
             raise
         size = self._sizes[message.handle]
         live = LiveSequence(message.handle, request.new, came, message, size, grammar, spans)
-        still, now = self._engine.standstill, time.monotonic()
-        live.compiled = 0.0 if grammar is None else now - came
-        live.lost, live.unread = still.seconds(now) - still.between(came, now), still.just_before(came)
+        live.compiled = 0.0 if grammar is None else time.monotonic() - came
+        live.standstill = self._engine.standstill
         if message.HasField("timeout_seconds"):
             self._set_deadline(live, came + message.timeout_seconds - time.monotonic())
         self._take_over(live)

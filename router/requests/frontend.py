@@ -52,7 +52,8 @@ class RouterFrontend:
         self._turns, self._placer = Turns(), Placer(dispatcher, admission, recorder, eos_token_ids)
         self._adopter, self._events = Adopter(dispatcher, admission, recorder), ClientEvents(recorder)
         self._runs: set[RequestRun] = set()
-        self._standstill = Standstill(lambda: bool(self._runs))
+        self.standstill = Standstill(lambda: bool(self._runs))
+        """When this router did not run."""
         dispatcher.pool.listen(DrainMover(dispatcher.pool, self._placer, self._runs, self._clock))
         self.leaving = self.draining = False
         """A router that is leaving takes no new clients. One that drains takes no new requests either."""
@@ -76,9 +77,9 @@ class RouterFrontend:
         except QuireError as refused:
             self._recorder.refused(trace, request_id, refused)
             raise
-        run = RequestRun(request, request_id, trace, self._turns, self._clock, self._standstill.between)
+        run = RequestRun(request, request_id, trace, self._turns, self._clock, self.standstill)
         self._runs.add(run)
-        self._standstill.begin()
+        self.standstill.begin()
         failure = "internal error"
         try:
             await self._begin(run, resumable)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from common.clock import Clock
 from common.errors import Unavailable
 from common.hashing import block_digests, block_hash_of, little_endian_int32, narrowed_domain, root_digest
-from common.process.standstill import StoodStill
+from common.process.standstill import Standstill
 from common.types import BlockHash, FinishReason, PoolIdentity
 from router.core.diagnosis.outcome import Outcome
 from router.core.events import ValidatedRequest
@@ -137,10 +137,10 @@ class RequestRun:
         trace: RequestTrace,
         turns: Turns,
         clock: Clock,
-        stood_still: StoodStill = lambda begin, end: 0.0,
+        standstill: Standstill | None = None,
     ) -> None:
         self.request, self.request_id, self.trace = request, request_id, trace
-        self.log, self._clock = RunLog(request, clock, stood_still), clock
+        self.log, self._clock = RunLog(request, clock, standstill), clock
         self.sequences: list[Running] = []
         # A request with stop strings needs its tokens at once, because the worker has no stop strings.
         patient = request.whole and not request.sampling.stop

@@ -9,7 +9,7 @@ from typing import Final
 from common.clock import Clock
 from common.errors import Cancelled, DeadlineExceeded, QuireError
 from common.hashing import little_endian_int32
-from common.process.standstill import StoodStill
+from common.process.standstill import Standstill
 from common.types import FinishReason
 from router.core.diagnosis.ends import CLIENT_LEFT
 from router.core.diagnosis.outcome import Outcome, Phase
@@ -59,12 +59,10 @@ class _Run:
 class RunLog:
     """Follows the events of a request's sequences as they arrive from workers, whenever the client reads them."""
 
-    def __init__(
-        self, request: ValidatedRequest, clock: Clock, stood_still: StoodStill = lambda begin, end: 0.0
-    ) -> None:
-        """`stood_still` knows when this router did not run."""
-        self._request, self._clock, self._stood_still = request, clock, stood_still
-        self._phases = PhaseClock(request.arrived, stood_still)
+    def __init__(self, request: ValidatedRequest, clock: Clock, standstill: Standstill | None = None) -> None:
+        """`standstill` knows when this router did not run."""
+        self._request, self._clock, self._standstill = request, clock, standstill or Standstill()
+        self._phases = PhaseClock(request.arrived, self._standstill.between)
         self._phases.spent(Phase.CONSTRAINT, request.constraint_seconds)
         # By sequence: its present run, and delays that came before its admission.
         self._runs: dict[int, _Run] = {}
@@ -287,7 +285,7 @@ class RunLog:
         """Note that the client has taken it. While this router stood still, nothing was the client's to read."""
         if self._handed_over is not None:
             now = self._clock.monotonic()
-            unread = now - self._handed_over - self._stood_still(self._handed_over, now)
+            unread = now - self._handed_over - self._standstill.between(self._handed_over, now)
             self._phases.left_unread(unread)
             if self._phases.phase is Phase.SENDING:
                 self._phases.enter(Phase.SENDING, now)
@@ -355,6 +353,7 @@ class RunLog:
             other_domain_tokens=elsewhere.blocks * self.block_size,
             diverged_at=admitted.diverged_at if admitted else 0,
             client_longest=self._phases.client_longest,
+            unread_before=0.0 if self._moves else self._standstill.just_before(self._request.arrived),
         )
 
     def _reason_of(self, failure: str) -> str:

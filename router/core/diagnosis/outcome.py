@@ -50,7 +50,8 @@ class Outcome:
     `ended` is the finish reason of its last sequence, or the reason of its error with `failure` in words. `miss` is the
     manager's reason why no more of its prompt was cached; empty while it had no blocks. `other_domain_tokens` is how
     much of its prompt another cache domain has sent, `other_domain` which one. `client_longest` is the longest time
-    that the client left an event unread. `passed_by` requests of a higher priority got a worker before this one, which
+    that the client left an event unread. When the request came, the router had stood still for up to `unread_before`.
+    `passed_by` requests of a higher priority got a worker before this one, which
     waited for one. `usual_gap` is the median of seconds a token of requests that its worker served before; 0: not
     known. `shared_tokens` begin the prompt and an earlier one of its cache domain. `ahead_tokens` are positions that
     its worker computed for others between its admission and its own first step, most of them for `ahead_of`. `gaps` are
@@ -93,6 +94,7 @@ class Outcome:
     late_gaps: int = 0
     longest_gap: float = 0.0
     client_longest: float = 0.0
+    unread_before: float = 0.0
     usual_gap: float = 0.0
 
     @property
@@ -121,7 +123,7 @@ _TEXTS: Final = ("ended", "failure", "worker", "miss", "other_domain", "ahead_of
 _FLAGS: Final = ("has_first_token", "started", "queued", "index_answered")
 _APART: Final = frozenset((*_TEXTS, *_FLAGS, "time_ns", "tenant", "before", "after"))
 _COUNTS: Final = tuple(field.name for field in fields(Outcome) if field.name not in _APART)
-_SECONDS: Final = ("client_longest", "longest_gap", "usual_gap")
+_SECONDS: Final = ("client_longest", "longest_gap", "usual_gap", "unread_before")
 # Texts that name other requests or tenants: the public plane leaves them out, with the counts that go with them.
 PRIVATE_TEXTS: Final = ("other_domain", "ahead_of")
 PRIVATE_COUNTS: Final = ("other_domain_tokens", "shared_tokens")

@@ -8,6 +8,7 @@ record that is lost can therefore turn a verdict into "not known", and never int
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
 from router.core.diagnosis.causes import NOTHING, Cause, advice_for
@@ -65,9 +66,17 @@ def _verdict(story: Story, outcome: Outcome | None, phases: tuple[PhaseSpan, ...
     if outcome is None:
         return refusal_verdict(story) or _unfinished(story)
     ended = end_cause(outcome)
-    if ended is None:
-        return _time_verdict(story, outcome, phases)
-    return _end_verdict(ended, story, outcome, phases)
+    args = story, outcome, phases
+    found = _time_verdict(*args) if ended is None else _end_verdict(ended, *args)
+    if outcome.unread_before < max(NEGLIGIBLE * outcome.total_s, WORTH_SAYING_S):
+        return found
+    return replace(found, sentence=f"{found.sentence} {_unread_words(outcome)}")
+
+
+def _unread_words(outcome: Outcome) -> str:
+    """Return what no phase has: nobody knows when a request came to a router that stood still."""
+    still = f"The router had stood still for up to {duration(outcome.unread_before)} when the request came"
+    return f"{still}: before these {duration(outcome.total_s)} it may have lain unread for as long."
 
 
 def _unfinished(story: Story) -> Verdict:

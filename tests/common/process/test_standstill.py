@@ -25,9 +25,22 @@ def test_spans_of_time_count_once_and_only_within_what_is_asked_for() -> None:
 def test_what_came_right_after_a_standstill_may_have_waited_for_its_end() -> None:
     still = Standstill()
     still.add(10.0, 12.0)
+    assert still.just_before(12.0) == 2.0
     assert still.just_before(12.05) == 2.0
     assert still.just_before(11.0) == 1.0
     assert still.just_before(12.2) == 0.0
+
+
+def test_a_timer_that_fires_late_tells_of_a_standstill_between_two_moments() -> None:
+    """Within the pause of the timer nobody knows when it began: that counts where it is a bound alone."""
+    still = Standstill()
+    still.ticked(began=10.0, pause=1.0, now=11.05)
+    assert still.seconds(20.0) == 0.0
+    still.ticked(began=20.0, pause=1.0, now=22.5)
+    assert (still.seconds(30.0), still.between(20.5, 22.0)) == (1.5, 1.0)
+    assert still.just_before(22.5) == 2.5
+    still.ticked(began=22.0, pause=0.05, now=22.51)
+    assert still.just_before(22.6) == pytest.approx(0.01), "it ran at 22.5"
 
 
 def test_only_the_latest_spans_are_kept_and_the_sum_has_all() -> None:

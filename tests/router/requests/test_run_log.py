@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from common.clock import ManualClock
+from common.process.standstill import Standstill
 from common.types import FinishReason, MissReason, SamplingParams, Usage
 from router.core.events import Finished, Timings, ValidatedRequest
 from router.core.index_answer import NOTHING_ASKED
@@ -30,8 +31,10 @@ class Told:
     def __init__(self, *still: tuple[float, float], sequences: int = 1) -> None:
         self.clock = ManualClock()
         request = ValidatedRequest((1, 2, 3), SamplingParams(n=sequences), 0.0)
-        spans = lambda begin, end: sum(max(0.0, min(end, b) - max(begin, a)) for a, b in still)  # noqa: E731
-        self.log = RunLog(request, self.clock, spans)
+        self.standstill = Standstill()
+        for span in still:
+            self.standstill.add(*span)
+        self.log = RunLog(request, self.clock, self.standstill)
         self.clock.now = 1.0
         self.log.read()
         self.clock.now = 2.0
@@ -185,3 +188,10 @@ def test_without_the_times_of_a_worker_its_work_ends_when_it_is_read() -> None:
     told.follow(SequenceAdmitted(0, MissReason.NEVER_SEEN, 0, "", 0.25), 3.0)
     told.follow(TokensSampled((7,)), 4.0)
     assert told.seconds() == ({"router_still": 0.5, "blocks": 0.5, "prefill": 1.0}, {})
+
+
+def test_a_router_that_had_stood_still_when_a_request_came_says_so() -> None:
+    told = Told((-1.5, 0.0))
+    told.admitted(2.5)
+    assert told.log.outcome("", "w0", 1).unread_before == 1.5
+    assert Told((-1.5, -0.5)).log.outcome("", "w0", 1).unread_before == 0.0

@@ -299,6 +299,16 @@ def test_who_was_late_around_the_work_is_named(phase: str, cause: Cause, words: 
     assert asked(late, routed(), granted(0.0)).verdict.sentence == f"75 % of its 1.6 s: {words}."
 
 
+def test_what_may_have_lain_unread_at_the_router_is_told_after_the_verdict() -> None:
+    late = replace(CALM, unread_before=1.4, before=seconds(prefill=0.3))
+    assert asked(late, routed(), granted(0.0)).verdict.sentence == (
+        "Nothing held it up: 100 % of its 300 ms: w0 computed 4 tokens of its prompt, 75 ms each. The router had stood "
+        "still for up to 1.4 s when the request came: before these 300 ms it may have lain unread for as long."
+    )
+    long = replace(late, before=seconds(prefill=30.0))
+    assert "unread" not in asked(long, routed(), granted(0.0)).verdict.sentence
+
+
 def test_a_lost_worker_and_a_slow_client_are_named() -> None:
     moved = replace(CALM, moves=1, placements=2, after=seconds(moved=3.0, decode=0.2))
     migration = replace(routed(chosen="w1", kind=DecisionKind.MIGRATION), time_ns=6_000, reasons=("connection lost",))
