@@ -222,7 +222,9 @@ class ChatFields(BaseModel):
     parallel_tool_calls: bool | None = Field(None, description="false: one call in an answer at most")
     functions: Objects | None = Field(None, description="the older form of tools")
     function_call: str | dict[str, Any] | None = Field(None, description="the older form of tool_choice")
-    documents: Objects | None = Field(None, description="texts to answer from; refused where the chat template shows none")
+    documents: Objects | None = Field(
+        None, description="texts to answer from; refused where the chat template shows none"
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="further variables of the chat template, such as enable_thinking"
     )
