@@ -166,7 +166,7 @@ dist: $(SERVING) ## Build both wheels into dist/: quire-llm with the kernels of 
 	@ls -l dist
 
 test-fast: $(TESTED) ## Run the tests that need neither torch nor a started service: the cores and the units (a minute)
-	$(BIN)/python -m pytest -n $(CORES) --fast tests
+	$(BIN)/python -m pytest -n $(JOBS) --fast tests
 
 test: $(if $(filter tests,$(TESTS)),$(TESTED),$(STAMP)) ## Run the tests that find most faults (TESTS=PATH for some of all tests, JOBS=N in that many processes)
 	$(PYTEST) $(call report,test) $(if $(filter tests,$(TESTS)),-m "not clients and not rest") $(TESTS)
