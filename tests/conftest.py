@@ -71,14 +71,15 @@ _NEEDS = {
     """,
     # Seconds without work.
     "patience": """
-        common/rpc/test_limits.py common/telemetry/test_provider.py kvmanager/test_pins.py kvmanager/test_stalls.py
+        cli/why/test_watch.py common/rpc/test_limits.py common/telemetry/test_provider.py kvmanager/test_pins.py
+        kvmanager/test_stalls.py
         router/grpc_api/test_late_groups.py router/requests/test_drained_workers.py router/test_stalls.py
     """,
     "fuzz": "fuzz",
     "searches": """
         cli/block_size/test_accounting.py cli/replay/test_fit.py cli/replay/test_simulation.py
         kvmanager/core/test_soak.py kvmanager/index/test_groups_machine.py router/core/test_shares_of_service.py
-        router/openai/test_official_models.py suites/protocol
+        router/anthropic/test_fuzz.py router/openai/test_fuzz.py router/openai/test_official_models.py suites/protocol
     """,
     "plots": """
         bench/comparison/test_plots.py bench/open_loop/test_plot.py cli/benchmark/test_plot.py
