@@ -68,7 +68,12 @@ def detokenizers(inner: tokenizers.Tokenizer) -> Detokenizers:
 
 def bytes_of_tokens(inner: tokenizers.Tokenizer) -> Callable[[int], bytes] | None:
     """Return a function from token id to bytes, empty for an unknown id; None for a decoder that spells no bytes."""
-    spelling = _spelling(json.loads(inner.to_str())["decoder"])
+    decoder = json.loads(inner.to_str())["decoder"]
+    spelling = _spelling(decoder)
+    if decoder is not None and decoder["type"] == "Metaspace":
+        # The first token of a text alone loses its spaces, all of them: what a token spells is known, a text is not.
+        space = decoder["replacement"]
+        return _TokenBytes(inner, lambda token: token.replace(space, " ").encode(), frozenset()).__getitem__
     return None if spelling is None else _TokenBytes(inner, spelling.to_bytes, frozenset()).__getitem__
 
 

@@ -75,6 +75,14 @@ def test_other_decoders_sum_to_the_full_decode(tokenizer: Tokenizer, data: st.Da
     assert "".join(deltas(tokenizer, ids, skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
+@given(ids=st.lists(st.integers(0, 6), min_size=1))
+def test_tokens_of_metaspace_spell_their_spaces_as_they_stand_within_a_text(ids: list[int]) -> None:
+    spelled = bytes_of_tokens(METASPACE)
+    assert spelled is not None
+    first = the(METASPACE, "the")
+    assert b"".join(map(spelled, [first, *ids])).decode() == METASPACE.decode([first, *ids])
+
+
 @given(data=st.data(), ids=token_ids(BYTE_LEVEL))
 def test_how_tokens_are_grouped_does_not_change_the_text(data: st.DataObject, ids: list[int]) -> None:
     cut = data.draw(st.integers(0, len(ids)))
@@ -157,9 +165,8 @@ def test_a_token_of_bytes_shows_them(tokenizer: Tokenizer, token: str, spelt: by
     assert bytes_of(the(tokenizer, token)) == spelt
 
 
-@pytest.mark.parametrize("tokenizer", [WORD_PIECE, METASPACE])
-def test_other_tokens_have_text_alone(tokenizer: Tokenizer) -> None:
-    assert bytes_of_tokens(tokenizer) is None
+def test_tokens_of_word_pieces_have_text_alone() -> None:
+    assert bytes_of_tokens(WORD_PIECE) is None
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte level", "byte fallback"])
