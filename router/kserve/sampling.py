@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from common.errors import FieldViolation
 from common.settings.pydantic_words import mistake
+from common.untrusted import json_shape
 from quire.inference.v1 import inference_pb2
 from router.serving.numbers import Float32, Int32, Int64
 from router.serving.retention import CacheRetention
@@ -127,6 +128,9 @@ def _in_json(name: str) -> str:
 
 
 def _parsed(text: bytes, wrong: list[FieldViolation]) -> dict[str, Any]:
+    if excess := json_shape.BODY.excess(text):
+        wrong.append(FieldViolation("sampling_parameters", excess))
+        return {}
     try:
         values = json.loads(text)
         # JSON may escape half a character, which no other text can hold.

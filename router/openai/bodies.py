@@ -16,16 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from common import limits
 from common.clock import Clock, SystemClock
 from common.errors import FieldViolation, InvalidRequest, Overloaded, QuireError, QuotaViolation
+from common.untrusted import json_shape
 from router.openai import errors
 from router.serving.content_coding import SERVED, decoded
-from router.serving.json_shape import Shape
 
-_SHAPE: Final = Shape(
-    limits.MAX_HTTP_BODY_VALUES,
-    limits.MAX_HTTP_BODY_MEMBERS,
-    limits.MAX_HTTP_BODY_CONTAINERS,
-    limits.MAX_HTTP_BODY_DEPTH,
-)
 _RETRY_S: Final = 1.0
 
 
@@ -155,7 +149,7 @@ def _check(scope: Scope, body: bytes) -> None:
         return  # nothing parses it
     if b"\0" in body:
         raise InvalidRequest(FieldViolation("body", "has a zero byte; expected JSON in UTF-8"))
-    if excess := _SHAPE.excess(body):
+    if excess := json_shape.BODY.excess(body):
         raise InvalidRequest(FieldViolation("body", excess))
 
 

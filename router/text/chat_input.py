@@ -19,6 +19,7 @@ from common.limits import (
     MAX_TOOL_CALLS,
     MAX_TOOLS_BYTES,
 )
+from common.untrusted import json_shape
 from quire.inference.v1 import inference_pb2 as pb
 from router.core.tools import tools_of
 
@@ -79,6 +80,7 @@ def chat_input(chat: pb.Chat) -> ChatInput:
         _refuse("continue_final_message", "contradicts add_generation_prompt; leave out one of them")
     if chat.reasoning_effort and not _ROLE.fullmatch(chat.reasoning_effort):
         _refuse("reasoning_effort", f"is {_quoted(chat.reasoning_effort)}; expected a word such as low")
+    _check_shapes(chat)
     return ChatInput(
         messages=[_message(each, place) for place, each in enumerate(chat.messages)],
         tools=_tools(chat.tools_json),
@@ -88,6 +90,20 @@ def chat_input(chat: pb.Chat) -> ChatInput:
         continue_final_message=continued,
         reasoning_effort=chat.reasoning_effort,
     )
+
+
+def _check_shapes(chat: pb.Chat) -> None:
+    """Raise InvalidRequest for JSON that takes long to parse, in a field or in the arguments of all calls together."""
+    arguments = [call.arguments_json for each in chat.messages for call in each.tool_calls]
+    fields = (
+        ("tools_json", [chat.tools_json]),
+        ("documents_json", [chat.documents_json]),
+        ("template_kwargs_json", [chat.template_kwargs_json]),
+        ("messages", arguments),
+    )
+    for name, texts in fields:
+        if excess := json_shape.BODY.excess(*(text.encode() for text in texts if text)):
+            _refuse(name, f"{'have arguments of calls whose JSON' if texts is arguments else ''} {excess}".strip())
 
 
 def characters(chat: pb.Chat) -> int:

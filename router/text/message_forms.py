@@ -16,6 +16,7 @@ from itertools import takewhile
 from typing import Any, Final
 
 from common.errors import FieldViolation, InvalidRequest
+from common.untrusted import json_shape
 from router.text.chat_input import Call, Message
 
 # Characters of an id that Mistral's templates accept.
@@ -212,7 +213,7 @@ def _meant(arguments: str) -> Any:
         return {}
     try:
         found = json.loads(arguments)
-        if isinstance(found, str):
+        if isinstance(found, str) and not json_shape.BODY.excess(found.encode()):
             found = json.loads(found or "{}")
     except (ValueError, RecursionError):
         return arguments

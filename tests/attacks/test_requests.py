@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from common.rpc.server import open_channel
 from common.types import FinishReason
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
+from quire.kserve.v2 import kserve_pb2_grpc as kserve
 from quire.types.v1.types_pb2 import SamplingParams as Sampling
 from tests.router.test_process import DEMO, address_in, router
 from tests.support.processor import slowness
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker, running
+from tests.support.router.kserve_messages import infer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -149,7 +152,44 @@ def decoded_unknown_ids(stub: rpc.InferenceServiceStub, budget: int) -> grpc.aio
     return stub.Detokenize(pb.DetokenizeRequest(token_ids=range(1 << 21, (1 << 21) + budget // 5)), timeout=PATIENCE_S)
 
 
+def dense(budget: int, entry: str = "[]") -> str:
+    """Return JSON that takes seconds to parse, and a gigabyte."""
+    return f"[{','.join([entry] * ((budget - 1000) // (len(entry) + 1)))}]"
+
+
+def tokenized(stub: rpc.InferenceServiceStub, **fields: object) -> grpc.aio.Call:
+    chat = pb.Chat(**{"messages": [pb.ChatMessage(role="user", content="a")], **fields})  # type: ignore[arg-type]
+    return stub.Tokenize(pb.TokenizeRequest(prompt=pb.Prompt(chat=chat)), timeout=PATIENCE_S)
+
+
+def dense_tools(stub: rpc.InferenceServiceStub, budget: int) -> grpc.aio.Call:
+    return tokenized(stub, tools_json=dense(budget))
+
+
+def dense_documents(stub: rpc.InferenceServiceStub, budget: int) -> grpc.aio.Call:
+    return tokenized(stub, documents_json=dense(budget, "{}"))
+
+
+def dense_variables(stub: rpc.InferenceServiceStub, budget: int) -> grpc.aio.Call:
+    return tokenized(stub, template_kwargs_json=f'{{"a": {dense(budget)}}}')
+
+
+def dense_arguments(stub: rpc.InferenceServiceStub, budget: int) -> grpc.aio.Call:
+    """The arguments of many calls, each of which alone may be parsed."""
+    called = [pb.ToolCall(id="c", name="f", arguments_json=dense(8_000)) for _ in range(100)]
+    asked = pb.ChatMessage(role="user", content="a")
+    turn = asked, pb.ChatMessage(role="assistant", tool_calls=called)
+    return tokenized(stub, messages=[*turn * (budget // 800_000), asked])
+
+
+def quoted_arguments(stub: rpc.InferenceServiceStub, budget: int) -> grpc.aio.Call:
+    called = pb.ToolCall(id="c", name="f", arguments_json=json.dumps(dense(budget)))
+    asked = pb.ChatMessage(role="user", content="a")
+    return tokenized(stub, messages=[asked, pb.ChatMessage(role="assistant", tool_calls=[called]), asked])
+
+
 ATTACKS = (
+    *(dense_tools, dense_documents, dense_variables, dense_arguments, quoted_arguments),
     *(stop_ids, stop_strings, biases, known_ids, unknown_ids, wrong_messages, dense_text, decoded_ids),
     decoded_unknown_ids,
 )
@@ -171,6 +211,21 @@ async def test_a_request_with_very_long_fields_is_refused_at_little_cost(
     assert spent < MOST_CPU_S * slowness()
     assert grown < MOST_GROWTH_MIB
     assert victim.worker.submits == []
+
+
+@pytest.mark.parametrize("entry", ["[]", "{}", '{"a":1}', '""', "[[[[[[[[]]]]]]]]"])
+async def test_json_in_a_tensor_is_refused_at_little_cost(victim: Victim, entry: str) -> None:
+    """KServe's sampling parameters are a text of JSON, and no body of HTTP bounds it."""
+    stub = kserve.GRPCInferenceServiceStub(victim.channel)
+    request = infer("checkpoint", input_ids=[5] * 8, sampling_parameters=f'{{"stop": {dense(BUDGETS[1], entry)}}}')
+    await refusal(victim.stub.Generate(pb.GenerateRequest(), timeout=PATIENCE_S))
+    victim.reset_peak()
+    cpu, memory = victim.cpu(), victim.peak_mib()
+    code, words = await refusal(stub.ModelInfer(request, timeout=PATIENCE_S))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "sampling_parameters" in words
+    assert victim.cpu() - cpu < MOST_CPU_S * slowness()
+    assert victim.peak_mib() - memory < MOST_GROWTH_MIB
 
 
 async def test_a_request_that_fills_the_public_limit_breaks_no_stream_of_others() -> None:

@@ -198,7 +198,8 @@ def test_every_wrong_parameter_is_named_with_the_way_it_came() -> None:
         ("[1]", "is list; expected a JSON object"),
         (b"\xff", "is not JSON: 'utf-8' codec"),
         ('{"stop": "\\ud800"}', "is not JSON: 'utf-8' codec can't encode"),
-        ("[" * 100_000, "is not JSON: maximum recursion depth exceeded"),
+        ("[" * 100_000, "has 100000 lists and objects; expected at most 8192"),
+        ("[" * 65 + "]" * 65, "is nested too deeply"),
     ],
 )
 def test_sampling_parameters_are_one_json_object(text: str | bytes, what: str) -> None:

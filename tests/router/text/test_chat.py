@@ -307,7 +307,11 @@ def test_an_effort_becomes_what_the_template_takes(effort: str, source: str, fou
         ({"reasoning_effort": "<|x|>"}, "reasoning_effort: is '<|x|>'; expected a word such as low"),
         ({"tools_json": "{"}, "tools_json: is no valid JSON"),
         ({"tools_json": "[NaN]"}, "tools_json: is no valid JSON: NaN is no number of JSON"),
-        ({"tools_json": "[" * 100_000}, "tools_json: is no valid JSON"),
+        ({"tools_json": "[" * 100_000}, "tools_json: has 100000 lists and objects; expected at most 8192"),
+        (
+            {"tools_json": "[" * 65 + "]" * 65},
+            "tools_json: is nested too deeply; expected at most 64 lists and objects",
+        ),
         ({"tools_json": {"a": 1}}, "tools_json: is no list"),
         ({"tools_json": [1]}, "tools_json[0]: is no object"),
         ({"tools_json": [{"function": {"name": "a", "x": "b" * 262144}}]}, "tools_json: has 262"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.serving.json_shape import Shape
+from common.untrusted.json_shape import Shape
 
 TEXTS = st.text(alphabet='[]{},:"\\ab\n\u00fc', max_size=12)
 VALUES = st.recursive(
@@ -64,3 +64,14 @@ def test_strings_are_counted_before_they_are_cut() -> None:
 @pytest.mark.parametrize("text", [b"", b"null", b'"', b'"\\', b'"\\"', b"\xff\xfe", b"[1,2"])
 def test_a_short_text_that_is_no_json_is_left_to_the_parser(text: bytes) -> None:
     assert not Shape(10, 10, 10, 10).excess(text)
+
+
+def test_texts_that_are_parsed_together_are_counted_together() -> None:
+    shape = Shape(100, 10, 8, 3)
+    assert shape.excess(b"[[],[]]", b"[[],[]]") == ""
+    assert shape.excess(b"[[],[]]", b'["["]', b"[[],[],[]]") == ""
+    assert shape.excess(b"[[],[]]", b"[[],[],[],[],[]]") == "has 9 lists and objects; expected at most 8"
+    assert shape.excess(b'{"a":1,"b":2}', b'{"c":' + b"[" * 3 + b"]" * 3 + b"}") == (
+        "is nested too deeply; expected at most 3 lists and objects in each other"
+    )
+    assert shape.excess() == ""
