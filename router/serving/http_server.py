@@ -124,6 +124,8 @@ async def serve_http(
         log_level=logging.WARNING,
         access_log=False,
         server_header=False,
+        # Without keys the address is the tenant, and any process of this host could name another one.
+        proxy_headers=False,
         lifespan="off",
         ws="none",
         timeout_graceful_shutdown=grace,

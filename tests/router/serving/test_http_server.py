@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
 from cli.certificates.authority import Wanted, make, wanted
 from cli.certificates.folder import CertificateFolder
@@ -43,6 +43,25 @@ async def test_a_server_that_stops_takes_no_connection_from_that_moment(encrypte
     await until_blocked(stopping)
     assert not listens()
     await stopping
+
+
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "X-Real-IP", "Forwarded", "X-Forwarded-Proto"])
+async def test_no_header_names_the_address_of_a_client(name: str) -> None:
+    app, seen = FastAPI(), list[tuple[str, str]]()
+
+    @app.get("/")
+    async def root(request: Request) -> None:
+        assert request.client is not None
+        seen.append((request.client.host, request.url.scheme))
+
+    server = await serve_http(app, "127.0.0.1", 0)
+    try:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            headers = {name: "https" if name.endswith("Proto") else "203.0.113.9"}
+            await client.get(f"http://127.0.0.1:{server.port}/", headers=headers)
+    finally:
+        await server.stop()
+    assert seen == [("127.0.0.1", "http")]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the option is one of Linux")
