@@ -99,7 +99,8 @@ def peer_of(context: Context) -> Peer | None:
     found = context.auth_context()
     if not found.get("x509_pem_cert"):
         return None
-    return peer_of_names(name.decode(errors="replace") for name in found.get("x509_subject_alternative_name", ()))
+    # Of the alternative names those of hosts alone: a CA that checks these may let a holder choose a mail address.
+    return peer_of_names(name.decode(errors="replace") for name in found.get("peer_dns", ()))
 
 
 def callers_of(method: str) -> frozenset[Role]:

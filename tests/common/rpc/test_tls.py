@@ -13,12 +13,14 @@ from typing import Any
 
 import grpc
 import pytest
+from cryptography import x509
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cli.certificates import authority
 from cli.certificates.folder import CertificateFolder
 from common.errors import InvalidConfig
-from common.rpc.roles import Role, callers_of, peer_of
+from common.rpc.roles import Role, callers_of, dns_name, peer_of
 from common.rpc.server import RpcServer, open_channel
 from common.rpc.tls import CertificateFiles, Identity, PublicCertificate
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
@@ -160,6 +162,19 @@ async def test_a_role_calls_its_methods_alone(served: Served, role: Role, method
 @pytest.mark.parametrize("method", ["GetBlockMap", "GetBlock", "GetBlockTable"])
 def test_routers_and_operators_see_blocks(method: str) -> None:
     assert callers_of(f"/{SERVICE}/{method}") == {Role.ROUTER, Role.OPERATOR}
+
+
+@pytest.mark.parametrize("kind", [x509.RFC822Name, x509.UniformResourceIdentifier])
+async def test_a_role_is_the_name_of_a_host_alone(
+    served: Served, monkeypatch: pytest.MonkeyPatch, kind: type[x509.RFC822Name | x509.UniformResourceIdentifier]
+) -> None:
+    """A name of another kind says whom to write to, or what to fetch."""
+    name = dns_name(Role.WORKER)
+    monkeypatch.setattr(authority, "_general", lambda each: kind(each) if each == name else x509.DNSName(each))
+    wanted = authority.Wanted(served.folder.role(Role.WORKER), ("worker.example", name))
+    authority.Authority.open(served.folder).issue(wanted, 1)
+    channel = open_channel(served.address, identity=wanted.leaf.identity(), role=Role.MANAGER)
+    assert await served.code("Session", channel) is DENIED
 
 
 async def test_a_refusal_names_both_roles(served: Served) -> None:
