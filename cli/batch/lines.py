@@ -35,6 +35,8 @@ def parsed(line: bytes) -> Item:
         raise BadLine(f"has {len(line)} bytes; the server takes at most {MAX_HTTP_BODY_BYTES}")
     try:
         entry = json.loads(line)
+        # What Python reads more than JSON has, NaN and halves of characters, no request can carry.
+        json.dumps(entry, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadLine(f"is no JSON ({error}); expected one object on one line") from None
     if not isinstance(entry, dict):
