@@ -10,6 +10,7 @@ from typing import Final
 
 from common.errors import Cancelled, DeadlineExceeded, EngineFailure, FieldViolation, InvalidRequest, QuireError
 from common.limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDINGS_AT_ONCE
+from common.process.turns import A_STEP
 from common.types import FinishReason, Usage
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2
@@ -66,7 +67,11 @@ class Embedder:
         if least > most:
             what = f"make an answer of {least} bytes or more; at most {most}; send fewer inputs at once, or dimensions"
             raise InvalidRequest(FieldViolation("inputs", what))
-        inputs = [await self._input(place, each, call, count) for place, each in enumerate(_requests_of(request))]
+        inputs = list[ValidatedRequest]()
+        for place, each in enumerate(_requests_of(request), 1):
+            inputs.append(await self._input(place - 1, each, call, count))
+            if place % A_STEP == 0:  # token ids and short texts are validated without a wait
+                await asyncio.sleep(0)
         return Embeddings(inputs, dimensions)
 
     def _check_dimensions(self, dimensions: int | None) -> None:
