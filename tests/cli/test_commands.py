@@ -261,7 +261,8 @@ def test_a_suite_that_shows_warnings_alone_says_nothing_of_what_goes_well(tmp_pa
         assert up.process.wait(timeout=READY_SECONDS) == 0
     finally:
         up.close()
-    assert up.lines == []
+    # A worker that is up before the KV manager warns.
+    assert [line for line in up.lines if " warning: " not in line] == []
 
 
 def test_embedded_managers_serve_and_a_second_ctrl_c_kills(tmp_path: Path) -> None:

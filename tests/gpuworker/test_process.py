@@ -37,11 +37,14 @@ async def serving(channel: aio.Channel, wanted: bool) -> None:
 
 async def test_it_says_where_the_memory_goes_and_that_it_is_ready_and_stops_on_a_signal() -> None:
     async with worker_process() as process:
-        lines = await until(process, "READY")
-        assert any("KV cache" in line and "16 blocks of 16 slots" in line for line in lines)
+        await until(process, "READY")
         process.send_signal(signal.SIGTERM)
         status, log = await ended(process)
-        assert (status, {json.loads(line)["level"] for line in log.splitlines()} - {"info"}) == (0, set())
+        said = [json.loads(line) for line in log.splitlines()]
+        assert (status, {line["level"] for line in said} - {"info"}) == (0, set())
+        plan = [line["msg"] for line in said if "KV cache" in line["msg"]]
+        assert len(plan) == 1
+        assert "16 blocks of 16 slots" in plan[0]
 
 
 REFUSED = [
