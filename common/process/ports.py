@@ -16,6 +16,7 @@ from typing import Final
 # another, up to 8 workers.
 CANDIDATES: Final = range(20_000, 32_000, 12)
 
+_CLAIMED_AT: Final = "127.0.0.1"
 # By then the owner of a port listens, or will not.
 _CLAIMS: Final = 64
 
@@ -49,11 +50,19 @@ def free_ports(count: int, hosts: Sequence[str] = ("127.0.0.1",)) -> list[int]:
 
 
 def _claim(port: int) -> None:
-    """Hold a UDP port of the same number, on which nothing here listens. Raises OSError when another process does."""
+    """Hold a UDP port of the same number, on which nothing here listens. Raises OSError when another process does.
+
+    Where there is no such port, as on a host of IPv6 alone, there is no claim.
+    """
     claim = _claims.pop(port, None)
     if claim is None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
-            made.bind(("127.0.0.1", port))
+            try:
+                made.bind((_CLAIMED_AT, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise
+                return
             claim = made.detach()
     _claims[port] = claim
     while len(_claims) > _CLAIMS:

@@ -67,6 +67,13 @@ def test_another_process_leaves_alone_what_was_picked_here_for_a_service_that_do
     assert picked_elsewhere(3, candidates) == sorted({*candidates} - {newest})
 
 
+def test_without_an_address_for_claims_ports_are_picked_all_the_same(
+    candidates: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ports, "_CLAIMED_AT", "192.0.2.1")  # no host here has it
+    assert sorted(free_ports(len(candidates))) == list(candidates)
+
+
 def test_a_port_is_free_at_the_hosts_of_both_families(candidates: range) -> None:
     with socket.socket(socket.AF_INET6) as held:
         held.bind(("::1", candidates[0]))
