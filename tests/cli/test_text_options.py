@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from cli.demo_model import CHECKPOINT
@@ -24,17 +25,20 @@ from kvmanager.config import KvManagerSettings
 from kvmanager.main import configured_identity
 from router.config import RouterSettings
 from tests.support.checkpoints import checkpoint
-from tests.support.up_harness import Up
+from tests.support.up_harness import READY_SECONDS, Up
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the demo model's tokenizer and no model."""
+    """A folder with the demo model's tokenizer and one token more, and no model."""
     folder = tmp_path_factory.mktemp("tokenizer")
     for path in CHECKPOINT.glob("tokenizer*.json"):
         shutil.copy(path, folder)
+    more = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    more.add_tokens(["Lyon"])
+    more.save(str(folder / "tokenizer.json"))
     return folder
 
 
@@ -108,7 +112,8 @@ def test_workers_of_a_suite_serve_the_folder_that_the_revision_was_loaded_into(
 
 def test_a_suite_answers_with_another_tokenizer_and_template(tmp_path: Path, tokenizer: Path, template: Path) -> None:
     """Router, manager and worker agree on the tokenizer, or the worker could not attach."""
-    up = Up(tmp_path, "--simulate", "--tokenizer", str(tokenizer), "--chat-template", str(template))
+    words = ("--tokenizer", str(tokenizer), "--chat-template", str(template))
+    up = Up(tmp_path, "--simulate", "--model", str(CHECKPOINT), *words)
     try:
         up.until("ready: ")
         found = re.search(r"HTTP (http://\S+?),", "".join(up.lines))
@@ -121,3 +126,14 @@ def test_a_suite_answers_with_another_tokenizer_and_template(tmp_path: Path, tok
         up.close()
     reference = AutoTokenizer.from_pretrained(tokenizer)
     assert tokens == reference.encode(f"user: Lyon{reference.eos_token}", add_special_tokens=False)
+
+
+def test_a_tokenizer_of_another_model_is_refused_as_the_router_starts(tmp_path: Path, tokenizer: Path) -> None:
+    up = Up(tmp_path, "--simulate", "--tokenizer", str(tokenizer))
+    try:
+        up.until(
+            "--tokenizer: the tokenizer has 2,028 tokens and the model 264, so texts have tokens that"
+        )
+        assert up.process.wait(timeout=READY_SECONDS) == 2
+    finally:
+        up.close()
