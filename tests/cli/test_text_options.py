@@ -131,9 +131,7 @@ def test_a_suite_answers_with_another_tokenizer_and_template(tmp_path: Path, tok
 def test_a_tokenizer_of_another_model_is_refused_as_the_router_starts(tmp_path: Path, tokenizer: Path) -> None:
     up = Up(tmp_path, "--simulate", "--tokenizer", str(tokenizer))
     try:
-        up.until(
-            "--tokenizer: the tokenizer has 2,028 tokens and the model 264, so texts have tokens that"
-        )
+        up.until("--tokenizer: the tokenizer has 2,028 tokens and the model 264, so texts have tokens that")
         assert up.process.wait(timeout=READY_SECONDS) == 2
     finally:
         up.close()
