@@ -183,9 +183,9 @@ class QuireRedis(Redis):
         pool: Any = self.connection_pool
         mark = getattr(pool, "update_active_connections_for_reconnect", None)  # redis-py has it from 7 on
         with suppress(RedisError, OSError, RuntimeError):
-            await pool.disconnect(inuse_connections=mark is None)
-            if mark is not None:
+            if mark is not None:  # before the others end: meanwhile one that is in use may become one of them
                 await mark()
+            await pool.disconnect(inuse_connections=mark is None)
 
     def _unfit_words(self, mode: str) -> str:
         return f"what answers at {self.url} {_MODES[mode]}; {_INSTEAD}" if mode in _MODES else ""

@@ -113,6 +113,23 @@ async def test_a_script_that_a_replica_refused_goes_to_the_new_master_next(pair:
             assert await new.get("b") == b"2"
 
 
+async def test_a_connection_that_comes_back_while_the_others_end_is_not_used_again(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asyncio.timeout(PATIENCE_S), open_redis(redis_url, PATIENCE_S) as client:
+        pool: Any = client.connection_pool
+        connection, end = await pool.get_connection(), pool.disconnect
+
+        async def disconnect(inuse_connections: bool) -> None:
+            await end(inuse_connections=inuse_connections)
+            await pool.release(connection)
+
+        monkeypatch.setattr(pool, "disconnect", disconnect)
+        await client._leave("is read-only")
+        assert not connection.is_connected
+        monkeypatch.undo()
+
+
 async def test_who_only_reads_leaves_a_server_that_became_a_replica(pair: Pair) -> None:
     """Nothing fails there: a replica goes on answering, with what its master had."""
     async with asyncio.timeout(PATIENCE_S), open_redis(pair.url, PATIENCE_S) as client:
