@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import signal
 import sys
@@ -138,8 +139,19 @@ def _needs(path: Path) -> tuple[str, ...]:
     return tuple(need for need, names in _NEEDS.items() if _within(path, names))
 
 
+def _of_this_loop(record: logging.LogRecord) -> bool:
+    """Tell whether a line of asyncio's log is of a test's own loop.
+
+    gRPC has one queue of events for all loops of a process. What comes for the ended loop of an earlier test fails in
+    the loop that runs now.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return "PollerCompletionQueue" not in record.getMessage() or str(error) != "Event loop is closed"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Choose Hypothesis' profile, and take SIGINT again, which a shell's background jobs ignore: tests press Ctrl-C."""
+    logging.getLogger("asyncio").addFilter(_of_this_loop)
     few = getattr(config.option, "cov_source", None) or config.getoption("fast")
     settings.load_profile("few-examples" if few else "quire")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
