@@ -76,7 +76,13 @@ _NEW = {
     "amx": ('void add() { asm("tdpbf16ps %tmm0, %tmm1, %tmm2"); }', 11),
 }
 # Sources that take longest to compile, the longest first: begun last, one of them would keep a single core busy.
-_LONGEST = ("attention_rows", "linear_tile_bf16", "linear_tile_whole", "attention_tiles", "linear_tile")
+_LONGEST = ("linear_tile", "linear_tile_bf16", "attention_rows", "attention", "attention_tiles")
+# What a run of the compiler takes besides, as each run reads headers for half a second. All of it read the same macros.
+_BESIDES = {
+    "attention": ("experts", "follow", "library", "sample", "step_queue", "whole_step"),
+    "linear": ("llama",),
+    "linear_tile": ("linear_tile_whole",),
+}
 if SANITIZED:
     _BEFORE = {}
     LEVELS = {SANITIZED: LEVELS[SANITIZED]}
@@ -124,9 +130,17 @@ def _cores() -> int:
 
 
 def _sources() -> list[Path]:
-    """Return the sources, those that take longest to compile first."""
+    """Return the source that names each run of the compiler, those that take longest first."""
     order = {name: place for place, name in enumerate(_LONGEST)}
-    return sorted(SOURCE.glob("*.cpp"), key=lambda path: (order.get(path.stem, len(order)), path))
+    besides = {path for name in _BESIDES for path in _besides(SOURCE / f"{name}.cpp")}
+    found = (path for path in SOURCE.glob("*.cpp") if path not in besides)
+    return sorted(found, key=lambda path: (order.get(path.stem, len(order)), path))
+
+
+def _besides(source: Path) -> list[Path]:
+    """Return the sources that one run of the compiler takes besides this one."""
+    paths = (SOURCE / f"{name}.cpp" for name in _BESIDES.get(source.stem, ()))
+    return [path for path in paths if path.is_file()]
 
 
 def too_old(levels: Collection[str]) -> str:
@@ -152,7 +166,7 @@ def can_make(level: str) -> bool:
 
 
 def _fingerprint(source: Path, command: list[str]) -> str:
-    """Return a digest of an object's inputs: its source, the headers that it includes, and the command."""
+    """Return a digest of an object's inputs: its sources, the headers that they include, and the command."""
     digest = hashlib.sha256(shlex.join(command).encode())
     for path in sorted(_read_with(source)):
         digest.update(path.name.encode() + path.read_bytes())
@@ -161,8 +175,9 @@ def _fingerprint(source: Path, command: list[str]) -> str:
 
 @functools.cache
 def _read_with(source: Path) -> frozenset[Path]:
-    """Return a source and the headers of this folder that it includes, at any depth."""
-    found, left = {source}, [source]
+    """Return what one run of the compiler reads of this folder: its sources, and the headers at any depth."""
+    left = [source, *_besides(source)]
+    found = set(left)
     while left:
         names = _INCLUDE.findall(left.pop().read_text())
         fresh = {SOURCE / name for name in names} - found
@@ -197,9 +212,10 @@ def _object(level: str, path: Path) -> Path:
 
 
 def _compile(level: str, source: Path, force: bool) -> bool:
-    """Compile one file for one level unless that is done; return whether it was to be done."""
+    """Run the compiler once for one level unless that is done; return whether it was to be done."""
     made = _object(level, source)
-    command = [*compiler(), *_COMMON, *LEVELS[level], "-c", str(source), "-o", str(made)]
+    besides = [word for path in _besides(source) for word in ("-include", str(path))]
+    command = [*compiler(), *_COMMON, *LEVELS[level], *besides, "-c", str(source), "-o", str(made)]
     stamp, wanted = made.with_suffix(".stamp"), _fingerprint(source, command)
     if not force and made.is_file() and stamp.is_file() and stamp.read_text() == wanted:
         return False
@@ -210,7 +226,7 @@ def _compile(level: str, source: Path, force: bool) -> bool:
 
 
 def _objects(level: str) -> list[Path]:
-    return [_object(level, path) for path in sorted(SOURCE.glob("*.cpp"))]
+    return [_object(level, path) for path in sorted(_sources())]
 
 
 def _is_linked(level: str) -> bool:

@@ -278,8 +278,32 @@ def test_what_takes_longest_is_compiled_first(native_folder: Path) -> None:
     assert set(compiled[firsts:]) == {"a", "b"}
 
 
-def test_the_sources_that_take_longest_are_named_as_they_are() -> None:
-    assert [name for name in build._LONGEST if not (build.SOURCE / f"{name}.cpp").is_file()] == []
+def test_the_sources_that_the_build_names_are_there() -> None:
+    besides = [name for names in build._BESIDES.values() for name in names]
+    for name in (*build._LONGEST, *build._BESIDES, *besides):
+        assert (build.SOURCE / f"{name}.cpp").is_file(), name
+    assert not set(besides) & set(build._LONGEST), "which name a run of the compiler each"
+
+
+@pytest.mark.skipif("avx512_bf16" not in build.LEVELS, reason="levels of x86-64")
+def test_sources_of_one_run_of_the_compiler_serve_the_same_levels() -> None:
+    for name, others in build._BESIDES.items():
+        for level in build.LEVELS:
+            at = {build._compiled_at(level, build.SOURCE / f"{each}.cpp") for each in (name, *others)}
+            assert len(at) == 1, (name, level, at)
+
+
+def test_a_change_of_a_source_beside_another_compiles_both_again(native_folder: Path) -> None:
+    first, (beside, *_) = next(iter(build._BESIDES.items()))
+    (native_folder / f"{first}.cpp").touch()
+    (native_folder / f"{beside}.cpp").touch()
+    assert run_build(native_folder).returncode == 0
+    made = native_folder.parent / "compiled"
+    assert beside not in made.read_text().split()
+    made.unlink()
+    (native_folder / f"{beside}.cpp").write_text("// changed")
+    assert run_build(native_folder).returncode == 0
+    assert set(made.read_text().split()) == {first}
 
 
 def test_a_build_that_was_killed_goes_on_where_it_stopped(native_folder: Path) -> None:
