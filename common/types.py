@@ -101,7 +101,7 @@ class SamplingParams:
     `constraint`, `thought` and `bad_words` travel beside the others: in requests and in submits they have fields of
     their own. `temperature` 0 is greedy, `top_k` 0 keeps all tokens. `logprobs` None returns none, 0 the sampled
     token's only; `prompt_logprobs` is the same for the prompt's tokens. `bad_words` are runs of token ids that may not
-    be sampled.
+    be sampled. Where a constraint forbids the end of a text and allows `closing_token_id`, that token stands for it.
     """
 
     temperature: float = 1.0
@@ -125,6 +125,7 @@ class SamplingParams:
     thought: ThoughtBudget | None = None
     prompt_logprobs: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    closing_token_id: int | None = None
 
 
 class DecisionKind(StrEnum):

@@ -36,6 +36,7 @@ def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
         n=sampling.n,
         include_stop=sampling.include_stop,
         prompt_logprobs=sampling.prompt_logprobs,
+        closing_token_id=sampling.closing_token_id,
     )
 
 

@@ -48,6 +48,15 @@ void forbid_in(const uint32_t* bits, int64_t begin, int64_t end, float* logits) 
   }
 }
 
+// Gives the closing token of a row the largest logit of the ends that the mask `bits` does not allow, if it is larger.
+void close(const quire_sample& sample, const quire_sample_row& row, const uint32_t* bits, float* logits) {
+  float& own = logits[row.closing];
+  for (int32_t i = row.ends_begin; i < row.ends_end; ++i) {
+    const int32_t end = sample.end_ids[i];
+    if (!(bits[end / kWord] >> (end % kWord) & 1)) own = std::max(own, logits[end]);
+  }
+}
+
 // Finds the blocks in which a mask allows tokens, and forbids their other tokens. The logits of other blocks are not read
 // any more.
 void forbid(const uint32_t* bits, float* logits, int64_t vocab, Blocks& open) {
@@ -107,10 +116,12 @@ void adjust(const quire_sample& sample, const quire_sample_row& row, int64_t ind
     penalise(row, sample.table + sample.first[index], sample.positions[index], logits, sample.vocab);
   for (int32_t i = row.bias_begin; i < row.bias_end; ++i) logits[sample.bias_ids[i]] += sample.bias_values[i];
   Blocks& open = Scratch::mine().open;
-  if (const uint32_t* bits = mask_of(sample, index))
+  if (const uint32_t* bits = mask_of(sample, index)) {
+    if (row.closing >= 0) close(sample, row, bits, logits);
     forbid(bits, logits, sample.vocab, open);
-  else
+  } else {
     open_all(sample.vocab, open);
+  }
   forbid_words(sample, row, index, logits);
   if (sample.positions[index] >= row.ends_from) return;
   for (int32_t i = row.ends_begin; i < row.ends_end; ++i)

@@ -23,6 +23,7 @@ typedef struct {
   int32_t ends_begin, ends_end;  // its part of end_ids
   int32_t ends_from;             // the position from which its end tokens may be sampled
   int32_t words_begin, words_end;  // its part of word_begins: runs of tokens that its output may not have
+  int32_t closing;               // the token that stands for its end tokens where its mask forbids those; -1: none
 } quire_sample_row;
 
 // The tokens that rows with a constraint may sample; another thread may still fill the masks while sampling begins.

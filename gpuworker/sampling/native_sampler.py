@@ -24,7 +24,7 @@ ROW = np.dtype(  # quire_sample_row
         ("seed", np.uint64),
         *((name, np.float32) for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")),
         *((name, np.int32) for name in ("top_k", "logprobs", "prompt_tokens", "bias_begin", "bias_end")),
-        *((name, np.int32) for name in ("ends_begin", "ends_end", "ends_from", "words_begin", "words_end")),
+        *((name, np.int32) for name in ("ends_begin", "ends_end", "ends_from", "words_begin", "words_end", "closing")),
     ],
     align=True,
 )
@@ -89,7 +89,11 @@ class NativeRows:
         self.count, self.vocab_size, self.library = len(rows), vocab_size, library
         self.top_count = min(vocab_size, max([0, *(row.params.logprobs or 0 for row in rows)]))
         biases = [[(i, v) for i, v in row.params.logit_bias if 0 <= i < vocab_size] for row in rows]
-        ends = [[i for i in row.early_ends if 0 <= i < vocab_size] for row in rows]
+        closed = [row.closed_ends(vocab_size) for row in rows]
+        ends = [
+            [i for i in row.early_ends if 0 <= i < vocab_size] or [end for end, _ in each]
+            for row, each in zip(rows, closed, strict=True)
+        ]
         self.bias_ids = np.array([i for each in biases for i, _ in each], dtype=np.int32)
         self.bias_values = np.array([v for each in biases for _, v in each], dtype=np.float32)
         self.end_ids = np.array([i for each in ends for i in each], dtype=np.int32)
@@ -100,6 +104,7 @@ class NativeRows:
         self.rows = np.zeros(self.count, dtype=ROW)
         for row, into in zip(rows, self.rows, strict=True):
             _describe(row, into)
+        self.rows["closing"] = [each[0][1] if each else -1 for each in closed]
         for name, lists in (("bias", biases), ("ends", ends), ("words", words)):
             ranges = np.cumsum([0, *map(len, lists)])
             self.rows[f"{name}_begin"], self.rows[f"{name}_end"] = ranges[:-1], ranges[1:]
@@ -123,7 +128,7 @@ def _describe(row: SampledRow, into: np.void) -> None:
     into["presence"] = p.presence_penalty
     into["logprobs"] = -1 if p.logprobs is None else p.logprobs
     into["prompt_tokens"] = row.prompt_tokens
-    into["ends_from"] = min(row.prompt_tokens + p.min_tokens, _MOST)
+    into["ends_from"] = 0 if row.masked else min(row.prompt_tokens + p.min_tokens, _MOST)
 
 
 class NativeSample:

@@ -60,6 +60,13 @@ class SampledRow:
         """Return the runs of tokens that the output may not have, those that could be sampled at all."""
         return [word for word in self.params.bad_words if word and all(0 <= token < vocab_size for token in word)]
 
+    def closed_ends(self, vocab_size: int) -> list[tuple[int, int]]:
+        """Return the ends of a text for which a closing token stands where a constraint forbids them, each with it."""
+        closing = self.params.closing_token_id
+        if closing is None or self.params.constraint is None:
+            return []
+        return [(end, closing) for end in self.end_tokens if 0 <= end < vocab_size]
+
     @property
     def early_ends(self) -> tuple[int, ...]:
         """The end tokens that are forbidden before min_tokens; none of a masked row, whose mask forbids them."""

@@ -1,6 +1,7 @@
 """Samples the next token of each row from its logits.
 
 First come the penalties, for repetition (prompt and output), then for frequency and presence (output), and the bias.
+A closing token takes the logit of an end that the constraint forbids, if that is larger.
 Then the tokens that a constraint forbids, those that complete a bad word, and forbidden end tokens are excluded, and
 log-probabilities are taken.
 Temperature, top_k, top_p, min_p and the sample follow. So log-probabilities cover exactly the tokens that may be
@@ -80,6 +81,8 @@ class SamplingBatch:
         masked = [row.masked and not by_itself for row, by_itself in zip(rows, followed, strict=True)]
         self.constrained = _where(masked)
         """The masked rows without a follower: where there are any, `at` needs masks."""
+        closed = [(at, *both) for at, row in enumerate(self.constrained) for both in rows[row].closed_ends(vocab_size)]
+        self._closed = [np.array(each, dtype=np.int64) for each in zip(*closed, strict=True)]
         words = [(row, word) for row, each in enumerate(rows) for word in each.bad_words(vocab_size)]
         self._words = BadWords(words, [row.prompt_tokens for row in rows]) if words else None
         adjusted = (
@@ -118,6 +121,7 @@ class SamplingBatch:
         random_rows, cut = [self.rows[row].params for row in self._random], self._truncated
         self._penalties = self._penalties_of([self.rows[row] for row in self._penalised])
         self._biases = [self._tensor(each) for each in self._bias]
+        self._closed_at = [self._tensor(each) for each in self._closed]
         if self._words is not None:
             self._words.move(self._device)
         self._random_at, self._truncated_at = self._tensor(self._random), self._tensor(cut)
@@ -175,7 +179,12 @@ class SamplingBatch:
         shifts = torch.arange(32, dtype=torch.int32, device=self._device)
         bits = ((allowed[:, :, None] >> shifts) & 1).flatten(1)[:, : self._vocab_size]
         at = self._constrained_at
-        logits[at] = logits[at].masked_fill_(bits == 0, float("-inf"))
+        picked = logits[at]
+        if self._closed_at:
+            rows, ends, closing = self._closed_at
+            values = picked[rows, ends].masked_fill_(bits[rows, ends] != 0, float("-inf"))
+            picked.view(-1).scatter_reduce_(0, rows * picked.shape[1] + closing, values, "amax")
+        logits[at] = picked.masked_fill_(bits == 0, float("-inf"))
 
     def _sample_random(self, logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """Return one token for each of n random rows; logits [n, vocab], uniform [n] float64."""

@@ -95,8 +95,8 @@ def engine_request(
 
 
 def _forbidding(sampling: SamplingParams, stop: StopRule) -> SamplingParams:
-    """Return parameters that forbid all ends of the router before min_tokens: it knows those of the chat template."""
-    if not sampling.min_tokens or stop.ignore_eos:
+    """Return parameters with all ends of the router, where ends may be forbidden: it knows those of the template."""
+    if (not sampling.min_tokens and sampling.closing_token_id is None) or stop.ignore_eos:
         return sampling
     return replace(sampling, stop_token_ids=tuple(sorted({*sampling.stop_token_ids, *stop.eos_ids})))
 

@@ -165,6 +165,8 @@ class SubmitLimits:
             if name not in long and (unknown := [i for i in lists[name] if not 0 <= i < self.vocab_size]):
                 what = f"has {len(unknown)} ids such as {unknown[0]}; expected 0 to {self.vocab_size - 1}"
                 yield FieldViolation(name, what)
+        if not 0 <= (closing := sampling.closing_token_id) < self.vocab_size:
+            yield FieldViolation("sampling.closing_token_id", f"is {closing}; expected 0 to {self.vocab_size - 1}")
 
 
 def _envelope(message: pb.Submit) -> Iterable[FieldViolation]:

@@ -190,6 +190,8 @@ def _constrain(request: pb.GenerateRequest, asked: AskedConstraint | None) -> di
         return {}
     kind = asked.constraint.kind.value
     setattr(request, kind, asked.constraint.text)
+    if asked.closing_token is not None:
+        request.sampling.closing_token_id = asked.closing_token
     return {kind: asked.field}
 
 

@@ -171,6 +171,9 @@ class Validator:
         self._check_stops(report, given.stop, hidden)
         if report.fits("sampling.stop_token_ids", len(given.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids"):
             report.check_ids("sampling.stop_token_ids", given.stop_token_ids, self._checkpoint.vocab_size)
+        if not 0 <= (closing := given.closing_token_id) < self._checkpoint.vocab_size:
+            what = f"is {closing}; expected a token id, 0 to {self._checkpoint.vocab_size - 1}"
+            report.add("sampling.closing_token_id", what)
         if report.fits("sampling.logit_bias", len(given.logit_bias), MAX_LOGIT_BIASES, "entries"):
             self._check_biases(report, given.logit_bias)
 
@@ -237,7 +240,7 @@ class Validator:
     def _scalars(self, report: Report, given: types_pb2.SamplingParams, prompt_tokens: int) -> dict[str, float]:
         """Return the given values, then the checkpoint's defaults; Quire's are those of `SamplingParams`."""
         values: dict[str, float] = dict(self._checkpoint.sampling_defaults)
-        for name in (*RANGES, *_FLAGS, "seed"):
+        for name in (*RANGES, *_FLAGS, "seed", "closing_token_id"):
             if given.HasField(name):  # type: ignore[arg-type]
                 values[name] = getattr(given, name)
         self._fit(report, values, prompt_tokens)

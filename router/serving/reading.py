@@ -81,10 +81,14 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class AskedConstraint:
-    """A constraint, and the field of the body that sets it."""
+    """A constraint, and the field of the body that sets it.
+
+    `closing_token`: what stands for an end of the text that the constraint forbids, a mark that ends a thought.
+    """
 
     field: str
     constraint: Constraint
+    closing_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,7 @@ class AnswerReader:
             constraint = after_thought(self._closed_schema(asked.constraint), thought, self._dialects.whole_tokens)
         except ValueError as error:
             raise _not_enforced(asked.field, error) from None
-        return AskedConstraint(asked.field, constraint)
+        return AskedConstraint(asked.field, constraint, self._closing_token(thought))
 
     def _of_calls(self, use: ToolUse, asked: AskedConstraint | None, thought: ThoughtPrefix | None) -> AskedConstraint:
         """Return the constraint of an answer that consists of calls, or, where the choice allows it, has a form."""
@@ -168,7 +172,11 @@ class AnswerReader:
             )
         except ValueError as error:
             raise _not_enforced(field, error) from None
-        return AskedConstraint(field, Constraint(ConstraintKind.GRAMMAR, text))
+        return AskedConstraint(field, Constraint(ConstraintKind.GRAMMAR, text), self._closing_token(thought))
+
+    def _closing_token(self, thought: ThoughtPrefix | None) -> int | None:
+        """Return the mark that ends a thought, where it is one token."""
+        return None if thought is None else self._dialects.whole_tokens.get(thought_marks(thought.reasoning)[1])
 
     def _closed_schema(self, constraint: Constraint) -> Constraint:
         """Close a schema here: the grammar around it hides it from the validator, which closes schemas."""

@@ -40,6 +40,7 @@ class Sampling(TypedDict, total=False):
     include_stop: bool | None
     prompt_logprobs: int | None
     bad_words: Sequence[str] | None
+    closing_token_id: int | None
 
 
 class ThoughtBudget(TypedDict, total=False):

@@ -45,6 +45,7 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(-(2**63), 2**63 - 1),
     "logprobs": st.none() | int32,
     "prompt_logprobs": st.none() | int32,
+    "closing_token_id": st.none() | int32,
     "ignore_eos": st.booleans(),
     "include_stop": st.booleans(),
 }

@@ -125,6 +125,34 @@ def test_end_tokens_before_min_tokens_are_left_to_the_mask() -> None:
     assert sample(torch.zeros((1, VOCAB)), [early], masks).tokens.tolist() == [100]
 
 
+@pytest.mark.parametrize("natively", [True, False])
+def test_a_closing_token_stands_for_the_ends_that_a_mask_forbids(
+    natively: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its logit is the largest of those ends; the mask still decides on the token itself, and on ends it allows."""
+    if not natively:
+        monkeypatch.setattr("gpuworker.sampling.sampler.native_rows", lambda *_: None)
+    closing, ends, word = 7, (40, 1099), 149
+    logits = torch.zeros((4, VOCAB))
+    logits[:, ends[0]], logits[:, ends[1]], logits[:, word], logits[:, closing] = 3.0, 2.0, 1.0, -1.0
+    allowed = np.zeros((4, VOCAB), dtype=bool)
+    allowed[:, word] = True
+    allowed[:3, closing] = True
+    allowed[1, ends[0]] = True  # the text may end, by one of its ends
+    masks = masks_of(allowed, range(4), 4)
+    masks.open()
+    asked = constrained(SamplingParams(temperature=0.0, stop_token_ids=(*ends, VOCAB + 5), logprobs=3))
+    params = [replace(asked, closing_token_id=closing)] * 2 + [asked, replace(asked, closing_token_id=closing)]
+    made, point = batch(params, masks)
+    sampled = made.sample(logits, point, torch.zeros((4, 6), dtype=torch.int32))
+    assert sampled.tokens.tolist() == [closing, ends[0], word, word]
+    scores = [dict(token_logprobs(sampled, made)[row].top) for row in range(4)]
+    assert scores[0][closing] - scores[0][word] == pytest.approx(3.0 - 1.0)
+    assert scores[1][closing] - scores[1][word] == pytest.approx(2.0 - 1.0)
+    assert scores[2][closing] - scores[2][word] == pytest.approx(-1.0 - 1.0)
+    assert set(scores[3]) == {word}
+
+
 def test_the_draw_waits_for_masks_that_are_late() -> None:
     allowed = some_allowed(1, 3)
     masks = masks_of(np.ones_like(allowed), [0], 1)

@@ -140,6 +140,12 @@ def test_no_end_of_the_router_is_sampled_before_min_tokens() -> None:
     assert convert(submit(sampling=sampling, eos_token_ids=[5, 2])).sampling.stop_token_ids == (9,)
 
 
+def test_a_closing_token_stands_for_all_ends_of_the_router() -> None:
+    sampling = types.SamplingParams(temperature=0.5, max_tokens=8, closing_token_id=4)
+    found = convert(submit(sampling=sampling, eos_token_ids=[5, 2], regex="a")).sampling
+    assert (found.closing_token_id, found.stop_token_ids) == (4, (2, 5))
+
+
 def test_sequences_of_one_request_draw_from_seeds_of_their_own() -> None:
     """The values are splitmix64's first outputs for seed 0, as published with it."""
     assert [fold_seed(0, index) for index in range(4)] == [
@@ -214,6 +220,7 @@ def test_bad_words_are_runs_of_ids() -> None:
         ({"prompt_logprobs_before": 10}, "prompt_logprobs_before: 10; expected less than the prompt's 10 tokens"),
         ({"bad_words": [b""]}, "bad_words: has a word that is no list of int32 ids"),
         ({"bad_words": [b"abc"]}, "bad_words: has a word that is no list of int32 ids"),
+        ({"sampling": types.SamplingParams(max_tokens=1, closing_token_id=-1)}, "sampling.closing_token_id: is -1"),
         ({"bad_words": [bytes(4 * 16_385)]}, "bad_words: has 16385 ids; expected at most 16384"),
         ({"sampling": types.SamplingParams(max_tokens=1, prompt_logprobs=21)}, "sampling.prompt_logprobs: is 21"),
     ],

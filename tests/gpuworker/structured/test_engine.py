@@ -121,6 +121,22 @@ def test_outputs_match_and_end_with_a_stop(path: ModelImpl) -> None:
     assert [each.usage.output_tokens for each in results] == [len(each.tokens) for each in results]
 
 
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_model_that_would_end_within_a_thought_closes_the_thought(path: ModelImpl, follows: bool) -> None:
+    thought = Constraint(ConstraintKind.GRAMMAR, 'start: THOUGHT <[1]> "(" /[0-9]{3}/ ")"\nTHOUGHT: /(?s:.*)/')
+    ends = SamplingParams(temperature=0.0, constraint=thought, stop_token_ids=(EOS,), logit_bias=((EOS, 100.0),))
+    with driver("llama", path, 4) as engine:
+        if not follows:
+            left_to_mask_thread(engine)
+        first = engine.submit(prompts()[0], COUNT, replace(ends, closing_token_id=1), eos=[EOS])
+        other = engine.submit(prompts()[0], COUNT, ends, eos=[EOS])
+        engine.finish()
+    assert engine.results[first].tokens[0] == 1
+    assert engine.results[first].reason is FinishReason.STOP
+    assert re.fullmatch(r" ?\( ?\d{3} ?\)", words(engine.results[first]))
+    assert engine.results[other].tokens[0] != 1, "nothing stands for the end, and the thought goes on"
+
+
 def test_a_sequence_that_moves_goes_on_where_it_was(path: ModelImpl) -> None:
     with driver("llama", path, 4) as engine:
         whole = run(engine, 4)[0].tokens
