@@ -155,6 +155,7 @@ class Reserve:
     fork_of: SequenceId | None = None
     request_id: str = ""
     traceparent: str = ""
+    tracestate: str = ""
     tenant: str = ""
     weight: float = 1.0
     computes_all: bool = False

@@ -21,6 +21,7 @@ from opentelemetry.trace import SpanKind
 from bench.lib.decision_records import records_of
 from common.clock import SystemClock
 from common.lease import Admit, GrantBatch, Report, Reserve
+from common.telemetry import context_from
 from common.telemetry.delivery import otlp_request
 from common.telemetry.provider import origin_of
 from common.telemetry.spans import RecordedSpan, SpanTracer
@@ -97,7 +98,8 @@ class _Turn:
             for number, trace in enumerate(traces):
                 sequence = SequenceId(number)
                 named: dict[str, str | int] = {"quire.request_id": f"quire-{number:016x}", "quire.sequence": number}
-                spans = SequenceSpans(tracer, trace.traceparent, named | {"quire.index": 0, "quire.prompt_tokens": 64})
+                parent = context_from(trace.traceparent)
+                spans = SequenceSpans(tracer, parent, named | {"quire.index": 0, "quire.prompt_tokens": 64})
                 parents.append(spans.reserve_traceparent)
                 spans.admitted(Admit(sequence, _BLOCKS, 0, decision_id="m-1"))
                 spans.chunk(Chunk(sequence, 0, 64, 1, 2))

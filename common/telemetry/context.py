@@ -29,6 +29,11 @@ def traceparent_of(context: Context | None = None) -> str:
     return _text(span) if span.is_valid else ""
 
 
+def tracestate_of(context: Context) -> str:
+    """Return the tracestate of the span in a context, "" where it has none."""
+    return trace.get_current_span(context).get_span_context().trace_state.to_header()
+
+
 def _text(span: SpanContext) -> str:
     return f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
 

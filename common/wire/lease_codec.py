@@ -12,7 +12,13 @@ from typing import Final, TypeVar
 from common.errors import ProtocolViolation
 from common.hashing import PARTIAL_HASHES
 from common.lease import Admit, Attach, AttachOk, AttachRejected, Copy, GrantBatch, Preempt, Report, Reserve
-from common.limits import MAX_ADDRESS_CHARS, MAX_REQUEST_ID_CHARS, MAX_TENANT_CHARS, MAX_TRACEPARENT_CHARS
+from common.limits import (
+    MAX_ADDRESS_CHARS,
+    MAX_REQUEST_ID_CHARS,
+    MAX_TENANT_CHARS,
+    MAX_TRACEPARENT_CHARS,
+    MAX_TRACESTATE_CHARS,
+)
 from common.types import BlockHash, BlockId, FinishReason, SequenceId
 from common.untrusted.ids import ID_WORDS, is_id
 from common.wire import packing
@@ -86,6 +92,7 @@ def reserve_to_proto(reserve: Reserve) -> kvmanager_pb2.Reserve:
         fork_of=reserve.fork_of,
         request_id=reserve.request_id,
         traceparent=reserve.traceparent,
+        tracestate=reserve.tracestate,
         tenant=reserve.tenant,
         weight=reserve.weight,
         computes_all=reserve.computes_all,
@@ -105,6 +112,7 @@ def reserve_from_proto(message: kvmanager_pb2.Reserve) -> Reserve:
         fork_of=SequenceId(message.fork_of) if message.HasField("fork_of") else None,
         request_id=message.request_id[:MAX_REQUEST_ID_CHARS],
         traceparent=message.traceparent if len(message.traceparent) <= MAX_TRACEPARENT_CHARS else "",
+        tracestate=message.tracestate if len(message.tracestate) <= MAX_TRACESTATE_CHARS else "",
         tenant=message.tenant[:MAX_TENANT_CHARS],
         weight=valid_weight(message.weight),
         computes_all=message.computes_all,

@@ -33,6 +33,7 @@ class NewSequence:
     fork_of: SequenceId | None = None
     no_cache: bool = False
     traceparent: str = ""
+    tracestate: str = ""
     tenant: str = ""
     weight: float = 1.0
     score_from: int = 0
@@ -301,6 +302,7 @@ class Sequence:
             fork_of=fork_of,
             request_id=new.request_id,
             traceparent=new.traceparent,
+            tracestate=new.tracestate,
             tenant=new.tenant,
             weight=new.weight,
             computes_all=self.computes_all,

@@ -82,6 +82,7 @@ def engine_request(
         fork_of=fork_of,
         no_cache=message.no_cache,
         traceparent=traceparent,
+        tracestate=message.tracestate if traceparent else "",
         tenant=message.tenant,
         weight=valid_weight(message.weight),
         score_from=message.prompt_logprobs_before,

@@ -28,7 +28,7 @@ from common.errors import (
 )
 from common.limits import MAX_STREAM_OUTPUT_BYTES, MAX_STREAM_PROMPT_BYTES, MAX_STREAM_SEQUENCES
 from common.rpc.status import to_status
-from common.telemetry import is_sampled
+from common.telemetry import context_from, is_sampled
 from common.types import Constraint, ConstraintKind, FinishReason, SequenceId, Usage
 from common.wire.enum_codec import finish_from_proto
 from gpuworker.core.outcomes import SequenceFinished
@@ -218,7 +218,7 @@ class RouterStream:
             "quire.sequence": sequence,
             "quire.prompt_tokens": len(message.prompt_token_ids) // 4,
         }
-        return SequenceSpans(self._tracer, message.traceparent, attributes)
+        return SequenceSpans(self._tracer, context_from(message.traceparent, message.tracestate), attributes)
 
     def cancel(self, message: pb.Cancel) -> None:
         """End a sequence at the router's request; unknown handles are ignored."""

@@ -7,10 +7,11 @@ those.
 from __future__ import annotations
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode, Tracer
 
 from common.lease import Admit
-from common.telemetry import context_from, traceparent_of
+from common.telemetry import traceparent_of
 from common.types import FinishReason
 from gpuworker.core.outcomes import SequenceFinished
 from gpuworker.engine.ports import Chunk
@@ -21,11 +22,9 @@ _FAILED = {FinishReason.CANCELLED: "cancelled", FinishReason.DEADLINE: "deadline
 class SequenceSpans:
     """Follows one sequence from its submission to its end."""
 
-    def __init__(self, tracer: Tracer, traceparent: str, attributes: dict[str, str | int]) -> None:
+    def __init__(self, tracer: Tracer, parent: Context, attributes: dict[str, str | int]) -> None:
         self._tracer, self.request_id = tracer, str(attributes.get("quire.request_id", ""))
-        self._root = tracer.start_span(
-            "sequence", context=context_from(traceparent), kind=SpanKind.CONSUMER, attributes=attributes
-        )
+        self._root = tracer.start_span("sequence", context=parent, kind=SpanKind.CONSUMER, attributes=attributes)
         self._context = trace.set_span_in_context(self._root)
         self._reserve: Span | None = tracer.start_span("reserve", context=self._context)
         self._decode_begin, self._decode_end, self._decode_steps, self._drafted = 0, 0, 0, 0

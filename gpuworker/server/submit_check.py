@@ -32,6 +32,7 @@ from common.limits import (
     MAX_SUBMIT_IDS,
     MAX_THOUGHT_MARK_CHARS,
     MAX_TRACEPARENT_CHARS,
+    MAX_TRACESTATE_CHARS,
 )
 from common.types import BlockHash, PoolIdentity
 from common.wire.packing import unpack_u32
@@ -180,13 +181,17 @@ def _envelope(message: pb.Submit) -> Iterable[FieldViolation]:
     for name in ("request_id", "traceparent"):
         if not _NAME.fullmatch(getattr(message, name)):
             yield FieldViolation(name, f"expected printable ASCII without spaces, {MAX_TRACEPARENT_CHARS} at most")
-    if len(message.cache_domain) > MAX_DOMAIN_BYTES:
-        what = f"has {len(message.cache_domain)} bytes; expected at most {MAX_DOMAIN_BYTES}"
-        yield FieldViolation("cache_domain", what)
-    if (size := message.continuation.ByteSize()) > MAX_CONTINUATION_BYTES:
-        yield FieldViolation("continuation", f"has {size} bytes; expected at most {MAX_CONTINUATION_BYTES}")
     if message.HasField("thought_budget"):
         yield from _thought(message)
+    yield from _sizes(message)
+
+
+def _sizes(message: pb.Submit) -> Iterable[FieldViolation]:
+    for name, most in (("tracestate", MAX_TRACESTATE_CHARS), ("cache_domain", MAX_DOMAIN_BYTES)):
+        if (length := len(getattr(message, name))) > most:
+            yield FieldViolation(name, f"has a length of {length}; expected at most {most}")
+    if (size := message.continuation.ByteSize()) > MAX_CONTINUATION_BYTES:
+        yield FieldViolation("continuation", f"has {size} bytes; expected at most {MAX_CONTINUATION_BYTES}")
     kind = message.WhichOneof("constraint")
     if kind is not None and (size := len(getattr(message, kind).encode())) > MAX_CONSTRAINT_BYTES:
         yield FieldViolation(kind, f"has {size} bytes; expected at most {MAX_CONSTRAINT_BYTES}")

@@ -73,7 +73,7 @@ class ReserveSpans:
         }
         self._waiting[sequence] = self._tracer.start_span(
             "kvmanager.reserve",
-            context_from(reserve.traceparent),
+            context_from(reserve.traceparent, reserve.tracestate),
             attributes=attributes,
             links=tuple(links),
             start_time=came_ns,
@@ -136,7 +136,9 @@ class ReserveSpans:
         if beneficiary is None:
             return None
         span = self._tracer.start_span(
-            "kvmanager.preempt", context_from(beneficiary.traceparent), links=self._links(decision.victim)
+            "kvmanager.preempt",
+            context_from(beneficiary.traceparent, beneficiary.tracestate),
+            links=self._links(decision.victim),
         )
         add_decision(span, decision)
         return span

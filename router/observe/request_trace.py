@@ -15,7 +15,7 @@ from typing import Final
 from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
 
 from common.clock import Clock
-from common.telemetry import parent_of, span_context_of, traceparent_of
+from common.telemetry import parent_of, span_context_of, traceparent_of, tracestate_of
 from common.telemetry.decisions import add_decision
 from common.types import Decision
 from router.core.events import Finished, ValidatedRequest
@@ -27,7 +27,10 @@ _NS: Final = 1_000_000_000
 
 
 class RequestTrace:
-    """Costs nothing where the request is not sampled. `traceparent` is the parent of the worker's spans."""
+    """Costs nothing where the request is not sampled.
+
+    `traceparent` names the parent of the worker's spans, and `tracestate` is what other systems keep in the trace.
+    """
 
     def __init__(
         self,
@@ -50,13 +53,15 @@ class RequestTrace:
         self.recording = self._span.is_recording()
         context = self._span.get_span_context()
         self.trace_id = f"{context.trace_id:032x}" if self.recording else ""
-        self.traceparent = traceparent_of(set_span_in_context(self._span)) if self.recording else ""
+        within = set_span_in_context(self._span)
+        self.traceparent, self.tracestate = (
+            (traceparent_of(within), tracestate_of(within)) if self.recording else ("", "")
+        )
         self._request, self._request_id, self._trace_id = request, request_id, context.trace_id
         self._stream: Span | None = None
         if self.recording:
             self._span.set_attributes(self._attributes())
         if self.recording and arrived is not None:
-            within = set_span_in_context(self._span)
             tracer.start_span("reading", within, start_time=self.began_ns).end(now_ns)
 
     def _attributes(self) -> dict[str, Value]:

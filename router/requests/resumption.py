@@ -245,6 +245,7 @@ def _validated(submit: worker_pb.Submit, first: Orphan, call: CallContext, now: 
         cache_domain=_domain(submit, continuation.salt, call.caller.tenant),
         salt=continuation.salt,
         traceparent=submit.traceparent,
+        tracestate=submit.tracestate,
         trace_id=call.trace_id,
         correlation_id=call.correlation_id,
         model=call.model,

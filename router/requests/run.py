@@ -381,6 +381,7 @@ def submission_of(run: RequestRun, prefix: Prefix, now: float, eos_token_ids: tu
         priority=request.priority,
         timeout=timeout,
         traceparent=run.trace.traceparent,
+        tracestate=run.trace.tracestate,
         output_before=len(prefix.tokens) - len(request.prompt),
         no_cache=request.no_cache,
         eos_token_ids=eos_token_ids,

@@ -78,6 +78,7 @@ class Submission:
     priority: int = 0
     timeout: float | None = None
     traceparent: str = ""
+    tracestate: str = ""
     output_before: int = 0
     no_cache: bool = False
     eos_token_ids: tuple[int, ...] = ()
@@ -112,6 +113,7 @@ def submit_to_proto(submission: Submission, handle: int, fork_of: int | None = N
         priority=submission.priority,
         timeout_seconds=submission.timeout,
         traceparent=submission.traceparent,
+        tracestate=submission.tracestate,
         output_tokens_before=submission.output_before,
         no_cache=submission.no_cache,
         fork_of=fork_of,

@@ -76,6 +76,7 @@ reserves = st.builds(
     fork_of=st.none() | sequences,
     request_id=text,
     traceparent=text,
+    tracestate=text,
     retention=tuples_of(retained_blocks, 3),
     partial_hashes=tuples_of(hashes),
 )

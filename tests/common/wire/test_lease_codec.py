@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -223,8 +224,10 @@ def test_partial_hashes_that_are_not_three_a_block_are_a_protocol_violation(part
 
 def test_texts_that_no_router_sends_are_cut() -> None:
     reserve = lease.Reserve(SequenceId(1), 5, 9, request_id="r" * 1000, traceparent="t" * 1000, tenant="n" * 1000)
+    reserve = replace(reserve, tracestate="s" * 1000)
     received = lease_codec.reserve_from_proto(lease_codec.reserve_to_proto(reserve))
     assert (received.request_id, received.traceparent, received.tenant) == ("r" * 128, "", "n" * 64)
+    assert received.tracestate == ""
 
 
 @pytest.mark.parametrize("field", ["worker_id", "incarnation", "num_blocks", "max_num_seqs", "identity"])

@@ -48,12 +48,13 @@ def convert(message: pb.Submit, fork_of: int | None = None, traceparent: str = "
 
 
 def test_a_submit_becomes_a_sequence_with_its_chain() -> None:
-    request = convert(submit(priority=-5, eos_token_ids=[2, 5]), fork_of=1, traceparent="t")
+    request = convert(submit(priority=-5, eos_token_ids=[2, 5], tracestate="a=1"), fork_of=1, traceparent="t")
     new = request.new
     assert (new.sequence, new.request_id, new.tokens) == (SEQUENCE, "r1", tuple(PROMPT))
     assert new.block_hashes == tuple(map(block_hash_of, LINKS))
     assert new.parent_digest == LINKS[-1]
     assert (new.max_len, new.priority, new.fork_of, new.traceparent) == (18, -5, 1, "t")
+    assert (new.tracestate, convert(submit(tracestate="a=1")).new.tracestate) == ("a=1", "")
     assert (new.stop.max_tokens, new.stop.eos_ids) == (8, frozenset({2, 5}))
     assert (request.prompt_tokens, request.traced) == (10, True)
 
@@ -218,6 +219,7 @@ def test_bad_words_are_runs_of_ids() -> None:
     ("changes", "what"),
     [
         ({"prompt_logprobs_before": 10}, "prompt_logprobs_before: 10; expected less than the prompt's 10 tokens"),
+        ({"tracestate": "a=" + 511 * "b"}, "tracestate: has a length of 513; expected at most 512"),
         ({"bad_words": [b""]}, "bad_words: has a word that is no list of int32 ids"),
         ({"bad_words": [b"abc"]}, "bad_words: has a word that is no list of int32 ids"),
         ({"sampling": types.SamplingParams(max_tokens=1, closing_token_id=-1)}, "sampling.closing_token_id: is -1"),

@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.trace import SpanKind, StatusCode
 
 from common.lease import Admit
-from common.telemetry import span_context_of
+from common.telemetry import context_from, span_context_of
 from common.telemetry.spans import RecordedSpan
 from common.types import BlockId, FinishReason, MissReason, SequenceId, Usage
 from gpuworker.core.outcomes import SequenceFinished
@@ -28,7 +28,8 @@ class Traced:
 
     def __init__(self) -> None:
         self._collected = CollectedSpans()
-        self.spans = SequenceSpans(self._collected.tracer, PARENT, {"quire.request_id": "r1"})
+        parent = context_from(PARENT, "vendor=a:1")
+        self.spans = SequenceSpans(self._collected.tracer, parent, {"quire.request_id": "r1"})
 
     def ended(self) -> list[RecordedSpan]:
         return list(self._collected.ended())
@@ -57,6 +58,7 @@ def test_the_sequence_is_a_child_of_the_request_and_everything_else_of_the_seque
     for span in traced.ended():
         assert span.context.trace_id == 0xABC
         assert span is root or (span.parent is not None and span.parent.span_id == root.context.span_id)
+        assert span.context.trace_state.to_header() == "vendor=a:1"
     assert {span.name for span in traced.ended()} == {"sequence", "reserve", "prefill chunk", "decode"}
 
 

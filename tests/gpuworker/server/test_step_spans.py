@@ -6,6 +6,7 @@ import pytest
 from opentelemetry.trace import SpanContext
 
 from common.limits import MAX_SPAN_ITEMS
+from common.telemetry import context_from
 from common.types import SequenceId
 from gpuworker.engine.ports import EngineOutputs, StepRecord
 from gpuworker.server.spans import SequenceSpans
@@ -95,7 +96,7 @@ async def test_a_step_of_sequences_that_are_gone_has_a_span_without_links() -> N
 @pytest.mark.parametrize("more", [0, 2])
 def test_a_long_sequence_keeps_the_links_to_its_newest_steps(more: int) -> None:
     collected = CollectedSpans()
-    spans = SequenceSpans(collected.tracer, TRACED, {"quire.request_id": "r1"})
+    spans = SequenceSpans(collected.tracer, context_from(TRACED), {"quire.request_id": "r1"})
     for number in range(1, MAX_SPAN_ITEMS + more + 1):
         spans.stepped(SpanContext(number, number, is_remote=False), number)
     spans.refused("over")

@@ -24,7 +24,8 @@ def traceparent(number: int, sampled: bool = True) -> str:
 
 
 def reserve(sequence: SequenceId, num_tokens: int = 32, max_len: int = 32, sampled: bool = True) -> Reserve:
-    return Reserve(sequence, num_tokens, max_len, request_id=f"r{sequence}", traceparent=traceparent(sequence, sampled))
+    name, parent = f"r{sequence}", traceparent(sequence, sampled)
+    return Reserve(sequence, num_tokens, max_len, request_id=name, traceparent=parent, tracestate="vendor=a:1")
 
 
 @dataclass
@@ -95,6 +96,7 @@ def test_spans_begin_when_the_report_came_though_they_are_made_after_its_answer(
     traced.report(finished=((S0, FinishReason.STOP),))
     waits = [span for span in traced.ended if span.name == "kvmanager.reserve"]
     assert len(waits) == 3  # the victim waited twice
+    assert {span.context.trace_state.to_header() for span in traced.ended} == {"vendor=a:1"}
     assert {span.start_time for span in waits} == {CAME_NS}
 
 

@@ -60,10 +60,12 @@ async def test_a_request_makes_a_span_with_all_that_the_router_does_in_it() -> N
 
 async def test_the_spans_of_a_request_have_the_trace_state_of_its_client() -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    async with frontend_over(FakeWorker(automatic=True)) as harness:
+    worker = FakeWorker(automatic=True)
+    async with frontend_over(worker) as harness:
         await harness.events(request(traceparent=parent, tracestate="vendor=a:1"))
         assert all(b"vendor=a:1" in span.encoded() for span in harness.spans.ended())
         assert harness.span("request").context.trace_state.to_header() == "vendor=a:1"
+        assert worker.submits[0].tracestate == "vendor=a:1"
 
 
 async def test_the_trace_goes_on_from_the_clients_and_into_the_workers() -> None:

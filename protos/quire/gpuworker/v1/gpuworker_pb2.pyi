@@ -160,6 +160,7 @@ class Submit(_message.Message):
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CONTINUATION_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     request_id: _builtins.str
     index: _builtins.int
@@ -195,6 +196,8 @@ class Submit(_message.Message):
     """What the client expects as output, the output of earlier runs included; packed little-endian int32. It never changes
     the output.
     """
+    tracestate: _builtins.str
+    """W3C tracestate of `traceparent`, at most 512 characters."""
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
         """Every field is set: the router has filled in defaults."""
@@ -252,10 +255,11 @@ class Submit(_message.Message):
         prediction_token_ids: _builtins.bytes = ...,
         continuation: Global___Continuation | None = ...,
         retention: _abc.Iterable[Global___RetainedTokens] | None = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "constraint", b"constraint", "continuation", b"continuation", "fork_of", b"fork_of", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex", "sampling", b"sampling", "thought_budget", b"thought_budget", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "bad_words", b"bad_words", "block_hashes", b"block_hashes", "cache_domain", b"cache_domain", "constraint", b"constraint", "continuation", b"continuation", "embeds", b"embeds", "eos_token_ids", b"eos_token_ids", "fork_of", b"fork_of", "grammar", b"grammar", "handle", b"handle", "index", b"index", "json_schema", b"json_schema", "no_cache", b"no_cache", "output_tokens_before", b"output_tokens_before", "parent_digest", b"parent_digest", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt_logprobs_before", b"prompt_logprobs_before", "prompt_token_ids", b"prompt_token_ids", "regex", b"regex", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "tenant", b"tenant", "thought_budget", b"thought_budget", "thought_end_token_ids", b"thought_end_token_ids", "timeout_seconds", b"timeout_seconds", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "_timeout_seconds", b"_timeout_seconds", "bad_words", b"bad_words", "block_hashes", b"block_hashes", "cache_domain", b"cache_domain", "constraint", b"constraint", "continuation", b"continuation", "embeds", b"embeds", "eos_token_ids", b"eos_token_ids", "fork_of", b"fork_of", "grammar", b"grammar", "handle", b"handle", "index", b"index", "json_schema", b"json_schema", "no_cache", b"no_cache", "output_tokens_before", b"output_tokens_before", "parent_digest", b"parent_digest", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt_logprobs_before", b"prompt_logprobs_before", "prompt_token_ids", b"prompt_token_ids", "regex", b"regex", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "tenant", b"tenant", "thought_budget", b"thought_budget", "thought_end_token_ids", b"thought_end_token_ids", "timeout_seconds", b"timeout_seconds", "traceparent", b"traceparent", "tracestate", b"tracestate", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fork_of: _TypeAlias = _typing.Literal["fork_of"]  # noqa: Y015
     _WhichOneofArgType__fork_of: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of"]  # noqa: Y015

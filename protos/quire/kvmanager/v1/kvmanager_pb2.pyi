@@ -406,6 +406,7 @@ class Reserve(_message.Message):
     COMPUTES_ALL_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     PARTIAL_HASHES_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     num_tokens: _builtins.int
     max_len: _builtins.int
@@ -425,6 +426,8 @@ class Reserve(_message.Message):
     """16-byte hashes of the leading quarter, half and three quarters of each full block, then of the last block as far as
     its tokens exist. Empty: nothing is known of parts of blocks.
     """
+    tracestate: _builtins.str
+    """W3C tracestate of `traceparent`."""
     @_builtins.property
     def retention(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetainedBlocks]:
         """How long the prefix cache keeps blocks of the sequence."""
@@ -445,10 +448,11 @@ class Reserve(_message.Message):
         computes_all: _builtins.bool = ...,
         retention: _abc.Iterable[Global___RetainedBlocks] | None = ...,
         partial_hashes: _builtins.bytes = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "fork_of", b"fork_of"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "block_hashes", b"block_hashes", "computes_all", b"computes_all", "fork_of", b"fork_of", "max_len", b"max_len", "num_tokens", b"num_tokens", "partial_hashes", b"partial_hashes", "priority", b"priority", "request_id", b"request_id", "retention", b"retention", "sequence", b"sequence", "tenant", b"tenant", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of", "block_hashes", b"block_hashes", "computes_all", b"computes_all", "fork_of", b"fork_of", "max_len", b"max_len", "num_tokens", b"num_tokens", "partial_hashes", b"partial_hashes", "priority", b"priority", "request_id", b"request_id", "retention", b"retention", "sequence", b"sequence", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fork_of: _TypeAlias = _typing.Literal["fork_of"]  # noqa: Y015
     _WhichOneofArgType__fork_of: _TypeAlias = _typing.Literal["_fork_of", b"_fork_of"]  # noqa: Y015

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,10 +19,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 
 
 class Tee(TraceServiceServicer):
-    """Counts batches by the service that sent them; passes them on once `router` is known."""
+    """Counts batches by the service that sent them; passes them on once `router` is known.
+
+    `states` has the names of the spans with each trace state.
+    """
 
     def __init__(self) -> None:
         self.batches: Counter[str] = Counter()
+        self.states = defaultdict[str, set[str]](set)
         self.came = asyncio.Event()
         self.router: TraceServiceStub | None = None
         self.endpoint = ""
@@ -32,6 +36,8 @@ class Tee(TraceServiceServicer):
         for each in request.resource_spans:
             names = [pair.value.string_value for pair in each.resource.attributes if pair.key == "service.name"]
             self.batches.update(names)
+            for span in (span for scope in each.scope_spans for span in scope.spans):
+                self.states[span.trace_state].add(span.name)
         if self.router is not None:
             await self.router.Export(request, timeout=5.0)
         self.came.set()

@@ -44,3 +44,14 @@ async def test_the_router_answers_for_spans_that_came_back_to_it(suite: Suite, t
     except TimeoutError:
         raise AssertionError(f"missing: {expected - set(seen)}") from None
     assert seen["request"] == seen["sequence"] == 1
+
+
+async def test_what_other_systems_keep_in_a_trace_reaches_every_service(suite: Suite, tee: Tee) -> None:
+    parent = ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+    call = suite.inference.Generate(greedy(prompts(1)[0], 4), metadata=(parent, ("tracestate", "vendor=a:1")))
+    async for _ in call:
+        pass
+    async with asyncio.timeout(60.0):
+        while not tee.states["vendor=a:1"] >= {"request", "stream", "sequence", "reserve", "kvmanager.reserve"}:
+            tee.came.clear()
+            await tee.came.wait()
