@@ -37,3 +37,23 @@ async def test_the_index_follows_a_master_that_became_a_replica(tmp_path: Path) 
             await until(lambda: new.exists(DISCOVERY_WORKERS_KEY), every=0.1, seconds=READY_SECONDS)
         finally:
             await asyncio.to_thread(up.close)
+
+
+async def test_a_suite_at_rest_fills_a_new_master_that_knows_nothing(tmp_path: Path) -> None:
+    """No request comes: the manager finds out by itself, and writes again what its workers hold."""
+    async with (
+        running_pair() as pair,
+        Redis.from_url(pair.first.url) as old,
+        Redis.from_url(pair.second.url) as new,
+    ):
+        up = await asyncio.to_thread(Up, tmp_path, "--simulate", "--redis-url", pair.url, cwd=tmp_path)
+        try:
+            await asyncio.to_thread(up.until, "quire     ready")
+            await asyncio.to_thread(ask, up, "before " * 60)
+            await until(lambda: old.keys("*:p:*"), every=0.1, seconds=READY_SECONDS)
+            held = set(await old.keys("*"))
+            assert not await new.keys("*")
+            await pair.fail_over()
+            await until(lambda: new.keys("*"), lambda keys: held <= set(keys), every=0.1, seconds=READY_SECONDS)
+        finally:
+            await asyncio.to_thread(up.close)
