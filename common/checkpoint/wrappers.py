@@ -14,10 +14,19 @@ from common.checkpoint.completed import TEXT
 
 WRAPPERS: Final = frozenset(
     {
-        *("aria", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "granite_speech", "hyperclovax_vision_v2"),
-        *("idefics2", "idefics3", "internvl", "janus", "llava", "llava_next", "llava_next_video"),
-        *("llava_onevision", "mistral3", "ovis2", "qwen2_audio", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm"),
-        *("video_llama_3", "video_llava", "vipllava", "voxtral"),
+        *("aria", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "glm4v", "glm4v_moe", "granite_speech"),
+        *(
+            "hyperclovax_vision_v2",
+            "idefics2",
+            "idefics3",
+            "internvl",
+            "janus",
+            "llava",
+            "llava_next",
+            "llava_next_video",
+        ),
+        *("llava_onevision", "mistral3", "ovis2", "qwen2_audio", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+        *("smolvlm", "video_llama_3", "video_llava", "vipllava", "voxtral"),
     }
 )
 """The model types whose language model is served."""
@@ -27,6 +36,9 @@ SAME_FOR_TEXT: Final[Mapping[str, str]] = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
 }
 _UNNAMED: Final[Mapping[str, str]] = {kind.removesuffix("_text"): plain for kind, plain in SAME_FOR_TEXT.items()}
 # Entries by which a language model changes its logits, and which transformers' wrappers do not read.

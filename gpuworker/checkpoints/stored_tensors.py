@@ -45,12 +45,16 @@ _LARGEST_HEADER: Final = 100 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The place of one tensor: a file, the offset of its first byte, its type and its shape."""
+    """The place of one tensor: a file, the offset of its first byte, its type and its shape in the file.
+
+    A `transposed` one is mapped with its last two axes exchanged.
+    """
 
     path: Path
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    transposed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +70,8 @@ class StoredTensor:
         flat = torch.frombuffer(pages, dtype=torch.uint8, offset=before, count=self.nbytes)
         if self.offset % self.dtype.itemsize:
             flat = flat.clone()  # written by a program that does not align: few are, and a copy is aligned
-        return flat.view(self.dtype).view(self.shape)
+        stored = flat.view(self.dtype).view(self.shape)
+        return stored.mT if self.transposed else stored
 
 
 class StoredTensors:

@@ -7,13 +7,15 @@ integers.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from common.checkpoint.wrappers import WRAPPERS, language_tensor
+from common.checkpoint.wrappers import WRAPPERS, language_model, language_tensor
 from gpuworker.checkpoints import awq as quantised_awq
 from gpuworker.checkpoints import compressed_tensors as quantised_compressed
 from gpuworker.checkpoints import fp8 as quantised_fp8
@@ -21,8 +23,10 @@ from gpuworker.checkpoints import gguf
 from gpuworker.checkpoints import gptq as quantised_gptq
 from gpuworker.checkpoints import mxfp4 as quantised_mxfp4
 from gpuworker.checkpoints.quantised import Found, QuantisedLinear, refuse
-from gpuworker.checkpoints.stored_tensors import StoredTensors
+from gpuworker.checkpoints.stored_tensors import StoredTensor, StoredTensors
 
+# The experts of a layer as one tensor.
+_EXPERTS: Final = re.compile(r".+\.mlp\.experts\.(?:gate_up|down)_proj")
 _READERS: Final[Mapping[str, Callable[[StoredTensors, Mapping[str, Any]], Found]]] = {
     "gptq": quantised_gptq.find,
     "awq": quantised_awq.find,
@@ -95,12 +99,25 @@ def quantisation_of(directory: Path) -> dict[str, Any] | None:
 
 def _stored(directory: Path) -> StoredTensors:
     """Return the tensors of a folder; of a model of several media those of its language model, by their plain names."""
-    stored = StoredTensors(directory)
-    if _json(directory / "config.json").get("model_type") not in WRAPPERS:
+    stored, config = StoredTensors(directory), _json(directory / "config.json")
+    if config.get("model_type") not in WRAPPERS:
         return stored
-    return StoredTensors(
-        directory, {plain: stored[name] for name in stored if (plain := language_tensor(name)) is not None}
-    )
+    found = {plain: stored[name] for name in stored if (plain := language_tensor(name)) is not None}
+    return StoredTensors(directory, _with_outputs_first(found, language_model(config) or {}))
+
+
+def _with_outputs_first(found: dict[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """Return tensors in which the experts of a layer, [experts, outputs, inputs], have the outputs first.
+
+    Files of qwen3_vl_moe have the inputs first, as its older code multiplied them. A tensor that is not square tells.
+    """
+    experts = [name for name in found if _EXPERTS.fullmatch(name) and len(found[name].shape) == 3]
+    for name in experts:
+        _, first, last = found[name].shape
+        if first != last:
+            is_right = (first if name.endswith("down_proj") else last) == config.get("hidden_size")
+            return found if is_right else found | {each: replace(found[each], transposed=True) for each in experts}
+    return found
 
 
 def _json(path: Path) -> dict[str, Any]:

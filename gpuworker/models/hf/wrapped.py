@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 # Entries of a rope with three positions a token, which are equal for text.
 _OF_POSITIONS: Final = ("mrope_section", "mrope_interleaved")
+# What a language model does whatever its configuration says, and its plain kind where its configuration says so.
+_ALWAYS: Final[Mapping[str, Mapping[str, Any]]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 
 
 def unwrapped(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
@@ -39,7 +42,10 @@ def _plain(text: PretrainedConfig, kind: str) -> PretrainedConfig:
     made: Any = CONFIG_MAPPING[kind]
     entries = {each.name: getattr(text, each.name) for each in fields(made) if each.init and hasattr(text, each.name)}
     rope = {name: value for name, value in text.rope_parameters.items() if name not in _OF_POSITIONS}
-    found: PretrainedConfig = made(**entries | {"rope_parameters": rope})
+    if "head_dim" not in entries or entries["head_dim"] is None:
+        entries["head_dim"] = text.hidden_size // text.num_attention_heads
+    rope.setdefault("partial_rotary_factor", 1.0)  # some plain kinds have another default
+    found: PretrainedConfig = made(**{**entries, **_ALWAYS.get(text.model_type, {}), "rope_parameters": rope})
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -20,6 +20,7 @@ from transformers import (
 
 from common.checkpoint.wrappers import WRAPPERS
 from common.errors import InvalidConfig
+from common.settings.options import ModelImpl
 from gpuworker.attention.backends import make_backend
 from gpuworker.models.choose import open_native
 from gpuworker.models.hf.loader import ModelSource, context_limit, load_model
@@ -50,7 +51,20 @@ _TEXT: dict[str, Any] = {
     "initializer_range": 0.3,
     "rope_parameters": ROPE,
 }
-CHANGES = {"qwen2_vl": _TEXT, "qwen2_5_vl": _TEXT, "qwen3_vl": _TEXT | {"head_dim": 16}}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+CHANGES = {
+    "qwen2_vl": _TEXT,
+    "qwen2_5_vl": _TEXT,
+    "qwen3_vl": _TEXT | {"head_dim": 16},
+    "qwen3_vl_moe": _TEXT | _EXPERTS | {"head_dim": 16, "num_experts": 4},
+    "glm4v": _TEXT | {"rope_parameters": ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
+    "glm4v_moe": _TEXT
+    | _EXPERTS
+    | {
+        "n_routed_experts": 4,
+        "rope_parameters": ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5},
+    },
+}
 # How checkpoints name the parts, in older and newer versions of transformers.
 LAYOUTS = {
     "before 4.52": (("model.language_model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
@@ -142,6 +156,29 @@ def test_it_runs_natively_however_the_checkpoint_names_its_parts(
     assert "nothing reads" not in caplog.text
     model = load_model(source, CPU)
     assert_close(model.reference_logits(TOKENS), logits_of(whole_model(kind)))
+
+
+@pytest.mark.parametrize("inner", [32, 64])
+@pytest.mark.parametrize("layout", ["of today", "of the files"])
+@pytest.mark.parametrize("impl", ["transformers", *(["native"] if native.best() is not None else [])])
+def test_experts_are_read_whichever_axis_comes_first(
+    impl: ModelImpl, layout: str, inner: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of qwen3_vl_moe have the inputs first. Of an inner size of 32 gate and up are square, of 64 down is."""
+    whole_model.cache_clear()
+    monkeypatch.setitem(CHANGES, "qwen3_vl_moe", CHANGES["qwen3_vl_moe"] | {"moe_intermediate_size": inner})
+    folder = saved("qwen3_vl_moe", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    if layout == "of the files":
+        tensors = {
+            name: tensor.mT.contiguous() if ".mlp.experts." in name else tensor for name, tensor in tensors.items()
+        }
+        save_file(tensors, folder / "model.safetensors")
+    source = ModelSource(str(folder), dtype="float32")
+    opened = open_native(source, CPU, impl, functools.partial(make_backend, "auto"))
+    assert (opened is None) == (impl == "transformers")
+    model = load_model(source, CPU)
+    assert_close(model.reference_logits(TOKENS), logits_of(whole_model("qwen3_vl_moe")))
 
 
 def test_a_wrapper_without_a_last_linear_takes_the_embedding(tmp_path: Path) -> None:
