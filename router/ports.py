@@ -88,11 +88,11 @@ class Frontend(Protocol):
 class Resumed:
     """A request that another router began. `events` goes on with it, as `Frontend.generate` does with a new one.
 
-    Its argument says whether the client gets one answer at the end.
+    It takes the request, in which the face has said how its client reads the output.
     """
 
     request: ValidatedRequest
-    events: Callable[[bool], AsyncGenerator[GenerateEvent, None]]
+    events: Callable[[ValidatedRequest], AsyncGenerator[GenerateEvent, None]]
 
 
 class Resumer(Protocol):

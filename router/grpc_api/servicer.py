@@ -86,7 +86,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         asked = await self._asked(request, self._calls.context(context))
         self._note(request, context)
-        async with aclosing(asked.events(False)) as events:
+        async with aclosing(asked.events(asked.request)) as events:
             async for event in events:
                 yield event_to_proto(event)
 
@@ -99,8 +99,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         """Return a new request, or one that another router began."""
         if request.WhichOneof("input") == "resume":
             return await self._routers.resumer.resumed(request, call)
-        validated = await self._validator.validate(request, call)
-        return Resumed(validated, lambda whole: self._frontend.generate(replace(validated, whole=whole)))
+        return Resumed(await self._validator.validate(request, call), self._frontend.generate)
 
     async def GenerateUnary(self, request: pb.GenerateUnaryRequest, context: Context) -> pb.GenerateUnaryResponse:
         """Answer one request as a whole. DEADLINE_EXCEEDED when the deadline cut it short."""
@@ -110,7 +109,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         place = self._room.place(MAX_REPLY_BYTES)
         answer = UnaryAnswer(asked.request.sampling.n, place.grow)
         try:
-            async with aclosing(asked.events(True)) as events:
+            async with aclosing(asked.events(replace(asked.request, whole=True))) as events:
                 async for event in events:
                     answer.take(event)
             return checked_reply(answer.message())

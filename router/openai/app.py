@@ -33,7 +33,7 @@ from router.openai.request import Order, chat_order, completion_order
 from router.openai.response import WholeAnswer, WholeResponse
 from router.openai.responses.routes import response_routes
 from router.openai.responses.schema import StreamEvent
-from router.openai.service import Events, HttpParts, Service, answer_headers, begun, in_words_of, unless_gone
+from router.openai.service import Events, HttpParts, Service, answer_headers, as_read, begun, in_words_of, unless_gone
 from router.openai.stream import DONE, StreamedAnswer, error_line
 from router.openai.tokens import token_routes
 from router.openai.types import ChatRequest, CompletionRequest, GenerationFields
@@ -226,7 +226,7 @@ class _Api:
         resumed = await self._parts.resumer.resumed(last.request(answer.form.sequences), call, again=True)
         last.check(resumed.request.sampling.n)
         self._add_prompts(order, [resumed.request], answer)
-        return await begun([resumed.events(False)], answer)
+        return await begun([resumed.events(as_read(resumed.request, answer))], answer)
 
     async def _collect(self, order: Order, call: CallContext, answer: Answer, place: AnswerPlace) -> Iterator[bytes]:
         async with aclosing(await self._begin(order, call, answer)) as events:

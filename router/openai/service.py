@@ -103,12 +103,14 @@ class Service:
 
     async def begun(self, requests: Iterable[ValidatedRequest], answer: Answer) -> Events:
         """Return the events after the first, which shows that the request is not refused and a status can be sent."""
-        reading, whole = answer.form.reading, not answer.form.streamed
-        parser = None if reading is None else reading.new_parser
-        ready = [replace(each, whole=whole, new_parser=parser) for each in requests]
-        if ready:
-            answer.stop, answer.include_stop = ready[0].sampling.stop, ready[0].sampling.include_stop
-        return await begun([self.parts.frontend.generate(each) for each in ready], answer)
+        return await begun([self.parts.frontend.generate(as_read(each, answer)) for each in requests], answer)
+
+
+def as_read(request: ValidatedRequest, answer: Answer) -> ValidatedRequest:
+    """Return a request whose output is read as its answer is, which gets the request's stop texts."""
+    answer.stop, answer.include_stop = request.sampling.stop, request.sampling.include_stop
+    reading = answer.form.reading
+    return replace(request, whole=not answer.form.streamed, new_parser=None if reading is None else reading.new_parser)
 
 
 async def begun(streams: Sequence[AsyncGenerator[GenerateEvent, None]], answer: Answer) -> Events:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from common.clock import Clock
 from quire.inference.v1 import inference_pb2 as pb
-from router.core.events import GenerateEvent
+from router.core.events import GenerateEvent, ValidatedRequest
 from router.ports import CallContext, Resumed
 from router.requests.frontend import RouterFrontend
 from router.requests.resumption import Resumption
@@ -27,7 +27,7 @@ class RequestResumer:
     async def resumed(self, request: pb.GenerateRequest, call: CallContext, again: bool = False) -> Resumed:
         found = await self._resumption.find(request, call, again)
 
-        def events(whole: bool) -> AsyncGenerator[GenerateEvent, None]:
-            return self._frontend.resume(replace(found, request=replace(found.request, whole=whole)))
+        def events(read: ValidatedRequest) -> AsyncGenerator[GenerateEvent, None]:
+            return self._frontend.resume(replace(found, request=read))
 
         return Resumed(found.request, events)

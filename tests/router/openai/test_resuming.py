@@ -71,12 +71,20 @@ def call(request: ValidatedRequest) -> list[Step]:
     return [admitted(request), *(tokens(each, 5) for each in pieces), finished(len(pieces))]
 
 
+def stopped(request: ValidatedRequest) -> list[Step]:
+    """The thought spells the stop text, and so does the answer, which ends there."""
+    text = "<think>it is ok</think>All is ok"
+    pieces = [text[at : at + 5] for at in range(0, len(text), 5)]
+    return [admitted(request), *(tokens(each, 5) for each in pieces), finished(len(pieces), stop="ok")]
+
+
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 CASES: dict[str, tuple[str, Body, Callable[[ValidatedRequest], list[Step]]]] = {
     "chat": ("/v1/chat/completions", CHAT, plain),
     "chat with usage": ("/v1/chat/completions", CHAT | {"stream_options": IDS | {"include_usage": True}}, plain),
     "chat with logprobs": ("/v1/chat/completions", CHAT | {"logprobs": True}, plain),
     "chat with tools": ("/v1/chat/completions", CHAT | {"tools": TOOLS}, call),
+    "chat with a stop text": ("/v1/chat/completions", CHAT | {"stop": ["ok"]}, stopped),
     "two choices": ("/v1/chat/completions", CHAT | {"n": 2}, two),
     "completion": ("/v1/completions", COMPLETION, plain),
     "echo with logprobs": ("/v1/completions", COMPLETION | {"echo": True, "logprobs": 1}, plain),
@@ -106,6 +114,8 @@ async def test_each_event_comes_once_wherever_the_stream_broke(api: Api, case: s
         rest = await events_of(api, path, body, last=whole[place][0])
         assert [content(data) for _, data in rest] == [content(data) for _, data in whole[place + 1 :]], place
         assert [mark for mark, _ in rest] == [mark for mark, _ in whole[place + 1 :]]
+        first, again = api.frontend.requests[0], api.frontend.requests[-1]
+        assert bool(again.new_parser) == bool(first.new_parser), "where stop texts are looked for"
 
 
 async def test_the_request_and_what_the_client_has_are_asked_for(api: Api) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import replace
 
 from common.errors import QuireError
 from common.types import FinishReason, MissReason, TokenLogprobs, Usage
@@ -104,4 +105,4 @@ class ScriptedResumer:
         if self.refuses is not None:
             raise self.refuses
         last = self._frontend.requests[-1]
-        return Resumed(last, lambda whole: self._frontend.generate(last))
+        return Resumed(replace(last, new_parser=None), self._frontend.generate)
