@@ -134,28 +134,26 @@ async def the_only_stream(tenants: TenantSuite) -> AsyncIterator[None]:
     stub, metadata = tenants.suite.inference, tenants.metadata("narrow")
     call = stub.Generate(greedy([5, 6, 7], LONG), timeout=PATIENCE, metadata=metadata)
     await call.read()
-    yield
-    call.cancel()
+    try:
+        yield
+    finally:
+        call.cancel()
     await tenants.suite.until_all_free(1)
 
 
-async def until_refused(tenants: TenantSuite, times: int) -> None:
-    """Wait until the narrow tenant was refused so often."""
+async def refusals(tenants: TenantSuite) -> int:
+    """Return how often the narrow tenant was refused until now."""
     wanted = decision_pb2.ListDecisionsRequest(kind="rejection", tenant="narrow")
-    await until(
-        lambda: tenants.suite.decisions.ListDecisions(wanted, timeout=PATIENCE),
-        lambda found: len(found.decisions) >= times,
-        every=0.02,
-        seconds=PATIENCE,
-    )
+    return len((await tenants.suite.decisions.ListDecisions(wanted, timeout=PATIENCE)).decisions)
 
 
 async def test_a_busy_server_is_asked_again_until_all_is_answered(tenants: TenantSuite, tmp_path: Path) -> None:
     batch = Batch(tenants, tmp_path, "narrow")
     written(batch.source, [completion(f"n{number}") for number in range(3)])
+    before = await refusals(tenants)
     async with the_only_stream(tenants):
         running = asyncio.create_task(batch.run("--json", "--concurrency", "3", "--attempts", "1000"))
-        await until_refused(tenants, 3)
+        await until(lambda: refusals(tenants), lambda found: found >= before + 3, every=0.02, seconds=PATIENCE)
     status, output, errors = await running
     summary = json.loads(output)
     assert (status, summary["succeeded"], summary["failed"]) == (0, 3, 0), errors
