@@ -215,6 +215,10 @@ MAX_GRAMMARS_WAITING: Final = 256
 # ------------------------------------------------------------ messages, ids and log lines
 
 MAX_ID_CHARS: Final = 128  # characters of a worker's id: it stands in log lines, metrics and keys of Redis
+# Lines of decisions at level info in a second, of each kind; and what stands in one of candidates and reasons.
+MAX_DECISION_LINES: Final = 5
+MAX_LINE_ITEMS: Final = 4
+MAX_LINE_REASON_CHARS: Final = 256
 MALFORMED_LINE_SECONDS: Final = 10.0  # seconds between two log lines about undecodable messages of one method
 
 # ------------------------------------------------------------ traces and decisions

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from common.decisions import log_line
 from common.decisions.ring import DecisionRing, record_bytes
-from common.limits import MAX_LISTED_DECISIONS
-from common.process.logs import fields_of, trace_ids
+from common.limits import MAX_DECISION_LINES, MAX_LISTED_DECISIONS
+from common.process.logs import JsonFormatter, fields_of, trace_ids
 from common.types import Candidate, Decision, DecisionKind
+from common.untrusted.rare_lines import RareLines
 from common.wire.decision_codec import decision_to_proto, trace_id_of
 from quire.decision.v1 import decision_pb2
 
@@ -210,3 +212,24 @@ def test_a_record_whose_level_is_off_is_kept_and_not_logged(caplog: pytest.LogCa
     caplog.set_level(logging.INFO, "quire.decisions")
     assert len(ring(decision(1, "a"))) == 1
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("kind", COSTLY)
+def test_what_one_client_causes_again_and_again_fills_no_log(
+    kind: DecisionKind, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(log_line, "_LINES", {kind: RareLines(1.0, MAX_DECISION_LINES, lambda: now)})
+    caplog.set_level(logging.INFO, "quire.decisions")
+    many = tuple([Candidate(f"request-{number}" * 8, 0.5, (("prefill", 0.25),)) for number in range(64)])
+    made = replace(decision(1, "r" * 128, kind), candidates=many, reasons=("why " * 1000,) * 9)
+    whole = ring(*[made] * 20, capacity=20)
+    assert [len(each.candidates) for each in whole] == [64] * 20, "records are whole"
+    assert len(caplog.records) == MAX_DECISION_LINES
+    shown = fields_of(caplog.records[0])
+    assert [each["name"] for each in shown["candidates"]] == [each.name for each in many[:4]]
+    assert (shown["more_candidates"], shown["more_reasons"]) == (60, 5)
+    assert max(len(JsonFormatter("router").format(record)) for record in caplog.records) < 2_500
+    now = 1.0
+    ring(made)
+    assert fields_of(caplog.records[-1])["lines_held_back"] == 20 - MAX_DECISION_LINES
