@@ -80,6 +80,9 @@ class UpSettings(EngineSettings, DecisionLogSettings):
     cors_origins: Names = Field(
         (), description="origin of pages that may call the HTTP API from a browser; repeatable; * is any; unset: none"
     )
+    allowed_hosts: Names = Field(
+        (), description="name by which callers on this machine may call the HTTP API without keys; repeatable"
+    )
     workers: CountOrAuto = Field(
         1, description="GPU workers to start; auto: one for each NUMA node, on its cpus and memory"
     )

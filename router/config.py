@@ -98,6 +98,11 @@ class RouterSettings(PoolSettings, DecisionLogSettings):
         description="origin of pages that may call the HTTP API from a browser (https://chat.example); repeatable; "
         "* is any; unset: none",
     )
+    allowed_hosts: Names = Field(
+        (),
+        description="name by which callers on this machine may call the HTTP API without keys, as a proxy in front "
+        "passes it on; repeatable; always: addresses, localhost, names without a domain or of a private one",
+    )
     http_connections: Count = Field(
         4096, description="HTTP connections at once, and never more than half of the files that the process may open"
     )

@@ -313,7 +313,8 @@ class RouterProcess:
             model=self.status.model,
             resumer=self._resumer,
         )
-        app = create_app(parts, settings.cors_origins)
+        asks_for_keys = isinstance(self._authenticator, TenantDirectory)
+        app = create_app(parts, settings.cors_origins, None if asks_for_keys else settings.allowed_hosts)
         add_messages(app, parts)
         connections = bounded_connections(settings.http_connections, settings.http_connections_per_peer)
         self._http = await serve_http(

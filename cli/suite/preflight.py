@@ -167,6 +167,7 @@ def _stack_options(settings: UpSettings, reading: Reading, model_name: str | Non
     recorded = _flags(settings, [key for key in _TO_RECORD if key in reading.own])
     router_own = _flags(settings, [key for key in _TO_ROUTER if key in reading.own])
     pages = [word for origin in settings.cors_origins for word in ("--cors-origins", origin)]
+    pages += [word for name in settings.allowed_hosts for word in ("--allowed-hosts", name)]
     model = Path(settings.model).expanduser()
     names = settings.model_name or _name_of(model, model_name)
     cpus = cpus_of_workers(settings.workers, here())

@@ -23,6 +23,7 @@ from common.limits import (
 )
 from common.process.connections import Connections
 from common.process.small_http import Answer, Reply, Request, SmallHttpServer, text
+from common.untrusted.host_names import is_own_name
 
 PORT_OFFSET: Final = 1000
 # What a POST does; it returns the JSON of the answer.
@@ -119,6 +120,9 @@ class MetricsServer:
         await self._server.stop()
 
     def _answer(self, request: Request) -> Reply | Awaitable[Reply]:
+        if request.host and is_loopback(request.peer) and not is_own_name(request.host):
+            what = f"{request.host[:100]!r} could be anybody's name for this machine"
+            return text(HTTPStatus.FORBIDDEN, f"{what}; ask by its address, its name or localhost")
         return self._act(request) if request.method == "POST" else self._show(request)
 
     async def _act(self, request: Request) -> Reply:

@@ -23,7 +23,7 @@ from router.core.tools import NOTE_HEADER
 from router.openai import errors, schema
 from router.openai.allowed_tokens import check_allowed, forbid_other_ends
 from router.openai.answer import Answer, Form, Json
-from router.openai.authentication import Authenticated
+from router.openai.authentication import Authenticated, OwnNames
 from router.openai.bodies import BodyGate
 from router.openai.embeddings import embedding_routes
 from router.openai.event_ids import HEADER, EventIds, LastEvent, NoEventIds
@@ -50,8 +50,11 @@ _LEAST_CHAT_ENTRY_BYTES: Final = 38
 _EXPOSED: Final = ("x-request-id", "x-quire-request-id", "x-trace-id", NOTE_HEADER, "retry-after", "retry-after-ms")
 
 
-def create_app(parts: HttpParts, cors_origins: Sequence[str] = ()) -> FastAPI:
-    """Return the application; pages of `cors_origins` may call it from a browser."""
+def create_app(parts: HttpParts, cors_origins: Sequence[str] = (), own_names: Sequence[str] | None = None) -> FastAPI:
+    """Return the application; pages of `cors_origins` may call it from a browser.
+
+    `own_names`: further names of this machine where callers need no key; None where they need one.
+    """
     about = "The OpenAI-compatible API of Quire. The gRPC API, protos/quire/inference/v1, offers the same and more."
     app = FastAPI(
         title="Quire",
@@ -73,6 +76,8 @@ def create_app(parts: HttpParts, cors_origins: Sequence[str] = ()) -> FastAPI:
             allow_headers=["*"],
             expose_headers=_EXPOSED,
         )
+    if own_names is not None:
+        app.add_middleware(OwnNames, allowed=own_names)
     app.add_middleware(Identified)
     service = Service(parts)
     api = _Api(service)

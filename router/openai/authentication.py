@@ -1,13 +1,16 @@
-"""Authentication of HTTP requests, before anything of their body is read."""
+"""Authentication of HTTP requests, before anything of their body is read; without keys, of the name they call."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.errors import QuireError
+from common.errors import PermissionDenied, QuireError
+from common.process.metrics import is_loopback
+from common.untrusted.host_names import is_own_name
 from router.openai import errors
 from router.ports import Authenticator
 
@@ -30,6 +33,26 @@ class Authenticated:
                 await errors.response_to(refused, scope)(scope, receive, send)
                 return
             scope.setdefault("state", {})["caller"] = caller
+        await self._app(scope, receive, send)
+
+
+class OwnNames:
+    """Middleware that answers with 403 where a caller on this machine calls it by a name that could be anybody's.
+
+    Without keys a page of such a name could read in a browser what this machine serves.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
+        self._app, self._allowed = app, frozenset(name.lower() for name in allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        peer = (scope.get("client") or ("",))[0]
+        if host and is_loopback(peer) and not is_own_name(host, self._allowed):
+            what = f"Host: {host[:100]!r} could be anybody's name for this machine; call it by its address or localhost"
+            refused = PermissionDenied(f"{what}, start the router with --allowed-hosts NAME, or with keys")
+            await errors.response_to(refused, scope)(scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
 

@@ -6,8 +6,6 @@ is refused. The policy for contents (CSP) keeps text from becoming code.
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Final
 from common.clock import Clock
 from common.process.metrics import is_loopback
 from common.process.small_http import Reply, Request, text
+from common.untrusted.host_names import is_own_name
 from router.page.answers import Answers, Later, Source
 from router.page.runbook import runbook_page
 
@@ -37,8 +36,6 @@ HEADERS: Final = (
     ("Cross-Origin-Resource-Policy", "same-origin"),
     ("Cache-Control", "no-cache"),
 )
-# Ends of names that only the machine or its cluster gives away.
-_OWN_ENDS: Final = (".localhost", ".svc", ".svc.cluster.local")
 
 
 class Site:
@@ -50,7 +47,6 @@ class Site:
         """`later` calls a function after some seconds; by default the event loop does."""
         self._from_elsewhere, self._answers = from_elsewhere, Answers(sources, clock, later)
         self._files = _read(_STATIC) | {"runbook": (_TYPES[".html"], runbook_page().encode())}
-        self._own_names = {"localhost", socket.gethostname().lower()}
 
     @property
     def kept(self) -> int:
@@ -75,27 +71,12 @@ class Site:
             return "pages of other origins may not read this"
         if request.path.startswith(DATA) and request.fetch_site not in ("", "same-origin"):
             return f"this is for the page itself: open {PREFIX}/"
-        if not self._is_own_name(request.host):
+        if not is_own_name(request.host):
             return f"open the page by the machine's address or name: {request.host[:100]!r} could be anybody's"
         if not (self._from_elsewhere or is_loopback(request.peer)):
             what = "the admin plane asks callers for certificates, which browsers have not; open the page"
             return f"{what} on the machine of the router, or through ssh -L or kubectl port-forward"
         return ""
-
-    def _is_own_name(self, host: str) -> bool:
-        """Return whether no foreign DNS server could have said this name: else any page could ask by its own name."""
-        name = host.lower()
-        name = name[: name.find("]") + 1] if name.startswith("[") else name.partition(":")[0]
-        if not name:
-            return False
-        has_domain = "." in name or name.startswith("[")
-        if name in self._own_names or not has_domain:
-            return True
-        try:
-            ipaddress.ip_address(name.strip("[]"))
-        except ValueError:
-            return name.endswith(_OWN_ENDS)
-        return True
 
 
 def _read(folder: Path) -> dict[str, tuple[str, bytes]]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import httpx
 import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
@@ -44,6 +45,20 @@ async def worker_info(suite: Suite) -> gpuworker_pb2.WorkerInfo:
     async with open_channel(f"127.0.0.1:{suite.stack.options.worker_ports[0]}") as channel:
         stub = gpuworker_pb2_grpc.GpuWorkerServiceStub(channel)
         return (await stub.GetWorker(gpuworker_pb2.GetWorkerRequest(), timeout=PATIENCE)).info
+
+
+async def test_a_page_whose_name_leads_here_gets_nothing(suite: Suite) -> None:
+    """DNS rebinding: a browser on the machine asks for a page of a stranger's name, which leads to 127.0.0.1."""
+    options = suite.stack.options
+    public = [f"http://127.0.0.1:{options.port}{path}" for path in ("/v1/models", "/health", "/openapi.json")]
+    admin = f"http://127.0.0.1:{(await suite.status()).admin_http_port}"
+    async with httpx.AsyncClient(timeout=PATIENCE, trust_env=False) as client:
+        for url in (*public, *(f"{admin}{path}" for path in ("/metrics", "/server_info", "/load", "/page/"))):
+            answer = await client.get(url, headers={"host": "rebound.example:8000"})
+            assert (answer.status_code, "could be anybody's" in answer.text) == (403, True), url
+            for name in ("localhost:8000", "127.0.0.1", "[::1]:8000", "gpu-box", "host.docker.internal"):
+                answer = await client.get(url, headers={"host": name})
+                assert answer.status_code == 200, (url, name, answer.text)
 
 
 async def test_who_reads_a_workers_facts_cannot_take_its_session(suite: Suite) -> None:

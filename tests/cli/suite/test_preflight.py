@@ -82,9 +82,11 @@ def test_the_model_is_a_word_a_flag_or_the_demo_model(folder: Path, base: dict[s
 
 def test_what_the_http_api_allows_reaches_the_routers_alone(base: dict[str, str]) -> None:
     origins = ("--cors-origins", "https://a.example", "--cors-origins", "https://b.example")
-    found = programs(suite_options(("--open-schemas", *origins), base))
+    names = ("--allowed-hosts", "llm.example")
+    found = programs(suite_options(("--open-schemas", *origins, *names), base))
     router = load(RouterSettings, found["router"].flags, base)
     assert (router.open_schemas, router.cors_origins) == (True, ("https://a.example", "https://b.example"))
+    assert router.allowed_hosts == ("llm.example",)
     assert "--open-schemas" not in found["worker-0"].flags
     plain = load(RouterSettings, programs(suite_options((), base))["router"].flags, base)
     assert (plain.open_schemas, plain.cors_origins) == (False, ())
