@@ -12,7 +12,7 @@ local function may_follow(own)
 end
 
 for candidate = 0, tonumber(ARGV[8]) - 1 do
-  local owner = redis.call('HGET', owners .. candidate, 'worker_id')
+  local owner = field_of(owners .. candidate, 'worker_id')
   if owner == worker then
     if not may_follow(candidate) then return {fence, -2} end
     slot = candidate

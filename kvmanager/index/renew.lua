@@ -4,7 +4,7 @@
 local others = {}
 for place = 1, (#KEYS - 1) / 2 do
   local owner, alive = KEYS[2 * place], KEYS[2 * place + 1]
-  if redis.call('HGET', owner, 'generation') == ARGV[place + 2] then
+  if field_of(owner, 'generation') == ARGV[place + 2] then
     redis.call('SET', alive, redis.call('HGET', owner, 'worker_id') or '', 'PX', ARGV[2])
   else
     others[#others + 1] = place

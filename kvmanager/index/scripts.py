@@ -24,16 +24,16 @@ def _with_epochs(*names: str) -> str:
     return _NUMBERS + "".join(map(_source, ("epoch_in", *names)))
 
 
-def _fenced(name: str) -> str:
-    return _with_epochs("fenced", name)
+def _fenced(*names: str) -> str:
+    return _with_epochs("fenced", *names)
 
 
 ACQUIRE: Final = _with_epochs("acquire")
 HOLD: Final = _with_epochs("hold")
 RESIGN: Final = _with_epochs("resign")
-REGISTER: Final = _fenced("register")
-UPDATE: Final = _fenced("update")
-RENEW: Final = _fenced("renew")
-RETIRE: Final = _fenced("retire")
+REGISTER: Final = _fenced("field_of", "register")
+UPDATE: Final = _fenced("field_of", "update")
+RENEW: Final = _fenced("field_of", "renew")
+RETIRE: Final = _fenced("field_of", "retire")
 PINS: Final = _fenced("pins")
 PINS_READ: Final = _source("pins_read")

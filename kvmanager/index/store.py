@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from common import index_format
 from common.errors import StaleEpoch
@@ -23,6 +23,8 @@ TIMEOUT_S: Final = 2.0
 EPOCH_JUMP: Final = 1 << 16
 # Members of the set of workers that a renewal looks at; the set is clean after some renewals.
 _DRAWN: Final = 512
+# How Redis begins its error about a key of another type than a command takes.
+_WRONG_TYPE: Final = "WRONGTYPE"
 _REFUSALS: Final = {-1: NoSlot.FULL, -2: NoSlot.ELSEWHERE}
 
 
@@ -90,15 +92,26 @@ class RedisIndexStore:
         keys = [key(self._namespace, slot) for slot in slots for key in of_slot]
         others = await self._call(self._renew, epoch, keys, [self._lease_ms, *slots.values()])
         with unavailable():
-            async with self._redis.pipeline(transaction=False) as pipeline:
-                for worker_id, value in discovery.items():
-                    pipeline.set(index_format.discovery_key(worker_id), value, px=self._lease_ms)
-                if discovery:
-                    pipeline.sadd(index_format.DISCOVERY_WORKERS_KEY, *discovery)
-                await pipeline.execute()
-            await self._forget_departed()
+            try:
+                await self._announce(discovery)
+            except ResponseError as error:
+                if not str(error).startswith(_WRONG_TYPE):
+                    raise
+                # No manager wrote it, and no worker would be found for as long as it stood there.
+                await self._redis.delete(index_format.DISCOVERY_WORKERS_KEY)
+                await self._announce(discovery)
         in_order = tuple(slots)
         return frozenset(in_order[place - 1] for place in others)
+
+    async def _announce(self, discovery: Mapping[str, str]) -> None:
+        """Write what routers read of workers, and forget workers that are gone."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for worker_id, value in discovery.items():
+                pipeline.set(index_format.discovery_key(worker_id), value, px=self._lease_ms)
+            if discovery:
+                pipeline.sadd(index_format.DISCOVERY_WORKERS_KEY, *discovery)
+            await pipeline.execute()
+        await self._forget_departed()
 
     async def _forget_departed(self) -> None:
         """Take some workers without an entry out of the set: a manager that was killed could not retire its own."""

@@ -11,7 +11,7 @@ local function is_live(other)
   local slot = a + 256 * b
   local generation = generations[slot]
   if generation == nil then
-    generation = tonumber(redis.call('HGET', owners .. slot, 'generation') or '-1')
+    generation = tonumber(field_of(owners .. slot, 'generation') or '-1')
     generations[slot] = generation
   end
   return generation == c + 256 * d + 65536 * e + 16777216 * f

@@ -339,3 +339,40 @@ async def test_a_publisher_that_ends_by_a_bug_is_begun_again_and_health_says_so(
     async with asyncio.timeout(60.0):
         await assert_index_equals_map(manager, redis_url)
     assert failures > 2
+
+
+@pytest.mark.parametrize("kind", ["list", "string", "hash"])
+async def test_no_key_of_a_wrong_type_stops_publishing(
+    start_manager: Start, channel_to: ChannelTo, redis_url: str, redis_client: Redis, kind: str
+) -> None:
+    """Whoever may write Redis puts another type in the place of each key in turn, and of the keys of other slots."""
+    manager = await start_manager(redis_url=redis_url)
+    worker = DrivenWorker()
+    await worker.attach(channel_to(manager.address))
+    for _ in range(20):
+        await worker.turn()
+    await until_index_equals_map(manager, redis_url)
+    others = [index_format.slot_key(IDENTITY.namespace, 1).encode()]
+    keys = {*await redis_client.keys("*"), *others}
+    for key in sorted(keys, key=lambda key: (b":p:" in key, key)):
+        if await redis_client.type(key) == kind.encode():
+            continue
+        await redis_client.delete(key)
+        if kind == "list":
+            await redis_client.rpush(key, "x")
+        elif kind == "hash":
+            await redis_client.hset(key, "a", "b")
+        else:
+            await redis_client.set(key, "x")
+        try:
+            for _ in range(3):
+                await worker.turn()
+            await manager.flushed()
+            if b":p:" in key:  # what is lost of a block is published again in half its life; the others go on
+                await redis_client.delete(key)
+            else:
+                await until_index_equals_map(manager, redis_url)
+            await until(lambda: redis_client.sismember(index_format.DISCOVERY_WORKERS_KEY, "w0"))
+        except Exception as error:
+            raise AssertionError(f"{kind} in the place of {key!r}") from error
+    await worker.finish()

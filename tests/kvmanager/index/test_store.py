@@ -219,6 +219,7 @@ async def test_every_script_loads_in_redis_and_is_part_of_the_package(redis_url:
         "acquire",
         "epoch_in",
         "fenced",
+        "field_of",
         "hold",
         "pins",
         "pins_read",
