@@ -238,6 +238,7 @@ class RouterProcess:
         self._manager_calls, self.status.managers = manager, manager.managers
         self.status.discovery_problem = lambda: self._discovery.problem if self._discovery else ""
         calls = Calls(clock, self._authenticator)
+        self._server.health.guard = calls.caller
         folder = settings.tokenizer or checkpoint.directory
         self._resumer = RequestResumer.over(self.pool, self.frontend, clock)
         routers = Routers(self.frontend.abort, self._siblings, self._resumer)

@@ -15,7 +15,7 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from common.errors import Unavailable
-from common.rpc.reflection import add_reflection
+from common.rpc.reflection import Guard, add_reflection
 
 _STATUS: TypeAlias = health_pb2.HealthCheckResponse
 LIVE: Final = "live"
@@ -41,6 +41,8 @@ class Health:
     def __init__(self, services: Sequence[str]) -> None:
         self._names = ("", *services)
         self._servicer = _ListingServicer()
+        # By default reflection answers everybody.
+        self.guard: Guard = lambda context: None
         self._ready = self._failing = self._stalled = self._serves_on = False
 
     async def add_to(self, server: aio.Server) -> None:
@@ -48,7 +50,7 @@ class Health:
         await self._set(well=False, works=False)
         await self._servicer.set(LIVE, _STATUS.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-        add_reflection((*self._names[1:], health.SERVICE_NAME), server)
+        add_reflection((*self._names[1:], health.SERVICE_NAME), server, self.guard)
 
     async def ready(self) -> None:
         """Set SERVING, as soon as no background task is failing."""

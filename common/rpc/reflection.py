@@ -6,7 +6,7 @@ v1alpha under another name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 import grpc
@@ -19,18 +19,33 @@ V1: Final = "grpc.reflection.v1.ServerReflection"
 _OLD, _NEW = "grpc.reflection.v1alpha", "grpc.reflection.v1"
 
 
-def add_reflection(services: Sequence[str], server: aio.Server) -> None:
-    """Let a server describe services, and reflection itself."""
+Guard = Callable[[Any], object]
+"""Takes the context of a call, and raises for a caller who may not ask."""
+
+
+class _Guarded(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # grpcio-reflection has no types
+    def __init__(self, described: Sequence[str], guard: Guard) -> None:
+        super().__init__(described)
+        self._guard = guard
+
+    async def ServerReflectionInfo(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        """Answer questions about services, once the caller may ask."""
+        self._guard(context)
+        async for answer in super().ServerReflectionInfo(requests, context):
+            yield answer
+
+
+def add_reflection(services: Sequence[str], server: aio.Server, guard: Guard) -> None:
+    """Let a server describe services, and reflection itself, to callers who pass the guard."""
     _describe_v1()
-    described = (*services, V1ALPHA, V1)
-    reflection.enable_server_reflection(described, server)
     handler: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
-        reflection.aio.ReflectionServicer(described).ServerReflectionInfo,
+        _Guarded((*services, V1ALPHA, V1), guard).ServerReflectionInfo,
         reflection_pb2.ServerReflectionRequest.FromString,
         reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     handlers = {"ServerReflectionInfo": handler}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(V1, handlers),))
+    for name in (V1ALPHA, V1):
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
 
 
 def _describe_v1() -> None:

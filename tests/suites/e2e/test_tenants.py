@@ -11,6 +11,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from grpc import aio
+from grpc_reflection.v1alpha import reflection_pb2
 
 from common import errors
 from quire.api.status import error_from_rpc
@@ -106,6 +107,19 @@ async def test_a_key_opens_every_face(tenants: TenantSuite) -> None:
     kserve = kserve_pb2_grpc.GRPCInferenceServiceStub(tenants.suite.channel)
     request = kserve_pb2.ModelMetadataRequest(name="checkpoint")
     assert (await kserve.ModelMetadata(request, metadata=tenants.metadata("red"))).name == "checkpoint"
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_needs_a_key(tenants: TenantSuite, version: str) -> None:
+    ask = tenants.suite.channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        reflection_pb2.ServerReflectionRequest.SerializeToString,
+        reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    assert isinstance(error_from_rpc(await refusal_of(lambda: first_of(ask(iter([asked]))))), errors.Unauthenticated)
+    listed = await first_of(ask(iter([asked]), metadata=tenants.metadata("red")))
+    assert "quire.inference.v1.InferenceService" in {each.name for each in listed.list_services_response.service}
 
 
 async def test_health_needs_no_key(tenants: TenantSuite) -> None:
