@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,15 @@ def test_a_file_that_imports_upward_is_found(tmp_path: Path) -> None:
     assert shape_of(tmp_path, "router").cycles == (("core", "main"),)
 
 
+@functools.cache
+def shape_here(package: str) -> Shape:
+    """Return the shape of a package of this repository: all its files are parsed, once."""
+    return shape_of(ROOT, package)
+
+
 @pytest.fixture(params=PACKAGES)
 def shape(request: pytest.FixtureRequest) -> Shape:
-    return shape_of(ROOT, request.param)
+    return shape_here(request.param)
 
 
 def test_no_rooms_of_a_package_import_each_other(shape: Shape) -> None:
@@ -66,4 +73,4 @@ def test_no_modules_of_a_package_import_each_other(shape: Shape) -> None:
 
 @pytest.mark.parametrize("package", LOOSE)
 def test_no_file_stands_loose_that_is_not_named_here(package: str) -> None:
-    assert set(shape_of(ROOT, package).loose) <= LOOSE[package]
+    assert set(shape_here(package).loose) <= LOOSE[package]
