@@ -5,12 +5,13 @@ Standard library only: these checks run before a service starts, and before torc
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from common.checkpoint.bounded_json import MOST_BYTES, parse, shown
+from common.checkpoint.safetensors_header import CutShort, read_header
 from common.errors import FieldViolation, InvalidConfig
 
 INDEX: Final = "model.safetensors.index.json"
@@ -19,8 +20,8 @@ _POINTER: Final = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES: Final = 1024  # more than any pointer has
 # Weights in formats that are not read; those before the last one are pickles.
 _OTHER_WEIGHTS: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx")
-_LARGEST_HEADER: Final = 100 << 20
 _MOST_NAMED: Final = 3
+_MOST_CHARACTERS: Final = 255  # of the name of a file
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -51,12 +52,14 @@ def read_list(path: Path) -> list[dict[str, Any]]:
 def _read_json(path: Path) -> Any:
     refuse_pointers([path])
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise ValueError(f"it has {size} bytes; expected at most {MOST_BYTES}")
+        return parse(path.read_bytes())
     except OSError as error:
         raise _bad(f"{path} cannot be read: {error.strerror}; make it readable for this user") from None
     except UnicodeDecodeError:
         raise _bad(f"{path} is not text in UTF-8; expected JSON: download the file again") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _bad(f"{path} is not valid JSON: {error}; correct it, or download the file again") from None
 
 
@@ -127,7 +130,7 @@ def weight_files(directory: Path) -> WeightFiles:
     if index.is_file():
         places = {tensor: directory / name for tensor, name in _weight_map(index).items()}
         paths = sorted(set(places.values()))
-        if missing := [str(path.relative_to(directory)) for path in paths if not path.is_file()]:
+        if missing := [str(path.relative_to(directory)) for path in paths if not _is_file(path)]:
             raise _bad(f"{index} names {_listed(missing)}, which are not there; finish the download")
         return WeightFiles(paths, places)
     found = sorted(directory.glob("*.safetensors"))
@@ -146,11 +149,18 @@ def _beside_whole(directory: Path) -> WeightFiles:
     except InvalidConfig:
         return WeightFiles([whole], unread=f"{INDEX} cannot be read, and {WHOLE} needs none")
     paths = sorted(set(places.values()))
-    if whole in paths and all(path.is_file() for path in paths):
+    if whole in paths and all(map(_is_file, paths)):
         return WeightFiles(paths, places)
     others = _listed([str(path.relative_to(directory)) for path in paths if path != whole])
     unread = f"the weights are those of {WHOLE}; {INDEX} names {others} instead, and is not followed"
     return WeightFiles([whole], unread=unread)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # the name is too long for any file, or its folder may not be read
+        return False
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -175,32 +185,19 @@ def _no_weights(directory: Path) -> str:
 
 
 def _cut_short(paths: Iterable[Path]) -> Iterator[FieldViolation]:
-    """Yield a violation for each safetensors file that is shorter than its header says."""
+    """Yield a violation for each safetensors file that is shorter than its header says, or that has a bad header."""
     for path in paths:
         size = path.stat().st_size
         try:
-            expected = _expected_bytes(path)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            what = f"{path} is no safetensors file: its header cannot be read; download the file again"
-            yield FieldViolation("--model", what)
+            expected = max((each.end for each in read_header(path).values()), default=0)
+        except CutShort as error:
+            expected = error.expected
+        except ValueError as error:
+            yield FieldViolation("--model", f"{path} is no safetensors file: {error}; download the file again")
             continue
         if size < expected:
             what = f"{path} has {size} bytes, and its header promises {expected}; finish the download"
             yield FieldViolation("--model", what)
-
-
-def _expected_bytes(path: Path) -> int:
-    """Return the size of a safetensors file by its header. Raises ValueError and others for something else."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= _LARGEST_HEADER:
-            raise ValueError("no length")
-        raw = file.read(length)
-    if len(raw) < length:
-        return 8 + length
-    header: dict[str, Any] = json.loads(raw)
-    header.pop("__metadata__", None)
-    return 8 + length + max((int(each["data_offsets"][1]) for each in header.values()), default=0)
 
 
 def _pointers(paths: list[Path]) -> FieldViolation:
@@ -211,8 +208,8 @@ def _pointers(paths: list[Path]) -> FieldViolation:
 
 
 def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_MOST_NAMED])
-    return shown if len(names) <= _MOST_NAMED else f"{shown} and {len(names) - _MOST_NAMED} more"
+    first = ", ".join(name if len(name) <= _MOST_CHARACTERS else shown(name) for name in names[:_MOST_NAMED])
+    return first if len(names) <= _MOST_NAMED else f"{first} and {len(names) - _MOST_NAMED} more"
 
 
 def _bad(what: str) -> InvalidConfig:

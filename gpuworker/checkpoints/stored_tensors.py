@@ -3,25 +3,23 @@
 Each tensor has a mapping of its own, which ends with the tensor. So while a checkpoint is converted, only the tensor in
 work is in memory. A tensor that is kept unchanged costs no copy, and its pages belong to the page cache. (The
 safetensors library maps and unmaps a file as a whole.)
-
-A file is: 8 bytes, the length of the header, little-endian; the header, JSON, name → dtype, shape, [begin, end) of the
-data; then the data. Format: the README of the safetensors project.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
+from common.checkpoint.bounded_json import shown
 from common.checkpoint.files import INDEX, weight_files
+from common.checkpoint.safetensors_header import Entry, read_header
 from common.errors import FieldViolation, InvalidConfig
 
 _log = logging.getLogger(__name__)
@@ -40,7 +38,6 @@ _DTYPES: Final = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_LARGEST_HEADER: Final = 100 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,23 +129,17 @@ def _read_folder(directory: Path) -> dict[str, StoredTensor]:
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one file. Raises InvalidConfig for a file that violates the format."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(_LARGEST_HEADER, path.stat().st_size):
-                raise ValueError("its header is longer than the file")
-            header: dict[str, Any] = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        found = {name: _stored(path, 8 + length, entry) for name, entry in header.items()}
-    except (KeyError, TypeError, ValueError) as error:
-        raise InvalidConfig(FieldViolation("--model", f"cannot read {path}: {error!r}")) from error
-    return found
+        size = path.stat().st_size
+        return {name: _stored(path, name, entry, size) for name, entry in read_header(path).items()}
+    except ValueError as error:
+        raise InvalidConfig(FieldViolation("--model", f"cannot read {path}: {error}")) from None
+    except OSError as error:
+        raise InvalidConfig(FieldViolation("--model", f"cannot read {path}: {error.strerror}")) from None
 
 
-def _stored(path: Path, begin: int, entry: dict[str, Any]) -> StoredTensor:
-    if entry["dtype"] not in _DTYPES:
-        raise ValueError(f"type {entry['dtype']} is not known")
-    first, last = entry["data_offsets"]
-    stored = StoredTensor(path, begin + first, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
-    if last - first != stored.nbytes or begin + last > path.stat().st_size:
-        raise ValueError(f"data of {stored.shape} {stored.dtype} at {first}:{last} does not fit the file")
-    return stored
+def _stored(path: Path, name: str, entry: Entry, size: int) -> StoredTensor:
+    if entry.dtype not in _DTYPES:
+        raise ValueError(f"tensor {shown(name)} has the type {shown(entry.dtype)}; known are {', '.join(_DTYPES)}")
+    if entry.end > size:
+        raise ValueError(f"tensor {shown(name)} ends at {entry.end}, and the file at {size}; finish the download")
+    return StoredTensor(path, entry.begin, entry.shape, _DTYPES[entry.dtype])
