@@ -16,7 +16,7 @@ MOST_BYTES: Final = 128 << 20
 SHAPE: Final = Shape(values=8_000_000, members=2_000_000, containers=2_000_000, depth=100)
 """A vocabulary of 262,144 tokens with 600,000 merges as pairs has a quarter of this."""
 
-_MOST_SHOWN: Final = 60
+_MOST_SHOWN, _MOST_LISTED = 60, 16
 
 
 def parse(raw: bytes, shape: Shape = SHAPE, unique: bool = False) -> Any:
@@ -56,7 +56,10 @@ def shown(value: object) -> str:
     """Return a value as a message has it, cut where it is long."""
     if isinstance(value, int) and value.bit_length() > 128:
         return "a number of more than 38 digits"
-    if isinstance(value, list | dict):
-        return "a list" if isinstance(value, list) else "an object"
+    if isinstance(value, list):
+        is_plain = len(value) <= _MOST_LISTED and not any(isinstance(each, list | dict) for each in value)
+        return f"[{', '.join(map(shown, value))}]" if is_plain else "a list"
+    if isinstance(value, dict):
+        return "an object"
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

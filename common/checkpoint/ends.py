@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.checkpoint.completed import completed
-from common.checkpoint.files import read_object
+from common.checkpoint.files import read_config, read_generation, read_object
+from common.checkpoint.tokenizer_checks import read_tokens
 
+_ID_DIGITS: Final = 10
 Ends = dict[int, list[str]]
 # Names of the tokenizer's tokens that end a text, a turn or a message.
 _END_TOKENS: Final = ("eos_token", "eot_token", "eom_token")
 # Objects of tokenizer_config.json that hold further named tokens.
 _MORE_TOKENS: Final = ("extra_special_tokens", "model_specific_special_tokens")
-_GENERATION: Final = "generation_config.json"
 
 
 def named_ends(directory: Path, tokenizer: Path | None = None) -> Ends:
@@ -26,10 +27,10 @@ def named_ends(directory: Path, tokenizer: Path | None = None) -> Ends:
     Raises InvalidConfig for a file that is no JSON.
     """
     found: Ends = {}
-    for name in (_GENERATION, "config.json"):
-        config = _read(directory / name)
-        if name != _GENERATION:
-            config = completed(config)
+    for name, config in (
+        ("generation_config.json", read_generation(directory)),
+        ("config.json", completed(read_config(directory) if (directory / "config.json").is_file() else {})),
+    ):
         for each in _ids(config):
             found.setdefault(each, []).append(name)
     for name, token in _of_tokenizer(tokenizer or directory):
@@ -68,18 +69,19 @@ def _text(token: Any) -> str:
 def _added(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
     """Return the ids of added tokens that small files have."""
     decoder = config.get("added_tokens_decoder") or {}
-    listed = {_text(token): int(key) for key, token in decoder.items()} if isinstance(decoder, dict) else {}
-    return {**_read(folder / "added_tokens.json"), **listed}
+    listed = decoder.items() if isinstance(decoder, dict) else ()
+    found = {_text(token): int(key) for key, token in listed if key.isdecimal() and len(key) < _ID_DIGITS}
+    return {**_ids_of(_read(folder / "added_tokens.json")), **found}
 
 
 def _vocabulary(folder: Path) -> dict[str, int]:
     """Return the ids of all tokens; the file may have megabytes."""
-    whole = _read(folder / "tokenizer.json")
-    vocabulary = (whole.get("model") or {}).get("vocab")
-    if isinstance(vocabulary, list):  # a unigram model has pairs of text and score
-        vocabulary = {pair[0]: place for place, pair in enumerate(vocabulary)}
-    added = {each["content"]: each["id"] for each in whole.get("added_tokens") or ()}
-    return {**(vocabulary or _read(folder / "vocab.json")), **added}
+    path = folder / "tokenizer.json"
+    return dict(read_tokens(path)) if path.is_file() else _ids_of(_read(folder / "vocab.json"))
+
+
+def _ids_of(tokens: Mapping[str, Any]) -> dict[str, int]:
+    return {text: number for text, number in tokens.items() if type(number) is int and number >= 0}
 
 
 def _read(path: Path) -> dict[str, Any]:

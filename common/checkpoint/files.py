@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from common.checkpoint.bounded_json import MOST_BYTES, parse, shown
 from common.checkpoint.safetensors_header import CutShort, read_header
+from common.checkpoint.sizes import config_problems, generation_problems
 from common.errors import FieldViolation, InvalidConfig
 
 INDEX: Final = "model.safetensors.index.json"
@@ -25,12 +26,29 @@ _MOST_CHARACTERS: Final = 255  # of the name of a file
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return config.json of a checkpoint. Raises InvalidConfig when there is none, or it is broken."""
+    """Return config.json of a checkpoint. Raises InvalidConfig when there is none, or its numbers cannot be."""
     path = directory / "config.json"
     if not path.is_file():
         what = f"no config.json in {directory}; expected a checkpoint in Hugging Face format"
         raise InvalidConfig(FieldViolation("--model", what))
-    return read_object(path)
+    config = read_object(path)
+    _refuse(path, config_problems(config))
+    return config
+
+
+def read_generation(directory: Path) -> dict[str, Any]:
+    """Return generation_config.json of a checkpoint; {} without one. Raises InvalidConfig where it is broken."""
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return {}
+    config = read_object(path)
+    _refuse(path, generation_problems(config))
+    return config
+
+
+def _refuse(path: Path, problems: Iterable[str]) -> None:
+    if violations := [FieldViolation("--model", f"{path}: {each}; correct it") for each in problems]:
+        raise InvalidConfig(*violations)
 
 
 def read_object(path: Path) -> dict[str, Any]:

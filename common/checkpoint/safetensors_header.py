@@ -82,14 +82,14 @@ def _entry(name: str, entry: Any, begin: int) -> Entry:
         raise ValueError(f"tensor {name} has dtype {shown(dtype)}; expected a name such as BF16")
     if shape is None:
         what = "expected a list of whole numbers, none below 0"
-        raise ValueError(f"tensor {name} has shape {_listed(entry.get('shape'))}; {what}")
+        raise ValueError(f"tensor {name} has shape {shown(entry.get('shape'))}; {what}")
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         what = "expected the offsets of its first byte and of its end"
-        raise ValueError(f"tensor {name} has data_offsets {_listed(entry.get('data_offsets'))}; {what}")
+        raise ValueError(f"tensor {name} has data_offsets {shown(entry.get('data_offsets'))}; {what}")
     nbytes = -(-math.prod(shape) * _BITS[dtype] // 8) if dtype in _BITS else offsets[1] - offsets[0]
     if offsets[1] - offsets[0] != nbytes:
-        what = f"a tensor of shape {_listed(shape)} in {dtype} has {shown(nbytes)} bytes"
-        raise ValueError(f"tensor {name} has data_offsets {_listed(offsets)}; {what}")
+        what = f"a tensor of shape {shown(shape)} in {dtype} has {shown(nbytes)} bytes"
+        raise ValueError(f"tensor {name} has data_offsets {shown(offsets)}; {what}")
     return Entry(dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
 
 
@@ -98,13 +98,6 @@ def _counts(numbers: Any) -> list[int] | None:
     if not isinstance(numbers, list) or len(numbers) > _MOST_DIMENSIONS:
         return None
     return numbers if all(type(each) is int and 0 <= each < 1 << 63 for each in numbers) else None
-
-
-def _listed(numbers: Any) -> str:
-    """Return a short list as it is."""
-    if not isinstance(numbers, list) or len(numbers) > _MOST_DIMENSIONS:
-        return shown(numbers)
-    return f"[{', '.join(map(shown, numbers))}]"
 
 
 def _refuse_shared_bytes(found: Mapping[str, Entry]) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from common.checkpoint.files import refuse_pointers
+from common.checkpoint.tokenizer_checks import refuse_hostile
 from common.errors import FieldViolation, InvalidConfig
 
 log = logging.getLogger(__name__)
@@ -44,11 +45,12 @@ _SENTENCEPIECE: Final = b"\n"  # the tag of the first piece; a file of tiktoken 
 def tokenizer_json(directory: Path) -> Path | None:
     """Return the tokenizer.json to use; None for a checkpoint without any tokenizer.
 
-    Raises InvalidConfig when there are older files alone and they cannot be converted here.
+    Raises InvalidConfig when that file is broken or hostile, and when there are older files alone and they cannot be
+    converted here.
     """
     own = directory / "tokenizer.json"
     if own.is_file():
-        refuse_pointers([own])
+        refuse_hostile(own)
         return own
     sources = [directory / name for name in _SOURCES if (directory / name).is_file()]
     if not sources:

@@ -5,16 +5,15 @@ The types of gguf_blocks.py are read as integers; the others are floats.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from common.checkpoint.gguf.folder import LINK, WEIGHTS
+from common.checkpoint.gguf.folder import LINK, WEIGHTS, read_places
 from gpuworker.checkpoints.gguf_blocks import TYPES
 from gpuworker.checkpoints.quantised import Found, Packed, QuantisedLinear
 from gpuworker.checkpoints.stored_tensors import StoredTensor, StoredTensors
@@ -30,16 +29,16 @@ def is_gguf(directory: Path) -> bool:
 
 def find(directory: Path) -> tuple[StoredTensors, Found]:
     """Return the tensors of the file as they are stored, and how to read those that are not plain floats in order."""
-    index: dict[str, list[Any]] = json.loads((directory / WEIGHTS).read_text())
     path = (directory / LINK).resolve()
     stored, found = {}, Found()
-    for name, (kind, shape, offset, nbytes, heads, above) in index.items():
-        if kind in TYPES:
-            rows = (*shape[:-1], nbytes * shape[-1] // math.prod(shape))
-            stored[name] = StoredTensor(path, offset, rows, torch.uint8)
-            found.weights[name] = partial(_integers, stored[name], name, kind, heads)
+    for name, plain in read_places(directory).items():
+        place, heads, above = plain.stored, plain.heads, plain.above
+        if place.type in TYPES:
+            rows = (*place.shape[:-1], place.nbytes * place.shape[-1] // math.prod(place.shape))
+            stored[name] = StoredTensor(path, place.offset, rows, torch.uint8)
+            found.weights[name] = partial(_integers, stored[name], name, place.type, heads)
         else:
-            stored[name] = StoredTensor(path, offset, tuple(shape), _FLOATS[kind])
+            stored[name] = StoredTensor(path, place.offset, place.shape, _FLOATS[place.type])
             if heads or above:
                 found.weights[name] = partial(ChangedFloats, stored[name], heads, above)
     return StoredTensors(directory, stored), found

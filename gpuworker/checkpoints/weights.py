@@ -6,7 +6,6 @@ integers.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from common.checkpoint.files import read_object
 from common.checkpoint.wrappers import WRAPPERS, language_model, language_tensor
 from gpuworker.checkpoints import awq as quantised_awq
 from gpuworker.checkpoints import compressed_tensors as quantised_compressed
@@ -121,5 +121,4 @@ def _with_outputs_first(found: dict[str, StoredTensor], config: Mapping[str, Any
 
 
 def _json(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
+    return read_object(path) if path.is_file() else {}

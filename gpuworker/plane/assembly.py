@@ -156,11 +156,14 @@ def allocated_cache(geometry: KvGeometry, memory: BytePlan, device: torch.device
 
 def _tokenizer_json(directory: Path) -> Path:
     """Return the tokenizer of constraints; without one, requests with a constraint are refused."""
+    own = directory / "tokenizer.json"
     try:
-        return tokenizer_json(directory) or directory / "tokenizer.json"
+        return tokenizer_json(directory) or own
     except InvalidConfig as error:
+        if own.is_file():
+            raise
         _log.warning("no constraints can be followed: %s", error)
-        return directory / "tokenizer.json"
+        return own
 
 
 def _facts(settings: GpuWorkerSettings, model: TransformersModel | LlamaModel, eos: tuple[int, ...]) -> Facts:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from common.checkpoint.files import read_config, weight_problems
 from common.checkpoint.gguf.memory import weight_memory
 from common.checkpoint.hub import checkpoint_directory
+from common.checkpoint.tokenizer_checks import read_tokens
 from common.checkpoint.tokenizer_file import tokenizer_json
 from common.errors import FieldViolation, InvalidConfig
 from gpuworker.config import GpuWorkerSettings
@@ -96,12 +96,6 @@ def why_not_same(ours: Mapping[int, str], theirs: Mapping[int, str]) -> str | No
 def tokens_of(path: Path) -> dict[int, str]:
     """Return the tokens of a tokenizer.json by id. Raises InvalidConfig for one that is broken."""
     try:
-        found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        vocabulary = found["model"]["vocab"]
-        if isinstance(vocabulary, list):  # of Unigram, with scores
-            tokens = {place: str(entry[0]) for place, entry in enumerate(vocabulary)}
-        else:
-            tokens = {int(number): token for token, number in vocabulary.items()}
-        return tokens | {int(each["id"]): each["content"] for each in found.get("added_tokens") or ()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise InvalidConfig(FieldViolation(FLAG, f"{path} is no tokenizer.json: {error!r}")) from error
+        return {number: text for text, number in read_tokens(path)}
+    except InvalidConfig as error:
+        raise InvalidConfig(*of_draft(error)) from error

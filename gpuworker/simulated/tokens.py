@@ -9,12 +9,13 @@ one differ, and so does a token of another sequence.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from common.checkpoint.files import read_object
+from common.checkpoint.tokenizer_checks import refuse_hostile
 from gpuworker.core.splitmix64 import GOLDEN, splitmix64
 
 # With the mark that byte-level BPE or Unigram has for a space.
@@ -55,7 +56,9 @@ class SimulatedTokens:
 def readable_ids(directory: Path, vocab_size: int, eos: Sequence[int]) -> list[int]:
     """Return at most 1021 ids of a checkpoint's plain tokens; without a tokenizer.json all but `eos` count as plain."""
     path = directory / "tokenizer.json"
-    tokenizer: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if path.is_file():
+        refuse_hostile(path)
+    tokenizer = read_object(path) if path.is_file() else {}
     vocabulary = tokenizer.get("model", {}).get("vocab")
     unwanted = {*eos, *(each["id"] for each in tokenizer.get("added_tokens", ()))}
     if isinstance(vocabulary, dict):

@@ -13,7 +13,7 @@ from typing import Any
 from common.checkpoint.completed import completed, text_part
 from common.checkpoint.context import CONTEXT_KEYS, context_of
 from common.checkpoint.ends import named_ends
-from common.checkpoint.files import read_object
+from common.checkpoint.files import read_config, read_generation, read_object
 from common.checkpoint.fingerprint import tokenizer_fingerprint
 from common.errors import FieldViolation, InvalidConfig
 
@@ -58,8 +58,8 @@ def read_checkpoint(directory: Path, tokenizer: Path | None = None) -> Checkpoin
     if not path.is_file():
         what = f"no config.json in {directory}; expected the folder of a checkpoint in Hugging Face format"
         raise InvalidConfig(FieldViolation("--model", what))
-    config = completed(read_json(path))
-    generation = read_json(directory / "generation_config.json")
+    config = completed(read_config(directory))
+    generation = read_generation(directory)
     ends = named_ends(directory, tokenizer)
     return Checkpoint(
         directory=directory,

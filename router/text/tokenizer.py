@@ -27,6 +27,9 @@ from router.text.detokenizer import Detokenizer, bytes_of_tokens, detokenizers
 _SHORT_CHARACTERS: Final = 512
 # Decoding takes 0.1 microseconds a token where tokens spell bytes, 10 with any other decoder.
 _FEW_TOKENS: Final = 1024
+_MOST_CHARACTERS: Final = 300  # of an error of the library
+_PANIC: Final = "PanicException"  # in a module that cannot be imported
+_PROBE: Final = "Tokens of a text: 1,234 words, caf\u00e9 \u2581 \u4f60\u597d \U0001f600\n\t  the end."
 ResultT = TypeVar("ResultT")
 
 
@@ -56,11 +59,17 @@ class Tokenizer:
         path = tokenizer_json(directory)
         if path is None:
             return None
-        # Broad, as the library raises bare Exception for a file that it cannot parse, and nothing narrower.
+        # Broad, as the library raises bare Exception for a file that it cannot parse, and what is no Exception where
+        # its code panics.
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
-        except Exception as error:  # noqa: BLE001
-            raise InvalidConfig(FieldViolation("--model", f"{path} cannot be read: {error}")) from None
+            made = cls(tokenizers.Tokenizer.from_file(str(path)))
+            made.decode(made._encode(_PROBE, True))
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+                raise
+            why = " ".join(str(error).split())[:_MOST_CHARACTERS]
+            raise InvalidConfig(FieldViolation("--model", f"{path} cannot be read: {why}")) from None
+        return made
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text; a long one is encoded in the encoder thread."""

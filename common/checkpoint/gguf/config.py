@@ -12,8 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from common.checkpoint.bounded_json import shown
 from common.checkpoint.encoders import encoder_reason
 from common.checkpoint.gguf.header import Header, Tensor
+from common.checkpoint.sizes import config_problems
 
 # Those that the native path runs, and all.
 NATIVE: Final = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -58,12 +60,14 @@ _IN_GEMMA: Final = _IN_LAYER | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_LAYER_NAME: Final = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)\.(?P<kind>weight|bias)")
+_LAYER_NAME: Final = re.compile(r"blk\.(?P<layer>[0-9]{1,6})\.(?P<part>\w+)\.(?P<kind>weight|bias)")
 _UNUSED: Final = re.compile(r"blk\.\d+\.attn_rot_embd|rope_freqs\.weight")
 # Weights in these types are floats; the others are quantised, and computed with in bfloat16 unless an option says more.
 _FLOATS: Final = {"F32": "float32", "F16": "float32", "BF16": "bfloat16"}
 # The bands of Llama 3's rope scaling, the same in all its versions, and the context that its first one was trained on.
 _LOW, _HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
+_MOST: Final = {"block_count": 4096, "context_length": 2**31 - 1}
+_MOST_OF_OTHERS: Final = 1 << 24
 _CLOSE: Final = 1e-3
 # What files of gemma3 leave out, or left out at first: every sixth layer sees all positions, and has a rope of its own.
 _PERIOD, _THETA, _NEAR_THETA = 6, 1e6, 1e4
@@ -103,10 +107,12 @@ class _Facts:
     def number(self, key: str, default: int | None = None) -> int:
         """Return a whole number that is the same for all layers."""
         found = self.get(key, default)
-        if isinstance(found, list) and len(set(found)) == 1:
+        if isinstance(found, list) and found and all(each == found[0] for each in found):
             found = found[0]
-        if not isinstance(found, int) or found < 1:
-            what = f"{self.family}.{key} is {'missing' if found is None else repr(found)}; expected one number"
+        if type(found) is int and found > (most := _MOST.get(key, _MOST_OF_OTHERS)):
+            raise self.header.refuse(f"{self.family}.{key} is {found}; expected at most {most}")
+        if type(found) is not int or found < 1:
+            what = f"{self.family}.{key} is {'missing' if found is None else shown(found)}; expected one number"
             raise self.header.refuse(f"{what} for all layers")
         return found
 
@@ -121,7 +127,7 @@ def configuration(header: Header) -> dict[str, Any]:
     heads = facts.number("attention.head_count")
     hidden = facts.number("embedding_length")
     head_dim = facts.number("attention.key_length", facts.get("rope.dimension_count") or hidden // heads)
-    return {
+    config = {
         "architectures": [FAMILIES[facts.family]],
         "hidden_size": hidden,
         "intermediate_size": facts.number("feed_forward_length"),
@@ -139,6 +145,9 @@ def configuration(header: Header) -> dict[str, Any]:
         "eos_token_id": header.metadata.get("tokenizer.ggml.eos_token_id"),
         **(_gemma3(facts, heads, head_dim) if facts.family == "gemma3" else _llama(facts, head_dim)),
     }
+    if problems := config_problems(config):
+        raise header.refuse("; ".join(problems))
+    return config
 
 
 def _llama(facts: _Facts, head_dim: int) -> dict[str, Any]:
@@ -190,6 +199,7 @@ def plain_tensors(header: Header) -> Iterator[PlainTensor]:
     turned = facts.family == "llama"
     heads = facts.number("attention.head_count")
     of_part = {"attn_q": heads, "attn_k": facts.number("attention.head_count_kv", heads)}
+    _check_layers(facts)
     is_gemma = facts.family == "gemma3"
     in_layer = _IN_GEMMA if is_gemma else _IN_LAYER
     for name, stored in header.tensors.items():
@@ -204,6 +214,15 @@ def plain_tensors(header: Header) -> Iterator[PlainTensor]:
             raise header.refuse(
                 f"tensor {name} is not of a plain {facts.family} model, so it cannot be served from GGUF"
             )
+
+
+def _check_layers(facts: _Facts) -> None:
+    """Raise InvalidConfig where the file does not have tensors of each layer and of no other."""
+    count = facts.number("block_count")
+    stored = {int(found["layer"]) for name in facts.header.tensors if (found := _LAYER_NAME.fullmatch(name))}
+    if len(stored) != count or max(stored) != count - 1:
+        what = f"{facts.family}.block_count is {count}, and its tensors are of {len(stored)} layers"
+        raise facts.header.refuse(f"{what}; download or convert it again")
 
 
 def _refuse_unknown(facts: _Facts) -> None:

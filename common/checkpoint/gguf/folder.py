@@ -16,14 +16,18 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from common.checkpoint.gguf.config import configuration, plain_tensors
-from common.checkpoint.gguf.header import Header, Tensor, read_header
+from common.checkpoint.bounded_json import shown
+from common.checkpoint.files import read_object
+from common.checkpoint.gguf.config import PlainTensor, configuration, plain_tensors
+from common.checkpoint.gguf.header import TYPES, Header, Tensor, read_header, refused
 from common.checkpoint.gguf.tokenizer import chat_template, generation_config, tokenizer_files
 
 WEIGHTS: Final = "gguf_tensors.json"
 LINK: Final = "model.gguf"
 # Part of a folder's name: raised when a file would give another folder than before.
 _FORMAT: Final = 2
+_ENTRY: Final = 6  # values of a tensor in the index
+_MOST_CHARACTERS: Final = 200  # of an error of Python
 
 
 def gguf_folder(file: Path) -> Path:
@@ -36,6 +40,37 @@ def gguf_folder(file: Path) -> Path:
         return _in(_cache(), whole, name)
     except OSError:  # the cache cannot be written
         return _in(_temporary(), whole, name)
+
+
+def read_places(directory: Path) -> dict[str, PlainTensor]:
+    """Return the tensors that the index of such a folder names. Raises InvalidConfig for an index that is broken.
+
+    A folder with an index may come from anywhere: nothing in it is taken as written by this module.
+    """
+    path, file = directory / WEIGHTS, (directory / LINK).resolve()
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise refused(path, f"the GGUF file {file} cannot be read: {error.strerror}") from None
+    found = {}
+    for name, entry in read_object(path).items():
+        if not _is_place(entry, size):
+            raise refused(path, f"tensor {shown(name)} is not in {file} as the index says; name the GGUF file instead")
+        kind, shape, offset, nbytes, heads, above = entry
+        found[name] = PlainTensor(name, Tensor(kind, tuple(shape), offset, nbytes), heads, above)
+    return found
+
+
+def _is_place(entry: Any, size: int) -> bool:
+    """Return whether an entry of the index is what `_files` writes, within a file of this size."""
+    if not isinstance(entry, list) or len(entry) != _ENTRY:
+        return False
+    kind, shape, *numbers = entry
+    if not isinstance(shape, list) or not all(type(each) is int and each >= 0 for each in (*shape, *numbers)):
+        return False
+    form = next((each for each in TYPES.values() if each.name == kind), None)
+    offset, nbytes, *_ = numbers
+    return form is not None and form.bytes_of(shape) == nbytes and offset + nbytes <= size
 
 
 def _in(base: Path, file: Path, name: str) -> Path:
@@ -63,7 +98,8 @@ def _make(header: Header, base: Path, name: str) -> None:
     try:
         files = _files(header)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise header.refuse(f"its metadata do not make a model ({error}); download or convert it again") from None
+        why = str(error)[:_MOST_CHARACTERS]
+        raise header.refuse(f"its metadata do not make a model ({why}); download or convert it again") from None
     made = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=base))
     try:
         for file, content in files.items():

@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from common.checkpoint.bounded_json import shown
 from common.errors import FieldViolation, InvalidConfig
 
 MAGIC: Final = b"GGUF"
@@ -25,6 +27,12 @@ _SCALARS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS: Final = 4
 _ALIGNMENT: Final = 32
+# A header is read into memory as a whole: several times as much as vocabularies of a million tokens take.
+_MOST_BYTES: Final = 128 << 20
+_MOST_VALUES: Final = 8 << 20
+_MOST_TENSORS: Final = 1 << 20
+_MOST_LEVELS: Final = 4
+_LARGEST_TABLE: Final = 1 << 20  # bytes of a tensor whose numbers are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,12 @@ class TensorType:
     name: str
     numbers: int
     nbytes: int
+
+    def bytes_of(self, shape: Sequence[int]) -> int | None:
+        """Return the bytes of a tensor; None for a shape that cannot be stored so, or that has no numbers."""
+        if not shape or min(shape) < 1 or shape[-1] % self.numbers or (len(shape) == 1 and self.numbers > 1):
+            return None
+        return math.prod(shape) // self.numbers * self.nbytes
 
 
 # The types that can be loaded, by their number in a file.
@@ -98,6 +112,8 @@ class Header:
         tensor = self.tensors[name]
         if tensor.type != "F32":
             raise self.refuse(f"{name} is stored as {tensor.type}; expected F32")
+        if tensor.nbytes > _LARGEST_TABLE:
+            raise self.refuse(f"{name} has {tensor.nbytes // 4} numbers; expected at most {_LARGEST_TABLE // 4}")
         with self.path.open("rb") as file:
             file.seek(tensor.offset)
             return struct.unpack(f"<{tensor.nbytes // 4}f", file.read(tensor.nbytes))
@@ -124,12 +140,14 @@ class _Cursor:
     """Reads values from the start of a file to the end of its header."""
 
     def __init__(self, pages: mmap.mmap) -> None:
-        self.pages, self.at, self.size = pages, 0, len(pages)
+        self.pages, self.at, self.size, self.values = pages, 0, len(pages), 0
 
     def take(self, nbytes: int) -> int:
         """Return the offset of the next bytes, and move behind them."""
         if nbytes > self.size - self.at:
             raise EOFError(f"{nbytes} bytes are expected at {self.at}, and the file has {self.size}")
+        if self.at + nbytes > _MOST_BYTES:
+            raise ValueError(f"its header has more than {_MOST_BYTES} bytes")
         self.at += nbytes
         return self.at - nbytes
 
@@ -146,12 +164,17 @@ class _Cursor:
             return self.text()
         return self._array() if kind == _ARRAY else self.scalar(_form(kind))
 
-    def _array(self) -> list[Any]:
+    def _array(self, level: int = 1) -> list[Any]:
         kind, length = self.scalar("I"), self.scalar("Q")
+        self.values += length
+        if self.values > _MOST_VALUES:
+            raise ValueError(f"its arrays have {self.values} values; expected at most {_MOST_VALUES}")
         if kind == _STRING:
             return [self.text() for _ in range(length)]
         if kind == _ARRAY:
-            return [self._array() for _ in range(length)]
+            if level == _MOST_LEVELS:
+                raise ValueError(f"arrays are nested in each other; expected at most {_MOST_LEVELS} levels")
+            return [self._array(level + 1) for _ in range(length)]
         form = _form(kind)
         begin = self.take(length * struct.calcsize(f"<{form}"))
         return list(struct.unpack_from(f"<{length}{form}", self.pages, begin))
@@ -176,23 +199,46 @@ def _read(path: Path, pages: mmap.mmap) -> Header:
             path, f"GGUF of version {version}; only versions {known}, little-endian, are read: convert it again"
         )
     count, entries = cursor.scalar("Q"), cursor.scalar("Q")
-    metadata = {}
+    for what, number in (("tensors", count), ("entries of metadata", entries)):
+        if number > _MOST_TENSORS:
+            raise ValueError(f"it has {number} {what}; expected at most {_MOST_TENSORS}")
+    metadata: dict[str, Any] = {}
     for _ in range(entries):
         key = cursor.text()
+        if key in metadata:
+            raise ValueError(f"it has the entry {shown(key)} twice")
         metadata[key] = cursor.value(cursor.scalar("I"))
     found = [_entry(cursor) for _ in range(count)]
-    alignment = metadata.get("general.alignment", _ALIGNMENT)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"general.alignment is {alignment!r}")
-    begin = -(-cursor.at // alignment) * alignment
-    return Header(path, metadata, {each[0]: _tensor(path, each, begin, len(pages)) for each in found})
+    begin = -(-cursor.at // _alignment(metadata)) * _alignment(metadata)
+    tensors: dict[str, Tensor] = {}
+    for each in found:
+        if each[0] in tensors:
+            raise ValueError(f"it has the tensor {shown(each[0])} twice")
+        tensors[each[0]] = _tensor(path, each, begin, len(pages))
+    _refuse_shared_bytes(tensors)
+    return Header(path, metadata, tensors)
+
+
+def _alignment(metadata: Mapping[str, Any]) -> int:
+    found = metadata.get("general.alignment", _ALIGNMENT)
+    if type(found) is not int or found < 1 or found & (found - 1):
+        raise ValueError(f"general.alignment is {shown(found)}; expected a power of two")
+    return found
+
+
+def _refuse_shared_bytes(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError where tensors overlap: a small file would become a model of any size."""
+    placed = sorted((each.offset, each.offset + each.nbytes, name) for name, each in tensors.items())
+    for (_, end, name), (begin, _, other) in pairwise(placed):
+        if begin < end:
+            raise ValueError(f"tensors {shown(name)} and {shown(other)} share bytes of the file")
 
 
 def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     """Return name, shape, type and offset of the next tensor."""
     name, dimensions = cursor.text(), cursor.scalar("I")
     if dimensions > _MOST_DIMENSIONS:
-        raise ValueError(f"{name} has {dimensions} dimensions")
+        raise ValueError(f"{shown(name)} has {dimensions} dimensions; expected at most {_MOST_DIMENSIONS}")
     shape = tuple([cursor.scalar("Q") for _ in range(dimensions)])[::-1]
     return name, shape, cursor.scalar("I"), cursor.scalar("Q")
 
@@ -202,11 +248,10 @@ def _tensor(path: Path, entry: tuple[str, tuple[int, ...], int, int], begin: int
     if kind not in TYPES:
         known = ", ".join(each.name for each in TYPES.values())
         stored = _OTHER_TYPES.get(kind, f"type {kind}")
-        raise refused(path, f"tensor {name} is stored as {stored}, which is not read; take a file of {known}")
+        raise refused(path, f"tensor {shown(name)} is stored as {stored}, which is not read; take a file of {known}")
     form = TYPES[kind]
-    if not shape or shape[-1] % form.numbers:
-        raise ValueError(f"{name} of shape {shape} cannot be stored as {form.name}")
-    nbytes = math.prod(shape) // form.numbers * form.nbytes
+    if (nbytes := form.bytes_of(shape)) is None:
+        raise ValueError(f"{shown(name)} of shape {shape} cannot be stored as {form.name}")
     if begin + offset + nbytes > size:
-        raise EOFError(f"{name} ends at {begin + offset + nbytes}, and the file at {size}")
+        raise EOFError(f"{shown(name)} ends at {begin + offset + nbytes}, and the file at {size}")
     return Tensor(form.name, shape, begin + offset, nbytes)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from common.checkpoint.files import weight_bytes
+from common.checkpoint.files import read_config, weight_bytes
 from common.checkpoint.gguf.config import NATIVE
-from common.checkpoint.gguf.folder import WEIGHTS
+from common.checkpoint.gguf.folder import WEIGHTS, read_places
 
 # Bits of a weight as the native CPU path keeps it: of its value, and of the scale and the shift of its group.
 KEPT_BITS: Final[Mapping[str, int]] = {
@@ -36,8 +35,6 @@ def weight_memory(directory: Path) -> int:
     path = directory / WEIGHTS
     if not path.is_file():
         return weight_bytes(directory)
-    index: Mapping[str, list[Any]] = json.loads(path.read_text())
-    config: Mapping[str, Any] = json.loads((directory / "config.json").read_text())
-    wide = None if config["model_type"] in NATIVE else _WIDE_BITS[config["dtype"]]
-    bits: int = sum(math.prod(shape) * (wide or KEPT_BITS[kind]) for kind, shape, *_ in index.values())
-    return bits // 8
+    config, stored = read_config(directory), [each.stored for each in read_places(directory).values()]
+    wide = None if config.get("model_type") in NATIVE else _WIDE_BITS.get(str(config.get("dtype")), 32)
+    return sum(math.prod(each.shape) * (wide or KEPT_BITS[each.type]) for each in stored) // 8

@@ -13,6 +13,7 @@ from typing import Any, Final
 from common.checkpoint.gguf.header import Header
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # types of tokens
+_LONGEST: Final = 1024  # characters: the ways to make a token of two are tried at each of them
 _SPACE: Final = "▁"  # stands for a space in sentencepiece
 # Tokens that end an answer in one format of chats or another, besides those that a file names. Files made in haste
 # give them any type.
@@ -114,6 +115,8 @@ class _Vocabulary:
         self.types: Sequence[int] = header.metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(self.tokens)
         if len(self.types) != len(self.tokens):
             raise header.refuse(f"it has {len(self.tokens)} tokens and {len(self.types)} types of tokens")
+        if (longest := max(map(len, self.tokens))) > _LONGEST:
+            raise header.refuse(f"a token has {longest} characters; expected at most {_LONGEST}")
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.header.metadata.get(f"tokenizer.ggml.{key}", default)

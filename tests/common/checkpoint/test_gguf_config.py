@@ -16,8 +16,10 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.checkpoint.gguf.config import configuration, plain_tensors
+from common.checkpoint.gguf.folder import WEIGHTS, gguf_folder, read_places
 from common.checkpoint.gguf.header import read_header
 from common.errors import InvalidConfig
+from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.gguf_files import FAMILIES, finish, model_of, write_model
 
 _SAME = (
@@ -203,6 +205,74 @@ def test_a_missing_number_and_a_missing_embedding_are_named(tmp_path: Path) -> N
     writer = GGUFWriter(tmp_path / "n.gguf", "qwen3")
     writer.add_tensor("token_embd.weight", np.ones((2, 2), np.float32))
     assert "qwen3.attention.head_count is missing" in refusal(finish(writer, tmp_path / "n.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        (lambda w: w.add_block_count(2**32 - 1), "llama.block_count is 4294967295; expected at most 4096"),
+        (
+            lambda w: w.add_block_count(3),
+            "llama.block_count is 3, and its tensors are of 2 layers; download or convert",
+        ),
+        (lambda w: w.add_embedding_length(2**30), "llama.embedding_length is 1073741824; expected at most 16777216"),
+        (lambda w: w.add_head_count(0), "llama.attention.head_count is 0; expected one number for all layers"),
+        (
+            lambda w: w.add_bool("llama.attention.head_count_kv", True),
+            "llama.attention.head_count_kv is True; expected",
+        ),
+        (lambda w: w.add_int32("llama.attention.key_length", -64), "llama.attention.key_length is -64; expected one"),
+        (lambda w: w.add_head_count_kv(3), "num_key_value_heads is 3, which does not divide the 4 of"),
+        (
+            lambda w: w.add_rope_freq_base(float("nan")),
+            "rope_parameters.rope_theta is nan; expected a number above 0 and at most 1e+15",
+        ),
+        (lambda w: w.add_string("llama.rope.freq_base", "hot"), "its metadata do not make a model"),
+        (lambda w: w.add_token_list(["x" * 1025] * VOCAB_SIZE), "a token has 1025 characters; expected at most 1024"),
+        (lambda w: w.add_array("tokenizer.ggml.tokens", [1] * VOCAB_SIZE), "its metadata do not make a model"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(
+    facts: Facts, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def replaced(writer: GGUFWriter) -> None:
+        given = {**writer.kv_data[0]}
+        writer.kv_data[0].clear()
+        facts(writer)
+        writer.kv_data[0] = given | writer.kv_data[0]
+
+    path = write_model(tmp_path / "m.gguf", facts=replaced)
+    with pytest.raises(InvalidConfig) as caught:
+        gguf_folder(path)
+    assert f"{path}: {words}" in caught.value.violations[0].description
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entry: 5,
+        lambda entry: entry[:-1],
+        lambda entry: ["F99", *entry[1:]],
+        lambda entry: [entry[0], [-1], *entry[2:]],
+        lambda entry: [*entry[:2], 10**12, *entry[3:]],
+        lambda entry: [*entry[:2], -8, *entry[3:]],
+        lambda entry: [*entry[:3], entry[3] + 1, *entry[4:]],
+        lambda entry: [*entry[:4], "4", entry[5]],
+    ],
+)
+def test_an_index_that_others_wrote_is_checked(
+    change: Callable[[list[Any]], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = gguf_folder(write_model(tmp_path / "m.gguf"))
+    assert read_places(folder)["model.norm.weight"].stored.shape == (256,)
+    index = json.loads((folder / WEIGHTS).read_text())
+    index["model.norm.weight"] = change(index["model.norm.weight"])
+    (folder / WEIGHTS).write_text(json.dumps(index))
+    with pytest.raises(InvalidConfig, match=r"tensor 'model.norm.weight' is not in .*m.gguf as the index says"):
+        read_places(folder)
 
 
 def test_numbers_of_float32_are_the_decimals_that_they_stand_for(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -119,7 +121,72 @@ def test_a_type_that_is_not_read_is_named_with_those_that_are(tmp_path: Path) ->
     writer = GGUFWriter(path, "llama")
     writer.add_tensor("blk.0.attn_q.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.IQ4_NL)
     said = reason(finish(writer, path))
-    assert "tensor blk.0.attn_q.weight is stored as IQ4_NL, which is not read; take a file of F32, F16, Q4_0" in said
+    assert "tensor 'blk.0.attn_q.weight' is stored as IQ4_NL, which is not read; take a file of F32, F16, Q4_0" in said
+
+
+def text(content: str) -> bytes:
+    return struct.pack("<Q", len(content)) + content.encode()
+
+
+def made(*entries: bytes, tensors: bytes = b"", count: int = 0, number: int | None = None) -> bytes:
+    """Return a file of entries of metadata and of tensors; `count` and `number` are what it says it has of them."""
+    head = struct.pack("<IQQ", 3, count, len(entries) if number is None else number)
+    return b"".join((b"GGUF", head, *entries, tensors, bytes(64)))
+
+
+def array(kind: int, length: int, content: bytes = b"") -> bytes:
+    return text("a") + struct.pack("<IIQ", 9, kind, length) + content
+
+
+def tensor(name: str, shape: Sequence[int], offset: int = 0, kind: int = 0) -> bytes:
+    sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+    return text(name) + sizes + struct.pack("<IQ", kind, offset)
+
+
+TWICE = text("a") + struct.pack("<II", 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (
+            made(array(9, 1, struct.pack("<IQ", 9, 1) * 100_000)),
+            "arrays are nested in each other; expected at most 4 levels",
+        ),
+        (made(array(0, 2**60)), "its arrays have 1152921504606846976 values; expected at most 8388608"),
+        (made(array(8, 2**60)), "its arrays have 1152921504606846976 values; expected at most 8388608"),
+        (made(array(8, 10**6)), "8 bytes are expected at"),
+        (made(struct.pack("<Q", 2**60)), "1152921504606846976 bytes are expected at 32"),
+        (made(count=2**32), "it has 4294967296 tensors; expected at most 1048576"),
+        (made(number=2**40), "it has 1099511627776 entries of metadata; expected at most 1048576"),
+        (made(TWICE, TWICE), "it has the entry 'a' twice"),
+        (made(text("general.alignment") + struct.pack("<II", 4, 0)), "general.alignment is 0; expected a power of two"),
+        (made(text("general.alignment") + struct.pack("<II", 4, 48)), "general.alignment is 48; expected a power of"),
+        (made(text("general.alignment") + struct.pack("<IB", 7, 1)), "general.alignment is True; expected a power of"),
+        (made(tensors=tensor("t", (0, 4)), count=1), "'t' of shape (0, 4) cannot be stored as F32"),
+        (made(tensors=tensor("t", (4, 0)), count=1), "'t' of shape (4, 0) cannot be stored as F32"),
+        (made(tensors=tensor("t", ()), count=1), "'t' of shape () cannot be stored as F32"),
+        (made(tensors=tensor("t", (32,), kind=8), count=1), "'t' of shape (32,) cannot be stored as Q8_0"),
+        (made(tensors=tensor("t", (2**60, 1)), count=1), "'t' ends at 4611686018427388000"),
+        (made(tensors=tensor("t", (1,), offset=2**62), count=1), "'t' ends at 4611686018427387972"),
+        (made(tensors=text("t") + struct.pack("<I", 2**32 - 1), count=1), "'t' has 4294967295 dimensions; expected"),
+        (made(tensors=tensor("t", (1,)) * 2, count=2), "it has the tensor 't' twice"),
+        (
+            made(tensors=tensor("t", (4,)) + tensor("u", (4,), 8), count=2),
+            "tensors 't' and 'u' share bytes of the file",
+        ),
+    ],
+)
+def test_a_hostile_header_has_a_reason(content: bytes, why: str, tmp_path: Path) -> None:
+    assert f"the file is broken or was cut short ({why}" in reason(written(tmp_path, content))
+
+
+@pytest.mark.parametrize("content", [made(array(0, 10**9)), made(array(8, 10**9)), made(struct.pack("<Q", 10**9))])
+def test_a_file_of_gigabytes_makes_no_values_of_them(content: bytes, tmp_path: Path) -> None:
+    path = written(tmp_path, content)
+    os.truncate(path, 9 * 10**9)  # takes no room on the disk
+    said = reason(path)
+    assert "expected at most 8388608" in said or "its header has more than 134217728 bytes" in said
 
 
 def test_a_whole_model_is_read(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def reason(path: Path) -> str:
     ("entry", "why"),
     [
         (5, "is 5; expected an object of dtype, shape and data_offsets"),
-        ({**GOOD, "dtype": ["F32"]}, "has dtype a list; expected a name such as BF16"),
+        ({**GOOD, "dtype": ["F32"]}, "has dtype ['F32']; expected a name such as BF16"),
         ({**GOOD, "shape": [-2]}, "has shape [-2]; expected a list of whole numbers, none below 0"),
         ({**GOOD, "shape": [True, 2]}, "has shape [True, 2]; expected a list of whole numbers, none below 0"),
         ({**GOOD, "shape": [2.0]}, "has shape [2.0]; expected a list of whole numbers, none below 0"),
@@ -111,7 +111,7 @@ def test_a_header_that_cannot_be_read_has_words(header: bytes, why: str, tmp_pat
 
 
 def test_a_header_that_is_no_object_has_words(tmp_path: Path) -> None:
-    assert reason(written(tmp_path, b"[1]")) == "its header is a list; expected an object of tensors by name"
+    assert reason(written(tmp_path, b"[1]")) == "its header is [1]; expected an object of tensors by name"
 
 
 def test_tensors_share_no_bytes(tmp_path: Path) -> None:

@@ -93,11 +93,20 @@ def test_vocabularies_of_unigrams_and_added_tokens_are_read(tmp_path: Path) -> N
     assert tokens_of(path) == {0: "<unk>", 1: "a", 2: "<s>"}
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"model": {}}', '{"model": {"vocab": 3}}', '{"model": {"vocab": [[]]}}'])
-def test_a_broken_tokenizer_is_named(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "is not valid JSON: Expecting value: line 1 column 1 (char 0)"),
+        ("[]", "holds a list; expected a JSON object"),
+        ('{"model": {}}', "has no tokens in its tokenizer.json, or the model has none"),
+        ('{"model": {"vocab": 3}}', "model.vocab is 3; expected an object of ids by token"),
+        ('{"model": {"vocab": [[]]}}', "model.vocab[0] is []; expected a pair of text and score"),
+    ],
+)
+def test_a_broken_tokenizer_is_named(text: str, why: str, tmp_path: Path) -> None:
     broken = copied(checkpoint("llama"), tmp_path / "broken")
     (broken / "tokenizer.json").write_text(text)
-    assert "is no tokenizer.json" in found("--draft-model", str(broken))["--draft-model"]
+    assert why in found("--draft-model", str(broken))["--draft-model"]
 
 
 def test_without_tokenizers_the_sizes_of_the_vocabularies_decide(tmp_path: Path) -> None:

@@ -31,7 +31,10 @@ VOCABULARY = {"<pad>": 0, "a": 1, "\u0120b1": 2, "\u00e4": 3, "!": 4, "end": 5, 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    tokenizer = {"model": {"vocab": VOCABULARY}, "added_tokens": [{"id": 0}, {"id": 7}]}
+    tokenizer = {
+        "model": {"vocab": VOCABULARY},
+        "added_tokens": [{"id": 0, "content": "<s>"}, {"id": 7, "content": "</s>"}],
+    }
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     return tmp_path

@@ -169,7 +169,7 @@ async def test_a_tokenizer_that_truncates_and_pads_does_neither_here(tmp_path: P
 
 
 def test_a_broken_tokenizer_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     with pytest.raises(InvalidConfig, match=r"tokenizer\.json cannot be read"):
         Tokenizer.load(tmp_path)
 
