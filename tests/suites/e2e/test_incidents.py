@@ -30,7 +30,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 BLOCKS = 256
 # Sequences that the router sends to the worker at once: twice its `--max-num-seqs`.
 PLACES, QUEUE = 8, 2
-names = (f"incident-{number}" for number in itertools.count())
+names = (f"incident-{number:04}" for number in itertools.count())
 _random = random.Random(17)
 
 
@@ -174,11 +174,10 @@ async def test_incident_the_prefix_is_cached_in_another_cache_domain(suite: Suit
 
 
 async def test_incident_a_prefix_that_was_evicted(suite: Suite) -> None:
-    """The prompt is the oldest in a pool that is nearly full when another one needs room."""
+    """Another prompt needs nearly all of the pool, whatever earlier tests have left there."""
     tokens = prompt(320)
-    for earlier in (tokens, prompt(3400)):
-        await asked(suite, named(earlier))
-    crowd = await asked(suite, named(prompt(1600)))
+    await asked(suite, named(tokens))
+    crowd = await asked(suite, named(prompt(4060)))
     head = await head_of(suite, await asked(suite, named(tokens)))
     assert f"worker-0 had more of it, and evicted that to make room for {crowd}." in head
     assert "quirehitratefell" in head

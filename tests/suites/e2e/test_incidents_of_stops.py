@@ -36,7 +36,7 @@ MOST_S = 8.0
 # Seconds after which a process without work has surely missed a look.
 IDLE_S = 2.0
 Stop = Callable[[Suite, str, float], Awaitable[str]]
-names = (f"stop-{number}" for number in itertools.count())
+names = (f"stop-{number:04}" for number in itertools.count())
 _random = random.Random(29)
 
 

@@ -31,7 +31,7 @@ WORKERS = 2
 PAUSE_MS = 3_600_000
 # The request that came when no worker stood in the index.
 FIRST = "incident-first"
-names = (f"incident-{number}" for number in itertools.count())
+names = (f"incident-{number:04}" for number in itertools.count())
 _random = random.Random(19)
 
 

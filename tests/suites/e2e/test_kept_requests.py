@@ -31,7 +31,7 @@ PLACES, QUEUE = 8, 1
 # No request of these tests is as slow by itself on any machine; a stopped manager makes one.
 SLO_S = 20.0
 OPENMETRICS = {"Accept": "application/openmetrics-text; version=1.0.0"}
-names = (f"kept-{number}" for number in itertools.count())
+names = (f"kept-{number:04}" for number in itertools.count())
 _random = random.Random(23)
 
 
