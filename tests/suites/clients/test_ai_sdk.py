@@ -41,7 +41,7 @@ def test_a_text_is_the_same_whole_and_streamed(served: Served, kind: str) -> Non
     """Demo model: greedy text."""
     whole, pieces, tokens, streamed_tokens = called(served, "text", kind)
     assert whole == "".join(pieces)
-    assert len(pieces) > 1
+    assert pieces, "one at least: a busy server sends several tokens at once"
     assert tokens == streamed_tokens > 0
 
 
