@@ -21,8 +21,10 @@ from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from common.checkpoint.bounded_json import shown
 from common.errors import FieldViolation, InvalidConfig, InvalidRequest
 from router.text.chat_input import ChatInput
 from router.text.checkpoint import read_json
@@ -37,6 +39,13 @@ _THINKING_FLAGS: Final = ("enable_thinking", "thinking")
 _MARK: Final = f"<{secrets.token_hex(16)}> "
 # Made-up roles that are remembered at once.
 _MOST_ROLES: Final = 64
+# A template of these takes 2 s to compile. The longest ones of published models have 30,000 characters.
+_LONGEST_TEMPLATE, _MOST_MARKS = 128 << 10, 4096
+_MOST_FACTOR, _MOST_POWER, _MOST_BITS = 1 << 20, 64, 1 << 14
+_MOST_CHARACTERS: Final = 100  # of an error of Python
+# What compiling a template raises besides: Jinja2 goes down with the levels of a template, and so does Python, which
+# compiles what Jinja2 makes of it, and whose blocks and indentation have a limit.
+_TOO_DEEP: Final = (RecursionError, MemoryError, SyntaxError, ArithmeticError, TypeError, ValueError, LookupError)
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -60,18 +69,28 @@ class ChatTemplate:
         tool_use: ChatTemplate | None = None,
     ) -> None:
         """Compile a template. Raises InvalidConfig, with the option that it came by, when it is not valid Jinja2."""
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
+        del environment.globals["lipsum"]  # makes any number of paragraphs
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
+        whose = "the checkpoint's" if origin == "--model" else "this"
+        marks = source.count("{{") + source.count("{%")
+        for count, most, kind in ((len(source), _LONGEST_TEMPLATE, "characters"), (marks, _MOST_MARKS, "statements")):
+            if count > most:
+                what = f"{whose} chat template has {count} {kind}; expected at most {most}"
+                raise InvalidConfig(FieldViolation(origin, what))
         try:
             self._template = environment.from_string(source)
             self.source, self._names = source, meta.find_undeclared_variables(environment.parse(source))
         except TemplateSyntaxError as error:
-            whose = "the checkpoint's" if origin == "--model" else "this"
             what = f"{whose} chat template is not valid, line {error.lineno}: {error.message}"
+            raise InvalidConfig(FieldViolation(origin, what)) from None
+        except _TOO_DEEP as error:
+            why = f"{type(error).__name__}: {str(error)[:_MOST_CHARACTERS]}"
+            what = f"{whose} chat template cannot be compiled ({why}); expected blocks and expressions of few levels"
             raise InvalidConfig(FieldViolation(origin, what)) from None
         self._special_tokens = special_tokens
         self.tool_use = tool_use
@@ -92,7 +111,7 @@ class ChatTemplate:
         if sources is None:
             return None
         named = {**read_json(directory / "special_tokens_map.json"), **config}
-        special = {key: _content(named[key]) for key in _SPECIAL_TOKENS if named.get(key) is not None}
+        special = {key: _content(directory, key, named[key]) for key in _SPECIAL_TOKENS if named.get(key) is not None}
         origin = "--model" if replaced_by is None else "--chat-template"
         tool_use = None if sources.tool_use is None else cls(sources.tool_use, special, origin=origin)
         return cls(sources.default, special, origin=origin, tool_use=tool_use)
@@ -226,6 +245,23 @@ class ChatTemplate:
         return values
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """The sandbox, where products are bounded: those of constants are computed when a template is compiled."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Return a product or a power. Raises SecurityError for one that may take gigabytes or minutes."""
+        if operator == "**" and (abs(right) > _MOST_POWER or abs(left) > _MOST_FACTOR):
+            raise SecurityError(f"a power of more than {_MOST_FACTOR} ** {_MOST_POWER}")
+        if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > _MOST_BITS:
+            raise SecurityError(f"a number of more than {_MOST_BITS} bits")
+        for one, times in ((left, right), (right, left)):
+            if isinstance(one, str | list | tuple) and len(one) * int(times) > _LONGEST_TEMPLATE:
+                raise SecurityError(f"a text or list of more than {_LONGEST_TEMPLATE} parts")
+        return super().call_binop(context, operator, left, right)
+
+
 class _Generation(Extension):
     """`{% generation %}` marks the assistant's text for training; here its body is plain text."""
 
@@ -257,5 +293,11 @@ def _raise_exception(message: str) -> NoReturn:
     raise Refusal(message)
 
 
-def _content(token: str | dict[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token["content"])
+def _content(directory: Path, key: str, token: Any) -> str:
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        what = (
+            f"{key} of the tokenizer in {directory} is {shown(token)}; expected a text, or an object with its content"
+        )
+        raise InvalidConfig(FieldViolation("--model", what))
+    return text

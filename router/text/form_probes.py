@@ -22,7 +22,15 @@ from router.text.turn_ends import TurnMarks
 # Renders messages as they are, with tools or none, and with the beginning of an answer or without.
 Render: TypeAlias = "Callable[[Sequence[dict[str, Any]], list[Any] | None, bool], str]"
 # Jinja2's errors, and those of Python that expressions of a template raise: an index, a filter, an undefined name.
-TEMPLATE_ERRORS: Final = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
+TEMPLATE_ERRORS: Final = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
 
 # Words of the probes, which templates cannot contain by themselves. A template may trim them.
 ASKED, AGAIN, SAID, BRIEF, BRIEFER, THOUGHT = (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from common.checkpoint.bounded_json import shown
 from common.errors import FieldViolation, InvalidConfig
 from router.text.checkpoint import read_json
 
@@ -25,8 +26,9 @@ class TemplateSources:
 
 def template_sources(directory: Path, tokenizer_config: Mapping[str, Any]) -> TemplateSources | None:
     """Return the templates of files of their own, of the tokenizer, or of the processor's older file."""
-    of_tokenizer = _named(tokenizer_config.get("chat_template"))
-    of_processor = _named(read_json(directory / "chat_template.json").get("chat_template"))
+    of_tokenizer = _named(directory / "tokenizer_config.json", tokenizer_config)
+    older = directory / "chat_template.json"
+    of_processor = _named(older, read_json(older))
     named = _of_files(directory)
     if _DEFAULT not in named:
         named = (of_tokenizer or of_processor) | named
@@ -43,6 +45,8 @@ def read_template(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InvalidConfig(FieldViolation("--chat-template", f"{file} is no text in UTF-8: {error}")) from None
+    except OSError as error:
+        raise InvalidConfig(FieldViolation("--chat-template", f"{file} cannot be read: {error.strerror}")) from None
 
 
 def _of_files(directory: Path) -> dict[str, str]:
@@ -50,10 +54,15 @@ def _of_files(directory: Path) -> dict[str, str]:
     return {name: read_template(file) for name, file in files.items() if file.is_file()}
 
 
-def _named(templates: str | Mapping[str, str] | list[dict[str, str]] | None) -> dict[str, str]:
-    """Return templates by name; checkpoints have one text, or a list of named ones."""
-    if isinstance(templates, list):
-        return {each["name"]: each["template"] for each in templates}
-    if isinstance(templates, Mapping):
-        return dict(templates)
-    return {} if templates is None else {_DEFAULT: templates}
+def _named(file: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the templates of a file by name; checkpoints have one text, or a list of named ones."""
+    given = config.get("chat_template")
+    if given is None:
+        return {}
+    found = {_DEFAULT: given} if isinstance(given, str) else given
+    if isinstance(given, list) and all(isinstance(each, dict) for each in given):
+        found = {each.get("name"): each.get("template") for each in given}
+    if not isinstance(found, dict) or not all(isinstance(each, str) for pair in found.items() for each in pair):
+        what = f"{file}: chat_template is {shown(given)}; expected a text, or a list of objects of name and template"
+        raise InvalidConfig(FieldViolation("--model", what))
+    return found
