@@ -37,6 +37,7 @@ _LISTS_OF_TEXTS: Final = ("architectures", "layer_types")
 _LATENT: Final = "qk_nope_head_dim"  # of latent attention, whose heads have sizes of other names; head_dim may be 0
 _ENDS: Final = "eos_token_id"
 _MOST_IDS: Final = 1024
+_DTYPES: Final = ("dtype", "torch_dtype")  # models of several media may name one for each part
 _FLAGS: Final = ("tie_word_embeddings", "is_encoder_decoder", "is_decoder")
 
 
@@ -85,6 +86,9 @@ _KINDS: Final[Mapping[str, _Kind]] = {
         _Kind(
             lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value), "a list of texts"
         ),
+    ),
+    **dict.fromkeys(
+        _DTYPES, _Kind(lambda value: isinstance(value, str | dict), "the name of a type, such as bfloat16")
     ),
     **dict.fromkeys(_FLAGS, _Kind(lambda value: isinstance(value, bool), "true or false")),
     _ENDS: _Kind(_are_ids, "the id of a token, or a list of ids"),

@@ -98,6 +98,7 @@ WHOLE = "expected a whole number from 1 to"
         ("layer_types", [1], "layer_types is [1]; expected a list of texts"),
         ("eos_token_id", {"a": 1}, "eos_token_id is an object; expected the id of a token, or a list of ids"),
         ("eos_token_id", [[1]], "eos_token_id is a list; expected the id of a token, or a list of ids"),
+        ("dtype", 7, "dtype is 7; expected the name of a type, such as bfloat16"),
         ("tie_word_embeddings", "no", "tie_word_embeddings is 'no'; expected true or false"),
         (
             "num_key_value_heads",
