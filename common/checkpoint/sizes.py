@@ -26,6 +26,14 @@ _SIZES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_key_value_heads"), 1 << 16),
     "head_dim": 1 << 16,
 }
+# Sizes that some models have for each layer.
+_OF_LAYERS: Final = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "moe_intermediate_size",
+)
 # Numbers above 0, and numbers from 0 on.
 _POSITIVE: Final = ("rope_theta", "rope_local_base_freq", "factor", "low_freq_factor", "high_freq_factor")
 _FROM_ZERO: Final = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
@@ -37,7 +45,8 @@ _LISTS_OF_TEXTS: Final = ("architectures", "layer_types")
 _LATENT: Final = "qk_nope_head_dim"  # of latent attention, whose heads have sizes of other names; head_dim may be 0
 _ENDS: Final = "eos_token_id"
 _MOST_IDS: Final = 1024
-_DTYPES: Final = ("dtype", "torch_dtype")  # models of several media may name one for each part
+_DTYPES: Final = ("dtype", "torch_dtype")
+_MOST_LABELS: Final = 1 << 20
 _FLAGS: Final = ("tie_word_embeddings", "is_encoder_decoder", "is_decoder")
 
 
@@ -76,7 +85,8 @@ def _are_ids(value: Any) -> bool:
 
 
 _KINDS: Final[Mapping[str, _Kind]] = {
-    **{name: _each(_whole(most)) for name, most in _SIZES.items()},
+    **{name: _whole(most) for name, most in _SIZES.items()},
+    **{name: _each(_whole(_SIZES[name])) for name in _OF_LAYERS},
     **dict.fromkeys(_POSITIVE, _each(_between(0, _LARGEST, open_low=True))),
     **dict.fromkeys(_FROM_ZERO, _between(0, _LARGEST)),
     **dict.fromkeys(_OBJECTS, _Kind(lambda value: isinstance(value, dict), "an object")),
@@ -87,10 +97,11 @@ _KINDS: Final[Mapping[str, _Kind]] = {
             lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value), "a list of texts"
         ),
     ),
-    **dict.fromkeys(
-        _DTYPES, _Kind(lambda value: isinstance(value, str | dict), "the name of a type, such as bfloat16")
-    ),
+    **dict.fromkeys(_DTYPES, _Kind(lambda value: isinstance(value, str), "the name of a type, such as bfloat16")),
     **dict.fromkeys(_FLAGS, _Kind(lambda value: isinstance(value, bool), "true or false")),
+    "num_labels": _Kind(
+        lambda value: type(value) is int and 0 <= value <= _MOST_LABELS, f"a whole number from 0 to {_MOST_LABELS}"
+    ),
     _ENDS: _Kind(_are_ids, "the id of a token, or a list of ids"),
 }
 # Advice of generation_config.json that requests without a value of their own follow.
@@ -133,5 +144,8 @@ def _contradictions(text: Mapping[str, Any]) -> Iterator[str]:
     heads, shared = text.get("num_attention_heads"), text.get("num_key_value_heads")
     if type(heads) is int and type(shared) is int and heads % shared:
         yield f"num_key_value_heads is {shared}, which does not divide the {heads} of num_attention_heads"
+    hidden, has_own = text.get("hidden_size"), any(name.endswith("head_dim") and text[name] for name in text)
+    if type(hidden) is int and type(heads) is int and hidden < heads and not has_own:
+        yield f"hidden_size is {hidden}, less than the {heads} of num_attention_heads, and head_dim is missing"
     if (context := context_of(text) or 0) > _MOST_POSITIONS:
         yield f"its positions, scaled by rope, end at {shown(context)}; expected at most {_MOST_POSITIONS}"

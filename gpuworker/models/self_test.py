@@ -121,7 +121,7 @@ def self_test(
     """
     try:
         return _run(model, backend, other or model, rough, length)
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise Unsupported(f"{model.config.model_type} fails its self-test: {error!r}") from error
 
 

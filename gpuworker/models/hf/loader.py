@@ -130,11 +130,13 @@ def read_config(directory: Path) -> PretrainedConfig:
         raise InvalidConfig(FieldViolation("--model", what))
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory)
+        if isinstance(config.get_text_config(), dict):
+            raise ValueError(f"it has a text_config, and {config.model_type} is a text model itself")
+        return unwrapped(config, directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         why = " ".join(f"{error}".split())[:_MOST_CHARACTERS]
         what = f"{directory}/config.json is no configuration that transformers reads: {why}; correct it"
         raise InvalidConfig(FieldViolation("--model", what)) from error
-    return unwrapped(config, directory)
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:

@@ -61,6 +61,7 @@ WHOLE = "expected a whole number from 1 to"
         ("head_dim", 0, f"head_dim is 0; {WHOLE} 65536"),
         ("hidden_size", "64", f"hidden_size is '64'; {WHOLE} 4194304"),
         ("num_hidden_layers", True, f"num_hidden_layers is True; {WHOLE} 4096"),
+        ("num_hidden_layers", [3], f"num_hidden_layers is [3]; {WHOLE} 4096"),
         ("num_hidden_layers", 10**9, f"num_hidden_layers is 1000000000; {WHOLE} 4096"),
         ("num_attention_heads", 4.0, f"num_attention_heads is 4.0; {WHOLE} 65536"),
         ("num_attention_heads", [4, "4"], f"num_attention_heads is [4, '4']; {WHOLE} 65536"),
@@ -99,6 +100,7 @@ WHOLE = "expected a whole number from 1 to"
         ("eos_token_id", {"a": 1}, "eos_token_id is an object; expected the id of a token, or a list of ids"),
         ("eos_token_id", [[1]], "eos_token_id is a list; expected the id of a token, or a list of ids"),
         ("dtype", 7, "dtype is 7; expected the name of a type, such as bfloat16"),
+        ("num_labels", 10**18, "num_labels is 1000000000000000000; expected a whole number from 0 to 1048576"),
         ("tie_word_embeddings", "no", "tie_word_embeddings is 'no'; expected true or false"),
         (
             "num_key_value_heads",
@@ -115,6 +117,12 @@ def test_an_entry_that_cannot_be_is_named(entry: str, value: object, problem: st
         with pytest.raises(InvalidConfig) as caught:
             read(tmp_path)
         assert [each.description for each in caught.value.violations] == [f"{path}: {problem}; correct it"]
+
+
+def test_a_head_has_a_size() -> None:
+    assert config_problems(CONFIG | {"hidden_size": 3, "head_dim": None}) == [
+        "hidden_size is 3, less than the 4 of num_attention_heads, and head_dim is missing"
+    ]
 
 
 def test_all_bad_entries_are_named_at_once() -> None:

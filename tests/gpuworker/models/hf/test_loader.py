@@ -63,7 +63,14 @@ def test_auto_says_that_a_transformers_model_stays_as_it_is(caplog: pytest.LogCa
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"hidden_size": "big"}, {"num_attention_heads": 0}, {"rope_parameters": 7}, {"layer_types": 3}],
+    [
+        {"hidden_size": "big"},
+        {"num_attention_heads": 0},
+        {"rope_parameters": 7},
+        {"layer_types": 3},
+        {"text_config": {"a": 1}},
+        {"attention_dropout": None, "model_type": "qwen2_vl"},
+    ],
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_a_configuration_of_wrong_values_is_refused_in_words(wrong: dict[str, Any], tmp_path: Path) -> None:
