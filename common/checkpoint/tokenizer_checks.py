@@ -171,4 +171,6 @@ def _growth_of_template(place: str, step: Mapping[str, Any]) -> float:
         if isinstance(parts, list) and len(parts) > _MOST_PARTS:
             raise ValueError(f"{place}.{name} has {len(parts)} parts; expected at most {_MOST_PARTS}")
     single = step.get(_TEMPLATES[0])
-    return float(max(1, sum("Sequence" in each for each in single if isinstance(each, dict)))) if single else 1.0
+    if not isinstance(single, list):
+        return 1.0  # the library refuses it
+    return float(max(1, sum("Sequence" in each for each in single if isinstance(each, dict))))
