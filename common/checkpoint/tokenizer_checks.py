@@ -7,9 +7,8 @@ text, and several such steps multiply.
 from __future__ import annotations
 
 import functools
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -136,13 +135,35 @@ def _growth(place: str, step: Mapping[str, Any]) -> float:
         if isinstance(steps := step.get(key), list):
             if len(steps) > _MOST_PARTS:
                 raise ValueError(f"{place}.{key} has {len(steps)} steps; expected at most {_MOST_PARTS}")
-            return math.prod(_growth(place, each) for each in steps if isinstance(each, dict))
+            return _growth_of_steps(place, [each for each in steps if isinstance(each, dict)])
     kind = step.get("type")
     if kind == "Replace":
         return _growth_of_replace(place, step)
     if kind == "Prepend":
         return 1.0 + len(str(step.get("prepend")))
     return _growth_of_template(place, step) if kind == "TemplateProcessing" else 1.0
+
+
+def _growth_of_steps(place: str, steps: Sequence[Mapping[str, Any]]) -> float:
+    """Return the most that steps make of a character one after the other.
+
+    What a replacement writes grows further only in a later step that may find it: many of them stand side by side, each
+    for a character of its own.
+    """
+    behind: list[tuple[Mapping[str, Any], float]] = []  # each step with what it and later ones make of a character
+    for step in reversed(steps):
+        further = [grown for later, grown in behind if _finds(later, step)]
+        behind.append((step, _growth(place, step) * max([1.0, *further])))
+    return max([1.0, *(grown for _, grown in behind)])
+
+
+def _finds(later: Mapping[str, Any], earlier: Mapping[str, Any]) -> bool:
+    """Return whether a step may find characters that an earlier one writes."""
+    pattern, content = later.get("pattern"), earlier.get("content")
+    text = pattern.get("String") if isinstance(pattern, dict) and later.get("type") == "Replace" else None
+    if not isinstance(text, str) or not isinstance(content, str) or earlier.get("type") != "Replace":
+        return True
+    return not set(text).isdisjoint(content)
 
 
 def _growth_of_replace(place: str, step: Mapping[str, Any]) -> float:

@@ -132,6 +132,8 @@ def test_a_hostile_tokenizer_is_named(change: Callable[[Json], None], why: str, 
         {"type": "NFC"},
         {"type": "Sequence", "normalizers": [replaced({"Regex": r"\s+"}, " ")] * 50},
         {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replaced({"String": " "}, "▁")]},
+        # Each character has a spelling of its own, and no spelling is spelled again.
+        {"type": "Sequence", "normalizers": [replaced({"String": mark}, "abc") for mark in "½⅓⅔¼¾⅛⅜⅝⅞…℃№™"]},
     ],
 )
 def test_steps_as_models_have_them_are_right(step: Json | None, tmp_path: Path) -> None:
