@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Final, Protocol
+
+from google.protobuf.message import Message
 
 from common.errors import FieldViolation, InvalidRequest, NotFound, PermissionDenied, Unsupported
 from common.limits import MAX_REPLY_BYTES
@@ -29,6 +31,12 @@ from router.serving.embedding import Embedder
 from router.text.tokenizer_files import TokenizerFiles
 
 _NUMBER_BYTES: Final = 4
+# What GetStatus leaves out for callers who are no operators, and where each has a key: of the answer, and of a worker.
+_OF_OPERATORS: Final = ("discovery_problem", "managers"), ("address", "reason")
+_OF_OTHERS: Final = (
+    ("queued_requests", "running_requests"),
+    ("running_sequences", "waiting_sequences", "unheld_blocks", "prefill_tokens_per_second", "decode_step_seconds"),
+)
 
 
 class StatusSource(Protocol):
@@ -143,16 +151,18 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         return model_to_proto(self._status.model())
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        """Return queue and workers; where workers listen, and what is wrong, is for operators and admin tenants."""
-        admin = self._calls.caller(context).tenant.admin
+        """Return queue and workers; where workers listen, and what is wrong, is for operators and admin tenants.
+
+        Where keys tell tenants apart, so is what shows how much the others send.
+        """
+        caller = self._calls.caller(context)
         status = self._status.status()
         await self._routers.add_to(status)
-        if not admin:
-            status.ClearField("discovery_problem")
-            status.ClearField("managers")
+        hidden = () if caller.tenant.admin else (_OF_OPERATORS, _OF_OTHERS) if caller.credential else (_OF_OPERATORS,)
+        for of_answer, of_worker in hidden:
+            _clear(status, of_answer)
             for worker in status.workers:
-                worker.ClearField("address")
-                worker.ClearField("reason")
+                _clear(worker, of_worker)
         return status
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
@@ -191,3 +201,8 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         loads = self._status.loads(request.worker_id)
         await self._routers.add_to(loads)
         return loads
+
+
+def _clear(message: Message, names: Iterable[str]) -> None:
+    for name in names:
+        message.ClearField(name)

@@ -21,6 +21,7 @@ from quire.kserve.v2 import kserve_pb2, kserve_pb2_grpc
 from tests.support.lost_status import refusal_of
 from tests.support.suite import PATIENCE, greedy
 from tests.support.tenants import TenantSuite, random_prompts, tenant_suite, write_tenants
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -221,6 +222,26 @@ async def test_where_workers_listen_is_for_admin_tenants(tenants: TenantSuite) -
     }
     assert addresses["red"] == [""]
     assert addresses["boss"][0].startswith("127.0.0.1:")
+
+
+async def test_how_much_others_send_is_for_admin_tenants(tenants: TenantSuite) -> None:
+    """Start, length and end of a request of one tenant would be seen by another that asks for the status meanwhile."""
+    status = tenants.suite.inference.GetStatus
+    metadata = tenants.metadata("blue")
+    call = tenants.suite.inference.Generate(greedy(PROMPT, 2000), timeout=PATIENCE, metadata=metadata)
+    try:
+        await call.read()
+        of_admin, request = tenants.metadata("boss"), pb.GetStatusRequest()
+        await until(lambda: status(request, metadata=of_admin), lambda found: found.running_requests)
+        seen = await status(request, metadata=tenants.metadata("red"))
+    finally:
+        call.cancel()
+    (worker,) = seen.workers
+    assert (worker.state, worker.num_blocks > 0, worker.max_num_seqs > 0) == ("connected", True, True)
+    assert (seen.queued_requests, seen.running_requests) == (0, 0)
+    assert (worker.running_sequences, worker.waiting_sequences, worker.unheld_blocks) == (0, 0, 0)
+    assert (worker.prefill_tokens_per_second, worker.decode_step_seconds) == (0.0, 0.0)
+    await tenants.suite.until_all_free(1)
 
 
 async def test_a_tenant_of_another_model_is_denied(tenants: TenantSuite) -> None:

@@ -1170,6 +1170,10 @@ Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 
 @_typing.final
 class GetStatusResponse(_message.Message):
+    """A tenant with a key, unless it is an admin, gets 0 where a number shows how much others send: requests, sequences,
+    unheld blocks and rates.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     QUEUED_REQUESTS_FIELD_NUMBER: _builtins.int
