@@ -15,8 +15,8 @@ from router.observe.trace_store import TraceStore
 log = logging.getLogger(__name__)
 
 OTLP: Final = "opentelemetry.proto.collector.trace.v1.TraceService"
-# How a certificate names its holder, the best one first.
-_NAMES: Final = ("x509_subject_alternative_name", "x509_common_name")
+# How a certificate names its holder, the best one first. Of other names a holder may choose as many as it likes.
+_NAMES: Final = ("peer_dns", "x509_common_name")
 
 
 class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):

@@ -54,6 +54,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unreported = 0
         # Of the request that is being received.
         self._head_bytes = self._head_lines = 0
+        self._head_ended = False
         # Why the parser was stopped.
         self._refusal = _NO_HTTP
         # Whether the connection was refused: it is still read, and what comes is dropped.
@@ -113,6 +114,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._head_bytes = self._head_lines = 0
+        self._head_ended = False
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -120,10 +122,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_lines += 1
         if self._head_bytes > limits.MAX_HTTP_HEAD_BYTES or self._head_lines > limits.MAX_HTTP_HEADERS:
             self._stop_parser(_HEAD_TOO_LARGE)
-        super().on_header(name, value)
+        if not self._head_ended:  # a trailer, which a proxy may let pass, is no header
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._unreported = 0
+        self._head_ended = True
         if self._head_bytes + len(self.url) > limits.MAX_HTTP_HEAD_BYTES:
             self._stop_parser(_HEAD_TOO_LARGE)
         if len(self.pipeline) >= limits.MAX_HTTP_PIPELINED:

@@ -296,6 +296,34 @@ async def test_garbage_after_a_request_ends_its_connection_alone(api: Api, caplo
     assert b"200 OK" in await innocent(port_of(api))
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["in one piece", "in two pieces"])
+async def test_a_trailer_is_no_header(api: Api, at_once: bool) -> None:
+    """A proxy that takes headers away, or sets them, may let trailers pass."""
+    api.frontend.script = lambda request: [admitted(request), tokens("a"), finished(1)]
+    body = b'{"prompt": "a"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n"
+    head += b"Transfer-Encoding: chunked\r\nTrailer: X-Request-Id\r\nConnection: close\r\n\r\n"
+    pieces = [head, b"%x\r\n%s\r\n" % (len(body), body), b"0\r\nX-Request-Id: smuggled\r\n\r\n"]
+    async with raw_connection(port_of(api)) as (reader, writer):
+        for piece in [b"".join(pieces)] if at_once else [pieces[0] + pieces[1], pieces[2]]:
+            writer.write(piece)
+            await writer.drain()
+        answer = await whole_answer(reader)
+    assert answer.startswith(b"HTTP/1.1 200 "), answer[:100]
+    assert b"smuggled" not in answer
+
+
+async def test_headers_behind_a_request_with_trailers_are_those_of_the_next_one(api: Api) -> None:
+    first = b"GET /health HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX-Request-Id: smuggled\r\n\r\n"
+    second = b"GET /health HTTP/1.1\r\nHost: a\r\nX-Request-Id: mine\r\nConnection: close\r\n\r\n"
+    async with raw_connection(port_of(api)) as (reader, writer):
+        writer.write(first + second)
+        answer = await whole_answer(reader)
+    assert answer.count(b"HTTP/1.1 200 ") == 2, answer
+    assert b"x-request-id: mine" in answer
+    assert b"smuggled" not in answer
+
+
 @pytest.mark.parametrize("protocol", ["websocket", "h2c"])
 async def test_another_protocol_is_not_spoken(api: Api, caplog: pytest.LogCaptureFixture, protocol: str) -> None:
     async with raw_connection(port_of(api)) as (reader, writer):

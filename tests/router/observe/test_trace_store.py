@@ -7,6 +7,7 @@ import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -29,7 +30,7 @@ from common.types import Decision, DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
 from router.grpc_api.decision_servicer import DecisionServicer
-from router.observe.otlp_receiver import add_otlp_receiver
+from router.observe.otlp_receiver import add_otlp_receiver, sender_of
 from router.observe.siblings import Siblings
 from router.observe.trace_codec import KeptSpan, from_otlp, from_own
 from router.observe.trace_store import TraceStore
@@ -254,6 +255,19 @@ def test_a_trace_that_goes_on_for_ever_forgets_the_senders_of_the_spans_that_lef
 def test_a_ring_needs_room() -> None:
     with pytest.raises(ValueError, match="capacity is 0 and max_bytes is 1; expected 1 or more"):
         TraceStore(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("names", "sender"),
+    [
+        ({"x509_subject_alternative_name": [b"a@b", b"w.quire"], "peer_dns": [b"w.quire"]}, "w.quire"),
+        ({"x509_subject_alternative_name": [b"a@b"], "x509_common_name": [b"worker"]}, "worker"),
+        ({}, "ipv4:10.0.0.7"),
+    ],
+)
+def test_a_sender_is_the_host_in_its_certificate(names: dict[str, list[bytes]], sender: str) -> None:
+    context = Mock(auth_context=lambda: names, peer=lambda: "ipv4:10.0.0.7:4711")
+    assert sender_of(context) == sender
 
 
 @dataclass(frozen=True)
