@@ -83,8 +83,11 @@ MAX_TRACEPARENT_CHARS: Final = 256
 MAX_TRACESTATE_CHARS: Final = 512  # what W3C wants everybody to pass on
 # Characters of a client's text that an error quotes.
 MAX_QUOTED_CHARS: Final = 40
-# Characters that are encoded at once before a long text is known to fit the context; about 0.1 s of one thread.
-ENCODED_AT_ONCE_CHARS: Final = 64 << 10
+# Bytes of a text that shorter ones may wait for; about 0.1 s of one thread. Longer texts have a thread of their own. A
+# text that is likely too long is made tokens in parts of this size, which are counted.
+SHORT_TEXT_BYTES: Final = 64 << 10
+# Bytes that one tenant may have waiting for each of the two threads; about 20 s of one thread.
+MAX_WAITING_TEXT_BYTES_A_TENANT: Final = 16 << 20
 # Breaks of its worker that a request may be suspected of; then it is refused, and not tried at another worker.
 MAX_STRIKES: Final = 2
 

@@ -115,7 +115,7 @@ class Messages:
         self._service.check_model(body.model)
         given = asked(body, request.headers)
         with given.in_its_words(), in_words_of(given.order):
-            ids = await self._service.parts.codec.encode(given.order.prompts[0])
+            ids = await unless_gone(request, self._service.parts.codec.encode(given.order.prompts[0]))
         return {"input_tokens": len(ids)}
 
     async def _turn(self, body: MessagesRequest, given: Asked, call: CallContext) -> _Turn:

@@ -230,7 +230,7 @@ class _Api:
     async def _go_on(self, order: Order, last: LastEvent, call: CallContext, answer: Answer) -> Events:
         resumed = await self._parts.resumer.resumed(last.request(answer.form.sequences), call, again=True)
         last.check(resumed.request.sampling.n)
-        self._add_prompts(order, [resumed.request], answer)
+        await self._add_prompts(order, [resumed.request], answer)
         return await begun([resumed.events(as_read(resumed.request, answer))], answer)
 
     async def _collect(self, order: Order, call: CallContext, answer: Answer, place: AnswerPlace) -> Iterator[bytes]:
@@ -245,7 +245,7 @@ class _Api:
     async def _begin(self, order: Order, call: CallContext, answer: Answer) -> Events:
         """Return the events after the first, which shows that the request is not refused and a status can be sent."""
         validated = await self._service.validated(order, call)
-        self._add_prompts(order, validated, answer)
+        await self._add_prompts(order, validated, answer)
         whole = not answer.form.streamed
         if whole:
             entry = _LEAST_CHAT_ENTRY_BYTES if answer.form.chat else _LEAST_ENTRY_BYTES
@@ -253,19 +253,20 @@ class _Api:
             check_least_size(validated, 0, entry, MAX_ANSWER_BYTES, ranked)
         return await self._service.begun(validated, answer)
 
-    def _add_prompts(self, order: Order, validated: Sequence[ValidatedRequest], answer: Answer) -> None:
+    async def _add_prompts(self, order: Order, validated: Sequence[ValidatedRequest], answer: Answer) -> None:
         """Add to the form what choices show of their prompts."""
         if order.echo:
-            echo, first = map(self._echo, order.requests(), validated), (each.prompt[0] for each in validated)
-            answer.form = replace(answer.form, echo=tuple(echo), first_tokens=tuple(first))
+            echo = [await self._echo(*each) for each in zip(order.requests(), validated, strict=True)]
+            first = tuple([each.prompt[0] for each in validated])
+            answer.form = replace(answer.form, echo=tuple(echo), first_tokens=first)
         if answer.form.return_token_ids:
             ids = tuple([json.dumps(each.prompt, separators=(",", ":")) for each in validated])
             answer.form = replace(answer.form, prompt_token_ids=ids)
 
-    def _echo(self, asked: pb.GenerateRequest, validated: ValidatedRequest) -> str:
+    async def _echo(self, asked: pb.GenerateRequest, validated: ValidatedRequest) -> str:
         """Return the text of a valid prompt, or of what is kept of it."""
         whole = asked.prompt.text and not asked.HasField("truncate_prompt_tokens")
-        return asked.prompt.text if whole else self._parts.codec.decode(validated.prompt)
+        return asked.prompt.text if whole else await self._parts.codec.text_of(validated.prompt)
 
 
 def _of_prompts(body: CompletionRequest | ChatRequest) -> WantedLogprobs:

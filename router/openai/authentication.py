@@ -13,6 +13,7 @@ from common.process.metrics import is_loopback
 from common.untrusted.host_names import is_own_name
 from router.openai import errors
 from router.ports import Authenticator
+from router.text.encoder import works_for
 
 # Paths for probes and scrapers, which carry no key.
 OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version"})
@@ -33,6 +34,7 @@ class Authenticated:
                 await errors.response_to(refused, scope)(scope, receive, send)
                 return
             scope.setdefault("state", {})["caller"] = caller
+            works_for(caller.tenant)
         await self._app(scope, receive, send)
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from common.errors import FieldViolation, InvalidRequest
@@ -15,6 +15,7 @@ from common.limits import MAX_TOKENIZE_CHARS
 from quire.inference.v1 import inference_pb2 as pb
 from router.openai.chat_prompt import chat_prompt
 from router.openai.schema import answers
+from router.openai.service import unless_gone
 from router.openai.tools import asked_tools
 from router.openai.types import ChatFields, Messages, TokenIds
 from router.ports import ModelCard, RequestValidator, TextCodec
@@ -61,20 +62,20 @@ def token_routes(
     """Return the two routes; `check_model` raises for a model that is not served."""
     router = APIRouter(tags=["tokens"])
 
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Return the tokens of a text or a chat."""
         check_model(body.model)
-        ids = await codec.encode(_prompt(body), body.add_special_tokens)
+        ids = await unless_gone(request, codec.encode(_prompt(body), body.add_special_tokens))
         texts = await _listed(ids, lambda each: _text(codec, each)) if body.return_token_strs else "null"
         head = f'"count":{len(ids)},"max_model_len":{card.max_model_len}'
         content = f'{{{head},"tokens":{await _listed(ids, str)},"token_strs":{texts}}}'
         return Response(content, media_type="application/json")
 
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         """Return the text of tokens."""
         check_model(body.model)
         validator.check_token_ids(body.tokens)
-        return {"prompt": codec.decode(body.tokens, skip_special_tokens=False)}
+        return {"prompt": await unless_gone(request, codec.text_of(body.tokens, skip_special_tokens=False))}
 
     post: dict[str, Any] = {"methods": ["POST"]}
     router.add_api_route(

@@ -13,6 +13,7 @@ from common.clock import Clock
 from common.telemetry import traceparent_of
 from router.core.tenancy import Caller
 from router.ports import Authenticator, CallContext
+from router.text.encoder import works_for
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 # Calls without a deadline report a time left of decades.
@@ -27,8 +28,10 @@ class Calls:
     authenticator: Authenticator
 
     def caller(self, context: Context) -> Caller:
-        """Return who calls. Raises Unauthenticated or PermissionDenied."""
-        return self.authenticator.caller(metadata_of(context, "authorization"), host_of(context.peer()))
+        """Return who calls, and for whom texts are read. Raises Unauthenticated or PermissionDenied."""
+        caller = self.authenticator.caller(metadata_of(context, "authorization"), host_of(context.peer()))
+        works_for(caller.tenant)
+        return caller
 
     def context(self, context: Context) -> CallContext:
         """Return the context of a call. Raises as `caller` does."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from common.errors import FieldViolation, InvalidConfig, InvalidRequest, Unsupported
-from common.limits import ENCODED_AT_ONCE_CHARS
+from common.limits import SHORT_TEXT_BYTES
 from common.types import SamplingParams
 from quire.inference.v1 import inference_pb2
 from router.core.context_length import beyond_context
@@ -25,6 +26,8 @@ _FEW_CHARACTERS = 16_000
 # A vocabulary is often rounded up, by less than this.
 _OF_ONE_MODEL = 0.9
 _NAMED = 3
+# Of a character in UTF-8, at most.
+_CHARACTER_BYTES = 4
 # Texts with fewer characters for each token of the context are encoded at once: most of them fit.
 _USUAL_CHARACTERS = 4
 
@@ -178,7 +181,7 @@ class CheckpointText:
         if not text:
             raise InvalidRequest(FieldViolation(field, "is empty; expected at least one character"))
         self._check_characters(len(text), field)
-        if len(text) > max(ENCODED_AT_ONCE_CHARS, _USUAL_CHARACTERS * self._max_model_len):
+        if len(text) > max(SHORT_TEXT_BYTES, _USUAL_CHARACTERS * self._max_model_len):
             await self._check_tokens(tokenizer, text, field)
         return _not_empty(await tokenizer.encode(text, add_special_tokens), field)
 
@@ -194,8 +197,9 @@ class CheckpointText:
         are encoded between two parts.
         """
         counted, most = 0, 2 * self._max_model_len
-        for start in range(0, len(text), ENCODED_AT_ONCE_CHARS):
-            counted += await tokenizer.count(text[start : start + ENCODED_AT_ONCE_CHARS])
+        part = SHORT_TEXT_BYTES if text.isascii() else SHORT_TEXT_BYTES // _CHARACTER_BYTES
+        for start in range(0, len(text), part):
+            counted += await tokenizer.count(text[start : start + part])
             if counted > most:
                 raise self._too_long(field, f"the prompt has more than {most} tokens; shorten it")
 
@@ -206,7 +210,7 @@ class CheckpointText:
         return await self._rendered(chat)
 
     async def _rendered(self, chat: inference_pb2.Chat) -> str:
-        """Return the prompt of a chat; a long one is rendered in the encoder thread."""
+        """Return the prompt of a chat; a long one is rendered in an encoder thread."""
         tokenizer = self._need_tokenizer()
         if self._template is None:
             raise Unsupported("this checkpoint has no chat template; render the messages yourself and send text")
@@ -215,7 +219,7 @@ class CheckpointText:
         size = len(chat.tools_json) + len(chat.documents_json) + len(chat.template_kwargs_json)
         if len(chat.messages) <= _FEW_MESSAGES and size <= _FEW_CHARACTERS:
             return self._render(self._template, chat)
-        return await tokenizer.off_loop(self._render, self._template, chat)
+        return await tokenizer.off_loop(chat.ByteSize(), partial(self._render, self._template, chat))
 
     def _render(self, template: ChatTemplate, chat: inference_pb2.Chat) -> str:
         try:

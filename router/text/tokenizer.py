@@ -4,7 +4,7 @@ How to encode was measured: tokenizers 0.23, 100 texts of 4,300 tokens at once, 
 loop. The figures are its p99 lateness in ms. `encode` gives 1196 on the loop, and 75 in a thread (it holds the GIL).
 `async_encode` gives 794: it converts on the loop, all results at once. `encode_batch_fast` gives 11 to 15 in a pool of
 four threads, and **1.1 in one thread** (an idle loop on that machine: 0.3). One thread encodes about 400,000 tokens a
-second.
+second. Tenants use it by turns (`encoder.py`).
 
 A short text is encoded on the loop all the same. 79 characters take 15 us there and 41 through the thread; 316 take 50
 and 80. The thread's answer also waits for a turn of the loop.
@@ -12,9 +12,8 @@ and 80. The thread's answer also waits for a turn of the loop.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -23,10 +22,13 @@ import tokenizers
 from common.checkpoint.tokenizer_file import tokenizer_json
 from common.errors import FieldViolation, InvalidConfig, InvalidRequest
 from router.text.detokenizer import Detokenizer, bytes_of_tokens, detokenizers
+from router.text.encoder import Encoder
 
 _SHORT_CHARACTERS: Final = 512
 # Decoding takes 0.1 microseconds a token where tokens spell bytes, 10 with any other decoder.
 _FEW_TOKENS: Final = 1024
+# Of a token's text, when its share of the encoder threads is counted.
+_BYTES_A_TOKEN: Final = 4
 _MOST_CHARACTERS: Final = 300  # of an error of the library
 _PANIC: Final = "PanicException"  # in a module that cannot be imported
 _PROBE: Final = "Tokens of a text: 1,234 words, caf\u00e9 \u2581 \u4f60\u597d \U0001f600\n\t  the end."
@@ -48,7 +50,7 @@ class Tokenizer:
         self.added_tokens = [(token.content, key, token.special) for key, token in added]
         self.hidden_tokens = {text: key for text, key, special in self.added_tokens if special}
         self._hidden = frozenset(self.hidden_tokens.values())
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._encoder = Encoder()
         self.vocab_size = inner.get_vocab_size(with_added_tokens=True)
         self.last_id = max(inner.get_vocab(with_added_tokens=False).values(), default=-1)
         self.longest_token = max(map(len, inner.get_vocab(with_added_tokens=True)), default=1)
@@ -72,33 +74,40 @@ class Tokenizer:
         return made
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text; a long one is encoded in the encoder thread."""
+        """Return the token ids of a text; a long one is encoded in an encoder thread."""
         if len(text) <= _SHORT_CHARACTERS:
             return self._encode(text, add_special_tokens)
-        return await self.off_loop(self._encode, text, add_special_tokens)
+        return await self.off_loop(size_of(text), partial(self._encode, text, add_special_tokens))
 
     async def count(self, text: str) -> int:
-        """Return the number of tokens of a text, without special ones around it; counted in the encoder thread."""
-        return await self.off_loop(lambda: len(self._encoding(text, False)))
+        """Return the number of tokens of a text, without special ones around it; counted in an encoder thread."""
+        return await self.off_loop(size_of(text), lambda: len(self._encoding(text, False)))
 
     async def text_of(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return what `decode` returns; many tokens are decoded in the encoder thread."""
+        """Return what `decode` returns; many tokens are decoded in an encoder thread, a thousand at a time."""
         if len(token_ids) <= _FEW_TOKENS:
             return self.decode(token_ids, skip_special_tokens)
-        return await self.off_loop(self.decode, token_ids, skip_special_tokens)
+        detokenizer, texts = self._decoder(token_ids, skip_special_tokens), list[str]()
+        for start in range(0, len(token_ids), _FEW_TOKENS):
+            part = token_ids[start : start + _FEW_TOKENS]
+            texts.append(await self.off_loop(_BYTES_A_TOKEN * len(part), partial(detokenizer.push, part)))
+        return "".join([*texts, detokenizer.finish()])
 
-    async def off_loop(self, work: Callable[..., ResultT], *args: object) -> ResultT:
-        """Run work that takes milliseconds in the encoder thread, in the order in which it came."""
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, work, *args)
+    async def off_loop(self, size: int, work: Callable[[], ResultT]) -> ResultT:
+        """Run work on so many bytes, which takes milliseconds, in an encoder thread. Raises Overloaded."""
+        return await self._encoder.run(size, work)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, equal to that of streaming them. Raises InvalidRequest for a negative id."""
+        detokenizer = self._decoder(token_ids, skip_special_tokens)
+        return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def _decoder(self, token_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
         if any(token_id < 0 for token_id in token_ids):
             bad = next(position for position, token_id in enumerate(token_ids) if token_id < 0)
             what = f"is {token_ids[bad]}; expected a token id, which is never negative"
             raise InvalidRequest(FieldViolation(f"token_ids[{bad}]", what))
-        detokenizer = self._new_detokenizer(self._hidden if skip_special_tokens else frozenset())
-        return detokenizer.push(token_ids) + detokenizer.finish()
+        return self._new_detokenizer(self._hidden if skip_special_tokens else frozenset())
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """Return the bytes that one token stands for, none for an unknown id; None where the decoder has text alone."""
@@ -122,8 +131,8 @@ class Tokenizer:
         )
 
     def close(self) -> None:
-        """End the encoder thread; texts not yet begun are dropped."""
-        self._encoder.shutdown(wait=False, cancel_futures=True)
+        """End the encoder threads; texts not yet begun are dropped."""
+        self._encoder.close()
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._encoding(text, add_special_tokens).ids
@@ -131,3 +140,8 @@ class Tokenizer:
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         # A batch of one releases the GIL where a single text does not; _fast leaves out the offsets.
         return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+
+def size_of(text: str) -> int:
+    """Return the bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
