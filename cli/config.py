@@ -63,6 +63,9 @@ class UpSettings(EngineSettings, DecisionLogSettings):
     chat_template: ExistingFile | None = Field(
         None, description="file with a chat template in Jinja; unset: the tokenizer's own"
     )
+    chat_control_tokens: bool = Field(
+        False, description="text of a chat that spells a special token becomes that token, such as <|im_end|>"
+    )
     tool_call_parser: ToolCallParser = Field(
         "auto",
         description="how the model calls tools; auto: as its chat template has it; none: tools are refused",

@@ -122,7 +122,9 @@ class RouterProcess:
         self._public_tls = PublicCertificate.of(settings.public_tls_cert, settings.public_tls_key)
         checkpoint = read_checkpoint(served_folder(settings.model), settings.tokenizer)
         folder = settings.tokenizer or checkpoint.directory
-        self._text = CheckpointText.load(folder, checkpoint.max_model_len, settings.chat_template)
+        self._text = CheckpointText.load(
+            folder, checkpoint.max_model_len, settings.chat_template, settings.chat_control_tokens
+        )
         checkpoint = replace(checkpoint, ends=self._text.ends(checkpoint.ends, checkpoint.vocab_size))
         self._ends = checkpoint.ends
         self._vocabulary = self._text.check_vocabulary(checkpoint.vocab_size)

@@ -16,6 +16,7 @@ from router.core.tools import UNSEEN_TOOLS
 from router.ports import TextAssembler
 from router.text.chat import ChatTemplate, PromptTooLong
 from router.text.chat_input import characters, chat_input, check_messages
+from router.text.control_texts import NO_TEXTS, ControlTexts
 from router.text.output import AnswerText, NoText, OutputText
 from router.text.tokenizer import Tokenizer
 
@@ -35,19 +36,34 @@ _USUAL_CHARACTERS = 4
 class CheckpointText:
     """The TextCodec and TextAssemblers of a checkpoint; without a tokenizer it serves token ids only."""
 
-    def __init__(self, tokenizer: Tokenizer | None, template: ChatTemplate | None, max_model_len: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        template: ChatTemplate | None,
+        max_model_len: int,
+        chat_control_tokens: bool = False,
+    ) -> None:
+        """`chat_control_tokens`: text of a chat that spells a special token becomes it."""
         self._tokenizer = tokenizer
         self._template = template
+        self._control = NO_TEXTS if chat_control_tokens else ControlTexts(self.hidden_tokens)
         self._max_model_len = max_model_len
         # A text longer than max_model_len times the longest token cannot fit, and need not be encoded.
         self._max_characters = max_model_len * tokenizer.longest_token if tokenizer else 0
         # The chat that was rendered last for `rendered`, and its prompt: `encode` mostly follows with the same one.
-        self._last_rendered: tuple[bytes, str] | None = None
+        self._last_rendered: tuple[bytes, tuple[str, ...]] | None = None
 
     @classmethod
-    def load(cls, directory: Path, max_model_len: int, chat_template: Path | None = None) -> CheckpointText:
+    def load(
+        cls,
+        directory: Path,
+        max_model_len: int,
+        chat_template: Path | None = None,
+        chat_control_tokens: bool = False,
+    ) -> CheckpointText:
         """Read the tokenizer of a folder, and its template or that of a file. Raises InvalidConfig for broken ones."""
-        return cls(Tokenizer.load(directory), ChatTemplate.load(directory, chat_template), max_model_len)
+        template = ChatTemplate.load(directory, chat_template)
+        return cls(Tokenizer.load(directory), template, max_model_len, chat_control_tokens)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -61,7 +77,7 @@ class CheckpointText:
         """Return the token ids of a prompt. Raises InvalidRequest, and Unsupported without tokenizer or template."""
         match prompt.WhichOneof("content"):
             case "text":
-                return await self._encode(prompt.text, "prompt.text", add_special_tokens)
+                return await self._encode((prompt.text,), "prompt.text", add_special_tokens)
             case "token_ids":
                 return self._ids(prompt.token_ids)
             case "chat":
@@ -162,9 +178,9 @@ class CheckpointText:
 
     async def rendered(self, chat: inference_pb2.Chat) -> str:
         """Return the prompt of a chat as text. Raises InvalidRequest, and Unsupported as `encode` does."""
-        text = await self._rendered(chat)
-        self._last_rendered = chat.SerializeToString(), text
-        return text
+        parts = await self._rendered(chat)
+        self._last_rendered = chat.SerializeToString(), parts
+        return "".join(parts)
 
     def close(self) -> None:
         if self._tokenizer is not None:
@@ -176,14 +192,14 @@ class CheckpointText:
             raise self._too_long("prompt.token_ids.ids", what)
         return _not_empty(list(given.ids), "prompt.token_ids.ids")
 
-    async def _encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
-        tokenizer = self._need_tokenizer()
+    async def _encode(self, parts: Sequence[str], field: str, add_special_tokens: bool) -> list[int]:
+        tokenizer, text = self._need_tokenizer(), "".join(parts)
         if not text:
             raise InvalidRequest(FieldViolation(field, "is empty; expected at least one character"))
         self._check_characters(len(text), field)
         if len(text) > max(SHORT_TEXT_BYTES, _USUAL_CHARACTERS * self._max_model_len):
             await self._check_tokens(tokenizer, text, field)
-        return _not_empty(await tokenizer.encode(text, add_special_tokens), field)
+        return _not_empty(await tokenizer.encode(parts[0], add_special_tokens, parts[1:]), field)
 
     def _check_characters(self, characters: int, field: str) -> None:
         if characters > self._max_characters:
@@ -203,27 +219,28 @@ class CheckpointText:
             if counted > most:
                 raise self._too_long(field, f"the prompt has more than {most} tokens; shorten it")
 
-    async def _prompt_of(self, chat: inference_pb2.Chat) -> str:
+    async def _prompt_of(self, chat: inference_pb2.Chat) -> tuple[str, ...]:
         last, self._last_rendered = self._last_rendered, None
         if last is not None and last[0] == chat.SerializeToString():
             return last[1]
         return await self._rendered(chat)
 
-    async def _rendered(self, chat: inference_pb2.Chat) -> str:
-        """Return the prompt of a chat; a long one is rendered in an encoder thread."""
+    async def _rendered(self, chat: inference_pb2.Chat) -> tuple[str, ...]:
+        """Return the parts of the prompt of a chat; a long one is rendered in an encoder thread."""
         tokenizer = self._need_tokenizer()
         if self._template is None:
             raise Unsupported("this checkpoint has no chat template; render the messages yourself and send text")
         check_messages(chat)
         self._check_characters(characters(chat), "prompt.chat")
         size = len(chat.tools_json) + len(chat.documents_json) + len(chat.template_kwargs_json)
-        if len(chat.messages) <= _FEW_MESSAGES and size <= _FEW_CHARACTERS:
+        is_short = characters(chat) <= SHORT_TEXT_BYTES and size <= _FEW_CHARACTERS
+        if is_short and len(chat.messages) <= _FEW_MESSAGES:
             return self._render(self._template, chat)
         return await tokenizer.off_loop(chat.ByteSize(), partial(self._render, self._template, chat))
 
-    def _render(self, template: ChatTemplate, chat: inference_pb2.Chat) -> str:
+    def _render(self, template: ChatTemplate, chat: inference_pb2.Chat) -> tuple[str, ...]:
         try:
-            return template.render(chat_input(chat), self._max_characters)
+            return template.parts(chat_input(chat), self._max_characters, self._control)
         except PromptTooLong as error:
             raise self._too_long("prompt.chat", str(error)) from None
 

@@ -28,6 +28,7 @@ from common.checkpoint.bounded_json import shown
 from common.errors import FieldViolation, InvalidConfig, InvalidRequest
 from router.text.chat_input import ChatInput
 from router.text.checkpoint import read_json
+from router.text.control_texts import NO_TEXTS, ControlTexts, parted
 from router.text.form_probes import TEMPLATE_ERRORS, Probes
 from router.text.message_forms import MessageForm, System, Tools, Turns
 from router.text.template_files import TemplateSources, read_template, template_sources
@@ -121,18 +122,23 @@ class ChatTemplate:
         return variable in self._names
 
     def render(self, chat: ChatInput, most: int | None = None) -> str:
-        """Return the prompt of a chat. By default it ends where the assistant's answer begins.
+        """Return the prompt of a chat as one text; arguments and errors as for `parts`."""
+        return "".join(self.parts(chat, most))
 
-        Raises InvalidRequest when the template refuses the chat (roles that must alternate, no system message, ...),
-        and PromptTooLong when the prompt has more than `most` characters.
+    def parts(self, chat: ChatInput, most: int | None = None, control: ControlTexts = NO_TEXTS) -> tuple[str, ...]:
+        """Return the prompt of a chat, cut within each text of the client that spells one of the `control` texts.
+
+        By default it ends where the assistant's answer begins. Raises InvalidRequest when the template refuses the chat
+        (roles that must alternate, no system message, ...), and PromptTooLong when the prompt has more than `most`
+        characters.
         """
         if chat.tools and self.tool_use is not None:
-            return self.tool_use.render(chat, most)
+            return self.tool_use.parts(chat, most, control)
         if chat.documents and not self.takes("documents"):
             what = "is of no use: the chat template shows no documents; put their text into a message"
             raise InvalidRequest(FieldViolation("prompt.chat.documents_json", what))
         try:
-            return self._rendered(chat, most)
+            return self._rendered(chat, most, control)
         except (Refusal, SecurityError) as refusal:
             what = f"the checkpoint's chat template does not accept these messages: {refusal}"
             raise InvalidRequest(FieldViolation("prompt.chat.messages", what)) from None
@@ -173,22 +179,22 @@ class ChatTemplate:
         for role in sorted(form.hidden):
             yield f"the chat template shows no text of role {role}; chats with one are refused"
 
-    def _rendered(self, chat: ChatInput, most: int | None) -> str:
+    def _rendered(self, chat: ChatInput, most: int | None, control: ControlTexts) -> tuple[str, ...]:
         given = chat.messages
         if chat.continue_final_message:
             given = [*given[:-1], given[-1]._replace(content=given[-1].content + _MARK)]
-        variables = self._special_tokens | dict(chat.variables) | self._effort(chat)
-        text = self._text(
-            variables
-            | {
-                "messages": self.form.with_tools(self.form.of(given, self._shows), chat.tools),
-                "tools": chat.tools,
-                "documents": chat.documents,
-                "add_generation_prompt": chat.add_generation_prompt,
-            },
-            most,
-        )
-        return _before_mark(text) if chat.continue_final_message else text
+        variables = dict(chat.variables) | {
+            "messages": self.form.with_tools(self.form.of(given, self._shows), chat.tools),
+            "tools": chat.tools,
+            "documents": chat.documents,
+        }
+        try:
+            variables, cut = control.cut(variables)
+        except ValueError as error:
+            _refuse("messages", f"cannot be told from control tokens: {error}; leave out one of them")
+        own = self._special_tokens | self._effort(chat) | {"add_generation_prompt": chat.add_generation_prompt}
+        text = self._text(variables | own, most)
+        return parted(_before_mark(text) if chat.continue_final_message else text, cut)
 
     def _probed(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, answer: bool) -> str:
         given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": answer}
@@ -209,7 +215,7 @@ class ChatTemplate:
             middle = (good + bad) // 2
             head = replace(chat, messages=chat.messages[:middle], continue_final_message=False)
             try:
-                self._rendered(head, most)
+                self._rendered(head, most, NO_TEXTS)
                 good = middle
             except Refusal:
                 good = middle

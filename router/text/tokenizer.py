@@ -31,6 +31,8 @@ _FEW_TOKENS: Final = 1024
 _BYTES_A_TOKEN: Final = 4
 _MOST_CHARACTERS: Final = 300  # of an error of the library
 _PANIC: Final = "PanicException"  # in a module that cannot be imported
+# It forms no token with what follows.
+_BEFORE: Final = "\n"
 _PROBE: Final = "Tokens of a text: 1,234 words, caf\u00e9 \u2581 \u4f60\u597d \U0001f600\n\t  the end."
 ResultT = TypeVar("ResultT")
 
@@ -73,11 +75,15 @@ class Tokenizer:
             raise InvalidConfig(FieldViolation("--model", f"{path} cannot be read: {why}")) from None
         return made
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text; a long one is encoded in an encoder thread."""
-        if len(text) <= _SHORT_CHARACTERS:
-            return self._encode(text, add_special_tokens)
-        return await self.off_loop(size_of(text), partial(self._encode, text, add_special_tokens))
+    async def encode(self, text: str, add_special_tokens: bool = True, further: Sequence[str] = ()) -> list[int]:
+        """Return the token ids of a text; a long one is encoded in an encoder thread.
+
+        What goes on in `further` parts has no token that is of two of them.
+        """
+        work = partial(self._encode, text, add_special_tokens, further)
+        if len(text) + sum(map(len, further)) <= _SHORT_CHARACTERS:
+            return work()
+        return await self.off_loop(size_of(text) + sum(map(size_of, further)), work)
 
     async def count(self, text: str) -> int:
         """Return the number of tokens of a text, without special ones around it; counted in an encoder thread."""
@@ -134,8 +140,16 @@ class Tokenizer:
         """End the encoder threads; texts not yet begun are dropped."""
         self._encoder.close()
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._encoding(text, add_special_tokens).ids
+    def _encode(self, text: str, add_special_tokens: bool, further: Sequence[str] = ()) -> list[int]:
+        found = self._encoding(text, add_special_tokens).ids
+        for part in further:
+            found += self._encoding_behind(part)
+        return found
+
+    def _encoding_behind(self, part: str) -> list[int]:
+        """Return the tokens of a part within a text: some tokenizers put a space before the first word of a text."""
+        before, both = self._encoding(_BEFORE, False).ids, self._encoding(_BEFORE + part, False).ids
+        return both[len(before) :] if both[: len(before)] == before else self._encoding(part, False).ids
 
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         # A batch of one releases the GIL where a single text does not; _fast leaves out the offsets.
