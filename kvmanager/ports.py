@@ -9,7 +9,7 @@ from typing import Protocol
 from common.errors import QuireError, Unavailable
 from common.types import BlockHash
 from kvmanager.core.leadership import Attempt, Lease
-from kvmanager.core.slots import NoSlot
+from kvmanager.core.slots import Loss, NoSlot
 
 
 class IndexUnavailable(QuireError):
@@ -85,10 +85,10 @@ class IndexStore(Protocol):
         """Remove and add entries of a slot, in one step. Do nothing and return False when it has another generation."""
         ...
 
-    async def renew(self, epoch: int, slots: Mapping[int, int], discovery: Mapping[str, str]) -> frozenset[int]:
+    async def renew(self, epoch: int, slots: Mapping[int, int], discovery: Mapping[str, str]) -> Mapping[int, Loss]:
         """Prolong liveness (generation by slot) and discovery (value by worker id).
 
-        Return the slots that have another generation: another group has taken them.
+        Return the slots that have not this generation, and why.
         """
         ...
 

@@ -60,6 +60,20 @@ def registered(slots: Slots, alive: frozenset[int], new: Registration, most: int
     return len(slots) if len(slots) < most else NoSlot.FULL
 
 
+class Loss(Enum):
+    """Why a slot cannot be renewed: it has another registration, or none, as after a wipe."""
+
+    TAKEN = "taken"
+    GONE = "gone"
+
+
+def loss(slots: Slots, slot: int, generation: int) -> Loss | None:
+    """Return why the liveness of a slot cannot be renewed under a generation; None where it can."""
+    if writable(slots, slot, generation):
+        return None
+    return Loss.TAKEN if slot in slots else Loss.GONE
+
+
 def writable(slots: Slots, slot: int, generation: int) -> bool:
     """Return whether entries of a slot may be written, and its liveness renewed, under a generation."""
     held = slots.get(slot)

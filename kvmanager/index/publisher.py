@@ -20,7 +20,7 @@ from common.clock import Clock
 from common.errors import StaleEpoch
 from common.index_format import DiscoveredWorker, discovered_to_value
 from kvmanager.core.index_events import IndexSnapshot
-from kvmanager.core.slots import NoSlot
+from kvmanager.core.slots import Loss, NoSlot
 from kvmanager.index.epoch import EpochKeeper
 from kvmanager.index.worker_feed import WorkerFeed
 from kvmanager.ports import FenceLost, IndexStore, IndexUnavailable
@@ -31,6 +31,10 @@ CALL_HASHES: Final = 256
 QUEUE_HASHES: Final = 65_536
 # Changes of a few steps travel in one call; meanwhile routers use their memory of their own choices (OptimisticIndex).
 LINGER_S: Final = 0.01
+_LOST: Final = {
+    Loss.TAKEN: "another group of KV managers has taken the slot of",
+    Loss.GONE: "the index was wiped or overwritten: it has no slot of",
+}
 BACKOFF: Final = Backoff(first=0.1, longest=2.0)  # seconds after failed writes
 
 
@@ -199,7 +203,8 @@ class PrefixPublisher:
                 if feed.closed or self._stopping:
                     return
                 if not await self._store.update(epoch, feed.slot, feed.generation, call):
-                    self._lost(feed)
+                    self._renew_at = self._clock.monotonic()  # that tells why
+                    self.wake()
                     return
                 changes.sent(call)
                 self.counts.calls += 1
@@ -221,10 +226,10 @@ class PrefixPublisher:
         if feed.slot is None:
             log.error("the prefix index has no slot left for worker %s", entry.worker_id)
 
-    def _lost(self, feed: WorkerFeed) -> None:
-        """Publish a worker anew whose slot another group has taken."""
+    def _lost(self, feed: WorkerFeed, loss: Loss) -> None:
+        """Publish a worker anew that has its slot no more."""
         if not feed.closed:
-            log.warning("another group of KV managers has taken the slot of worker %s", feed.worker.worker_id)
+            log.warning("%s worker %s; it is published again", _LOST[loss], feed.worker.worker_id)
             feed.lose_slot()
             self.wake()
 
@@ -241,8 +246,8 @@ class PrefixPublisher:
             if not feed.elsewhere
         }
         generations = {slot: feed.generation for slot, feed in slots.items()}
-        for slot in await self._store.renew(epoch, generations, discovery):
-            self._lost(slots[slot])
+        for slot, loss in (await self._store.renew(epoch, generations, discovery)).items():
+            self._lost(slots[slot], loss)
         for feed in tuple(self._feeds):
             if feed.elsewhere and not feed.closed:
                 await self._register(epoch, feed)

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from common import index_format
 from common.errors import StaleEpoch
-from kvmanager.core.slots import NoSlot
+from kvmanager.core.slots import Loss, NoSlot
 from kvmanager.index import scripts as index_scripts
 from kvmanager.ports import FenceLost, IndexCall, IndexUnavailable, KeptPins, PinsUnreadable, WorkerEntry
 
@@ -87,10 +87,10 @@ class RedisIndexStore:
         written = await self._call(self._update, epoch, keys, [entry, self._prefix_ms, len(call.removes), owners])
         return int(written) >= 0
 
-    async def renew(self, epoch: int, slots: Mapping[int, int], discovery: Mapping[str, str]) -> frozenset[int]:
+    async def renew(self, epoch: int, slots: Mapping[int, int], discovery: Mapping[str, str]) -> Mapping[int, Loss]:
         of_slot = index_format.slot_key, index_format.liveness_key
         keys = [key(self._namespace, slot) for slot in slots for key in of_slot]
-        others = await self._call(self._renew, epoch, keys, [self._lease_ms, *slots.values()])
+        lost = await self._call(self._renew, epoch, keys, [self._lease_ms, *slots.values()])
         with unavailable():
             try:
                 await self._announce(discovery)
@@ -101,7 +101,7 @@ class RedisIndexStore:
                 await self._redis.delete(index_format.DISCOVERY_WORKERS_KEY)
                 await self._announce(discovery)
         in_order = tuple(slots)
-        return frozenset(in_order[place - 1] for place in others)
+        return {in_order[abs(place) - 1]: Loss.TAKEN if place > 0 else Loss.GONE for place in lost}
 
     async def _announce(self, discovery: Mapping[str, str]) -> None:
         """Write what routers read of workers, and forget workers that are gone."""

@@ -66,7 +66,7 @@ class WorkerFeed:
         self.changes = NetChanges()
 
     def lose_slot(self) -> None:
-        """Forget the slot, which another group has taken, for this worker or for another one."""
+        """Forget the slot, which another group has taken for this worker or another one, or which a wipe has freed."""
         self.slot = None
         self.publish_all()
 

@@ -14,7 +14,7 @@ from common import index_format
 from common.errors import StaleEpoch
 from common.process.redis_client import open_redis
 from common.types import BlockHash
-from kvmanager.core.slots import NoSlot, Registration, registered, writable
+from kvmanager.core.slots import Loss, NoSlot, Registration, loss, registered, writable
 from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
 from kvmanager.ports import FenceLost, IndexCall, WorkerEntry
 from tests.support.kvmanager.index_reader import index_members
@@ -54,7 +54,7 @@ async def test_an_epoch_of_one_group_fences_no_other_one(store_of: StoreOf, redi
     after = await stores["b"].acquire(epochs["b"] + 1, epochs["b"])
     for number, (group, store) in enumerate(stores.items()):
         epoch = after if group == "b" else epochs[group]
-        assert await store.renew(epoch, {number: number}, {}) == frozenset()
+        assert await store.renew(epoch, {number: number}, {}) == {}
         assert await index_members(redis_client, NAMESPACE, number, number) == {H[0]}
     with pytest.raises(StaleEpoch):
         await stores["b"].renew(epochs["b"], {1: 1}, {})
@@ -76,11 +76,11 @@ async def test_a_past_leader_of_one_group_is_fenced_and_its_worker_moves_to_anot
     assert await other.update(theirs, 0, 30, IndexCall((), (H[1],)))
     # The new leader of the first group, too, has an older session of this worker at most.
     assert not await now.update(second, 0, 10, IndexCall((H[1],), (H[0],)))
-    assert await now.renew(second, {0: 10}, {}) == {0}
+    assert await now.renew(second, {0: 10}, {}) == {0: Loss.TAKEN}
     assert await now.register(second, entry("w", 11)) is NoSlot.ELSEWHERE
     await now.retire(second, 0, 10, "w")
     assert await index_members(redis_client, NAMESPACE, 0, 30) == {H[1]}
-    assert await other.renew(theirs, {0: 30}, {}) == frozenset()
+    assert await other.renew(theirs, {0: 30}, {}) == {}
 
 
 async def test_each_group_finds_a_wiped_index_by_itself(store_of: StoreOf, redis_client: Redis) -> None:
@@ -109,10 +109,24 @@ async def test_a_slot_that_another_group_took_meanwhile_is_not_written(store_of:
     assert await other.register(second, entry("w1", 20)) == 0
     assert await other.update(second, 0, 20, IndexCall((), (H[0],)))
     assert not await away.update(first, 0, 10, IndexCall((H[0],), (H[1],)))
-    assert await away.renew(first, {0: 10}, {}) == {0}
+    assert await away.renew(first, {0: 10}, {}) == {0: Loss.TAKEN}
     assert await index_members(redis_client, NAMESPACE, 0, 20) == {H[0]}
     assert await index_members(redis_client, NAMESPACE, 0, 10) == set()
     assert await away.register(first, entry("w0", 11)) == 1
+
+
+async def test_a_slot_that_a_wipe_removed_was_taken_by_nobody(store_of: StoreOf, redis_client: Redis) -> None:
+    """A worker that attaches after the wipe lets its manager take a fence anew, before the lease is due."""
+    store = store_of("")
+    epoch = await store.acquire(1, 0)
+    slots = [await store.register(epoch, entry(f"w{number}", 10 + number)) for number in range(2)]
+    await redis_client.flushall()
+    epoch = await store.acquire(epoch + 1, epoch)
+    assert not await store.update(epoch, 0, 10, IndexCall((), (H[0],)))
+    assert slots == [0, 1]
+    assert await store.renew(epoch, {0: 10, 1: 11}, {}) == {0: Loss.GONE, 1: Loss.GONE}
+    await store.register(epoch, entry("w2", 12))
+    assert await store.renew(epoch, {0: 10, 1: 11}, {}) == {0: Loss.TAKEN, 1: Loss.GONE}
 
 
 @dataclass
@@ -129,10 +143,10 @@ class Rules:
             self.alive.add(slot)
         return slot
 
-    def renew(self, slots: dict[int, int]) -> frozenset[int]:
-        lost = frozenset(slot for slot, generation in slots.items() if not writable(self.slots, slot, generation))
-        self.alive.update(slots.keys() - lost)
-        return lost
+    def renew(self, slots: dict[int, int]) -> dict[int, Loss]:
+        found = {slot: loss(self.slots, slot, generation) for slot, generation in slots.items()}
+        self.alive.update(slot for slot, why in found.items() if why is None)
+        return {slot: why for slot, why in found.items() if why is not None}
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -15,7 +15,7 @@ from common.errors import StaleEpoch
 from common.index_format import DiscoveredWorker
 from common.types import BlockHash
 from kvmanager.core.index_events import Cleared, IndexSnapshot, Removed, Stored
-from kvmanager.core.slots import NoSlot
+from kvmanager.core.slots import Loss, NoSlot
 from kvmanager.index.epoch import EpochKeeper
 from kvmanager.index.publisher import PrefixPublisher, PublisherTimes
 from kvmanager.index.state_file import EpochFile
@@ -38,6 +38,10 @@ class ScriptedStore:
         self.script: list[Exception | asyncio.Event] = []
         self.swallow_cancellation = False
         self.called = asyncio.Event()
+        # What the next renewals of a slot find.
+        self.lost: list[Mapping[int, Loss]] = []
+        # How many updates find that the slot has another generation.
+        self.unwritable = 0
 
     async def _step(self, call: object) -> None:
         self.calls.append(call)
@@ -65,14 +69,17 @@ class ScriptedStore:
 
     async def update(self, epoch: int, slot: int, generation: int, call: IndexCall) -> bool:
         await self._step(call)
+        if self.unwritable:
+            self.unwritable -= 1
+            return False
         members = self.members_of[slot, generation]
         members.difference_update(call.removes)
         members.update(call.adds)
         return True
 
-    async def renew(self, epoch: int, slots: Mapping[int, int], discovery: Mapping[str, str]) -> frozenset[int]:
+    async def renew(self, epoch: int, slots: Mapping[int, int], discovery: Mapping[str, str]) -> Mapping[int, Loss]:
         await self._step(("renew", dict(slots), list(discovery)))
-        return frozenset()
+        return self.lost.pop() if self.lost and slots else {}
 
     async def retire(self, epoch: int, slot: int, generation: int, worker_id: str) -> None:
         await self._step(("retire", slot, generation, worker_id))
@@ -249,6 +256,33 @@ async def test_lost_fence_leads_to_a_new_epoch_and_everything_again(rig: Rig) ->
     assert rig.epochs.epoch == 2
     assert feed.generation == 101
     assert rig.published(feed) == {H[0], H[1]}
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (Loss.TAKEN, "another group of KV managers has taken the slot of worker w0"),
+        (Loss.GONE, "the index was wiped or overwritten: it has no slot of worker w0"),
+    ],
+)
+@pytest.mark.parametrize("by_a_write", [False, True], ids=["lease", "write"])
+async def test_a_lost_slot_is_named_and_published_again(
+    rig: Rig, caplog: pytest.LogCaptureFixture, loss: Loss, said: str, by_a_write: bool
+) -> None:
+    feed = rig.open()
+    feed.push((rig.store_hash(0),))
+    await rig.settled()
+    rig.store.lost = [{0: loss}]
+    if by_a_write:
+        rig.store.unwritable = 1
+        feed.push((rig.store_hash(1),))
+    else:
+        rig.clock.advance(TIMES.lease_ttl / 3)
+        rig.publisher.wake()
+        await rig.next_call(lambda call: call == ("register", "w0", 101))
+    await rig.settled()
+    assert f"{said}; it is published again" in caplog.messages
+    assert (feed.generation, rig.published(feed)) == (101, set(rig.depths))
 
 
 async def test_newer_manager_ends_the_task(rig: Rig) -> None:
