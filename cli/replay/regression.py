@@ -113,7 +113,7 @@ def nonnegative_median(
 
     By least squares whose weights are divided by the errors of the round before.
     """
-    least = 1e-3 * sorted(wanted)[len(wanted) // 2] or _LEAST
+    least = max(1e-3 * sorted(wanted)[len(wanted) // 2], _LEAST)
     found, scaled = [0.0] * len(lines[0]), list(weights)
     for _ in range(_ROUNDS):
         roots = [weight**0.5 for weight in scaled]

@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from common.checkpoint.bounded_json import shown
 from common.errors import FieldViolation, InvalidConfig
 
 VERSION: Final = 1
 MOONCAKE_BLOCK: Final = 512
 _MOST_TOKENS: Final = 1 << 24
 _MOST_LINE: Final = 1 << 22
+# A week. Time without requests takes time to replay too: a thousandth of it, or less.
+_MOST_SECONDS: Final = 7 * 86400.0
+# Seconds that a request took, a day: steps are fitted to it.
+_MOST_TOOK: Final = 86400.0
+# Traces may have times of a clock, in milliseconds from 1970.
+_LATEST_MS: Final = 1e13
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,12 @@ def _parse(path: Path, lines: Iterable[str]) -> Trace:
 def _ordered(path: Path, arrivals: list[Arrival], block_size: int, suite: Mapping[str, Any]) -> Trace:
     if not arrivals:
         raise _wrong(path, "has no request; record one while requests arrive")
-    return Trace(tuple(sorted(arrivals, key=lambda each: each.at)), block_size, suite)
+    arrivals = sorted(arrivals, key=lambda each: each.at)
+    if arrivals[-1].at > _MOST_SECONDS:  # times of a clock, in a foreign trace
+        arrivals = [replace(each, at=each.at - arrivals[0].at) for each in arrivals]
+    if arrivals[-1].at > _MOST_SECONDS:
+        raise _wrong(path, f"spans {arrivals[-1].at:,.0f} s; expected a week at most: cut it into parts")
+    return Trace(tuple(arrivals), block_size, suite)
 
 
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -109,14 +121,12 @@ def _read_line(path: Path, number: int, line: Mapping[str, Any]) -> Arrival:
     measured = None
     if line.get("ttft") is not None:
         cached = _number(path, number, line, "cached", 0, _MOST_TOKENS) if "cached" in line else 0
-        measured = Measured(
-            _seconds(path, number, line, "ttft"),
-            _seconds(path, number, line, "took"),
-            cached,
-            str(line.get("worker", "")),
-        )
+        first, took = (_time(path, number, line, name, _MOST_TOOK) for name in ("ttft", "took"))
+        if took < first:
+            raise _wrong(path, f"took is {took!r}; expected at least the ttft, {first!r}", number)
+        measured = Measured(first, took, cached, str(line.get("worker", "")))
     return Arrival(
-        _seconds(path, number, line, "at"),
+        _time(path, number, line, "at", _MOST_SECONDS),
         _number(path, number, line, "prompt", 1, _MOST_TOKENS),
         _number(path, number, line, "output", 0, _MOST_TOKENS),
         _blocks(path, number, line, "blocks"),
@@ -128,7 +138,7 @@ def _read_line(path: Path, number: int, line: Mapping[str, Any]) -> Arrival:
 
 def _mooncake_line(path: Path, number: int, line: Mapping[str, Any]) -> Arrival:
     return Arrival(
-        _seconds(path, number, line, "timestamp") / 1e3,
+        _time(path, number, line, "timestamp", _LATEST_MS) / 1e3,
         _number(path, number, line, "input_length", 1, _MOST_TOKENS),
         _number(path, number, line, "output_length", 0, _MOST_TOKENS),
         _blocks(path, number, line, "hash_ids"),
@@ -138,14 +148,14 @@ def _mooncake_line(path: Path, number: int, line: Mapping[str, Any]) -> Arrival:
 def _number(path: Path, number: int, line: Mapping[str, Any], name: str, least: int, most: int) -> int:
     value = line.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise _wrong(path, f"{name} is {value!r}; expected {least} to {most}", number)
+        raise _wrong(path, f"{name} is {shown(value)}; expected {least} to {most}", number)
     return value
 
 
-def _seconds(path: Path, number: int, line: Mapping[str, Any], name: str) -> float:
+def _time(path: Path, number: int, line: Mapping[str, Any], name: str, most: float) -> float:
     value = line.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
-        raise _wrong(path, f"{name} is {value!r}; expected a time that is not negative", number)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise _wrong(path, f"{name} is {shown(value)}; expected a time from 0 to {most:,.0f}", number)
     return float(value)
 
 

@@ -92,6 +92,10 @@ def test_a_stream_that_stalled_moves_the_costs_little() -> None:
     assert nonnegative_median(lines, wanted, [1.0] * 9) == pytest.approx([0.01, 0.001], rel=0.01)
 
 
+def test_times_below_nothing_cost_nothing() -> None:
+    assert nonnegative_median([[1.0]] * 3, [-1.0, -1.0, 0.0], [1.0] * 3) == [0.0]
+
+
 def test_slopes_are_those_of_the_line_through_the_points() -> None:
     assert slope([1, 2, 3, 4], [10, 12, 14, 16]) == pytest.approx(2.0)
     assert math.isnan(slope([1, 1, 1], [1, 2, 3]))

@@ -73,6 +73,26 @@ def test_what_goes_out_in_mooncakes_form_comes_back(tmp_path: Path) -> None:
         (('{"quire_trace": 1, "block_size": 16}', '{"at": NaN, "prompt": 1, "output": 1}'), "line 2: at is nan"),
         (('{"timestamp": "a", "input_length": 1, "output_length": 1}',), "line 1: timestamp is 'a'; expected a time"),
         (
+            ('{"quire_trace": 1, "block_size": 16}', '{"at": 1e14, "prompt": 1, "output": 1}'),
+            "line 2: at is 100000000000000.0; expected a time from 0 to 604,800",
+        ),
+        (
+            ('{"quire_trace": 1, "block_size": 16}', '{"at": 0, "ttft": 1e14, "prompt": 1, "output": 1}'),
+            "line 2: ttft is 100000000000000.0; expected a time from 0 to 86,400",
+        ),
+        (
+            ('{"quire_trace": 1, "block_size": 16}', '{"at": 0, "ttft": 2, "took": 1, "prompt": 1, "output": 1}'),
+            "line 2: took is 1.0; expected at least the ttft, 2.0",
+        ),
+        (('{"timestamp": 1e300, "input_length": 1, "output_length": 1}',), "line 1: timestamp is 1e+300; expected"),
+        (
+            (
+                '{"timestamp": 1000, "input_length": 1, "output_length": 1}',
+                '{"timestamp": 604802000, "input_length": 1, "output_length": 1}',
+            ),
+            "log spans 604,801 s; expected a week at most: cut it into parts",
+        ),
+        (
             ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": 3}',),
             "line 1: hash_ids is no list of numbers",
         ),
@@ -80,6 +100,11 @@ def test_what_goes_out_in_mooncakes_form_comes_back(tmp_path: Path) -> None:
 )
 def test_a_wrong_line_is_named(tmp_path: Path, lines: tuple[str, ...], what: str) -> None:
     assert what in refusal(written(tmp_path / "log", *lines))
+
+
+def test_times_of_a_clock_count_from_the_first_arrival(tmp_path: Path) -> None:
+    lines = [f'{{"timestamp": {1_790_000_000_000 + ms}, "input_length": 1, "output_length": 1}}' for ms in (1500, 0)]
+    assert [each.at for each in read_trace(written(tmp_path / "log", *lines)).arrivals] == [0.0, 1.5]
 
 
 def test_a_file_that_is_no_text_or_is_not_there_is_refused(tmp_path: Path) -> None:
