@@ -15,7 +15,7 @@ import grpc
 from rich.console import Console
 
 from cli.certificates.folder import CertificateFolder
-from cli.config import ClientSettings
+from cli.client_config import ClientSettings
 from common.errors import FieldViolation, InvalidConfig, QuireError, Unavailable, Unsupported
 from common.rpc.roles import Role
 from common.rpc.server import open_channel

@@ -1,4 +1,4 @@
-"""Options of `quire serve` and of the commands that call a router, from flags, environment and a TOML file."""
+"""Options of `quire serve`, from flags, environment and a TOML file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from common.checkpoint.hub import without_effect
 from common.errors import FieldViolation
 from common.settings.decision_log import DecisionLogSettings
 from common.settings.options import (
-    Address,
     BlockSize,
     Count,
     CountOrAuto,
@@ -23,7 +22,6 @@ from common.settings.options import (
     Names,
     RedisUrl,
     Seconds,
-    TlsSettings,
     together,
 )
 from gpuworker.config import EngineSettings
@@ -31,21 +29,6 @@ from router.config import ReasoningParser, ToolCallParser
 
 # Each process gets the others' ports before any of them runs, so `quire serve` itself picks a free one for each 0.
 FixedPort = Annotated[int, Field(ge=0, le=65535)]
-
-
-class ClientSettings(TlsSettings):
-    """options of the commands that talk to a router"""
-
-    service: ClassVar[str] = "client"
-
-    address: Address = Field("127.0.0.1:50051", description="HOST:PORT of the router")
-    http_address: Address = Field("127.0.0.1:8000", description="HOST:PORT of the router's HTTP port")
-    ca: Path | None = Field(None, description="PEM file: the CA of the router's public ports; given, TLS is used")
-    api_key: str | None = Field(None, description="API key that calls carry")
-    state_dir: Path = Field(
-        Path(".quire"), description="folder of `quire serve`, whose certs/operator opens the admin plane"
-    )
-    admin_address: Address = Field("127.0.0.1:50050", description="HOST:PORT of the router's admin plane")
 
 
 class UpSettings(EngineSettings, DecisionLogSettings):

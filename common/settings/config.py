@@ -4,7 +4,8 @@
 
 QUIRE_<KEY>_FILE names a file with the value of QUIRE_<KEY>. Secrets have no flags.
 The file is named by `--config`, else by QUIRE_CONFIG. All services share environment and file: each service accepts a
-key that any of them has; any other key is an error. Pydantic checks the values and converts them.
+key that any of them has; any other key is an error. QUIRE_<SERVICE>_<KEY> is looked at by that service alone. Pydantic
+checks the values and converts them.
 (pydantic-settings reads the same sources, but stops at the first bad value and forgets which source a value came from.)
 """
 
@@ -13,12 +14,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import importlib
 import os
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar, get_args, get_origin
 
@@ -38,6 +39,15 @@ from common.version import quire_version
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
 ENV_PREFIX: Final = "QUIRE_"
+# The programs that share environment and option file, and the classes of their options. These are imported when a
+# program meets a key that it does not know: so most commands start in half the time.
+PROGRAMS: Final = {
+    "router": "router.config:RouterSettings",
+    "kvmanager": "kvmanager.config:KvManagerSettings",
+    "gpuworker": "gpuworker.config:GpuWorkerSettings",
+    "serve": "cli.config:UpSettings",
+    "client": "cli.client_config:ClientSettings",
+}
 _FILE: Final = "_FILE"
 _NO_VALUE: Final = object()
 _DESCRIPTION: Final = (
@@ -51,7 +61,8 @@ class Reading:
     """The result of one pass over the sources: values, the origin of each in the user's words, and the mistakes."""
 
     settings: type[Settings]
-    known: Mapping[str, type[Settings]]
+    # Those of the other programs; None: of all that are installed.
+    others: tuple[type[Settings], ...] | None = None
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     # Keys whose value is for this program alone: by flag, QUIRE_<SERVICE>_<KEY> or the table [service].
@@ -59,6 +70,12 @@ class Reading:
     violations: list[FieldViolation] = field(default_factory=list)
     # The TOML file that was named, if one was.
     file: Path | None = None
+
+    @property
+    def known(self) -> Mapping[str, type[Settings]]:
+        """The option classes of all programs that share environment and file, by service."""
+        others = installed_settings() if self.others is None else self.others
+        return {each.service: each for each in (*others, self.settings)}
 
     def violate(self, where: str, what: str) -> None:
         self.violations.append(FieldViolation(where, what))
@@ -103,8 +120,7 @@ def read(
 ) -> Reading:
     """Return the values of the sources, not yet checked; arguments as for `load`."""
     environ = os.environ if environ is None else environ
-    classes: list[type[Settings]] = [*(installed_settings() if known is None else known), settings]
-    reading = Reading(settings, {each.service: each for each in classes})
+    reading = Reading(settings, None if known is None else tuple(known))
     flags, config = _read_flags(reading, argv, prog)
     config = config or environ.get(ENV_PREFIX + "CONFIG")
     if config:
@@ -155,8 +171,9 @@ def refuse(error: InvalidConfig, heading: str = "") -> NoReturn:
 
 @functools.cache
 def installed_settings() -> tuple[type[Settings], ...]:
-    """Return the option classes of every program installed here, by the entry-point group `quire.settings`."""
-    return tuple(point.load() for point in entry_points(group="quire.settings"))
+    """Return the option classes of all `PROGRAMS`."""
+    found = [(*place.split(":"),) for place in PROGRAMS.values()]
+    return tuple(getattr(importlib.import_module(module), name) for module, name in found)
 
 
 def flag_of(key: str) -> str:
@@ -316,19 +333,37 @@ def _read_environment(reading: Reading, environ: Mapping[str, str]) -> None:
     environ = {name: value for name, value in environ.items() if name not in links}
     shared: dict[str, tuple[str, Any]] = {}
     own: dict[str, tuple[str, Any]] = {}
-    names = {ENV_PREFIX + "CONFIG"}
-    for service, settings in reading.known.items():
-        for key, info in settings.model_fields.items():
-            general, special = ENV_PREFIX + key.upper(), ENV_PREFIX + f"{service}_{key}".upper()
-            names |= {general, special, *(name + _FILE for name in (general, special))}
-            if settings is reading.settings:
-                shared |= _first(reading, environ, key, general, env_of(key, info))
-                own |= _first(reading, environ, key, special)
-    for name in sorted(environ):
-        if name.startswith(ENV_PREFIX) and name not in names:
+    for key, info in reading.settings.model_fields.items():
+        general, special = _names(reading.settings, key)
+        shared |= _first(reading, environ, key, general, env_of(key, info))
+        own |= _first(reading, environ, key, special)
+    for name in sorted(_foreign(reading.settings, environ)):
+        names = {ENV_PREFIX + "CONFIG", *(name for each in reading.known.values() for name in _variables(each))}
+        if name not in names:
             reading.violate(name, "is an unknown variable" + _nearest(name, names))
     reading.take(shared)
     reading.take(own, own=True)
+
+
+def _foreign(settings: type[Settings], environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield the variables that are no program's own, nor one of these options: some program may have such a key."""
+    services = tuple(f"{ENV_PREFIX}{each}_".upper() for each in PROGRAMS if each != settings.service)
+    names = {ENV_PREFIX + "CONFIG", *_variables(settings)}
+    for name in environ:
+        if name.startswith(ENV_PREFIX) and name not in names and not name.startswith(services):
+            yield name
+
+
+def _names(settings: type[Settings], key: str) -> tuple[str, str]:
+    """Return the variables that set a key: for all programs, and for this one."""
+    return ENV_PREFIX + key.upper(), ENV_PREFIX + f"{settings.service}_{key}".upper()
+
+
+def _variables(settings: type[Settings]) -> Iterator[str]:
+    for key in settings.model_fields:
+        for name in _names(settings, key):
+            yield name
+            yield name + _FILE
 
 
 def _first(reading: Reading, environ: Mapping[str, str], key: str, *names: str) -> dict[str, tuple[str, Any]]:

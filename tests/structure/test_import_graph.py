@@ -33,7 +33,7 @@ LOOSE = {
         "types",
         "version",
     },
-    "cli": {"client", "config", "main", "plots"},
+    "cli": {"client", "client_config", "config", "main", "plots"},
 }
 
 

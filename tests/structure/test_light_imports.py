@@ -19,6 +19,7 @@ CONTROL_PLANE = [
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
 ]
 SIMULATED_WORKER = ["gpuworker.main", "gpuworker.plane.preflight", "gpuworker.simulated.plane"]
+CLIENT = ["cli.main", "cli.client", "cli.commands.status", "cli.commands.why", "cli.commands.keys"]
 ENGINE = ["gpuworker.engine.engine", "gpuworker.runner.model_runner", "gpuworker.attention.torch_backend"]
 
 
@@ -27,10 +28,11 @@ ENGINE = ["gpuworker.engine.engine", "gpuworker.runner.model_runner", "gpuworker
     [
         (CONTROL_PLANE, {"torch", "triton", "transformers", "safetensors"}),
         (SIMULATED_WORKER, {"torch", "triton", "transformers", "safetensors"}),
+        (CLIENT, {"numpy", "redis", "opentelemetry", "router.config", "gpuworker.config", "kvmanager.config"}),
         (ENGINE, {"grpc", "google.protobuf", "redis", "opentelemetry", "prometheus_client", "pydantic"}),
         (["common.hashing", "common.lease", "common.errors"], {"numpy", "grpc", "google.protobuf", "pydantic"}),
     ],
-    ids=["control plane", "simulated worker", "engine", "contracts"],
+    ids=["control plane", "simulated worker", "client commands", "engine", "contracts"],
 )
 def test_importing_loads_nothing_that_is_not_needed(modules: list[str], unwanted: set[str]) -> None:
     script = f"import json, sys, {', '.join(modules)}; print(json.dumps(sorted(sys.modules)))"

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from cli.certificates.folder import CertificateFolder, Leaf
-from cli.config import ClientSettings, UpSettings
+from cli.client_config import ClientSettings
+from cli.config import UpSettings
 from cli.demo_model import CHECKPOINT
 from cli.suite.preflight import suite_options
 from cli.suite.stack import free_ports

@@ -11,7 +11,7 @@ from cli.batch.runner import Runner, Target
 from cli.certificates.authority import make, wanted
 from cli.certificates.folder import CertificateFolder
 from cli.client import admin_channel, router_client
-from cli.config import ClientSettings
+from cli.client_config import ClientSettings
 from common.errors import Unavailable
 from common.rpc.roles import Role
 from common.rpc.tls import PublicCertificate

@@ -9,9 +9,10 @@ import pytest
 from pydantic import Field, TypeAdapter
 
 from common.errors import InvalidConfig
-from common.settings.config import installed_settings, load, load_or_exit, read
+from common.settings.config import PROGRAMS, installed_settings, load, load_or_exit, read
 from common.settings.options import Address, Addresses, BlockSize, Bytes, Count, DType, Port, ServiceSettings, Settings
 from common.version import quire_version
+from router.config import RouterSettings
 
 
 class Other(Settings):
@@ -256,5 +257,15 @@ def test_a_process_with_bad_options_says_so_and_ends(capsys: pytest.CaptureFixtu
     assert len(lines) == 3
 
 
-def test_the_services_of_this_package_are_known() -> None:
-    assert {settings.service for settings in installed_settings()} >= {"router", "kvmanager", "gpuworker"}
+def test_the_programs_have_the_names_of_their_services() -> None:
+    assert [settings.service for settings in installed_settings()] == list(PROGRAMS)
+
+
+def test_what_is_for_another_program_is_left_to_it() -> None:
+    """It refuses what is wrong there; nobody else needs to know its keys."""
+    assert load(Demo, (), {"QUIRE_ROUTER_NO_KEY": "1", "QUIRE_KVMANAGER_PORT": "x"}).port == 1
+    with pytest.raises(InvalidConfig, match="QUIRE_DEMO_PROT: is an unknown variable; did you mean QUIRE_DEMO_PORT"):
+        load(Demo, (), {"QUIRE_DEMO_PROT": "1"})
+    with pytest.raises(InvalidConfig, match="QUIRE_ROUTER_INDEX_TIMEOU: is an unknown variable; did you mean"):
+        load(RouterSettings, ("--model", "."), {"QUIRE_ROUTER_INDEX_TIMEOU": "1"})
+    assert load(Demo, (), {"QUIRE_INDEX_TIMEOUT": "1"}).port == 1  # a key of the router
