@@ -48,7 +48,7 @@ from router.constraints.checker import ConstraintChecker
 from router.core.admission import AdmissionLimiter, AdmissionLimits
 from router.core.refusals import wrong_request_record
 from router.core.routing import Router
-from router.core.tenancy import Caller
+from router.core.tenancy import Caller, TenantQuotas
 from router.draining import Faces, drain
 from router.from_settings import (
     authenticator_of,
@@ -91,6 +91,7 @@ from router.requests.resumer import RequestResumer
 from router.requests.validate import Validator, WatchedValidator, random_seed
 from router.serving.call_context import Calls
 from router.serving.http_server import HttpServer, bounded_connections, serve_http
+from router.serving.metering import Meter, MeteredValidator
 from router.serving.reading import AnswerReader
 from router.tenants.directory import TenantDirectory
 from router.text.assembler import CheckpointText
@@ -158,12 +159,13 @@ class RouterProcess:
         self._siblings = Siblings(settings.sibling, dialer(self._tls, Role.ROUTER), settings.sibling_timeout)
         self._discovery = self._new_discovery()
         self.readiness = Readiness(self.pool, self._server.health, self._admin.rpc.health)
+        self._context = lambda: self.pool.context(checkpoint.max_model_len)
         validator = Validator(
             self._text,
             checkpoint,
             self._text.has_tokenizer,
             draw_seed=random_seed if settings.seed is None else partial(int, settings.seed),
-            context=lambda: self.pool.context(checkpoint.max_model_len),
+            context=self._context,
             constraints=self._constraints,
             open_schemas=settings.open_schemas,
         )
@@ -220,7 +222,8 @@ class RouterProcess:
         if self._clients:
             identity, timeout = lambda: self.pool.identity, settings.index_timeout
             index = RedisPrefixIndex(self._clients[0], identity, clock, timeout, count=metrics.looked_up)
-        admission = AdmissionLimiter(AdmissionLimits(settings.max_queued_requests, settings.max_tokens_in_flight))
+        limits, quotas = AdmissionLimits(settings.max_queued_requests, settings.max_tokens_in_flight), TenantQuotas()
+        admission = AdmissionLimiter(limits, quotas)
         new_id = self._new_id
         chooser = Router(clock, new_id, settings.routing_seed)
         dispatcher = Dispatcher(self.pool, chooser, index, self._ring, clock, max_wait=settings.max_wait)
@@ -233,21 +236,23 @@ class RouterProcess:
         self._tail = TailKeeper(slo, self._ring, kept, metrics, emit, manager.all_decisions)
         recorder = Recorder(metrics, self._ring, self._telemetry.tracer, clock, new_id, self._tail, self._card.name)
         self.frontend = RouterFrontend(dispatcher, admission, self._text, recorder, checkpoint.eos_token_ids)
+        self._meter = Meter(quotas, clock, self._context, checkpoint.max_new_tokens, self.frontend.refuse)
+        self._metered = MeteredValidator(self._validator, self._meter)
         self._watchdog.standstill = self.frontend.standstill
         self.status = RouterStatus(
             self._card, self.pool, admission, self._redis_connected, lambda: self.frontend.leaving, clock
         )
         self._manager_calls, self.status.managers = manager, manager.managers
         self.status.discovery_problem = lambda: self._discovery.problem if self._discovery else ""
-        calls = Calls(clock, self._authenticator)
+        calls = Calls(clock, self._authenticator, self._meter)
         self._server.health.guard = calls.caller
         folder = settings.tokenizer or checkpoint.directory
         self._resumer = RequestResumer.over(self.pool, self.frontend, clock)
         routers = Routers(self.frontend.abort, self._siblings, self._resumer)
         files = TokenizerFiles(folder, settings.chat_template)
-        service = InferenceServicer(self.frontend, self._validator, self._text, self.status, calls, routers, files)
+        service = InferenceServicer(self.frontend, self._metered, self._text, self.status, calls, routers, files)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, self._server.server)
-        kserve = KserveServicer(self.frontend, self._validator, self._card, self._is_ready, calls)
+        kserve = KserveServicer(self.frontend, self._metered, self._card, self._is_ready, calls)
         kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, self._server.server)
         decisions = DecisionServicer(self._ring, self._store, self._siblings, manager, recorder.tap)
         decisions.keeps(kept)
@@ -305,7 +310,7 @@ class RouterProcess:
         admin = await self._admin.start()
         parts = HttpParts(
             frontend=self.frontend,
-            validator=self._validator,
+            validator=self._metered,
             codec=self._text,
             card=self._card,
             why_not_ready=self._why_not_ready,
@@ -315,6 +320,7 @@ class RouterProcess:
             responses=ResponseParts(self._response_store(), self._background),
             model=self.status.model,
             resumer=self._resumer,
+            meter=self._meter,
         )
         asks_for_keys = isinstance(self._authenticator, TenantDirectory)
         app = create_app(parts, settings.cors_origins, None if asks_for_keys else settings.allowed_hosts)

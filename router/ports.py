@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.types import BlockHash, Constraint, Decision, PoolIdentity, SamplingParams
@@ -11,7 +11,7 @@ from quire.inference.v1 import inference_pb2
 from router.core.dialects.parts import Parser
 from router.core.events import GenerateEvent, ValidatedRequest
 from router.core.index_answer import IndexAnswer
-from router.core.tenancy import ANYONE, Caller
+from router.core.tenancy import ANYONE, Caller, Charge
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class CallContext:
     model: str = ""
     # What other systems keep in the trace of `traceparent`.
     tracestate: str = ""
+    # What its tenant's rates were charged before the work for it; contexts that are made from this one share it.
+    charge: Charge = field(default_factory=Charge, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from router.anthropic.schema import AnswerMessage, MessageEvent, TokenCount, ans
 from router.anthropic.types import CountRequest, MessagesRequest
 from router.core.dialects.parts import Words
 from router.core.events import ValidatedRequest
+from router.core.tenancy import Charge
 from router.openai import errors, schema
 from router.openai.answer import Answer, Form, Piece
 from router.openai.request import Order
@@ -115,11 +116,13 @@ class Messages:
         self._service.check_model(body.model)
         given = asked(body, request.headers)
         with given.in_its_words(), in_words_of(given.order):
-            ids = await unless_gone(request, self._service.parts.codec.encode(given.order.prompts[0]))
+            meter, tenant = self._service.parts.meter, request.state.caller.tenant
+            (prompt,) = given.order.prompts
+            ids = await unless_gone(request, meter.encoded(self._service.parts.codec, prompt, True, tenant))
         return {"input_tokens": len(ids)}
 
     async def _turn(self, body: MessagesRequest, given: Asked, call: CallContext) -> _Turn:
-        reading = await self._service.reading(given.order)
+        reading = await self._service.reading(given.order, call)
         order = given.order if reading is None else given.order.read_by(reading)
         with in_words_of(order):
             validated = await self._fitted(order, call, body.max_tokens)
@@ -145,7 +148,8 @@ class Messages:
         (fitting,) = await self._service.validated(order, call)
         if max_tokens > fitting.sampling.max_tokens:
             try:
-                (fitting,) = await self._service.validated(_with_max_tokens(order, fitting, max_tokens), call)
+                again = replace(call, charge=Charge.of(len(fitting.prompt)))
+                (fitting,) = await self._service.validated(_with_max_tokens(order, fitting, max_tokens), again)
             except InvalidRequest as error:
                 if any(each.reason != CONTEXT_LENGTH_EXCEEDED for each in error.violations):
                     raise

@@ -57,13 +57,22 @@ class AdmissionLimiter:
     def running(self) -> int:
         return len(self._inside) - self.queued
 
-    def enter(self, request_id: str, tokens: int, tenant: Tenant, now: float, sequences: int = 1) -> None:
-        """Take a request into the queue. Raises AlreadyExists or Overloaded; then nothing was counted."""
+    def enter(
+        self, request_id: str, tokens: int, tenant: Tenant, now: float, sequences: int = 1, paid: int | None = None
+    ) -> None:
+        """Take a request into the queue. Raises AlreadyExists or Overloaded; then nothing was counted.
+
+        `paid` are the tokens that the tenant's rate was charged before; it gets them back where a limit refuses.
+        """
         if (tenant.name, request_id) in self._inside:
             what = f"request {request_id} is running, sent with the same request_id"
             raise AlreadyExists(f"{what}; choose another one, or none: the router then makes one")
-        self._check_limits(tokens, tenant, now)
-        self._quotas.enter(tenant, tokens, sequences, now)
+        try:
+            self._check_limits(tokens, tenant, now)
+        except Overloaded:
+            self._quotas.settle(tenant, -(paid or 0))
+            raise
+        self._quotas.enter(tenant, tokens, sequences, now, paid)
         self._inside[tenant.name, request_id] = _Inside(tenant, tokens, sequences)
         self._queue(tenant, 1)
         self.tokens_in_flight += tokens

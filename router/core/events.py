@@ -62,6 +62,8 @@ class ValidatedRequest:
     retention: tuple[RetainedTokens, ...] = ()
     # Seconds for which its constraint was compiled, to see whether it can be followed.
     constraint_seconds: float = field(default=0.0, compare=False)
+    # Tokens that the tenant's rate was charged before its prompt was read, with the request; None where it was not.
+    paid: int | None = field(default=None, compare=False)
     # How its answers are read, where stop texts concern the words of an answer alone.
     new_parser: Callable[[], Parser] | None = field(default=None, compare=False)
     # Workers that are not to serve it: they have computed the prompt.

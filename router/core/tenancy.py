@@ -1,12 +1,16 @@
 """Tenants: who calls, with which weight, rights and limits, and what each of them uses now.
 
-Rates are token buckets that hold one minute's allowance. A request is charged for all tokens that it may hold; the part
-that it did not use comes back when it leaves.
+Rates are token buckets that hold one minute's allowance. They are charged before the router works for a request: for
+the request, and for the tokens that its prompt is expected to have. When it enters it is charged for all tokens that it
+may hold; the part that it did not use comes back when it leaves. One that is wrong pays for its prompt. One that a
+limit refuses gets its tokens back, so that it can come in later.
 """
 
 from __future__ import annotations
 
 import ipaddress
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from common.errors import Overloaded, PermissionDenied, QuotaViolation
@@ -101,6 +105,41 @@ def peer_caller(host: str) -> Caller:
     return Caller(Tenant(f"peer {host}"))
 
 
+class Charge:
+    """The tokens that the requests of one call were charged before the work for them, one number each.
+
+    `answers`: outputs follow, for which the rate must have room too.
+    """
+
+    __slots__ = ("_each", "answers", "begun")
+
+    def __init__(self) -> None:
+        self._each: deque[int] = deque()
+        self.begun, self.answers = False, True
+
+    @classmethod
+    def of(cls, *each: int) -> Charge:
+        """Return the charge of requests that were charged before."""
+        made = cls()
+        made.begin(each)
+        return made
+
+    def begin(self, each: Iterable[int]) -> None:
+        """Remember what was charged; a call is charged once."""
+        self._each.extend(each)
+        self.begun = True
+
+    def take(self) -> int:
+        """Return the tokens of the next request, for which work begins; 0 for one that is looked at again."""
+        return self._each.popleft() if self._each else 0
+
+    def rest(self) -> tuple[int, int]:
+        """Return the requests for which no work began, and their tokens; they are none then."""
+        rest = len(self._each), sum(self._each)
+        self._each.clear()
+        return rest
+
+
 class _Bucket:
     """A token bucket of one minute's allowance; its level may fall below zero by one large request."""
 
@@ -148,28 +187,44 @@ class TenantQuotas:
         """Return the number of tenants of whom something is kept."""
         return len(self._uses)
 
-    def enter(self, tenant: Tenant, tokens: int, sequences: int, now: float) -> None:
-        """Count a request. Raises Overloaded with the limit that it would overrun; then nothing was counted."""
+    def charge(self, tenant: Tenant, tokens: int, now: float, requests: int = 1, later: int = 0) -> None:
+        """Charge the rates for work that the router is about to do, whatever becomes of it.
+
+        Raises Overloaded where these tokens and those to be charged `later` are not there; then nothing was charged.
+        """
+        if tenant.limits.are_set:
+            use = self._use(tenant, now)
+            self._check_rates(tenant, use, tokens + later, now, requests)
+            _take(tenant, use, tokens, requests)
+
+    def settle(self, tenant: Tenant, tokens: int, requests: int = 0) -> None:
+        """Charge the rates for so much more, or less, than was expected."""
+        if (use := self._uses.get(tenant.name)) is not None:
+            _take(tenant, use, tokens, requests)
+
+    def enter(self, tenant: Tenant, tokens: int, sequences: int, now: float, paid: int | None = None) -> None:
+        """Count a request. Raises Overloaded with the limit that it would overrun; then nothing was counted.
+
+        `paid` are those of the tokens that it was charged before, with the request; None where it was not. They come
+        back, as it is charged for all of its tokens now or for none.
+        """
         if not tenant.limits.are_set:
             return
-        if len(self._uses) >= self._next_look:
-            self._forget_idle(now)
-        use = self._uses.setdefault(tenant.name, _Use())
+        use, requests = self._use(tenant, now), 1 if paid is None else 0
+        _take(tenant, use, -(paid or 0), 0)
         self._check_places(tenant, use, sequences)
-        self._check_rates(tenant, use, tokens, now)
+        if requests or tokens > (paid or 0):
+            self._check_rates(tenant, use, tokens, now, requests)
         use.streams += 1
         use.sequences += sequences
-        if use.tokens is not None and tenant.limits.tokens_per_minute is not None:
-            use.tokens.take(tokens)
-        if use.requests is not None and tenant.limits.requests_per_minute is not None:
-            use.requests.take(1)
+        _take(tenant, use, tokens, requests)
 
     def check(self, tenant: Tenant, tokens: int, sequences: int, now: float) -> None:
         """Raise as `enter` would; nothing is counted."""
         if tenant.limits.are_set:
             use = self._uses.get(tenant.name) or _Use()
             self._check_places(tenant, use, sequences)
-            self._check_rates(tenant, use, tokens, now)
+            self._check_rates(tenant, use, tokens, now, 1)
 
     def leave(self, tenant: Tenant, unused_tokens: int, sequences: int) -> None:
         """Stop counting a request, and give back the tokens that it did not use."""
@@ -182,6 +237,11 @@ class TenantQuotas:
             use.tokens.take(-unused_tokens)
         if not use.streams and use.requests is None and use.tokens is None:
             del self._uses[tenant.name]
+
+    def _use(self, tenant: Tenant, now: float) -> _Use:
+        if len(self._uses) >= self._next_look:
+            self._forget_idle(now)
+        return self._uses.setdefault(tenant.name, _Use())
 
     def _forget_idle(self, now: float) -> None:
         """Forget tenants whose absence says the same: an operator's file may name ever new ones."""
@@ -196,17 +256,25 @@ class TenantQuotas:
             words = f"{use.sequences} sequences are open and {sequences} more wanted; at most {most.sequences}"
             raise _over(tenant, "sequences", words)
 
-    def _check_rates(self, tenant: Tenant, use: _Use, tokens: int, now: float) -> None:
-        requests, allowed = tenant.limits.requests_per_minute, tenant.limits.tokens_per_minute
-        if requests is not None:
-            use.requests = use.requests or _Bucket(requests, now)
-            if wait := use.requests.seconds_until(1, requests, now):
-                raise _over(tenant, "requests_per_minute", f"at most {requests} requests a minute", wait)
+    def _check_rates(self, tenant: Tenant, use: _Use, tokens: int, now: float, requests: int) -> None:
+        most, allowed = tenant.limits.requests_per_minute, tenant.limits.tokens_per_minute
+        if most is not None and requests:
+            use.requests = use.requests or _Bucket(most, now)
+            if wait := use.requests.seconds_until(requests, most, now):
+                wanted = f"{requests} requests wanted; " if requests > 1 else ""
+                raise _over(tenant, "requests_per_minute", f"{wanted}at most {most} requests a minute", wait)
         if allowed is not None:
             use.tokens = use.tokens or _Bucket(allowed, now)
             if wait := use.tokens.seconds_until(tokens, allowed, now):
                 words = f"{tokens} tokens wanted; at most {allowed} a minute, prompt and max_tokens together"
                 raise _over(tenant, "tokens_per_minute", words, wait)
+
+
+def _take(tenant: Tenant, use: _Use, tokens: int, requests: int) -> None:
+    if use.tokens is not None and tenant.limits.tokens_per_minute is not None:
+        use.tokens.take(tokens)
+    if use.requests is not None and tenant.limits.requests_per_minute is not None:
+        use.requests.take(requests)
 
 
 def _over(tenant: Tenant, limit: str, words: str, wait: float = _PLACE_RETRY_S) -> Overloaded:

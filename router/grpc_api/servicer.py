@@ -89,7 +89,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         self._frontend, self._validator, self._codec = frontend, validator, codec
         self._status, self._calls, self._routers, self._files = status, calls, routers, files
         self._room = AnswerRoom()
-        self._embedder = Embedder(frontend, validator, status.model().hidden_size)
+        self._embedder = Embedder(frontend, validator, status.model().hidden_size, calls.meter)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         asked = await self._asked(request, self._calls.context(context))
@@ -135,13 +135,14 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             place.leave()
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        self._calls.caller(context)
+        tenant = self._calls.caller(context).tenant
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        return pb.TokenizeResponse(token_ids=await self._codec.encode(request.prompt, special))
+        ids = await self._calls.meter.encoded(self._codec, request.prompt, special, tenant)
+        return pb.TokenizeResponse(token_ids=ids)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Return the text of tokens; those that Generate refuses are refused here too."""
-        self._calls.caller(context)
+        self._calls.meter.decodes(request.token_ids, self._calls.caller(context).tenant)
         self._validator.check_token_ids(request.token_ids)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         return pb.DetokenizeResponse(text=await self._codec.text_of(request.token_ids, skip))

@@ -15,6 +15,7 @@ from common.version import quire_version
 from quire.kserve.v2 import kserve_pb2 as pb
 from quire.kserve.v2 import kserve_pb2_grpc as rpc
 from router.core.events import Tokens
+from router.core.tenancy import Charge
 from router.kserve.answer import LEAST_ENTRY_BYTES, VERSION, Answer, error_response
 from router.kserve.request import read
 from router.kserve.tensors import INPUTS, LOGPROBS, OUTPUTS, Tensor
@@ -152,7 +153,7 @@ class _Stream:
 
     def call(self, now: float) -> CallContext:
         """Return the context of a request that has just come on this stream."""
-        return replace(self._call, arrived=now)
+        return replace(self._call, arrived=now, charge=Charge())
 
     async def serve(self, request: pb.ModelInferRequest, call: CallContext) -> None:
         """Answer one request. Its error goes to the client on the stream, and the stream goes on."""

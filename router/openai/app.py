@@ -90,7 +90,7 @@ def create_app(parts: HttpParts, cors_origins: Sequence[str] = (), own_names: Se
     app.add_api_route("/v1/models", api.models, response_model=schema.Models, responses=listed, tags=["OpenAI"])
     one = schema.answers(schema.Model)
     app.add_api_route("/v1/models/{name:path}", api.model, response_model=schema.Model, responses=one, tags=["OpenAI"])
-    app.include_router(token_routes(parts.codec, parts.validator, parts.card, service.check_model))
+    app.include_router(token_routes(parts.codec, parts.validator, parts.card, service.check_model, parts.meter))
     app.include_router(embedding_routes(service))
     app.include_router(response_routes(service, parts.responses))
     answers = schema.answers(schema.Health, refusals=schema.ALWAYS) | {503: {"model": schema.Health}}
@@ -123,7 +123,7 @@ class _Api:
         """Answer a chat, rendered with the checkpoint's own template."""
         self._begin_with(body, request)
         order, form = self._within_allowed(chat_order(body, request.headers), body), self._form(body, chat=True)
-        reading = await unless_gone(request, self._service.reading(order))
+        reading = await unless_gone(request, self._service.reading(order, self._service.call(request)))
         if reading is None or order.tools is None:
             return await self._serve(order, form, request)
         form = replace(

@@ -98,7 +98,7 @@ def _prompt(given: Any) -> pb.Prompt:
 def embedding_routes(service: Service) -> APIRouter:
     """Return the route."""
     router, parts = APIRouter(tags=["OpenAI"]), service.parts
-    embedder = Embedder(parts.frontend, parts.validator, parts.card.hidden_size)
+    embedder = Embedder(parts.frontend, parts.validator, parts.card.hidden_size, parts.meter)
 
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Return the vector of each input. 400 where the pool generates, with what to start instead."""

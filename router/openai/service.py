@@ -14,6 +14,7 @@ from common.clock import Clock
 from common.errors import Cancelled, InvalidRequest, QuireError
 from common.version import quire_version
 from router.core.events import GenerateEvent, ValidatedRequest
+from router.core.tenancy import Charge
 from router.core.tools import NOTE_HEADER
 from router.openai import errors
 from router.openai.answer import Answer
@@ -24,6 +25,7 @@ from router.openai.responses.parts import ResponseParts
 from router.ports import Authenticator, CallContext, Frontend, ModelCard, RequestValidator, Resumer, TextCodec
 from router.requests.request_ids import correlation_id
 from router.serving.answer_size import AnswerRoom
+from router.serving.metering import UNLIMITED, Meter
 from router.serving.reading import AnswerReader, Reading
 
 T = TypeVar("T")
@@ -46,6 +48,7 @@ class HttpParts:
     model: Callable[[], ModelCard]
     """Returns `card` with what workers have reported since."""
     resumer: Resumer
+    meter: Meter = UNLIMITED
 
 
 class Service:
@@ -75,6 +78,8 @@ class Service:
     def call(self, request: Request, seconds: float | None = None) -> CallContext:
         """Return the context of a call that came with its body, and ends after so many seconds from now on."""
         now, ids = self.parts.clock.monotonic(), request.state.ids
+        if not hasattr(request.state, "charge"):
+            request.state.charge = Charge()
         return CallContext(
             arrived=getattr(request.state, "received", now),
             deadline=None if seconds is None else now + seconds,
@@ -85,21 +90,30 @@ class Service:
             trace_id=ids.trace,
             correlation_id=ids.recorded,
             model=ids.model,
+            charge=request.state.charge,
         )
 
-    async def reading(self, order: Order) -> Reading | None:
-        """Return how the answers to a chat are read, if not as they are. Raises InvalidRequest and Unsupported."""
+    async def reading(self, order: Order, call: CallContext) -> Reading | None:
+        """Return how the answers to a chat are read, if not as they are.
+
+        Raises InvalidRequest, Unsupported, and Overloaded where a rate of the tenant has no room for the chat.
+        """
         tools, reader = order.tools, self.parts.reader
         if tools is None or not reader.reads(tools.use):
             return None
+        self.parts.meter.begin(order.prompts, order.common, call)
         return await reader.reading(order.prompts[0].chat, tools.use, order.asked, order.thinking_budget)
 
     async def validated(self, order: Order, call: CallContext) -> list[ValidatedRequest]:
-        """Return the requests of an order. Raises InvalidRequest."""
+        """Return the requests of an order, all of which are charged first. Raises Overloaded and InvalidRequest."""
+        self.parts.meter.begin(order.prompts, order.common, call)
         calls = [call]
         if (count := len(order.prompts)) > 1:
             calls = [replace(call, request_id=f"{call.request_id}-{place}") for place in range(count)]
-        return [await self.parts.validator.validate(*each) for each in zip(order.requests(), calls, strict=True)]
+        try:
+            return [await self.parts.validator.validate(*each) for each in zip(order.requests(), calls, strict=True)]
+        finally:
+            self.parts.meter.give_back(call)
 
     async def begun(self, requests: Iterable[ValidatedRequest], answer: Answer) -> Events:
         """Return the events after the first, which shows that the request is not refused and a status can be sent."""

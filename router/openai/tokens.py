@@ -19,6 +19,7 @@ from router.openai.service import unless_gone
 from router.openai.tools import asked_tools
 from router.openai.types import ChatFields, Messages, TokenIds
 from router.ports import ModelCard, RequestValidator, TextCodec
+from router.serving.metering import UNLIMITED, Meter
 
 # Ids that are written before other tasks run; the texts of so many take a few milliseconds.
 _IDS_A_TURN: Final = 1_000
@@ -57,7 +58,11 @@ class Detokenized(BaseModel):
 
 
 def token_routes(
-    codec: TextCodec, validator: RequestValidator, card: ModelCard, check_model: Callable[[str | None], None]
+    codec: TextCodec,
+    validator: RequestValidator,
+    card: ModelCard,
+    check_model: Callable[[str | None], None],
+    meter: Meter = UNLIMITED,
 ) -> APIRouter:
     """Return the two routes; `check_model` raises for a model that is not served."""
     router = APIRouter(tags=["tokens"])
@@ -65,7 +70,8 @@ def token_routes(
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Return the tokens of a text or a chat."""
         check_model(body.model)
-        ids = await unless_gone(request, codec.encode(_prompt(body), body.add_special_tokens))
+        tenant = request.state.caller.tenant
+        ids = await unless_gone(request, meter.encoded(codec, _prompt(body), body.add_special_tokens, tenant))
         texts = await _listed(ids, lambda each: _text(codec, each)) if body.return_token_strs else "null"
         head = f'"count":{len(ids)},"max_model_len":{card.max_model_len}'
         content = f'{{{head},"tokens":{await _listed(ids, str)},"token_strs":{texts}}}'
@@ -74,6 +80,7 @@ def token_routes(
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         """Return the text of tokens."""
         check_model(body.model)
+        meter.decodes(body.tokens, request.state.caller.tenant)
         validator.check_token_ids(body.tokens)
         return {"prompt": await unless_gone(request, codec.text_of(body.tokens, skip_special_tokens=False))}
 

@@ -14,13 +14,13 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from common.errors import Cancelled, DeadlineExceeded, Overloaded, QuireError, Unavailable
 from common.process.standstill import Standstill
 from common.rpc.deadline import is_expiry
-from common.types import DecisionKind, FinishReason
+from common.types import DecisionKind, FinishReason, SamplingParams
 from router.core.admission import AdmissionLimiter
 from router.core.events import GenerateEvent, ValidatedRequest
 from router.core.tenancy import Caller
 from router.observe.recorder import Recorder
 from router.observe.request_trace import RequestTrace
-from router.ports import TextAssemblers
+from router.ports import CallContext, TextAssemblers
 from router.requests.adopting import Adopter
 from router.requests.client_events import ClientEvents, error_of
 from router.requests.dispatcher import Dispatcher
@@ -32,6 +32,8 @@ from router.requests.request_ids import automatic_id
 from router.requests.resumption import Resumable
 from router.requests.run import RequestRun, Running
 from router.requests.run_log import DEADLINE_WORDS, GONE_WORDS
+
+Figures = tuple[tuple[str, float], ...]
 
 
 class RouterFrontend:
@@ -187,19 +189,39 @@ class RouterFrontend:
     def _enter(self, request: ValidatedRequest, request_id: str, trace: RequestTrace) -> None:
         if self.draining:
             raise Unavailable("the router is draining; another one takes new requests")
-        limiter, now = self._admission, self._clock.monotonic()
-        figures = (
-            ("queued", float(limiter.queued)),
-            ("tokens_in_flight", float(limiter.tokens_in_flight)),
-            ("tokens", float(request.tokens)),
-        )
+        limiter, now, figures = self._admission, self._clock.monotonic(), self._figures(request.tokens)
         try:
-            limiter.enter(request_id, request.tokens, request.caller.tenant, now, request.sampling.n)
+            limiter.enter(request_id, request.tokens, request.caller.tenant, now, request.sampling.n, request.paid)
         except Overloaded as refused:
-            subject, words = str(refused.violation.subject), (refused.violation.description,)
-            self._recorder.decided(trace, DecisionKind.REJECTION, request_id, subject, figures, words)
+            self._reject(trace, request_id, refused, figures)
             raise
         self._recorder.decided(trace, DecisionKind.ADMISSION, request_id, "admitted", figures)
+
+    def refuse(self, call: CallContext, request_id: str, tokens: int, refused: Overloaded) -> None:
+        """Record a request of about so many tokens that was refused before it was read."""
+        unread = ValidatedRequest(
+            prompt=(),
+            sampling=SamplingParams(),
+            arrived=call.arrived,
+            caller=call.caller,
+            traceparent=call.traceparent,
+            trace_id=call.trace_id,
+            correlation_id=call.correlation_id,
+            model=call.model,
+        )
+        request_id = request_id or self._new_id()
+        trace = self._recorder.trace(unread, request_id)
+        self._reject(trace, request_id, refused, self._figures(tokens))
+        self._recorder.refused(trace, request_id, refused)
+
+    def _figures(self, tokens: int) -> Figures:
+        limiter = self._admission
+        counts = ("queued", limiter.queued), ("tokens_in_flight", limiter.tokens_in_flight), ("tokens", tokens)
+        return tuple([(name, float(count)) for name, count in counts])
+
+    def _reject(self, trace: RequestTrace, request_id: str, refused: Overloaded, figures: Figures) -> None:
+        subject, words = str(refused.violation.subject), (refused.violation.description,)
+        self._recorder.decided(trace, DecisionKind.REJECTION, request_id, subject, figures, words)
 
     async def _begin(self, run: RequestRun, resumable: Resumable | None) -> None:
         """Place all sequences at one worker: the first computes the prompt, the others share its blocks."""

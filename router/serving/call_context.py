@@ -13,6 +13,7 @@ from common.clock import Clock
 from common.telemetry import traceparent_of
 from router.core.tenancy import Caller
 from router.ports import Authenticator, CallContext
+from router.serving.metering import UNLIMITED, Meter
 from router.text.encoder import works_for
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
@@ -22,10 +23,11 @@ _NO_DEADLINE_SECONDS: Final = 30 * 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Reads the context of calls; the servicers of all gRPC services share one."""
+    """Reads the context of calls; the servicers of all gRPC services share one. `meter` charges the callers."""
 
     clock: Clock
     authenticator: Authenticator
+    meter: Meter = UNLIMITED
 
     def caller(self, context: Context) -> Caller:
         """Return who calls, and for whom texts are read. Raises Unauthenticated or PermissionDenied."""

@@ -17,6 +17,7 @@ from quire.types.v1 import types_pb2
 from router.core.embedding import shortened
 from router.core.events import Admitted, Finished, Timings, ValidatedRequest
 from router.ports import CallContext, Frontend, RequestValidator
+from router.serving.metering import UNLIMITED, Meter
 
 _FAILURES: Final[dict[FinishReason, type[QuireError]]] = {
     FinishReason.CANCELLED: Cancelled,
@@ -50,11 +51,15 @@ class Embeddings:
 class Embedder:
     """Validates requests for embeddings and runs their inputs. `hidden_size` is that of the model, 0 for unknown."""
 
-    def __init__(self, frontend: Frontend, validator: RequestValidator, hidden_size: int) -> None:
-        self._frontend, self._validator, self.hidden_size = frontend, validator, hidden_size
+    def __init__(
+        self, frontend: Frontend, validator: RequestValidator, hidden_size: int, meter: Meter = UNLIMITED
+    ) -> None:
+        self._frontend, self._validator, self.hidden_size, self._meter = frontend, validator, hidden_size, meter
 
     async def validated(self, request: pb.EmbedRequest, call: CallContext, number: int, most: int) -> Embeddings:
-        """Return the request. Raises InvalidRequest, whose fields are those of EmbedRequest.
+        """Return the request, all of which is charged first. Raises Overloaded and InvalidRequest.
+
+        The fields of InvalidRequest are those of EmbedRequest.
 
         `number` is the least size in bytes of one number in an answer, which may have `most` bytes.
         """
@@ -67,11 +72,15 @@ class Embedder:
         if least > most:
             what = f"make an answer of {least} bytes or more; at most {most}; send fewer inputs at once, or dimensions"
             raise InvalidRequest(FieldViolation("inputs", what))
+        self._meter.begin(request.inputs, pb.GenerateRequest(request_id=request.request_id), call, embeds=True)
         inputs = list[ValidatedRequest]()
-        for place, each in enumerate(_requests_of(request), 1):
-            inputs.append(await self._input(place - 1, each, call, count))
-            if place % A_STEP == 0:  # token ids and short texts are validated without a wait
-                await asyncio.sleep(0)
+        try:
+            for place, each in enumerate(_requests_of(request), 1):
+                inputs.append(await self._input(place - 1, each, call, count))
+                if place % A_STEP == 0:  # token ids and short texts are validated without a wait
+                    await asyncio.sleep(0)
+        finally:
+            self._meter.give_back(call)
         return Embeddings(inputs, dimensions)
 
     def _check_dimensions(self, dimensions: int | None) -> None:

@@ -27,8 +27,8 @@ from router.text.encoder import Encoder
 _SHORT_CHARACTERS: Final = 512
 # Decoding takes 0.1 microseconds a token where tokens spell bytes, 10 with any other decoder.
 _FEW_TOKENS: Final = 1024
-# Of a token's text, when its share of the encoder threads is counted.
-_BYTES_A_TOKEN: Final = 4
+# Of a token's text, where it is not known yet.
+BYTES_A_TOKEN: Final = 4
 _MOST_CHARACTERS: Final = 300  # of an error of the library
 _PANIC: Final = "PanicException"  # in a module that cannot be imported
 # It forms no token with what follows.
@@ -96,7 +96,7 @@ class Tokenizer:
         detokenizer, texts = self._decoder(token_ids, skip_special_tokens), list[str]()
         for start in range(0, len(token_ids), _FEW_TOKENS):
             part = token_ids[start : start + _FEW_TOKENS]
-            texts.append(await self.off_loop(_BYTES_A_TOKEN * len(part), partial(detokenizer.push, part)))
+            texts.append(await self.off_loop(BYTES_A_TOKEN * len(part), partial(detokenizer.push, part)))
         return "".join([*texts, detokenizer.finish()])
 
     async def off_loop(self, size: int, work: Callable[[], ResultT]) -> ResultT:

@@ -151,7 +151,9 @@ class Responses:
         """Count the tokens of an input, with what it continues, without answering it."""
         check(body)
         self._service.begin_with(body.request_id, body.model, request)
-        asked = await unless_gone(request, self._asked(body, request, self._service.call(request)))
+        call = self._service.call(request)
+        call.charge.answers = False
+        asked = await unless_gone(request, self._asked(body, request, call))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(asked.request.prompt)})
 
     # ------------------------------------------------------------ before the answer
@@ -212,7 +214,7 @@ class Responses:
         service = self._service
         order = order_of(body, conversation(body, earlier, given), headers)
         with in_its_words(), in_words_of(order):
-            reading = await service.reading(order)
+            reading = await service.reading(order, call)
         order = order if reading is None else order.read_by(reading)
         with in_its_words(), in_words_of(order):
             (validated,) = await service.validated(order, call)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.errors import Overloaded, PermissionDenied
-from router.core.tenancy import Caller, Tenant, TenantLimits, TenantQuotas, peer_caller
+from router.core.tenancy import Caller, Charge, Tenant, TenantLimits, TenantQuotas, peer_caller
 
 
 def over(quotas: TenantQuotas, tenant: Tenant, tokens: int, sequences: int, now: float) -> tuple[str, float]:
@@ -136,3 +136,68 @@ def test_tenants_that_still_owe_or_hold_something_are_remembered() -> None:
     assert len(quotas) < 2_000
     assert over(quotas, owes, 60, 1, 100.0) == ("tenant owes.tokens_per_minute", 500.0)
     assert over(quotas, holds, 1, 1, 100.0) == ("tenant holds.streams", 1.0)
+
+
+def test_work_is_charged_before_a_request_enters_and_the_whole_request_when_it_does() -> None:
+    limits = TenantLimits(requests_per_minute=4, tokens_per_minute=100)
+    quotas, tenant = TenantQuotas(), Tenant("red", limits=limits)
+    quotas.charge(tenant, 30, 0.0)  # one request, 70 tokens are left
+    quotas.settle(tenant, 5)  # its prompt has 35
+    quotas.enter(tenant, 60, 1, 0.0, paid=35)  # 25 tokens of output
+    quotas.check(tenant, 40, 1, 0.0)
+    limit, wait = over(quotas, tenant, 41, 1, 0.0)
+    assert (limit, round(wait, 6)) == ("tenant red.tokens_per_minute", 0.6)
+    for _ in range(3):
+        quotas.charge(tenant, 1, 0.0)
+    assert over(quotas, tenant, 1, 1, 0.0) == ("tenant red.requests_per_minute", 15.0)
+
+
+def test_work_needs_room_for_the_output_that_is_charged_later() -> None:
+    quotas, tenant = TenantQuotas(), Tenant("red", limits=TenantLimits(tokens_per_minute=100))
+    quotas.charge(tenant, 30, 0.0, later=70)
+    with pytest.raises(Overloaded, match=r"tenant red\.tokens_per_minute: 71 tokens wanted; at most 100 a minute"):
+        quotas.charge(tenant, 40, 0.0, later=31)
+    quotas.check(tenant, 70, 1, 0.0)  # nothing was charged
+
+
+def test_the_requests_of_a_list_are_charged_together() -> None:
+    quotas, tenant = TenantQuotas(), Tenant("red", limits=TenantLimits(requests_per_minute=60))
+    quotas.charge(tenant, 1, 0.0, requests=20)
+    words = "tenant red.requests_per_minute: 41 requests wanted; at most 60 requests a minute"
+    with pytest.raises(Overloaded, match=words) as caught:
+        quotas.charge(tenant, 1, 0.0, requests=41)
+    assert caught.value.retry_after_s == 1.0
+    quotas.charge(tenant, 1, 0.0, requests=40)
+    quotas.settle(tenant, 0, requests=-10)
+    quotas.charge(tenant, 1, 0.0, requests=10)
+    assert over(quotas, tenant, 1, 1, 0.0) == ("tenant red.requests_per_minute", 1.0)
+
+
+def test_a_request_that_a_limit_refuses_gets_its_tokens_back() -> None:
+    quotas, tenant = TenantQuotas(), Tenant("red", limits=TenantLimits(tokens_per_minute=100, streams=1))
+    quotas.charge(tenant, 40, 0.0)
+    with pytest.raises(Overloaded, match=r"tenant red\.tokens_per_minute: 101 tokens wanted"):
+        quotas.charge(tenant, 61, 0.0, later=40)
+    quotas.enter(tenant, 50, 1, 0.0, paid=40)
+    quotas.charge(tenant, 30, 0.0)
+    with pytest.raises(Overloaded, match=r"tenant red\.streams"):
+        quotas.enter(tenant, 50, 1, 0.0, paid=30)
+    quotas.check(Tenant("red", limits=TenantLimits(tokens_per_minute=100)), 50, 1, 0.0)
+
+
+def test_more_than_the_allowance_needs_a_full_rate_whether_it_is_charged_at_once_or_in_parts() -> None:
+    quotas, tenant = TenantQuotas(), Tenant("red", limits=TenantLimits(tokens_per_minute=60))
+    quotas.charge(tenant, 1000, 0.0, later=1)
+    quotas.enter(tenant, 1001, 1, 0.0, paid=1000)
+    assert over(quotas, tenant, 60, 1, 1001.0 - 60.0)[1] == pytest.approx(60.0)
+    for _ in range(3):  # inputs of a list, all of which were charged before
+        quotas.enter(tenant, 10, 1, 0.0, paid=10)
+
+
+def test_a_charge_knows_the_requests_for_which_no_work_began() -> None:
+    charge = Charge()
+    assert (charge.begun, charge.take()) == (False, 0)
+    charge.begin([5, 6, 7])
+    assert (charge.begun, charge.take(), charge.rest(), charge.take(), charge.rest()) == (True, 5, (2, 13), 0, (0, 0))
+    again = Charge.of(9)
+    assert (again.begun, again.take(), again.take()) == (True, 9, 0)
