@@ -29,6 +29,9 @@ _HEADER_BYTES: Final = 32 << 20
 # Nested repetitions, which cost the examiner of constraints all of its time; each is another one.
 _GRAMMAR: Final = "start: {}\n" + "".join(f"r{n}: r{n + 1}* r{n + 1}? r{n + 1}+\n" for n in range(24)) + 'r24: "a"?\n'
 
+_FLOODING: Final = 10
+_TOKENIZE_BYTES: Final = 50_000
+
 Attack = Callable[["Target"], Awaitable[str]]
 Make = Callable[[int], bytes]  # of a number of bytes
 
@@ -240,6 +243,25 @@ async def deep_json(target: Target) -> str:
     return await posted(target, "/v1/chat/completions", b'{"messages":' + b"[" * depth + b"]" * depth + b"}")
 
 
+async def tokenize_flood(target: Target) -> str:
+    """Ask for the tokens of 50 KB on ten connections at once."""
+    body = _tokenize_body(_TOKENIZE_BYTES)
+    return max(await asyncio.gather(*(posted(target, "/tokenize", body) for _ in range(_FLOODING))))
+
+
+async def embedding_list(target: Target) -> str:
+    """Ask for as many vectors as one body may; a pool that generates has none."""
+    return await posted(target, "/v1/embeddings", json.dumps({"input": ["some words"] * 2_048}).encode())
+
+
+@functools.cache
+def _tokenize_body(size: int) -> bytes:
+    rng, words = random.Random(size), list[str]()
+    while sum(map(len, words)) < size:
+        words += ["".join(rng.choices("etaoinshrdlu", k=rng.randrange(2, 10))) for _ in range(1_000)]
+    return json.dumps({"prompt": " ".join(words)[:size]}).encode()
+
+
 KINDS: Final[dict[str, Attack]] = {
     "many_stop_ids": _generated(wire.many_stop_ids),
     "long_stop_strings": _generated(wire.long_stop_strings),
@@ -268,6 +290,8 @@ KINDS: Final[dict[str, Attack]] = {
     "http2_garbage": _garbage(wire.http2_garbage, over_grpc=True),
     "http1_on_grpc": _garbage(wire.http1_garbage, over_grpc=True),
     "http2_on_http": _garbage(wire.http2_garbage, over_grpc=False),
+    "tokenize_flood": tokenize_flood,
+    "embedding_list": embedding_list,
 }
 
 

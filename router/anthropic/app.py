@@ -118,6 +118,7 @@ class Messages:
         with given.in_its_words(), in_words_of(given.order):
             meter, tenant = self._service.parts.meter, request.state.caller.tenant
             (prompt,) = given.order.prompts
+            request.state.charge = Charge.of()
             ids = await unless_gone(request, meter.encoded(self._service.parts.codec, prompt, True, tenant))
         return {"input_tokens": len(ids)}
 

@@ -37,6 +37,7 @@ from router.openai.service import Events, HttpParts, Service, answer_headers, as
 from router.openai.stream import DONE, StreamedAnswer, error_line
 from router.openai.tokens import token_routes
 from router.openai.types import ChatRequest, CompletionRequest, GenerationFields
+from router.openai.wrong_requests import WrongRequestsCharged
 from router.ports import CallContext
 from router.serving.answer_size import AnswerPlace, check_least_size
 from router.serving.event_stream import EventStream
@@ -66,6 +67,7 @@ def create_app(parts: HttpParts, cors_origins: Sequence[str] = (), own_names: Se
     )
     app.add_middleware(BodyGate, clock=parts.clock)
     errors.install(app)
+    app.add_middleware(WrongRequestsCharged, meter=parts.meter)
     app.add_middleware(Authenticated, authenticator=parts.authenticator)
     if cors_origins:
         # Outside of authentication, as the question of a browser whether it may call carries no key.

@@ -167,7 +167,7 @@ def _decimals(vector: bytes) -> str:
 @contextmanager
 def _in_words_of(body: EmbeddingRequest) -> Iterator[None]:
     """Let errors about inputs name those of the body."""
-    one = len(body.inputs) == 1
+    one = isinstance(body.input, str) or not body.input or isinstance(body.input[0], int) or len(body.input) == 1
     try:
         yield
     except InvalidRequest as error:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 from common.errors import FieldViolation, InvalidRequest
 from common.limits import MAX_TOKENIZE_CHARS
 from quire.inference.v1 import inference_pb2 as pb
+from router.core.tenancy import Charge
 from router.openai.chat_prompt import chat_prompt
 from router.openai.schema import answers
 from router.openai.service import unless_gone
@@ -70,8 +71,9 @@ def token_routes(
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Return the tokens of a text or a chat."""
         check_model(body.model)
-        tenant = request.state.caller.tenant
-        ids = await unless_gone(request, meter.encoded(codec, _prompt(body), body.add_special_tokens, tenant))
+        prompt, tenant = _prompt(body), request.state.caller.tenant
+        request.state.charge = Charge.of()
+        ids = await unless_gone(request, meter.encoded(codec, prompt, body.add_special_tokens, tenant))
         texts = await _listed(ids, lambda each: _text(codec, each)) if body.return_token_strs else "null"
         head = f'"count":{len(ids)},"max_model_len":{card.max_model_len}'
         content = f'{{{head},"tokens":{await _listed(ids, str)},"token_strs":{texts}}}'
@@ -80,6 +82,7 @@ def token_routes(
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         """Return the text of tokens."""
         check_model(body.model)
+        request.state.charge = Charge.of()
         meter.decodes(body.tokens, request.state.caller.tenant)
         validator.check_token_ids(body.tokens)
         return {"prompt": await unless_gone(request, codec.text_of(body.tokens, skip_special_tokens=False))}

@@ -10,7 +10,6 @@ from typing import Final
 
 from common.errors import Cancelled, DeadlineExceeded, EngineFailure, FieldViolation, InvalidRequest, QuireError
 from common.limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDINGS_AT_ONCE
-from common.process.turns import A_STEP
 from common.types import FinishReason, Usage
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2
@@ -75,10 +74,9 @@ class Embedder:
         self._meter.begin(request.inputs, pb.GenerateRequest(request_id=request.request_id), call, embeds=True)
         inputs = list[ValidatedRequest]()
         try:
-            for place, each in enumerate(_requests_of(request), 1):
-                inputs.append(await self._input(place - 1, each, call, count))
-                if place % A_STEP == 0:  # token ids and short texts are validated without a wait
-                    await asyncio.sleep(0)
+            for place, each in enumerate(_requests_of(request)):
+                inputs.append(await self._input(place, each, call, count))
+                await asyncio.sleep(0)  # token ids and short texts are validated without a wait
         finally:
             self._meter.give_back(call)
         return Embeddings(inputs, dimensions)

@@ -84,6 +84,10 @@ class Meter:
         self.settle(tenant, len(ids) - expected)
         return ids
 
+    def wrong(self, tenant: Tenant) -> None:
+        """Charge a tenant for a request that cannot be read. Raises Overloaded."""
+        self._quotas.charge(tenant, 0, self._clock.monotonic())
+
     def decodes(self, token_ids: Sequence[int], tenant: Tenant) -> None:
         """Charge a tenant for the text of tokens. Raises Overloaded."""
         self._quotas.charge(tenant, min(len(token_ids), self._context()), self._clock.monotonic())

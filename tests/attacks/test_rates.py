@@ -125,6 +125,7 @@ async def attacked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[At
         f"{number}-{rate}": f"{limit} = {RATES[limit]}"
         for number, (rate, limit) in product(range(len(KINDS)), LIMITS.items())
     } | {"list": "requests_per_minute = 20", "once": "requests_per_minute = 6", "free": ""}
+    options |= {f"wrong-{number}": "requests_per_minute = 4" for number in range(len(WRONG))}
     keys = {name: new_key() for name in options}
     write_tenants(folder / "tenants.toml", keys, options)
     (folder / "server.key").write_text("5" * 64)
@@ -144,12 +145,38 @@ async def test_work_for_texts_ends_with_its_tenants_rate(attacked: Attacked, kin
     expected, ask = KINDS[kind]
     tenant = f"{list(KINDS).index(kind)}-{rate}"
     async with asyncio.timeout(PATIENCE_S):
-        assert await ask(attacked, tenant) == expected
+        # A request is charged once, also one of which several parts of the router see that it is wrong.
+        for _ in range(3 if rate == "requests" else 1):
+            assert await ask(attacked, tenant) == expected
         said = expected
         while said == expected:
             said = await ask(attacked, tenant)
     assert f"tenant {tenant}.{LIMITS[rate]}" in said, said
     assert await ask(attacked, "free") == expected
+    assert not attacked.router.tracebacks
+
+
+WRONG = {
+    "no prompt": posted("/v1/completions", prompt=5),
+    "another model": posted("/v1/chat/completions", model="other", messages=CHAT),
+    "no tool": posted("/v1/chat/completions", messages=CHAT, tools=[{"type": "function"}]),
+    "too many inputs": posted("/v1/embeddings", input=["a"] * 3_000),
+    "wrong messages": posted("/v1/messages", model="checkpoint", messages=5, max_tokens=1),
+    "two prompts": posted("/tokenize", prompt="a", messages=CHAT),
+    "a large body": posted("/v1/completions", prompt=["a"] * 140_000),
+    "unknown ids": posted("/detokenize", tokens=[1 << 30]),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+async def test_a_request_that_cannot_be_read_is_a_request(attacked: Attacked, kind: str) -> None:
+    tenant = f"wrong-{list(WRONG).index(kind)}"
+    said = [await WRONG[kind](attacked, tenant) for _ in range(4)]
+    assert set(said) <= {"400", "404", "422"}, said
+    async with asyncio.timeout(PATIENCE_S):
+        while said[-1] in {"400", "404", "422"}:
+            said.append(await WRONG[kind](attacked, tenant))
+    assert f"tenant {tenant}.requests_per_minute" in said[-1], said[-1]
     assert not attacked.router.tracebacks
 
 
