@@ -11,6 +11,7 @@ from common.checkpoint.hub import without_effect
 from common.checkpoint.pooling import PoolingMode, PoolingOption
 from common.cpu_list import cpus_of, in_words
 from common.errors import FieldViolation
+from common.limits import ORPHANS_ALONE
 from common.process.topology import allowed_cpus
 from common.settings.options import (
     Address,
@@ -141,7 +142,7 @@ class EngineSettings(Settings):
         25.0,
         ge=0.0,
         description="seconds that the sequences of a router that died run on, for clients that resume at another one; "
-        "0: they end with their router",
+        f"up to {ORPHANS_ALONE} times as long until any router is connected; 0: they end with their router",
     )
     drain: DrainMode = Field(
         "finish",

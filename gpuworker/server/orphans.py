@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from common.limits import MAX_ORPHAN_BYTES, MAX_ORPHAN_BYTES_A_TENANT, MAX_ORPHANS, MAX_ORPHANS_A_TENANT
+from common.limits import (
+    MAX_ORPHAN_BYTES,
+    MAX_ORPHAN_BYTES_A_TENANT,
+    MAX_ORPHANS,
+    MAX_ORPHANS_A_TENANT,
+    ORPHANS_ALONE,
+)
 from common.types import FinishReason, SequenceId
 from gpuworker.engine.ports import EngineOutputs
 from gpuworker.server.live_sequence import LiveSequence, gather
@@ -65,11 +71,26 @@ class _Nowhere:
     def finished(self, handle: int, end: object) -> None: ...
 
 
-class Orphans:
-    """Lives on the I/O loop. `cancel` ends a sequence in the engine; `grace` is in seconds, 0 keeps none."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Left:
+    """What one lost stream left, and when."""
 
-    def __init__(self, grace: float, cancel: Callable[[SequenceId, FinishReason], None]) -> None:
-        self._grace, self._cancel = grace, cancel
+    names: tuple[SequenceId, ...]
+    since: float
+
+
+class Orphans:
+    """Lives on the I/O loop. `cancel` ends a sequence in the engine; `grace` is in seconds, 0 keeps none.
+
+    The grace is for clients on their way to another router. While `has_router` says that none is connected, it is
+    extended, and it begins anew with the next one (`router_came`).
+    """
+
+    def __init__(
+        self, grace: float, cancel: Callable[[SequenceId, FinishReason], None], has_router: Callable[[], bool]
+    ) -> None:
+        self._grace, self._cancel, self._has_router = grace, cancel, has_router
+        self._extended: list[_Left] = []
         self._orphans: dict[SequenceId, _Orphan] = {}  # the oldest first
         self._leaving: dict[SequenceId, LiveSequence] = {}  # cancelled; the engine has not said so yet
         self._count: Counter[str] = Counter()
@@ -109,8 +130,13 @@ class Orphans:
         for live in left:
             self._add(live, router, now)
         if left:
-            names = [live.id for live in left]
-            asyncio.get_running_loop().call_later(self._grace, self._expire, names, now)
+            self._expire_later(_Left(tuple(live.id for live in left), now))
+
+    def router_came(self) -> None:
+        """Give what waited for any router its grace from now on."""
+        extended, self._extended = self._extended, []
+        for left in extended:
+            self._expire_later(left)
 
     def returned(self, router: bytes) -> None:
         """End the orphans of a router that is here again: it has moved its sequences to other workers."""
@@ -200,11 +226,26 @@ class Orphans:
     def _has_too_much(self, tenant: str) -> bool:
         return self._count[tenant] > MAX_ORPHANS_A_TENANT or self._bytes[tenant] > MAX_ORPHAN_BYTES_A_TENANT
 
-    def _expire(self, names: list[SequenceId], since: float) -> None:
+    def _expire_later(self, left: _Left) -> None:
+        asyncio.get_running_loop().call_later(self._grace, self._is_due, left)
+
+    def _is_due(self, left: _Left) -> None:
+        rest = left.since + ORPHANS_ALONE * self._grace - time.monotonic()
+        if self._has_router() or rest <= 0.0:
+            self._expire(left)
+        else:
+            self._extended.append(left)
+            asyncio.get_running_loop().call_later(rest, self._no_router_came, left)
+
+    def _no_router_came(self, left: _Left) -> None:
+        if left in self._extended:
+            self._extended.remove(left)
+            self._expire(left)
+
+    def _expire(self, left: _Left) -> None:
         """End what was orphaned then and still is."""
-        self._end(
-            [each for each in names if each in self._orphans and self._orphans[each].since == since], Fate.EXPIRED
-        )
+        orphans = self._orphans
+        self._end([each for each in left.names if each in orphans and orphans[each].since == left.since], Fate.EXPIRED)
 
     def _end(self, names: Iterable[SequenceId], fate: Fate) -> None:
         for name in names:

@@ -69,8 +69,8 @@ class Serving:
 class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
     """Serves routers; `deliver` is the engine's sink and may be called from its thread.
 
-    What a lost router leaves runs on for `orphan_grace` seconds. `steps` makes the spans of recorded steps. A router
-    that sends pulses is lost after `silence` seconds without any message.
+    What a lost router leaves runs on for `orphan_grace` seconds, and longer while there is no router. `steps` makes the
+    spans of recorded steps. A router that sends pulses is lost after `silence` seconds without any message.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
     ) -> None:
         self._tracer, self._loop, self._steps = tracer, asyncio.get_running_loop(), steps
         self._silence = silence
-        self.orphans = Orphans(orphan_grace, self._cancel)
+        self.orphans = Orphans(orphan_grace, self._cancel, self._has_router)
         self._serving: Serving | None = None
         self._is_loaded = asyncio.Event()
         self._stirred = asyncio.Event()  # something happened since the routers of an idle worker heard of its load
@@ -101,6 +101,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         With `migrate` they also move the sequences that they have here to other workers.
         """
         self.draining, self._migrating = True, migrate
+        self.orphans.router_came()
         self.beat()
 
     def beat(self) -> None:
@@ -223,6 +224,11 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         if not hello.stood_still:
             self.orphans.returned(hello.incarnation)
         self._streams.add(stream)
+        self.orphans.router_came()
+
+    def _has_router(self) -> bool:
+        """Whether a router is connected, or none will come."""
+        return self.draining or any(not stream.closed for stream in self._streams)
 
     def _orphan(self, stream: RouterStream, router: bytes, stood_still: bool = False) -> None:
         """Keep the sequences of a lost router, if it wants that."""

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
 import pytest
 
+from common.limits import ORPHANS_ALONE
+from common.types import SequenceId
+from gpuworker.core.sequence import NewSequence
 from gpuworker.engine.ports import EngineOutputs
 from gpuworker.server import orphans as orphans_module
-from gpuworker.server.orphans import Fate
+from gpuworker.server.live_sequence import LiveSequence
+from gpuworker.server.orphans import Fate, Orphans
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 from tests.support.gpuworker.fake_engine_ports import ManualRunner, ScriptedChannel
@@ -201,18 +207,88 @@ async def test_a_second_death_leaves_orphans_again() -> None:
             assert third.tokens == {1: [7] * 5}
 
 
-async def test_orphans_end_when_their_time_is_over_and_free_everything() -> None:
+@pytest.mark.parametrize("router_remains", [True, False])
+async def test_orphans_end_when_their_time_is_over_and_free_everything(router_remains: bool) -> None:
+    """With another router this is their grace, without any a multiple of it."""
     runner = ManualRunner()
-    async with served(runner, orphan_grace=0.01) as worker:
+    async with served(runner, orphan_grace=0.01) as worker, AsyncExitStack() as stack:
+        if router_remains:
+            await stack.enter_async_context(router_of(worker, SECOND))
         async with router_of(worker, FIRST) as router:
             await router.send(resumable(1, 40), resumable(2, 40, index=1))
             await worker.until(lambda: len(runner.num_tokens) == 2)
             router.call.cancel()
         await worker.step_until(runner, lambda: not runner.num_tokens and not worker.servicer.live_sequences)
-        assert worker.servicer.orphans.fates[Fate.EXPIRED] == 2
+        await worker.until(lambda: worker.servicer.orphans.fates[Fate.EXPIRED] == 2)
         assert (len(worker.servicer.orphans), worker.servicer.orphans.size) == (0, 0)
         assert not worker.servicer.orphans.waits
-        assert not worker.servicer._streams
+        assert len(worker.servicer._streams) == router_remains
+
+
+GRACE = 25.0
+
+
+class Timers:
+    """The clock and the timers of orphans: time passes when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now, self._timers = 1000.0, list[tuple[float, Callable[[], object]]]()
+        monkeypatch.setattr(orphans_module, "time", SimpleNamespace(monotonic=lambda: self._now))
+        monkeypatch.setattr(orphans_module, "asyncio", SimpleNamespace(get_running_loop=lambda: self))
+
+    def call_later(self, seconds: float, callback: Callable[..., object], *args: object) -> None:
+        self._timers.append((self._now + seconds, partial(callback, *args)))
+
+    def pass_seconds(self, seconds: float) -> None:
+        until = self._now + seconds
+        while due := sorted((each for each in self._timers if each[0] <= until), key=lambda each: each[0]):
+            self._timers.remove(due[0])
+            self._now, callback = due[0]
+            callback()
+        self._now = until
+
+
+def live(number: int) -> LiveSequence:
+    message = pb.Submit(tenant="t1", request_id="r1")
+    message.continuation.SetInParent()
+    sequence = cast("NewSequence", SimpleNamespace(sequence=SequenceId(number)))
+    return LiveSequence(handle=number, new=sequence, submitted=0.0, message=message, size=100)
+
+
+async def test_orphans_wait_for_the_first_router_that_comes_whatever_it_took_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The grace is for clients that can find a router."""
+    timers, ended, connected = Timers(monkeypatch), list[SequenceId](), list[str]()
+    orphans = Orphans(GRACE, lambda name, _: ended.append(name), lambda: bool(connected))
+    orphans.take(FIRST, [live(1)])
+    timers.pass_seconds(ORPHANS_ALONE * GRACE - 1.0)
+    assert not ended, "no router was there that could have taken it"
+    connected.append("the router that took so long to start")
+    orphans.router_came()
+    timers.pass_seconds(GRACE - 1.0)
+    assert not ended, "its clients are on their way"
+    timers.pass_seconds(1.0)
+    assert ended == [SequenceId(1)]
+
+
+async def test_orphans_end_though_no_router_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers, ended = Timers(monkeypatch), list[SequenceId]()
+    orphans = Orphans(GRACE, lambda name, _: ended.append(name), lambda: False)
+    orphans.take(FIRST, [live(1)])
+    timers.pass_seconds(ORPHANS_ALONE * GRACE - 1.0)
+    assert not ended
+    timers.pass_seconds(1.0)
+    assert ended == [SequenceId(1)]
+    assert orphans.fates[Fate.EXPIRED] == 1
+
+
+async def test_a_worker_that_drains_gives_orphans_their_grace_alone() -> None:
+    """It takes no stream any more, so no router will come."""
+    runner = ManualRunner()
+    async with served(runner, orphan_grace=0.01) as worker:
+        worker.servicer.drain()
+        assert worker.servicer._has_router()
 
 
 async def test_a_request_that_waits_for_blocks_is_an_orphan_too() -> None:
