@@ -3,6 +3,8 @@
     python -m bench.attacks --json                          1,000 hostile requests of all kinds, 32 innocent streams
     python -m bench.attacks --kinds many_stop_ids --count 1 one of them alone
     python -m bench.attacks --each                          every kind alone, one suite each: which one hurts
+    python -m bench.attacks --kinds flood_rapid_reset --count 100000 --seconds 240    a flood for four minutes
+    python -m bench.attacks --router-memory-mib 1024        the router in a container's limit (a cgroup, as root)
     python -m bench.attacks --tenants                       keys of two tenants: one innocent, one hostile
 
 A suite of real processes runs, with simulated workers unless --real is given. First the innocent streams run alone.
@@ -19,7 +21,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +30,9 @@ import uvloop
 from bench.attack.attacker import LATE, AttackPlan, words
 from bench.attack.innocents import Innocents, Streams, differing
 from bench.attack.kinds import KINDS
+from bench.attack.memory_limit import memory_limit
 from bench.attack.victim import HOSTILE, INNOCENT, ROUTER, Victim, victim
+from bench.attack.waits import Waits, ask
 from bench.lib.harness import parser, progress, report, report_columns
 from bench.serve import suite_flags
 from cli.benchmark.closed_loop import percentile
@@ -50,6 +54,10 @@ NOTES: Final = {
     "loop_turn_cpu_p99_ms": "99th percentile of its turns above 0.1 ms",
     "innocent_ttft_p99_ms": "time to first token of innocent streams, milliseconds: 99th percentile",
     "quiet_ttft_p99_ms": "the same without an attack",
+    "status_wait_max_ms": "longest wait of another client for GetStatus over gRPC, milliseconds",
+    "status_wait_p99_ms": "99th percentile of these waits",
+    "health_wait_max_ms": "longest wait for /health over HTTP, milliseconds",
+    "questions_failed": "such questions that got no answer",
     "hostile_sent": "hostile requests that were sent",
     "hostile_internal": "those that were answered INTERNAL, UNKNOWN or 500",
     "restarts": "processes of the suite that had to be started again",
@@ -58,7 +66,10 @@ NOTES: Final = {
 
 async def attacked(args: argparse.Namespace, kinds: tuple[str, ...]) -> Figures:
     """Start a suite, run the innocent streams quietly and under attack, and return the figures."""
-    async with victim(_options(args), args.workers, args.tenants) as suite:
+    async with AsyncExitStack() as stack:
+        suite = await stack.enter_async_context(victim(_options(args), args.workers, args.tenants))
+        if args.router_memory_mib is not None:
+            stack.enter_context(memory_limit([suite.pids()[ROUTER]], args.router_memory_mib << 20))
         ports, key = (suite.grpc_port, suite.http_port), suite.keys.get(INNOCENT, "")
         innocents = Innocents(suite.host, *ports, args.innocents, args.output_tokens, key)
         quiet = await innocents.run()
@@ -67,19 +78,21 @@ async def attacked(args: argparse.Namespace, kinds: tuple[str, ...]) -> Figures:
         await asyncio.to_thread(suite.turns)  # those of the start and of the quiet run are forgotten
         key = suite.keys.get(HOSTILE, "")
         plan = AttackPlan(suite.host, *ports, args.count, args.seconds, args.at_once, args.seed, kinds, key)
-        found, became = await _beside(plan, innocents, suite)
+        found, waits, became = await _beside(plan, innocents, suite)
         _say(found, became)
-        return await asyncio.to_thread(_figures, quiet, found, became, suite)
+        return await asyncio.to_thread(_figures, quiet, found, waits, became, suite)
 
 
-async def _beside(plan: AttackPlan, innocents: Innocents, suite: Victim) -> tuple[Streams, Counter[str]]:
+async def _beside(plan: AttackPlan, innocents: Innocents, suite: Victim) -> tuple[Streams, Waits, Counter[str]]:
     over = asyncio.Event()
     async with asyncio.TaskGroup() as group, suite.watched():
         running = group.create_task(innocents.run(over))
+        key = suite.keys.get(INNOCENT, "")
+        asking = group.create_task(ask(suite.host, suite.grpc_port, suite.http_port, key, over))
         async with _attacker(plan) as attacking:
             became = Counter(await attacking)
         over.set()
-        return await running, became
+        return await running, await asking, became
 
 
 @asynccontextmanager
@@ -103,7 +116,7 @@ async def _attacker(plan: AttackPlan) -> AsyncIterator[asyncio.Task[Counter[str]
         await process.wait()
 
 
-def _figures(quiet: Streams, found: Streams, became: Counter[str], suite: Victim) -> Figures:
+def _figures(quiet: Streams, found: Streams, waits: Waits, became: Counter[str], suite: Victim) -> Figures:
     turns = suite.turns()
     return {
         "innocent_failed": found.failed.total(),
@@ -114,6 +127,10 @@ def _figures(quiet: Streams, found: Streams, became: Counter[str], suite: Victim
         "loop_turn_cpu_p99_ms": turns.get("cpu_p99_ms", -1.0),
         "innocent_ttft_p99_ms": 1e3 * percentile(found.first_tokens, 0.99),
         "quiet_ttft_p99_ms": 1e3 * percentile(quiet.first_tokens, 0.99),
+        "status_wait_max_ms": 1e3 * max(waits.status),
+        "status_wait_p99_ms": 1e3 * percentile(waits.status, 0.99),
+        "health_wait_max_ms": 1e3 * max(waits.health),
+        "questions_failed": waits.failed,
         "hostile_sent": sum(count for ended, count in became.items() if not ended.endswith(LATE)),
         "hostile_internal": sum(count for ended, count in became.items() if ended.partition(" ")[2] in _BUGS),
         "restarts": suite.restarts,
@@ -167,6 +184,7 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--tenants", action="store_true", help="innocents and attacker have keys of two tenants")
     made.add_argument("--tls", action="store_true", help="TLS between the services, as `quire serve` has it")
     made.add_argument("--trace-sample-ratio", type=float, default=1.0, help="share of the requests that are traced")
+    made.add_argument("--router-memory-mib", type=int, help="limit of the router's memory; unset: none")
     made.add_argument("--seed", type=int, default=0)
     return made
 

@@ -92,7 +92,7 @@ class Load:
             options["simulate"] = args.simulate
         options |= special or {}
         workers = int(str(options.pop("workers", args.workers)))
-        limits = ("--max-queued-requests", "16384")
+        limits = ("--max-queued-requests", "16384", "--grpc-calls-per-connection", "16384")
         async with load_suite(suite_flags(options), args.clients, limits, workers, routers) as suite:
             suite.pin(_cores(args.pin))
             yield suite

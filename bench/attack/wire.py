@@ -61,6 +61,14 @@ def many_tokens(token: bytes, size: int) -> bytes:
     return field(1, token * (size // len(token)))
 
 
+def infer(parameters: bytes) -> bytes:
+    """Return a ModelInferRequest whose sampling parameters are this text."""
+    texts = {b"text_input": b"hello", b"sampling_parameters": parameters}
+    inputs = b"".join(field(5, field(1, name) + field(2, b"BYTES") + field(3, b"\x01")) for name in texts)
+    raw = b"".join(field(7, len(text).to_bytes(4, "little") + text) for text in texts.values())
+    return field(1, b"quire-demo") + inputs + raw
+
+
 def span_export(spans: int, size: int) -> bytes:
     """Return an OTLP export of spans, each with one attribute; they share the bytes."""
     text = field(1, b"x" * max(1, size // spans - 64))  # AnyValue.string_value

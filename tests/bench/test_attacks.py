@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
-from bench.attack import wire
+from bench.attack import floods, wire
 from bench.attack.innocents import Streams, differing
 from bench.attack.kinds import KINDS
 from quire.inference.v1 import inference_pb2 as pb
+from quire.kserve.v2 import kserve_pb2 as kserve
 from tests.support.bench_process import run_benchmark
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +30,33 @@ def test_hostile_messages_are_what_they_claim_to_be() -> None:
     export = trace_service_pb2.ExportTraceServiceRequest.FromString(wire.span_export(2, 188))
     (scope,) = export.resource_spans[0].scope_spans
     assert [len(span.attributes[0].value.string_value) for span in scope.spans] == [30, 30]
+
+    infer = kserve.ModelInferRequest.FromString(wire.infer(b'{"n":1}'))
+    assert [(each.name, each.datatype, [*each.shape]) for each in infer.inputs] == [
+        ("text_input", "BYTES", [1]),
+        ("sampling_parameters", "BYTES", [1]),
+    ]
+    assert infer.raw_input_contents[1] == b'\x07\x00\x00\x00{"n":1}'
+
+
+def test_floods_are_whole_frames_of_streams_that_grow() -> None:
+    """A frame is nine bytes and its payload; the ids of a client's streams are odd, and none comes twice."""
+    for name, flood in floods.FLOODS.items():
+        sent = b"".join(itertools.islice(flood.chunks(), 2))
+        frames = list(frames_of(sent))
+        assert frames, name
+        opened = [stream for kind, stream in frames if kind == floods.HEADERS]
+        assert opened == sorted(set(opened)), name
+        assert all(stream % 2 for stream in opened), name
+
+
+def frames_of(sent: bytes) -> Iterator[tuple[int, int]]:
+    """Yield the kind and the stream of each frame, which end where the bytes end."""
+    at = 0
+    while at < len(sent):
+        yield sent[at + 3], int.from_bytes(sent[at + 5 : at + 9], "big")
+        at += 9 + int.from_bytes(sent[at : at + 3], "big")
+    assert at == len(sent)
 
 
 @pytest.mark.parametrize("size", wire.SIZES)
