@@ -11,6 +11,9 @@ from typing import Final
 
 # Bytes of a message on the public gRPC ports; a prompt of a million token ids has 3 MB.
 MAX_PUBLIC_MESSAGE_BYTES: Final = 4 << 20
+# Calls on one connection to a public gRPC port, unless an option says otherwise; further ones wait at the client. Each
+# may have 120 KB of headers and state, and 64 KiB of a message that is not read.
+CALLS_PER_CONNECTION: Final = 128
 # Sequences of one request.
 MAX_SEQUENCES: Final = 64
 # Log-probabilities of other tokens beside each sampled one.

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 
 from common.decisions.ring import DEFAULT_RING_BYTES
 from common.errors import FieldViolation
+from common.limits import CALLS_PER_CONNECTION
 from common.process.metrics import metrics_port
 from common.settings.decision_log import DecisionLogSettings
 from common.settings.options import (
@@ -111,6 +112,11 @@ class RouterSettings(PoolSettings, DecisionLogSettings):
     )
     http_connections_per_peer: Count = Field(
         1024, description="HTTP connections of one address at once; a proxy in front of the router is one address"
+    )
+    grpc_calls_per_connection: Count = Field(
+        CALLS_PER_CONNECTION,
+        description="calls at once on one connection to --grpc-port; further ones wait at the client. Each costs "
+        "memory before a key is checked",
     )
     worker: Addresses = Field((), description="HOST:PORT of a GPU worker; repeatable; default: those in Redis")
     worker_network: Networks = Field(

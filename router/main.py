@@ -151,7 +151,7 @@ class RouterProcess:
             [INFERENCE, DECISIONS, KSERVE_SERVICE],
             [server_spans(tracer, _UNTRACED)],
             self._shares,
-            CLIENTS,
+            replace(CLIENTS, most_calls=settings.grpc_calls_per_connection),
             tls=self._public_tls,
         )
         self._admin = AdminPlane(settings, self._registry, self._why_not_ready, [server_spans(tracer)], self._tls)
