@@ -328,6 +328,8 @@ async def _flooded(target: Target, flood: Flood, ends: float) -> bool:
     try:
         writer.write(opening(flood))
         for chunk in flood.chunks():
+            if time.monotonic() >= ends:  # a server that takes everything never lets the sender wait
+                return False
             writer.write(chunk)
             async with asyncio.timeout(max(0.0, ends - time.monotonic())):
                 await writer.drain()

@@ -31,7 +31,12 @@ from common.rpc.server import open_channel
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker
-from tests.support.router.router_process import RouterUnderAttack, raw_connection, router_under_attack
+from tests.support.router.router_process import (
+    RouterUnderAttack,
+    raw_connection,
+    router_under_attack,
+    whole_answer,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -165,3 +170,11 @@ async def test_an_operator_chooses_how_many_calls_a_connection_may_have() -> Non
         writer.write(PREFACE + frame(SETTINGS, 0, 0))
         async with asyncio.timeout(PATIENCE_S):
             assert (await settings_in(frames(reader)))[_MAX_CONCURRENT_STREAMS] == 7
+
+
+async def test_the_http_port_speaks_no_http2(attacked: RouterUnderAttack) -> None:
+    async with asyncio.timeout(PATIENCE_S), raw_connection(attacked.http_port) as (reader, writer):
+        writer.write(opening(FLOODS["rapid_reset"]) + next(FLOODS["rapid_reset"].chunks()))
+        answer = await whole_answer(reader)
+    assert not answer or answer.startswith(b"HTTP/1.1 400")
+    await status(attacked)
