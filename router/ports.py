@@ -31,6 +31,8 @@ class CallContext:
     model: str = ""
     # What other systems keep in the trace of `traceparent`.
     tracestate: str = ""
+    # Whether the API answers with as many tokens as the context holds, where more are asked for.
+    lowers_max_tokens: bool = False
     # What its tenant's rates were charged before the work for it; contexts that are made from this one share it.
     charge: Charge = field(default_factory=Charge, compare=False)
 

@@ -11,9 +11,8 @@ from typing import Any, Final
 
 from fastapi import APIRouter, FastAPI, Request, Response
 
-from common.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, QuireError
+from common.errors import QuireError
 from common.limits import MAX_ANSWER_BYTES
-from quire.inference.v1 import inference_pb2 as pb
 from router.anthropic.answer import (
     PING,
     Json,
@@ -37,7 +36,6 @@ from router.core.events import ValidatedRequest
 from router.core.tenancy import Charge
 from router.openai import errors, schema
 from router.openai.answer import Answer, Form, Piece
-from router.openai.request import Order
 from router.openai.response import WholeResponse
 from router.openai.service import Events, HttpParts, Service, answer_headers, in_words_of, unless_gone
 from router.ports import CallContext
@@ -126,7 +124,8 @@ class Messages:
         reading = await self._service.reading(given.order, call)
         order = given.order if reading is None else given.order.read_by(reading)
         with in_words_of(order):
-            validated = await self._fitted(order, call, body.max_tokens)
+            # Clients of this API ask for tens of thousands of tokens, whatever the model.
+            (validated,) = await self._service.validated(order, replace(call, lowers_max_tokens=True))
         form = Form(
             chat=True,
             model=self._service.parts.card.name,
@@ -140,22 +139,6 @@ class Messages:
         blocks = ContentBlocks(_new_call_id, given.shows_thoughts)
         answer = Answer(form, 1, f"msg_{call.request_id}")
         return _Turn(validated, answer, blocks, validated.sampling.max_tokens < body.max_tokens)
-
-    async def _fitted(self, order: Order, call: CallContext, max_tokens: int) -> ValidatedRequest:
-        """Return the request with so many tokens, or with as many as the context holds after the prompt.
-
-        Clients of this API ask for tens of thousands, whatever the model.
-        """
-        (fitting,) = await self._service.validated(order, call)
-        if max_tokens > fitting.sampling.max_tokens:
-            try:
-                again = replace(call, charge=Charge.of(len(fitting.prompt)))
-                (fitting,) = await self._service.validated(_with_max_tokens(order, fitting, max_tokens), again)
-            except InvalidRequest as error:
-                if any(each.reason != CONTEXT_LENGTH_EXCEEDED for each in error.violations):
-                    raise
-        lowered = min(max_tokens, fitting.sampling.max_tokens)
-        return replace(fitting, sampling=replace(fitting.sampling, max_tokens=lowered))
 
     async def _collected(self, turn: _Turn, place: AnswerPlace) -> list[bytes]:
         whole = WholeMessage(place.grow)
@@ -177,14 +160,6 @@ async def _lines(turn: _Turn, events: Events) -> AsyncGenerator[str, None]:
     except QuireError as error:
         # The status line was sent before.
         yield error_event(error_body(error))
-
-
-def _with_max_tokens(order: Order, validated: ValidatedRequest, max_tokens: int) -> Order:
-    """Return the order with this number of tokens. Its prompt is made of tokens already."""
-    common = pb.GenerateRequest()
-    common.CopyFrom(order.common)
-    common.sampling.max_tokens = max_tokens
-    return replace(order, prompts=[pb.Prompt(token_ids=pb.TokenIds(ids=validated.prompt))], common=common)
 
 
 def _new_call_id() -> str:

@@ -24,6 +24,7 @@ _OMITTED: Final = "omitted"
 # Names of a chat's fields in this API; `messages[N]` has a place of its own.
 _NAMES: Final = FieldNames(
     (r"^(sampling\.)?stop\b", "stop_sequences"),
+    (r"^max_completion_tokens\b", "max_tokens"),
     (r"^sampling\.", ""),
     (r"^prompt\.chat\.", ""),
     (r"^cache\.salt\b", "cache_salt"),
@@ -42,7 +43,7 @@ _MESSAGE: Final = re.compile(r"^messages\[(\d+)\]")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The chat of a body without the number of its tokens, and the place of each message in the body."""
+    """The chat of a body, and the place of each message in the body."""
 
     order: Order
     places: Sequence[str]
@@ -75,7 +76,8 @@ def asked(body: CountRequest, headers: Mapping[str, str]) -> Asked:
 def _sampling(body: MessagesRequest) -> dict[str, Any]:
     if body.max_tokens < 1:
         _refuse("max_tokens", f"is {body.max_tokens}; expected at least 1")
-    return {name: getattr(body, name) for name in _SAME} | {"stop": body.stop_sequences or None}
+    given = {name: getattr(body, name) for name in _SAME}
+    return given | {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or None}
 
 
 def _tools(body: CountRequest) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class Validator:
         hidden = self._hidden(request) if request.sampling.stop else {}
         self._check_sampling(report, request.sampling, hidden)
         prompt = await self._prompt(report, request, 0 if embeds else 1)
-        scalars = self._scalars(report, request.sampling, len(prompt))
+        scalars = self._scalars(report, request.sampling, len(prompt), call.lowers_max_tokens)
         began = time.monotonic()
         constraint = await self._constraint(report, request, call.caller.tenant.name)
         constraint_seconds = time.monotonic() - began if constraint is not None else 0.0
@@ -237,13 +237,15 @@ class Validator:
             report.add_violation(beyond_context("prompt", context, what))
         return excess <= 0
 
-    def _scalars(self, report: Report, given: types_pb2.SamplingParams, prompt_tokens: int) -> dict[str, float]:
+    def _scalars(
+        self, report: Report, given: types_pb2.SamplingParams, prompt_tokens: int, lowers: bool
+    ) -> dict[str, float]:
         """Return the given values, then the checkpoint's defaults; Quire's are those of `SamplingParams`."""
         values: dict[str, float] = dict(self._checkpoint.sampling_defaults)
         for name in (*RANGES, *_FLAGS, "seed", "closing_token_id"):
             if given.HasField(name):  # type: ignore[arg-type]
                 values[name] = getattr(given, name)
-        self._fit(report, values, prompt_tokens)
+        self._fit(report, values, prompt_tokens, lowers)
         values.setdefault("seed", self._draw_seed())
         return values
 
@@ -322,12 +324,14 @@ class Validator:
             return constraint
         return replace(constraint, text=closed_text(constraint.text))
 
-    def _fit(self, report: Report, values: dict[str, float], prompt_tokens: int) -> None:
-        """Fill in max_tokens, and refuse one that the context cannot hold after the prompt."""
+    def _fit(self, report: Report, values: dict[str, float], prompt_tokens: int, lowers: bool) -> None:
+        """Fill in max_tokens. One that the context cannot hold after the prompt is refused, or lowered."""
         context = self._context()
         left = context - prompt_tokens
         if "max_tokens" not in values:
             values["max_tokens"] = max(1, min(left, self._checkpoint.max_new_tokens or left))
+        elif values["max_tokens"] > left > 0 and lowers:
+            values["max_tokens"] = left
         elif values["max_tokens"] > left > 0:
             most = values["max_tokens"]
             what = f"the prompt has {prompt_tokens} tokens, and max_tokens asks for {most} more"

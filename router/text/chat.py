@@ -9,6 +9,7 @@ Templates disagree about how messages look: `form_probes.py` finds what a templa
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,8 @@ from router.text.form_probes import TEMPLATE_ERRORS, Probes
 from router.text.message_forms import MessageForm, System, Tools, Turns
 from router.text.template_files import TemplateSources, read_template, template_sources
 from router.text.turn_ends import AddedToken, end_mark
+
+log = logging.getLogger(__name__)
 
 # Variables by which templates let a model think or not.
 _THINKING_FLAGS: Final = ("enable_thinking", "thinking")
@@ -97,6 +100,7 @@ class ChatTemplate:
         self.tool_use = tool_use
         """The template for chats with tools, where it is another one."""
         self._probes = Probes(self._probed)
+        self._effort_left_out = False
         # Roles that clients made up, and whether the template shows their text.
         self._roles: dict[str, bool] = {}
 
@@ -140,6 +144,10 @@ class ChatTemplate:
         try:
             return self._rendered(chat, most, control)
         except (Refusal, SecurityError) as refusal:
+            if chat.reasoning_effort:  # a template may have words of its own for it
+                found = self.parts(replace(chat, reasoning_effort=""), most, control)
+                self._leave_out_effort()
+                return found
             what = f"the checkpoint's chat template does not accept these messages: {refusal}"
             raise InvalidRequest(FieldViolation("prompt.chat.messages", what)) from None
         except TEMPLATE_ERRORS:
@@ -236,7 +244,10 @@ class ChatTemplate:
         return "".join(parts)
 
     def _effort(self, chat: ChatInput) -> dict[str, Any]:
-        """Return the variable for `reasoning_effort`. Templates that can think or not take a flag in its place."""
+        """Return the variable for `reasoning_effort`. Templates that can think or not take a flag in its place.
+
+        An effort is a hint: agents send one whatever the model. The variables that a client names itself win.
+        """
         if not chat.reasoning_effort:
             return {}
         flags = [name for name in _THINKING_FLAGS if self.takes(name)]
@@ -244,11 +255,13 @@ class ChatTemplate:
         if self.takes("reasoning_effort"):
             values = {"reasoning_effort": chat.reasoning_effort}
         if not values:
-            _refuse("reasoning_effort", f"is {chat.reasoning_effort}; this chat template takes none; leave it out")
-        for name in values:
-            if chat.variables.get(name, values[name]) != values[name]:
-                _refuse("reasoning_effort", f"contradicts {name} of the template's variables; give one of them")
-        return values
+            self._leave_out_effort()
+        return {name: value for name, value in values.items() if name not in chat.variables}
+
+    def _leave_out_effort(self) -> None:
+        if not self._effort_left_out:
+            log.info("the chat template takes no reasoning effort, or other words for it: requests go without theirs")
+        self._effort_left_out = True
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request, Response
@@ -217,7 +218,7 @@ class Responses:
             reading = await service.reading(order, call)
         order = order if reading is None else order.read_by(reading)
         with in_its_words(), in_words_of(order):
-            (validated,) = await service.validated(order, call)
+            (validated,) = await service.validated(order, replace(call, lowers_max_tokens=True))
         form = Form(
             chat=True,
             model=service.parts.card.name,

@@ -145,6 +145,24 @@ async def test_more_tokens_than_the_context_holds_are_lowered(api: Api) -> None:
     assert request.max_len == FACTS.max_model_len
 
 
+async def test_what_an_agent_always_sends_is_served(api: Api) -> None:
+    """Marks for the cache name messages, more tokens are asked for than the context has, and an effort is a hint."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    says(api, "a")
+    answer = await asked(
+        api,
+        system=[{"type": "text", "text": "Be brief.", **mark}],
+        messages=[{"role": "user", "content": [{"type": "text", "text": "Hi", **mark}]}],
+        max_tokens=32_000,
+        output_config={"effort": "high"},
+        thinking={"type": "adaptive"},
+        tools=[ADD | mark],
+    )
+    assert answer.stop_reason == "end_turn"
+    (request,) = api.frontend.requests
+    assert (request.max_len, len(request.retention)) == (FACTS.max_model_len, 1)
+
+
 async def test_tokens_are_counted_as_a_request_has_them(api: Api) -> None:
     given: dict[str, Any] = {"system": "Be brief.", "tools": [ADD]}
     answer = await api.http.post("/v1/messages/count_tokens", json={"model": "demo", "messages": HI, **given})

@@ -32,7 +32,7 @@ def test_sampling_has_the_names_of_a_chat() -> None:
     sampling = made(**given, metadata={"user_id": "me"}).order.common.sampling
     assert [sampling.temperature, sampling.top_p] == pytest.approx([0.5, 0.9])
     assert (sampling.top_k, list(sampling.stop), sampling.seed) == (5, ["a", "b"], 3)
-    assert not sampling.HasField("max_tokens")
+    assert sampling.max_tokens == 2000
 
 
 def test_tools_reach_the_template_in_openais_form() -> None:

@@ -268,7 +268,6 @@ async def test_without_a_choice_of_tools_their_marks_are_words(api: Api) -> None
         ({"chat_template_kwargs": {"n": 10**9}}, "chat_template_kwargs", "has a number beyond 1000000"),
         ({"chat_template_kwargs": dict.fromkeys(map("a{}".format, range(65)))}, "chat_template_kwargs", "has 65 vari"),
         ({"documents": [{"text": ""}] * 1025}, "documents", "has 1025 documents; expected at most 1024"),
-        ({"reasoning_effort": "low"}, "reasoning_effort", "is low; this chat template takes none; leave it out"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},
             "continue_final_message", "contradicts add_generation_prompt",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -301,9 +302,36 @@ def test_an_effort_becomes_what_the_template_takes(effort: str, source: str, fou
 
 
 @pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content }}",
+        (
+            "{% if reasoning_effort and reasoning_effort not in ('low', 'high') %}"
+            "{{ raise_exception('no such effort') }}{% endif %}{{ messages[0].content }}"
+        ),
+    ],
+    ids=["none", "words of its own"],
+)
+@pytest.mark.parametrize("effort", ["none", "xhigh"])
+def test_an_effort_that_a_template_does_not_take_is_left_out(
+    source: str, effort: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    template = ChatTemplate(source, dict(SPECIAL))
+    for _ in range(3):
+        assert template.render(chat_input(chat_of(ASKED, reasoning_effort=effort))) == ASKED["content"]
+    said = "the chat template takes no reasoning effort, or other words for it: requests go without theirs"
+    assert [each for each in caplog.messages if "effort" in each] == [said]
+
+
+def test_variables_of_the_client_win_over_its_effort() -> None:
+    asked = chat_of(ASKED, reasoning_effort="none", template_kwargs_json={"enable_thinking": True})
+    assert rendered("{{ enable_thinking }}", asked) == "True"
+
+
+@pytest.mark.parametrize(
     ("fields", "violation"),
     [
-        ({"reasoning_effort": "low"}, "reasoning_effort: is low; this chat template takes none; leave it out"),
         ({"reasoning_effort": "<|x|>"}, "reasoning_effort: is '<|x|>'; expected a word such as low"),
         ({"tools_json": "{"}, "tools_json: is no valid JSON"),
         ({"tools_json": "[NaN]"}, "tools_json: is no valid JSON: NaN is no number of JSON"),

@@ -155,6 +155,16 @@ async def test_an_answer_that_ran_out_is_incomplete(api: Api) -> None:
     assert answer.output_text == "Hel"
 
 
+async def test_more_tokens_than_the_context_holds_are_lowered(api: Api) -> None:
+    api.frontend.script = says("Hel", reason=FinishReason.LENGTH)
+    answer = await api.client.responses.create(
+        model="demo", input="Hi", max_output_tokens=1_000_000, reasoning={"effort": "xhigh"}
+    )
+    assert (answer.status, answer.max_output_tokens) == ("incomplete", 1_000_000)
+    (request,) = api.frontend.requests
+    assert request.max_len == FACTS.max_model_len
+
+
 async def test_a_conversation_goes_on_without_its_instructions(api: Api) -> None:
     previous = None
     for text in ("one", "two", "three"):
@@ -253,7 +263,7 @@ async def test_input_items_are_listed_in_pages(api: Api) -> None:
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "json_object or json_schema"),
         ({"max_output_tokens": 0}, "max_output_tokens", "expected"),
         ({"temperature": -1}, "temperature", "expected"),
-        ({"reasoning": {"effort": "low"}}, "reasoning.effort", "leave it out"),
+        ({"reasoning": {"effort": "a b"}}, "reasoning.effort", "expected a word such as low"),
         ({"truncation": "none"}, "truncation", "auto"),
         ({"thinking_token_budget": -1}, "thinking_token_budget", "0 or more"),
         ({"metadata": {"a": "x" * 513}}, "metadata.a", "512"),
