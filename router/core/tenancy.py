@@ -9,7 +9,6 @@ limit refuses gets its tokens back, so that it can come in later.
 from __future__ import annotations
 
 import ipaddress
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -114,7 +113,7 @@ class Charge:
     __slots__ = ("_each", "answers", "begun")
 
     def __init__(self) -> None:
-        self._each: deque[int] = deque()
+        self._each: list[int] = []  # the next one is the last
         self.begun, self.answers = False, True
 
     @classmethod
@@ -126,12 +125,11 @@ class Charge:
 
     def begin(self, each: Iterable[int]) -> None:
         """Remember what was charged; a call is charged once."""
-        self._each.extend(each)
-        self.begun = True
+        self._each, self.begun = [*each][::-1], True
 
     def take(self) -> int:
         """Return the tokens of the next request, for which work begins; 0 for one that is looked at again."""
-        return self._each.popleft() if self._each else 0
+        return self._each.pop() if self._each else 0
 
     def rest(self) -> tuple[int, int]:
         """Return the requests for which no work began, and their tokens; they are none then."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from common.clock import Clock
-from common.errors import Cancelled, InvalidRequest, QuireError
+from common.errors import Cancelled, InvalidRequest, Overloaded, QuireError
 from common.version import quire_version
 from router.core.events import GenerateEvent, ValidatedRequest
 from router.core.tenancy import Charge
@@ -102,7 +102,11 @@ class Service:
         if tools is None or not reader.reads(tools.use):
             return None
         self.parts.meter.begin(order.prompts, order.common, call)
-        return await reader.reading(order.prompts[0].chat, tools.use, order.asked, order.thinking_budget)
+        try:
+            return await reader.reading(order.prompts[0].chat, tools.use, order.asked, order.thinking_budget)
+        except Overloaded:
+            self.parts.meter.give_back(call)
+            raise
 
     async def validated(self, order: Order, call: CallContext) -> list[ValidatedRequest]:
         """Return the requests of an order, all of which are charged first. Raises Overloaded and InvalidRequest."""

@@ -76,7 +76,8 @@ class Embedder:
         try:
             for place, each in enumerate(_requests_of(request)):
                 inputs.append(await self._input(place, each, call, count))
-                await asyncio.sleep(0)  # token ids and short texts are validated without a wait
+                if place + 1 < count:
+                    await asyncio.sleep(0)  # token ids and short texts are validated without a wait
         finally:
             self._meter.give_back(call)
         return Embeddings(inputs, dimensions)

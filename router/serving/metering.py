@@ -110,8 +110,15 @@ class Meter:
         return max(0, min(most, left)) * max(1, min(sampling.n, MAX_SEQUENCES))
 
 
-UNLIMITED: Final = Meter(TenantQuotas(), SystemClock(), lambda: 1)
-"""For tenants without limits."""
+class _NoQuotas(TenantQuotas):
+    """Quotas of a server that holds nobody to limits."""
+
+    def charge(self, tenant: Tenant, tokens: int, now: float, requests: int = 1, later: int = 0) -> None:
+        """Charge nothing."""
+
+
+UNLIMITED: Final = Meter(_NoQuotas(), SystemClock(), lambda: 1)
+"""Charges nobody."""
 
 
 class MeteredValidator:

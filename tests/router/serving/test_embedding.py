@@ -17,5 +17,5 @@ async def test_others_have_their_turns_while_many_inputs_are_validated() -> None
     async with counted_turns() as turns:
         before = turns.count
         asked = await Embedder(nobody, validator(), 8).validated(pb.EmbedRequest(inputs=inputs), CALL, 1, 1 << 30)
-        assert turns.count - before >= MAX_EMBEDDING_INPUTS
+        assert turns.count - before >= MAX_EMBEDDING_INPUTS - 1
     assert len(asked.inputs) == MAX_EMBEDDING_INPUTS

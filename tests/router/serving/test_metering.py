@@ -13,7 +13,7 @@ from quire.inference.v1 import inference_pb2 as pb
 from router.core.tenancy import Caller, Charge, Tenant, TenantLimits, TenantQuotas
 from router.ports import CallContext
 from router.serving.embedding import Embedder
-from router.serving.metering import Meter, MeteredValidator
+from router.serving.metering import UNLIMITED, Meter, MeteredValidator
 from tests.support.router.validation import CONTEXT, Words, request, validator
 
 TEXT = "four four four four!"  # 20 bytes, taken for 5 tokens; it has 4
@@ -192,3 +192,11 @@ async def test_tenants_without_limits_are_not_charged() -> None:
     found = await metered.validator.validate(request(TEXT), call)
     assert (found.paid, call.charge.rest(), len(metered.quotas)) == (None, (0, 0), 0)
     assert Charge().begun is False
+
+
+async def test_a_server_without_quotas_charges_nobody() -> None:
+    metered = Metered()
+    for _ in range(20):
+        await UNLIMITED.encoded(metered.codec, pb.Prompt(text=TEXT), True, metered.tenant)
+        UNLIMITED.begin([pb.Prompt(text=TEXT)], pb.GenerateRequest(), metered.call())
+    assert metered.left == (10, ALLOWED)
