@@ -10,11 +10,18 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import pytest_asyncio
+from grpc import aio
 
+from common.rpc.server import open_channel
+from quire.inference.v1 import inference_pb2 as pb
+from quire.inference.v1 import inference_pb2_grpc
+from quire.kserve.v2 import kserve_pb2_grpc
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker
+from tests.support.router.kserve_messages import infer
 from tests.support.router.router_process import (
     RouterUnderAttack,
     post,
@@ -30,6 +37,7 @@ ATTACKER, OTHER = "127.0.0.1", "127.0.0.2"
 WORDS = "the quick brown foxes jump over many lazy dogs and some of them sleep "
 SMALL = (WORDS * 30)[:2_000]
 CONNECTIONS = 150
+INFERENCE, KSERVE = inference_pb2_grpc.InferenceServiceStub, kserve_pb2_grpc.GRPCInferenceServiceStub
 
 
 def tokenize(text: str) -> tuple[str, bytes]:
@@ -130,3 +138,38 @@ async def test_a_text_that_waits_goes_away_with_its_client(attacked: RouterUnder
     # Behind all that still waits of this tenant.
     assert b"200 OK" in await asked(attacked, *request, ATTACKER)
     assert attacked.cpu_seconds - began < 0.7 * count * each
+
+
+@pytest.mark.parametrize(
+    ("stub", "method", "request_of"),
+    [
+        pytest.param(
+            INFERENCE, "Tokenize", lambda text: pb.TokenizeRequest(prompt=pb.Prompt(text=text)), id="Tokenize"
+        ),
+        pytest.param(INFERENCE, "Embed", lambda text: pb.EmbedRequest(inputs=[pb.Prompt(text=text)] * 4), id="Embed"),
+        pytest.param(KSERVE, "ModelInfer", lambda text: infer("checkpoint", text_input=text), id="ModelInfer"),
+    ],
+)
+async def test_another_tenants_text_waits_for_no_queue_of_calls(
+    attacked: RouterUnderAttack, stub: Any, method: str, request_of: Any
+) -> None:
+    answered = 0
+
+    async def ask(channel: aio.Channel) -> None:
+        nonlocal answered
+        with suppress(aio.AioRpcError):  # most are refused: the context is far shorter
+            await getattr(stub(channel), method)(request_of((WORDS * 800)[:50_000]), timeout=PATIENCE_S)
+        answered += 1
+
+    async with asyncio.timeout(PATIENCE_S), open_channel(attacked.grpc) as channel:
+        calls = [asyncio.create_task(ask(channel)) for _ in range(CONNECTIONS)]
+        try:
+            await until(lambda: answered > 0)
+            before = answered
+            assert b"200 OK" in await asked(attacked, *tokenize(SMALL))
+            assert answered - before < CONNECTIONS / 3
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+    assert not attacked.tracebacks
