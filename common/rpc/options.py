@@ -56,8 +56,10 @@ UNMEASURED: Final[Options] = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahea
 
 
 # Of a connection that anybody may open. gRPC would read all that has come, gigabytes of frames that it then skips.
-# Calls that wait to be handled have up to 120 KB each, those included that their clients have reset.
+# Calls that wait to be handled have up to 120 KB each, those included that their clients have reset. A client keeps no
+# headers in the router: a reference of one byte to a kept one would stand for kilobytes.
 _FOREIGN: Final = {
+    "grpc.http2.hpack_table_size.decoder": 0,
     "grpc.server.max_pending_requests": MAX_PENDING_REQUESTS // 4,
     "grpc.server.max_pending_requests_hard_limit": MAX_PENDING_REQUESTS // 2,
     "grpc.experimental.tcp_max_read_chunk_size": 16 << 10,

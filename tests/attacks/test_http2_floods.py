@@ -47,7 +47,7 @@ MOST_BYTES = 48 << 20
 MOST_GROWTH_MIB = 160.0
 _GENERATE = b"/quire.inference.v1.InferenceService/Generate"
 _REFUSED = (7).to_bytes(4, "big")
-_MAX_CONCURRENT_STREAMS = 3
+_HEADER_TABLE_SIZE, _MAX_CONCURRENT_STREAMS = 1, 3
 # A peer that acknowledges no settings is held to none of them: gRPC reads its header lists, whatever they have.
 UNBOUNDED = {"hpack_references_before_settings"}
 
@@ -177,4 +177,21 @@ async def test_the_http_port_speaks_no_http2(attacked: RouterUnderAttack) -> Non
         writer.write(opening(FLOODS["rapid_reset"]) + next(FLOODS["rapid_reset"].chunks()))
         answer = await whole_answer(reader)
     assert not answer or answer.startswith(b"HTTP/1.1 400")
+    await status(attacked)
+
+
+async def test_a_connection_that_refers_to_kept_headers_is_closed_and_keeps_nothing(
+    attacked: RouterUnderAttack,
+) -> None:
+    """The router announces that it keeps none. A reference of one byte would stand for the kilobytes of a header."""
+    kept = b"\x40\x01x\x7f\x81\x01" + b"a" * 256  # a header of 256 characters, to be kept
+    async with asyncio.timeout(PATIENCE_S), raw_connection(port_of(attacked)) as (reader, writer):
+        writer.write(PREFACE + frame(SETTINGS, 0, 0))
+        received = frames(reader)
+        assert (await settings_in(received))[_HEADER_TABLE_SIZE] == 0
+        writer.write(frame(SETTINGS, ACK, 0))
+        writer.write(frame(HEADERS, END_HEADERS, 1, request_head(_GENERATE) + kept + b"\xbe"))
+        with pytest.raises(asyncio.IncompleteReadError):
+            async for _ in received:
+                pass
     await status(attacked)
