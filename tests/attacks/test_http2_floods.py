@@ -43,7 +43,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CONNECTIONS = 4
 # Of each flood, on all connections.
 MOST_BYTES = 48 << 20
-# Before, 48 MiB of frames left up to 600 MiB. Headers of 4 x 128 calls, and 64 KiB of a message of each, are 90 MiB.
+# Before the bounds, eight of the floods left more. Headers of 4 x 128 calls, and 64 KiB of a message each, are 90 MiB.
 MOST_GROWTH_MIB = 160.0
 _GENERATE = b"/quire.inference.v1.InferenceService/Generate"
 _REFUSED = (7).to_bytes(4, "big")
