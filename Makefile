@@ -16,7 +16,8 @@ BEGAN  := $(shell date +%s)
 CLIENTS := .clients
 # Foreign clients: environments/NAME.txt pins what .clients/NAME has; some contradict each other. CI tests `light`.
 HEAVY  := $(filter-out light,$(patsubst tests/suites/clients/environments/%.txt,%,$(wildcard tests/suites/clients/environments/*.txt)))
-AI_SDK := tests/suites/clients/ai_sdk
+# What npm installs for tests, each in a folder with its package-lock.json.
+NPM_CLIENTS := ai_sdk coding_agents
 EMBEDDERS := .embedders
 NATIVE := $(wildcard gpuworker/native/*.cpp gpuworker/native/*.h gpuworker/native/build.py gpuworker/native/levels.py)
 MODEL  ?= cli/demo_model/checkpoint
@@ -121,10 +122,10 @@ $(CLIENTS)/%/.installed: tests/suites/clients/environments/%.txt
 	@! rm $@.failed 2>/dev/null
 	@touch $@
 
-# Its Node is that of its environment: the AI SDK needs a newer one than some systems have.
-$(CLIENTS)/ai-sdk/.packages: $(CLIENTS)/ai-sdk/.installed $(AI_SDK)/package-lock.json
-	@echo "installing Vercel's AI SDK into $(AI_SDK)/node_modules"
-	@PATH="$(CURDIR)/$(CLIENTS)/ai-sdk/bin:$$PATH" npm ci --silent --no-audit --no-fund --prefix $(AI_SDK)
+# Their Node is that of an environment: the AI SDK needs a newer one than some systems have.
+$(CLIENTS)/ai-sdk/.%: $(CLIENTS)/ai-sdk/.installed tests/suites/clients/%/package-lock.json
+	@echo "installing tests/suites/clients/$*/node_modules"
+	@PATH="$(CURDIR)/$(CLIENTS)/ai-sdk/bin:$$PATH" npm ci --silent --no-audit --no-fund --prefix tests/suites/clients/$*
 	@touch $@
 
 # sentence-transformers runs on the torch and the transformers of .venv.
@@ -182,7 +183,7 @@ durations: $(STAMP) ## Run test and test-rest, and write down how long each file
 test-stress: $(STAMP) ## Run TESTS=PATH TIMES=5 times in random orders beside four busy processes per core; name what ever failed
 	$(BIN)/python -m tests.support.stress $(TIMES) $(TESTS)
 
-test-clients: $(STAMP) clients $(HEAVY:%=$(CLIENTS)/%/.installed) $(CLIENTS)/ai-sdk/.packages ## Run the tests with clients as released, in environments of their own (docs/clients.md; the first time some minutes)
+test-clients: $(STAMP) clients $(HEAVY:%=$(CLIENTS)/%/.installed) $(NPM_CLIENTS:%=$(CLIENTS)/ai-sdk/.%) ## Run the tests with clients as released, in environments of their own (docs/clients.md; the first time some minutes)
 	$(PYTEST) -m "clients or frameworks" tests/suites
 
 # Triton's interpreter and its compiler need a process each.

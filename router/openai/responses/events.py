@@ -12,15 +12,19 @@ from json.encoder import encode_basestring
 from typing import Any, Final
 
 from router.core.dialects.parts import CallArguments, CallBegun, Part, Thought, Words
+from router.openai.responses.tool_kinds import CUSTOM, ToolKinds, ToolName
 
 Json = dict[str, Any]
 COMPLETED, INCOMPLETE, FAILED, CANCELLED = "completed", "incomplete", "failed", "cancelled"
 QUEUED, IN_PROGRESS = "queued", "in_progress"
 RUNNING: Final = (QUEUED, IN_PROGRESS)
+# Tools whose names are what the model calls them.
+_FUNCTIONS: Final = ToolKinds()
 _DELTAS: Final = {
     "message": "response.output_text.delta",
     "reasoning": "response.reasoning_text.delta",
     "function_call": "response.function_call_arguments.delta",
+    "custom_tool_call": "response.custom_tool_call_input.delta",
 }
 
 
@@ -30,6 +34,8 @@ class _Item:
 
     body: Json
     index: int
+    # What is called, where it is a call.
+    tool: ToolName | None = None
     texts: list[str] = field(default_factory=list)
     # The line of a delta up to its text.
     opening: str = ""
@@ -40,19 +46,27 @@ class _Item:
 
     def written(self, status: str) -> Json:
         """Return the item with its text so far."""
-        text, kind = "".join(self.texts), self.kind
-        if kind == "function_call":
-            return self.body | {"arguments": text, "status": status}
-        part = _text_part(text) if kind == "message" else {"type": "reasoning_text", "text": text}
+        text = "".join(self.texts)
+        if self.tool is not None:
+            return self.tool.item({key: self.body[key] for key in ("id", "call_id")}, text, status)
+        part = _text_part(text) if self.kind == "message" else {"type": "reasoning_text", "text": text}
         return self.body | {"content": [part], "status": status}
 
 
 class ResponseBuilder:
     """Builds one response. Methods return the lines of events; without `streamed` these are empty."""
 
-    def __init__(self, body: Json, new_id: Callable[[str], str], now: Callable[[], float], streamed: bool) -> None:
+    def __init__(
+        self,
+        body: Json,
+        new_id: Callable[[str], str],
+        now: Callable[[], float],
+        streamed: bool,
+        kinds: ToolKinds = _FUNCTIONS,
+    ) -> None:
         """`body` has the fields that are known at the beginning; `new_id` makes an id after a prefix."""
         self._body, self._new_id, self._now, self._streamed = body, new_id, now, streamed
+        self._kinds = kinds
         self._done: list[Json] = []
         self._open: _Item | None = None
         # White space before an item is known; a message of nothing else would be noise between two calls.
@@ -123,13 +137,13 @@ class ResponseBuilder:
         return lines + (self._delta(text) if text else "")
 
     def _begin_call(self, name: str) -> str:
-        self._space = ""
-        ids = {"id": self._new_id("fc_"), "type": "function_call", "call_id": self._new_id("call_")}
-        return self._begin_item({**ids, "name": name, "arguments": "", "status": IN_PROGRESS})
+        self._space, tool = "", self._kinds.named(name)
+        ids = {"id": self._new_id("ctc_" if tool.kind == CUSTOM else "fc_"), "call_id": self._new_id("call_")}
+        return self._begin_item(tool.item(ids, "", IN_PROGRESS), tool)
 
-    def _begin_item(self, body: Json) -> str:
+    def _begin_item(self, body: Json, tool: ToolName | None = None) -> str:
         lines = self._close(COMPLETED)
-        self._open = item = _Item(body, len(self._done))
+        self._open = item = _Item(body, len(self._done), tool)
         event = {"type": _DELTAS[item.kind], **self._place(item)}
         if item.kind == "message":
             event["logprobs"] = []
@@ -139,7 +153,7 @@ class ResponseBuilder:
     def _delta(self, text: str) -> str:
         assert self._open is not None
         self._open.texts.append(text)
-        if not self._streamed:
+        if not self._streamed or self._open.kind == "custom_tool_call":  # an input is known when it has ended
             return ""
         number, self.sequence_number = self.sequence_number, self.sequence_number + 1
         return f'{self._open.opening}{encode_basestring(text)},"sequence_number":{number}}}\n\n'
@@ -152,6 +166,9 @@ class ResponseBuilder:
         if item.kind == "function_call":
             name = {"name": body["name"], "arguments": text}
             lines = self._event("response.function_call_arguments.done", **self._place(item), **name)
+        elif item.kind == "custom_tool_call":
+            lines = self._event(_DELTAS[item.kind], **self._place(item), delta=body["input"])
+            lines += self._event("response.custom_tool_call_input.done", **self._place(item), input=body["input"])
         else:
             more: Json = {"logprobs": []} if item.kind == "message" else {}
             kind = "output_text" if item.kind == "message" else "reasoning_text"
@@ -167,7 +184,7 @@ class ResponseBuilder:
         return self._event(event, **self._place(self._open), part=part)
 
     def _place(self, item: _Item) -> Json:
-        content = {} if item.kind == "function_call" else {"content_index": 0}
+        content = {} if item.tool is not None else {"content_index": 0}
         return {"item_id": item.body["id"], "output_index": item.index, **content}
 
     @property

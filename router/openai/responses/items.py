@@ -8,13 +8,14 @@ from typing import Any, Final, NoReturn
 from common.errors import FieldViolation, InvalidRequest, Unsupported
 from common.limits import MAX_CHAT_MESSAGES
 from router.core.tools import quoted
+from router.openai.responses.tool_kinds import FUNCTION, ToolName, arguments_of
 from router.openai.types import CallBody, CalledFunction, Message
 
 Item = Mapping[str, Any]
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _FIRST: Final = ("system", "developer")
 _TEXTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-_SERVED: Final = "message, function_call, function_call_output, reasoning"
+_SERVED: Final = "message, reasoning, function_call, custom_tool_call, or the output of either"
 
 
 def items_of(given: str | Sequence[Item]) -> list[Item]:
@@ -45,9 +46,9 @@ def _read(item: Item, path: str) -> Message | None:
     match item.get("type", "message"):
         case "message":
             return _message(item, path)
-        case "function_call":
+        case "function_call" | "custom_tool_call":
             return _call(item, path)
-        case "function_call_output":
+        case "function_call_output" | "custom_tool_call_output":
             return _output(item, path)
         case "reasoning":
             thought = _text(item.get("content") or item.get("summary") or "", f"{path}.content")
@@ -66,8 +67,13 @@ def _message(item: Item, path: str) -> Message:
 
 
 def _call(item: Item, path: str) -> Message:
-    name = _string(item, "name", path)
-    function = CalledFunction(name=name, arguments=_string(item, "arguments", path))
+    name, namespace = _string(item, "name", path), item.get("namespace")
+    if item["type"] == "custom_tool_call":
+        arguments = arguments_of(_string(item, "input", path))
+    else:
+        arguments = _string(item, "arguments", path)
+    seen = ToolName(FUNCTION, name, namespace if isinstance(namespace, str) else None).function
+    function = CalledFunction(name=seen, arguments=arguments)
     return Message(role="assistant", tool_calls=[CallBody(id=_string(item, "call_id", path), function=function)])
 
 

@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, NoReturn
 
 from common.errors import FieldViolation, InvalidRequest, Unsupported
-from common.limits import MAX_TOOLS
-from router.core.tools import quoted
 from router.openai.request import Order, chat_order
 from router.openai.responses.items import Item, messages_of
+from router.openai.responses.tool_kinds import FUNCTION, ToolKinds, choice_of
 from router.openai.responses.types import Json, ResponsesRequest
 from router.openai.types import ChatRequest, JsonSchemaFormat, Message, ResponseFormat
 from router.serving.field_names import FieldNames, in_words_by
@@ -23,15 +22,15 @@ _NAMES: Final = FieldNames(
     (r"^response_format(\.json_schema)?\b", "text.format"),
     (r"^(max_completion_tokens|sampling\.max_tokens)\b", "max_output_tokens"),
     (r"^(prompt\.chat\.)?reasoning_effort\b", "reasoning.effort"),
-    (r"^(tools\[\d+\]|tool_choice)\.function\b", r"\1"),
+    (r"^(tools\[\d+\](?:\.tools\[\d+\])?|tool_choice)\.function\b", r"\1"),
     (r"^tool_choice\.allowed_tools\b", "tool_choice"),
 )
 
 
-def order_of(body: ResponsesRequest, messages: list[Message], headers: Mapping[str, str]) -> Order:
-    """Return the order of a body. Raises InvalidRequest and Unsupported in the words of the body."""
-    with in_its_words():
-        return chat_order(chat_request(body, messages), headers)
+def order_of(body: ResponsesRequest, kinds: ToolKinds, messages: list[Message], headers: Mapping[str, str]) -> Order:
+    """Return the order of a body with such tools. Raises InvalidRequest and Unsupported in the words of the body."""
+    with in_its_words(kinds):
+        return chat_order(chat_request(body, kinds, messages), headers)
 
 
 def conversation(body: ResponsesRequest, earlier: Sequence[Item], given: Sequence[Item]) -> list[Message]:
@@ -49,7 +48,7 @@ def check(body: ResponsesRequest) -> None:
         _refuse("background", "needs a stored response, and store is false; leave out one of them")
 
 
-def chat_request(body: ResponsesRequest, messages: list[Message]) -> ChatRequest:
+def chat_request(body: ResponsesRequest, kinds: ToolKinds, messages: list[Message]) -> ChatRequest:
     """Return the same as a request of a chat."""
     fields: Json = {name: getattr(body, name) for name in body.same}
     fields |= {
@@ -58,17 +57,17 @@ def chat_request(body: ResponsesRequest, messages: list[Message]) -> ChatRequest
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "stream": body.stream,
     }
-    if body.tools:
-        fields["tools"] = _chat_tools(body.tools)
+    if kinds.functions:
+        fields["tools"] = kinds.functions
         fields["tool_choice"] = _chat_choice(body.tool_choice)
     elif body.tool_choice not in (None, "auto", "none"):
         _refuse("tool_choice", "needs tools, and there is none; leave it out")
     return ChatRequest(messages=messages, **{name: value for name, value in fields.items() if value is not None})
 
 
-def in_its_words() -> AbstractContextManager[None]:
-    """Let errors about fields of a chat name those of this API."""
-    return in_words_by(_NAMES)
+def in_its_words(kinds: ToolKinds) -> AbstractContextManager[None]:
+    """Let errors about fields of a chat with such tools name those of this API."""
+    return in_words_by(lambda field: _NAMES(kinds.placed(field)))
 
 
 def format_body(body: ResponsesRequest) -> Json:
@@ -84,16 +83,19 @@ def format_body(body: ResponsesRequest) -> Json:
 
 def tool_bodies(body: ResponsesRequest) -> list[Json]:
     """Return the tools as answers repeat them."""
-    return [
-        {
-            "type": "function",
-            "name": each["name"],
-            "description": each.get("description"),
-            "parameters": each.get("parameters"),
-            "strict": bool(each.get("strict")),
-        }
-        for each in body.tools or ()
-    ]
+    return [_tool_body(each) for each in body.tools or ()]
+
+
+def _tool_body(given: Json) -> Json:
+    if given.get("type") != FUNCTION:
+        return given
+    return {
+        "type": FUNCTION,
+        "name": given["name"],
+        "description": given.get("description"),
+        "parameters": given.get("parameters"),
+        "strict": bool(given.get("strict")),
+    }
 
 
 def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
@@ -106,30 +108,15 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
     return ResponseFormat(type=given.type, json_schema=schema)
 
 
-def _chat_tools(given: list[Json]) -> list[Json]:
-    if len(given) > MAX_TOOLS:
-        _refuse("tools", f"has {len(given)} tools; expected at most {MAX_TOOLS}")
-    for place, tool in enumerate(given):
-        if (kind := tool.get("type")) != "function":
-            raise Unsupported(f"tools[{place}].type: {quoted(kind)} is not offered; only function is")
-    return [{"type": "function", "function": _without(tool, "type")} for tool in given]
-
-
 def _chat_choice(given: Any) -> Any:
     """Return a choice in the form of a chat."""
     if not isinstance(given, dict):
         return given
-    if given.get("type") == "function":
-        return {"type": "function", "function": _without(given, "type")}
     if given.get("type") != "allowed_tools":
-        raise Unsupported(f"tool_choice.type: {quoted(given.get('type'))} is not offered; function, allowed_tools are")
+        return choice_of(given)
     listed = given.get("tools")
     tools = [_chat_choice(each) for each in listed] if isinstance(listed, list) else listed
     return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode", "auto"), "tools": tools}}
-
-
-def _without(given: Json, name: str) -> Json:
-    return {key: value for key, value in given.items() if key != name}
 
 
 def _refuse(path: str, what: str) -> NoReturn:

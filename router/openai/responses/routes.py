@@ -38,9 +38,10 @@ from router.openai.responses.records import (
 )
 from router.openai.responses.request import check, conversation, in_its_words, order_of
 from router.openai.responses.schema import Deleted, InputTokens, ItemList, ResponseBody, StreamEvent
+from router.openai.responses.tool_kinds import tool_kinds
 from router.openai.responses.types import Json, ResponsesRequest
 from router.openai.schema import ErrorBody, answers
-from router.openai.service import Events, Service, answer_headers, in_words_of, unless_gone
+from router.openai.service import Events, Service, in_words_of, unless_gone
 from router.ports import CallContext
 from router.serving.answer_size import AnswerPlace
 from router.serving.event_stream import EventStream
@@ -82,7 +83,7 @@ class Responses:
         if body.background:
             self._background.check_room(_tenant(request))
         asked = await unless_gone(request, self._asked(body, request, call))
-        with in_its_words(), in_words_of(asked.order):
+        with in_its_words(asked.kinds), in_words_of(asked.order):
             return await self._answered(asked, body, request)
 
     async def _answered(self, asked: Asked, body: ResponsesRequest, request: Request) -> Response:
@@ -90,11 +91,11 @@ class Responses:
             return await self._in_background(asked, bool(body.stream))
         if body.stream:
             events = await unless_gone(request, self._service.begun([asked.request], asked.answer))
-            return EventStream(self._lines(asked, events), events, answer_headers(asked.answer))
+            return EventStream(self._lines(asked, events), events, asked.headers)
         place = self._service.room.place(MAX_ANSWER_BYTES)
         try:
             whole = await unless_gone(request, self._collected(asked, place))
-            return WholeResponse([whole], answer_headers(asked.answer), place.leave)
+            return WholeResponse([whole], asked.headers, place.leave)
         except BaseException:  # broad: an answer that is not sent, for whatever reason, takes no room
             place.leave()
             raise
@@ -170,8 +171,9 @@ class Responses:
         name, created = new_id("resp_"), answer.form.created
         first = first_body(body, name, answer.form.model, created, validated)
         check_text(first)
-        builder = ResponseBuilder(first, new_id, lambda: int(time.time()), bool(body.stream))
-        return Asked(tenant, name, store, [*earlier, *given], order, validated, answer, builder)
+        kinds = tool_kinds(body.tools or ())
+        builder = ResponseBuilder(first, new_id, lambda: int(time.time()), bool(body.stream), kinds)
+        return Asked(tenant, name, store, [*earlier, *given], order, validated, answer, builder, kinds)
 
     async def _earlier(self, previous: str | None, tenant: str) -> list[Item]:
         """Return the conversation so far. Raises InvalidRequest, and Unavailable while the store does not answer."""
@@ -212,12 +214,12 @@ class Responses:
         headers: Mapping[str, str],
         call: CallContext,
     ) -> tuple[Order, ValidatedRequest, Answer]:
-        service = self._service
-        order = order_of(body, conversation(body, earlier, given), headers)
-        with in_its_words(), in_words_of(order):
+        service, kinds = self._service, tool_kinds(body.tools or ())
+        order = order_of(body, kinds, conversation(body, earlier, given), headers)
+        with in_its_words(kinds), in_words_of(order):
             reading = await service.reading(order, call)
         order = order if reading is None else order.read_by(reading)
-        with in_its_words(), in_words_of(order):
+        with in_its_words(kinds), in_words_of(order):
             (validated,) = await service.validated(order, replace(call, lowers_max_tokens=True))
         form = Form(
             chat=True,

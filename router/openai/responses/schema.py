@@ -57,7 +57,20 @@ class FunctionCall(_Exact):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = Field(None, description="of the tool, if the request has it within one")
     arguments: str
+    status: Status
+
+
+class CustomCall(_Exact):
+    """A custom tool that the client is to call; `input` is a text of any form."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
     status: Status
 
 
@@ -113,7 +126,7 @@ class ResponseBody(_Exact):
     max_tool_calls: None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | ReasoningItem | FunctionCall]
+    output: list[OutputMessage | ReasoningItem | FunctionCall | CustomCall]
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: Json

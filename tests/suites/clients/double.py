@@ -7,11 +7,15 @@ the output is not followed there; tests on the demo model do that.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from cli.demo_model import CHECKPOINT
 from tests.suites.clients.threads import in_a_thread
 from tests.support.router.router_process import router_under_attack
 from tests.support.router.scripted_worker import FACTS, ScriptedWorker
@@ -55,6 +59,11 @@ def served_double(max_model_len: int = FACTS.max_model_len) -> Iterator[Double]:
 
 @asynccontextmanager
 async def _double(max_model_len: int) -> AsyncIterator[Double]:
-    worker = ScriptedWorker(max_model_len=max_model_len)
-    async with router_under_attack(worker, "--tool-call-parser", "hermes") as router:
-        yield Double(f"http://127.0.0.1:{router.http_port}", worker)
+    worker = ScriptedWorker(max_model_len=max_model_len, num_blocks=max(4096, max_model_len))
+    with TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / MODEL
+        shutil.copytree(CHECKPOINT, checkpoint)
+        config = json.loads((checkpoint / "config.json").read_text())
+        (checkpoint / "config.json").write_text(json.dumps(config | {"max_position_embeddings": max_model_len}))
+        async with router_under_attack(worker, "--tool-call-parser", "hermes", checkpoint=checkpoint) as router:
+            yield Double(f"http://127.0.0.1:{router.http_port}", worker)

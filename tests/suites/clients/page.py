@@ -70,6 +70,8 @@ def _of(name: str, file: str, environment: str = "light", package: str = "", beg
 
 _OPENAI = (f"{E2E}/test_openai.py", f"{E2E}/test_tools.py", f"{E2E}/test_responses.py")
 _AI_SDK = f"{HERE}/ai_sdk/package.json"
+_AGENTS = f"{HERE}/coding_agents/package.json"
+_CODING = (f"{HERE}/test_coding_agents.py",)
 _NODE = "protos/examples/node/package.json"
 CLIENTS = (
     Client("openai", "openai", "constraints.txt", _OPENAI, argument="client"),
@@ -82,6 +84,8 @@ CLIENTS = (
     _of("llm", "test_llm.py", "llm"),
     _of("lm-eval", "test_lm_eval.py", "lm-eval", "lm_eval"),
     Client("Vercel AI SDK", "ai", _AI_SDK, (f"{HERE}/test_ai_sdk.py",)),
+    Client("Codex CLI", "@openai/codex", _AGENTS, _CODING, begins="codex"),
+    Client("Claude Code", "@anthropic-ai/claude-code", _AGENTS, _CODING, begins="claude_code"),
     Client("sentence-transformers", "sentence-transformers", f"{HERE}/embedders.txt", (f"{HERE}/test_embedders.py",)),
     _of("tritonclient", "test_tritonclient.py"),
     _of("open-inference-grpc", "test_open_inference.py"),

@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import psutil
 
@@ -15,12 +16,6 @@ from cli.demo_model import CHECKPOINT
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.process.python import module_command
 from tests.support.router.fake_worker import IDENTITY, PATIENCE_S, FakeWorker, running
-
-DEMO = replace(
-    IDENTITY,
-    model_fingerprint=model_fingerprint(CHECKPOINT),
-    tokenizer_fingerprint=tokenizer_fingerprint(CHECKPOINT),
-)
 
 
 @dataclass
@@ -50,10 +45,16 @@ class RouterUnderAttack:
 
 
 @asynccontextmanager
-async def router_under_attack(worker: FakeWorker, *flags: str) -> AsyncIterator[RouterUnderAttack]:
+async def router_under_attack(
+    worker: FakeWorker, *flags: str, checkpoint: Path = CHECKPOINT
+) -> AsyncIterator[RouterUnderAttack]:
     """Run a router over one worker until the end of the block; it is killed then."""
-    worker.identity = DEMO
-    common = ("--model", str(CHECKPOINT), "--block-size", "4", "--port", "0", "--grpc-port", "0")
+    worker.identity = replace(
+        IDENTITY,
+        model_fingerprint=model_fingerprint(checkpoint),
+        tokenizer_fingerprint=tokenizer_fingerprint(checkpoint),
+    )
+    common = ("--model", str(checkpoint), "--block-size", "4", "--port", "0", "--grpc-port", "0")
     async with running(worker):
         process = await asyncio.create_subprocess_exec(
             *module_command("router.main", *common, "--worker", worker.address, "--log-format", "text", *flags),

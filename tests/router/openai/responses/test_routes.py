@@ -23,6 +23,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PATH = "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 ADD: Any = {"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA, "strict": False}
+PATCH: Any = {"type": "custom", "name": "patch", "description": "Patches.", "format": {"type": "text"}}
+SEARCH: Any = {"type": "web_search", "external_web_access": False}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 71}}\n</tool_call>'
 
 
@@ -109,6 +111,43 @@ async def test_a_function_is_called_and_its_output_read(api: Api) -> None:
     assert second.previous_response_id == first.id
     prompt = prompt_of(api)
     assert prompt.index("Add!") < prompt.index("the sum is 71")
+
+
+async def test_tools_of_a_namespace_and_custom_ones_are_called_by_their_own_names(api: Api) -> None:
+    tools: Any = [SEARCH, {"type": "namespace", "name": "crew", "description": "", "tools": [ADD, PATCH]}, PATCH]
+    said = [("crew.add", {"a": 71}), ("crew.patch", {"input": "++ a"}), ("patch", {"input": 'say "hi"\n'})]
+    calls = "".join(f"<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in said)
+    api.frontend.script = says(*[calls[start : start + 5] for start in range(0, len(calls), 5)])
+    async with api.client.responses.stream(model="demo", input="Go!", tools=tools) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    found = [each.model_dump(exclude_none=True) for each in final.output]
+    assert [(each["type"], each.get("namespace"), each["name"]) for each in found] == [
+        ("function_call", "crew", "add"),
+        ("custom_tool_call", "crew", "patch"),
+        ("custom_tool_call", None, "patch"),
+    ]
+    assert [each.get("input") or each.get("arguments") for each in found] == ['{"a": 71}', "++ a", 'say "hi"\n']
+    inputs = [each for each in events if each.type == "response.custom_tool_call_input.done"]
+    assert [each.input for each in inputs] == ["++ a", 'say "hi"\n']
+    api.frontend.script = says("Done.")
+    outputs: Any = [{"type": "custom_tool_call_output", "call_id": found[2]["call_id"], "output": "patched"}]
+    second = await api.client.responses.create(model="demo", previous_response_id=final.id, input=outputs, tools=tools)
+    assert second.output_text == "Done."
+    prompt = prompt_of(api)
+    assert (
+        prompt.index("crew.add") < prompt.index("crew.patch") < prompt.index('say \\"hi\\"') < prompt.index("patched")
+    )
+
+
+async def test_tools_that_only_a_vendor_runs_are_left_out_and_the_answer_says_so(api: Api) -> None:
+    api.frontend.script = says("Hi")
+    raw = await api.http.post(PATH, json={"input": "Hi", "tools": [SEARCH, ADD, {"type": "local_shell"}]})
+    assert raw.status_code == 200, raw.text
+    note = "tools are left out that this server does not run: web_search, local_shell"
+    assert note in raw.headers["x-quire-note"]
+    assert raw.json()["tools"][0] == SEARCH
+    assert "web_search" not in prompt_of(api)
 
 
 async def test_arguments_are_streamed(api: Api) -> None:
@@ -249,8 +288,15 @@ async def test_input_items_are_listed_in_pages(api: Api) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"tools": [{"type": "web_search"}]}, None, "tools[0].type: 'web_search' is not offered"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, None, "tools[0].type: 'custom' is not offered"),
+        ({"tools": [{"type": "psychic"}]}, None, "tools[0].type: 'psychic' is not offered; function, custom and names"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name", "is missing"),
+        (
+            {"tools": [SEARCH, {"type": "namespace", "name": "n", "tools": [ADD, {"type": "function"}]}]},
+            "tools[1].tools[1].name",
+            "is missing",
+        ),
+        ({"tools": [{"type": "custom", "name": "x", "format": {"type": "poem"}}]}, "tools[0].format.type", "'poem'"),
+        ({"tools": [SEARCH], "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "expected 1 to 64"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice.name", "'sub'"),
