@@ -92,8 +92,9 @@ _NEEDS = {
     """,
     # Rare configurations of a suite, benchmarks, clients, what is built or installed: .ci/run runs all of them.
     "rest": """
-        attacks/test_cache_oracle.py attacks/test_fake_worker.py attacks/test_internal_ports.py
-        attacks/test_log_lines.py attacks/test_sampling.py attacks/test_starvation.py attacks/test_traces.py bench
+        attacks/test_cache_oracle.py attacks/test_fake_worker.py attacks/test_http2_floods.py
+        attacks/test_internal_ports.py attacks/test_log_lines.py attacks/test_sampling.py attacks/test_starvation.py
+        attacks/test_traces.py bench
         cli/demo_model/test_training.py cli/suite/test_ports.py cli/test_bench.py cli/test_folders.py
         cli/test_text_options.py kvmanager/group/test_processes.py suites/clients
         suites/deployment/operate/test_probes.py suites/deployment/operate/test_rules.py

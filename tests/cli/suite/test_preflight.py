@@ -355,9 +355,10 @@ def test_a_service_whose_port_was_taken_in_between_says_that_and_no_more(taken: 
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port on which somebody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield int(server.getsockname()[1])
+    """A port on which somebody listens; nobody has the one of metrics that goes with it."""
+    (port,) = free_ports(1)
+    with socket.create_server(("127.0.0.1", port)):
+        yield port
 
 
 def test_a_port_that_is_taken_is_reported_with_the_flag_that_changes_it(taken: int, base: dict[str, str]) -> None:
