@@ -130,7 +130,7 @@ def test_a_chat_is_rendered_with_what_the_client_sends_beside_it(served: Served)
         answer = client.chat(messages, continue_final_message=True, temperature=0.0, max_tokens=8)
         assert answer.prompt_tokens == len(begun)
         with pytest.raises(InvalidRequest) as refused:
-            client.chat("Hi", reasoning_effort="low")
+            client.chat("Hi", reasoning_effort="a b")
         assert [violation.field for violation in refused.value.violations] == ["prompt.chat.reasoning_effort"]
         with pytest.raises(InvalidRequest, match="two tools"):
             client.chat("Hi", tools=[{"type": "function", "function": {"name": "f"}}] * 2)
