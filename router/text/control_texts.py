@@ -16,13 +16,16 @@ from typing import Any, Final
 # A template keeps the place of a cut by one of these. Unicode has them for such use: no text to exchange has one.
 _MARKS: Final = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
+# Characters by which a text is known: one that begins as a longer one does is cut too, which does no harm.
+_TELLING: Final = 64
+
 
 class ControlTexts:
     """The texts of a tokenizer's special tokens. One of a single character cannot be cut, and is left out."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        found = sorted({text for text in texts if len(text) > 1})
-        self._pattern = _compiled(found) if found else None
+        found = sorted({text[:_TELLING] for text in texts if len(text) > 1})
+        self._pattern = re.compile(_any_of(found)) if found else None
 
     def cut(self, variables: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """Return variables (JSON) with a mark at each cut, and that mark; "" where nothing spells a token.
@@ -79,13 +82,6 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _texts(each)
-
-
-def _compiled(texts: list[str]) -> re.Pattern[str]:
-    try:
-        return re.compile(_any_of(texts))
-    except RecursionError:  # of many texts each of which is the beginning of the next one
-        return re.compile("|".join(map(re.escape, texts)))
 
 
 def _any_of(texts: list[str]) -> str:
