@@ -40,7 +40,7 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 ENV_PREFIX: Final = "QUIRE_"
 # The programs that share environment and option file, and the classes of their options. These are imported when a
-# program meets a key that it does not know: so most commands start in half the time.
+# program meets a key that it does not know: they take a fifth of most commands' start.
 PROGRAMS: Final = {
     "router": "router.config:RouterSettings",
     "kvmanager": "kvmanager.config:KvManagerSettings",
