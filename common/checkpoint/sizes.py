@@ -125,7 +125,7 @@ def generation_problems(config: Mapping[str, Any]) -> list[str]:
 def config_problems(config: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with the numbers of a configuration, each with the name of its entry."""
     found = [*_wrong(config, _KINDS)]
-    return found or [*_contradictions(text_part(completed(config)))]
+    return found or [*_contradictions(text_part(config), text_part(completed(config)))]
 
 
 def _wrong(config: Mapping[str, Any], kinds: Mapping[str, _Kind], prefix: str = "") -> Iterator[str]:
@@ -139,9 +139,9 @@ def _wrong(config: Mapping[str, Any], kinds: Mapping[str, _Kind], prefix: str = 
             yield from _wrong(value, kinds, f"{prefix}{name}.")
 
 
-def _contradictions(text: Mapping[str, Any]) -> Iterator[str]:
-    """Yield sizes of a text model that do not go together."""
-    heads, shared = text.get("num_attention_heads"), text.get("num_key_value_heads")
+def _contradictions(stated: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sizes of a text model that do not go together; what its family fills in contradicts nothing."""
+    heads, shared = text.get("num_attention_heads"), stated.get("num_key_value_heads")
     if type(heads) is int and type(shared) is int and heads % shared:
         yield f"num_key_value_heads is {shared}, which does not divide the {heads} of num_attention_heads"
     hidden, has_own = text.get("hidden_size"), any(name.endswith("head_dim") and text[name] for name in text)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.checkpoint.completed import DEFAULTS
+from common.checkpoint.completed import DEFAULTS, completed
 from common.checkpoint.ends import named_ends
 from common.checkpoint.files import read_config, read_generation
 from common.checkpoint.fingerprint import model_fingerprint
@@ -123,6 +123,14 @@ def test_a_head_has_a_size() -> None:
     assert config_problems(CONFIG | {"hidden_size": 3, "head_dim": None}) == [
         "hidden_size is 3, less than the 4 of num_attention_heads, and head_dim is missing"
     ]
+
+
+def test_what_a_family_fills_in_contradicts_nothing() -> None:
+    """A configuration may leave out what readers of its other entries do not need; the worker's self-test decides."""
+    small = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 512}
+    assert completed(small)["num_key_value_heads"] == 32
+    assert config_problems(small) == []
+    assert config_problems(small | {"num_key_value_heads": 32}) != []
 
 
 def test_all_bad_entries_are_named_at_once() -> None:
