@@ -304,8 +304,8 @@ MAX_ORPHANS_A_TENANT: Final = 1024
 MAX_ORPHANS: Final = 2048
 MAX_ORPHAN_BYTES_A_TENANT: Final = 32 << 20
 MAX_ORPHAN_BYTES: Final = 64 << 20
-# While a worker has no router, nobody can resume a request, and no new one wants the blocks. Orphans then live so many
-# times their grace: a router starts meanwhile, on an overloaded machine too.
+# Orphans of a worker without a router live so many times their grace: a router may start slowly, on an overloaded
+# machine. No new request comes for their blocks meanwhile.
 ORPHANS_ALONE: Final = 12
 # Bytes of what a sequence's submit carries for another router: stop strings and names of special tokens.
 MAX_CONTINUATION_BYTES: Final = 128 << 10

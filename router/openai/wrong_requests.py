@@ -11,7 +11,7 @@ from router.core.tenancy import Tenant
 from router.openai import errors
 from router.serving.metering import Meter
 
-# Of answers to what nobody can serve: the body, the model or the path is wrong.
+# Statuses of answers to a wrong body, model or path.
 _WRONG: Final = frozenset({400, 404, 413, 415, 422})
 
 
