@@ -12,7 +12,7 @@ from tests.suites.clients.other_python import need_clients, output_of, program
 from tests.suites.clients.served import missing
 
 FOLDER = Path(__file__).with_name("coding_agents")
-# Codex describes itself and its tools in 11,000 tokens of the double, Claude Code in 30,000.
+# Codex sends 11,000 tokens of the double a turn, Claude Code 6,600 with its first one.
 CONTEXT = 100_000
 TASK = "Make a file that says hello, then let it say goodbye."
 CONFIG = """
