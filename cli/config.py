@@ -49,6 +49,9 @@ class UpSettings(EngineSettings, DecisionLogSettings):
     chat_control_tokens: bool = Field(
         False, description="text of a chat that spells a special token becomes that token, such as <|im_end|>"
     )
+    refuse_media: bool = Field(
+        False, description="refuse images, files, audio and video in a chat; unset: a text stands in for each"
+    )
     tool_call_parser: ToolCallParser = Field(
         "auto",
         description="how the model calls tools; auto: as its chat template has it; none: tools are refused",

@@ -136,6 +136,8 @@ MAX_SITE_CONNECTIONS: Final = 64
 MAX_SITE_CONNECTIONS_A_PEER: Final = 24
 # Bytes of a body; docs/decisions/0044 has what parsing costs.
 MAX_HTTP_BODY_BYTES: Final = 4 << 20
+# The same of a conversation, whose images do not reach the model; the rest of it has at most MAX_HTTP_BODY_BYTES.
+MAX_HTTP_CHAT_BYTES: Final = 16 << 20
 # Values in a body: entries of lists and objects, at every level. A prompt may have 128,000 token ids.
 MAX_HTTP_BODY_VALUES: Final = 135_000
 # Members of objects in a body, at every level; each costs eight times as much as an entry of a list.

@@ -320,6 +320,7 @@ class RouterProcess:
             responses=ResponseParts(self._response_store(), self._background),
             model=self.status.model,
             resumer=self._resumer,
+            refuses_media=settings.refuse_media,
             meter=self._meter,
         )
         asks_for_keys = isinstance(self._authenticator, TenantDirectory)

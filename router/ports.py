@@ -33,6 +33,8 @@ class CallContext:
     tracestate: str = ""
     # Whether the API answers with as many tokens as the context holds, where more are asked for.
     lowers_max_tokens: bool = False
+    # What the client should know of the answer, beside the answer.
+    notes: tuple[str, ...] = ()
     # What its tenant's rates were charged before the work for it; contexts that are made from this one share it.
     charge: Charge = field(default_factory=Charge, compare=False)
 

@@ -46,7 +46,10 @@ Listened = tuple[str, int]  # address, port
 _TO_ALL: Final = ("log_level", "trace_sample_ratio")
 _TO_ROUTER: Final = ("seed", "open_schemas", "slo_ttft", "slo_itl")
 _TO_RECORD: Final = tuple(DecisionLogSettings.model_fields)
-_TEXT: Final = ("tokenizer", "chat_template", "chat_control_tokens", "tool_call_parser", "reasoning_parser")
+_TEXT: Final = (
+    *("tokenizer", "chat_template", "chat_control_tokens", "refuse_media"),
+    *("tool_call_parser", "reasoning_parser"),
+)
 _PUBLIC_TLS: Final = ("public_tls_cert", "public_tls_key")
 # In place of the Redis that the suite starts later.
 _OWN_REDIS: Final = "redis://127.0.0.1:6379/0"

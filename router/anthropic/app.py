@@ -115,6 +115,7 @@ class Messages:
         given = asked(body, request.headers)
         with given.in_its_words(), in_words_of(given.order):
             meter, tenant = self._service.parts.meter, request.state.caller.tenant
+            self._service.check_chat(given.order)
             (prompt,) = given.order.prompts
             request.state.charge = Charge.of()
             ids = await unless_gone(request, meter.encoded(self._service.parts.codec, prompt, True, tenant))

@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from common.errors import FieldViolation, InvalidRequest, Unsupported
 from common.limits import MAX_CHAT_MESSAGES, MAX_TOOL_CALLS
 from router.anthropic.cache_control import Mark, marks_of
 from router.anthropic.types import Block, Content, MessageBody
+from router.core.media import medium_of
 from router.core.tools import quoted
-from router.openai.types import CallBody, CalledFunction, Message
+from router.openai.types import CallBody, CalledFunction, ContentPart, Message
 
 T = TypeVar("T")
 
 # Blocks by the role of their message.
 _OFFERED: Final = {
-    "user": "text or tool_result",
+    "user": "text, image, document, search_result or tool_result",
     "assistant": "text, thinking or tool_use",
     "system": "text",
 }
+_RESULTS: Final = "text, image, document or search_result"
 # Between turns of one role, which count as one.
 _BETWEEN_TURNS: Final = "\n\n"
 
@@ -41,7 +43,7 @@ class Conversation:
 
 
 def conversation(system: Content | None, messages: Sequence[MessageBody]) -> Conversation:
-    """Return the chat of a body. Raises InvalidRequest, and Unsupported for blocks other than text and tools."""
+    """Return the chat of a body. Raises InvalidRequest, and Unsupported for unknown kinds of blocks."""
     writer = _Writer()
     if system:
         writer.begin("system", "system")
@@ -60,7 +62,7 @@ class _Turn:
 
     role: str
     place: str
-    texts: list[str] = field(default_factory=list)
+    parts: list[ContentPart] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[CallBody] = field(default_factory=list)
     # Of the result of a tool.
@@ -70,12 +72,15 @@ class _Turn:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.texts or self.thoughts or self.calls) and self.call_id is None
+        return not (self.parts or self.thoughts or self.calls) and self.call_id is None
+
+    def add(self, text: str) -> None:
+        self.parts.append(ContentPart(type="text", text=text))
 
     def message(self) -> Message:
         return Message(
             role=self.role,
-            content="".join(self.texts),
+            content=self.parts,
             tool_calls=self.calls or None,
             tool_call_id=self.call_id,
             name=self.name,
@@ -131,17 +136,16 @@ class _Writer:
         return self._last
 
     def _text(self, text: str) -> None:
-        if self._joins and self._last.texts:
-            self._last.texts.append(_BETWEEN_TURNS)
+        self._part(ContentPart(type="text", text=text))
+
+    def _part(self, part: ContentPart) -> None:
+        if self._joins and self._last.parts:
+            self._last.add(_BETWEEN_TURNS)
         self._joins = False
-        self._last.texts.append(text)
+        self._last.parts.append(part)
 
     def _block(self, block: Block, role: str, path: str) -> None:
         match block.type:
-            case "text":
-                if self._last.role != role:
-                    self._turn(role)
-                self._text(_needed(block.text, f"{path}.text"))
             case "tool_result" if role == "user":
                 self._result(block, path)
             case "thinking" if role == "assistant":
@@ -150,6 +154,11 @@ class _Writer:
                 pass  # only the server that made it can read it
             case "tool_use" if role == "assistant":
                 self._call(block, path)
+            case _ if (parts := _content(block, path)) is not None:
+                if self._last.role != role:
+                    self._turn(role)
+                for part in parts:
+                    self._part(part)
             case _:
                 what = f"{quoted(block.type)} is not offered in a message of role {role}"
                 raise Unsupported(f"{path}.type: {what}; expected {_OFFERED[role]}")
@@ -168,22 +177,43 @@ class _Writer:
         turn = self._turn("tool")
         turn.call_id, turn.name = call_id, self._names.get(call_id)
         if block.is_error:
-            turn.texts.append("Error: ")
+            turn.add("Error: ")
         if isinstance(block.content, str):
-            turn.texts.append(block.content)
+            turn.add(block.content)
             return
         for number, part in enumerate(block.content or ()):
-            if part.type != "text":
-                where = f"{path}.content[{number}].type"
-                raise Unsupported(f"{where}: {quoted(part.type)} is not offered in a tool_result; expected text")
-            turn.texts.append(_needed(part.text, f"{path}.content[{number}].text"))
+            where = f"{path}.content[{number}]"
+            if (found := _content(part, where)) is None:
+                what = f"{quoted(part.type)} is not offered in a tool_result; expected {_RESULTS}"
+                raise Unsupported(f"{where}.type: {what}")
+            turn.parts += found
 
 
 def _check_end(turn: _Turn) -> None:
     if turn.calls:
         _refuse(turn.place, "ends with a tool_use; expected a user message with its tool_result after it")
-    if not "".join(turn.texts).strip():
+    if not turn.message().text.strip():
         _refuse(turn.place, "has no text that an answer could go on with; add some, or end with a user message")
+
+
+def _content(block: Block, path: str) -> list[ContentPart] | None:
+    """Return the parts of a block that the model reads, or that a text stands in for; None of another block."""
+    if block.type == "text":
+        return [ContentPart(type="text", text=_needed(block.text, f"{path}.text"))]
+    if block.type == "search_result":
+        given = block.content if isinstance(block.content, list) else []
+        texts = [_needed(each.text, f"{path}.content[{place}].text") for place, each in enumerate(given)]
+        return [ContentPart(type="text", text="\n".join([each for each in (block.title, *texts) if each]))]
+    if block.type == "document" and (text := _plain(block.source)) is not None:
+        return [ContentPart(type="text", text=f"{block.title}\n{text}" if block.title else text)]
+    return None if medium_of(block.type) is None else [ContentPart(type=block.type)]
+
+
+def _plain(source: Any) -> str | None:
+    """Return the text of a document's source; None of a file."""
+    if not isinstance(source, dict) or source.get("type") != "text":
+        return None
+    return data if isinstance(data := source.get("data"), str) else None
 
 
 def _needed(value: T | None, path: str) -> T:

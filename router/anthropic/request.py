@@ -14,6 +14,7 @@ from router.anthropic.conversation import conversation
 from router.anthropic.types import CountRequest, MessagesRequest, OutputFormat, Thinking, ToolBody
 from router.core.tools import quoted
 from router.openai.request import Order, chat_order
+from router.openai.tools import left_out_note
 from router.openai.types import ChatRequest, JsonSchemaFormat, ResponseFormat
 from router.serving.field_names import FieldNames, in_words_by
 
@@ -38,20 +39,24 @@ _NAMES: Final = FieldNames(
     (r"^cache_retention\b.*", "cache_control"),
     (r"^prompt\b", "messages"),
 )
+# Types of tools by their vendor's date, such as web_search_20250305, and those without one.
+_OF_VENDORS: Final = re.compile(r"[a-z][a-z_]{0,40}_20\d{6}|mcp_toolset|tool_search_tool_(bm25|regex)")
 _MESSAGE: Final = re.compile(r"^messages\[(\d+)\]")
+_TOOL: Final = re.compile(r"^tools\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The chat of a body, and the place of each message in the body."""
+    """The chat of a body, and the places of its messages and tools in the body."""
 
     order: Order
     places: Sequence[str]
+    tools: Sequence[int]
     shows_thoughts: bool
 
     def in_its_words(self) -> AbstractContextManager[None]:
         """Let errors about fields of a chat name those of the body."""
-        return _in_its_words(self.places)
+        return _in_its_words(self.places, self.tools)
 
 
 def asked(body: CountRequest, headers: Mapping[str, str]) -> Asked:
@@ -68,9 +73,11 @@ def asked(body: CountRequest, headers: Mapping[str, str]) -> Asked:
         **_output(body),
         **(_sampling(body) if isinstance(body, MessagesRequest) else {}),
     }
-    with _in_its_words(chat.places):
+    tools = [place for place, _ in _own_tools(body)]
+    with _in_its_words(chat.places, tools):
         order = chat_order(ChatRequest(**{key: value for key, value in fields.items() if value is not None}), headers)
-    return Asked(order, chat.places, body.thinking is None or body.thinking.display != _OMITTED)
+    order = order.noted(left_out_note([each.type or "" for each in body.tools or () if _is_left_out(each)]))
+    return Asked(order, chat.places, tools, body.thinking is None or body.thinking.display != _OMITTED)
 
 
 def _sampling(body: MessagesRequest) -> dict[str, Any]:
@@ -82,13 +89,23 @@ def _sampling(body: MessagesRequest) -> dict[str, Any]:
 
 def _tools(body: CountRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    if body.tools:
-        fields["tools"] = [_tool(each, f"tools[{place}]") for place, each in enumerate(body.tools)]
+    if tools := [_tool(each, f"tools[{place}]") for place, each in _own_tools(body)]:
+        fields["tools"] = tools
     if (choice := body.tool_choice) is not None:
         fields["tool_choice"] = _choice(choice.type, choice.name)
         if choice.disable_parallel_tool_use:
             fields["parallel_tool_calls"] = False
     return fields
+
+
+def _own_tools(body: CountRequest) -> list[tuple[int, ToolBody]]:
+    """Return the tools that are offered, with their places in the body."""
+    return [(place, tool) for place, tool in enumerate(body.tools or ()) if not _is_left_out(tool)]
+
+
+def _is_left_out(tool: ToolBody) -> bool:
+    """Return whether a vendor has made the tool: its server runs it, or its models alone know its form."""
+    return tool.type is not None and _OF_VENDORS.fullmatch(tool.type) is not None
 
 
 def _tool(tool: ToolBody, path: str) -> dict[str, Any]:
@@ -99,7 +116,8 @@ def _tool(tool: ToolBody, path: str) -> dict[str, Any]:
         raise Unsupported(f"{path}: {', '.join(tool.unsupported)} is not offered; leave it out")
     if tool.input_schema is None:
         _refuse(f"{path}.input_schema", 'is missing; expected a JSON schema such as {"type": "object"}')
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    examples = {"examples": tool.input_examples} if tool.input_examples else {}
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema | examples}
     given = {"description": tool.description, "strict": tool.strict}
     function |= {key: value for key, value in given.items() if value is not None}
     return {"type": "function", "function": function}
@@ -156,16 +174,17 @@ def _format(given: OutputFormat | None) -> ResponseFormat | None:
     return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=given.schema_, strict=True))
 
 
-def _in_its_words(places: Sequence[str]) -> AbstractContextManager[None]:
-    return in_words_by(lambda field: _placed(_NAMES(field), places))
+def _in_its_words(places: Sequence[str], tools: Sequence[int]) -> AbstractContextManager[None]:
+    return in_words_by(lambda field: _placed(_NAMES(field), places, tools))
 
 
-def _placed(field: str, places: Sequence[str]) -> str:
-    """Return the name of a field with the place in the body where it names a message of the chat."""
-    found = _MESSAGE.match(field)
-    if found is None or int(found[1]) >= len(places):
-        return field
-    return places[int(found[1])] + field[found.end() :]
+def _placed(field: str, places: Sequence[str], tools: Sequence[int]) -> str:
+    """Return the name of a field with the place in the body where it names a message or a tool of the chat."""
+    if (found := _MESSAGE.match(field)) is not None and int(found[1]) < len(places):
+        return places[int(found[1])] + field[found.end() :]
+    if (found := _TOOL.match(field)) is not None and int(found[1]) < len(tools):
+        return f"tools[{tools[int(found[1])]}]{field[found.end() :]}"
+    return field
 
 
 def _refuse(path: str, what: str) -> NoReturn:

@@ -27,14 +27,20 @@ class CacheControl(BaseModel):
 class Block(BaseModel):
     """One block of a message; `type` says which of the other fields it has."""
 
-    type: str = Field(..., description="text, thinking, redacted_thinking, tool_use or tool_result")
+    type: str = Field(
+        ..., description="text, image, document, search_result, thinking, redacted_thinking, tool_use or tool_result"
+    )
     text: str | None = None
     thinking: str | None = Field(None, description="a thought of an earlier answer; its signature is not verified")
     id: str | None = Field(None, description="of a tool_use")
     name: str | None = Field(None, description="of a tool_use")
     input: dict[str, Any] | None = Field(None, description="the arguments of a tool_use")
     tool_use_id: str | None = Field(None, description="the tool_use that a tool_result answers")
-    content: str | Annotated[list[Block], Field(fail_fast=True)] | None = Field(None, description="of a tool_result")
+    content: str | Annotated[list[Block], Field(fail_fast=True)] | None = Field(
+        None, description="of a tool_result or a search_result"
+    )
+    title: str | None = Field(None, description="of a document or a search_result")
+    source: dict[str, Any] | str | None = Field(None, description="of a document: its text; of others nothing is read")
     cache_control: CacheControl | None = None
     is_error: bool | None = Field(None, description="the tool failed; its result then begins with `Error: `")
 
@@ -61,8 +67,6 @@ class ToolBody(BaseModel):
     # Unsupported fields, each with the values that have no effect.
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
         "allowed_callers": (None, [], ["direct"]),
-        "defer_loading": _NOTHING,
-        "input_examples": _NOTHING,
     }
 
     type: str | None = Field(None, description="custom, or nothing")
@@ -70,6 +74,7 @@ class ToolBody(BaseModel):
     description: str | None = None
     input_schema: dict[str, Any] | None = Field(None, description="JSON schema of the tool's input")
     strict: bool | None = Field(None, description="the input matches the schema, by constraint")
+    input_examples: list[dict[str, Any]] | None = Field(None, description="shown as the schema's examples")
     cache_control: CacheControl | None = None
 
     @property

@@ -47,6 +47,8 @@ class ValidatedRequest:
     correlation_id: str = ""
     # What the client called the model, for traces alone; "" where it named none.
     model: str = ""
+    # What the client should know of the answer: in a header, and in the record of the decision.
+    notes: tuple[str, ...] = ()
     # The prompt is a conversation, rendered by a chat template.
     chat: bool = False
     # The client gets one answer at the end: tokens need not be passed on one by one.

@@ -143,6 +143,7 @@ class Answer:
     bill: Bill = field(default_factory=Bill)
     stop: tuple[str, ...] = ()
     include_stop: bool = False
+    notes: tuple[str, ...] = ()
     _readers: dict[int, OutputReader] = field(default_factory=dict)
     _hits: dict[int, int] = field(default_factory=dict)
 

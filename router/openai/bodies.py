@@ -21,6 +21,10 @@ from router.openai import errors
 from router.serving.content_coding import SERVED, decoded
 
 _RETRY_S: Final = 1.0
+# Clients send the images of a conversation with each of its turns.
+_CHATS: Final = frozenset(
+    {"/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"}
+)
 
 
 class BodyBudget:
@@ -83,13 +87,13 @@ class BodyGate:
 
     async def _received(self, scope: Scope, receive: Receive, share: BodyShare) -> Receive | None:
         """Return a `receive` that gives the whole body first; None when the client went away. Raises QuireErrors."""
-        coding = _coding(scope)
-        body = await _read(scope, receive, share)
+        coding, most = _coding(scope), _most(scope)
+        body = await _read(scope, receive, share, most)
         if body is None:
             return None
         scope.setdefault("state", {})["received"] = self._clock.monotonic()
         if coding:
-            body = await _without_coding(body, coding, share)
+            body = await _without_coding(body, coding, share, most)
         _check(scope, body)
         whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -99,9 +103,14 @@ class BodyGate:
         return replayed
 
 
-async def _read(scope: Scope, receive: Receive, share: BodyShare) -> bytes | None:
+def _most(scope: Scope) -> int:
+    """Return the most bytes of a body."""
+    return limits.MAX_HTTP_CHAT_BYTES if scope["path"] in _CHATS else limits.MAX_HTTP_BODY_BYTES
+
+
+async def _read(scope: Scope, receive: Receive, share: BodyShare, most: int) -> bytes | None:
     """Return the whole body; None when the client goes away. Raises BodyTooLarge and Overloaded."""
-    _check_size(int(_header(scope, b"content-length") or 0))  # the parser has checked that it is a number
+    _check_size(int(_header(scope, b"content-length") or 0), most)  # the parser has checked that it is a number
     parts, size = list[bytes](), 0
     while True:
         message = await receive()
@@ -109,7 +118,7 @@ async def _read(scope: Scope, receive: Receive, share: BodyShare) -> bytes | Non
             return None
         parts.append(message.get("body", b""))
         size += len(parts[-1])
-        _check_size(size)
+        _check_size(size, most)
         share.grow(size)
         if not message.get("more_body", False):
             return b"".join(parts)
@@ -127,19 +136,19 @@ def _coding(scope: Scope) -> str:
     return coding
 
 
-async def _without_coding(body: bytes, coding: str, share: BodyShare) -> bytes:
+async def _without_coding(body: bytes, coding: str, share: BodyShare, most: int) -> bytes:
     """Return what a client has compressed. Raises InvalidRequest, BodyTooLarge and Overloaded."""
-    whole = await asyncio.to_thread(decoded, body, coding, limits.MAX_HTTP_BODY_BYTES)
+    whole = await asyncio.to_thread(decoded, body, coding, most)
     if whole is None:
         raise InvalidRequest(FieldViolation("body", f"is not whole, or not in {coding} as its content-encoding says"))
-    _check_size(len(whole))
+    _check_size(len(whole), most)
     share.grow(max(len(whole), len(body)))
     return whole
 
 
-def _check_size(size: int) -> None:
-    if size > limits.MAX_HTTP_BODY_BYTES:
-        what = f"the body is larger than the router takes; expected at most {limits.MAX_HTTP_BODY_BYTES} bytes"
+def _check_size(size: int, most: int) -> None:
+    if size > most:
+        what = f"the body is larger than the router takes; expected at most {most} bytes"
         raise errors.BodyTooLarge(what)
 
 

@@ -8,18 +8,21 @@ from typing import Any
 
 from common.errors import FieldViolation, InvalidRequest, Unsupported
 from quire.inference.v1 import inference_pb2 as pb
+from router.core.media import medium_of
+from router.core.tools import quoted
 from router.openai.tools import AskedTools
 from router.openai.types import CalledFunction, ChatFields, Message
 
 # OpenAI's older name for the role of a result.
 _ROLES = {"function": "tool"}
+_TEXTS = frozenset({"text", "refusal"})
 # The fields of nearly all messages.
 _PLAIN = frozenset({"role", "content"})
 
 
 def chat_prompt(messages: list[Message], body: ChatFields, tools: AskedTools) -> pb.Prompt:
-    """Return the prompt of a chat. Raises Unsupported for content other than text, InvalidRequest for odd calls."""
-    _refuse_other_than_text(messages)
+    """Return the prompt of a chat. Raises Unsupported for unknown kinds of content, InvalidRequest for odd calls."""
+    _check_parts(messages)
     chat = pb.Chat(
         messages=[_message(each, place) for place, each in enumerate(messages)],
         tools_json=_json(tools.given),
@@ -68,9 +71,15 @@ def _json(given: Any) -> str:
     return json.dumps(given, ensure_ascii=False) if given else ""
 
 
-def _refuse_other_than_text(messages: list[Message]) -> None:
+def media_in(messages: list[Message]) -> tuple[str, ...]:
+    """Return what the parts hold that are not text."""
+    parts = [part for each in messages if isinstance(each.content, list) for part in each.content]
+    return tuple([medium for part in parts if (medium := medium_of(part.type)) is not None])
+
+
+def _check_parts(messages: list[Message]) -> None:
     for place, message in enumerate(messages):
         parts = message.content if isinstance(message.content, list) else []
-        kinds = sorted({part.type for part in parts} - {"text"})
+        kinds = sorted({part.type for part in parts if medium_of(part.type) is None} - _TEXTS)
         if kinds:
-            raise Unsupported(f"messages[{place}].content: {', '.join(kinds)} is not offered; send text alone")
+            raise Unsupported(f"messages[{place}].content: {quoted(', '.join(kinds))} is not offered; send text")

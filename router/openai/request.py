@@ -10,8 +10,9 @@ from common.errors import FieldViolation, InvalidRequest, Unsupported
 from common.limits import MAX_HTTP_SEQUENCES, MAX_LOGPROBS
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2
+from router.core.media import note_of
 from router.openai.allowed_tokens import FIELD
-from router.openai.chat_prompt import chat_prompt
+from router.openai.chat_prompt import chat_prompt, media_in
 from router.openai.constraint import constraint_of
 from router.openai.errors import UnsupportedField
 from router.openai.tools import AskedTools, asked_tools
@@ -44,6 +45,14 @@ class Order:
     tools: AskedTools | None = None
     # Tokens that the thoughts of an answer may have.
     thinking_budget: int | None = None
+    # What the client should know of its answer: a closed set of texts and none of the client's.
+    notes: tuple[str, ...] = ()
+    # What the parts of its conversation hold that are not text, and do not reach the model.
+    media: tuple[str, ...] = ()
+
+    def noted(self, note: str) -> Order:
+        """Return the order with one more note, unless that is empty."""
+        return replace(self, notes=(*self.notes, note)) if note else self
 
     def read_by(self, reading: Reading) -> Order:
         """Return the order whose answers are read in that way."""
@@ -53,7 +62,7 @@ class Order:
         if reading.budget is not None:
             common.thought_budget.CopyFrom(reading.budget)
         names = {**self.names, **_constrain(common, reading.asked)}
-        return replace(self, common=common, names=names, asked=reading.asked)
+        return replace(self.noted(reading.note), common=common, names=names, asked=reading.asked)
 
     def in_its_words(self, found: FieldViolation) -> FieldViolation:
         """Return what is wrong with a request in the words of its body."""
@@ -143,6 +152,9 @@ def chat_order(body: ChatRequest, headers: Mapping[str, str]) -> Order:
     }
     if newer:
         names["sampling.max_tokens"] = "max_completion_tokens"
+    media = media_in(body.messages)
+    if media:
+        order = replace(order.noted(note_of(media)), media=media)
     return replace(order, names={**order.names, **names}, tools=tools, thinking_budget=_thinking_budget(body))
 
 

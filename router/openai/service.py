@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from common.clock import Clock
-from common.errors import Cancelled, InvalidRequest, Overloaded, QuireError
+from common.errors import Cancelled, InvalidRequest, Overloaded, QuireError, Unsupported
+from common.limits import MAX_HTTP_BODY_BYTES
 from common.version import quire_version
 from router.core.events import GenerateEvent, ValidatedRequest
 from router.core.tenancy import Charge
@@ -48,6 +49,8 @@ class HttpParts:
     model: Callable[[], ModelCard]
     """Returns `card` with what workers have reported since."""
     resumer: Resumer
+    # Whether a conversation with images, files, audio or video is refused; else a text stands in for each.
+    refuses_media: bool = False
     meter: Meter = UNLIMITED
 
 
@@ -93,11 +96,21 @@ class Service:
             charge=request.state.charge,
         )
 
+    def check_chat(self, order: Order) -> None:
+        """Raise BodyTooLarge for too much text, and Unsupported for more than text where the operator refuses that."""
+        if (size := sum([prompt.ByteSize() for prompt in order.prompts])) > MAX_HTTP_BODY_BYTES:
+            what = f"the conversation has {size} bytes without its images; expected at most {MAX_HTTP_BODY_BYTES}"
+            raise errors.BodyTooLarge(what)
+        if order.media and self.parts.refuses_media:
+            found = ", ".join(sorted(set(order.media)))
+            raise Unsupported(f"the conversation has {found}, which this server refuses; send text alone")
+
     async def reading(self, order: Order, call: CallContext) -> Reading | None:
         """Return how the answers to a chat are read, if not as they are.
 
         Raises InvalidRequest, Unsupported, and Overloaded where a rate of the tenant has no room for the chat.
         """
+        self.check_chat(order)
         tools, reader = order.tools, self.parts.reader
         if tools is None or not reader.reads(tools.use):
             return None
@@ -111,6 +124,7 @@ class Service:
     async def validated(self, order: Order, call: CallContext) -> list[ValidatedRequest]:
         """Return the requests of an order, all of which are charged first. Raises Overloaded and InvalidRequest."""
         self.parts.meter.begin(order.prompts, order.common, call)
+        call = replace(call, notes=order.notes)
         calls = [call]
         if (count := len(order.prompts)) > 1:
             calls = [replace(call, request_id=f"{call.request_id}-{place}") for place in range(count)]
@@ -127,6 +141,7 @@ class Service:
 def as_read(request: ValidatedRequest, answer: Answer) -> ValidatedRequest:
     """Return a request whose output is read as its answer is, which gets the request's stop texts."""
     answer.stop, answer.include_stop = request.sampling.stop, request.sampling.include_stop
+    answer.notes = request.notes
     reading = answer.form.reading
     return replace(request, whole=not answer.form.streamed, new_parser=None if reading is None else reading.new_parser)
 
@@ -152,9 +167,8 @@ def in_words_of(order: Order) -> Iterator[None]:
 
 
 def answer_headers(answer: Answer) -> dict[str, str]:
-    """Return the id of the trace, and a note where there is one; `Identified` adds what every answer has."""
-    reading = answer.form.reading
-    named = {"x-trace-id": answer.trace_id, NOTE_HEADER: "" if reading is None else reading.note}
+    """Return the id of the trace, and the notes where there are some; `Identified` adds what every answer has."""
+    named = {"x-trace-id": answer.trace_id, NOTE_HEADER: "; ".join(answer.notes)}
     return {name: value for name, value in named.items() if value}
 
 

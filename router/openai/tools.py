@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from common.errors import FieldViolation, InvalidRequest
@@ -11,6 +14,8 @@ from router.core.dialects.offered import OfferedTool
 from router.core.tools import quoted, tools_of
 from router.openai.types import ChatFields
 from router.serving.reading import ToolUse
+
+log = logging.getLogger(__name__)
 
 # Tools in an error that names those that there are.
 _MOST_NAMED = 10
@@ -23,6 +28,20 @@ class AskedTools:
     given: list[Any]
     use: ToolUse
     older: bool = False
+
+
+def left_out_note(kinds: Iterable[str]) -> str:
+    """Return what the client should know of tools that are left out of its request, "" where none is; log each kind."""
+    found = dict.fromkeys(kinds)
+    for kind in found:
+        _say(kind)
+    return f"tools are left out that this server does not run: {', '.join(found)}" if found else ""
+
+
+@lru_cache(maxsize=256)
+def _say(kind: str) -> None:
+    """Log once that tools of a kind are left out: an agent sends the same ones with each request."""
+    log.info("tools of type %s are left out of requests: this server does not run them", kind)
 
 
 def asked_tools(body: ChatFields) -> AskedTools:

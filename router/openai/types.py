@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from common import limits
+from router.core.media import medium_of, stand_in
 from router.openai import foreign_fields
 from router.serving.numbers import Float32, Int32, Int64
 from router.serving.retention import CacheRetention
@@ -160,11 +161,19 @@ class CompletionRequest(GenerationFields):
         return self.prompt  # type: ignore[return-value]
 
 
-class TextPart(BaseModel):
-    """One part of a message; only text is served."""
+class ContentPart(BaseModel):
+    """One part of a message. A text stands in for an image, a file, audio or video."""
 
     type: str
     text: str = ""
+    refusal: str = Field("", description="of a part of type refusal")
+
+    @property
+    def shown(self) -> str:
+        """What the model reads."""
+        if (medium := medium_of(self.type)) is not None:
+            return stand_in(medium)
+        return self.refusal if self.type == "refusal" else self.text
 
 
 class CalledFunction(BaseModel):
@@ -190,7 +199,7 @@ class Message(BaseModel):
         description="a role of the checkpoint's chat template; developer counts as system where the template has none",
         json_schema_extra={"pattern": "^[A-Za-z_]{1,32}$"},
     )
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     tool_calls: Annotated[list[CallBody], Field(fail_fast=True, max_length=limits.MAX_TOOL_CALLS)] | None = None
     tool_call_id: str | None = Field(None, description="the call whose result a message of role tool has")
     name: str | None = None
@@ -203,7 +212,7 @@ class Message(BaseModel):
         """The content as one string."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        return "".join(part.text for part in self.content)
+        return "".join(part.shown for part in self.content)
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, max_length=limits.MAX_CHAT_MESSAGES)]
@@ -237,7 +246,7 @@ class Prediction(BaseModel):
     """The text that the client expects as answer."""
 
     type: Literal["content"] = "content"
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
     @property
     def text(self) -> str:

@@ -195,7 +195,7 @@ class RouterFrontend:
         except Overloaded as refused:
             self._reject(trace, request_id, refused, figures)
             raise
-        self._recorder.decided(trace, DecisionKind.ADMISSION, request_id, "admitted", figures)
+        self._recorder.decided(trace, DecisionKind.ADMISSION, request_id, "admitted", figures, request.notes)
 
     def refuse(self, call: CallContext, request_id: str, tokens: int, refused: Overloaded) -> None:
         """Record a request of about so many tokens that was refused before it was read."""

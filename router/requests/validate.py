@@ -127,6 +127,7 @@ class Validator:
             trace_id=call.trace_id,
             correlation_id=call.correlation_id,
             model=call.model,
+            notes=call.notes,
             chat=request.prompt.HasField("chat"),
             kept_special_tokens=tuple(request.kept_special_tokens),
             skip_special_tokens=not request.HasField("skip_special_tokens") or request.skip_special_tokens,

@@ -21,6 +21,8 @@ def steps_of(story: Story) -> tuple[Step, ...]:
 
 
 def _told(story: Story) -> Iterator[tuple[int, str, str]]:
+    for note in story.notes:
+        yield note.time_ns, ROUTER, f"tells the client: {note.words}"
     for refusal in story.refusals:
         yield refusal.time_ns, ROUTER, f"refused by {refusal.subject}: {refusal.words}"
     for queued in story.queued:

@@ -102,6 +102,14 @@ class Preemption:
 
 
 @dataclass(frozen=True, slots=True)
+class Note:
+    """What the client was told beside the answer, when the request was admitted."""
+
+    time_ns: int
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """The request was refused at its arrival, or its sequence by the manager; `subject` is the limit."""
 
@@ -119,6 +127,7 @@ class Story:
     began_ns: int = 0
     tenant: str = ""
     runs: int = 0
+    notes: tuple[Note, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     placements: tuple[Placement, ...] = ()
     queued: tuple[Queued, ...] = ()
@@ -141,6 +150,9 @@ def story_of(request_id: str, decisions: Iterable[Decision], unread: Iterable[st
         began_ns=min((each.time_ns for each in own), default=0),
         tenant=next((each.tenant for each in own if each.tenant), ""),
         runs=sum(each.request_id == request_id and _ends(each) for each in found.values()),
+        notes=tuple(
+            [Note(each.time_ns, words) for each in own if each.kind is DecisionKind.ADMISSION for words in each.reasons]
+        ),
         refusals=_all(own, (DecisionKind.REJECTION,), _refusal),
         placements=_all(own, (DecisionKind.ROUTING, DecisionKind.MIGRATION), _placement),
         queued=_all(own, (DecisionKind.QUEUED,), _queued),

@@ -9,7 +9,6 @@ from common.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, Overloaded, Q
 from common.types import FinishReason
 from router.core.dialects.parts import CallBegun, Part, Words
 from router.core.events import ValidatedRequest
-from router.core.tools import NOTE_HEADER
 from router.openai.answer import Answer, Piece
 from router.openai.request import Order
 from router.openai.responses.events import ResponseBuilder
@@ -19,7 +18,6 @@ from router.openai.responses.request import format_body, tool_bodies
 from router.openai.responses.tool_kinds import ToolKinds
 from router.openai.responses.types import Json, ResponsesRequest
 from router.openai.responses.usage import usage_body
-from router.openai.service import answer_headers
 
 _SYSTEM = ("system", "developer")
 
@@ -38,14 +36,6 @@ class Asked:
     builder: ResponseBuilder
     kinds: ToolKinds
     _ran_out: bool = False
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """The headers of the answer, with a note of the tools that were left out."""
-        headers = answer_headers(self.answer)
-        notes = [headers.get(NOTE_HEADER), self.kinds.note]
-        note = "; ".join(each for each in notes if each)
-        return headers | ({NOTE_HEADER: note} if note else {})
 
     def take(self, piece: Piece) -> str:
         """Take an addition to the answer; return the lines of its events."""

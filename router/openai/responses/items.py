@@ -7,14 +7,17 @@ from typing import Any, Final, NoReturn
 
 from common.errors import FieldViolation, InvalidRequest, Unsupported
 from common.limits import MAX_CHAT_MESSAGES
+from router.core.media import medium_of, stand_in
 from router.core.tools import quoted
 from router.openai.responses.tool_kinds import FUNCTION, ToolName, arguments_of
-from router.openai.types import CallBody, CalledFunction, Message
+from router.openai.types import CallBody, CalledFunction, ContentPart, Message
 
 Item = Mapping[str, Any]
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _FIRST: Final = ("system", "developer")
 _TEXTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+# The fields of an item that have parts.
+_PARTED: Final = ("content", "output")
 _SERVED: Final = "message, reasoning, function_call, custom_tool_call, or the output of either"
 
 
@@ -41,6 +44,23 @@ def messages_of(instructions: str | None, earlier: Sequence[Item], given: Sequen
     return [*_one_system(messages)]
 
 
+def as_texts(items: Sequence[Item]) -> list[Item]:
+    """Return items with the text that stands in for each part that is not text, as the model has read them."""
+    parted = [{name: item[name] for name in _PARTED if isinstance(item.get(name), list)} for item in items]
+    return [
+        {**item, **{name: _as_texts(parts) for name, parts in fields.items()}}
+        for item, fields in zip(items, parted, strict=True)
+    ]
+
+
+def _as_texts(parts: list[Any]) -> list[Any]:
+    media = [medium_of(part.get("type")) if isinstance(part, dict) else None for part in parts]
+    return [
+        part if medium is None else {"type": "input_text", "text": stand_in(medium)}
+        for part, medium in zip(parts, media, strict=True)
+    ]
+
+
 def _read(item: Item, path: str) -> Message | None:
     """Return the message of one item; None of a thought that is not in plain text."""
     match item.get("type", "message"):
@@ -51,7 +71,8 @@ def _read(item: Item, path: str) -> Message | None:
         case "function_call_output" | "custom_tool_call_output":
             return _output(item, path)
         case "reasoning":
-            thought = _text(item.get("content") or item.get("summary") or "", f"{path}.content")
+            parts = _parts(item.get("content") or item.get("summary") or "", f"{path}.content")
+            thought = "".join([part.shown for part in parts])
             return Message(role="assistant", reasoning_content=thought) if thought else None
         case "item_reference":
             raise Unsupported(f"{path}.type: item_reference is not offered; send the item, or previous_response_id")
@@ -63,7 +84,7 @@ def _message(item: Item, path: str) -> Message:
     role = item.get("role")
     if role not in _ROLES:
         _refuse(f"{path}.role", f"is {quoted(role)}; expected user, assistant, system or developer")
-    return Message(role=role, content=_text(item.get("content"), f"{path}.content"))
+    return Message(role=role, content=_parts(item.get("content"), f"{path}.content"))
 
 
 def _call(item: Item, path: str) -> Message:
@@ -79,7 +100,7 @@ def _call(item: Item, path: str) -> Message:
 
 def _output(item: Item, path: str) -> Message:
     call_id = _string(item, "call_id", path)
-    return Message(role="tool", tool_call_id=call_id, content=_text(item.get("output"), f"{path}.output"))
+    return Message(role="tool", tool_call_id=call_id, content=_parts(item.get("output"), f"{path}.output"))
 
 
 def _string(item: Item, name: str, path: str) -> str:
@@ -89,21 +110,23 @@ def _string(item: Item, name: str, path: str) -> str:
     return value
 
 
-def _text(content: Any, path: str) -> str:
+def _parts(content: Any, path: str) -> list[ContentPart]:
     if isinstance(content, str):
-        return content
+        return [ContentPart(type="text", text=content)]
     if not isinstance(content, list):
         _refuse(path, "is missing; expected a text or a list of parts")
-    return "".join([_part(part, f"{path}[{place}]") for place, part in enumerate(content)])
+    return [_part(part, f"{path}[{place}]") for place, part in enumerate(content)]
 
 
-def _part(part: Any, path: str) -> str:
+def _part(part: Any, path: str) -> ContentPart:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "refusal":
-        return _string(part, "refusal", path)
+        return ContentPart(type="text", text=_string(part, "refusal", path))
     if kind in _TEXTS:
-        return _string(part, "text", path)
-    raise Unsupported(f"{path}.type: {quoted(kind)} is not offered; send text alone")
+        return ContentPart(type="text", text=_string(part, "text", path))
+    if medium_of(kind) is not None:
+        return ContentPart(type=kind)
+    raise Unsupported(f"{path}.type: {quoted(kind)} is not offered; send text")
 
 
 def _joined(messages: Iterable[Message]) -> Iterator[Message]:

@@ -11,6 +11,7 @@ from router.openai.request import Order, chat_order
 from router.openai.responses.items import Item, messages_of
 from router.openai.responses.tool_kinds import FUNCTION, ToolKinds, choice_of
 from router.openai.responses.types import Json, ResponsesRequest
+from router.openai.tools import left_out_note
 from router.openai.types import ChatRequest, JsonSchemaFormat, Message, ResponseFormat
 from router.serving.field_names import FieldNames, in_words_by
 
@@ -30,7 +31,7 @@ _NAMES: Final = FieldNames(
 def order_of(body: ResponsesRequest, kinds: ToolKinds, messages: list[Message], headers: Mapping[str, str]) -> Order:
     """Return the order of a body with such tools. Raises InvalidRequest and Unsupported in the words of the body."""
     with in_its_words(kinds):
-        return chat_order(chat_request(body, kinds, messages), headers)
+        return chat_order(chat_request(body, kinds, messages), headers).noted(left_out_note(kinds.left_out))
 
 
 def conversation(body: ResponsesRequest, earlier: Sequence[Item], given: Sequence[Item]) -> list[Message]:

@@ -23,7 +23,7 @@ from router.openai.response import WholeResponse
 from router.openai.responses.asked import Asked, first_body, is_too_long, size_of, without_oldest
 from router.openai.responses.background import Job
 from router.openai.responses.events import CANCELLED, IN_PROGRESS, QUEUED, RUNNING, ResponseBuilder
-from router.openai.responses.items import Item, items_of
+from router.openai.responses.items import Item, as_texts, items_of
 from router.openai.responses.listing import ItemPage, page_of
 from router.openai.responses.parts import ResponseParts
 from router.openai.responses.records import (
@@ -41,7 +41,7 @@ from router.openai.responses.schema import Deleted, InputTokens, ItemList, Respo
 from router.openai.responses.tool_kinds import tool_kinds
 from router.openai.responses.types import Json, ResponsesRequest
 from router.openai.schema import ErrorBody, answers
-from router.openai.service import Events, Service, in_words_of, unless_gone
+from router.openai.service import Events, Service, answer_headers, in_words_of, unless_gone
 from router.ports import CallContext
 from router.serving.answer_size import AnswerPlace
 from router.serving.event_stream import EventStream
@@ -91,11 +91,11 @@ class Responses:
             return await self._in_background(asked, bool(body.stream))
         if body.stream:
             events = await unless_gone(request, self._service.begun([asked.request], asked.answer))
-            return EventStream(self._lines(asked, events), events, asked.headers)
+            return EventStream(self._lines(asked, events), events, answer_headers(asked.answer))
         place = self._service.room.place(MAX_ANSWER_BYTES)
         try:
             whole = await unless_gone(request, self._collected(asked, place))
-            return WholeResponse([whole], asked.headers, place.leave)
+            return WholeResponse([whole], answer_headers(asked.answer), place.leave)
         except BaseException:  # broad: an answer that is not sent, for whatever reason, takes no room
             place.leave()
             raise
@@ -164,10 +164,10 @@ class Responses:
         tenant, given = _tenant(request), items_of(body.input)
         earlier = await self._earlier(body.previous_response_id, tenant)
         store = body.store is not False
-        if store:
-            given = with_ids(given)
-            check_size([*earlier, *given])
         order, validated, answer = await self._fitted(body, earlier, given, request.headers, call)
+        if store:
+            given = with_ids(as_texts(given))
+            check_size([*earlier, *given])
         name, created = new_id("resp_"), answer.form.created
         first = first_body(body, name, answer.form.model, created, validated)
         check_text(first)

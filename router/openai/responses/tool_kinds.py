@@ -7,18 +7,14 @@ sends a search beside its own tools, and goes on without it.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, Final, NoReturn
 
 from common.errors import FieldViolation, InvalidRequest, Unsupported
 from common.limits import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 from router.core.tools import quoted
-
-log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 FUNCTION, CUSTOM, NAMESPACE = "function", "custom", "namespace"
@@ -66,11 +62,6 @@ class ToolKinds:
     places: list[str] = field(default_factory=list)
     left_out: tuple[str, ...] = ()
 
-    @property
-    def note(self) -> str:
-        """What the client should know of its tools, "" where all are offered."""
-        return f"tools are left out that this server does not run: {', '.join(self.left_out)}" if self.left_out else ""
-
     def named(self, function: str) -> ToolName:
         return self.names.get(function, ToolName(FUNCTION, function))
 
@@ -96,15 +87,7 @@ def tool_kinds(given: Sequence[Json]) -> ToolKinds:
             found.places.append(path)
         if len(found.functions) > MAX_TOOLS:
             _refuse("tools", f"has more than {MAX_TOOLS} tools; expected at most {MAX_TOOLS}")
-    for kind in left_out:
-        _say(kind)
     return replace(found, left_out=tuple(left_out))
-
-
-@cache
-def _say(kind: str) -> None:
-    """Log once that tools of a kind are left out: an agent sends the same ones with each request."""
-    log.info("tools of type %s are left out of requests: this server does not run them", kind)
 
 
 def choice_of(given: Json) -> Json:

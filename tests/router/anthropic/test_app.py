@@ -207,8 +207,8 @@ async def test_an_error_in_mid_stream_is_an_event(api: Api) -> None:
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences[0]: is empty"),
         ({"messages": []}, 400, "invalid_request_error", "messages: is empty; expected at least one message"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            400, "invalid_request_error", "messages[0].content[0].type: 'image' is not offered",
+            {"messages": [{"role": "user", "content": [{"type": "smell", "source": {}}]}]},
+            400, "invalid_request_error", "messages[0].content[0].type: 'smell' is not offered",
         ),
         (
             {"messages": [{"role": "user", "content": "a " * 5000}]},

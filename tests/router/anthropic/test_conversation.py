@@ -89,13 +89,13 @@ def test_a_thought_of_another_server_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("messages", "what"),
     [
-        ([("user", [{"type": "image", "source": {}}])], r"messages\[0\].content\[0\].type: 'image' is not offered"),
+        ([("user", [{"type": "smell", "source": {}}])], r"messages\[0\].content\[0\].type: 'smell' is not offered"),
         (
-            [("user", [{"type": "document"}])],
-            "'document' is not offered in a message of role user; expected text or",
+            [("user", [{"type": "redacted_thinking"}])],
+            "'redacted_thinking' is not offered in a message of role user; expected text, image",
         ),
         ([("assistant", [RESULT])], "'tool_result' is not offered in a message of role assistant"),
-        ([("user", [RESULT | {"content": [{"type": "image"}]}])], r"content\[0\].content\[0\].type: 'image'"),
+        ([("user", [RESULT | {"content": [{"type": "tool_use"}]}])], r"content\[0\].content\[0\].type: 'tool_use'"),
     ],
 )
 def test_what_is_not_offered_is_refused_by_name(messages: list[tuple[str, Any]], what: str) -> None:

@@ -180,8 +180,8 @@ def test_what_is_wrong_is_named_as_in_the_body(fields: dict[str, Any], field: st
     ("fields", "what"),
     [
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers: not offered; leave it out"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\].type: 'web_search_20250305'"),
-        ({"tools": [ADD | {"defer_loading": True}]}, r"tools\[0\]: defer_loading is not offered"),
+        ({"tools": [{"type": "crystal_ball", "name": "see"}]}, r"tools\[0\].type: 'crystal_ball'"),
+        ({"tools": [ADD | {"allowed_callers": ["code"]}]}, r"tools\[0\]: allowed_callers is not offered"),
     ],
 )
 def test_what_is_not_offered_is_refused_by_name(fields: dict[str, Any], what: str) -> None:

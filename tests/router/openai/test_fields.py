@@ -146,9 +146,9 @@ async def test_a_field_of_another_server_that_would_change_the_answer_is_refused
     assert (await api.http.post("/v1/chat/completions", json={"messages": HI} | harmless)).status_code == 200
 
 
-async def test_messages_that_are_no_text_are_refused(api: Api) -> None:
-    messages: Any = [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]
-    with pytest.raises(openai.BadRequestError, match=r"messages\[0\]") as caught:
+async def test_parts_of_unknown_kinds_are_refused(api: Api) -> None:
+    messages: Any = [{"role": "user", "content": [{"type": "hologram", "hologram": {}}]}]
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\].content: 'hologram' is not offered") as caught:
         await api.client.chat.completions.create(model="demo", messages=messages)
     assert caught.value.code == "unsupported"
 

@@ -26,7 +26,7 @@ from common.errors import (
     Unauthenticated,
     Unavailable,
 )
-from common.limits import MAX_HTTP_BODY_BYTES
+from common.limits import MAX_HTTP_CHAT_BYTES
 from common.types import FinishReason, TokenLogprobs
 from router.core.events import GenerateEvent, ValidatedRequest
 from router.core.tenancy import Caller, Tenant
@@ -258,7 +258,7 @@ async def test_errors_of_the_work(api: Api, path: str, error: QuireError, status
         ("GET", "/v1/nothing", {}, 404),
         ("GET", f"{RESPONSES}/resp_{'0' * 32}", {}, 404),
         ("GET", CHAT, {}, 405),
-        ("POST", CHAT, {"content": b"x" * (MAX_HTTP_BODY_BYTES + 1)}, 413),
+        ("POST", CHAT, {"content": b"x" * (MAX_HTTP_CHAT_BYTES + 1)}, 413),
     ],
 )
 async def test_refusals(api: Api, method: str, path: str, given: dict[str, Any], status: int) -> None:

@@ -12,6 +12,7 @@ from common.types import DecisionKind, FinishReason
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from router.core.admission import AdmissionLimits
 from router.core.diagnosis.causes import Cause
+from router.core.diagnosis.narrative import steps_of
 from router.core.diagnosis.outcome import Outcome, outcome_of
 from router.core.diagnosis.rules import diagnose
 from router.core.diagnosis.story import Story, story_of
@@ -49,6 +50,15 @@ async def test_a_request_that_ends_by_itself_has_all_its_seconds_in_phases() -> 
     assert (found.has_first_token, found.queued, found.index_answered) == (True, False, True)
     assert 0.0 < found.first_token_s <= found.total_s <= took
     assert {name for name, _ in found.before} >= {"blocks", "prefill"}
+
+
+async def test_what_the_client_was_told_stands_in_the_story() -> None:
+    async with frontend_over(FakeWorker(automatic=True), index=FixedIndex({})) as harness:
+        await harness.events(
+            replace(request(prompt=10, request_id="r1"), notes=("an image is left out", "so is a tool"))
+        )
+        told = [step.sentence for step in steps_of(story(harness)) if step.sentence.startswith("tells the client")]
+    assert told == ["tells the client: an image is left out", "tells the client: so is a tool"]
 
 
 async def test_what_the_worker_computed_first_is_no_prefill_of_the_request() -> None:

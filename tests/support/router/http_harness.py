@@ -49,6 +49,7 @@ class Api:
         reasoning: str = "auto",
         store: ResponseStore | None = None,
         cors_origins: Sequence[str] = (),
+        refuses_media: bool = False,
     ) -> None:
         self.frontend = ScriptedFrontend()
         self.resumer = ScriptedResumer(self.frontend)
@@ -75,6 +76,7 @@ class Api:
             responses=ResponseParts(store or MemoryStore(StoreLimits(), ManualClock(3.0)), self.background),
             model=lambda: card,
             resumer=self.resumer,
+            refuses_media=refuses_media,
         )
         self.app = create_app(parts, cors_origins)
         add_messages(self.app, parts)
@@ -101,9 +103,10 @@ async def served_api(
     reasoning: str = "auto",
     store: ResponseStore | None = None,
     cors_origins: Sequence[str] = (),
+    refuses_media: bool = False,
 ) -> AsyncIterator[Api]:
     """Serve the application on a free port, with these parsers of calls and thoughts."""
-    made = Api(authenticator, tools, reasoning, store, cors_origins)
+    made = Api(authenticator, tools, reasoning, store, cors_origins, refuses_media)
     server = await serve_http(made.app, "127.0.0.1", 0)
     made.url = f"http://127.0.0.1:{server.port}"
     async with (

@@ -69,9 +69,9 @@ def test_a_thought_without_text_is_left_out() -> None:
         ({"role": "tool", "content": "x"}, InvalidRequest, "input[1].role"),
         ({"role": "user"}, InvalidRequest, "input[1].content"),
         (
-            {"role": "user", "content": [{"type": "input_image"}]},
+            {"role": "user", "content": [{"type": "input_smell"}]},
             Unsupported,
-            "input[1].content[0].type: 'input_image'",
+            "input[1].content[0].type: 'input_smell'",
         ),
         ({"type": "computer_call"}, Unsupported, "input[1].type: 'computer_call'"),
         ({"type": "item_reference", "id": "x"}, Unsupported, "previous_response_id"),

@@ -8,6 +8,7 @@ import pytest
 
 from common.errors import InvalidRequest, Unsupported
 from router.openai.responses.tool_kinds import ToolKinds, ToolName, arguments_of, choice_of, input_of, tool_kinds
+from router.openai.tools import left_out_note
 
 IDS = {"id": "fc_1", "call_id": "call_1"}
 GRAMMAR: dict[str, Any] = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
@@ -68,8 +69,8 @@ def test_tools_of_vendors_are_left_out_and_named_once() -> None:
     found = tool_kinds([{"type": "web_search"}, custom(), {"type": "mcp"}, {"type": "web_search"}])
     assert [each["function"]["name"] for each in found.functions] == ["patch"]
     assert found.left_out == ("web_search", "mcp")
-    assert found.note == "tools are left out that this server does not run: web_search, mcp"
-    assert ToolKinds().note == ""
+    assert left_out_note(found.left_out) == "tools are left out that this server does not run: web_search, mcp"
+    assert left_out_note(ToolKinds().left_out) == ""
 
 
 @pytest.mark.parametrize(
