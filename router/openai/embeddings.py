@@ -22,7 +22,7 @@ from router.openai.errors import UnsupportedField
 from router.openai.foreign_fields import NOTHING
 from router.openai.response import WholeResponse
 from router.openai.service import Service, unless_gone
-from router.openai.types import Texts, TokenIds
+from router.openai.types import Texts, TokenIds, TruncationSide, truncation_side_of
 from router.serving.answer_size import AnswerPlace
 from router.serving.embedding import Embedder, Embedding, usage_of
 from router.serving.numbers import Int32
@@ -67,6 +67,9 @@ class EmbeddingRequest(BaseModel):
     )
     truncate_prompt_tokens: Int32 | None = Field(
         None, description="keep so many of each input's last tokens; -1: what the context holds"
+    )
+    truncation_side: TruncationSide | None = Field(
+        None, description="which end truncate_prompt_tokens takes away; unset: left, so that the last tokens stay"
     )
     request_id: str | None = Field(None, description="a correlation id, instead of the header X-Request-Id")
     priority: Int32 | None = Field(None, description="-100 to 100; higher is served first")
@@ -143,6 +146,7 @@ def _message(body: EmbeddingRequest, headers: Mapping[str, str]) -> pb.EmbedRequ
         traceparent=headers.get("traceparent", ""),
         add_special_tokens=body.add_special_tokens,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=truncation_side_of(body.truncation_side),
     )
 
 

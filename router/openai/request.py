@@ -16,7 +16,7 @@ from router.openai.chat_prompt import chat_prompt, media_in
 from router.openai.constraint import constraint_of
 from router.openai.errors import UnsupportedField
 from router.openai.tools import AskedTools, asked_tools
-from router.openai.types import ChatRequest, CompletionRequest, GenerationFields
+from router.openai.types import ChatRequest, CompletionRequest, GenerationFields, truncation_side_of
 from router.serving.reading import AskedConstraint, Reading
 
 # Fields whose name is the same here and there.
@@ -186,6 +186,7 @@ def _order(
         priority=body.priority or 0,
         cache=pb.CacheOptions(salt=body.cache_salt or "", shared_domain=body.shared_domain or ""),
         traceparent=headers.get("traceparent", ""),
+        truncation_side=truncation_side_of(body.truncation_side),
     )
     if body.cache_retention is not None:
         common.cache_retention.CopyFrom(body.cache_retention.message())

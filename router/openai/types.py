@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from common import limits
+from quire.inference.v1 import inference_pb2 as pb
 from router.core.media import medium_of, stand_in
 from router.openai import foreign_fields
 from router.serving.numbers import Float32, Int32, Int64
@@ -21,8 +22,14 @@ from router.serving.retention import CacheRetention
 TokenIds = Annotated[list[Int32], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 SamplingIds = Annotated[list[Int32], Field(fail_fast=True, max_length=limits.MAX_STOP_TOKEN_IDS)]
+TruncationSide = Literal["left", "right"]
 # Values that have no effect.
 _NOTHING: tuple[Any, ...] = foreign_fields.NOTHING
+
+
+def truncation_side_of(side: TruncationSide | None) -> pb.TruncationSide.ValueType:
+    """Return the value of the protobuf enum."""
+    return pb.TruncationSide.Value(f"TRUNCATION_SIDE_{(side or 'unspecified').upper()}")
 
 
 class StreamOptions(BaseModel):
@@ -108,6 +115,9 @@ class GenerationFields(BaseModel):
     skip_special_tokens: bool | None = Field(None, description="leave special tokens out of the text; unset: true")
     truncate_prompt_tokens: Int32 | None = Field(
         None, description="keep so many of the prompt's last tokens; -1: what the context leaves before max_tokens"
+    )
+    truncation_side: TruncationSide | None = Field(
+        None, description="which end truncate_prompt_tokens takes away; unset: left, so that the last tokens stay"
     )
     prompt_logprobs: Int32 | None = Field(
         None, description="log-probabilities of the prompt's tokens and of so many likely ones, 0 to 20; no stream"

@@ -215,13 +215,14 @@ class Validator:
             return ()
         report.check_ids("prompt.token_ids.ids", prompt, self._checkpoint.vocab_size)
         if kept is not None:
-            prompt = prompt[-kept:]
+            from_right = request.truncation_side == inference_pb2.TRUNCATION_SIDE_RIGHT
+            prompt = prompt[:kept] if from_right else prompt[-kept:]
         if not request.prompt.HasField("token_ids"):
             self._fits_context(report, len(prompt), output)
         return prompt
 
     def _kept(self, report: Report, request: inference_pb2.GenerateRequest, output: int) -> int | None:
-        """Return how many of a prompt's last tokens are wanted; None for all."""
+        """Return how many of a prompt's tokens are wanted; None for all."""
         if not request.HasField("truncate_prompt_tokens"):
             return None
         if (asked := request.truncate_prompt_tokens) == -1:

@@ -152,6 +152,7 @@ def _requests_of(request: pb.EmbedRequest) -> Iterator[pb.GenerateRequest]:
             priority=request.priority,
             cache=request.cache,
             traceparent=request.traceparent,
+            truncation_side=request.truncation_side,
         )
         for name in _OPTIONAL:
             if request.HasField(name):

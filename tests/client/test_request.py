@@ -48,6 +48,7 @@ def test_every_option_has_its_field() -> None:
             "skip_special_tokens": False,
             "add_special_tokens": False,
             "truncate_prompt_tokens": -1,
+            "truncation_side": "right",
             "timeout": 3.0,
         },
     )
@@ -62,6 +63,7 @@ def test_every_option_has_its_field() -> None:
         skip_special_tokens=False,
         add_special_tokens=False,
         truncate_prompt_tokens=-1,
+        truncation_side=pb.TRUNCATION_SIDE_RIGHT,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, Required, TypeAlias, TypedDict
+from typing import Any, Final, Literal, Required, TypeAlias, TypedDict
 
 from google.protobuf.descriptor import FieldDescriptor
 
@@ -102,12 +102,15 @@ class Options(Sampling, ChatOptions, total=False):
     skip_special_tokens: bool | None
     add_special_tokens: bool | None
     truncate_prompt_tokens: int | None
+    truncation_side: Literal["left", "right"] | None
     timeout: float | None
 
 
 _SAMPLING: Final = Sampling.__optional_keys__
 _CONSTRAINTS: Final = frozenset({"json_schema", "regex", "grammar"})
-_OF_TOKENS: Final = frozenset({"skip_special_tokens", "add_special_tokens", "truncate_prompt_tokens"})
+_OF_TOKENS: Final = frozenset(
+    {"skip_special_tokens", "add_special_tokens", "truncate_prompt_tokens", "truncation_side"}
+)
 _OF_THOUGHTS: Final = frozenset({"kept_special_tokens", "thought_budget"})
 _OF_BLOCKS: Final = frozenset({"cache_retention"})
 _ENVELOPE: Final = (
@@ -183,6 +186,8 @@ def _text_to_list(given: dict[str, Any]) -> None:
 def _encoded(name: str, value: Any) -> Any:
     if name == "json_schema" and not isinstance(value, str):
         return json.dumps(value)
+    if name == "truncation_side":
+        return f"TRUNCATION_SIDE_{value}".upper()
     return value
 
 

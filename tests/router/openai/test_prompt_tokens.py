@@ -78,6 +78,18 @@ async def test_the_last_tokens_of_a_prompt_are_kept(api: Api, fields: dict[str, 
     assert whole["usage"]["prompt_tokens"] == kept
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_the_side_that_is_cut_is_the_clients(api: Api, path: str) -> None:
+    given: dict[str, Any] = {"prompt": "a b c d e f g h", "messages": HI}
+    await post(api, path, **given)
+    whole = api.frontend.requests[0].prompt
+    for side, kept in (("left", whole[-5:]), ("right", whole[:5]), (None, whole[-5:])):
+        await post(api, path, **given, truncate_prompt_tokens=5, truncation_side=side)
+        assert api.frontend.requests[-1].prompt == kept
+    answer = await api.http.post(path, json=given | {"truncation_side": "top"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "truncation_side")
+
+
 async def test_minus_one_leaves_room_for_the_output(api: Api) -> None:
     await post(api, COMPLETIONS, prompt="word " * CONTEXT, max_tokens=100, truncate_prompt_tokens=-1)
     await post(api, CHAT, messages=[{"role": "user", "content": "word " * CONTEXT}], truncate_prompt_tokens=-1)

@@ -156,6 +156,9 @@ async def test_an_input_may_fill_the_context_and_no_more(http: httpx.AsyncClient
     text = "the mill, " * 103
     cut = await http.post("/v1/embeddings", json={"input": text, "truncate_prompt_tokens": -1})
     assert_near([cut.json()["data"][0]["embedding"]], by_hand([ids_of([text])[0][-MAX_POSITIONS:]]))
+    begun = {"input": text, "truncate_prompt_tokens": 9, "truncation_side": "right"}
+    cut = await http.post("/v1/embeddings", json=begun)
+    assert_near([cut.json()["data"][0]["embedding"]], by_hand([ids_of([text])[0][:9]]))
 
 
 @pytest.mark.parametrize(

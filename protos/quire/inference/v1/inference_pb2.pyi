@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from quire.types.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,25 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _TruncationSide:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TruncationSideEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TruncationSide.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRUNCATION_SIDE_UNSPECIFIED: _TruncationSide.ValueType  # 0
+    TRUNCATION_SIDE_LEFT: _TruncationSide.ValueType  # 1
+    TRUNCATION_SIDE_RIGHT: _TruncationSide.ValueType  # 2
+    """The first tokens stay."""
+
+class TruncationSide(_TruncationSide, metaclass=_TruncationSideEnumTypeWrapper): ...
+
+TRUNCATION_SIDE_UNSPECIFIED: TruncationSide.ValueType  # 0
+TRUNCATION_SIDE_LEFT: TruncationSide.ValueType  # 1
+TRUNCATION_SIDE_RIGHT: TruncationSide.ValueType  # 2
+"""The first tokens stay."""
+Global___TruncationSide: _TypeAlias = TruncationSide  # noqa: Y015
 
 @_typing.final
 class PinRequest(_message.Message):
@@ -138,6 +158,7 @@ class GenerateRequest(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
     THOUGHT_BUDGET_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
     CACHE_RETENTION_FIELD_NUMBER: _builtins.int
@@ -169,6 +190,8 @@ class GenerateRequest(_message.Message):
     """Keep so many of the prompt's last tokens; -1 keeps what the context leaves before max_tokens, or before one token of
     output without it.
     """
+    truncation_side: Global___TruncationSide.ValueType
+    """Which end `truncate_prompt_tokens` takes away; unset: the left one, so that the last tokens stay."""
     prediction: _builtins.str
     """What the client expects as output, such as a file of which a part is to change. Workers with --speculative guess from
     it, which takes less time where it is right; others ignore it. It never changes the output. At most 65536 characters.
@@ -212,13 +235,14 @@ class GenerateRequest(_message.Message):
         skip_special_tokens: _builtins.bool | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
+        truncation_side: Global___TruncationSide.ValueType = ...,
         thought_budget: _types_pb2.ThoughtBudget | None = ...,
         prediction: _builtins.str = ...,
         cache_retention: Global___CacheRetention | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache", b"cache", "cache_retention", b"cache_retention", "constraint", b"constraint", "grammar", b"grammar", "input", b"input", "json_schema", b"json_schema", "prompt", b"prompt", "regex", b"regex", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "thought_budget", b"thought_budget", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache", b"cache", "cache_retention", b"cache_retention", "constraint", b"constraint", "grammar", b"grammar", "input", b"input", "json_schema", b"json_schema", "kept_special_tokens", b"kept_special_tokens", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "thought_budget", b"thought_budget", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache", b"cache", "cache_retention", b"cache_retention", "constraint", b"constraint", "grammar", b"grammar", "input", b"input", "json_schema", b"json_schema", "kept_special_tokens", b"kept_special_tokens", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "thought_budget", b"thought_budget", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -896,6 +920,7 @@ class EmbedRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """As of GenerateRequest. Several inputs are several requests, with the id, a hyphen and the place of each."""
     dimensions: _builtins.int
@@ -906,6 +931,8 @@ class EmbedRequest(_message.Message):
     """As of GenerateRequest."""
     truncate_prompt_tokens: _builtins.int
     """Keep so many of each input's last tokens; -1 keeps what the context holds."""
+    truncation_side: Global___TruncationSide.ValueType
+    """As of GenerateRequest."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
         """1 to 2048. Each may fill the model's context."""
@@ -923,10 +950,11 @@ class EmbedRequest(_message.Message):
         traceparent: _builtins.str = ...,
         add_special_tokens: _builtins.bool | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
+        truncation_side: Global___TruncationSide.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_dimensions", b"_dimensions", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache", b"cache", "dimensions", b"dimensions", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_dimensions", b"_dimensions", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache", b"cache", "dimensions", b"dimensions", "inputs", b"inputs", "priority", b"priority", "request_id", b"request_id", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_dimensions", b"_dimensions", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache", b"cache", "dimensions", b"dimensions", "inputs", b"inputs", "priority", b"priority", "request_id", b"request_id", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
