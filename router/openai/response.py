@@ -23,6 +23,9 @@ from router.openai.logprobs import ChoiceLogprobs, Columns
 # Bytes that are handed to the connection at once; it takes more only when most of them are sent.
 _PART_BYTES: Final = 256 << 10
 _MESSAGE: Final = '"message":{"role":"assistant","content":'
+# Clients read one of two names.
+_THOUGHT_NAMES: Final = ("reasoning_content", "reasoning")
+_NO_THOUGHT: Final = "".join([f',"{name}":null' for name in _THOUGHT_NAMES])
 
 
 @dataclass(slots=True)
@@ -51,9 +54,11 @@ class ReadParts:
         yield _MESSAGE.encode()
         # OpenAI's own form of a message that has calls alone.
         yield from (b"null",) if self.calls and not self.words else _text(self.words)
-        if self.thoughts:
-            yield b',"reasoning_content":'
+        for name in _THOUGHT_NAMES if self.thoughts else ():
+            yield f',"{name}":'.encode()
             yield from _text(self.thoughts)
+        if not self.thoughts:
+            yield _NO_THOUGHT.encode()
         yield b',"refusal":null'
         yield from self._older_call() if older else self._calls()
         yield b"}"
@@ -130,24 +135,23 @@ class _Choice:
         if self.form.reading is not None:
             yield from self.read.message(self.form.older_calls)
         else:
-            before, after = (_MESSAGE, ',"refusal":null}') if self.form.chat else ('"text":', "")
+            before, after = (_MESSAGE, f'{_NO_THOUGHT},"refusal":null}}') if self.form.chat else ('"text":', "")
             yield f'{before}"'.encode()
             yield from self.text
             yield f'"{after}'.encode()
         yield b',"logprobs":'
         yield from self._logprobs()
         yield f',"finish_reason":{_dumps(self.finish_reason)},"stop_reason":{_dumps(self.stop_reason)}'.encode()
-        if self.form.return_token_ids:
-            yield from _list(b',"token_ids"', self.token_ids)
+        yield from _list(b',"token_ids"', self.token_ids if self.form.return_token_ids else None)
         if not self.form.chat:
-            yield self.form.prompt_ids(index).encode()
-            yield from self.ranked_prompt()
+            yield from self.of_prompt(index)
         yield b"}"
 
-    def ranked_prompt(self) -> Iterator[bytes]:
-        """Yield the member with the prompt's log-probabilities in vLLM's form, if it is wanted."""
-        if self.form.of_prompts.ranked is not None:
-            yield from _list(b',"prompt_logprobs"', [b"null", *self.prompt.ranked])
+    def of_prompt(self, index: int) -> Iterator[bytes]:
+        """Yield the members with the prompt's tokens and their log-probabilities in vLLM's form; null if not wanted."""
+        yield (self.form.prompt_ids(index) or ',"prompt_token_ids":null').encode()
+        wanted = self.form.of_prompts.ranked is not None
+        yield from _list(b',"prompt_logprobs"', [b"null", *self.prompt.ranked] if wanted else None)
 
     def _logprobs(self) -> Iterator[bytes]:
         columns = {name: list(parts) for name, parts in self.prompt.columns.items()}
@@ -197,8 +201,8 @@ class WholeAnswer:
                 yield b","
             yield from choice.parts(index)
         if self._answer.form.chat:
-            yield f"]{self._answer.form.prompt_ids(0)}".encode()
-            yield from self._choices[0].ranked_prompt()
+            yield b"]"
+            yield from self._choices[0].of_prompt(0)
             yield b","
         else:
             yield b"],"
@@ -253,8 +257,11 @@ def _function(name: bytes, arguments: Iterable[bytes]) -> Iterator[bytes]:
     yield b"}"
 
 
-def _list(name: bytes, parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield a list after its name."""
+def _list(name: bytes, parts: Iterable[bytes] | None) -> Iterator[bytes]:
+    """Yield a list after its name, or null."""
+    if parts is None:
+        yield name + b":null"
+        return
     yield name + b":["
     for place, part in enumerate(parts):
         yield b"," + part if place else part

@@ -140,6 +140,7 @@ class AssistantMessage(_Exact):
     role: Literal["assistant"]
     content: str | None = Field(..., description="null where the answer has calls alone")
     reasoning_content: str | None = Field(None, description="what the model thought before it answered")
+    reasoning: str | None = Field(None, description="the same by another name")
     refusal: None
     tool_calls: list[ToolCall] | None = None
     function_call: FunctionCall | None = Field(None, description="in place of tool_calls, where functions were given")
@@ -212,6 +213,7 @@ class Delta(_Exact):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
     function_call: FunctionDelta | None = None
 

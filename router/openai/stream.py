@@ -102,7 +102,8 @@ def delta_of(part: Part, older: bool) -> str:
     """Return what a part adds to a message, in JSON. A call begins with its name; its arguments follow in pieces."""
     match part:
         case Thought(text):
-            return f'{{"reasoning_content":{encode_basestring(text)}}}'
+            thought = encode_basestring(text)
+            return f'{{"reasoning_content":{thought},"reasoning":{thought}}}'
         case Words(text):
             return f'{{"content":{encode_basestring(text)}}}'
         case CallBegun(index, name):

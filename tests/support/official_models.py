@@ -11,15 +11,17 @@ from pydantic import BaseModel, TypeAdapter
 # What Quire adds on purpose, by the class of the client's model.
 OURS = frozenset(
     {
-        # vLLM's names, which its clients ask for: what ended a choice, and the tokens.
+        # vLLM's names, which its clients ask for: what ended a choice, the tokens, and those of the prompt.
         *("Choice.stop_reason", "Choice.token_ids", "ChatCompletion.prompt_token_ids"),
         *("ChatCompletionChunk.prompt_token_ids", "CompletionChoice.stop_reason", "CompletionChoice.token_ids"),
+        *("ChatCompletion.prompt_logprobs", "CompletionChoice.prompt_logprobs"),
         *("CompletionChoice.prompt_token_ids", "ChunkChoice.stop_reason", "ChunkChoice.token_ids"),
         *("ChunkChoice.prompt_token_ids", "Model.root", "Model.max_model_len"),
         # Which vectors a pool makes of prompts, or "" where it generates.
         "Model.pooling",
         # What a model thought: OpenAI shows it by the Responses API alone.
         *("ChatCompletionMessage.reasoning_content", "ChoiceDelta.reasoning_content"),
+        *("ChatCompletionMessage.reasoning", "ChoiceDelta.reasoning"),
         # OpenAI's API answers with it, but the client's model does not have it.
         "Response.store",
         # Needed by older releases of the client.

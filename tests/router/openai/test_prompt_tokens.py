@@ -57,7 +57,10 @@ async def test_a_chat_gives_the_tokens_of_its_prompt_beside_its_choices(api: Api
 
 
 async def test_prompts_have_no_tokens_in_answers_that_did_not_ask(api: Api) -> None:
-    assert "prompt_token_ids" not in str(await post(api, COMPLETIONS, prompt="a"))
+    (choice,) = (await post(api, COMPLETIONS, prompt="a"))["choices"]
+    assert [choice[name] for name in ("token_ids", "prompt_token_ids", "prompt_logprobs")] == [None] * 3
+    chat = await post(api, CHAT, messages=HI)
+    assert [chat[name] for name in ("prompt_token_ids", "prompt_logprobs")] == [None] * 2
     assert "prompt_token_ids" not in str(await chunks(api, CHAT, messages=HI))
 
 
