@@ -22,6 +22,7 @@ from common.settings.options import (
     Names,
     RedisUrl,
     Seconds,
+    UrlPrefix,
     together,
 )
 from gpuworker.config import EngineSettings
@@ -65,6 +66,12 @@ class UpSettings(EngineSettings, DecisionLogSettings):
     open_schemas: bool = Field(
         False,
         description="let objects of JSON schemas have properties that the schema does not name, unless it forbids them",
+    )
+    root_path: UrlPrefix = Field(
+        "", description="prefix of the paths of the HTTP API, which a proxy in front passes on or cuts off"
+    )
+    tokenizer_info: bool = Field(
+        False, description="/tokenizer_info on the HTTP port: tokenizer_config.json, with the chat template in use"
     )
     cors_origins: Names = Field(
         (), description="origin of pages that may call the HTTP API from a browser; repeatable; * is any; unset: none"

@@ -26,6 +26,7 @@ from common.settings.options import (
     Port,
     Seconds,
     TokenizerFolder,
+    UrlPrefix,
     host_of,
     one_of,
     together,
@@ -100,6 +101,12 @@ class RouterSettings(PoolSettings, DecisionLogSettings):
         None, description="PEM file: the certificate of --port and --grpc-port; unset: they are plain text"
     )
     public_tls_key: Path | None = Field(None, description="PEM file: the key of that certificate")
+    root_path: UrlPrefix = Field(
+        "", description="prefix of the paths of the HTTP API, which a proxy in front passes on or cuts off"
+    )
+    tokenizer_info: bool = Field(
+        False, description="/tokenizer_info on the HTTP port: tokenizer_config.json, with the chat template in use"
+    )
     cors_origins: Names = Field(
         (),
         description="origin of pages that may call the HTTP API from a browser (https://chat.example); repeatable; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import secrets
 import signal
@@ -263,7 +264,9 @@ class RouterProcess:
         named, identity, able = self._authenticator.named, lambda: self.pool.identity, lambda: len(self.pool.models())
         parts = PinParts(self.frontend, self._validator, self._text, named, identity, able, clock)
         self._admin.add(decisions, self._store, self.status, routers, manager, Pins(parts, manager))
-        self._admin.http.add(pages(settings, folder, self.status.model, self.status.status))
+        shown = pages(settings, folder, self.status.model, self.status.status)
+        self._admin.http.add(shown)
+        self._tokenizer_info = json.dumps(shown["/tokenizer_info"]()).encode() if settings.tokenizer_info else None
         self._history = history_of(Sampler(metrics, self.frontend, self.status), clock)
         site = site_of(decisions, manager, self.status, routers, self._history, clock, self._tls is None)
         self._admin.http.add_site(PREFIX, site.answer)
@@ -324,7 +327,13 @@ class RouterProcess:
             meter=self._meter,
         )
         asks_for_keys = isinstance(self._authenticator, TenantDirectory)
-        app = create_app(parts, settings.cors_origins, None if asks_for_keys else settings.allowed_hosts)
+        app = create_app(
+            parts,
+            settings.cors_origins,
+            own_names=None if asks_for_keys else settings.allowed_hosts,
+            root_path=settings.root_path,
+            tokenizer_info=self._tokenizer_info,
+        )
         add_messages(app, parts)
         connections = bounded_connections(settings.http_connections, settings.http_connections_per_peer)
         self._http = await serve_http(

@@ -18,6 +18,7 @@ from common.errors import FieldViolation
 from common.untrusted.ids import ID_WORDS, is_id
 
 # What other engines call our types.
+_URL_PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -115,6 +116,12 @@ def _dtype(value: object) -> object:
     return _DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
 
 
+def _url_prefix(value: str) -> str:
+    if value and not _URL_PREFIX.fullmatch(value):
+        raise ValueError("expected a path such as /quire or /models/one, without a slash at its end")
+    return value
+
+
 def _id(value: str) -> str:
     if not is_id(value):
         raise ValueError(f"expected {ID_WORDS}")
@@ -159,6 +166,7 @@ def one_of(*words: str) -> Callable[[str], str]:
 
 
 # An address to listen on, without the brackets that an IPv6 address may be given with.
+UrlPrefix = Annotated[str, AfterValidator(_url_prefix)]
 Host = Annotated[str, AfterValidator(bare_host)]
 BlockSize = Annotated[int, AfterValidator(_block_size)]
 Address = Annotated[str, AfterValidator(checked_address)]

@@ -11,7 +11,7 @@ from common.errors import Cancelled, DeadlineExceeded, EngineFailure
 from common.types import FinishReason, TokenLogprobs
 from router.core.dialects import harmony
 from router.core.dialects.part_tape import joined
-from router.core.dialects.parts import CallBegun, Parser, Part, Thought
+from router.core.dialects.parts import CallBegun, Parser, Part, Thought, Words
 from router.core.dialects.stop_words import StopWords
 from router.core.events import Admitted, Finished, GenerateEvent, PromptLogprobs, Tokens
 from router.openai.logprobs import ChoiceLogprobs
@@ -32,7 +32,7 @@ _FAILURES = {
 class Form:
     """The kind of an answer and the client's choices about it. `created` is in Unix seconds.
 
-    `echo` has the text of each prompt if choices begin with their prompts.
+    `echo` has the text of each prompt, or of the message that a chat goes on with, if choices begin with that.
     """
 
     chat: bool
@@ -75,7 +75,12 @@ class Form:
         """Return the first piece of every choice, in order."""
         echo = self.echo or ("",) * prompts
         count = self.sequences
-        return [Piece(prompt * count + each, text) for prompt, text in enumerate(echo) for each in range(count)]
+        read = self.reading is not None
+        return [
+            Piece(prompt * count + each, text, [Words(text)] if read and text else ())
+            for prompt, text in enumerate(echo)
+            for each in range(count)
+        ]
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from router.openai.authentication import Authenticated, OwnNames
 from router.openai.bodies import BodyGate
 from router.openai.embeddings import embedding_routes
 from router.openai.event_ids import HEADER, EventIds, LastEvent, NoEventIds
-from router.openai.identification import Identified
+from router.openai.identification import Identified, WithoutPrefix
 from router.openai.prompt_logprobs import LEAST_RANKED_BYTES, WantedLogprobs
 from router.openai.request import Order, chat_order, completion_order
 from router.openai.response import WholeAnswer, WholeResponse
@@ -51,10 +51,17 @@ _LEAST_CHAT_ENTRY_BYTES: Final = 38
 _EXPOSED: Final = ("x-request-id", "x-quire-request-id", "x-trace-id", NOTE_HEADER, "retry-after", "retry-after-ms")
 
 
-def create_app(parts: HttpParts, cors_origins: Sequence[str] = (), own_names: Sequence[str] | None = None) -> FastAPI:
+def create_app(
+    parts: HttpParts,
+    cors_origins: Sequence[str] = (),
+    own_names: Sequence[str] | None = None,
+    root_path: str = "",
+    tokenizer_info: bytes | None = None,
+) -> FastAPI:
     """Return the application; pages of `cors_origins` may call it from a browser.
 
-    `own_names`: further names of this machine where callers need no key; None where they need one.
+    `own_names`: further names of this machine where callers need no key; None where they need one. `root_path` may
+    stand before each path. `tokenizer_info` is what /tokenizer_info answers; without it there is no such path.
     """
     about = "The OpenAI-compatible API of Quire. The gRPC API, protos/quire/inference/v1, offers the same and more."
     app = FastAPI(
@@ -64,6 +71,7 @@ def create_app(parts: HttpParts, cors_origins: Sequence[str] = (), own_names: Se
         docs_url=None,
         redoc_url=None,
         telemetry=_NO_TELEMETRY,
+        servers=[{"url": root_path}] if root_path else None,
     )
     app.add_middleware(BodyGate, clock=parts.clock)
     errors.install(app)
@@ -81,6 +89,8 @@ def create_app(parts: HttpParts, cors_origins: Sequence[str] = (), own_names: Se
     if own_names is not None:
         app.add_middleware(OwnNames, allowed=own_names)
     app.add_middleware(Identified)
+    if root_path:
+        app.add_middleware(WithoutPrefix, prefix=root_path)
     service = Service(parts)
     api = _Api(service)
     post: dict[str, Any] = {"methods": ["POST"], "response_model": None, "tags": ["OpenAI"]}
@@ -100,6 +110,9 @@ def create_app(parts: HttpParts, cors_origins: Sequence[str] = (), own_names: Se
     app.add_api_route("/ping", api.health, methods=["GET", "HEAD", "POST"], include_in_schema=False)
     answers = schema.answers(schema.Version, refusals=schema.ALWAYS)
     app.add_api_route("/version", api.version, response_model=schema.Version, responses=answers, tags=["state"])
+    if tokenizer_info is not None:
+        whole_file = Response(tokenizer_info, media_type="application/json")
+        app.add_api_route("/tokenizer_info", lambda: whole_file, response_model=None, tags=["tokens"])
     unshown: dict[str, Any] = {"methods": ["HEAD"], "include_in_schema": False, "response_model": None}
     for path, handler in (("/health", api.health), ("/version", api.version), ("/v1/models", api.models)):
         app.add_api_route(path, handler, **unshown)  # probes and balancers ask for no body
@@ -125,6 +138,8 @@ class _Api:
         """Answer a chat, rendered with the checkpoint's own template."""
         self._begin_with(body, request)
         order, form = self._within_allowed(chat_order(body, request.headers), body), self._form(body, chat=True)
+        if body.echo and body.continue_final_message and body.messages:
+            form = replace(form, echo=(body.messages[-1].text,))
         reading = await unless_gone(request, self._service.reading(order, self._service.call(request)))
         if reading is None or order.tools is None:
             return await self._serve(order, form, request)

@@ -55,6 +55,18 @@ class Ids:
         }
 
 
+class WithoutPrefix:
+    """Middleware that cuts a prefix off the path, where the proxy in front has not."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app, self._prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._prefix)}
+        await self._app(scope, receive, send)
+
+
 class Identified:
     """Middleware that puts the ids into the request's state as `ids`, and into the headers of every answer."""
 

@@ -71,10 +71,11 @@ class ChoiceLogprobs:
         return before + number(logprob) + after
 
     def _by_name(self, token: TokenLogprobs) -> str:
-        """Return the most likely tokens, best first, and the sampled one; of equal texts the likeliest counts."""
+        """Return the sampled token, then the most likely ones, best first; of equal texts the likeliest counts."""
         found: dict[str, float] = {}
-        for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
-            found.setdefault(self._name(self._codec, token_id), logprob)
+        for token_id, logprob in ((token.token_id, token.logprob), *token.top):
+            name = self._name(self._codec, token_id)
+            found[name] = max(logprob, found.get(name, logprob))
         return "{" + ",".join([f"{name}:{number(logprob)}" for name, logprob in found.items()]) + "}"
 
     def _next_offset(self, token_id: int) -> int:

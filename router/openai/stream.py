@@ -34,7 +34,7 @@ class StreamedAnswer:
             ids = self._form.prompt_ids(choice.index)
             if self._form.chat:
                 # Whether words or calls follow shows only later.
-                content = '""' if self._form.reading is None else "null"
+                content = encode_basestring(choice.text) if choice.text or self._form.reading is None else "null"
                 yield self._line(choice, f'"delta":{{"role":"assistant","content":{content}}}', ids)
             elif self._form.echo or ids:
                 text = f'"text":{encode_basestring(choice.text)}{ids}'

@@ -271,7 +271,6 @@ class ChatRequest(GenerationFields, ChatFields):
         "add_special_tokens": _NOTHING,
         "audio": _NOTHING,
         "chat_template": _NOTHING,
-        "echo": _NOTHING,
         "modalities": (*_NOTHING, ["text"]),
         "web_search_options": (None,),
     }
@@ -284,5 +283,8 @@ class ChatRequest(GenerationFields, ChatFields):
     top_logprobs: Int32 | None = Field(None, description="0 to 20; needs `logprobs`")
     thinking_token_budget: Int32 | None = Field(
         None, description="tokens of the thought at most; then it ends, and the answer follows; unset: no limit"
+    )
+    echo: bool | None = Field(
+        None, description="with continue_final_message: begin each choice with the message that the answer continues"
     )
     include_reasoning: bool | None = Field(None, description="false: answers leave out `reasoning_content`")

@@ -18,6 +18,7 @@ from tests.support.router.http_harness import HI, Api
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 JSON, REGEX, GRAMMAR = ConstraintKind.JSON_SCHEMA, ConstraintKind.REGEX, ConstraintKind.GRAMMAR
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 # Closed, as objects are that name their properties.
 SCHEMA_TEXT = '{"type":"object","properties":{"a":{"type":"integer"}},"additionalProperties":false}'
@@ -211,3 +212,27 @@ async def test_a_prediction_arrives_as_one_text(api: Api, content: Any) -> None:
     prediction: Any = {"type": "content", "content": content}
     await api.client.chat.completions.create(model="demo", messages=HI, prediction=prediction)
     assert api.frontend.requests[-1].prediction == tuple(await api.encode("the answer"))
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS}])
+async def test_an_echo_begins_with_the_message_that_the_answer_continues(api: Api, fields: dict[str, Any]) -> None:
+    messages = [*HI, {"role": "assistant", "content": "Well,"}]
+    asked = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False, "echo": True, "n": 2}
+    api.frontend.script = lambda request: [
+        *(admitted(request), tokens(" yes.", index=0), tokens(" no.", index=1)),
+        *(finished(1, index=0), finished(1, index=1)),
+    ]
+    whole = await api.http.post("/v1/chat/completions", json=asked | fields)
+    assert [each["message"]["content"] for each in whole.json()["choices"]] == ["Well, yes.", "Well, no."]
+    streamed = await api.http.post("/v1/chat/completions", json=asked | fields | {"stream": True})
+    found = {0: "", 1: ""}
+    for line in streamed.text.split("\n"):
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                found[choice["index"]] += choice["delta"].get("content") or ""
+    assert found == {0: "Well, yes.", 1: "Well, no."}
+
+
+async def test_an_answer_that_continues_nothing_has_no_echo(api: Api) -> None:
+    answer = await api.http.post("/v1/chat/completions", json={"messages": HI, "echo": True})
+    assert answer.json()["choices"][0]["message"]["content"] == "Hello world"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 from openai import AsyncOpenAI
@@ -48,8 +49,8 @@ class Api:
         tools: str = "auto",
         reasoning: str = "auto",
         store: ResponseStore | None = None,
-        cors_origins: Sequence[str] = (),
         refuses_media: bool = False,
+        **app: Any,
     ) -> None:
         self.frontend = ScriptedFrontend()
         self.resumer = ScriptedResumer(self.frontend)
@@ -78,7 +79,7 @@ class Api:
             resumer=self.resumer,
             refuses_media=refuses_media,
         )
-        self.app = create_app(parts, cors_origins)
+        self.app = create_app(parts, **app)
         add_messages(self.app, parts)
 
     def reset(self) -> None:
@@ -102,11 +103,11 @@ async def served_api(
     tools: str = "auto",
     reasoning: str = "auto",
     store: ResponseStore | None = None,
-    cors_origins: Sequence[str] = (),
     refuses_media: bool = False,
+    **app: Any,
 ) -> AsyncIterator[Api]:
-    """Serve the application on a free port, with these parsers of calls and thoughts."""
-    made = Api(authenticator, tools, reasoning, store, cors_origins, refuses_media)
+    """Serve the application on a free port, with these parsers of calls and thoughts, and arguments of `create_app`."""
+    made = Api(authenticator, tools, reasoning, store, refuses_media, **app)
     server = await serve_http(made.app, "127.0.0.1", 0)
     made.url = f"http://127.0.0.1:{server.port}"
     async with (
