@@ -24,6 +24,8 @@ OURS = frozenset(
         *("ChatCompletionMessage.reasoning", "ChoiceDelta.reasoning"),
         # OpenAI's API answers with it, but the client's model does not have it.
         "Response.store",
+        # In events too, where the client's model has them in items alone.
+        *("Logprob.bytes", "LogprobTopLogprob.bytes"),
         # Needed by older releases of the client.
         "ResponseFunctionCallArgumentsDoneEvent.name",
     }

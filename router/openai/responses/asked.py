@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, Overloaded, QuireError
 from common.types import FinishReason
 from router.core.dialects.parts import CallBegun, Part, Words
 from router.core.events import ValidatedRequest
 from router.openai.answer import Answer, Piece
+from router.openai.logprobs import ChoiceLogprobs
 from router.openai.request import Order
 from router.openai.responses.events import ResponseBuilder
 from router.openai.responses.items import Item
@@ -18,6 +19,7 @@ from router.openai.responses.request import format_body, tool_bodies
 from router.openai.responses.tool_kinds import ToolKinds
 from router.openai.responses.types import Json, ResponsesRequest
 from router.openai.responses.usage import usage_body
+from router.serving.answer_size import AnswerPlace
 
 _SYSTEM = ("system", "developer")
 
@@ -35,13 +37,20 @@ class Asked:
     answer: Answer
     builder: ResponseBuilder
     kinds: ToolKinds
+    # The room that a whole answer takes, or the log-probabilities of a streamed one.
+    place: AnswerPlace
     _ran_out: bool = False
+    _logprobs: ChoiceLogprobs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._logprobs = ChoiceLogprobs(self.answer.form.codec, chat=True)
 
     def take(self, piece: Piece) -> str:
         """Take an addition to the answer; return the lines of its events."""
-        parts = parts_of(piece)
         self._ran_out |= piece.finish_reason == FinishReason.LENGTH
-        return self.builder.add(parts)
+        entries = self._logprobs.columns(piece.logprobs)["content"] if piece.logprobs else ""
+        self.place.grow(len(entries))
+        return self.builder.add(parts_of(piece), entries)
 
     def finish(self) -> str:
         return self.builder.finish(usage_body(self.answer.bill), self._ran_out)
@@ -94,7 +103,7 @@ def first_body(body: ResponsesRequest, name: str, model: str, created: int, requ
         "text": {"format": format_body(body)},
         "tool_choice": body.tool_choice or "auto",
         "tools": tool_bodies(body),
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,

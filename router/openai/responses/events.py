@@ -37,6 +37,8 @@ class _Item:
     # What is called, where it is a call.
     tool: ToolName | None = None
     texts: list[str] = field(default_factory=list)
+    # Of a message: the log-probabilities of its tokens, each a list in JSON without its brackets.
+    logprobs: list[str] = field(default_factory=list)
     # The line of a delta up to its text.
     opening: str = ""
 
@@ -44,13 +46,19 @@ class _Item:
     def kind(self) -> str:
         return str(self.body["type"])
 
+    @property
+    def all_logprobs(self) -> list[Json]:
+        return list(json.loads(f"[{','.join(self.logprobs)}]"))
+
     def written(self, status: str) -> Json:
         """Return the item with its text so far."""
         text = "".join(self.texts)
         if self.tool is not None:
             return self.tool.item({key: self.body[key] for key in ("id", "call_id")}, text, status)
-        part = _text_part(text) if self.kind == "message" else {"type": "reasoning_text", "text": text}
-        return self.body | {"content": [part], "status": status}
+        return self.body | {"content": [self.part(text)], "status": status}
+
+    def part(self, text: str) -> Json:
+        return _part(self.kind, text, self.all_logprobs)
 
 
 class ResponseBuilder:
@@ -71,6 +79,8 @@ class ResponseBuilder:
         self._open: _Item | None = None
         # White space before an item is known; a message of nothing else would be noise between two calls.
         self._space = ""
+        # Log-probabilities of tokens whose text has not come yet, in JSON.
+        self._logprobs = list[str]()
         self.sequence_number = 0
 
     @property
@@ -89,7 +99,13 @@ class ResponseBuilder:
         opened = self._state("response.created") if first else ""
         return opened + self._state(f"response.{status}")
 
-    def add(self, parts: Sequence[Part]) -> str:
+    def add(self, parts: Sequence[Part], logprobs: str = "") -> str:
+        """Add what came next; `logprobs` are those of its tokens, a list in JSON without its brackets.
+
+        A message keeps those of tokens that came with its words, or with none. The mark that ends a thought is no part.
+        """
+        if logprobs and (parts or self._open is None or self._open.kind != "reasoning"):
+            self._logprobs.append(logprobs)
         return "".join(map(self._add, parts))
 
     def finish(self, usage: Json, ran_out: bool) -> str:
@@ -115,8 +131,10 @@ class ResponseBuilder:
             case Words(text):
                 return self._text("message", "msg_", text)
             case Thought(text):
+                self._logprobs.clear()
                 return self._text("reasoning", "rs_", text)
             case CallBegun(name=name):
+                self._logprobs.clear()
                 return self._begin_call(name)
             case CallArguments(text=text):
                 return self._delta(text)
@@ -133,7 +151,7 @@ class ResponseBuilder:
     def _begin_text(self, kind: str, prefix: str, text: str) -> str:
         role: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
         item = {"id": self._new_id(prefix), "type": kind, **role, "content": [], "status": IN_PROGRESS}
-        lines = self._begin_item(item) + self._part("response.content_part.added", "")
+        lines = self._begin_item(item) + self._part("response.content_part.added", _part(kind, "", []))
         return lines + (self._delta(text) if text else "")
 
     def _begin_call(self, name: str) -> str:
@@ -144,19 +162,23 @@ class ResponseBuilder:
     def _begin_item(self, body: Json, tool: ToolName | None = None) -> str:
         lines = self._close(COMPLETED)
         self._open = item = _Item(body, len(self._done), tool)
-        event = {"type": _DELTAS[item.kind], **self._place(item)}
-        if item.kind == "message":
-            event["logprobs"] = []
-        item.opening = f'{_head(event)},"delta":'
+        item.opening = f'{_head({"type": _DELTAS[item.kind], **self._place(item)})},"delta":'
         return lines + self._event("response.output_item.added", output_index=item.index, item=body)
 
     def _delta(self, text: str) -> str:
         assert self._open is not None
         self._open.texts.append(text)
+        logprobs = ""
+        if self._open.kind == "message":
+            found = ",".join(self._logprobs)
+            logprobs = f',"logprobs":[{found}]'
+            if found:
+                self._open.logprobs.append(found)
+        self._logprobs.clear()
         if not self._streamed or self._open.kind == "custom_tool_call":  # an input is known when it has ended
             return ""
         number, self.sequence_number = self.sequence_number, self.sequence_number + 1
-        return f'{self._open.opening}{encode_basestring(text)},"sequence_number":{number}}}\n\n'
+        return f'{self._open.opening}{encode_basestring(text)}{logprobs},"sequence_number":{number}}}\n\n'
 
     def _close(self, status: str) -> str:
         """End the open item, if there is one."""
@@ -170,17 +192,16 @@ class ResponseBuilder:
             lines = self._event(_DELTAS[item.kind], **self._place(item), delta=body["input"])
             lines += self._event("response.custom_tool_call_input.done", **self._place(item), input=body["input"])
         else:
-            more: Json = {"logprobs": []} if item.kind == "message" else {}
+            more: Json = {"logprobs": item.all_logprobs} if item.kind == "message" else {}
             kind = "output_text" if item.kind == "message" else "reasoning_text"
             lines = self._event(f"response.{kind}.done", **self._place(item), text=text, **more)
-            lines += self._part("response.content_part.done", text)
+            lines += self._part("response.content_part.done", item.part(text))
         self._open = None
         self._done.append(body)
         return lines + self._event("response.output_item.done", output_index=item.index, item=body)
 
-    def _part(self, event: str, text: str) -> str:
+    def _part(self, event: str, part: Json) -> str:
         assert self._open is not None
-        part = _text_part(text) if self._open.kind == "message" else {"type": "reasoning_text", "text": text}
         return self._event(event, **self._place(self._open), part=part)
 
     def _place(self, item: _Item) -> Json:
@@ -212,8 +233,11 @@ def _head(event: Json) -> str:
     return f"event: {event['type']}\ndata: {_dumps(event)[:-1]}"
 
 
-def _text_part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(kind: str, text: str, logprobs: list[Json]) -> Json:
+    """Return the content of a message, or of a thought."""
+    if kind == "message":
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    return {"type": "reasoning_text", "text": text}
 
 
 def _dumps(value: object) -> str:

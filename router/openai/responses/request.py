@@ -15,7 +15,7 @@ from router.openai.tools import left_out_note
 from router.openai.types import ChatRequest, JsonSchemaFormat, Message, ResponseFormat
 from router.serving.field_names import FieldNames, in_words_by
 
-# Parts of an answer that clients ask for by `include`: those that are there in any case, or belong to other tools.
+# Of what clients ask for by `include`, all else is there in any case, or belongs to tools that are not offered.
 _LOGPROBS: Final = "message.output_text.logprobs"
 # Names of a chat's fields in this API.
 _NAMES: Final = FieldNames(
@@ -43,8 +43,6 @@ def check(body: ResponsesRequest) -> None:
     """Raise Unsupported and InvalidRequest for fields that have no place in a chat."""
     if body.unsupported:
         raise Unsupported(f"{', '.join(body.unsupported)}: not offered; leave it out")
-    if _LOGPROBS in (body.include or ()):
-        raise Unsupported(f"include: {_LOGPROBS} is not offered; /v1/chat/completions has log-probabilities")
     if body.background and body.store is False:
         _refuse("background", "needs a stored response, and store is false; leave out one of them")
 
@@ -57,6 +55,8 @@ def chat_request(body: ResponsesRequest, kinds: ToolKinds, messages: list[Messag
         "response_format": _response_format(body),
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "stream": body.stream,
+        "logprobs": _LOGPROBS in (body.include or ()) or bool(body.top_logprobs),
+        "top_logprobs": body.top_logprobs,
     }
     if kinds.functions:
         fields["tools"] = kinds.functions

@@ -43,7 +43,6 @@ from router.openai.responses.types import Json, ResponsesRequest
 from router.openai.schema import ErrorBody, answers
 from router.openai.service import Events, Service, answer_headers, in_words_of, unless_gone
 from router.ports import CallContext
-from router.serving.answer_size import AnswerPlace
 from router.serving.event_stream import EventStream
 
 # Seconds between two looks for the wish, expressed at another router, to cancel a background response.
@@ -92,12 +91,11 @@ class Responses:
         if body.stream:
             events = await unless_gone(request, self._service.begun([asked.request], asked.answer))
             return EventStream(self._lines(asked, events), events, answer_headers(asked.answer))
-        place = self._service.room.place(MAX_ANSWER_BYTES)
         try:
-            whole = await unless_gone(request, self._collected(asked, place))
-            return WholeResponse([whole], answer_headers(asked.answer), place.leave)
+            whole = await unless_gone(request, self._collected(asked))
+            return WholeResponse([whole], answer_headers(asked.answer), asked.place.leave)
         except BaseException:  # broad: an answer that is not sent, for whatever reason, takes no room
-            place.leave()
+            asked.place.leave()
             raise
 
     async def retrieve(
@@ -173,7 +171,8 @@ class Responses:
         check_text(first)
         kinds = tool_kinds(body.tools or ())
         builder = ResponseBuilder(first, new_id, lambda: int(time.time()), bool(body.stream), kinds)
-        return Asked(tenant, name, store, [*earlier, *given], order, validated, answer, builder, kinds)
+        place = self._service.room.place(MAX_ANSWER_BYTES)
+        return Asked(tenant, name, store, [*earlier, *given], order, validated, answer, builder, kinds, place)
 
     async def _earlier(self, previous: str | None, tenant: str) -> list[Item]:
         """Return the conversation so far. Raises InvalidRequest, and Unavailable while the store does not answer."""
@@ -235,12 +234,12 @@ class Responses:
 
     # ------------------------------------------------------------ the answer
 
-    async def _collected(self, asked: Asked, place: AnswerPlace) -> bytes:
+    async def _collected(self, asked: Asked) -> bytes:
         async with aclosing(await self._service.begun([asked.request], asked.answer)) as events:
             asked.builder.begin()
             async for prompt, event in events:
                 if (piece := asked.answer.take(prompt, event)) is not None:
-                    place.grow(size_of(piece))
+                    asked.place.grow(size_of(piece))
                     asked.take(piece)
         asked.finish()
         await self._keep(asked)

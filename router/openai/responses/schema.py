@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from router.openai.schema import TokenLogprob
+
 Json = dict[str, Any]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
@@ -20,7 +22,7 @@ class OutputText(_Exact):
     type: Literal["output_text"]
     text: str
     annotations: list[Json]
-    logprobs: list[Json]
+    logprobs: list[TokenLogprob]
 
 
 class OutputMessage(_Exact):
@@ -136,7 +138,7 @@ class ResponseBody(_Exact):
     text: Json
     tool_choice: str | Json
     tools: list[Json]
-    top_logprobs: Literal[0]
+    top_logprobs: int
     top_p: float
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None

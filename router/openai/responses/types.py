@@ -55,7 +55,6 @@ class ResponsesRequest(BaseModel):
         "conversation": _NOTHING,
         "moderation": _NOTHING,
         "prompt": _NOTHING,
-        "top_logprobs": (None, 0),
         "n": (None, 1),
     }
     # Fields that a chat has under the same name.
@@ -87,7 +86,8 @@ class ResponsesRequest(BaseModel):
         None, description="auto: leave out the oldest items if the context cannot hold all"
     )
     metadata: Annotated[dict[Label, Note], Field(max_length=limits.MAX_METADATA)] | None = None
-    include: Texts | None = None
+    include: Texts | None = Field(None, description="message.output_text.logprobs: those of the tokens of its text")
+    top_logprobs: Int32 | None = Field(None, description="so many likely tokens at each position too, 0 to 20")
     top_k: Int32 | None = Field(None, description="0 and -1 keep all tokens")
     min_p: Float32 | None = None
     min_tokens: Int32 | None = None

@@ -76,6 +76,11 @@ def probable(request: ValidatedRequest) -> list[Step]:
     return [*events, finished(1, index=1, stop="END"), finished(1, reason=FinishReason.LENGTH)]
 
 
+def one_probable(request: ValidatedRequest) -> list[Step]:
+    given = (TokenLogprobs(40, -0.5, ((40, -0.5), (41, -1.5))),)
+    return [admitted(request), tokens("a", 40, logprobs=given), finished(1)]
+
+
 # What the model says, and the body that asks for it.
 CHATS: dict[str, tuple[Any, dict[str, Any]]] = {
     "text": (says("Hello"), {}),
@@ -100,6 +105,7 @@ TEXTS: dict[str, tuple[Any, dict[str, Any]]] = {
 ITEMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "text": (says("Hel", "lo", cached=3), {"instructions": "Be brief.", "metadata": {"who": "me"}}),
     "thought": (says(*THOUGHT, "Yes"), {"reasoning": {"summary": "auto"}}),
+    "logprobs": (one_probable, {"include": ["message.output_text.logprobs"], "top_logprobs": 2}),
     "calls": (says(*THOUGHT, CALL, "\n", CALL), {"tools": FUNCTIONS, "tool_choice": "auto"}),
     "named": (says(CALL), {"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "add"}}),
     "cut": (says("Hel", reason=FinishReason.LENGTH), {"max_output_tokens": 1}),

@@ -13,8 +13,9 @@ from pydantic import BaseModel
 from common import limits
 from common.errors import EngineFailure, FieldViolation, InvalidRequest, Overloaded, QuotaViolation
 from common.limits import MAX_RESPONSE_BYTES
-from common.types import FinishReason
-from tests.support.router.fake_frontend import admitted, finished, tokens
+from common.types import FinishReason, TokenLogprobs
+from router.core.events import ValidatedRequest
+from tests.support.router.fake_frontend import Step, admitted, finished, tokens
 from tests.support.router.http_harness import DEADLINE_S, FACTS, Api
 from tests.support.router.responses import body_of, events_of, says
 
@@ -303,8 +304,7 @@ async def test_input_items_are_listed_in_pages(api: Api) -> None:
         ({"tools": [ADD], "tool_choice": {"type": "file_search"}}, None, "tool_choice.type: 'file_search'"),
         ({"conversation": "conv_1"}, None, "conversation: not offered"),
         ({"prompt": {"id": "x"}}, None, "prompt: not offered"),
-        ({"top_logprobs": 3}, None, "top_logprobs: not offered"),
-        ({"include": ["message.output_text.logprobs"]}, None, "/v1/chat/completions has log-probabilities"),
+        ({"top_logprobs": 21}, "top_logprobs", "expected 0 to 20"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "is missing"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type", "json_object or json_schema"),
         ({"max_output_tokens": 0}, "max_output_tokens", "expected"),
@@ -454,3 +454,54 @@ async def test_events_of_a_foreground_response_cannot_be_read_again(api: Api) ->
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
     with pytest.raises(openai.BadRequestError, match="no background response"):
         await api.client.responses.cancel(made.id)
+
+
+ASKS_FOR_LOGPROBS: dict[str, Any] = {"input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+def likely(token_id: int, logprob: float) -> tuple[TokenLogprobs, ...]:
+    return (TokenLogprobs(token_id, logprob, ((token_id, logprob), (41, -2.5))),)
+
+
+def thinks_and_says(request: ValidatedRequest) -> list[Step]:
+    """A thought, its mark, then words of three tokens, of which one has no text by itself."""
+    return [
+        admitted(request),
+        *(tokens("<think>Hm", 50, logprobs=likely(50, -0.1)), tokens("</think>", 51, logprobs=likely(51, -0.2))),
+        *(tokens("Y", 42, logprobs=likely(42, -0.5)), tokens("", 43, logprobs=likely(43, -1.0))),
+        *(tokens("es", 44, logprobs=likely(44, -1.5)), finished(5)),
+    ]
+
+
+async def test_a_message_has_the_log_probabilities_of_its_tokens(api: Api) -> None:
+    api.frontend.script = thinks_and_says
+    whole = (await api.http.post(PATH, json=ASKS_FOR_LOGPROBS)).json()
+    (request,) = api.frontend.requests
+    assert (request.sampling.logprobs, whole["top_logprobs"]) == (2, 2)
+    (part,) = whole["output"][1]["content"]
+    assert [each["logprob"] for each in part["logprobs"]] == [-0.5, -1.0, -1.5]
+    assert [top["logprob"] for top in part["logprobs"][0]["top_logprobs"]] == [-0.5, -2.5]
+    kept = (await api.http.get(f"{PATH}/{whole['id']}")).json()
+    assert kept["output"][1]["content"] == [part]
+    async with api.client.responses.stream(model="demo", **ASKS_FOR_LOGPROBS) as stream:
+        events = [event async for event in stream]
+    found = [each.logprob for event in events if event.type == "response.output_text.delta" for each in event.logprobs]
+    assert found == [-0.5, -1.0, -1.5]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [each.logprob for each in done.logprobs] == found
+
+
+async def test_a_count_of_likely_tokens_asks_for_log_probabilities_by_itself(api: Api) -> None:
+    await api.http.post(PATH, json={"input": "Hi", "top_logprobs": 3})
+    await api.http.post(PATH, json={"input": "Hi"})
+    assert [request.sampling.logprobs for request in api.frontend.requests] == [3, None]
+
+
+async def test_log_probabilities_that_take_more_than_the_room_end_a_stream(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.openai.responses.routes.MAX_ANSWER_BYTES", 300)
+    api.frontend.script = thinks_and_says
+    events = events_of((await api.http.post(PATH, json=ASKS_FOR_LOGPROBS | {"stream": True})).text)
+    assert events[-1]["type"] == "response.failed"
+    assert "log-probabilities" in events[-1]["response"]["error"]["message"]
