@@ -18,6 +18,8 @@ CALLS_PER_CONNECTION: Final = 128
 MAX_SEQUENCES: Final = 64
 # Log-probabilities of other tokens beside each sampled one.
 MAX_LOGPROBS: Final = 20
+# Token ids that a request names for log-probabilities at each position, in place of the most likely ones.
+MAX_LOGPROB_TOKEN_IDS: Final = 128
 # Priorities lie between minus this and this.
 MAX_PRIORITY: Final = 100
 # Strings in `stop`; every character of an output is compared with each of them.

@@ -100,8 +100,9 @@ class SamplingParams:
 
     `constraint`, `thought` and `bad_words` travel beside the others: in requests and in submits they have fields of
     their own. `temperature` 0 is greedy, `top_k` 0 keeps all tokens. `logprobs` None returns none, 0 the sampled
-    token's only; `prompt_logprobs` is the same for the prompt's tokens. `bad_words` are runs of token ids that may not
-    be sampled. Where a constraint forbids the end of a text and allows `closing_token_id`, that token stands for it.
+    token's only, or beside it those of `logprob_token_ids` where there are any; `prompt_logprobs` is the same for the
+    prompt's tokens. `bad_words` are runs of token ids that may not be sampled. Where a constraint forbids the end of a
+    text and allows `closing_token_id`, that token stands for it.
     """
 
     temperature: float = 1.0
@@ -126,6 +127,12 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     closing_token_id: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+
+    @property
+    def top_count(self) -> int:
+        """Tokens beside the sampled one that have a log-probability at each position."""
+        return len(self.logprob_token_ids) or self.logprobs or 0
 
 
 class DecisionKind(StrEnum):

@@ -8,7 +8,7 @@ from typing import Any
 from common.types import SamplingParams
 from quire.types.v1 import types_pb2
 
-_REPEATED = {"stop", "stop_token_ids", "logit_bias"}
+_REPEATED = {"stop", "stop_token_ids", "logit_bias", "logprob_token_ids"}
 _ELSEWHERE = {"constraint", "thought", "bad_words"}  # fields of the message around it
 _SCALARS: tuple[Any, ...] = tuple(
     each.name for each in fields(SamplingParams) if each.name not in _REPEATED | _ELSEWHERE
@@ -37,6 +37,7 @@ def sampling_to_proto(sampling: SamplingParams) -> types_pb2.SamplingParams:
         include_stop=sampling.include_stop,
         prompt_logprobs=sampling.prompt_logprobs,
         closing_token_id=sampling.closing_token_id,
+        logprob_token_ids=sampling.logprob_token_ids,
     )
 
 
@@ -47,5 +48,6 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         logit_bias=tuple(sorted(message.logit_bias.items())),
+        logprob_token_ids=tuple(message.logprob_token_ids),
         **scalars,
     )

@@ -129,13 +129,22 @@ void adjust(const quire_sample& sample, const quire_sample_row& row, int64_t ind
 }
 
 // Writes the log-probabilities of the best `count` tokens of open blocks; returns that of a token. What lacks to `count`
-// is minus infinity.
-float write_logprobs(const float* logits, int64_t vocab, int64_t token, size_t count, int32_t* top_ids, float* top) {
+// is minus infinity. With `listed`, `top_ids` names the tokens.
+float write_logprobs(const float* logits, int64_t vocab, int64_t token, size_t count, int32_t* top_ids, float* top,
+                     bool listed = false) {
   Scratch& scratch = Scratch::mine();
   count = std::min<size_t>(count, vocab);  // the arrays have no more
   const float most = largest_of(logits, vocab, scratch.open);
   const double sum = exponentials(logits, vocab, 1.0f, most, scratch.open, scratch.weights);
   const double norm = static_cast<double>(most) + std::log(sum);
+  if (listed) {
+    for (size_t i = 0; i < count; ++i) {
+      const int32_t block = static_cast<int32_t>(top_ids[i] / kBlock * kBlock);
+      const bool may_come = std::binary_search(scratch.open.begin(), scratch.open.end(), block);
+      top[i] = may_come ? static_cast<float>(logits[top_ids[i]] - norm) : -std::numeric_limits<float>::infinity();
+    }
+    return static_cast<float>(logits[token] - norm);
+  }
   best_of(logits, vocab, count, scratch.open, scratch.candidates);
   const size_t known = scratch.candidates.size();
   for (size_t i = 0; i < count; ++i) {
@@ -275,7 +284,7 @@ void sample_row(const quire_sample& sample, int64_t index) {
   if (row.logprobs >= 0) {
     const int64_t first = index * sample.top_count;
     sample.logprobs[index] = write_logprobs(logits, sample.vocab, token, row.logprobs, sample.top_ids + first,
-                                            sample.top + first);
+                                            sample.top + first, row.listed != 0);
   }
   sample.tokens[index] = token;
   sample.table[sample.first[index] + position] = static_cast<int32_t>(token);

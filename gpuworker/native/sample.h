@@ -24,6 +24,7 @@ typedef struct {
   int32_t ends_from;             // the position from which its end tokens may be sampled
   int32_t words_begin, words_end;  // its part of word_begins: runs of tokens that its output may not have
   int32_t closing;               // the token that stands for its end tokens where its mask forbids those; -1: none
+  int32_t listed;                // not 0: its part of `top_ids` names the tokens, `logprobs` of them
 } quire_sample_row;
 
 // The tokens that rows with a constraint may sample; another thread may still fill the masks while sampling begins.
@@ -53,7 +54,7 @@ typedef struct {
   const int64_t *positions;    // [count], of the token to sample: so many tokens precede it
   int64_t *tokens;             // [count], out
   float *logprobs;             // [count], out: of the sampled token, where requested
-  int32_t *top_ids;            // [count, top_count], out: the best, of equal ones the lowest ids first
+  int32_t *top_ids;            // [count, top_count], out: the best, of equal ones the lowest ids first; in, where listed
   float *top;                  // [count, top_count], out
   const quire_masks *masks;    // null where no row's mask is filled elsewhere
   // [count], of the rows whose masks are filled here; null: no row. A follower's first row may have rows of drafts behind

@@ -223,6 +223,7 @@ def _plain(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
         sampling,
         logprobs=None,
         prompt_logprobs=None,
+        logprob_token_ids=(),
         constraint=None,
         thought=None,
         stop_token_ids=tuple([token for token in sampling.stop_token_ids if token < vocab_size]),

@@ -25,6 +25,7 @@ ROW = np.dtype(  # quire_sample_row
         *((name, np.float32) for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")),
         *((name, np.int32) for name in ("top_k", "logprobs", "prompt_tokens", "bias_begin", "bias_end")),
         *((name, np.int32) for name in ("ends_begin", "ends_end", "ends_from", "words_begin", "words_end", "closing")),
+        ("listed", np.int32),
     ],
     align=True,
 )
@@ -87,7 +88,7 @@ class NativeRows:
         followers: Sequence[RowFollower | None] = (),
     ) -> None:
         self.count, self.vocab_size, self.library = len(rows), vocab_size, library
-        self.top_count = min(vocab_size, max([0, *(row.params.logprobs or 0 for row in rows)]))
+        self.top_count = min(vocab_size, max([0, *(row.params.top_count for row in rows)]))
         biases = [[(i, v) for i, v in row.params.logit_bias if 0 <= i < vocab_size] for row in rows]
         closed = [row.closed_ends(vocab_size) for row in rows]
         ends = [
@@ -104,6 +105,8 @@ class NativeRows:
         self.rows = np.zeros(self.count, dtype=ROW)
         for row, into in zip(rows, self.rows, strict=True):
             _describe(row, into)
+        # The tokens whose log-probabilities a row names, by row.
+        self.listed = {at: row.params.logprob_token_ids for at, row in enumerate(rows) if row.params.logprob_token_ids}
         self.rows["closing"] = [each[0][1] if each else -1 for each in closed]
         for name, lists in (("bias", biases), ("ends", ends), ("words", words)):
             ranges = np.cumsum([0, *map(len, lists)])
@@ -126,7 +129,8 @@ def _describe(row: SampledRow, into: np.void) -> None:
     into["top_p"], into["min_p"], into["top_k"] = p.top_p, p.min_p, min(p.top_k, _MOST)
     into["repetition"], into["frequency"] = p.repetition_penalty, p.frequency_penalty
     into["presence"] = p.presence_penalty
-    into["logprobs"] = -1 if p.logprobs is None else p.logprobs
+    into["logprobs"] = -1 if p.logprobs is None else p.top_count
+    into["listed"] = bool(p.logprob_token_ids)
     into["prompt_tokens"] = row.prompt_tokens
     into["ends_from"] = 0 if row.masked else min(row.prompt_tokens + p.min_tokens, _MOST)
 
@@ -151,6 +155,8 @@ class NativeSample:
         self.logprobs = np.zeros(count, dtype=np.float32)
         self.top_ids = np.zeros((count, top_count), dtype=np.int32)
         self.top = np.zeros((count, top_count), dtype=np.float32)
+        for row, ids in rows.listed.items():
+            self.top_ids[row, : len(ids)] = ids
         first = batch_index.astype(np.int64) * table.shape[1]
         self._ended = np.zeros(count, dtype=np.uint8) if rows.followers else None
         self._num_forced = np.zeros(count, dtype=np.int32) if rows.foresees else None

@@ -199,8 +199,12 @@ class SamplingBatch:
 
     def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> RowLogprobs:
         logprobs = logits[self._asking_at].log_softmax(dim=-1)
-        count = max(self.rows[row].params.logprobs or 0 for row in self._asking)
+        count = max(self.rows[row].params.top_count for row in self._asking)
         top, top_ids = best_tokens(logprobs, min(count, self._vocab_size))
+        for at, row in enumerate(self._asking):
+            if listed := self.rows[row].params.logprob_token_ids:
+                ids = sent(torch.tensor(listed, dtype=top_ids.dtype), self._device)
+                top_ids[at, : len(listed)], top[at, : len(listed)] = ids, logprobs[at, ids.long()]
         sampled = logprobs.gather(1, tokens[self._asking_at][:, None])[:, 0]
         return RowLogprobs(self._asking, sampled, top_ids, top)
 
@@ -264,7 +268,12 @@ def token_logprobs(sampled: SampledTokens, batch: SamplingBatch) -> dict[int, To
     ids, values = found.top_ids.tolist(), found.top.tolist()
     result = {}
     for n, row in enumerate(found.rows.tolist()):
-        count = batch.rows[row].params.logprobs or 0
-        best = zip(ids[n][:count], values[n][:count], strict=True)
-        result[row] = TokenLogprobs(tokens[row], own[n], tuple(each for each in best if each[1] > -math.inf))
+        params = batch.rows[row].params
+        best = zip(ids[n][: params.top_count], values[n][: params.top_count], strict=True)
+        if params.logprob_token_ids:
+            others = [each for each in best if each[0] != tokens[row]]
+            top = ((tokens[row], own[n]), *others)
+        else:
+            top = tuple([each for each in best if each[1] > -math.inf])
+        result[row] = TokenLogprobs(tokens[row], own[n], top)
     return result

@@ -153,6 +153,7 @@ class SubmitLimits:
             "eos_token_ids": message.eos_token_ids,
             "sampling.stop_token_ids": sampling.stop_token_ids,
             "sampling.logit_bias": sampling.logit_bias,
+            "sampling.logprob_token_ids": sampling.logprob_token_ids,
             "thought_end_token_ids": message.thought_end_token_ids,
         }
         long = {name: len(ids) for name, ids in lists.items() if len(ids) > MAX_SUBMIT_IDS}
@@ -162,7 +163,9 @@ class SubmitLimits:
             yield FieldViolation("bad_words", "has a word that is no list of int32 ids; expected at least one id each")
         elif (count := sum(map(len, message.bad_words)) // 4) > MAX_SUBMIT_IDS:
             yield FieldViolation("bad_words", f"has {count} ids; expected at most {MAX_SUBMIT_IDS}")
-        for name in ("sampling.stop_token_ids", "sampling.logit_bias", "thought_end_token_ids"):
+        if len(set(sampling.logprob_token_ids)) < len(sampling.logprob_token_ids):
+            yield FieldViolation("sampling.logprob_token_ids", "has an id twice; expected each once")
+        for name in [each for each in lists if each != "eos_token_ids"]:
             if name not in long and (unknown := [i for i in lists[name] if not 0 <= i < self.vocab_size]):
                 what = f"has {len(unknown)} ids such as {unknown[0]}; expected 0 to {self.vocab_size - 1}"
                 yield FieldViolation(name, what)

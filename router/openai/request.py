@@ -23,6 +23,7 @@ from router.serving.reading import AskedConstraint, Reading
 _SAME = (
     *("temperature", "top_p", "min_p", "min_tokens", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "seed", "ignore_eos", "n", "stop_token_ids"),
+    "logprob_token_ids",
 )
 _OF_PROMPTS = ("skip_special_tokens", "truncate_prompt_tokens", "add_special_tokens")
 

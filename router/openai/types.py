@@ -122,6 +122,9 @@ class GenerationFields(BaseModel):
     prompt_logprobs: Int32 | None = Field(
         None, description="log-probabilities of the prompt's tokens and of so many likely ones, 0 to 20; no stream"
     )
+    logprob_token_ids: Annotated[list[Int32], Field(max_length=limits.MAX_LOGPROB_TOKEN_IDS)] | None = Field(
+        None, description="log-probabilities of these tokens in place of the most likely ones; needs logprobs"
+    )
     return_tokens_as_token_ids: bool | None = Field(None, description="name tokens token_id:N in log-probabilities")
     request_id: str | None = Field(None, description="a correlation id, instead of the header X-Request-Id")
     priority: Int32 | None = Field(None, description="-100 to 100; higher is served first")

@@ -22,6 +22,7 @@ from common.limits import (
     MAX_KEPT_TOKEN_CHARS,
     MAX_KEPT_TOKENS,
     MAX_LOGIT_BIASES,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_PREDICTION_CHARS,
     MAX_PRIORITY,
     MAX_REQUEST_ID_CHARS,
@@ -172,6 +173,11 @@ class Validator:
         self._check_stops(report, given.stop, hidden)
         if report.fits("sampling.stop_token_ids", len(given.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids"):
             report.check_ids("sampling.stop_token_ids", given.stop_token_ids, self._checkpoint.vocab_size)
+        listed = given.logprob_token_ids
+        if report.fits("sampling.logprob_token_ids", len(listed), MAX_LOGPROB_TOKEN_IDS, "ids"):
+            report.check_ids("sampling.logprob_token_ids", listed, self._checkpoint.vocab_size)
+        if listed and not given.HasField("logprobs"):
+            report.add("sampling.logprob_token_ids", "needs logprobs, which is not set; set it")
         if not 0 <= (closing := given.closing_token_id) < self._checkpoint.vocab_size:
             what = f"is {closing}; expected a token id, 0 to {self._checkpoint.vocab_size - 1}"
             report.add("sampling.closing_token_id", what)
@@ -381,6 +387,7 @@ def _sampling(
         stop=stop,
         stop_token_ids=(*given.stop_token_ids, *stop_tokens),
         logit_bias=tuple(sorted(given.logit_bias.items())),
+        logprob_token_ids=tuple(dict.fromkeys(given.logprob_token_ids)),
         bad_words=bad_words,
         **scalars,  # type: ignore[arg-type]
     )

@@ -35,7 +35,7 @@ def check_least_size(
     least, of_prompts = 0, 0
     for request in requests:
         logprobs, scored = request.sampling.logprobs, request.sampling.prompt_logprobs
-        least += least_tokens(request) * (token + (0 if logprobs is None else entry * (1 + logprobs)))
+        least += least_tokens(request) * (token + (0 if logprobs is None else entry * (1 + request.sampling.top_count)))
         if scored is not None:
             of_prompts += (len(request.prompt) - 1) * max(1, scored) * (prompt_entry or entry)
     if least + of_prompts > most:

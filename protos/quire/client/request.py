@@ -41,6 +41,7 @@ class Sampling(TypedDict, total=False):
     prompt_logprobs: int | None
     bad_words: Sequence[str] | None
     closing_token_id: int | None
+    logprob_token_ids: Sequence[int] | None
 
 
 class ThoughtBudget(TypedDict, total=False):

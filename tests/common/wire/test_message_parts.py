@@ -41,6 +41,7 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "n"), int32),
     "stop": st.lists(st.text(max_size=4), max_size=3).map(tuple),
     "stop_token_ids": st.lists(int32, max_size=3).map(tuple),
+    "logprob_token_ids": st.lists(int32, max_size=3).map(tuple),
     "logit_bias": st.dictionaries(int32, float32, max_size=3).map(lambda bias: tuple(sorted(bias.items()))),
     "seed": st.integers(-(2**63), 2**63 - 1),
     "logprobs": st.none() | int32,

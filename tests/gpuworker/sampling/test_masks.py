@@ -115,6 +115,21 @@ def test_log_probabilities_are_those_of_what_is_allowed_and_disclose_nothing_els
     assert [token for token, _ in found.top] == [20, 100, 149]
 
 
+def test_a_named_token_that_may_not_come_has_minus_infinity() -> None:
+    """Whether others in its part of the vocabulary may come, or none."""
+    logits = torch.zeros((1, VOCAB))
+    allowed = np.zeros((1, VOCAB), dtype=bool)
+    allowed[0, [20, 700]] = True
+    masks = masks_of(allowed, [0], 1)
+    masks.open()
+    asked = constrained(SamplingParams(temperature=0.0, logprobs=0, logprob_token_ids=(700, 701, 300)))
+    made, point = batch([asked], masks)
+    sampled = made.sample(logits, point, torch.zeros((1, 6), dtype=torch.int32))
+    (found,) = token_logprobs(sampled, made).values()
+    half = pytest.approx(math.log(1 / 2))
+    assert found.top == ((20, half), (700, half), (701, -math.inf), (300, -math.inf))
+
+
 def test_end_tokens_before_min_tokens_are_left_to_the_mask() -> None:
     """The mask thread forbids them where it can; here the grammar requires one."""
     allowed = np.zeros((1, VOCAB), dtype=bool)

@@ -312,6 +312,32 @@ def test_each_row_gets_as_many_logprobs_as_it_asked_for() -> None:
     assert [len(found[row].top) for row in (0, 1)] == [0, 4]
 
 
+def test_a_row_may_name_the_tokens_of_its_log_probabilities() -> None:
+    """They stand behind the sampled token, in the order of the request; other rows keep their best."""
+    listed = replace(GREEDY, logprobs=4, logprob_token_ids=(40, 7, 3, 49, 12, 11))
+    params = [replace(GREEDY, logprobs=2), listed, replace(listed, temperature=1.3, repetition_penalty=1.7, seed=4)]
+    logits = random_logits(3)
+    logits[1, 7] = 20.0
+    sampled = sample(logits, params)
+    found = token_logprobs(sampled, batch_of(params))
+    assert len(found[0].top) == 2
+    for row in (1, 2):
+        values = adjusted(logits[row].double().numpy(), params[row])
+        values -= math.log(np.exp(values).sum())
+        token = int(sampled.tokens[row])
+        expected = [token, *(each for each in listed.logprob_token_ids if each != token)]
+        assert [each for each, _ in found[row].top] == expected
+        assert [value for _, value in found[row].top] == pytest.approx(values[expected].tolist(), abs=1e-5)
+    assert sampled.tokens[1] == 7
+
+
+def test_as_many_tokens_may_be_named_as_the_vocabulary_has() -> None:
+    params = replace(GREEDY, logprobs=0, logprob_token_ids=tuple(range(VOCAB)))
+    (found,) = token_logprobs(sample(random_logits(1), [params]), batch_of([params])).values()
+    assert sorted(token for token, _ in found.top) == list(range(VOCAB))
+    assert sum(math.exp(value) for _, value in found.top) == pytest.approx(1.0)
+
+
 def test_logits_that_are_no_numbers_still_give_a_token_of_the_vocabulary() -> None:
     logits = torch.full((2, VOCAB), float("nan"))
     assert all(0 <= token < VOCAB for token in sample(logits, [SamplingParams(), GREEDY]).tokens.tolist())

@@ -220,6 +220,14 @@ def test_bad_words_are_runs_of_ids() -> None:
     [
         ({"prompt_logprobs_before": 10}, "prompt_logprobs_before: 10; expected less than the prompt's 10 tokens"),
         ({"tracestate": "a=" + 511 * "b"}, "tracestate: has a length of 513; expected at most 512"),
+        (
+            {"sampling": types.SamplingParams(logprob_token_ids=[4, 4])},
+            "sampling.logprob_token_ids: has an id twice; expected each once",
+        ),
+        (
+            {"sampling": types.SamplingParams(logprob_token_ids=[100])},
+            "sampling.logprob_token_ids: has 1 ids such as 100; expected 0 to 99",
+        ),
         ({"bad_words": [b""]}, "bad_words: has a word that is no list of int32 ids"),
         ({"bad_words": [b"abc"]}, "bad_words: has a word that is no list of int32 ids"),
         ({"sampling": types.SamplingParams(max_tokens=1, closing_token_id=-1)}, "sampling.closing_token_id: is -1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import openai
@@ -10,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from common.lease import RetainedTokens
-from common.types import Constraint, ConstraintKind
+from common.types import Constraint, ConstraintKind, TokenLogprobs
 from router.openai.foreign_fields import REFUSED
 from tests.support.router.fake_frontend import admitted, finished, tokens
 from tests.support.router.http_harness import HI, Api
@@ -231,6 +232,32 @@ async def test_an_echo_begins_with_the_message_that_the_answer_continues(api: Ap
             for choice in json.loads(line[6:])["choices"]:
                 found[choice["index"]] += choice["delta"].get("content") or ""
     assert found == {0: "Well, yes.", 1: "Well, no."}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("completions", {"prompt": "a", "logprobs": 1}), ("chat/completions", {"messages": HI, "logprobs": True})],
+)
+async def test_tokens_that_are_named_get_log_probabilities(api: Api, path: str, body: dict[str, Any]) -> None:
+    api.frontend.script = lambda request: [
+        admitted(request),
+        tokens("a", 40, logprobs=(TokenLogprobs(40, -0.5, ((40, -0.5), (7, -2.5), (9, -math.inf))),)),
+        finished(1),
+    ]
+    asked = body | {"logprob_token_ids": [7, 9], "return_tokens_as_token_ids": True}
+    answer = (await api.http.post(f"/v1/{path}", json=asked)).json()["choices"][0]["logprobs"]
+    assert api.frontend.requests[-1].sampling.logprob_token_ids == (7, 9)
+    if "content" in answer:
+        (found,) = [{each["token"]: each["logprob"] for each in place["top_logprobs"]} for place in answer["content"]]
+    else:
+        (found,) = answer["top_logprobs"]
+    assert found == {"token_id:40": -0.5, "token_id:7": -2.5, "token_id:9": -9999.0}
+    alone = {key: value for key, value in asked.items() if key != "logprobs"}
+    refused = (await api.http.post(f"/v1/{path}", json=alone)).json()["error"]
+    assert (refused["param"], refused["message"]) == (
+        "logprob_token_ids",
+        "logprob_token_ids: needs logprobs, which is not set; set it",
+    )
 
 
 async def test_an_answer_that_continues_nothing_has_no_echo(api: Api) -> None:

@@ -72,7 +72,7 @@ async def test_every_field_arrives() -> None:
         temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, max_tokens=9, min_tokens=2, stop=["a", "b"],
         stop_token_ids=[4, 5], repetition_penalty=1.5, presence_penalty=-2, frequency_penalty=2,
         logit_bias={9: -1, 3: 2}, seed=-8, ignore_eos=True, logprobs=3, n=2, include_stop=True,
-        closing_token_id=6,
+        closing_token_id=6, logprob_token_ids=[8, 2, 8],
     )  # fmt: skip
     given = request(
         sampling=sampling, request_id="r-1", priority=-3, traceparent=TRACE,
@@ -84,7 +84,7 @@ async def test_every_field_arrives() -> None:
             temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, max_tokens=9, min_tokens=2, stop=("a", "b"),
             stop_token_ids=(4, 5), repetition_penalty=1.5, presence_penalty=-2.0, frequency_penalty=2.0,
             logit_bias=((3, 2.0), (9, -1.0)), seed=-8, ignore_eos=True, logprobs=3, n=2, include_stop=True,
-            closing_token_id=6,
+            closing_token_id=6, logprob_token_ids=(8, 2),
         ),
         arrived=5.0, request_id="r-1", deadline=9.0, priority=-3, no_cache=True, caller=ACME, cache_domain=b"acme",
         salt="s", traceparent=TRACE,
@@ -150,6 +150,15 @@ async def test_the_checkpoints_max_new_tokens_is_a_default_that_the_context_caps
         ),
         (Sampling(stop=["a", ""]), "sampling.stop[1]: is empty; expected at least one character"),
         (Sampling(closing_token_id=100), "sampling.closing_token_id: is 100; expected a token id, 0 to 99"),
+        (
+            Sampling(logprobs=0, logprob_token_ids=[1] * 129),
+            "sampling.logprob_token_ids: has 129 ids; expected at most 128",
+        ),
+        (Sampling(logprob_token_ids=[5]), "sampling.logprob_token_ids: needs logprobs, which is not set; set it"),
+        (
+            Sampling(logprobs=0, logprob_token_ids=[5, 100]),
+            "sampling.logprob_token_ids[1]: is 100; expected a token id, 0 to 99",
+        ),
         (Sampling(stop_token_ids=[5, 100]), "sampling.stop_token_ids[1]: is 100; expected a token id, 0 to 99"),
         (Sampling(logit_bias={5: 101}), "sampling.logit_bias[5]: is 101; expected -100 to 100"),
         (
