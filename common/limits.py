@@ -185,6 +185,8 @@ MAX_REPLY_BYTES: Final = (16 << 20) - (64 << 10)
 
 # ------------------------------------------------------------ stored responses
 
+# Stored responses whose items one request may refer to; each is read as a whole.
+MAX_REFERENCED_RESPONSES: Final = 16
 # Bytes of one stored response, with the conversation before it: about 250,000 tokens.
 MAX_RESPONSE_BYTES: Final = 1 << 20
 # Entries and bytes of one tenant, and of all; the oldest makes room.

@@ -74,8 +74,6 @@ def _read(item: Item, path: str) -> Message | None:
             parts = _parts(item.get("content") or item.get("summary") or "", f"{path}.content")
             thought = "".join([part.shown for part in parts])
             return Message(role="assistant", reasoning_content=thought) if thought else None
-        case "item_reference":
-            raise Unsupported(f"{path}.type: item_reference is not offered; send the item, or previous_response_id")
         case other:
             raise Unsupported(f"{path}.type: {quoted(other)} is not offered; expected {_SERVED}")
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from router.openai.responses.items import Item
 
 Json = dict[str, Any]
 _ID: Final = re.compile(r"resp_[0-9a-f]{32}")
+_ITEM_ID: Final = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{6}")
 # A background response that is not done so many seconds after its deadline is lost: its router stopped.
 _GRACE_S: Final = 60.0
 # Bytes of an entry that are left for its output.
@@ -59,6 +61,18 @@ class Record:
 def new_id(prefix: str) -> str:
     """Return an id with 128 random bits, too many to guess."""
     return prefix + secrets.token_hex(16)
+
+
+def new_item_ids(name: str) -> Callable[[str], str]:
+    """Return what makes the ids of a response's items, after a prefix; each has the response's id in it."""
+    numbers = itertools.count()
+    return lambda prefix: f"{prefix}{name.removeprefix('resp_')}{next(numbers):06x}"
+
+
+def response_with(item_id: str) -> str | None:
+    """Return the id of the response whose output has an item of this id; None of an id that is not of our form."""
+    found = _ITEM_ID.fullmatch(item_id)
+    return f"resp_{found[1]}" if found else None
 
 
 def check_id(name: str) -> None:

@@ -14,9 +14,10 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from common.errors import FieldViolation, InvalidRequest, QuireError, Unavailable
-from common.limits import BACKGROUND_SECONDS, MAX_ANSWER_BYTES, MAX_RESPONSE_BYTES
+from common.limits import BACKGROUND_SECONDS, MAX_ANSWER_BYTES, MAX_REFERENCED_RESPONSES, MAX_RESPONSE_BYTES
 from common.process.supervised import cancel_and_wait
 from router.core.events import ValidatedRequest
+from router.core.tools import quoted
 from router.openai.answer import Answer, Form
 from router.openai.request import Order
 from router.openai.response import WholeResponse
@@ -32,8 +33,10 @@ from router.openai.responses.records import (
     check_size,
     check_text,
     new_id,
+    new_item_ids,
     no_previous,
     not_found,
+    response_with,
     with_ids,
 )
 from router.openai.responses.request import check, conversation, in_its_words, order_of
@@ -159,7 +162,8 @@ class Responses:
     # ------------------------------------------------------------ before the answer
 
     async def _asked(self, body: ResponsesRequest, request: Request, call: CallContext) -> Asked:
-        tenant, given = _tenant(request), items_of(body.input)
+        tenant = _tenant(request)
+        given = await self._with_referenced(items_of(body.input), tenant)
         earlier = await self._earlier(body.previous_response_id, tenant)
         store = body.store is not False
         order, validated, answer = await self._fitted(body, earlier, given, request.headers, call)
@@ -170,9 +174,31 @@ class Responses:
         first = first_body(body, name, answer.form.model, created, validated)
         check_text(first)
         kinds = tool_kinds(body.tools or ())
-        builder = ResponseBuilder(first, new_id, lambda: int(time.time()), bool(body.stream), kinds)
+        builder = ResponseBuilder(first, new_item_ids(name), lambda: int(time.time()), bool(body.stream), kinds)
         place = self._service.room.place(MAX_ANSWER_BYTES)
         return Asked(tenant, name, store, [*earlier, *given], order, validated, answer, builder, kinds, place)
+
+    async def _with_referenced(self, items: Sequence[Item], tenant: str) -> list[Item]:
+        """Return the items, with those of stored responses in place of references to them. Raises InvalidRequest."""
+        found, read = list[Item](), dict[str, dict[str, Item]]()
+        for place, item in enumerate(items):
+            if item.get("type") != "item_reference":
+                found.append(item)
+                continue
+            name = str(item.get("id"))
+            response = response_with(name) or ""
+            if response and response not in read:
+                if len(read) == MAX_REFERENCED_RESPONSES:
+                    what = f"is of one response too many; expected items of at most {MAX_REFERENCED_RESPONSES}"
+                    raise InvalidRequest(FieldViolation(f"input[{place}].id", what))
+                entry = await self._store.get(tenant, response)
+                record = Record.of(entry) if entry is not None else None
+                read[response] = {} if record is None else {each["id"]: each for each in record.body["output"]}
+            if (referenced := read.get(response, {}).get(name)) is None:
+                what = f"is {quoted(name)}, and no stored response has an item of that id; send the item"
+                raise InvalidRequest(FieldViolation(f"input[{place}].id", what))
+            found.append(referenced)
+        return found
 
     async def _earlier(self, previous: str | None, tenant: str) -> list[Item]:
         """Return the conversation so far. Raises InvalidRequest, and Unavailable while the store does not answer."""

@@ -74,7 +74,6 @@ def test_a_thought_without_text_is_left_out() -> None:
             "input[1].content[0].type: 'input_smell'",
         ),
         ({"type": "computer_call"}, Unsupported, "input[1].type: 'computer_call'"),
-        ({"type": "item_reference", "id": "x"}, Unsupported, "previous_response_id"),
         ({"type": "function_call", "name": "add", "arguments": "{}"}, InvalidRequest, "input[1].call_id"),
         ({"type": "function_call", "name": 5, "arguments": "{}", "call_id": "c"}, InvalidRequest, "input[1].name"),
     ],

@@ -505,3 +505,39 @@ async def test_log_probabilities_that_take_more_than_the_room_end_a_stream(
     events = events_of((await api.http.post(PATH, json=ASKS_FOR_LOGPROBS | {"stream": True})).text)
     assert events[-1]["type"] == "response.failed"
     assert "log-probabilities" in events[-1]["response"]["error"]["message"]
+
+
+async def referring(api: Api, *items: str, **headers: str) -> Any:
+    references = [{"type": "item_reference", "id": each} for each in items]
+    given = {"input": [*references, {"role": "user", "content": "Well?"}]}
+    return await api.http.post(PATH, json=given, headers=headers)
+
+
+async def test_an_item_of_a_stored_response_may_stand_for_itself(api: Api) -> None:
+    api.frontend.script = says(CALL)
+    called = (await api.http.post(PATH, json={"input": "Add!", "tools": [ADD]})).json()
+    (call,) = called["output"]
+    api.frontend.script = says("Hello")
+    said = (await api.http.post(PATH, json={"input": "Hi"})).json()
+    answer = await referring(api, said["output"][0]["id"], call["id"])
+    assert answer.status_code == 200, answer.text
+    prompt = prompt_of(api)
+    assert -1 < prompt.index("Hello") < prompt.index("add") < prompt.index("Well?")
+    kept = (await api.http.get(f"{PATH}/{answer.json()['id']}/input_items?order=asc")).json()["data"]
+    assert [each["id"] for each in kept[:2]] == [said["output"][0]["id"], call["id"]]
+
+
+async def test_a_reference_to_what_is_not_there_is_refused_by_its_place(api: Api) -> None:
+    said = (await api.http.post(PATH, json={"input": "Hi"})).json()["output"][0]["id"]
+    unstored = (await api.http.post(PATH, json={"input": "Hi", "store": False})).json()["output"][0]["id"]
+    for wrong in ("msg_1", "", said[:-1] + ("0" if said[-1] != "0" else "1"), unstored):
+        error = (await referring(api, said, wrong)).json()["error"]
+        assert error["param"] == "input[1].id"
+        assert "no stored response has an item of that id" in error["message"]
+    assert (await referring(api, said, authorization="Bearer other")).json()["error"]["param"] == "input[0].id"
+
+
+async def test_one_request_refers_to_items_of_so_many_responses(api: Api) -> None:
+    said = [(await api.http.post(PATH, json={"input": "Hi"})).json()["output"][0]["id"] for _ in range(17)]
+    assert (await referring(api, *said[:16], said[0])).status_code == 200
+    assert (await referring(api, *said)).json()["error"]["param"] == "input[16].id"
