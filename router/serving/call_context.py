@@ -19,6 +19,8 @@ from router.text.encoder import works_for
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 # Calls without a deadline report a time left of decades.
 _NO_DEADLINE_SECONDS: Final = 30 * 86_400.0
+# The part of a client's time, and at most so many seconds, in which it gets what there is at its deadline.
+_MARGIN, _MOST_MARGIN_SECONDS = 0.05, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,14 @@ class Calls:
     def context(self, context: Context) -> CallContext:
         """Return the context of a call. Raises as `caller` does."""
         now, left = self.clock.monotonic(), context.time_remaining()
-        deadline = now + left if left is not None and left < _NO_DEADLINE_SECONDS else None
+        deadline = now + left - _margin(left) if left is not None and left < _NO_DEADLINE_SECONDS else None
         state = metadata_of(context, "tracestate")
         return CallContext(now, deadline, _traceparent(context), self.caller(context), tracestate=state)
+
+
+def _margin(left: float) -> float:
+    """Return the seconds before its deadline at which a call ends, so that its answer reaches the client in time."""
+    return min(_MARGIN * left, _MOST_MARGIN_SECONDS)
 
 
 def host_of(peer: str) -> str:

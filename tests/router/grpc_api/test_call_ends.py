@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import pytest
 from grpc import aio
 
+from common.clock import ManualClock
 from common.types import FinishReason
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2
+from router.serving.call_context import Calls
 from tests.support.deadlines import TooSlow, with_enough_time
+from tests.support.router.callers import OneCaller
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker
 from tests.support.router.served_router import Service, generate, served
 
@@ -76,6 +81,29 @@ async def test_every_span_and_the_worker_agree_that_the_deadline_was_it(timeout:
     await with_enough_time(attempt, timeout)
 
 
+async def test_a_client_gets_what_there_is_before_its_own_timer_ends_the_call() -> None:
+    async def attempt(seconds: float) -> None:
+        worker = FakeWorker()
+        async with served(worker) as service:
+            call = service.stub.Generate(generate(), timeout=seconds)
+            await service.harness.until(lambda: bool(worker.submits) or call.done())
+            worker.step({1: [100]}, admitted={1: 0})
+            found: list[pb.GenerateResponse] = []
+
+            async def read() -> None:
+                async for response in call:
+                    found.append(response)  # noqa: PERF401 - what came before the error counts
+
+            with pytest.raises(aio.AioRpcError) as late:
+                await read()
+            assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            if not found or not found[-1].HasField("finished"):
+                raise TooSlow
+            assert found[-1].finished.reason == types_pb2.FinishReason.FINISH_REASON_DEADLINE
+
+    await with_enough_time(attempt, 0.4)
+
+
 async def test_what_a_worker_ended_at_the_deadline_is_no_ok() -> None:
     worker = FakeWorker()
     async with served(worker) as service:
@@ -111,3 +139,27 @@ async def test_a_cancelled_call_is_cancelled_at_the_worker() -> None:
         await worker.until(lambda: bool(worker.cancels))
         assert worker.cancels[0].reason == types_pb2.FinishReason.FINISH_REASON_CANCELLED
         await service.harness.until(lambda: service.harness.admission.running == 0)
+
+
+@dataclass
+class TimedContext:
+    """A call whose client waits for so many seconds from now on; None: without a deadline."""
+
+    left: float | None
+
+    def time_remaining(self) -> float | None:
+        return self.left
+
+    def invocation_metadata(self) -> None:
+        return None
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:5000"
+
+
+@pytest.mark.parametrize(
+    ("left", "deadline"), [(2.0, 5.0 + 1.9), (10.0, 5.0 + 9.5), (100.0, 5.0 + 99.5), (None, None), (1e9, None)]
+)
+def test_a_call_ends_a_twentieth_of_its_time_before_its_client_does(left: float | None, deadline: float | None) -> None:
+    context: Any = TimedContext(left)
+    assert Calls(ManualClock(5.0), OneCaller()).context(context).deadline == deadline

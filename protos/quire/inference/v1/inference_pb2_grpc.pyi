@@ -16,7 +16,8 @@ class InferenceServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Streams one Admitted, then PromptLogprobs if they are asked for, then Tokens as they are made, then one Finished for
-    each sequence. Where the deadline ended one of them, the status after the last Finished is DEADLINE_EXCEEDED.
+    each sequence. Where the deadline ended one of them, the status after the last Finished is DEADLINE_EXCEEDED. That is
+    a twentieth of the call's time before the deadline, 0.5 s at most, so that the client gets what there is.
     """
     GenerateUnary: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateUnaryRequest, _inference_pb2.GenerateUnaryResponse]
     """The same, answered at once when every sequence has finished."""
@@ -47,7 +48,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_pb2.GenerateRequest, _abc.AsyncIterator[_inference_pb2.GenerateResponse]],
     ) -> _abc.AsyncIterator[_inference_pb2.GenerateResponse]:
         """Streams one Admitted, then PromptLogprobs if they are asked for, then Tokens as they are made, then one Finished for
-        each sequence. Where the deadline ended one of them, the status after the last Finished is DEADLINE_EXCEEDED.
+        each sequence. Where the deadline ended one of them, the status after the last Finished is DEADLINE_EXCEEDED. That is
+        a twentieth of the call's time before the deadline, 0.5 s at most, so that the client gets what there is.
         """
 
     @_abc_1.abstractmethod
