@@ -210,7 +210,7 @@ class Message(BaseModel):
     role: str = Field(
         ...,
         description="a role of the checkpoint's chat template; developer counts as system where the template has none",
-        json_schema_extra={"pattern": "^[A-Za-z_]{1,32}$"},
+        json_schema_extra={"pattern": "^[A-Za-z_][A-Za-z0-9_-]{0,31}$"},
     )
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     tool_calls: Annotated[list[CallBody], Field(fail_fast=True, max_length=limits.MAX_TOOL_CALLS)] | None = None

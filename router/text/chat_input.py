@@ -24,7 +24,7 @@ from quire.inference.v1 import inference_pb2 as pb
 from router.core.tools import tools_of
 
 # A template may build control tokens from the role ("<|" + role + "|>"); a plain word cannot inject another token.
-_ROLE: Final = re.compile(r"[A-Za-z_]{1,32}")
+_ROLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,31}")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 # Variables that a chat has fields for, that the tokenizer gives, or that mean something to Jinja.
 _TAKEN: Final = frozenset(

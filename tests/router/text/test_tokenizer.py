@@ -221,6 +221,13 @@ async def test_prompts_without_content_are_refused(prompt: pb.Prompt, violation:
     text.close()
 
 
+async def test_a_role_may_be_a_word_with_hyphens_and_digits() -> None:
+    text = CheckpointText.load(DEMO, 64)
+    ids = await text.encode(pb.Prompt(chat=pb.Chat(messages=[pb.ChatMessage(role="my-role_2", content="a")])))
+    assert "my-role_2" in text.decode(ids, skip_special_tokens=False)
+    text.close()
+
+
 async def test_of_many_wrong_roles_the_first_five_are_named_and_long_ones_are_cut() -> None:
     text = CheckpointText.load(DEMO, 64)
     messages = [pb.ChatMessage(role="<" * 10_000, content="a")] * 4000
