@@ -11,7 +11,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Final
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, exposition
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+    exposition,
+)
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from common.errors import DeadlineExceeded, PermissionDenied, PortTaken, QuireError, Unavailable, Unsupported
@@ -38,7 +45,11 @@ _STATUSES: Final[Mapping[type[QuireError], HTTPStatus]] = {
 
 
 def new_registry() -> CollectorRegistry:
-    """Return a registry with the figures of the process itself (memory, CPU, open files, garbage collection)."""
+    """Return a registry with the figures of the process itself (memory, CPU, open files, garbage collection).
+
+    From then on no series of the process says when it was created: each counter and histogram would have one more.
+    """
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)

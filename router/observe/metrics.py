@@ -131,6 +131,11 @@ class RouterMetrics:
 class TracedHistogram(Histogram):
     """A histogram whose bars may point at a trace later: which requests are kept is known at their end alone."""
 
+    def observe_each(self, value: float, count: int) -> None:
+        """Count a value so many times."""
+        self._sum.inc(value * count)
+        self._buckets[bisect_left(self._upper_bounds, value)].inc(count)
+
     def point(self, value: float, trace_id: str) -> None:
         """Let the bucket of a value that was observed earlier point at a trace."""
         place = bisect_left(self._upper_bounds, value)

@@ -123,10 +123,14 @@ class ClientEvents:
             metrics.first_token(now - run.request.arrived, run.trace.trace_id)
             run.trace.first_token()
             self._count_hits(run, output)
-        elif not run.request.whole and not output.replays:
-            gap = now - output.last_token_at
-            metrics.inter_token_latency.observe(gap)
-            output.waited(gap, self._recorder.objective_itl)
+        elif not output.replays:
+            gap, count = now - output.last_token_at, len(sampled.token_ids)
+            if run.request.whole:
+                # Its worker gathers tokens: nobody waits for one of them.
+                metrics.inter_token_latency.observe_each(gap / count, count)
+            else:
+                metrics.inter_token_latency.observe(gap)
+                output.waited(gap, self._recorder.objective_itl)
         if running.reservation is not None:
             running.reservation.prefilled()
         event = output.sampled(sampled, now)

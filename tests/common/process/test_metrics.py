@@ -49,6 +49,7 @@ async def test_metrics_are_in_prometheus_format(client: httpx.AsyncClient, servi
     assert response.headers["content-type"].startswith("text/plain; version=")
     assert 'quire:steps_total{worker="w0"} 3.0' in response.text
     assert "process_resident_memory_bytes" in response.text
+    assert "_created" not in response.text
 
 
 @pytest.mark.parametrize("escaping", ["", "; escaping=allow-utf-8", "; escaping=underscores"])

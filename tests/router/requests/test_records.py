@@ -11,6 +11,7 @@ from prometheus_client.samples import Exemplar
 
 from common.process.logs import fields_of
 from common.process.metrics import exposed
+from common.types import FinishReason
 from router.core.events import Admitted
 from router.core.tail_rules import Objective
 from tests.support.router.fake_worker import FakeWorker
@@ -109,6 +110,21 @@ async def test_metrics_count_what_the_client_saw() -> None:
         assert value("quire:time_to_first_token_seconds_count") == 2
         assert value("quire:inter_token_latency_seconds_count") == 4
         assert (value("quire:num_requests_running"), value("quire:num_requests_waiting")) == (0, 0)
+
+
+async def test_each_token_of_a_whole_answer_has_its_gap() -> None:
+    """Its worker gathers tokens, so that three of them may come at once."""
+    worker = FakeWorker()
+    asked = replace(request(request_id="r1", max_tokens=4), whole=True)
+    async with frontend_over(worker) as harness, in_background(harness, asked) as task:
+        await worker.until(lambda: bool(worker.submits))
+        worker.step({1: [5]}, admitted={1: 0})
+        worker.step({1: [6, 7, 8]}, finished={1: FinishReason.LENGTH})
+        await task
+        value = harness.registry.get_sample_value
+        assert value("quire:inter_token_latency_seconds_count") == 3
+        (end,) = harness.decisions.find("r1", "outcome")
+        assert "gaps" not in dict(end.figures), "no client waited for one of them"
 
 
 async def test_every_reason_is_counted_from_zero() -> None:
