@@ -1,1 +1,1 @@
-"""Batches of requests in OpenAI's form: read from a file, sent to a running suite, answered in another file."""
+"""Sends the requests of a batch to a running suite."""

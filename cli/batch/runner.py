@@ -9,23 +9,18 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
-from cli.batch.lines import Item
-from cli.batch.results import Result
 from common.backoff import Backoff
+from common.batch.lines import Item
+from common.batch.results import Result
+from common.batch.retries import AGAIN, BACKOFF, asked_pause
 from common.errors import FieldViolation, InvalidConfig, PermissionDenied, QuireError, Unauthenticated, Unavailable
 from common.rpc.tls_words import tls_problem
 from quire.api.proxy import is_this_machine
-
-# Statuses of a server that is busy, drains, or is behind a proxy that cannot reach it.
-_AGAIN: Final = frozenset({429, 502, 503, 504})
-BACKOFF: Final = Backoff(first=0.25, longest=30.0, jitter=0.5)
-# A server may ask for a longer pause than the longest own one, up to this.
-_LONGEST_ASKED_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +131,11 @@ class Runner:
             asked = 0.0
             try:
                 response = await opened.post(item.url, json=item.body)
-                if response.status_code not in _AGAIN:
+                if response.status_code not in AGAIN:
                     _check_key(response)
                     return Result(item.custom_id, response.status_code, _request_id(response), _body(response))
-                failure, asked = f"HTTP {response.status_code}: {_message(response)}", _asked(response)
+                failure = f"HTTP {response.status_code}: {_message(response)}"
+                asked = asked_pause(response.headers.get("retry-after", ""))
             except httpx.TransportError as error:
                 failure = _words(error)
             if attempt < self._target.attempts:
@@ -171,14 +167,6 @@ def _message(response: httpx.Response) -> str:
     body = _body(response)
     error = body.get("error") if isinstance(body, dict) else None
     return str(error.get("message")) if isinstance(error, dict) else response.text[:200]
-
-
-def _asked(response: httpx.Response) -> float:
-    """Return the seconds that the server asks for; 0 where it asks for none, or for a date."""
-    try:
-        return min(max(0.0, float(response.headers.get("retry-after", "0"))), _LONGEST_ASKED_S)
-    except ValueError:
-        return 0.0
 
 
 def _number(usage: dict[str, Any], *names: str) -> int:

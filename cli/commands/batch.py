@@ -17,10 +17,10 @@ from typing import IO, Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cli.batch.lines import checked_ids, items
-from cli.batch.results import Result, ResultFile
 from cli.batch.runner import Counts, Runner, Target
 from cli.client import add_http_address, add_json, failed, http_target, path_of, print_json
+from common.batch.lines import checked_ids, items
+from common.batch.results import Result, ResultFile
 from common.errors import FieldViolation, InvalidRequest, QuireError
 from common.settings.exit_status import exit_status
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.batch.results import Result, ResultFile
+from common.batch.results import Result, ResultFile
 from common.errors import InvalidRequest, Unavailable
 
 OK = Result("a", 200, "req-1", {"id": "x", "text": "é\n"})

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cli.batch.lines import BadLine, Item, checked_ids, items, parsed
+from common.batch.lines import BadLine, Item, checked_ids, items, parsed
 from common.errors import InvalidRequest
 
 
@@ -23,7 +23,8 @@ def test_a_line_becomes_a_request() -> None:
     ("wrong", "words"),
     [
         (b"{\n", "is no JSON"),
-        (b"[" * 100_000, "is no JSON"),
+        (b"[" * 100_000, "has 100000 lists and objects; expected at most 8192"),
+        (line(body={"prompt": [7] * 140_000}), "values; expected at most 135000"),
         (b"[]\n", "is no object"),
         (line(body={"temperature": float("nan")}), "is no JSON (Out of range float values are not JSON compliant"),
         (line(body={"prompt": "\ud800"}), "is no JSON ('utf-8' codec can't encode character"),

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from common.errors import FieldViolation, InvalidRequest
 from common.limits import MAX_HTTP_BODY_BYTES
+from common.untrusted import json_shape
 
 URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_CUSTOM_ID: Final = 512
@@ -33,6 +34,8 @@ def parsed(line: bytes) -> Item:
     """Return the request in a line. Raises BadLine."""
     if len(line) > MAX_HTTP_BODY_BYTES:
         raise BadLine(f"has {len(line)} bytes; the server takes at most {MAX_HTTP_BODY_BYTES}")
+    if excess := json_shape.BODY.excess(line):
+        raise BadLine(excess)
     try:
         entry = json.loads(line)
         # What Python reads more than JSON has, NaN and halves of characters, no request can carry.
@@ -67,38 +70,54 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def checked_ids(lines: Iterable[bytes]) -> list[str]:
-    """Return the custom_ids of a batch, in order. Raises InvalidRequest that names the bad lines."""
-    numbers: dict[str, int] = {}
-    wrong: list[FieldViolation] = []
-    count = 0
-    for number, line in _numbered(lines):
+class LineCheck:
+    """Checks the lines of one batch as they come, and counts those with a request."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+        """The line of each custom_id, in order."""
+        self.urls: set[str] = set()
+        self._wrong: list[FieldViolation] = []
+        self._read = self._bad = 0
+
+    def take(self, line: bytes) -> None:
+        """Look at the next line; an empty one counts for its number alone."""
+        self._read += 1
+        if not line.strip():
+            return
         try:
             item = parsed(line)
-            if item.custom_id in numbers:
-                raise BadLine(f"custom_id {_shown(item.custom_id)} stands in line {numbers[item.custom_id]} too")
-            numbers[item.custom_id] = number
+            if item.custom_id in self.numbers:
+                raise BadLine(f"custom_id {_shown(item.custom_id)} stands in line {self.numbers[item.custom_id]} too")
         except BadLine as bad:
-            count += 1
-            if count <= _NAMED:
-                wrong.append(FieldViolation(f"line {number}", str(bad)))
-    if count > _NAMED:
-        wrong.append(FieldViolation("further lines", f"{count - _NAMED} more are wrong"))
-    if wrong:
-        raise InvalidRequest(*wrong)
-    if not numbers:
-        raise InvalidRequest(FieldViolation("the input", "has no lines; expected one request on each"))
-    return list(numbers)
+            self._bad += 1
+            if self._bad <= _NAMED:
+                self._wrong.append(FieldViolation(f"line {self._read}", str(bad)))
+        else:
+            self.numbers[item.custom_id] = self._read
+            self.urls.add(item.url)
+
+    def finish(self) -> None:
+        """Raise InvalidRequest that names the bad lines, or says that there are none."""
+        if self._bad > _NAMED:
+            self._wrong.append(FieldViolation("further lines", f"{self._bad - _NAMED} more are wrong"))
+        if self._wrong:
+            raise InvalidRequest(*self._wrong)
+        if not self.numbers:
+            raise InvalidRequest(FieldViolation("the input", "has no lines; expected one request on each"))
+
+
+def checked_ids(lines: Iterable[bytes]) -> list[str]:
+    """Return the custom_ids of a batch, in order. Raises InvalidRequest that names the bad lines."""
+    check = LineCheck()
+    for line in lines:
+        check.take(line)
+    check.finish()
+    return list(check.numbers)
 
 
 def items(lines: Iterable[bytes]) -> Iterator[Item]:
     """Yield the requests of lines that were checked before."""
-    for _, line in _numbered(lines):
-        yield parsed(line)
-
-
-def _numbered(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield lines with their numbers, but for empty ones."""
-    for number, line in enumerate(lines, start=1):
+    for line in lines:
         if line.strip():
-            yield number, line
+            yield parsed(line)

@@ -1,0 +1,1 @@
+"""Batches of requests in OpenAI's form: their lines, their results, and which refusals pass."""
