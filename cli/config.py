@@ -63,6 +63,9 @@ class UpSettings(EngineSettings, DecisionLogSettings):
     model_name: Names = Field(
         (), description="what clients call the model; repeatable: further names are aliases; unset: its folder's name"
     )
+    batch_dir: Path | None = Field(
+        None, description="folder of what clients upload to /v1/files, and of their batches; unset: neither is offered"
+    )
     open_schemas: bool = Field(
         False,
         description="let objects of JSON schemas have properties that the schema does not name, unless it forbids them",

@@ -203,6 +203,37 @@ MAX_BACKGROUND_EVENTS_BYTES: Final = 1 << 20
 # Seconds from its creation to the end of a background response.
 BACKGROUND_SECONDS: Final = 3600.0
 
+# ------------------------------------------------------------ files and batches of clients (--batch-dir)
+
+# Bytes of an uploaded file, and its lines, as OpenAI has them.
+MAX_BATCH_FILE_BYTES: Final = 200 << 20
+MAX_BATCH_LINES: Final = 50_000
+# Files of one tenant, and the bytes of all of them, answers included.
+MAX_BATCH_FILES_A_TENANT: Final = 1_000
+MAX_BATCH_BYTES_A_TENANT: Final = 4 << 30
+# Characters of a file's name, which is shown and names nothing on disk.
+MAX_FILE_NAME_CHARS: Final = 255
+# Bytes that stay free on the disk of uploads; with less, none is taken.
+MIN_FREE_BATCH_BYTES: Final = 1 << 30
+# Uploads that a router receives at once, of all and of one tenant.
+MAX_UPLOADS: Final = 8
+MAX_UPLOADS_A_TENANT: Final = 2
+# Seconds from the end of an upload's headers to the end of its body: 350 kB/s for the largest one.
+HTTP_UPLOAD_SECONDS: Final = 600.0
+# Seconds for which a file is kept unless its client says otherwise, and the bounds of what it may say, as OpenAI has
+# them. A batch that has ended is listed for as long.
+BATCH_FILE_SECONDS: Final = 30 * 86_400
+MIN_BATCH_FILE_SECONDS: Final = 3_600
+MAX_BATCH_FILE_SECONDS: Final = 30 * 86_400
+# Batches of one tenant that have not ended, and all that are listed; of those that ended, the oldest makes room.
+MAX_OPEN_BATCHES_A_TENANT: Final = 64
+MAX_BATCHES_A_TENANT: Final = 1_000
+# Seconds that a client may leave for a batch; what is not done by then expires.
+MAX_BATCH_SECONDS: Final = 7 * 86_400
+# Requests of batches that a router sends at once, and the batches that they are of, each of another tenant.
+MAX_BATCH_REQUESTS: Final = 64
+MAX_BATCHES_AT_ONCE: Final = 16
+
 # ------------------------------------------------------------ constraints of structured output
 
 # Constraints that wait to be examined by a router, of one tenant or peer address, and of all.

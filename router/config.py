@@ -151,6 +151,11 @@ class RouterSettings(PoolSettings, DecisionLogSettings):
         "memory: of this router; none: nowhere",
     )
     response_ttl: Seconds = Field(86_400.0, description="seconds for which a response is kept")
+    batch_dir: Path | None = Field(
+        None,
+        description="folder of what clients upload to /v1/files, and of their batches; routers may share it; "
+        "unset: neither is offered",
+    )
     open_schemas: bool = Field(
         False,
         description="let objects of JSON schemas have properties that the schema does not name, unless it forbids them",

@@ -6,12 +6,18 @@ import logging
 
 from common.checkpoint.fingerprint import model_fingerprint
 from common.checkpoint.gguf.names import served_name
+from common.clock import Clock
 from common.errors import FieldViolation, InvalidConfig
+from common.limits import MAX_BATCH_REQUESTS
 from common.settings.pool_key import pool_key_of
 from common.types import PoolIdentity
 from router.config import RouterSettings
 from router.core.identity import UNKNOWN_ARITHMETIC, UNKNOWN_GEOMETRY, UNKNOWN_POOLING
 from router.core.worker_networks import LOOPBACK, PRIVATE, WorkerNetworks
+from router.openai.batches.folder import BatchFolder
+from router.openai.batches.parts import BatchParts
+from router.openai.batches.runner import BatchRunner
+from router.openai.batches.uploads import Uploads
 from router.ports import ModelCard
 from router.serving.reading import Dialects
 from router.tenants.directory import PeerDirectory, TenantDirectory
@@ -29,6 +35,22 @@ def authenticator_of(settings: RouterSettings, model: str) -> PeerDirectory | Te
         what = "is missing; tenants need it, equal on all routers of a pool: openssl rand -hex 32 > FILE"
         raise InvalidConfig(FieldViolation("--server-key-file", what))
     return TenantDirectory(settings.tenants, read_server_key(settings.server_key_file), model)
+
+
+def batches_of(
+    settings: RouterSettings, authenticator: PeerDirectory | TenantDirectory, clock: Clock
+) -> BatchParts | None:
+    """Return what files and batches need, if they have a folder. Raises InvalidConfig where it cannot be written."""
+    if settings.batch_dir is None:
+        return None
+    folder = BatchFolder(settings.batch_dir)
+    # Most of the queue stays for clients who wait.
+    at_once = max(1, min(MAX_BATCH_REQUESTS, settings.max_queued_requests // 4))
+
+    def now() -> float:
+        return clock.time_ns() / 1e9
+
+    return BatchParts(folder, Uploads(folder, now), BatchRunner(folder, authenticator.known, now, at_once), now)
 
 
 def dialects_of(settings: RouterSettings, text: CheckpointText) -> Dialects:

@@ -30,7 +30,7 @@ from common.process.garbage import collect_rarely
 from common.process.loop_turns import LoopTurns
 from common.process.metrics import new_registry
 from common.process.redis_client import QuireRedis, open_redis, refuse_unfit
-from common.process.supervised import Supervisor
+from common.process.supervised import Supervisor, cancel_and_wait
 from common.process.watchdog import Watchdog, Work
 from common.rpc.options import CLIENTS
 from common.rpc.roles import Role
@@ -53,6 +53,7 @@ from router.core.tenancy import Caller, TenantQuotas
 from router.draining import Faces, drain
 from router.from_settings import (
     authenticator_of,
+    batches_of,
     card_of,
     dialects_of,
     entry_rules_of,
@@ -112,7 +113,9 @@ _DISCOVERY_TIMEOUT_S: Final = 1.0
 _DISCOVERY: Final = "discovery"
 # While it fails, the page for operators shows old figures.
 _HISTORY: Final = "history of figures"
-_ASIDE: Final = frozenset({_DISCOVERY, _HISTORY})
+# While it fails, batches stand still.
+_BATCHES: Final = "batches"
+_ASIDE: Final = frozenset({_DISCOVERY, _HISTORY, _BATCHES})
 
 
 class RouterProcess:
@@ -175,6 +178,8 @@ class RouterProcess:
         self._serve_requests(name, checkpoint)
         self._http: HttpServer | None = None
         self._background = BackgroundResponses()
+        self._batches = batches_of(settings, self._authenticator, self._clock)
+        self._batching: asyncio.Task[None] | None = None
         self._turns = LoopTurns() if settings.debug_loop_turns else None
 
     @property
@@ -325,6 +330,7 @@ class RouterProcess:
             resumer=self._resumer,
             refuses_media=settings.refuse_media,
             meter=self._meter,
+            batches=self._batches,
         )
         asks_for_keys = isinstance(self._authenticator, TenantDirectory)
         app = create_app(
@@ -358,6 +364,8 @@ class RouterProcess:
         self.supervisor.run("traces of kept requests", self._tail.run)
         if self._discovery is not None:
             self.supervisor.run(_DISCOVERY, self._discovery.run)
+        if (batches := self._batches) is not None:
+            self._batching = self.supervisor.run(_BATCHES, lambda: batches.runner.run(app))
         if isinstance(self._authenticator, TenantDirectory):
             directory = self._authenticator
             self.supervisor.run("file of tenants", lambda: directory.watch(self._end_revoked))
@@ -372,6 +380,8 @@ class RouterProcess:
     async def stop(self) -> None:
         """Refuse new requests, let running ones finish for `drain_timeout`, then stop."""
         faces = Faces(self._server, self._admin, self._http)
+        if self._batching is not None:
+            await cancel_and_wait(self._batching)  # another router goes on with them, or this one when it is back
         if self._http is not None:
             self.supervisor.forget(self._http.task)
         await drain(faces, self.frontend, self.settings.drain_timeout, self._shares, self._background.aclose)

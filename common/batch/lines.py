@@ -71,9 +71,10 @@ def _shown(value: object) -> str:
 
 
 class LineCheck:
-    """Checks the lines of one batch as they come, and counts those with a request."""
+    """Checks the lines of one batch as they come, and counts those with a request; errors call it by `name`."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "the input") -> None:
+        self._name = name
         self.numbers: dict[str, int] = {}
         """The line of each custom_id, in order."""
         self.urls: set[str] = set()
@@ -104,7 +105,7 @@ class LineCheck:
         if self._wrong:
             raise InvalidRequest(*self._wrong)
         if not self.numbers:
-            raise InvalidRequest(FieldViolation("the input", "has no lines; expected one request on each"))
+            raise InvalidRequest(FieldViolation(self._name, "has no lines; expected one request on each"))
 
 
 def checked_ids(lines: Iterable[bytes]) -> list[str]:

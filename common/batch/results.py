@@ -30,6 +30,9 @@ class Result:
     request_id: str = ""
     body: Any = None
     error: str = ""
+    code: str = "unavailable"
+    # The body in JSON, without line ends, where it is at hand; `body` is None then.
+    raw: bytes = b""
 
     @property
     def ok(self) -> bool:
@@ -37,14 +40,13 @@ class Result:
 
     def line(self) -> bytes:
         """Return the line in OpenAI's form."""
-        answer = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
-        entry = {
-            "id": f"batch_req_{secrets.token_hex(12)}",
-            "custom_id": self.custom_id,
-            "response": None if self.error else answer,
-            "error": {"code": "unavailable", "message": self.error} if self.error else None,
-        }
-        return json.dumps(entry, ensure_ascii=False).encode() + b"\n"
+        head: dict[str, Any] = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": self.custom_id}
+        if self.error:
+            error = {"code": self.code, "message": self.error}
+            return _dumps(head | {"response": None, "error": error}) + b"\n"
+        answer = {"status_code": self.status, "request_id": self.request_id}
+        body = self.raw or _dumps(self.body)
+        return b'%s, "response": %s, "body": %s}, "error": null}\n' % (_dumps(head)[:-1], _dumps(answer)[:-1], body)
 
 
 class ResultFile:
@@ -69,18 +71,30 @@ class ResultFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._file.close()
         self._lock.close()
 
-    def write(self, result: Result) -> None:
-        """Add a line, in one write: a kill leaves at most this line incomplete. Raises Unavailable on a full disk."""
-        left = memoryview(result.line())
+    def sync(self) -> None:
+        """Return once a crash of the machine loses no line."""
+        os.fsync(self._file.fileno())
+
+    def write(self, result: Result) -> int:
+        """Add a line, in one write: a kill leaves at most this line incomplete. Return the bytes of the line.
+
+        Raises Unavailable on a full disk.
+        """
+        line = result.line()
+        left = memoryview(line)
         try:
             while left:
                 left = left[self._file.write(left) :]
         except OSError as error:
             what = f"{self._path} cannot be written: {error.strerror}; the answers so far are there"
             raise Unavailable(f"{what}, and the same command goes on from here") from None
+        return len(line)
 
     def _clean(self) -> None:
         """Keep the lines of requests that have ended, each once; the others go, and their requests are sent again."""
@@ -142,3 +156,7 @@ def _ended(line: bytes) -> tuple[str, bool] | None:
         return (custom_id, response["status_code"] in _OK) if isinstance(custom_id, str) else None
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _dumps(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()

@@ -24,6 +24,7 @@ from router.openai import errors, schema
 from router.openai.allowed_tokens import check_allowed, forbid_other_ends
 from router.openai.answer import Answer, Form, Json
 from router.openai.authentication import Authenticated, OwnNames
+from router.openai.batches.routes import batch_routes
 from router.openai.bodies import BodyGate
 from router.openai.embeddings import embedding_routes
 from router.openai.event_ids import HEADER, EventIds, LastEvent, NoEventIds
@@ -105,6 +106,7 @@ def create_app(
     app.include_router(token_routes(parts.codec, parts.validator, parts.card, service.check_model, parts.meter))
     app.include_router(embedding_routes(service))
     app.include_router(response_routes(service, parts.responses))
+    app.include_router(batch_routes(service, parts.batches))
     answers = schema.answers(schema.Health, refusals=schema.ALWAYS) | {503: {"model": schema.Health}}
     app.add_api_route("/health", api.health, response_model=schema.Health, responses=answers, tags=["state"])
     app.add_api_route("/ping", api.health, methods=["GET", "HEAD", "POST"], include_in_schema=False)

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from common.errors import PermissionDenied, QuireError
 from common.process.metrics import is_loopback
 from common.untrusted.host_names import is_own_name
+from router.core.tenancy import Caller
 from router.openai import errors
 from router.ports import Authenticator
 from router.text.encoder import works_for
@@ -20,22 +21,29 @@ OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version"})
 
 
 class Authenticated:
-    """Middleware that puts the caller into the request's state as `caller`, or answers with 401 or 403."""
+    """Middleware that puts the caller into the request's state as `caller`, or answers with 401 or 403.
+
+    A request that the router itself makes has its caller already.
+    """
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
         self._app, self._authenticator = app, authenticator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            state = scope.setdefault("state", {})
             try:
-                host = (scope.get("client") or ("",))[0]
-                caller = self._authenticator.caller(_authorization(Headers(scope=scope)), host)
+                if "caller" not in state:
+                    state["caller"] = self._caller(scope)
             except QuireError as refused:
                 await errors.response_to(refused, scope)(scope, receive, send)
                 return
-            scope.setdefault("state", {})["caller"] = caller
-            works_for(caller.tenant)
+            works_for(state["caller"].tenant)
         await self._app(scope, receive, send)
+
+    def _caller(self, scope: Scope) -> Caller:
+        host = (scope.get("client") or ("",))[0]
+        return self._authenticator.caller(_authorization(Headers(scope=scope)), host)
 
 
 class OwnNames:

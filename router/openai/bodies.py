@@ -25,6 +25,8 @@ _RETRY_S: Final = 1.0
 _CHATS: Final = frozenset(
     {"/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"}
 )
+# Paths whose handlers read the body as it comes, within bounds of their own.
+_STREAMED: Final = frozenset({"/v1/files"})
 
 
 class BodyBudget:
@@ -73,7 +75,7 @@ class BodyGate:
         self._app, self._budget, self._clock = app, budget or BodyBudget(), clock or SystemClock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] in _STREAMED:
             await self._app(scope, receive, send)
             return
         with self._budget.share() as share:

@@ -19,6 +19,7 @@ from router.core.tenancy import Charge
 from router.core.tools import NOTE_HEADER
 from router.openai import errors
 from router.openai.answer import Answer
+from router.openai.batches.parts import BatchParts
 from router.openai.identification import Ids
 from router.openai.merge import merged
 from router.openai.request import Order
@@ -52,6 +53,8 @@ class HttpParts:
     # Whether a conversation with images, files, audio or video is refused; else a text stands in for each.
     refuses_media: bool = False
     meter: Meter = UNLIMITED
+    batches: BatchParts | None = None
+    """Where files and batches of clients lie; None where they are off."""
 
 
 class Service:

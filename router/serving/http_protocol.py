@@ -39,7 +39,7 @@ _HEAD_TOO_LARGE: Final = (431, f"the headers are too large; expected at most {_M
 _AHEAD: Final = (429, f"more than {limits.MAX_HTTP_PIPELINED} requests were sent ahead; wait for the answers")
 _NO_HTTP: Final = (400, "this is no HTTP/1.1 request")
 _NO_HEAD: Final = (408, f"the headers did not come within {limits.HTTP_HEAD_SECONDS:g} s")
-_NO_BODY: Final = (408, f"the body did not come within {limits.HTTP_BODY_SECONDS:g} s")
+_UPLOADS: Final = b"/v1/files"
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -132,7 +132,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._stop_parser(_HEAD_TOO_LARGE)
         if len(self.pipeline) >= limits.MAX_HTTP_PIPELINED:
             self._stop_parser(_AHEAD)
-        self._receive_within(limits.HTTP_BODY_SECONDS, _NO_BODY)
+        is_upload = self.url.partition(b"?")[0].endswith(_UPLOADS)
+        seconds = limits.HTTP_UPLOAD_SECONDS if is_upload else limits.HTTP_BODY_SECONDS
+        self._receive_within(seconds, (408, f"the body did not come within {seconds:g} s"))
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -84,6 +84,10 @@ class Meter:
         self.settle(tenant, len(ids) - expected)
         return ids
 
+    def asks(self, tenant: Tenant) -> None:
+        """Charge a tenant for a request without a prompt. Raises Overloaded."""
+        self._quotas.charge(tenant, 0, self._clock.monotonic())
+
     def wrong(self, tenant: Tenant) -> None:
         """Charge a tenant for a request that cannot be read. Raises Overloaded."""
         self._quotas.charge(tenant, 0, self._clock.monotonic())

@@ -34,6 +34,10 @@ class PeerDirectory:
     def caller(self, authorization: str, host: str) -> Caller:
         return peer_caller(host)
 
+    def known(self, tenant: str, credential: str) -> Caller:
+        """Return a caller who was recognised before, as it is now."""
+        return Caller(Tenant(tenant))
+
     def is_live(self, caller: Caller) -> bool:
         return True
 
@@ -75,6 +79,14 @@ class TenantDirectory:
             what = f"is {tenant!r}; name the tenant that would send it: {', '.join(sorted(self._table.tenants))}"
             raise InvalidRequest(FieldViolation("tenant", what))
         return Caller(self._table.tenants[tenant], "operator")
+
+    def known(self, tenant: str, credential: str) -> Caller | None:
+        """Return a caller who was recognised before, as it is now; None where it would not be accepted any more."""
+        found = self._table.tenants.get(tenant)
+        if found is None or (found.models is not None and self._model not in found.models):
+            return None
+        caller = Caller(found, credential)
+        return caller if self.is_live(caller) else None
 
     def is_live(self, caller: Caller) -> bool:
         if caller.credential.startswith("key "):

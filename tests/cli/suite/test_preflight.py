@@ -85,10 +85,10 @@ def test_what_the_http_api_allows_reaches_the_routers_alone(base: dict[str, str]
     origins = ("--cors-origins", "https://a.example", "--cors-origins", "https://b.example")
     names = ("--allowed-hosts", "llm.example")
     pages = ("--root-path", "/llm", "--tokenizer-info")
-    found = programs(suite_options(("--open-schemas", *origins, *names, *pages), base))
+    found = programs(suite_options(("--open-schemas", "--batch-dir", "files", *origins, *names, *pages), base))
     router = load(RouterSettings, found["router"].flags, base)
     assert (router.open_schemas, router.cors_origins) == (True, ("https://a.example", "https://b.example"))
-    assert router.allowed_hosts == ("llm.example",)
+    assert (router.allowed_hosts, router.batch_dir) == (("llm.example",), Path("files"))
     assert (router.root_path, router.tokenizer_info) == ("/llm", True)
     assert "--open-schemas" not in found["worker-0"].flags
     plain = load(RouterSettings, programs(suite_options((), base))["router"].flags, base)

@@ -28,6 +28,18 @@ def test_lines_have_the_form_of_openai() -> None:
     assert OK.line().count(b"\n") == 1
 
 
+def test_a_body_in_json_stays_as_it_is() -> None:
+    line = Result('a "b"', 200, "req-1", raw=b'{"x":1.50,"y":"\\u00e9"}').line()
+    assert line.endswith(b'"request_id": "req-1", "body": {"x":1.50,"y":"\\u00e9"}}, "error": null}\n')
+    entry = json.loads(line)
+    assert (entry["custom_id"], entry["response"]["body"]) == ('a "b"', {"x": 1.5, "y": "é"})
+
+
+def test_an_error_has_the_code_that_it_is_given() -> None:
+    entry = json.loads(Result("a", error="too late", code="batch_expired").line())
+    assert (entry["response"], entry["error"]) == (None, {"code": "batch_expired", "message": "too late"})
+
+
 def test_answers_are_done_and_failures_are_sent_again(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with ResultFile(path) as file:

@@ -76,6 +76,18 @@ def test_a_tenant_may_use_the_models_that_it_is_allowed(tmp_path: Path) -> None:
         directory(tmp_path, text + 'models = ["other"]\n').caller(f"Bearer {RED}", "")
 
 
+def test_a_caller_is_known_again_by_its_credential(tmp_path: Path) -> None:
+    found = directory(tmp_path, tenants(red=RED, blue=BLUE))
+    caller = found.caller(f"Bearer {RED}", "10.0.0.1")
+    assert found.known("red", caller.credential) == caller
+    assert found.known("blue", caller.credential) is None, "the key of another tenant"
+    assert found.known("gone", caller.credential) is None
+    assert directory(tmp_path, tenants(red=BLUE)).known("red", caller.credential) is None
+    other = directory(tmp_path, tenants(red=RED) + 'models = ["other"]\n')
+    assert other.known("red", caller.credential) is None
+    assert PeerDirectory().known("peer 10.0.0.1", "") == PeerDirectory().caller("", "10.0.0.1")
+
+
 async def test_a_changed_file_revokes_one_key_and_adds_another(tmp_path: Path) -> None:
     found = directory(tmp_path, tenants(red=RED))
     caller = found.caller(f"Bearer {RED}", "")

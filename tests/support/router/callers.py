@@ -12,5 +12,9 @@ class OneCaller:
     def caller(self, authorization: str, host: str) -> Caller:
         return self._caller
 
+    def known(self, tenant: str, credential: str) -> Caller | None:
+        """Return the caller, if it is of this name."""
+        return self._caller if self._caller.tenant.name == tenant else None
+
     def is_live(self, caller: Caller) -> bool:
         return True

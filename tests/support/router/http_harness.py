@@ -17,6 +17,7 @@ from quire.inference.v1 import inference_pb2 as pb
 from router.anthropic.app import add_messages
 from router.constraints.checker import ConstraintChecker
 from router.openai.app import create_app
+from router.openai.batches.parts import BatchParts
 from router.openai.responses.background import BackgroundResponses
 from router.openai.responses.parts import ResponseParts
 from router.openai.responses.store import MemoryStore, ResponseStore, StoreLimits
@@ -50,6 +51,7 @@ class Api:
         reasoning: str = "auto",
         store: ResponseStore | None = None,
         refuses_media: bool = False,
+        batches: BatchParts | None = None,
         **app: Any,
     ) -> None:
         self.frontend = ScriptedFrontend()
@@ -78,6 +80,7 @@ class Api:
             model=lambda: card,
             resumer=self.resumer,
             refuses_media=refuses_media,
+            batches=batches,
         )
         self.app = create_app(parts, **app)
         add_messages(self.app, parts)
@@ -104,10 +107,11 @@ async def served_api(
     reasoning: str = "auto",
     store: ResponseStore | None = None,
     refuses_media: bool = False,
+    batches: BatchParts | None = None,
     **app: Any,
 ) -> AsyncIterator[Api]:
     """Serve the application on a free port, with these parsers of calls and thoughts, and arguments of `create_app`."""
-    made = Api(authenticator, tools, reasoning, store, refuses_media, **app)
+    made = Api(authenticator, tools, reasoning, store, refuses_media, batches, **app)
     server = await serve_http(made.app, "127.0.0.1", 0)
     made.url = f"http://127.0.0.1:{server.port}"
     async with (
