@@ -30,14 +30,14 @@ from router.openai.embeddings import embedding_routes
 from router.openai.event_ids import HEADER, EventIds, LastEvent, NoEventIds
 from router.openai.identification import Identified, WithoutPrefix
 from router.openai.prompt_logprobs import LEAST_RANKED_BYTES, WantedLogprobs
-from router.openai.request import Order, chat_order, completion_order
+from router.openai.request import Order, chat_batch_order, chat_order, completion_order
 from router.openai.response import WholeAnswer, WholeResponse
 from router.openai.responses.routes import response_routes
 from router.openai.responses.schema import StreamEvent
 from router.openai.service import Events, HttpParts, Service, answer_headers, as_read, begun, in_words_of, unless_gone
 from router.openai.stream import DONE, StreamedAnswer, error_line
 from router.openai.tokens import token_routes
-from router.openai.types import ChatRequest, CompletionRequest, GenerationFields
+from router.openai.types import ChatBatchRequest, ChatOptions, ChatRequest, CompletionRequest, GenerationFields
 from router.openai.wrong_requests import WrongRequestsCharged
 from router.ports import CallContext
 from router.serving.answer_size import AnswerPlace, check_least_size
@@ -99,6 +99,8 @@ def create_app(
     app.add_api_route("/v1/completions", api.completions, responses=schema.answers(whole, chunk), **post)
     answers = schema.answers(schema.ChatCompletion, schema.ChatChunk)
     app.add_api_route("/v1/chat/completions", api.chat, responses=answers, **post)
+    answers = schema.answers(schema.ChatCompletion)
+    app.add_api_route("/v1/chat/completions/batch", api.chat_batch, responses=answers, **post)
     listed = schema.answers(schema.Models)
     app.add_api_route("/v1/models", api.models, response_model=schema.Models, responses=listed, tags=["OpenAI"])
     one = schema.answers(schema.Model)
@@ -139,9 +141,19 @@ class _Api:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a chat, rendered with the checkpoint's own template."""
         self._begin_with(body, request)
-        order, form = self._within_allowed(chat_order(body, request.headers), body), self._form(body, chat=True)
-        if body.echo and body.continue_final_message and body.messages:
-            form = replace(form, echo=(body.messages[-1].text,))
+        echo = (body.messages[-1].text,) if body.echo and body.continue_final_message and body.messages else ()
+        return await self._chat(chat_order(body, request.headers), body, request, echo)
+
+    async def chat_batch(self, body: ChatBatchRequest, request: Request) -> Response:
+        """Answer several conversations, which share all options, with a choice each."""
+        self._begin_with(body, request)
+        return await self._chat(chat_batch_order(body, request.headers), body, request)
+
+    async def _chat(
+        self, order: Order, body: ChatOptions, request: Request, echo: tuple[str, ...] = ()
+    ) -> Response:
+        """Answer chats, all of which are read as the first one is: one template made their prompts."""
+        order, form = self._within_allowed(order, body), replace(self._form(body, chat=True), echo=echo)
         reading = await unless_gone(request, self._service.reading(order, self._service.call(request)))
         if reading is None or order.tools is None:
             return await self._serve(order, form, request)
@@ -179,7 +191,7 @@ class _Api:
         pooling = identity.pooling if identity.embeds else None
         return kind | {"created": self._started, "max_model_len": card.max_model_len, "pooling": pooling}
 
-    def _form(self, body: CompletionRequest | ChatRequest, chat: bool) -> Form:
+    def _form(self, body: CompletionRequest | ChatOptions, chat: bool) -> Form:
         options = body.stream_options if body.stream else None
         return Form(
             chat=chat,
@@ -278,7 +290,7 @@ class _Api:
             echo = [await self._echo(*each) for each in zip(order.requests(), validated, strict=True)]
             first = tuple([each.prompt[0] for each in validated])
             answer.form = replace(answer.form, echo=tuple(echo), first_tokens=first)
-        if answer.form.return_token_ids:
+        if answer.form.return_token_ids and (len(validated) == 1 or not answer.form.chat):
             ids = tuple([json.dumps(each.prompt, separators=(",", ":")) for each in validated])
             answer.form = replace(answer.form, prompt_token_ids=ids)
 
@@ -288,7 +300,7 @@ class _Api:
         return asked.prompt.text if whole else await self._parts.codec.text_of(validated.prompt)
 
 
-def _of_prompts(body: CompletionRequest | ChatRequest) -> WantedLogprobs:
+def _of_prompts(body: CompletionRequest | ChatOptions) -> WantedLogprobs:
     echoed = body.logprobs if isinstance(body, CompletionRequest) and body.echo else None
     return WantedLogprobs(echoed, body.prompt_logprobs)
 

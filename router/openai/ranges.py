@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
+from common.limits import MAX_HTTP_SEQUENCES
 from router.requests.violations import RANGES, Range
 
 Json = dict[str, Any]
@@ -22,6 +23,7 @@ _NAMES: Final = {
 _OTHERS: Final[Mapping[str, Json]] = {"top_k": {"minimum": -1}, "priority": {"minimum": -100, "maximum": 100}}
 _NOT_EMPTY: Final[Mapping[tuple[str, str], Json]] = {
     ("ChatRequest", "messages"): {"minItems": 1},
+    ("ChatBatchRequest", "messages"): {"minItems": 1, "maxItems": MAX_HTTP_SEQUENCES},
     ("MessagesRequest", "messages"): {"minItems": 1},
     ("CountRequest", "messages"): {"minItems": 1},
     ("ResponsesRequest", "input"): {"minItems": 1},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,15 @@ from router.openai.chat_prompt import chat_prompt, media_in
 from router.openai.constraint import constraint_of
 from router.openai.errors import UnsupportedField
 from router.openai.tools import AskedTools, asked_tools
-from router.openai.types import ChatRequest, CompletionRequest, GenerationFields, truncation_side_of
+from router.openai.types import (
+    ChatBatchRequest,
+    ChatOptions,
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+    Message,
+    truncation_side_of,
+)
 from router.serving.reading import AskedConstraint, Reading
 
 # Fields whose name is the same here and there.
@@ -25,6 +33,16 @@ _SAME = (
     *("frequency_penalty", "logit_bias", "seed", "ignore_eos", "n", "stop_token_ids"),
     "logprob_token_ids",
 )
+# Fields that several conversations cannot have, each with the values that have no effect.
+_NOT_IN_BATCHES: Mapping[str, tuple[Any, ...]] = {
+    "stream": (None, False),
+    "n": (None, 1),
+    "tools": (None, []),
+    "functions": (None, []),
+    "prompt_logprobs": (None,),
+    "prediction": (None,),
+    "continue_final_message": (None, False),
+}
 _OF_PROMPTS = ("skip_special_tokens", "truncate_prompt_tokens", "add_special_tokens")
 
 
@@ -131,6 +149,21 @@ def _check_sequences(prompts: int, n: int) -> None:
 
 def chat_order(body: ChatRequest, headers: Mapping[str, str]) -> Order:
     """Return the request of a chat. Raises Unsupported and InvalidRequest."""
+    return _chat_order(body, [body.messages], headers)
+
+
+def chat_batch_order(body: ChatBatchRequest, headers: Mapping[str, str]) -> Order:
+    """Return the requests of several conversations. Raises Unsupported and InvalidRequest."""
+    for field, harmless in _NOT_IN_BATCHES.items():
+        if getattr(body, field) not in harmless:
+            raise UnsupportedField(field, f"{field}: not offered for several conversations at once; leave it out")
+    if not 1 <= len(body.messages) <= MAX_HTTP_SEQUENCES:
+        what = f"has {len(body.messages)} conversations; expected 1 to {MAX_HTTP_SEQUENCES}"
+        raise InvalidRequest(FieldViolation("messages", what))
+    return _chat_order(body, body.messages, headers)
+
+
+def _chat_order(body: ChatOptions, conversations: Sequence[list[Message]], headers: Mapping[str, str]) -> Order:
     _refuse(body)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest(FieldViolation("top_logprobs", "needs logprobs, which is not set; set it to true"))
@@ -142,7 +175,8 @@ def chat_order(body: ChatRequest, headers: Mapping[str, str]) -> Order:
     if tools.use.tools and body.allowed_token_ids is not None:
         what = "contradicts tools, whose calls need other tokens; leave out one of them, or send tool_choice none"
         raise InvalidRequest(FieldViolation(FIELD, what))
-    order = _order(body, [chat_prompt(body.messages, body, tools)], sampling, headers)
+    prompts = [_prompt(place, body, tools, conversations) for place in range(len(conversations))]
+    order = _order(body, prompts, sampling, headers)
     if body.prediction is not None:
         order.common.prediction = body.prediction.text
     names = {
@@ -153,13 +187,34 @@ def chat_order(body: ChatRequest, headers: Mapping[str, str]) -> Order:
     }
     if newer:
         names["sampling.max_tokens"] = "max_completion_tokens"
-    media = media_in(body.messages)
+    media = media_in([message for each in conversations for message in each])
     if media:
         order = replace(order.noted(note_of(media)), media=media)
     return replace(order, names={**order.names, **names}, tools=tools, thinking_budget=_thinking_budget(body))
 
 
-def _thinking_budget(body: ChatRequest) -> int | None:
+def _prompt(place: int, body: ChatOptions, tools: AskedTools, conversations: Sequence[list[Message]]) -> pb.Prompt:
+    """Return the prompt of a conversation; errors name it where there are several."""
+    if len(conversations) == 1:
+        return chat_prompt(conversations[0], body, tools)
+    try:
+        return chat_prompt(conversations[place], body, tools)
+    except InvalidRequest as error:
+        raise InvalidRequest(*(of_conversation(each, place) for each in error.violations)) from None
+    except Unsupported as error:
+        raise Unsupported(f"conversation {place}: {error}") from None
+
+
+def of_conversation(violation: FieldViolation, place: int) -> FieldViolation:
+    """Return a violation of a chat as one of its place among several."""
+    field = violation.field.removeprefix("prompt.chat.")
+    if field == "prompt" or field.startswith("messages"):
+        field = f"messages[{place}]{field.removeprefix('prompt').removeprefix('messages')}"
+        return replace(violation, field=field)
+    return violation
+
+
+def _thinking_budget(body: ChatOptions) -> int | None:
     budget = body.thinking_token_budget
     if budget is not None and budget < 0:
         what = f"is {budget}; expected 0 or more, or nothing for thoughts of any length"

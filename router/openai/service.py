@@ -14,6 +14,7 @@ from common.clock import Clock
 from common.errors import Cancelled, InvalidRequest, Overloaded, QuireError, Unsupported
 from common.limits import MAX_HTTP_BODY_BYTES
 from common.version import quire_version
+from quire.inference.v1 import inference_pb2 as pb
 from router.core.events import GenerateEvent, ValidatedRequest
 from router.core.tenancy import Charge
 from router.core.tools import NOTE_HEADER
@@ -22,7 +23,7 @@ from router.openai.answer import Answer
 from router.openai.batches.parts import BatchParts
 from router.openai.identification import Ids
 from router.openai.merge import merged
-from router.openai.request import Order
+from router.openai.request import Order, of_conversation
 from router.openai.responses.parts import ResponseParts
 from router.ports import Authenticator, CallContext, Frontend, ModelCard, RequestValidator, Resumer, TextCodec
 from router.requests.request_ids import correlation_id
@@ -132,9 +133,19 @@ class Service:
         if (count := len(order.prompts)) > 1:
             calls = [replace(call, request_id=f"{call.request_id}-{place}") for place in range(count)]
         try:
-            return [await self.parts.validator.validate(*each) for each in zip(order.requests(), calls, strict=True)]
+            requests = enumerate(zip(order.requests(), calls, strict=True))
+            return [await self._validated(*each, place if count > 1 else None) for place, each in requests]
         finally:
             self.parts.meter.give_back(call)
+
+    async def _validated(self, request: pb.GenerateRequest, call: CallContext, place: int | None) -> ValidatedRequest:
+        """Return one request of an order; errors name its conversation where it is at a place among several."""
+        try:
+            return await self.parts.validator.validate(request, call)
+        except InvalidRequest as error:
+            if place is None or request.prompt.WhichOneof("content") != "chat":
+                raise
+            raise InvalidRequest(*(of_conversation(each, place) for each in error.violations)) from None
 
     async def begun(self, requests: Iterable[ValidatedRequest], answer: Answer) -> Events:
         """Return the events after the first, which shows that the request is not refused and a status can be sent."""

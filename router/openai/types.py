@@ -267,8 +267,8 @@ class Prediction(BaseModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatRequest(GenerationFields, ChatFields):
-    """Body of POST /v1/chat/completions."""
+class ChatOptions(GenerationFields, ChatFields):
+    """All fields of a chat, beside its messages."""
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = GenerationFields.refused | {
         "add_special_tokens": _NOTHING,
@@ -278,7 +278,6 @@ class ChatRequest(GenerationFields, ChatFields):
         "web_search_options": (None,),
     }
 
-    messages: Messages
     max_completion_tokens: Int32 | None = Field(None, description="unset: as many as the context holds")
     max_tokens: Int32 | None = Field(None, description="the older name of max_completion_tokens")
     prediction: Prediction | None = Field(None, description="the expected answer: a worker may guess from it")
@@ -291,3 +290,17 @@ class ChatRequest(GenerationFields, ChatFields):
         None, description="with continue_final_message: begin each choice with the message that the answer continues"
     )
     include_reasoning: bool | None = Field(None, description="false: answers leave out `reasoning_content`")
+
+
+class ChatRequest(ChatOptions):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Messages
+
+
+class ChatBatchRequest(ChatOptions):
+    """Body of POST /v1/chat/completions/batch: each conversation gets one choice, in order."""
+
+    messages: Annotated[list[Messages], Field(fail_fast=True)] = Field(
+        ..., description=f"1 to {limits.MAX_HTTP_SEQUENCES} conversations"
+    )
