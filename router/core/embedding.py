@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from array import array
 
@@ -45,3 +46,13 @@ def shortened(embedding: bytes, dimensions: int) -> bytes:
     first = numbers_of(embedding)[:dimensions]
     length = math.sqrt(math.fsum(each * each for each in first))
     return packed(array("f", (each / length for each in first)) if length else first)
+
+
+def cosine(one: array[float], other: array[float]) -> float:
+    """Return the cosine of the angle between two vectors, -1 to 1; 0 where one of them is all zeros."""
+    lengths = math.sqrt(_dot(one, one) * _dot(other, other))
+    return max(-1.0, min(1.0, _dot(one, other) / lengths)) if lengths else 0.0
+
+
+def _dot(one: array[float], other: array[float]) -> float:
+    return math.fsum(map(operator.mul, one, other))

@@ -34,6 +34,7 @@ from router.openai.request import Order, chat_batch_order, chat_order, completio
 from router.openai.response import WholeAnswer, WholeResponse
 from router.openai.responses.routes import response_routes
 from router.openai.responses.schema import StreamEvent
+from router.openai.scores import score_routes
 from router.openai.service import Events, HttpParts, Service, answer_headers, as_read, begun, in_words_of, unless_gone
 from router.openai.stream import DONE, StreamedAnswer, error_line
 from router.openai.tokens import token_routes
@@ -107,6 +108,7 @@ def create_app(
     app.add_api_route("/v1/models/{name:path}", api.model, response_model=schema.Model, responses=one, tags=["OpenAI"])
     app.include_router(token_routes(parts.codec, parts.validator, parts.card, service.check_model, parts.meter))
     app.include_router(embedding_routes(service))
+    app.include_router(score_routes(service))
     app.include_router(response_routes(service, parts.responses))
     app.include_router(batch_routes(service, parts.batches))
     answers = schema.answers(schema.Health, refusals=schema.ALWAYS) | {503: {"model": schema.Health}}

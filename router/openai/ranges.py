@@ -27,6 +27,8 @@ _NOT_EMPTY: Final[Mapping[tuple[str, str], Json]] = {
     ("MessagesRequest", "messages"): {"minItems": 1},
     ("CountRequest", "messages"): {"minItems": 1},
     ("ResponsesRequest", "input"): {"minItems": 1},
+    ("RerankRequest", "documents"): {"minItems": 1},
+    ("RerankRequest", "top_n"): {"minimum": 0},
     ("CompletionRequest", "prompt"): {"minItems": 1, "minLength": 1},
 }
 

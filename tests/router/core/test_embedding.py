@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from common.errors import Unsupported
-from router.core.embedding import check_kind, numbers_of, packed, shortened
+from router.core.embedding import check_kind, cosine, numbers_of, packed, shortened
 
 
 def test_a_pool_serves_its_own_kind_alone() -> None:
@@ -33,3 +33,21 @@ def test_a_vector_of_zeros_stays() -> None:
 def test_vectors_travel_in_little_endian_float32() -> None:
     assert packed(array("f", [1.0])) == b"\x00\x00\x80\x3f"
     assert list(numbers_of(b"\x00\x00\x80\x3f\x00\x00\x00\xc0")) == [1.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "wanted"),
+    [
+        ((1.0, 0.0), (5.0, 0.0), 1.0),
+        ((1.0, 0.0), (-2.0, 0.0), -1.0),
+        ((1.0, 0.0), (0.0, 3.0), 0.0),
+        ((3.0, 4.0), (4.0, 3.0), 0.96),
+        ((0.0, 0.0), (1.0, 1.0), 0.0),
+        ((1e-30, 0.0), (1e-30, 0.0), 1.0),
+        ((1e30, 1e30), (1e30, 1e30), 1.0),
+    ],
+)
+def test_the_cosine_of_two_vectors(one: tuple[float, ...], other: tuple[float, ...], wanted: float) -> None:
+    found = cosine(array("f", one), array("f", other))
+    assert found == pytest.approx(wanted)
+    assert -1.0 <= found <= 1.0

@@ -116,6 +116,20 @@ async def test_fewer_dimensions_are_the_first_ones_at_length_one(client: openai.
     assert_near([each.embedding for each in answer.data], first / np.linalg.norm(first, axis=1, keepdims=True))
 
 
+async def test_documents_are_ranked_and_pairs_scored_by_the_vectors(http: httpx.AsyncClient) -> None:
+    texts = ["the bridge", *TEXTS, "a mill"]
+    vectors = by_hand(ids_of(texts))
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    cosines = unit[1:] @ unit[0]
+    ranked = (await http.post("/v1/rerank", json={"query": texts[0], "documents": texts[1:], "top_n": 2})).json()
+    assert [each["index"] for each in ranked["results"]] == [*np.argsort(-cosines)[:2]]
+    assert_near([each["relevance_score"] for each in ranked["results"]], np.sort(cosines)[::-1][:2])
+    scored = (await http.post("/v1/score", json={"text_1": texts[0], "text_2": texts[1:]})).json()
+    assert_near([each["score"] for each in scored["data"]], cosines)
+    tokens = sum(map(len, ids_of(texts)))
+    assert (ranked["usage"]["total_tokens"], scored["usage"]["prompt_tokens"]) == (tokens, tokens)
+
+
 async def test_grpc_answers_the_same_with_what_each_input_cost(embedders: Suite) -> None:
     ids = ids_of(TEXTS)
     inputs = [pb.Prompt(text=TEXTS[0]), prompt(ids[1])]

@@ -66,6 +66,8 @@ async def test_a_pool_that_generates_embeds_nothing_and_says_what_to_start(
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
     with pytest.raises(openai.BadRequestError, match="quire serve MODEL --pooling last, or mean"):
         await client.embeddings.create(model=MODEL, input="a")
+    with pytest.raises(openai.BadRequestError, match="quire serve MODEL --pooling last, or mean"):
+        await client.post("/rerank", cast_to=object, body={"query": "a", "documents": ["b"]})
     await suite.until_all_free(WORKERS)
 
 
