@@ -9,10 +9,11 @@ from typing import IO, Annotated, Any, Final, Literal, TypeVar
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
 
 from common import limits
 from common.batch.lines import URLS
-from common.errors import FieldViolation, InvalidRequest, NotFound
+from common.errors import Cancelled, FieldViolation, InvalidRequest, NotFound
 from router.core.tenancy import Caller
 from router.openai import errors
 from router.openai.batches.form import PURPOSE
@@ -121,7 +122,10 @@ class _Batches:
         if coding not in ("", "identity"):
             raise errors.CodingNotServed(f"the content-encoding is {coding[:40]!r}; expected none for a file")
         boundary = boundary_of(request.headers.get("content-type", ""))
-        file = await parts.uploads.receive(caller.tenant.name, boundary, request.stream())
+        try:
+            file = await parts.uploads.receive(caller.tenant.name, boundary, request.stream())
+        except ClientDisconnect:
+            raise Cancelled("the client went away") from None
         return JSONResponse(file.body())
 
     async def list_files(self, request: Request, page: Annotated[FilePage, Query()]) -> Response:

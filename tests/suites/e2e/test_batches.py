@@ -15,7 +15,7 @@ import pytest_asyncio
 from openai.types import Batch
 
 from cli.demo_model import CHECKPOINT
-from cli.suite.stack import StackOptions
+from cli.suite.stack import StackOptions, free_ports
 from router.tenants.keys import new_key
 from tests.support.load import kill, until_restarted
 from tests.support.suite import PATIENCE
@@ -104,6 +104,23 @@ async def test_a_router_that_ends_goes_on_with_its_batch_and_loses_no_line(
     assert (ended.status, ended.error_file_id) == ("completed", None)
     assert await client.answered(ended) == set(names)
     await tenants.suite.until_all_free(1)
+
+
+async def test_routers_of_one_folder_run_a_batch_once_and_one_goes_on_when_the_other_is_killed(tmp_path: Path) -> None:
+    folder = ("--batch-dir", str(tmp_path / "uploads"))
+    ports = tuple(free_ports(2))
+    stack = StackOptions(model=CHECKPOINT, worker_flags=SLOW, router_flags=folder, own_ports=ports)
+    async with tenant_suite(tmp_path, TENANTS, stack) as tenants:
+        client, names = Client(f"{tenants.suite.stack.http_url}/v1", tenants.keys["red"]), [f"n{n}" for n in range(80)]
+        batch = await client.begin([completion(name) for name in names])
+        await until(lambda: client.counted(batch), lambda found: found > 10, every=0.05, seconds=PATIENCE)
+        (runs,) = {line.partition(":")[0] for line in tenants.suite.lines if "a batch is run" in line}
+        kill(tenants.suite, runs)
+        ended = await client.ended(batch)
+        assert (ended.status, await client.answered(ended)) == ("completed", set(names))
+        await client.openai.close()
+    began = [line for line in tenants.suite.lines if "a batch is run" in line]
+    assert len(began) == 2
 
 
 async def test_a_client_who_waits_passes_a_batch(tenants: TenantSuite, clients: dict[str, Client]) -> None:
