@@ -28,8 +28,9 @@ from common.errors import FieldViolation, InvalidConfig, InvalidRequest, Overloa
 from router.openai.batches.records import Batch, StoredFile
 
 _OWNER_ALONE: Final = 0o700
-# Seconds after which a part of an upload, or answers of a batch that is gone, are left over from a router that died.
+# Seconds after which answers without a description are left over from a router that died: no batch writes them by then.
 _LEFT_OVER_S: Final = limits.MAX_BATCH_SECONDS + 86_400
+# The same of whatever else is not whole: no upload lasts so long.
 _UNUSED_S: Final = 3_600.0
 _RETRY_S: Final = 10.0
 
@@ -233,7 +234,8 @@ def _sweep_files(folder: Path, now: float) -> None:
     described = set(_names(folder, ".json"))
     for entry in _scanned(folder):
         path = Path(entry.path)
-        if path.suffix != ".json" and path.stem not in described and _age(path, now) > _LEFT_OVER_S:
+        most = _LEFT_OVER_S if path.suffix == ".data" else _UNUSED_S
+        if path.suffix != ".json" and path.stem not in described and _age(path, now) > most:
             path.unlink(missing_ok=True)
 
 
@@ -247,7 +249,7 @@ def _sweep_batches(folder: Path, now: float) -> None:
     known = set(_names(folder, ".json"))
     for entry in _scanned(folder):
         path = Path(entry.path)
-        if path.stem not in known and _age(path, now) > _LEFT_OVER_S:
+        if path.stem not in known and _age(path, now) > _UNUSED_S:
             path.unlink(missing_ok=True)
 
 

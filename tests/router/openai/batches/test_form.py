@@ -47,6 +47,18 @@ def test_a_file_is_counted_and_handed_on_whatever_the_pieces(piece: int, ends: b
     assert upload == Upload("in.jsonl", len(content), limits.BATCH_FILE_SECONDS, 3, urls)
 
 
+def test_the_file_may_come_before_its_purpose() -> None:
+    only = form(line()).replace(b'name="purpose"', b'name="other"').removesuffix(f"--{B}--\r\n".encode())
+    assert read(only + form())[0].lines == 1
+    with pytest.raises(InvalidRequest, match="purpose: is missing"):
+        read(only + form().replace(b'name="purpose"', b'name="other"'))
+
+
+def test_lines_may_end_as_on_windows_and_begin_with_a_mark_of_their_order() -> None:
+    content = b"\xef\xbb\xbf" + line("a").replace(b"\n", b"\r\n") + line("b")
+    assert read(form(content))[0].lines == 2
+
+
 def test_a_client_says_how_long_a_file_is_kept() -> None:
     fields = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
     assert read(form(line(), **fields))[0].seconds == 3600
