@@ -91,6 +91,7 @@ def card_of(
         has_chat_template=text.has_chat_template,
         aliases=tuple(aliases),
         hidden_size=checkpoint.hidden_size,
+        ranks=checkpoint.ranks,
     )
 
 

@@ -55,6 +55,8 @@ class ModelCard:
     aliases: tuple[str, ...] = ()
     # Numbers of a token's hidden state, and so of a vector where the pool embeds; 0 where config.json has none.
     hidden_size: int = 0
+    # The tokens of yes and no where the model ranks by its answer.
+    ranks: tuple[int, int] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -38,6 +38,10 @@ _CHANGES: Final = (
 _PARTS: Final = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
 
 
+RANKING_PARTS: Final = ["Transformer", "LogitScore"]
+"""The parts of a decoder that ranks by its answer (`ranking.py`): it generates."""
+
+
 class PoolingMode(StrEnum):
     LAST = "last"
     MEAN = "mean"
@@ -76,19 +80,24 @@ def asked_pooling(option: PoolingOption, directory: Path) -> Pooling | None:
 
 
 def stored_pooling(directory: Path) -> Pooling | None:
-    """Return what modules.json of a checkpoint asks for; None without that file. Raises InvalidConfig."""
-    path = directory / MODULES
-    if not path.is_file():
+    """Return what modules.json of a checkpoint asks for; None where it asks for no vectors. Raises InvalidConfig."""
+    path, modules = directory / MODULES, parts_of(directory)
+    kinds = [name for name, _ in modules]
+    if not path.is_file() or kinds == RANKING_PARTS:
         return None
-    modules = read_list(path)
-    kinds = [str(each.get("type", "")).rpartition(".")[2] for each in modules]
     if kinds not in _PARTS:
         what = f"{path} has the parts {', '.join(kinds)}; expected {', '.join(_PARTS[0])} and perhaps Normalize"
         raise _bad(f"{what}: give --pooling last or mean to pool without the others, or none to generate")
     _check_texts(directory)
-    folder = str(modules[1].get("path", ""))
-    mode = _stored_mode(directory / folder / "config.json")
+    mode = _stored_mode(directory / modules[1][1] / "config.json")
     return Pooling(mode, normalised="Normalize" in kinds)
+
+
+def parts_of(directory: Path) -> list[tuple[str, str]]:
+    """Return name and folder of each part in modules.json; none without that file. Raises InvalidConfig."""
+    path = directory / MODULES
+    found = read_list(path) if path.is_file() else []
+    return [(str(each.get("type", "")).rpartition(".")[2], str(each.get("path", ""))) for each in found]
 
 
 def _check_texts(directory: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import Cancelled, DeadlineExceeded, EngineFailure
+from common.errors import Cancelled, DeadlineExceeded, EngineFailure, QuireError
 from common.types import FinishReason, TokenLogprobs
 from router.core.dialects import harmony
 from router.core.dialects.part_tape import joined
@@ -21,7 +21,7 @@ from router.ports import TextCodec
 from router.serving.reading import Reading
 
 Json = dict[str, Any]
-_FAILURES = {
+_FAILURES: dict[FinishReason, type[QuireError]] = {
     FinishReason.CANCELLED: Cancelled,
     FinishReason.DEADLINE: DeadlineExceeded,
     FinishReason.ERROR: EngineFailure,
@@ -202,8 +202,8 @@ class Answer:
         self._hits[prompt] = cached_tokens
 
     def _finished(self, prompt: int, event: Finished) -> Piece:
-        if event.reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            raise _FAILURES[event.reason](event.message or f"the request ended early: {event.reason}")
+        if (failure := failure_of(event)) is not None:
+            raise failure
         if not event.index:
             self._bill_hits(prompt, event.usage.cached_tokens)
         self.bill.output_tokens += event.usage.output_tokens
@@ -279,6 +279,13 @@ class OutputReader:
         if self._form.include_reasoning:
             return parts
         return [part for part in parts if not isinstance(part, Thought)]
+
+
+def failure_of(event: Finished) -> QuireError | None:
+    """Return the error with which a sequence ended; None where it ended as it should."""
+    if event.reason in (FinishReason.STOP, FinishReason.LENGTH):
+        return None
+    return _FAILURES[event.reason](event.message or f"the request ended early: {event.reason}")
 
 
 def new_call_id() -> str:

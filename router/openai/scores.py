@@ -1,6 +1,7 @@
-"""POST /v1/rerank and /v1/score, in the forms of vLLM, Jina and Cohere, from the vectors of a pool that embeds.
+"""POST /v1/rerank and /v1/score, in the forms of vLLM, Jina and Cohere.
 
-The score of two texts is the cosine of their vectors, -1 to 1, as vLLM has it for models that embed.
+The score of two texts is the cosine of their vectors, -1 to 1, as vLLM has it for models that embed. Of a model that
+ranks by its answer it is the probability of yes (`answer_ranking.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from common.limits import MAX_ANSWER_BYTES
 from quire.inference.v1 import inference_pb2 as pb
 from router.core.embedding import cosine, numbers_of
 from router.openai import schema
+from router.openai.answer_ranking import AnswerRanker, Scored
 from router.openai.errors import UnsupportedField
 from router.openai.foreign_fields import NOTHING
 from router.openai.service import Service, unless_gone
@@ -30,11 +32,18 @@ from router.serving.numbers import Int32
 
 # Fields of other servers that change the scores, each with the values that have no effect.
 _REFUSED: Final[Mapping[str, tuple[Any, ...]]] = {
-    "instruction": NOTHING,
     "max_chunks_per_doc": (None,),
     "max_tokens_per_doc": (None,),
     "mm_processor_kwargs": NOTHING,
     "rank_fields": NOTHING,
+}
+# The same of a pool that embeds, and of one that ranks by its answer.
+_OF_VECTORS: Final[Mapping[str, tuple[Any, ...]]] = {"instruction": NOTHING}
+_OF_ANSWERS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "activation": (None, True),
+    "softmax": (None, True),
+    "truncate_prompt_tokens": (None,),
+    "use_activation": (None, True),
 }
 _PREFIX: Final = "inputs["
 # Of the texts of a request by their number: the field of each.
@@ -48,6 +57,7 @@ class _Fields(BaseModel):
 
     model: str | None = Field(None, description="a name from /v1/models; optional")
     user: str | None = None
+    instruction: str | None = Field(None, description="what the query asks for; of models that rank by their answer")
     truncate_prompt_tokens: Int32 | None = Field(
         None, description="keep so many of each text's last tokens; -1: what the context holds"
     )
@@ -56,12 +66,12 @@ class _Fields(BaseModel):
     cache_salt: str | None = Field(None, description="share cached prefixes only with requests of the same salt")
     shared_domain: str | None = Field(None, description="share cached prefixes with all users of an open domain")
 
-    def check(self) -> None:
+    def check(self, more: Mapping[str, tuple[Any, ...]]) -> None:
         """Raise Unsupported for fields that would change the scores."""
-        extra = self.model_extra or {}
-        unsupported = [name for name, harmless in _REFUSED.items() if extra.get(name) not in harmless]
+        given = (self.model_extra or {}) | {name: getattr(self, name) for name in self.model_fields_set}
+        unsupported = [name for name, harmless in {**_REFUSED, **more}.items() if given.get(name) not in harmless]
         if unsupported:
-            raise UnsupportedField(unsupported[0], f"{', '.join(unsupported)}: not offered; leave it out")
+            raise UnsupportedField(unsupported[0], f"{', '.join(unsupported)}: not offered here; leave it out")
 
     def message(self, texts: Sequence[str], headers: Mapping[str, str]) -> pb.EmbedRequest:
         return pb.EmbedRequest(
@@ -120,7 +130,7 @@ class RankedResult(BaseModel):
     """A document by its place in the request; the best one comes first."""
 
     index: int
-    relevance_score: float = Field(..., description="-1 to 1")
+    relevance_score: float = Field(..., description="-1 to 1, or of a model that ranks 0 to 1")
     document: RankedDocument | None = None
 
 
@@ -138,7 +148,7 @@ class Score(BaseModel):
 
     index: int
     object: str = "score"
-    score: float = Field(..., description="-1 to 1")
+    score: float = Field(..., description="-1 to 1, or of a model that ranks 0 to 1")
 
 
 class Scores(BaseModel):
@@ -171,6 +181,7 @@ class _Scores:
         parts = service.parts
         self._service, self._model = service, parts.card.name
         self._embedder = Embedder(parts.frontend, parts.validator, parts.card.hidden_size, parts.meter)
+        self._ranker = None if parts.card.ranks is None else AnswerRanker(service, *parts.card.ranks)
 
     async def rerank(self, body: RerankRequest, request: Request) -> Response:
         """Sort documents by how well they fit a query. 400 where the pool generates, with what to start instead."""
@@ -179,15 +190,14 @@ class _Scores:
             raise InvalidRequest(FieldViolation("documents", "has no document; expected at least one"))
         if most is not None and most < 0:
             raise InvalidRequest(FieldViolation("top_n", f"is {most}; expected 0 for all, or more"))
-        query, *documents = await self._embedded(
-            body, request, [body.query, *texts], lambda place: f"documents[{place - 1}]" if place else "query"
+        found = await self._scored(
+            body, request, [body.query], texts, lambda place: f"documents[{place - 1}]" if place else "query"
         )
-        scores = await _cosines([query], documents)
-        best = sorted(range(len(texts)), key=lambda place: -scores[place])[:most]
+        best = sorted(range(len(texts)), key=lambda place: -found.scores[place])[:most]
         shown = body.return_documents is not False
-        results = [_result(place, scores[place], texts[place] if shown else None) for place in best]
-        answer = {"id": self._id("rerank", request), "model": self._model, "usage": _usage([query, *documents])}
-        return JSONResponse(answer | {"results": results}, headers=_trace_of(query))
+        results = [_result(place, found.scores[place], texts[place] if shown else None) for place in best]
+        answer = {"id": self._id("rerank", request), "model": self._model, "usage": _usage(found)}
+        return JSONResponse(answer | {"results": results}, headers=found.headers)
 
     async def score(self, body: ScoreRequest, request: Request) -> Response:
         """Return the score of each pair of texts. 400 where the pool generates, with what to start instead."""
@@ -200,28 +210,41 @@ class _Scores:
             )
             return name if isinstance(given, str) else f"{name}[{number}]"
 
-        found = await self._embedded(body, request, [*first, *second], named)
-        scores = await _cosines(found[:count], found[count:])
-        data = [{"index": place, "object": "score", "score": each} for place, each in enumerate(scores)]
+        found = await self._scored(body, request, first, second, named)
+        data = [{"index": place, "object": "score", "score": each} for place, each in enumerate(found.scores)]
         answer = {"id": self._id("score", request), "object": "list", "created": int(time.time()), "model": self._model}
-        return JSONResponse(answer | {"data": data, "usage": _usage(found)}, headers=_trace_of(found[0]))
+        return JSONResponse(answer | {"data": data, "usage": _usage(found)}, headers=found.headers)
 
-    async def _embedded(self, body: _Fields, request: Request, texts: Sequence[str], named: Named) -> list[Embedding]:
-        """Return the vectors of texts; `named` has the field of each. Raises InvalidRequest and Overloaded."""
-        service = self._service
-        service.begin_with(body.request_id, body.model, request)
-        body.check()
-        place = service.room.place(MAX_ANSWER_BYTES)
+    async def _scored(
+        self, body: _Fields, request: Request, first: Sequence[str], second: Sequence[str], named: Named
+    ) -> Scored:
+        """Return the score of each of the second with its partner, or with the only one.
+
+        `named` has the field of each text, those of the first before the others. Raises InvalidRequest and Overloaded.
+        """
+        self._service.begin_with(body.request_id, body.model, request)
+        by_answer = self._ranker is not None
+        body.check(_OF_ANSWERS if by_answer else _OF_VECTORS)
+        with _in_words_of(named):
+            work = self._judged if by_answer else self._compared
+            return await unless_gone(request, work(body, request, first, second))
+
+    async def _judged(self, body: _Fields, request: Request, first: Sequence[str], second: Sequence[str]) -> Scored:
+        assert self._ranker is not None
+        message, call = body.message((), request.headers), self._service.call(request)
+        return await self._ranker.scored(first, second, body.instruction or "", message, call)
+
+    async def _compared(self, body: _Fields, request: Request, first: Sequence[str], second: Sequence[str]) -> Scored:
+        place = self._service.room.place(MAX_ANSWER_BYTES)
         try:
-            with _in_words_of(named):
-                return await unless_gone(request, self._run(body.message(texts, request.headers), request, place.grow))
+            message = body.message([*first, *second], request.headers)
+            # The vectors are no part of the answer: their numbers take no bytes of it.
+            asked = await self._embedder.validated(message, self._service.call(request), 0, MAX_ANSWER_BYTES)
+            found = await self._embedder.run(asked, place.grow)
         finally:
             place.leave()
-
-    async def _run(self, message: pb.EmbedRequest, request: Request, grow: Callable[[int], None]) -> list[Embedding]:
-        # The vectors are not part of the answer: their numbers take no bytes of it.
-        asked = await self._embedder.validated(message, self._service.call(request), 0, MAX_ANSWER_BYTES)
-        return await self._embedder.run(asked, grow)
+        scores = await _cosines(found[: len(first)], found[len(first) :])
+        return Scored(scores, usage_of(found).prompt_tokens, found[0].trace_id)
 
     def _id(self, kind: str, request: Request) -> str:
         return f"{kind}-{request.state.ids.request}"
@@ -241,13 +264,8 @@ def _result(index: int, score: float, text: str | None) -> dict[str, Any]:
     return {"index": index, **shown, "relevance_score": score}
 
 
-def _usage(found: Sequence[Embedding]) -> dict[str, int]:
-    tokens = usage_of(found).prompt_tokens
-    return {"prompt_tokens": tokens, "total_tokens": tokens}
-
-
-def _trace_of(embedding: Embedding) -> dict[str, str]:
-    return {"x-trace-id": embedding.trace_id} if embedding.trace_id else {}
+def _usage(found: Scored) -> dict[str, int]:
+    return {"prompt_tokens": found.prompt_tokens, "total_tokens": found.prompt_tokens}
 
 
 @contextmanager

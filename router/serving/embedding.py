@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 from common.errors import Cancelled, DeadlineExceeded, EngineFailure, FieldViolation, InvalidRequest, QuireError
 from common.limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDINGS_AT_ONCE
@@ -18,6 +18,7 @@ from router.core.events import Admitted, Finished, Timings, ValidatedRequest
 from router.ports import CallContext, Frontend, RequestValidator
 from router.serving.metering import UNLIMITED, Meter
 
+T = TypeVar("T")
 _FAILURES: Final[dict[FinishReason, type[QuireError]]] = {
     FinishReason.CANCELLED: Cancelled,
     FinishReason.DEADLINE: DeadlineExceeded,
@@ -102,21 +103,13 @@ class Embedder:
 
         Raises the error of the first input that fails; the others are cancelled then.
         """
-        waiting, found = iter(enumerate(request.inputs)), dict[int, Embedding]()
 
-        async def work() -> None:
-            for place, each in waiting:
-                found[place] = await self._one(each, request)
-                grow(len(found[place].vector))
+        async def work(place: int) -> Embedding:
+            found = await self._one(request.inputs[place], request)
+            grow(len(found.vector))
+            return found
 
-        tasks = [asyncio.create_task(work()) for _ in request.inputs[:MAX_EMBEDDINGS_AT_ONCE]]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return [found[place] for place in range(len(request.inputs))]
+        return await each_of(len(request.inputs), MAX_EMBEDDINGS_AT_ONCE, work)
 
     async def _one(self, asked: ValidatedRequest, request: Embeddings) -> Embedding:
         worker_id, trace_id, found = "", "", None
@@ -131,6 +124,27 @@ class Embedder:
         if found is None:
             raise EngineFailure("the request ended without a vector")
         return found
+
+
+async def each_of(count: int, at_once: int, work: Callable[[int], Awaitable[T]]) -> list[T]:
+    """Return the results of work on each number below `count`, so many at once, in order.
+
+    Raises the first error; what runs then is cancelled.
+    """
+    waiting, found = iter(range(count)), dict[int, T]()
+
+    async def some() -> None:
+        for place in waiting:
+            found[place] = await work(place)
+
+    tasks = [asyncio.create_task(some()) for _ in range(min(count, at_once))]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return [found[place] for place in range(count)]
 
 
 def usage_of(embeddings: Sequence[Embedding]) -> Usage:

@@ -15,6 +15,7 @@ from common.checkpoint.context import CONTEXT_KEYS, context_of
 from common.checkpoint.ends import named_ends
 from common.checkpoint.files import read_config, read_generation, read_object
 from common.checkpoint.fingerprint import tokenizer_fingerprint
+from common.checkpoint.ranking import RankTokens, stored_ranking
 from common.errors import FieldViolation, InvalidConfig
 
 _HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model")
@@ -39,6 +40,8 @@ class Checkpoint:
     tokenizer_fingerprint: str
     hidden_size: int = 0
     """Numbers of a token's hidden state; 0 where config.json names none."""
+    ranks: RankTokens | None = None
+    """The answers by which it ranks."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -61,15 +64,17 @@ def read_checkpoint(directory: Path, tokenizer: Path | None = None) -> Checkpoin
     config = completed(read_config(directory))
     generation = read_generation(directory)
     ends = named_ends(directory, tokenizer)
+    vocab_size = _number(config, ("vocab_size",), path)
     return Checkpoint(
         directory=directory,
         max_model_len=context_of(text_part(config)) or _number(config, CONTEXT_KEYS, path),
-        vocab_size=_number(config, ("vocab_size",), path),
+        vocab_size=vocab_size,
         ends=ends,
         sampling_defaults=_sampling_defaults(generation),
         max_new_tokens=generation.get("max_new_tokens"),
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer or directory),
         hidden_size=_found(config, _HIDDEN_KEYS) or 0,
+        ranks=stored_ranking(directory, vocab_size),
     )
 
 

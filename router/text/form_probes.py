@@ -141,7 +141,9 @@ class Probes:
         forms = [form, replace(form, parts=form.parts | {"system", "developer"})]
         if "user" in form.parts:
             forms.reverse()
-        shown = [each for each in forms if _plain(self.text([_FIRST, _USER], each), BRIEF, ASKED)]
+        # A template that ranks shows the words of other roles in place of the user's.
+        chat, words = ([_FIRST], (BRIEF,)) if "user" in form.hidden else ([_FIRST, _USER], (BRIEF, ASKED))
+        shown = [each for each in forms if _plain(self.text(chat, each), *words)]
         if not shown:
             return replace(form, system=System.NOWHERE)
         form = shown[0]

@@ -41,6 +41,10 @@ def test_a_stored_head_is_read(
     assert stored_pooling(folder(tmp_path, config, parts)) == expected
 
 
+def test_a_decoder_that_ranks_by_its_answer_generates(tmp_path: Path) -> None:
+    assert stored_pooling(folder(tmp_path, {}, ("Transformer", "LogitScore"))) is None
+
+
 def test_the_class_of_a_part_may_lie_in_any_module(tmp_path: Path) -> None:
     package = "sentence_transformers.sentence_transformer.modules.pooling"
     assert stored_pooling(folder(tmp_path, {"pooling_mode": "mean"}, package=package)) == Pooling(MEAN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -52,6 +53,7 @@ class Api:
         store: ResponseStore | None = None,
         refuses_media: bool = False,
         batches: BatchParts | None = None,
+        ranks: tuple[int, int] | None = None,
         **app: Any,
     ) -> None:
         self.frontend = ScriptedFrontend()
@@ -64,6 +66,7 @@ class Api:
             "0123456789abcdef", FACTS.tokenizer_fingerprint, 16, KvGeometry(4, 2, 64, 64, "float32")
         )
         card = ModelCard("demo", identity, FACTS.max_model_len, FACTS.vocab_size, FACTS.eos_token_ids, True, ("alias",))
+        card = replace(card, ranks=ranks)
         text, self.clock = self.text, ManualClock(3.0)
         templates = text.template_source, text.tool_template_source
         dialects = Dialects.of(tools, reasoning, *templates, text.added_tokens, text.sees_tools)
@@ -108,10 +111,11 @@ async def served_api(
     store: ResponseStore | None = None,
     refuses_media: bool = False,
     batches: BatchParts | None = None,
+    ranks: tuple[int, int] | None = None,
     **app: Any,
 ) -> AsyncIterator[Api]:
     """Serve the application on a free port, with these parsers of calls and thoughts, and arguments of `create_app`."""
-    made = Api(authenticator, tools, reasoning, store, refuses_media, batches, **app)
+    made = Api(authenticator, tools, reasoning, store, refuses_media, batches, ranks, **app)
     server = await serve_http(made.app, "127.0.0.1", 0)
     made.url = f"http://127.0.0.1:{server.port}"
     async with (
