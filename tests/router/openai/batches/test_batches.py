@@ -16,7 +16,8 @@ import pytest_asyncio
 from openai.types import Batch
 
 from common import limits
-from common.errors import Overloaded, QuotaViolation
+from common.batch.results import Result, ResultFile
+from common.errors import Overloaded, QuotaViolation, Unavailable
 from common.process.supervised import cancel_and_wait
 from router.core.events import ValidatedRequest
 from router.core.tenancy import Caller, Tenant, TenantLimits
@@ -468,6 +469,50 @@ async def test_answers_beyond_the_tenants_bytes_end_a_batch(served: Served, monk
     assert ended.errors is not None
     assert ended.errors.data is not None
     assert ended.errors.data[0].code == "storage_full"
+
+
+async def resumed_after_its_pause(served: Served, batch: Batch, caplog: pytest.LogCaptureFixture) -> Batch:
+    """Wait until a batch pauses, then until it has ended."""
+    await until(lambda: "a batch pauses" in caplog.text)
+    assert (await served.client.batches.retrieve(batch.id)).status == "in_progress"
+    served.now += 31
+    served.runner.wake()
+    return await served.ended(batch)
+
+
+async def test_a_batch_pauses_while_the_disk_is_almost_full(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = asyncio.Event()
+    served.api.frontend.script = lambda request: [admitted(request), gate, tokens("a"), finished(1)]
+    batch = await served.begin(completion("a"), completion("b"))
+    await until(lambda: len(served.api.frontend.requests) == 2)
+    with monkeypatch.context() as full:
+        full.setattr(limits, "MIN_FREE_BATCH_BYTES", 1 << 60)
+        await until(lambda: "a batch pauses" in caplog.text)
+        assert served.api.frontend.ended == 2, "its requests are cancelled"
+    gate.set()
+    ended = await resumed_after_its_pause(served, batch, caplog)
+    assert ended.request_counts is not None
+    assert ended.request_counts.completed == 2
+
+
+async def test_an_answer_that_finds_no_room_is_asked_for_again(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, failures = ResultFile.write, [Unavailable("No space left on device")]
+
+    def fails_once(self: ResultFile, result: Result) -> int:
+        if result.custom_id == "b" and failures:
+            with self._path.open("ab") as file:
+                file.write(result.line()[:40])  # as much as there was room for
+            raise failures.pop()
+        return write(self, result)
+
+    monkeypatch.setattr(ResultFile, "write", fails_once)
+    batch = await served.begin(completion("a"), completion("b"), completion("c"))
+    ended = await resumed_after_its_pause(served, batch, caplog)
+    assert (ended.status, set(await served.lines(ended.output_file_id))) == ("completed", {"a", "b", "c"})
 
 
 async def test_batches_that_wait_are_few(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
