@@ -119,9 +119,7 @@ class BatchFolder:
 
     def opened(self, tenant: str, name: str) -> IO[bytes] | None:
         """Open a file's content."""
-        with suppress(FileNotFoundError):
-            return (self._files(tenant) / f"{name}.data").open("rb")
-        return None
+        return _opened(self._files(tenant) / f"{name}.data")
 
     def delete_file(self, tenant: str, name: str) -> None:
         for ending in ("json", "data"):
@@ -167,9 +165,9 @@ class BatchFolder:
             return (self._batches(tenant) / f"{name}.cancel").stat().st_mtime
         return None
 
-    def source(self, batch: Batch) -> IO[bytes]:
+    def source(self, batch: Batch) -> IO[bytes] | None:
         """Open the input of a batch."""
-        return (self._batches(batch.tenant) / f"{batch.id}.in").open("rb")
+        return _opened(self._batches(batch.tenant) / f"{batch.id}.in")
 
     def write(self, batch: Batch) -> None:
         """Write a batch that this process runs. What belongs to it goes once it has ended."""
@@ -281,6 +279,12 @@ def _names(folder: Path, ending: str) -> list[str]:
     """Return the ids of the files with this ending, the newest first."""
     found = (entry.name for entry in _scanned(folder))
     return sorted((name.removesuffix(ending) for name in found if name.endswith(ending)), reverse=True)
+
+
+def _opened(path: Path) -> IO[bytes] | None:
+    with suppress(FileNotFoundError):
+        return path.open("rb")
+    return None
 
 
 def _read(path: Path) -> bytes | None:

@@ -54,6 +54,7 @@ _DONE: Final = End(COMPLETED)
 _LATE: Final = End(EXPIRED, "batch_expired", "the request was not done before the batch expired")
 _UNWANTED: Final = End(CANCELLED, "batch_cancelled", "the request was not done before the batch was cancelled")
 _REVOKED: Final = End(FAILED, "key_revoked", "the key that created the batch is not accepted any more")
+_NO_INPUT: Final = End(FAILED, "invalid_input", "the input is gone from the disk of the router")
 _NO_ROOM: Final = End(FAILED, "storage_full", "the tenant's files have too many bytes; delete some, and send the rest")
 
 
@@ -149,7 +150,9 @@ class BatchRun:
 
     async def _sent(self, at_once: int) -> End:
         """Send what is left to send, until it is done or something ends the batch."""
-        with await on_disk(self._folder.source, self.batch) as source:
+        if (source := await on_disk(self._folder.source, self.batch)) is None:
+            return _NO_INPUT
+        with source:
             lines = Lines(source, self._answers.done)
             sending, watching = asyncio.create_task(self._send(lines, at_once)), asyncio.create_task(self._watch())
             writing = asyncio.create_task(self._write())
@@ -261,9 +264,11 @@ class BatchRun:
 
     async def _leave_out(self, end: End) -> None:
         """Write an error for each line that was not done."""
-        with await on_disk(self._folder.source, self.batch) as source:
-            lines = Lines(source, self._answers.done)
-            left = [item.custom_id async for item in _all_of(lines)]
+        left = list[str]()
+        if (source := await on_disk(self._folder.source, self.batch)) is not None:
+            with source, suppress(BadLine):
+                async for item in _all_of(Lines(source, self._answers.done)):
+                    left.append(item.custom_id)
         errors = [Result(each, error=end.words, code=end.code) for each in left]
         await on_disk(self._answers.add, errors)
         self._answers.failed += len(errors)

@@ -515,6 +515,34 @@ async def test_an_answer_that_finds_no_room_is_asked_for_again(
     assert (ended.status, set(await served.lines(ended.output_file_id))) == ("completed", {"a", "b", "c"})
 
 
+@pytest.mark.parametrize("change", ["gone", "changed"])
+async def test_an_input_that_somebody_took_away_ends_its_batch(served: Served, change: str) -> None:
+    served.api.frontend.script = lambda request: [admitted(request), asyncio.Event()]
+    batch = await served.begin(completion("a"))
+    await until(lambda: len(served.api.frontend.requests) == 1)
+    await served.stop()
+    (path,) = served.path.rglob(f"{batch.id}.in")
+    path.unlink()
+    if change == "changed":
+        path.write_bytes(b"no line\n")
+    served.start()
+    ended = await served.ended(batch)
+    assert ended.status == "failed"
+    assert ended.errors is not None
+    assert ended.errors.data is not None
+    assert ended.errors.data[0].code == "invalid_input"
+
+
+async def test_a_batch_without_its_input_is_cancelled_all_the_same(served: Served) -> None:
+    served.api.frontend.script = lambda request: [admitted(request), asyncio.Event()]
+    batch = await served.begin(completion("a"))
+    await until(lambda: len(served.api.frontend.requests) == 1)
+    (path,) = served.path.rglob(f"{batch.id}.in")
+    path.unlink()
+    await served.client.batches.cancel(batch.id)
+    assert (await served.ended(batch)).status == "cancelled"
+
+
 async def test_batches_that_wait_are_few(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_OPEN_BATCHES_A_TENANT", 2)
     served.api.frontend.script = lambda request: [admitted(request), asyncio.Event()]
