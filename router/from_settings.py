@@ -38,19 +38,30 @@ def authenticator_of(settings: RouterSettings, model: str) -> PeerDirectory | Te
 
 
 def batches_of(
-    settings: RouterSettings, authenticator: PeerDirectory | TenantDirectory, clock: Clock
+    settings: RouterSettings, authenticator: PeerDirectory | TenantDirectory, clock: Clock, context: int
 ) -> BatchParts | None:
-    """Return what files and batches need, if they have a folder. Raises InvalidConfig where it cannot be written."""
+    """Return what files and batches need, if they have a folder. Raises InvalidConfig where it cannot be written.
+
+    `context` are the tokens that a request has at most.
+    """
     if settings.batch_dir is None:
         return None
     folder = BatchFolder(settings.batch_dir)
-    # Most of the queue stays for clients who wait.
-    at_once = max(1, min(MAX_BATCH_REQUESTS, settings.max_queued_requests // 4))
+    at_once = batch_requests(settings.max_queued_requests, settings.max_tokens_in_flight, context)
 
     def now() -> float:
         return clock.time_ns() / 1e9
 
     return BatchParts(folder, Uploads(folder, now), BatchRunner(folder, authenticator.known, now, at_once), now)
+
+
+def batch_requests(max_queued: int, max_tokens: int | None, context: int) -> int:
+    """Return how many requests of batches may be in the router: its bounds refuse clients who wait, whoever is there.
+
+    A quarter of the queue, and no more than fill half of the tokens in flight.
+    """
+    tokens = MAX_BATCH_REQUESTS if max_tokens is None else max_tokens // (2 * context)
+    return max(1, min(MAX_BATCH_REQUESTS, max_queued // 4, tokens))
 
 
 def dialects_of(settings: RouterSettings, text: CheckpointText) -> Dialects:

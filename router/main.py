@@ -178,7 +178,7 @@ class RouterProcess:
         self._serve_requests(name, checkpoint)
         self._http: HttpServer | None = None
         self._background = BackgroundResponses()
-        self._batches = batches_of(settings, self._authenticator, self._clock)
+        self._batches = batches_of(settings, self._authenticator, self._clock, checkpoint.max_model_len)
         self._batching: asyncio.Task[None] | None = None
         self._turns = LoopTurns() if settings.debug_loop_turns else None
 
