@@ -5,7 +5,7 @@
                      ID.part    an upload that is not whole
               /batches/ID.json  a batch, written by the process alone that runs it
                       ID.in     its input, which outlives the file that the client sees
-                      ID.open   while it has not ended; who runs it holds a lock on this
+                      ID.open   while it has not ended, and when it expires; who runs it holds a lock on this
                       ID.cancel the wish to cancel it, from any router
 
 TENANT is a digest, as a tenant's name may have any character. Everything here blocks, and is called in threads.
@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import math
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, NamedTuple
 
 from common import limits
 from common.errors import FieldViolation, InvalidConfig, InvalidRequest, Overloaded, QuotaViolation, Unavailable
@@ -33,6 +34,14 @@ _LEFT_OVER_S: Final = limits.MAX_BATCH_SECONDS + 86_400
 # The same of whatever else is not whole: no upload lasts so long.
 _UNUSED_S: Final = 3_600.0
 _RETRY_S: Final = 10.0
+
+
+class Waiting(NamedTuple):
+    """A batch that has not ended: its tenant's folder, its id, and whether it is to end without further requests."""
+
+    tenant: str
+    name: str
+    is_over: bool
 
 
 class Claim:
@@ -141,7 +150,7 @@ class BatchFolder:
             raise
         except OSError:  # a file system without links
             shutil.copyfile(source, kept)
-        (folder / f"{batch.id}.open").touch()
+        (folder / f"{batch.id}.open").write_text(str(batch.expires_at))
         _write(folder / f"{batch.id}.json", batch.entry())
 
     def batch(self, tenant: str, name: str) -> Batch | None:
@@ -179,11 +188,14 @@ class BatchFolder:
 
     # ------------------------------------------------------------ what is to be done
 
-    def waiting(self) -> list[tuple[str, str]]:
-        """Return folder and id of the batches that have not ended, of each tenant the oldest first."""
-        found = list[tuple[str, str]]()
+    def waiting(self, now: float) -> list[Waiting]:
+        """Return the batches that have not ended, of each tenant the oldest first."""
+        found = list[Waiting]()
         for tenant in _scanned(self._root):
-            found += [(tenant.name, name) for name in _names(Path(tenant.path) / "batches", ".open")[::-1]]
+            folder = Path(tenant.path) / "batches"
+            for name in _names(folder, ".open")[::-1]:
+                cancelled = (folder / f"{name}.cancel").exists()
+                found.append(Waiting(tenant.name, name, cancelled or _expires_at(folder / f"{name}.open") <= now))
         return found
 
     def claim(self, tenant: str, name: str) -> Claim | None:
@@ -279,6 +291,14 @@ def _names(folder: Path, ending: str) -> list[str]:
     """Return the ids of the files with this ending, the newest first."""
     found = (entry.name for entry in _scanned(folder))
     return sorted((name.removesuffix(ending) for name in found if name.endswith(ending)), reverse=True)
+
+
+def _expires_at(marker: Path) -> float:
+    """Return when a batch expires; infinity where a router is about to write it, or has taken the mark away."""
+    try:
+        return float(marker.read_text())
+    except (FileNotFoundError, ValueError):
+        return math.inf
 
 
 def _opened(path: Path) -> IO[bytes] | None:

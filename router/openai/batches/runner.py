@@ -44,7 +44,7 @@ class BatchRunner:
         """`known` returns the caller of a tenant's name and a credential, None where it is not accepted any more."""
         self._folder, self._known, self._now = folder, known, now
         self._at_once, self._places = at_once, asyncio.Semaphore(at_once)
-        # By the folder of the tenant.
+        # By the folder of the tenant; one that is over by its id.
         self._running: dict[str, asyncio.Task[None]] = {}
         self._runs: dict[str, BatchRun] = {}
         self._not_before: dict[str, float] = {}
@@ -77,18 +77,19 @@ class BatchRunner:
         if now - self._swept >= _SWEEP_S:
             self._swept = now
             await on_disk(self._folder.sweep, now)
-        for tenant, name in await on_disk(self._folder.waiting):
-            if len(self._running) >= limits.MAX_BATCHES_AT_ONCE:
-                return
-            if tenant in self._running or self._not_before.get(name, now) > now:
+        for waiting in await on_disk(self._folder.waiting, now):
+            # One that is over sends nothing: it waits for no turn.
+            place = waiting.name if waiting.is_over else waiting.tenant
+            full = len(self._running) >= limits.MAX_BATCHES_AT_ONCE and not waiting.is_over
+            if full or place in self._running or self._not_before.get(waiting.name, now) > now:
                 continue
-            if (claim := await on_disk(self._folder.claim, tenant, name)) is not None:
-                task = asyncio.create_task(self._run(claim, app), name=f"batch {name}")
-                self._running[tenant] = task
-                task.add_done_callback(partial(self._ended, tenant))
+            if (claim := await on_disk(self._folder.claim, waiting.tenant, waiting.name)) is not None:
+                task = asyncio.create_task(self._run(claim, app), name=f"batch {waiting.name}")
+                self._running[place] = task
+                task.add_done_callback(partial(self._ended, place))
 
-    def _ended(self, tenant: str, task: asyncio.Task[None]) -> None:
-        del self._running[tenant]
+    def _ended(self, place: str, task: asyncio.Task[None]) -> None:
+        del self._running[place]
         self._wake.set()
 
     async def _run(self, claim: Claim, app: ASGIApp) -> None:

@@ -235,6 +235,26 @@ async def test_a_cancelled_batch_keeps_what_was_answered_and_accounts_for_the_re
     assert (await served.client.batches.cancel(batch.id)).status == "cancelled"
 
 
+async def test_a_batch_that_waits_behind_another_ends_when_its_client_or_its_time_says_so(served: Served) -> None:
+    served.api.frontend.script = lambda request: [admitted(request), asyncio.Event()]
+    first = await served.begin(completion("a"))
+    await until(lambda: len(served.api.frontend.requests) == 1)
+    unwanted, late = await served.begin(completion("b")), await served.begin(completion("c"), window="1h")
+    await served.client.batches.cancel(unwanted.id)
+    assert (await served.ended(unwanted)).status == "cancelled"
+    served.now += 3600
+    served.runner.wake()
+    try:
+        ended = await served.ended(late)
+        assert (ended.status, set(await served.lines(ended.error_file_id))) == ("expired", {"c"})
+        assert (await served.client.batches.retrieve(first.id)).status == "in_progress"
+        assert len(served.api.frontend.requests) == 1, "nothing of the others was sent"
+    finally:
+        served.now -= 3600
+        await served.client.batches.cancel(first.id)
+        await served.ended(first)
+
+
 async def test_what_is_not_done_in_time_expires(served: Served) -> None:
     served.api.frontend.script = lambda request: [admitted(request), asyncio.Event()]
     batch = await served.begin(completion("a"), window="1h")

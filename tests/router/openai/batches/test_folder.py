@@ -48,7 +48,7 @@ def begun(folder: BatchFolder, tenant: str = "red", at: float = NOW) -> Batch:
 
 def claimed(folder: BatchFolder) -> list[str]:
     """Return the ids of the batches that a router may run, and hold none of them."""
-    found = [folder.claim(*each) for each in folder.waiting()]
+    found = [folder.claim(each.tenant, each.name) for each in folder.waiting(NOW)]
     for each in found:
         if each is not None:
             each.release()
@@ -72,12 +72,21 @@ def test_what_is_stored_is_read_by_another_router(tmp_path: Path) -> None:
 def test_one_router_runs_a_batch_and_the_next_one_when_it_is_gone(tmp_path: Path) -> None:
     folder, other = BatchFolder(tmp_path), BatchFolder(tmp_path)
     batch = begun(folder)
-    ((tenant, name),) = folder.waiting()
+    ((tenant, name, _),) = folder.waiting(NOW)
     claim = folder.claim(tenant, name)
     assert claim is not None
     assert claimed(other) == []
     claim.release()
     assert claimed(other) == [batch.id]
+
+
+def test_a_batch_is_over_when_it_expires_or_is_cancelled(tmp_path: Path) -> None:
+    folder = BatchFolder(tmp_path)
+    batch = begun(folder)
+    assert [each.is_over for each in folder.waiting(NOW + 86_399)] == [False]
+    assert [each.is_over for each in folder.waiting(NOW + 86_400)] == [True]
+    folder.wish_to_cancel("red", batch.id)
+    assert [each.is_over for each in folder.waiting(NOW)] == [True]
 
 
 def test_batches_wait_in_the_order_of_their_creation(tmp_path: Path) -> None:
@@ -91,7 +100,7 @@ def test_a_batch_that_ended_leaves_its_record_alone(tmp_path: Path) -> None:
     batch = begun(folder)
     folder.wish_to_cancel("red", batch.id)
     folder.write(batch.at(COMPLETED, NOW))
-    assert (folder.waiting(), folder.cancelled_at("red", batch.id)) == ([], None)
+    assert (folder.waiting(NOW), folder.cancelled_at("red", batch.id)) == ([], None)
     assert names(tmp_path) == {".json", ".data"}
 
 
@@ -103,7 +112,7 @@ def test_a_router_that_was_killed_after_the_end_has_it_cleaned_up(tmp_path: Path
     (record,) = tmp_path.rglob(f"{batch.id}.json")
     record.write_bytes(ended.entry())
     assert claimed(folder) == []
-    assert (folder.waiting(), folder.batch("red", batch.id)) == ([], ended)
+    assert (folder.waiting(NOW), folder.batch("red", batch.id)) == ([], ended)
     assert names(tmp_path) == {".json", ".data"}
 
 
