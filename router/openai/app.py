@@ -151,9 +151,7 @@ class _Api:
         self._begin_with(body, request)
         return await self._chat(chat_batch_order(body, request.headers), body, request)
 
-    async def _chat(
-        self, order: Order, body: ChatOptions, request: Request, echo: tuple[str, ...] = ()
-    ) -> Response:
+    async def _chat(self, order: Order, body: ChatOptions, request: Request, echo: tuple[str, ...] = ()) -> Response:
         """Answer chats, all of which are read as the first one is: one template made their prompts."""
         order, form = self._within_allowed(order, body), replace(self._form(body, chat=True), echo=echo)
         reading = await unless_gone(request, self._service.reading(order, self._service.call(request)))
