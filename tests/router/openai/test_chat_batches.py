@@ -85,7 +85,7 @@ async def test_the_first_conversation_that_fails_ends_all(api: Api) -> None:
         ({"messages": [HI, []]}, "messages[1]", "is empty; expected at least one message"),
         ({"messages": [HI, [{"role": "no role!", "content": "a"}]]}, "messages[1][0].role", "expected"),
         (
-            {"messages": [HI, [{"role": "user", "content": [{"type": "image_url"}]}]]},
+            {"messages": [HI, [{"role": "user", "content": [{"type": "smell"}]}]]},
             None,
             "conversation 1: messages[0]",
         ),
