@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioBased
 
@@ -23,6 +24,7 @@ from common.settings.options import ServiceSettings
 from common.telemetry.delivery import Deliverer, delivering, delivering_over_http
 from common.telemetry.otlp_http import GRPC, collector_of
 from common.telemetry.spans import Origin, RecordedSpan, SpanTracer, UnsampledTracer
+from common.version import quire_version
 from quire.api.proxy import is_this_machine
 
 _DISABLED_VARIABLE: Final = "OTEL_SDK_DISABLED"
@@ -69,7 +71,9 @@ def setup(
     the requests without one. OTEL_SDK_DISABLED=true samples nothing, and delivers nothing.
     Raises InvalidConfig for a variable of the exporter that cannot be followed.
     """
-    origin, environ = origin_of(service, instance or str(os.getpid())), os.environ if environ is None else environ
+    # Processes of two containers may have one number, and those of one host have its name.
+    origin = origin_of(service, instance or f"{socket.gethostname()}:{os.getpid()}")
+    environ = os.environ if environ is None else environ
     if environ.get(_DISABLED_VARIABLE, "").strip().lower() == "true":
         return Telemetry(UnsampledTracer(origin, ids or RandomIdGenerator()), _nowhere)
     sampler = sampler or ParentBased(TraceIdRatioBased(settings.trace_sample_ratio))
@@ -79,8 +83,9 @@ def setup(
 
 
 def origin_of(service: str, instance: str) -> Origin:
-    """Return the origin of the spans of a process, with what OTEL_RESOURCE_ATTRIBUTES adds to it."""
-    return Origin(Resource.create({"service.name": f"quire-{service}", "service.instance.id": instance}))
+    """Return the origin of the spans of a process. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come before ours."""
+    own = {"service.name": f"quire-{service}", "service.instance.id": instance, "service.version": quire_version()}
+    return Origin(Resource.create(own).merge(OTELResourceDetector().detect()))
 
 
 def _nowhere(_: RecordedSpan) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from common.rpc.server import RpcServer
@@ -16,6 +19,7 @@ from common.settings.options import ServiceSettings
 from common.telemetry import context_from
 from common.telemetry.provider import setup
 from common.telemetry.spans import RecordedSpan
+from common.version import quire_version
 
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 DEADLINE_S = 120.0
@@ -157,3 +161,31 @@ async def test_without_a_receiver_nothing_is_started() -> None:
     telemetry = setup("router", ServiceSettings(), environ={})
     telemetry.tracer.start_span("route").end()
     await telemetry.aclose()
+
+
+def named_by(instance: str = "") -> dict[str, str]:
+    """Return what a process of the router says of itself with its spans."""
+    spans: list[RecordedSpan] = []
+    made = setup("router", ServiceSettings(), spans.append, {}, instance, sampler=ALWAYS_ON)
+    made.tracer.start_span("a").end()
+    resource = Resource.FromString(spans[0].origin.encoded)
+    return {each.key: each.value.string_value for each in resource.attributes}
+
+
+def test_a_process_says_which_one_it_is_and_of_which_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
+        monkeypatch.delenv(name, raising=False)
+    found = named_by()
+    assert found["service.name"] == "quire-router"
+    assert found["service.instance.id"] == f"{socket.gethostname()}:{os.getpid()}"
+    assert found["service.version"] == quire_version()
+    assert named_by("worker-3")["service.instance.id"] == "worker-3"
+
+
+def test_what_the_operator_names_comes_before_our_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.instance.id=one,deployment.environment.name=test")
+    found = named_by()
+    wanted = {"service.name": "chat", "service.instance.id": "one", "deployment.environment.name": "test"}
+    assert wanted.items() <= found.items()
+    assert found["service.version"] == quire_version()
