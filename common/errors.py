@@ -2,6 +2,7 @@
 
 from quire.api.errors import (
     CONTEXT_LENGTH_EXCEEDED,
+    MALFORMED,
     AlreadyExists,
     Cancelled,
     DeadlineExceeded,
@@ -11,6 +12,7 @@ from quire.api.errors import (
     InvalidConfig,
     InvalidRequest,
     Mismatch,
+    ModelNotFound,
     NotFound,
     Overloaded,
     PermissionDenied,
@@ -18,6 +20,7 @@ from quire.api.errors import (
     ProtocolViolation,
     QuireError,
     QuotaViolation,
+    RateLimited,
     StaleEpoch,
     Unauthenticated,
     Unavailable,
@@ -26,6 +29,7 @@ from quire.api.errors import (
 
 __all__ = [
     "CONTEXT_LENGTH_EXCEEDED",
+    "MALFORMED",
     "AlreadyExists",
     "Cancelled",
     "DeadlineExceeded",
@@ -35,6 +39,7 @@ __all__ = [
     "InvalidConfig",
     "InvalidRequest",
     "Mismatch",
+    "ModelNotFound",
     "NotFound",
     "Overloaded",
     "PermissionDenied",
@@ -42,6 +47,7 @@ __all__ = [
     "ProtocolViolation",
     "QuireError",
     "QuotaViolation",
+    "RateLimited",
     "StaleEpoch",
     "Unauthenticated",
     "Unavailable",

@@ -16,7 +16,10 @@ _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 # A century. Times of records are nanoseconds since 1970 in 64 bits; two centuries before now are among them.
 _LONGEST_S: Final = 36500 * _UNITS["d"]
 # Reasons of errors with which the service, and not the client, ended a request.
-_REFUSALS: Final = frozenset({"OVERLOADED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT"})
+_REFUSALS: Final = frozenset(
+    {"OVERLOADED", "RATE_LIMITED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "INVALID_FIELD", "CONTEXT_LENGTH_EXCEEDED"}
+    | {"INVALID_ARGUMENT"}  # of logs on disk that an earlier version wrote
+)
 _NO_MISS: Final = frozenset({"", "full_hit", "capped"})
 
 

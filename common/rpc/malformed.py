@@ -14,14 +14,14 @@ from typing import Any, Final, TypeAlias
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from common.errors import FieldViolation, InvalidRequest
+from common.errors import MALFORMED, FieldViolation, InvalidRequest
 from common.limits import MALFORMED_LINE_SECONDS
 from common.untrusted.rare_lines import RareLines
 
 log = logging.getLogger(__name__)
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
-_WHAT: Final = FieldViolation("message", "cannot be decoded; expected the protobuf message of this method")
+_WHAT: Final = FieldViolation("message", "cannot be decoded; expected the protobuf message of this method", MALFORMED)
 
 
 # What protobuf's decoder says where memory was refused; its error is that of a message which is no message.

@@ -1,11 +1,13 @@
 """How Quire's errors become gRPC statuses with rich details (google.rpc). `quire/api/status.py` is the way back.
 
-Every status carries ErrorInfo (reason, domain "quire"); besides it InvalidRequest carries BadRequest, Overloaded
-carries QuotaFailure and RetryInfo, Unavailable carries RetryInfo, and IdentityMismatch carries PreconditionFailure.
+Every status carries ErrorInfo (a reason that names the fault, facts of it, domain "quire"); besides it InvalidRequest
+carries BadRequest, Overloaded carries QuotaFailure and RetryInfo, Unavailable carries RetryInfo, and IdentityMismatch
+carries PreconditionFailure. Where a retry may help, gRPC's own retries learn from `grpc-retry-pushback-ms` when.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any, Final, NoReturn
@@ -22,6 +24,7 @@ from quire.api.status import DETAILS_KEY, DOMAIN
 # Statuses travel as HTTP/2 trailers, of which peers accept 8 KiB by default.
 _MAX_MESSAGE_CHARS: Final = 1_000
 _MAX_DETAIL_BYTES: Final = 5_000
+PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
 
 _CODES: Final[Mapping[type[errors.QuireError], grpc.StatusCode]] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -52,7 +55,7 @@ def no_memory() -> errors.Unavailable:
 
 def details_of(error: errors.QuireError) -> list[Message]:
     """Return the google.rpc details of an error, ErrorInfo first."""
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.facts)
     match error:
         case errors.InvalidRequest():
             return [info, _bad_request(error.violations)]
@@ -77,11 +80,18 @@ def to_status(error: errors.QuireError) -> status_pb2.Status:
 async def abort(context: aio.ServicerContext[Any, Any], error: errors.QuireError) -> NoReturn:
     """End a call with the status of an error. Raises AbortError, or CancelledError when the client is gone."""
     status = to_status(error)
-    trailers = ((DETAILS_KEY, status.SerializeToString()),)
+    trailers = (*context.trailing_metadata(), (DETAILS_KEY, status.SerializeToString()), *_pushback(error))
     try:
         await context.abort(code_of(error), status.message, trailers)
     except aio.InternalError:
         raise client_gone() from None
+
+
+def _pushback(error: errors.QuireError) -> tuple[tuple[str, str], ...]:
+    """Return when gRPC's retries may come again; nothing where it is up to the caller whether they help."""
+    if isinstance(error, errors.Overloaded | errors.Unavailable):
+        return ((PUSHBACK_KEY, str(math.ceil(1000 * error.retry_after_s))),)
+    return ()
 
 
 def _retry(seconds: float) -> error_details_pb2.RetryInfo:

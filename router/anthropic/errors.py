@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from common.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, Overloaded, QuireError
+from common.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, Overloaded, QuireError, RateLimited
 from router.openai.errors import body_of, status_of
 
 Json = dict[str, Any]
@@ -22,13 +22,11 @@ _TYPES: Final[Mapping[int, str]] = {
     504: "timeout_error",
     OVERLOADED: "overloaded_error",
 }
-# Quotas of tenants are rates; all others are those of the router and its workers.
-_TENANT: Final = "tenant "
 
 
 def in_this_form(status: int, body: Json, error: QuireError | None) -> tuple[int, Json]:
     """Return status and body for those of the OpenAI-compatible API; `error` is what they were made of, if anything."""
-    if status == 503 or (isinstance(error, Overloaded) and not error.violation.subject.startswith(_TENANT)):
+    if status == 503 or (isinstance(error, Overloaded) and not isinstance(error, RateLimited)):
         status = OVERLOADED
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return status, {"type": "error", "error": {"type": kind, "message": _message(body, error)}}

@@ -12,7 +12,7 @@ import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from common.errors import Overloaded, PermissionDenied, QuotaViolation
+from common.errors import PermissionDenied, QuotaViolation, RateLimited
 from common.lease import MAX_RETENTION_PRIORITY
 
 _MINUTE_S = 60.0
@@ -188,7 +188,7 @@ class TenantQuotas:
     def charge(self, tenant: Tenant, tokens: int, now: float, requests: int = 1, later: int = 0) -> None:
         """Charge the rates for work that the router is about to do, whatever becomes of it.
 
-        Raises Overloaded where these tokens and those to be charged `later` are not there; then nothing was charged.
+        Raises RateLimited where these tokens and those to be charged `later` are not there; then nothing was charged.
         """
         if tenant.limits.are_set:
             use = self._use(tenant, now)
@@ -201,7 +201,7 @@ class TenantQuotas:
             _take(tenant, use, tokens, requests)
 
     def enter(self, tenant: Tenant, tokens: int, sequences: int, now: float, paid: int | None = None) -> None:
-        """Count a request. Raises Overloaded with the limit that it would overrun; then nothing was counted.
+        """Count a request. Raises RateLimited with the limit that it would overrun; then nothing was counted.
 
         `paid` are those of the tokens that it was charged before, with the request; None where it was not. They come
         back, as it is charged for all of its tokens now or for none.
@@ -275,5 +275,5 @@ def _take(tenant: Tenant, use: _Use, tokens: int, requests: int) -> None:
         use.requests.take(requests)
 
 
-def _over(tenant: Tenant, limit: str, words: str, wait: float = _PLACE_RETRY_S) -> Overloaded:
-    return Overloaded(QuotaViolation(f"tenant {tenant.name}.{limit}", words), max(wait, _MIN_RETRY_S))
+def _over(tenant: Tenant, limit: str, words: str, wait: float = _PLACE_RETRY_S) -> RateLimited:
+    return RateLimited(QuotaViolation(f"tenant {tenant.name}.{limit}", words), max(wait, _MIN_RETRY_S))

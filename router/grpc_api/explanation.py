@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from common.clock import Clock
-from common.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation
+from common.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation, RateLimited
 from common.limits import MAX_EXPLANATIONS_A_TENANT, MAX_EXPLANATIONS_AT_ONCE
 from common.wire.decision_codec import candidate_to_proto
 from quire.decision.v1 import decision_pb2 as pb
@@ -43,7 +43,7 @@ class Explanations:
             raise Overloaded(QuotaViolation("router.explanations", words), 1.0)
         if own >= MAX_EXPLANATIONS_A_TENANT:
             words = f"{own} requests of this tenant are being explained; at most {MAX_EXPLANATIONS_A_TENANT} at once"
-            raise Overloaded(QuotaViolation(f"tenant {tenant}.explanations", words), 1.0)
+            raise RateLimited(QuotaViolation(f"tenant {tenant}.explanations", words), 1.0)
         self._running[tenant] += 1
         try:
             yield

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Final, TypeAlias
 
-from common.errors import NotFound, QuireError
+from common.errors import ModelNotFound, QuireError
 from common.limits import MAX_REPLY_BYTES
 from common.rpc.interceptor import send
 from common.version import quire_version
@@ -139,7 +139,8 @@ class KserveServicer(rpc.GRPCInferenceServiceServicer):
     def _check_model(self, name: str, version: str) -> None:
         if not self._serves(name, version):
             asked = f"{name!r}, version {version!r}," if version else repr(name)
-            raise NotFound(f"model {asked} is not served here; {self._card.name!r}, version {VERSION!r}, is")
+            what = f"model {asked} is not served here; {self._card.name!r}, version {VERSION!r}, is"
+            raise ModelNotFound(what, name)
 
 
 class _Stream:

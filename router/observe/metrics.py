@@ -9,7 +9,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.samples import Exemplar
 
-from common.errors import Cancelled, DeadlineExceeded, EngineFailure, Overloaded, QuireError, Unavailable
+from common.errors import Cancelled, DeadlineExceeded, EngineFailure, Overloaded, QuireError, RateLimited, Unavailable
 from common.types import FinishReason
 from router.core.diagnosis.outcome import Outcome, Phase
 from router.core.events import Finished
@@ -63,7 +63,7 @@ class RouterMetrics:
         """Expose every label from the start: a rate misses the event with which a counter first appears."""
         for reason in FinishReason:
             self.finished.labels(reason.value)
-        for error in (Overloaded, Unavailable, DeadlineExceeded, Cancelled, EngineFailure, QuireError):
+        for error in (Overloaded, RateLimited, Unavailable, DeadlineExceeded, Cancelled, EngineFailure, QuireError):
             self.failed.labels(error.reason)
         for outcome in LOOKUPS:
             self._lookups.labels(outcome)

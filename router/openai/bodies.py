@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common import limits
 from common.clock import Clock, SystemClock
-from common.errors import FieldViolation, InvalidRequest, Overloaded, QuireError, QuotaViolation
+from common.errors import MALFORMED, FieldViolation, InvalidRequest, Overloaded, QuireError, QuotaViolation
 from common.untrusted import json_shape
 from router.openai import errors
 from router.serving.content_coding import SERVED, decoded
@@ -142,7 +142,8 @@ async def _without_coding(body: bytes, coding: str, share: BodyShare, most: int)
     """Return what a client has compressed. Raises InvalidRequest, BodyTooLarge and Overloaded."""
     whole = await asyncio.to_thread(decoded, body, coding, most)
     if whole is None:
-        raise InvalidRequest(FieldViolation("body", f"is not whole, or not in {coding} as its content-encoding says"))
+        what = f"is not whole, or not in {coding} as its content-encoding says"
+        raise InvalidRequest(FieldViolation("body", what, MALFORMED))
     _check_size(len(whole), most)
     share.grow(max(len(whole), len(body)))
     return whole
@@ -159,7 +160,7 @@ def _check(scope: Scope, body: bytes) -> None:
     if b"json" not in _header(scope, b"content-type").lower():
         return  # nothing parses it
     if b"\0" in body:
-        raise InvalidRequest(FieldViolation("body", "has a zero byte; expected JSON in UTF-8"))
+        raise InvalidRequest(FieldViolation("body", "has a zero byte; expected JSON in UTF-8", MALFORMED))
     if excess := json_shape.BODY.excess(body):
         raise InvalidRequest(FieldViolation("body", excess))
 

@@ -25,7 +25,7 @@ ErrorForm = Callable[[int, Json, errors.QuireError | None], tuple[int, Json]]
 class BodyTooLarge(errors.QuireError):
     """A body with more bytes than are read."""
 
-    reason = "BODY_TOO_LARGE"
+    reason = "TOO_LARGE"
 
 
 class CodingNotServed(errors.QuireError):
@@ -50,9 +50,13 @@ _STATUS: Mapping[type[errors.QuireError], int] = {
     errors.DeadlineExceeded: 504,
     errors.QuireError: 500,
 }
-# Codes that OpenAI's clients expect; the code of any other error is Quire's reason.
+# Codes that OpenAI's clients expect, and those that this API has always had; any other one is Quire's reason.
 _CODES: Mapping[str, str] = {
     errors.Overloaded.reason: "rate_limit_exceeded",
+    errors.RateLimited.reason: "rate_limit_exceeded",
+    errors.InvalidRequest.reason: "invalid_argument",
+    errors.MALFORMED: "invalid_argument",
+    BodyTooLarge.reason: "body_too_large",
     errors.Unauthenticated.reason: "invalid_api_key",
 }
 # Field paths of the gRPC API as this API has them.
@@ -82,18 +86,11 @@ class UnsupportedField(errors.Unsupported):
         self.field = field
 
 
-class ModelNotFound(errors.NotFound):
-    """A model that is not served here, under OpenAI's name for this error."""
-
-    reason = "MODEL_NOT_FOUND"
-
-
 def body_of(error: errors.QuireError) -> Json:
     """Return the error body: message, type, the first wrong field, and OpenAI's code or Quire's reason."""
     message, param, reason = str(error), None, error.reason
     if isinstance(error, errors.InvalidRequest):
         message, param = "; ".join(map(_said, error.violations)), _path(error.violations[0].field)
-        reason = error.violations[0].reason or reason
     elif isinstance(error, UnsupportedField):
         param = error.field
     return _body(status_of(error), message, param, _CODES.get(reason, reason.lower()))
@@ -171,14 +168,14 @@ async def _malformed(request: Request, error: Exception) -> JSONResponse:
         # A union reports each of its members: the first is enough.
         found.setdefault(_place(each["loc"]), _mistake(request, each))
     message = "; ".join(f"{path}: {what}" if path else what for path, what in found.items())
-    body = _body(400, message, next(iter(found)), errors.InvalidRequest.reason.lower())
+    body = _body(400, message, next(iter(found)), _CODES[errors.InvalidRequest.reason])
     return _answer(request.scope, body, 400, {"x-should-retry": "false"})
 
 
 async def _no_text(request: Request, error: Exception) -> JSONResponse:
     """Answer a body with halves of characters: JSON can write them, but messages to the worker cannot hold them."""
     message = "a text has half of a surrogate pair, which is no character; send whole ones"
-    body = _body(400, message, None, errors.InvalidRequest.reason.lower())
+    body = _body(400, message, None, _CODES[errors.InvalidRequest.reason])
     return _answer(request.scope, body, 400, {"x-should-retry": "false"})
 
 

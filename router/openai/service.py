@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from common.clock import Clock
-from common.errors import Cancelled, InvalidRequest, Overloaded, QuireError, Unsupported
+from common.errors import Cancelled, InvalidRequest, ModelNotFound, Overloaded, QuireError, Unsupported
 from common.limits import MAX_HTTP_BODY_BYTES
 from common.version import quire_version
 from quire.inference.v1 import inference_pb2 as pb
@@ -68,8 +68,8 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound for a model that is not served here."""
         card = self.parts.card
-        if name not in (None, "", *card.names):
-            raise errors.ModelNotFound(f"model {name!r} is not served here; {card.name!r} is")
+        if name and name not in card.names:
+            raise ModelNotFound(f"model {name!r} is not served here; {card.name!r} is", name)
 
     def begin_with(self, correlation: str | None, model: str | None, request: Request) -> None:
         """Take over the id that a body names. Raises ModelNotFound."""

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
-from common.errors import Overloaded, QuotaViolation
+from common.errors import QuotaViolation, RateLimited
 from common.limits import MAX_WAITING_TEXT_BYTES_A_TENANT, SHORT_TEXT_BYTES
 from router.core.byte_turns import ByteTurns
 from router.core.fair_queue import ONE_FLOW, Flow
@@ -42,7 +42,7 @@ class Encoder:
     async def run(self, size: int, work: Callable[[], ResultT]) -> ResultT:
         """Return the result of work on so many bytes, which is not begun where the caller goes away before.
 
-        Raises Overloaded when too much of the tenant's waits already.
+        Raises RateLimited when too much of the tenant's waits already.
         """
         thread = self._short if size <= SHORT_TEXT_BYTES else self._long
         return await thread.run(_FLOW.get(), size, work)
@@ -94,11 +94,11 @@ class _Thread:
                 piece.done.cancel()
 
     def _check(self, tenant: str, size: int) -> None:
-        """Raise Overloaded where a tenant has work here and no room for more."""
+        """Raise RateLimited where a tenant has work here and no room for more."""
         waiting = self._turns.waiting(tenant)
         if waiting and waiting + size > self._most:
             what = f"texts of {waiting} bytes wait to be read, and {size} more are sent; at most {self._most} may wait"
-            raise Overloaded(QuotaViolation(f"tenant {tenant}.waiting_texts", what), _RETRY_S)
+            raise RateLimited(QuotaViolation(f"tenant {tenant}.waiting_texts", what), _RETRY_S)
 
     def _run_next(self) -> None:
         """Run the piece whose turn it is. This is called once for each piece; for withdrawn ones nothing is left."""

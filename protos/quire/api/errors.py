@@ -8,9 +8,11 @@ QuireError
 │       └── PortTaken       a service cannot listen on a port (never on the wire)
 ├── Unauthenticated         the caller showed no key or token that is known here                     UNAUTHENTICATED
 ├── PermissionDenied        the caller is known, and its tenant may not do this                      PERMISSION_DENIED
-├── NotFound                a request, sequence, model or trace id that is unknown                   NOT_FOUND
+├── NotFound                a request, sequence, response or trace id that is unknown                NOT_FOUND
+│   └── ModelNotFound       a model that is not served here                                          NOT_FOUND
 ├── AlreadyExists           a request id that is in use                                              ALREADY_EXISTS
-├── Overloaded              a quota is used up; carries which one, and when to try again             RESOURCE_EXHAUSTED
+├── Overloaded              the service is full; carries which bound, and when to try again          RESOURCE_EXHAUSTED
+│   └── RateLimited         a tenant is over a limit of its own, while the service may have room     RESOURCE_EXHAUSTED
 ├── Unavailable             a service that is needed is down or draining; carries when to try again  UNAVAILABLE
 ├── DeadlineExceeded        the deadline passed, or cannot be met                                    DEADLINE_EXCEEDED
 ├── Cancelled               the client went away or asked to stop                                    CANCELLED
@@ -29,6 +31,9 @@ from dataclasses import dataclass
 
 CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 """Reason of violations that a request with fewer tokens would avoid."""
+MALFORMED = "MALFORMED"
+"""Reason of violations where the message or body as a whole cannot be read."""
+_MOST_FACT_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +70,32 @@ class Mismatch:
 
 
 class QuireError(Exception):
-    """Base of all errors that Quire raises on purpose. `reason` is a stable UPPER_SNAKE word for ErrorInfo."""
+    """Base of all errors that Quire raises on purpose.
+
+    `reason` is a stable UPPER_SNAKE word that names the fault; it and `facts` are reason and metadata of ErrorInfo.
+    """
 
     reason = "INTERNAL"
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a program may want to know of the fault: `field`, `limit` or `model`."""
+        return {}
+
 
 class InvalidRequest(QuireError):
-    """One or more fields of a request are wrong; all of them are named."""
+    """One or more fields of a request are wrong; all of them are named. The first one may give the reason."""
 
-    reason = "INVALID_ARGUMENT"
+    reason = "INVALID_FIELD"
 
     def __init__(self, *violations: FieldViolation) -> None:
         super().__init__("; ".join(f"{v.field}: {v.description}" for v in violations))
         self.violations = violations
+        self.reason = next((v.reason for v in violations[:1] if v.reason), type(self).reason)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {"field": self.violations[0].field[:_MOST_FACT_CHARS]} if self.violations else {}
 
 
 class InvalidConfig(InvalidRequest):
@@ -116,6 +134,20 @@ class NotFound(QuireError):
     reason = "NOT_FOUND"
 
 
+class ModelNotFound(NotFound):
+    """A model that is not served here; `model` is what the caller named."""
+
+    reason = "MODEL_NOT_FOUND"
+
+    def __init__(self, message: str, model: str = "") -> None:
+        super().__init__(message)
+        self.model = model
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {"model": self.model[:_MOST_FACT_CHARS]} if self.model else {}
+
+
 class AlreadyExists(QuireError):
     """An id was offered that is in use."""
 
@@ -123,7 +155,7 @@ class AlreadyExists(QuireError):
 
 
 class Overloaded(QuireError):
-    """A quota is used up; nothing was queued. `retry_after_s` is when a place is likely (seconds)."""
+    """The service is full; nothing was queued. `retry_after_s` is when a place is likely (seconds)."""
 
     reason = "OVERLOADED"
 
@@ -131,6 +163,21 @@ class Overloaded(QuireError):
         super().__init__(f"{violation.subject}: {violation.description}; try again in {retry_after_s:.1f} s")
         self.violation = violation
         self.retry_after_s = retry_after_s
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {"limit": self.violation.subject}
+
+
+class RateLimited(Overloaded):
+    """A tenant is over a limit of its own (`tenant acme.requests_per_minute`): more workers would not help it."""
+
+    reason = "RATE_LIMITED"
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The limit alone: a tenant's name is for people, in the violation."""
+        return {"limit": self.violation.subject.rpartition(".")[2]}
 
 
 class Unavailable(QuireError):

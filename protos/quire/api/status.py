@@ -96,6 +96,13 @@ def error_from_status(status: status_pb2.Status) -> errors.QuireError:
     return _rebuilt(status, info)
 
 
+def _named(status: status_pb2.Status, info: error_details_pb2.ErrorInfo) -> errors.QuireError:
+    """Return the error of a reason that this version does not know: its code says which kind it is."""
+    error = _FOREIGN.get(_CODE_OF_NUMBER.get(status.code, grpc.StatusCode.UNKNOWN), errors.QuireError)(status.message)
+    error.reason = info.reason
+    return error
+
+
 def _rebuilt(status: status_pb2.Status, info: error_details_pb2.ErrorInfo) -> errors.QuireError:
     """Return an error whose class carries more than a message, from the status's details."""
     asked = retry_after(status)
@@ -105,10 +112,13 @@ def _rebuilt(status: status_pb2.Status, info: error_details_pb2.ErrorInfo) -> er
         return errors.InvalidRequest(*found)
     if quota := _detail(status, error_details_pb2.QuotaFailure):
         first = quota.violations[0]
-        return errors.Overloaded(errors.QuotaViolation(first.subject, first.description), seconds)
+        kind = errors.RateLimited if info.reason == errors.RateLimited.reason else errors.Overloaded
+        return kind(errors.QuotaViolation(first.subject, first.description), seconds)
     if info.reason == errors.IdentityMismatch.reason:
         return _rebuilt_mismatch(info)
-    return errors.Unavailable(status.message, seconds) if asked is not None else errors.QuireError(status.message)
+    if info.reason == errors.ModelNotFound.reason:
+        return errors.ModelNotFound(status.message, info.metadata.get("model", ""))
+    return errors.Unavailable(status.message, seconds) if asked is not None else _named(status, info)
 
 
 def _rebuilt_mismatch(info: error_details_pb2.ErrorInfo) -> errors.IdentityMismatch:

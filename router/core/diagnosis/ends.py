@@ -34,6 +34,8 @@ _BY_REASON: Final = {
     "UNAVAILABLE": Cause.NO_WORKER,
 }
 
+# INVALID_ARGUMENT stands in logs on disk that an earlier version wrote.
+_WRONG_ENDS: Final = ("INVALID_FIELD", "CONTEXT_LENGTH_EXCEEDED", "INVALID_ARGUMENT")
 # Fields of a request that fits no worker; a worker names others where it can do nothing with what they hold.
 _LENGTHS: Final = ("prompt", "sampling.max_tokens")
 # By what refused a request when it came; anything else is a limit.
@@ -56,11 +58,11 @@ def end_cause(outcome: Outcome) -> Cause | None:
         return None
     if outcome.ended == "DEADLINE_EXCEEDED" and PREDICTED in outcome.failure:
         return Cause.HOPELESS_DEADLINE
-    if outcome.ended == "OVERLOADED":
+    if outcome.ended in ("OVERLOADED", "RATE_LIMITED"):
         return Cause.SLOW_CLIENT if READS_TOO_SLOWLY in outcome.failure else Cause.REFUSED
     if outcome.ended == "CANCELLED":
         return Cause.CLIENT_GONE if CLIENT_LEFT in outcome.failure else Cause.ABORTED
-    if outcome.ended == "INVALID_ARGUMENT":
+    if outcome.ended in _WRONG_ENDS:
         return Cause.TOO_LARGE if outcome.failure.startswith(_LENGTHS) else Cause.WRONG_REQUEST
     return _BY_REASON.get(outcome.ended, Cause.FAILED)
 

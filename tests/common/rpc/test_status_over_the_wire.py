@@ -18,7 +18,7 @@ from common.errors import FieldViolation, Mismatch, QuotaViolation
 from common.rpc.interceptor import AroundInterceptor, ErrorsToStatuses
 from common.rpc.server import RpcServer, open_channel
 from common.rpc.status import code_of
-from quire.api.status import DETAILS_KEY, error_from_rpc
+from quire.api.status import DETAILS_KEY, error_from_rpc, error_from_status
 from tests.support.deadlines import TooSlow, with_enough_time
 
 KINDS = ("unary", "yielding", "writing", "stream_unary", "stream_stream")
@@ -28,9 +28,18 @@ CASES: list[tuple[errors.QuireError, grpc.StatusCode]] = [
         errors.InvalidRequest(FieldViolation("a", "x"), FieldViolation("b", "y", "TOO_LONG")),
         grpc.StatusCode.INVALID_ARGUMENT,
     ),
+    (
+        errors.InvalidRequest(FieldViolation("prompt", "z", errors.CONTEXT_LENGTH_EXCEEDED)),
+        grpc.StatusCode.INVALID_ARGUMENT,
+    ),
     (errors.NotFound("no sequence 7"), grpc.StatusCode.NOT_FOUND),
+    (errors.ModelNotFound("model 'x' is not served here", "x"), grpc.StatusCode.NOT_FOUND),
     (errors.AlreadyExists("request r1"), grpc.StatusCode.ALREADY_EXISTS),
     (errors.Overloaded(QuotaViolation("router.queue", "1024 of 1024"), 2.5), grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (
+        errors.RateLimited(QuotaViolation("tenant a.streams", "1 is open; at most 1"), 1.5),
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ),
     (errors.Unavailable("draining", 0.5), grpc.StatusCode.UNAVAILABLE),
     (errors.DeadlineExceeded("needs 9 s, has 1 s"), grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.Cancelled("stopped by the operator"), grpc.StatusCode.CANCELLED),
@@ -162,7 +171,77 @@ async def test_invalid_argument_names_every_field(channel: Channel, raising: Rai
         ("sampling.top_p", "is 2"),
         ("n", "is 0"),
     ]
-    assert (found["ErrorInfo"].reason, found["ErrorInfo"].domain) == ("INVALID_ARGUMENT", "quire")
+
+
+LONG_NAME = "m" * 1_000
+FAULTS: list[tuple[errors.QuireError, str, dict[str, str], str | None]] = [
+    (
+        errors.InvalidRequest(FieldViolation("sampling.n", "is 0"), FieldViolation("x", "y")),
+        "INVALID_FIELD",
+        {"field": "sampling.n"},
+        None,
+    ),
+    (
+        errors.InvalidRequest(FieldViolation("prompt", "too long", errors.CONTEXT_LENGTH_EXCEEDED)),
+        "CONTEXT_LENGTH_EXCEEDED",
+        {"field": "prompt"},
+        None,
+    ),
+    (
+        errors.RateLimited(QuotaViolation("tenant a.b.requests_per_minute", "at most 2"), 12.0004),
+        "RATE_LIMITED",
+        {"limit": "requests_per_minute"},
+        "12001",
+    ),
+    (errors.Overloaded(QuotaViolation("router.queue", "full"), 2.5), "OVERLOADED", {"limit": "router.queue"}, "2500"),
+    (errors.Unavailable("draining", 0.25), "UNAVAILABLE", {}, "250"),
+    (errors.ModelNotFound("no model", LONG_NAME), "MODEL_NOT_FOUND", {"model": "m" * 200}, None),
+    (errors.NotFound("no request"), "NOT_FOUND", {}, None),
+    (errors.Unauthenticated("no key"), "UNAUTHENTICATED", {}, None),
+    (errors.DeadlineExceeded("too late"), "DEADLINE_EXCEEDED", {}, None),
+]
+
+
+@pytest.mark.parametrize(("error", "reason", "facts", "pushback"), FAULTS, ids=lambda value: str(value)[:20])
+async def test_error_info_names_the_fault_and_a_pushback_stands_where_a_retry_may_help(
+    channel: Channel,
+    raising: Raising,
+    error: errors.QuireError,
+    reason: str,
+    facts: dict[str, str],
+    pushback: str | None,
+) -> None:
+    raising.error = error
+    failed = await failure(channel, "unary")
+    info = details(failed)["ErrorInfo"]
+    assert (info.reason, dict(info.metadata), info.domain) == (reason, facts, "quire")
+    assert dict(failed.trailing_metadata() or ()).get("grpc-retry-pushback-ms") == pushback
+    assert ("RetryInfo" in details(failed)) == (pushback is not None)
+
+
+def test_a_reason_of_a_newer_version_is_kept_in_an_error_of_its_code() -> None:
+    status = status_pb2.Status(code=grpc.StatusCode.PERMISSION_DENIED.value[0], message="not today")
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason="KEY_EXPIRED", domain="quire"))
+    found = error_from_status(status)
+    assert (type(found), found.reason, str(found)) == (errors.PermissionDenied, "KEY_EXPIRED", "not today")
+
+
+class Noting(Raising):
+    async def unary(self, request: bytes, context: Any) -> bytes:
+        context.set_trailing_metadata((("x-note", "seen"),))
+        raise self.error
+
+
+async def test_trailers_that_a_handler_has_set_stand_beside_those_of_its_error() -> None:
+    noting, rpc = Noting(), RpcServer([])
+    noting.error = errors.NotFound("gone")
+    rpc.server.add_generic_rpc_handlers([noting])
+    await rpc.start("127.0.0.1", 0)
+    async with open_channel(f"127.0.0.1:{rpc.port}") as opened:
+        failed = await failure(opened, "unary")
+    await rpc.stop(0)
+    assert dict(failed.trailing_metadata() or ())["x-note"] == "seen"
+    assert details(failed)["ErrorInfo"].reason == "NOT_FOUND"
 
 
 async def test_violations_beyond_what_trailers_hold_are_counted(channel: Channel, raising: Raising) -> None:

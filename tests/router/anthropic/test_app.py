@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from common import limits
-from common.errors import Overloaded, QuireError, QuotaViolation, Unauthenticated, Unavailable
+from common.errors import Overloaded, QuireError, QuotaViolation, RateLimited, Unauthenticated, Unavailable
 from common.types import FinishReason
 from router.anthropic.schema import AnswerMessage, MessageEvent, MessagesError, TokenCount
 from router.core.tenancy import ANYONE, Caller
@@ -176,7 +176,7 @@ async def test_tokens_are_counted_as_a_request_has_them(api: Api) -> None:
     ("error", "status", "kind"),
     [
         (Overloaded(QuotaViolation("router.queue", "1024 of 1024"), 1.5), 529, "overloaded_error"),
-        (Overloaded(QuotaViolation("tenant a.rpm", "60 of 60"), 1.5), 429, "rate_limit_error"),
+        (RateLimited(QuotaViolation("tenant a.rpm", "60 of 60"), 1.5), 429, "rate_limit_error"),
         (Unavailable("no worker", 0.25), 529, "overloaded_error"),
         (QuireError("broken"), 500, "api_error"),
     ],

@@ -122,6 +122,7 @@ CASES: Final = (
         _histogram(*_LAGS, **{"0_25": "0+99.5x400", "0_5": "0+100x400", "+Inf": "0+100x400"}),
     ),
     Case("QuireRefusing", _requests("OVERLOADED", "0+3x400"), _requests("OVERLOADED", "0+1x400")),
+    Case("QuireRefusing", _requests("UNAVAILABLE", "0+3x400"), _requests("RATE_LIMITED", "0+99x400")),
     Case("QuireRefusing", _requests("ENGINE_FAILURE", "0+3x400"), _requests("CANCELLED", "0+50x400")),
     Case("QuireSlowFirstToken", _first_tokens("0+94x400"), _first_tokens("0+96x400")),
     Case(
