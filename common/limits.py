@@ -260,6 +260,9 @@ MAX_GRAMMARS_WAITING: Final = 256
 MAX_ID_CHARS: Final = 128  # characters of a worker's id: it stands in log lines, metrics and keys of Redis
 # Lines of decisions at level info in a second, of each kind; and what stands in one of candidates and reasons.
 MAX_DECISION_LINES: Final = 5
+# Lines of refused requests in a second, of each reason; seconds between two lines of requests whose clients have left.
+MAX_REFUSAL_LINES: Final = 5
+CANCELLED_LINE_SECONDS: Final = 10.0
 MAX_LINE_ITEMS: Final = 4
 MAX_LINE_REASON_CHARS: Final = 256
 MALFORMED_LINE_SECONDS: Final = 10.0  # seconds between two log lines about undecodable messages of one method
@@ -296,6 +299,14 @@ KEPT_TRACES_BURST: Final = 100  # requests that a tail rule may keep at once
 MAX_TRACES_TO_BUILD: Final = 512  # kept requests whose trace is not built yet; a silent KV manager lets them wait
 MAX_KEPT_RECORDS: Final = 64  # records of a kept request, from each service
 KEPT_RECORDS_SHARE: Final = 0.25  # memory of the records of kept requests, as a share of the decision ring's
+# Records of refused requests that enter the decision ring in a second, and at once: all, and those of one tenant and
+# reason. All are kept beside it for `quire why ID`, in a share of its memory, the newest of each tenant and reason.
+REFUSALS_PER_SECOND: Final = 5.0
+REFUSALS_BURST: Final = 500
+ALIKE_REFUSALS_PER_SECOND: Final = 1.0
+ALIKE_REFUSALS_BURST: Final = 50
+REFUSED_RECORDS_SHARE: Final = 0.125
+MAX_REFUSAL_GROUPS: Final = 32
 
 # ------------------------------------------------------------ tenants
 

@@ -23,7 +23,7 @@ from common.decisions.disk.metrics import LogMetrics
 from common.decisions.disk.writer import opened as opened_log
 from common.decisions.ring import DecisionRing
 from common.errors import InvalidRequest
-from common.limits import KEPT_RECORDS_SHARE
+from common.limits import KEPT_RECORDS_SHARE, REFUSED_RECORDS_SHARE
 from common.process.allocator import one_arena
 from common.process.debug import dumps_on_signal
 from common.process.garbage import collect_rarely
@@ -65,12 +65,15 @@ from router.grpc_api.decision_servicer import DecisionServicer, PublicDecisionSe
 from router.grpc_api.explanation import Explanations
 from router.grpc_api.manager_calls import ManagerCalls
 from router.grpc_api.pins import PinParts, Pins
+from router.grpc_api.refused_calls import RefusedCalls
 from router.grpc_api.servicer import InferenceServicer, Routers
 from router.kserve.servicer import KSERVE_SERVICE, KserveServicer
 from router.observe.kept_records import KeptRecords
 from router.observe.metrics import RouterMetrics
 from router.observe.pages import pages
 from router.observe.recorder import Recorder
+from router.observe.refusals import Refusals
+from router.observe.refused_records import RefusedRecords
 from router.observe.sampling import RequestSampler
 from router.observe.siblings import Siblings
 from router.observe.status import RouterStatus
@@ -138,6 +141,9 @@ class RouterProcess:
         self._registry, most, began = new_registry(), settings.decision_ring, self._clock.time_ns()
         self._new_id = _ids(name)
         self._ring = DecisionRing(most, settings.decision_ring_bytes, name, began)
+        self._refused = RefusedRecords(self._ring, round(REFUSED_RECORDS_SHARE * settings.decision_ring_bytes))
+        self._metrics = RouterMetrics(self._registry)
+        self._refusals = Refusals(self._metrics, self._refused, self._clock, self._new_id)
         self._log = opened_log(settings, self._clock)
         LogMetrics(self._registry, self._log)
         self._store = TraceStore(settings.span_ring, settings.span_ring_bytes)
@@ -153,7 +159,7 @@ class RouterProcess:
         tracer = self._telemetry.tracer
         self._server = RpcServer(
             [INFERENCE, DECISIONS, KSERVE_SERVICE],
-            [server_spans(tracer, _UNTRACED)],
+            [server_spans(tracer, _UNTRACED), RefusedCalls(self._refusals)],
             self._shares,
             replace(CLIENTS, most_calls=settings.grpc_calls_per_connection),
             tls=self._public_tls,
@@ -189,7 +195,7 @@ class RouterProcess:
 
     def _record_wrong_request(self, request_id: str, caller: Caller, error: InvalidRequest) -> None:
         now_ns = self._clock.time_ns()
-        self._ring.record(wrong_request_record(self._new_id(), now_ns, request_id, caller.owner, error))
+        self._refused.record(wrong_request_record(self._new_id(), now_ns, request_id, caller.owner, error))
 
     def _redis_clients(self) -> tuple[QuireRedis, QuireRedis] | None:
         """Return one client for lookups, with a short timeout, and one for discovery."""
@@ -222,7 +228,7 @@ class RouterProcess:
 
     def _serve_requests(self, name: str, checkpoint: Checkpoint) -> None:
         settings, clock = self.settings, self._clock
-        metrics = RouterMetrics(self._registry)
+        metrics = self._metrics
         metrics.watch_workers(lambda: len(self.pool.models()), self._redis_connected)
         index: PrefixIndex = NoPrefixIndex()
         if self._clients:
@@ -240,7 +246,7 @@ class RouterProcess:
         kept = KeptRecords(round(KEPT_RECORDS_SHARE * settings.decision_ring_bytes))
         slo, emit = settings.objective, self._telemetry.emit
         self._tail = TailKeeper(slo, self._ring, kept, metrics, emit, manager.all_decisions)
-        recorder = Recorder(metrics, self._ring, self._telemetry.tracer, clock, new_id, self._tail, self._card.name)
+        recorder = Recorder(metrics, self._refused, self._telemetry.tracer, clock, new_id, self._tail, self._card.name)
         self.frontend = RouterFrontend(dispatcher, admission, self._text, recorder, checkpoint.eos_token_ids)
         self._meter = Meter(quotas, clock, self._context, checkpoint.max_new_tokens, self.frontend.refuse)
         self._metered = MeteredValidator(self._validator, self._meter)
@@ -261,7 +267,7 @@ class RouterProcess:
         kserve = KserveServicer(self.frontend, self._metered, self._card, self._is_ready, calls)
         kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, self._server.server)
         decisions = DecisionServicer(self._ring, self._store, self._siblings, manager, recorder.tap)
-        decisions.keeps(kept)
+        decisions.keeps(kept, self._refused)
         explainer = Explainer(dispatcher, admission, lambda: self.pool.identity, lambda: self.frontend.draining, clock)
         decisions.explains(Explanations(explainer, self._validator, clock), self._authenticator.named)
         public = PublicDecisionServicer(decisions, calls)
@@ -331,6 +337,7 @@ class RouterProcess:
             refuses_media=settings.refuse_media,
             meter=self._meter,
             batches=self._batches,
+            refusals=self._refusals,
         )
         asks_for_keys = isinstance(self._authenticator, TenantDirectory)
         app = create_app(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from common.types import BlockHash, Constraint, Decision, PoolIdentity, SamplingParams
 from quire.inference.v1 import inference_pb2
 from router.core.dialects.parts import Parser
 from router.core.events import GenerateEvent, ValidatedRequest
 from router.core.index_answer import IndexAnswer
+from router.core.refusals import Refusal
 from router.core.tenancy import ANYONE, Caller, Charge
 
 
@@ -248,6 +249,37 @@ class PrefixIndex(Protocol):
     async def lookup(self, block_hashes: Sequence[BlockHash]) -> IndexAnswer:
         """Return hit blocks by worker id, or why there are none. Never raises or waits long."""
         ...
+
+
+class RefusalWatch(Protocol):
+    """Sees each answer with an error, of all client APIs."""
+
+    def now_ns(self) -> int:
+        """Return the time, as records have it."""
+        ...
+
+    def saw(self, refusal: Refusal, since_ns: int) -> None:
+        """Count, log and record an answer to a request that came at a time."""
+        ...
+
+    def counted(self, refusal: Refusal) -> None:
+        """Count alone what a probe was answered."""
+        ...
+
+
+class _Unwatched:
+    def now_ns(self) -> int:
+        return 0
+
+    def saw(self, refusal: Refusal, since_ns: int) -> None:
+        pass
+
+    def counted(self, refusal: Refusal) -> None:
+        pass
+
+
+UNWATCHED: Final[RefusalWatch] = _Unwatched()
+"""Sees nothing."""
 
 
 class DecisionSink(Protocol):

@@ -12,6 +12,7 @@ from google.protobuf.json_format import MessageToDict
 from cli.why.ids import request_that_begins, without_prefix
 from cli.why.pages import Listed, Lister, Records, moment_of
 from cli.why.source import Source, source_of, words_of
+from common.decisions.query import concerned
 from common.errors import NotFound, Unavailable
 from common.limits import MAX_LISTED_DECISIONS
 from common.types import Decision, DecisionKind
@@ -88,8 +89,9 @@ class Gatherer:
         """Return the story of a request; None when no record concerns it."""
         messages, unread = await self.records(request_id)
         decisions = list(known_decisions(messages))
-        self._check_tenant(request_id, decisions)
-        return story_of(request_id, decisions, unread) if decisions else None
+        own = _own_id(request_id, decisions)
+        self._check_tenant(own, decisions)
+        return story_of(own, decisions, unread) if decisions else None
 
     async def records(self, request_id: str) -> tuple[list[pb.DecisionRecord], tuple[str, ...]]:
         """Return all records that concern a request, and which services could not be asked, with the reason."""
@@ -128,6 +130,16 @@ class Gatherer:
         if self._tenant and owners and self._tenant not in owners:
             what = f"request {request_id} is none of tenant {self._tenant}"
             raise NotFound(f"{what}; name its own tenant, or leave --tenant out to see the requests of all")
+
+
+def _own_id(name: str, decisions: Iterable[Decision]) -> str:
+    """Return the id of the newest refused request that its client calls so, where the name is the id of none."""
+    refused = list[str]()
+    for each in decisions:
+        if name in concerned(each):
+            return name
+        refused.append(each.request_id)
+    return refused[-1] if refused else name
 
 
 def _cut(found: Records, kind: DecisionKind, most: int, since_ns: int | None) -> list[str]:

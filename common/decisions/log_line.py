@@ -20,13 +20,14 @@ _COSTLY: Final = frozenset({DecisionKind.REJECTION, DecisionKind.PREEMPTION, Dec
 _LINES: Final = {kind: RareLines(1.0, MAX_DECISION_LINES) for kind in _COSTLY}
 
 
-def log_decision(decision: Decision) -> None:
-    """Log a record; costs next to nothing when its level is off."""
+def log_decision(decision: Decision, quiet: bool = False) -> None:
+    """Log a record, a `quiet` one at debug alone; costs next to nothing when its level is off."""
+    costly = decision.kind in _COSTLY and not quiet
     if log.isEnabledFor(logging.DEBUG):
-        level = logging.INFO if decision.kind in _COSTLY else logging.DEBUG
+        level = logging.INFO if costly else logging.DEBUG
         log.log(level, "%s: %s", decision.kind, decision.chosen, extra=_fields(decision))
         return
-    if decision.kind not in _COSTLY or not log.isEnabledFor(logging.INFO):
+    if not costly or not log.isEnabledFor(logging.INFO):
         return
     if (held_back := _LINES[decision.kind].next()) is not None:
         extra = _short(_fields(decision)) | ({"lines_held_back": held_back} if held_back else {})

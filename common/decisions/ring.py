@@ -78,9 +78,9 @@ class DecisionRing:
     def __iter__(self) -> Iterator[Decision]:
         return (decision for _, decision, _ in self._records)
 
-    def record(self, decision: Decision) -> None:
-        """Keep a record, and log it; the oldest ones go when the ring is full."""
-        log_decision(decision)
+    def record(self, decision: Decision, quiet: bool = False) -> None:
+        """Keep a record, and log it (a `quiet` one has a better line); the oldest ones go when the ring is full."""
+        log_decision(decision, quiet)
         size = record_bytes(decision)
         while self._records and (len(self._records) == self._capacity or self.bytes + size > self._max_bytes):
             self._forget_oldest()

@@ -2,7 +2,8 @@
 
 Every status carries ErrorInfo (a reason that names the fault, facts of it, domain "quire"); besides it InvalidRequest
 carries BadRequest, Overloaded carries QuotaFailure and RetryInfo, Unavailable carries RetryInfo, and IdentityMismatch
-carries PreconditionFailure. Where a retry may help, gRPC's own retries learn from `grpc-retry-pushback-ms` when.
+carries PreconditionFailure. Where calls have ids, RequestInfo has that of the call. Where a retry may help, gRPC's own
+retries learn from `grpc-retry-pushback-ms` when.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from common import errors
+from common.rpc.call_notes import NOTES
 from common.rpc.gone_clients import client_gone
 from quire.api.status import DETAILS_KEY, DOMAIN
 
@@ -79,8 +81,12 @@ def to_status(error: errors.QuireError) -> status_pb2.Status:
 
 async def abort(context: aio.ServicerContext[Any, Any], error: errors.QuireError) -> NoReturn:
     """End a call with the status of an error. Raises AbortError, or CancelledError when the client is gone."""
-    status = to_status(error)
-    trailers = (*context.trailing_metadata(), (DETAILS_KEY, status.SerializeToString()), *_pushback(error))
+    status, earlier = to_status(error), tuple(context.trailing_metadata())
+    if (notes := NOTES.get()) is not None:
+        notes.error = error
+        status.details.add().Pack(notes.request_info())
+        earlier = notes.trailers(context)
+    trailers = (*earlier, (DETAILS_KEY, status.SerializeToString()), *_pushback(error))
     try:
         await context.abort(code_of(error), status.message, trailers)
     except aio.InternalError:

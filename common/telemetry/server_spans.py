@@ -75,14 +75,14 @@ class _ServerSpan:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace_: TracebackType | None
     ) -> None:
-        code = _code(self._context, error, self._timeout)
+        code = ended_with(self._context, error, self._timeout)
         self._span.set_attribute("rpc.grpc.status_code", int(code.value[0]))
         if code is not grpc.StatusCode.OK:
             self._span.set_status(Status(StatusCode.ERROR, code.name))
         self._span.end()
 
 
-def _code(context: Context, error: BaseException | None, timeout: float | None) -> grpc.StatusCode:
+def ended_with(context: Context, error: BaseException | None, timeout: float | None) -> grpc.StatusCode:
     """Return the status of an RPC whose handler was left with `error`; it had `timeout` seconds."""
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         expired = timeout is not None and is_expiry(timeout, context.time_remaining())

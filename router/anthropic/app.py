@@ -53,7 +53,7 @@ def add_messages(app: FastAPI, parts: HttpParts) -> None:
     router.add_api_route(PATH, api.create, responses=answers(AnswerMessage, MessageEvent), **post)
     router.add_api_route(f"{PATH}/count_tokens", api.count_tokens, responses=answers(TokenCount), **post)
     app.include_router(router)
-    errors.speak(app, PATH, in_this_form)
+    errors.speak(app, PATH, in_this_form, "anthropic")
     schema.describe(app, MessageEvent)
 
 

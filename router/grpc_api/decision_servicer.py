@@ -25,6 +25,7 @@ from router.grpc_api.manager_calls import ManagerCalls
 from router.observe.decision_watch import DecisionWatch
 from router.observe.kept_records import KeptRecords
 from router.observe.own_view import own_decision, own_explanation, own_spans
+from router.observe.refused_records import RefusedRecords
 from router.observe.request_tap import RequestTap, Tapped
 from router.observe.siblings import Siblings, asked_by_sibling
 from router.observe.trace_store import TraceStore
@@ -49,15 +50,16 @@ class DecisionServicer(decision_pb2_grpc.DecisionServiceServicer):
         self._watch = DecisionWatch(ring, siblings)
         self._explanations: Explanations | None = None
         self._kept: KeptRecords | None = None
+        self._refused: RefusedRecords | None = None
         self._named: Callable[[str], Caller] = lambda tenant: ANYONE
 
     def explains(self, explanations: Explanations, named: Callable[[str], Caller]) -> None:
         """Answer `Explain` too; `named` returns the caller for whom an operator asks."""
         self._explanations, self._named = explanations, named
 
-    def keeps(self, kept: KeptRecords) -> None:
-        """Answer with the records of kept requests too."""
-        self._kept = kept
+    def keeps(self, kept: KeptRecords, refused: RefusedRecords | None = None) -> None:
+        """Answer with the records of kept requests, and of refused ones, too."""
+        self._kept, self._refused = kept, refused
 
     async def ListDecisions(
         self, request: decision_pb2.ListDecisionsRequest, context: Context
@@ -120,6 +122,7 @@ class DecisionServicer(decision_pb2_grpc.DecisionServiceServicer):
     ) -> decision_pb2.ListDecisionsResponse:
         """Return the records of this process alone, or of all routers on its ports."""
         own = self._kept_of(request) if request.kept else await page_of(self._ring, request)
+        self._add_refused(request, own)
         if alone:
             return own
         others = await self._siblings.decisions(request)
@@ -152,6 +155,15 @@ class DecisionServicer(decision_pb2_grpc.DecisionServiceServicer):
             raise InvalidRequest(FieldViolation("request_id", what))
         found = self._kept.find(query_of(request)) if self._kept is not None else []
         return decision_pb2.ListDecisionsResponse(decisions=map(decision_to_proto, found), source=self._ring.source)
+
+    def _add_refused(self, request: decision_pb2.ListDecisionsRequest, own: decision_pb2.ListDecisionsResponse) -> None:
+        """Add the records of the refused request that is asked for, but for those of which the ring has its own."""
+        if self._refused is None or not request.request_id or own.next_page_token or request.page_token:
+            return
+        known = {each.decision_id for each in own.decisions}
+        found = self._refused.find(query_of(request))
+        own.decisions.extend(decision_to_proto(each) for each in found if each.decision_id not in known)
+        own.decisions.sort(key=lambda each: each.time_unix_nano)
 
     async def _trace_of(self, request: decision_pb2.GetTraceRequest) -> str:
         """Return the id of the trace that a request is in, from this router or a sibling; "" when none has it."""

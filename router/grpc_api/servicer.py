@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from common.errors import FieldViolation, InvalidRequest, NotFound, PermissionDenied, Unsupported
 from common.limits import MAX_REPLY_BYTES
+from common.rpc.call_notes import NOTES
 from common.untrusted.ids import ID_WORDS, is_id
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
@@ -25,6 +26,7 @@ from router.grpc_api.codec import (
 )
 from router.observe.siblings import Siblings
 from router.ports import CallContext, Frontend, ModelCard, RequestValidator, Resumed, Resumer, TextCodec
+from router.requests.request_ids import is_own_choice
 from router.serving.answer_size import AnswerRoom, check_least_size, checked_reply
 from router.serving.call_context import Calls, Context
 from router.serving.embedding import Embedder
@@ -105,6 +107,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
 
     async def _asked(self, request: pb.GenerateRequest, call: CallContext) -> Resumed:
         """Return a new request, or one that another router began."""
+        _note_id(request.request_id)
         if request.WhichOneof("input") == "resume":
             return await self._routers.resumer.resumed(request, call)
         return Resumed(await self._validator.validate(request, call), self._frontend.generate)
@@ -127,6 +130,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Embed every input, or none of them."""
         call = self._calls.context(context)
+        _note_id(request.request_id)
         asked = await self._embedder.validated(request, call, _NUMBER_BYTES, MAX_REPLY_BYTES)
         place = self._room.place(MAX_REPLY_BYTES)
         try:
@@ -202,6 +206,12 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         loads = self._status.loads(request.worker_id)
         await self._routers.add_to(loads)
         return loads
+
+
+def _note_id(chosen: str) -> None:
+    """Let a call go by the id that its message gives, if it may have that."""
+    if is_own_choice(chosen) and (notes := NOTES.get()) is not None:
+        notes.chosen_id = chosen
 
 
 def _clear(message: Message, names: Iterable[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 
 from common.errors import ModelNotFound, QuireError
 from common.limits import MAX_REPLY_BYTES
+from common.rpc.call_notes import NOTES
 from common.rpc.interceptor import send
 from common.version import quire_version
 from quire.kserve.v2 import kserve_pb2 as pb
@@ -20,6 +21,7 @@ from router.kserve.answer import LEAST_ENTRY_BYTES, VERSION, Answer, error_respo
 from router.kserve.request import read
 from router.kserve.tensors import INPUTS, LOGPROBS, OUTPUTS, Tensor
 from router.ports import CallContext, Frontend, ModelCard, RequestValidator
+from router.requests.request_ids import automatic_id
 from router.serving.answer_size import AnswerRoom, check_least_size, checked_reply
 from router.serving.call_context import Calls, Context, metadata_of
 
@@ -154,7 +156,7 @@ class _Stream:
 
     def call(self, now: float) -> CallContext:
         """Return the context of a request that has just come on this stream."""
-        return replace(self._call, arrived=now, charge=Charge())
+        return replace(self._call, arrived=now, charge=Charge(), request_id=automatic_id())
 
     async def serve(self, request: pb.ModelInferRequest, call: CallContext) -> None:
         """Answer one request. Its error goes to the client on the stream, and the stream goes on."""
@@ -165,6 +167,8 @@ class _Stream:
         except QuireError as error:
             if self._strict:
                 raise
+            if (notes := NOTES.get()) is not None:
+                notes.refused_within(error, call.request_id)
             await self._write(error_response(request, error))
 
     async def _write(self, response: pb.ModelStreamInferResponse) -> None:

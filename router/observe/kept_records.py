@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 
 from common.decisions.query import DecisionQuery
 from common.decisions.ring import record_bytes
@@ -39,6 +40,6 @@ class KeptRecords:
             self.bytes -= sum(map(record_bytes, gone.values()))
 
     def find(self, query: DecisionQuery) -> list[Decision]:
-        """Return the records of the request that a query names, if they match it."""
-        held = self._requests.get(query.request_id, {})
-        return [each for each in held.values() if query.matches(each)]
+        """Return the records under the id that a query names, if they pass its other filters."""
+        held, others = self._requests.get(query.request_id, {}), replace(query, request_id="")
+        return [each for each in held.values() if others.matches(each)]

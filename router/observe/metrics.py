@@ -48,6 +48,9 @@ class RouterMetrics:
         self.left_out = Counter(
             "quire:kept_requests_left_out", "requests beyond the rate of their tail rule", ["rule"], registry=registry
         )
+        self.refusals = Counter(
+            "quire:refusals", "answers with an error", ["api", "method", "code", "reason"], registry=registry
+        )
         self._begin_at_zero()
         self.migrations = self._counter("migrations", "sequences that went on at another worker")
         self.resumed = self._counter("requests_resumed", "requests of another router that went on at this one")

@@ -30,6 +30,7 @@ from router.openai.embeddings import embedding_routes
 from router.openai.event_ids import HEADER, EventIds, LastEvent, NoEventIds
 from router.openai.identification import Identified, WithoutPrefix
 from router.openai.prompt_logprobs import LEAST_RANKED_BYTES, WantedLogprobs
+from router.openai.refused import RefusalsSeen
 from router.openai.request import Order, chat_batch_order, chat_order, completion_order
 from router.openai.response import WholeAnswer, WholeResponse
 from router.openai.responses.routes import response_routes
@@ -90,9 +91,11 @@ def create_app(
         )
     if own_names is not None:
         app.add_middleware(OwnNames, allowed=own_names)
+    app.add_middleware(RefusalsSeen, refusals=parts.refusals)
     app.add_middleware(Identified)
     if root_path:
         app.add_middleware(WithoutPrefix, prefix=root_path)
+    app.state.refusals = parts.refusals
     service = Service(parts)
     api = _Api(service)
     post: dict[str, Any] = {"methods": ["POST"], "response_model": None, "tags": ["OpenAI"]}

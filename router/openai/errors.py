@@ -16,8 +16,13 @@ from starlette.types import Scope
 from common import errors
 from common.rpc.status import no_memory
 from common.settings.pydantic_words import mistake
+from router.core.refusals import fault_of, fault_of_status, fault_words
 
 Json = dict[str, Any]
+# The reason of an answer with an error, one of FAULTS, and words of it for operators.
+Fault = tuple[str, tuple[str, ...]]
+FAULT = "fault"
+"""Where the state of a request has its Fault."""
 # Makes status and body of another API from those of this one, and from the error, if they were made of one.
 ErrorForm = Callable[[int, Json, errors.QuireError | None], tuple[int, Json]]
 
@@ -131,9 +136,15 @@ def _body(status: int, message: str, param: str | None, code: str | None) -> Jso
     return {"error": {"message": message[:_MAX_MESSAGE], "type": kind, "param": param, "code": code}}
 
 
-def speak(app: FastAPI, path: str, form: ErrorForm) -> None:
-    """Let an application answer errors of the paths that begin so in another form."""
-    app.state.error_forms = {**_forms(app), path: form}
+def speak(app: FastAPI, path: str, form: ErrorForm, api: str) -> None:
+    """Let an application answer errors of the paths that begin so in another form, that of `api`."""
+    app.state.error_forms = {**_forms(app), path: (api, form)}
+
+
+def api_of(scope: Scope) -> str:
+    """Return the API that a path belongs to."""
+    spoken = _forms(scope.get("app")).items()
+    return next((api for path, (api, _) in spoken if scope["path"].startswith(path)), "openai")
 
 
 def response_to(error: errors.QuireError, scope: Scope) -> JSONResponse:
@@ -142,16 +153,24 @@ def response_to(error: errors.QuireError, scope: Scope) -> JSONResponse:
 
 
 def _answer(
-    scope: Scope, body: Json, status: int, headers: Mapping[str, str], error: errors.QuireError | None = None
+    scope: Scope,
+    body: Json,
+    status: int,
+    headers: Mapping[str, str],
+    error: errors.QuireError | None = None,
+    fault: Fault | None = None,
 ) -> JSONResponse:
-    """Return an answer in the form of its path."""
-    for path, form in _forms(scope.get("app")).items():
+    """Return an answer in the form of its path, and note what it is for."""
+    if error is not None:
+        fault = fault_of(error), fault_words(error)
+    scope.setdefault("state", {})[FAULT] = fault or (fault_of_status(status), ())
+    for path, (_, form) in _forms(scope.get("app")).items():
         if scope["path"].startswith(path):
             status, body = form(status, body, error)
     return JSONResponse(body, status, headers)
 
 
-def _forms(app: FastAPI | None) -> Mapping[str, ErrorForm]:
+def _forms(app: FastAPI | None) -> Mapping[str, tuple[str, ErrorForm]]:
     return {} if app is None else getattr(app.state, "error_forms", {})
 
 
@@ -169,14 +188,18 @@ async def _malformed(request: Request, error: Exception) -> JSONResponse:
         found.setdefault(_place(each["loc"]), _mistake(request, each))
     message = "; ".join(f"{path}: {what}" if path else what for path, what in found.items())
     body = _body(400, message, next(iter(found)), _CODES[errors.InvalidRequest.reason])
-    return _answer(request.scope, body, 400, {"x-should-retry": "false"})
+    # Of a path the first part alone is a name of this API; a client may have chosen what is within it.
+    fields = tuple([path.partition(".")[0].partition("[")[0] for path in found if path])
+    named = tuple([f"{field}: has a wrong type or form" for field in dict.fromkeys(fields)])
+    fault = errors.InvalidRequest.reason if named else errors.MALFORMED, named
+    return _answer(request.scope, body, 400, {"x-should-retry": "false"}, fault=fault)
 
 
 async def _no_text(request: Request, error: Exception) -> JSONResponse:
     """Answer a body with halves of characters: JSON can write them, but messages to the worker cannot hold them."""
     message = "a text has half of a surrogate pair, which is no character; send whole ones"
     body = _body(400, message, None, _CODES[errors.InvalidRequest.reason])
-    return _answer(request.scope, body, 400, {"x-should-retry": "false"})
+    return _answer(request.scope, body, 400, {"x-should-retry": "false"}, fault=(errors.MALFORMED, ()))
 
 
 async def _no_memory(request: Request, error: Exception) -> JSONResponse:

@@ -12,7 +12,7 @@ from typing import Final
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.requests.request_ids import AUTOMATIC_PREFIX, automatic_id, correlation_id, new_trace_id
+from router.requests.request_ids import automatic_id, correlation_id, new_trace_id, recorded_id
 from router.requests.validate import valid_traceparent
 
 _TRACE: Final = slice(3, 35)  # of a traceparent
@@ -42,8 +42,8 @@ class Ids:
 
     @property
     def recorded(self) -> str:
-        """The correlation id for traces; one like the router's own ids would hide the trace of another request."""
-        return "" if self.correlation.startswith(AUTOMATIC_PREFIX) else self.correlation
+        """The correlation id for traces and records."""
+        return recorded_id(self.correlation)
 
     def headers(self) -> dict[str, str]:
         return {

@@ -25,7 +25,17 @@ from router.openai.identification import Ids
 from router.openai.merge import merged
 from router.openai.request import Order, of_conversation
 from router.openai.responses.parts import ResponseParts
-from router.ports import Authenticator, CallContext, Frontend, ModelCard, RequestValidator, Resumer, TextCodec
+from router.ports import (
+    UNWATCHED,
+    Authenticator,
+    CallContext,
+    Frontend,
+    ModelCard,
+    RefusalWatch,
+    RequestValidator,
+    Resumer,
+    TextCodec,
+)
 from router.requests.request_ids import correlation_id
 from router.serving.answer_size import AnswerRoom
 from router.serving.metering import UNLIMITED, Meter
@@ -56,6 +66,7 @@ class HttpParts:
     meter: Meter = UNLIMITED
     batches: BatchParts | None = None
     """Where files and batches of clients lie; None where they are off."""
+    refusals: RefusalWatch = UNWATCHED
 
 
 class Service:

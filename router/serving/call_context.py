@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 from urllib.parse import unquote
 
@@ -10,6 +10,7 @@ from grpc import aio
 from opentelemetry import trace
 
 from common.clock import Clock
+from common.rpc.call_notes import NOTES
 from common.telemetry import traceparent_of
 from router.core.tenancy import Caller
 from router.ports import Authenticator, CallContext
@@ -34,15 +35,20 @@ class Calls:
     def caller(self, context: Context) -> Caller:
         """Return who calls, and for whom texts are read. Raises Unauthenticated or PermissionDenied."""
         caller = self.authenticator.caller(metadata_of(context, "authorization"), host_of(context.peer()))
+        if (notes := NOTES.get()) is not None:
+            notes.owner = caller.owner
         works_for(caller.tenant)
         return caller
 
     def context(self, context: Context) -> CallContext:
-        """Return the context of a call. Raises as `caller` does."""
+        """Return the context of a call, with the ids that it was given. Raises as `caller` does."""
         now, left = self.clock.monotonic(), context.time_remaining()
         deadline = now + left - _margin(left) if left is not None and left < _NO_DEADLINE_SECONDS else None
         state = metadata_of(context, "tracestate")
-        return CallContext(now, deadline, _traceparent(context), self.caller(context), tracestate=state)
+        made = CallContext(now, deadline, _traceparent(context), self.caller(context), tracestate=state)
+        if (notes := NOTES.get()) is None:
+            return made
+        return replace(made, request_id=notes.call_id, correlation_id=notes.recorded_id)
 
 
 def _margin(left: float) -> float:

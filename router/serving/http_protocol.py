@@ -20,14 +20,23 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from common import limits
 from common.process.connections import Connections
+from router.core.refusals import Refusal, fault_of_status
+from router.ports import UNWATCHED, RefusalWatch
 
 
 class HttpConfig(uvicorn.Config):
     """uvicorn's settings, and what all connections of the server share."""
 
-    def __init__(self, app: Any, connections: Connections, tls: ssl.SSLContext | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        app: Any,
+        connections: Connections,
+        tls: ssl.SSLContext | None = None,
+        refusals: RefusalWatch = UNWATCHED,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(app, http=BoundedHttpProtocol, timeout_keep_alive=limits.HTTP_IDLE_SECONDS, **kwargs)
-        self.connections, self.tls = connections, tls
+        self.connections, self.tls, self.refusals = connections, tls, refusals
 
 
 class _TooLargeError(Exception):
@@ -47,7 +56,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, config: HttpConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self._connections = config.connections
+        self._connections, self._refusals = config.connections, config.refusals
         # The address that is counted; empty while it is not. Where a handshake comes first it is counted before.
         self.peer = ""
         # Bytes that came since the parser last reported the end of headers, or a part of a body.
@@ -72,7 +81,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             peer = self.client[0] if self.client else "unknown"
             if full := self._connections.enter(peer):
                 self._refused = True
-                transport.write(_answer(503, full))
+                transport.write(self._answer(503, full))
                 transport.close()
                 return
             self.peer = peer
@@ -188,13 +197,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if not self._answer_has_begun:
-            self.transport.write(_answer(status, message))
+            self.transport.write(self._answer(status, message))
         self._end_request()
         self.pipeline.clear()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
         self._receiving = self.loop.call_later(limits.HTTP_LINGER_SECONDS, self.transport.abort)
+
+    def _answer(self, status: int, message: str) -> bytes:
+        # The request has got no ids, and its own are not read: this one names the answer alone.
+        request_id = secrets.token_hex(16)
+        refusal = Refusal("http", "connection", str(status), fault_of_status(status), request_id, words=(message,))
+        self._refusals.saw(refusal, self._refusals.now_ns())
+        return _answer(status, message, request_id)
 
     # ------------------------------------------------------------ a slow reader
 
@@ -220,12 +236,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().timeout_keep_alive_handler()
 
 
-def _answer(status: int, message: str) -> bytes:
+def _answer(status: int, message: str, request_id: str) -> bytes:
     """Return a whole response with an error body of the OpenAI-compatible API; it closes the connection."""
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": None}}).encode()
     head = "content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n%s\r\n"
     more = "retry-after: 1\r\n" if status in (429, 503) else ""
-    # The request has got no ids, and its own are not read: these name the answer alone.
-    more += f"x-request-id: {secrets.token_hex(16)}\r\nx-trace-id: {secrets.token_hex(16)}\r\n"
+    more += f"x-request-id: {request_id}\r\nx-quire-request-id: {request_id}\r\nx-trace-id: {secrets.token_hex(16)}\r\n"
     return STATUS_LINE[status] + (head % (len(body), more)).encode() + body

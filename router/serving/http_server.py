@@ -18,6 +18,7 @@ from common.errors import PortTaken
 from common.process.connections import Connections
 from common.process.ports import listener
 from common.rpc.tls import PublicCertificate, RenewedContext
+from router.ports import UNWATCHED
 from router.serving.http_protocol import BoundedHttpProtocol, HttpConfig
 from router.serving.tls_listener import TlsListener
 
@@ -110,7 +111,7 @@ async def serve_http(
     tls: PublicCertificate | None = None,
     connections: Connections | None = None,
 ) -> HttpServer:
-    """Listen and serve; port 0 takes a free one. Raises PortTaken."""
+    """Listen and serve; port 0 takes a free one. `app.state.refusals` sees what is no request. Raises PortTaken."""
     try:
         listens = listener(host, port, _BACKLOG, reuse_port)
     except OSError as error:
@@ -130,6 +131,7 @@ async def serve_http(
         ws="none",
         timeout_graceful_shutdown=grace,
         tls=None if tls is None else RenewedContext(tls).context,
+        refusals=getattr(app.state, "refusals", UNWATCHED),
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listens]), name="http")

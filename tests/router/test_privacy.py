@@ -54,6 +54,6 @@ async def test_text_of_prompts_and_outputs_is_in_no_log_line_and_in_no_span() ->
     routed = [line for line in lines if line["msg"] == "routing: w0"]
     assert [(line["level"], line["trace_id"]) for line in routed] == [("debug", trace_id)]
     assert {span.name for span in trace.spans} >= {"request", "route", "stream"}
-    assert [each.kind for each in decisions.decisions] == ["admission", "routing", "outcome"]
+    assert [each.kind for each in decisions.decisions] == ["admission", "routing", "outcome", *["rejection"] * 3]
     for text in (err.decode(), str(trace), str(decisions)):
         assert SECRET.lower() not in text.lower()

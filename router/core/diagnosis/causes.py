@@ -152,7 +152,7 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
     ),
     Cause.TOO_LARGE: Advice("Shorten the prompt, lower max_tokens, or give the workers more blocks.", "too-large"),
     Cause.WRONG_REQUEST: Advice(
-        "Correct the named fields in the client, because the service is not the reason.", "wrong-request"
+        "Correct in the client what the first line names, because the service is not the reason.", "wrong-request"
     ),
     Cause.HOPELESS_DEADLINE: Advice(
         "Allow the request more time, or add workers so that the first token comes sooner.", "hopeless-deadline"

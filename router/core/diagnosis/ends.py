@@ -9,7 +9,7 @@ from router.core.diagnosis.causes import Cause, advice_for
 from router.core.diagnosis.outcome import Outcome
 from router.core.diagnosis.story import REFUSED_BY_MANAGER, Story
 from router.core.diagnosis.verdict import Verdict
-from router.core.refusals import CONTEXT_LENGTH, WRONG_FIELDS
+from router.core.refusals import CONTEXT_LENGTH, FAULTS, WRONG_FIELDS
 
 # The failures of a client that does not read, and of one that left.
 READS_TOO_SLOWLY: Final = "the client reads too slowly"
@@ -42,6 +42,20 @@ _LENGTHS: Final = ("prompt", "sampling.max_tokens")
 _WRONG: Final = {
     CONTEXT_LENGTH: (Cause.TOO_LARGE, "it does not fit the context of the model"),
     WRONG_FIELDS: (Cause.WRONG_REQUEST, "fields of it are wrong"),
+}
+# By the reason with which a face refused it; any other one is a mistake of the client.
+_BY_FAULT: Final = {
+    "CONTEXT_LENGTH_EXCEEDED": Cause.TOO_LARGE,
+    "RATE_LIMITED": Cause.REFUSED,
+    "OVERLOADED": Cause.REFUSED,
+    "UNAVAILABLE": Cause.NO_WORKER,
+    "DEADLINE_EXCEEDED": Cause.DEADLINE,
+    "CANCELLED": Cause.CLIENT_GONE,
+    "IDENTITY_MISMATCH": Cause.FAILED,
+    "STALE_EPOCH": Cause.FAILED,
+    "PROTOCOL_VIOLATION": Cause.FAILED,
+    "ENGINE_FAILURE": Cause.FAILED,
+    "INTERNAL": Cause.FAILED,
 }
 
 
@@ -76,5 +90,8 @@ def refusal_verdict(story: Story) -> Verdict | None:
     if refused[-1].subject in _WRONG:
         cause, what = _WRONG[refused[-1].subject]
         return Verdict(cause, 0.0, f"Refused at once, because {what}: {words}.", (), advice_for(cause))
+    if refused[-1].subject in FAULTS:
+        cause = _BY_FAULT.get(refused[-1].subject, Cause.WRONG_REQUEST)
+        return Verdict(cause, 0.0, f"Refused at once with {refused[-1].subject}: {words}.", (), advice_for(cause))
     sentence = f"Refused at once by the limit {refused[-1].subject}: {words}."
     return Verdict(Cause.REFUSED, 0.0, sentence, (), advice_for(Cause.REFUSED))
