@@ -159,7 +159,7 @@ class RouterProcess:
         tracer = self._telemetry.tracer
         self._server = RpcServer(
             [INFERENCE, DECISIONS, KSERVE_SERVICE],
-            [server_spans(tracer, _UNTRACED), RefusedCalls(self._refusals)],
+            [RefusedCalls(self._refusals), server_spans(tracer, _UNTRACED)],
             self._shares,
             replace(CLIENTS, most_calls=settings.grpc_calls_per_connection),
             tls=self._public_tls,

@@ -19,11 +19,11 @@ Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 class CallNotes:
     """`call_id` is the service's own id of the call. `client_id` is the client's name for it, "" for none.
 
-    `refused_within` reports a request of a stream that ends with an error while the stream goes on.
+    `report` takes these notes and an error, with the id of the request that it ends.
     """
 
     call_id: str
-    refused_within: Callable[[QuireError, str], None]
+    report: Callable[[CallNotes, QuireError, str], None]
     client_id: str = ""
     # The client's name for the request, where records may have it.
     recorded_id: str = ""
@@ -41,6 +41,10 @@ class CallNotes:
     @property
     def shown_id(self) -> str:
         return self.chosen_id or self.client_id or self.call_id
+
+    def refused_within(self, error: QuireError, request_id: str) -> None:
+        """Report a request of a stream that ends with an error, while the stream goes on."""
+        self.report(self, error, request_id)
 
     def request_info(self) -> error_details_pb2.RequestInfo:
         return error_details_pb2.RequestInfo(request_id=self.shown_id, serving_data=self.request_id)

@@ -33,20 +33,6 @@ Check = Callable[[Any, Context], Any]
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
-class UnknownMethod(grpc.RpcMethodHandler):  # type: ignore[type-arg]  # it takes no parameters at run time
-    """Answers a method that there is not. Interceptors leave it as it is, and keep nothing of a name that anybody made.
-
-    It is as a method with two streams: so it answers callers of any kind.
-    """
-
-    request_streaming = response_streaming = True
-    request_deserializer = response_serializer = None
-    unary_unary = unary_stream = stream_unary = None
-
-    def __init__(self, answer: Callable[[Any, Context], Awaitable[None]]) -> None:
-        self.stream_stream = answer  # type: ignore[assignment]  # the type is that of servers with threads
-
-
 class AroundInterceptor(aio.ServerInterceptor):
     """Runs an `Around` around every handler of one server; another server needs an interceptor of its own."""
 
@@ -64,8 +50,8 @@ class AroundInterceptor(aio.ServerInterceptor):
         if method in self._wrapped:
             return self._wrapped[method]
         handler = await continuation(handler_call_details)
-        if handler is None or isinstance(handler, UnknownMethod):
-            return handler
+        if handler is None:
+            return None
         self._wrapped[method] = _wrap(handler, self._around, method)
         return self._wrapped[method]
 

@@ -46,7 +46,8 @@ class RpcServer:
         tls: ServerTls | None = None,
         own_tls: ServerTls | None = None,
     ) -> None:
-        """`services` are full names (`quire.inference.v1.InferenceService`); `interceptors` see statuses.
+        """`services` are full names (`quire.inference.v1.InferenceService`); `interceptors` stand around all
+        others, and see statuses.
 
         `callers` has the limits of messages and of silence. `tls` is for the port, `own_tls` for the own port. Where
         either asks callers for certificates, their roles are checked (`roles.py`).
@@ -56,7 +57,7 @@ class RpcServer:
         checks = [AroundInterceptor(ChecksRole)] if checked else []
         self._calls = Calls()
         counts = AroundInterceptor(self._calls.around)
-        around = [counts, *interceptors, AroundInterceptor(ErrorsToStatuses), *checks]
+        around = [*interceptors, counts, AroundInterceptor(ErrorsToStatuses), *checks]
         log_no_gone_clients()
         self.server = aio.server(interceptors=around, options=server_options(reuse_port, callers))
         self.health = Health(services)

@@ -30,6 +30,7 @@ FAULTS: Final[Mapping[str, str]] = {
     "CONTEXT_LENGTH_EXCEEDED": "it does not fit the context of the model",
     "MALFORMED": "it cannot be read as a message of this API",
     "TOO_LARGE": "it has more bytes than are read",
+    "NOT_RECEIVED": "its message did not come whole: it exceeds the limit of gRPC, or its client left",
     "CODING_NOT_SERVED": "its content-encoding is none of those that are read",
     "UNSUPPORTED": "it asks for what is not offered here",
     "UNAUTHENTICATED": "it showed no key or token that is known here",

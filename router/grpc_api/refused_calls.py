@@ -1,11 +1,15 @@
 """Gives each call of the public gRPC port its ids, and sees the calls that end with another status than OK.
 
-gRPC itself refuses a message above its limit before any handler is called: such a call is not seen.
+gRPC itself refuses a message above its limit, before any handler is called: a call without a handler's work is taken
+for one of these. Of a stream of requests it tells nobody.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from functools import partial
 from types import TracebackType
 from typing import Any, Final
 
@@ -14,7 +18,7 @@ from grpc import aio
 
 from common.errors import QuireError, Unsupported
 from common.rpc.call_notes import NOTES, CallNotes
-from common.rpc.interceptor import AroundInterceptor, Context, UnknownMethod
+from common.rpc.interceptor import AroundInterceptor, Context
 from common.rpc.status import abort, code_of
 from common.telemetry.server_spans import ended_with
 from router.core.refusals import FAULTS, Refusal, fault_of, fault_words
@@ -33,17 +37,22 @@ _FAULT_OF_CODE: Final[Mapping[grpc.StatusCode, str]] = {
 }
 
 
+def _api_of(method: str) -> str:
+    return "kserve" if method.startswith(_KSERVE) else "grpc"
+
+
 class _UnknownMethodError(Unsupported):
     reason = "UNKNOWN_PATH"
 
 
 class RefusedCalls(aio.ServerInterceptor):
-    """Stands around the interceptors that make statuses of errors."""
+    """Stands around all other interceptors: those keep the handler of a method, and look it up no second time."""
 
     def __init__(self, refusals: RefusalWatch) -> None:
         self._refusals = refusals
         self._around = AroundInterceptor(lambda method, context: _Seen(refusals, method.lstrip("/"), context))
-        self._unknown = UnknownMethod(self._no_method)
+        # As a method with two streams it answers callers of any kind.
+        self._unknown: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(self._no_method)
 
     async def intercept_service(
         self,
@@ -51,25 +60,54 @@ class RefusedCalls(aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await self._around.intercept_service(continuation, handler_call_details)
-        return self._unknown if handler is None else handler
+        if handler is None:
+            return self._unknown
+        task = asyncio.current_task()
+        if task is not None and not handler.request_streaming:
+            arrival = _Arrival(self._refusals, handler_call_details)
+            _ARRIVAL.set(arrival)
+            task.add_done_callback(arrival.over)
+        return handler
 
     async def _no_method(self, requests: object, context: Context) -> None:
         async with _Seen(self._refusals, _NO_METHOD, context):
             await abort(context, _UnknownMethodError("there is no such method here; reflection lists all"))
 
 
+class _Arrival:
+    """A call whose request is to come: gRPC calls the handler in the task that looked it up, or ends that task."""
+
+    def __init__(self, refusals: RefusalWatch, details: grpc.HandlerCallDetails) -> None:
+        self._refusals, self._details, self._since_ns = refusals, details, refusals.now_ns()
+        self.came = False
+
+    def over(self, _: object) -> None:
+        if self.came:
+            return
+        sent = dict(self._details.invocation_metadata or ()).get("x-request-id", "")
+        client_id = recorded_id(correlation_id(sent)) if isinstance(sent, str) else ""
+        method = self._details.method.lstrip("/")
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED.name
+        refusal = Refusal(_api_of(method), method, code, "NOT_RECEIVED", automatic_id(), client_id)
+        self._refusals.saw(refusal, self._since_ns)
+
+
+_ARRIVAL: Final[ContextVar[_Arrival | None]] = ContextVar("arrival of a request", default=None)
+
+
 class _Seen:
-    """Around the handler of one call."""
+    """Around the handler of one call. The notes do not know it: a cycle would keep the call for the collector."""
 
     def __init__(self, refusals: RefusalWatch, method: str, context: Context) -> None:
-        self._refusals, self._method, self._context = refusals, method, context
+        self._context, self._report = context, partial(_report, refusals, method, refusals.now_ns())
         self._timeout: float | None = context.time_remaining()
-        self._since_ns = refusals.now_ns()
         client_id = correlation_id(metadata_of(context, "x-request-id"))
-        self._notes = CallNotes(automatic_id(), self._refused_within, client_id, recorded_id(client_id))
+        self._notes = CallNotes(automatic_id(), self._report, client_id, recorded_id(client_id))
 
     async def __aenter__(self) -> None:
         NOTES.set(self._notes)
+        if (arrival := _ARRIVAL.get()) is not None:
+            arrival.came = True
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -77,26 +115,23 @@ class _Seen:
         code = ended_with(self._context, error, self._timeout)
         if code is grpc.StatusCode.OK:
             self._context.set_trailing_metadata(self._notes.trailers(self._context))
-            return
-        refused = self._notes.error
-        if refused is not None:
-            reason, words = fault_of(refused), fault_words(refused)
         else:
-            reason, words = _FAULT_OF_CODE.get(code, code.name if code.name in FAULTS else "INTERNAL"), ()
-        self._saw(code, reason, words, self._notes.request_id)
+            self._report(self._notes, self._notes.error or code, self._notes.request_id)
 
-    def _refused_within(self, error: QuireError, request_id: str) -> None:
-        self._saw(code_of(error), fault_of(error), fault_words(error), request_id)
 
-    def _saw(self, code: grpc.StatusCode, reason: str, words: tuple[str, ...], request_id: str) -> None:
-        refusal = Refusal(
-            api="kserve" if self._method.startswith(_KSERVE) else "grpc",
-            method=self._method,
-            code=code.name,
-            reason=reason,
-            request_id=request_id,
-            client_id=self._notes.recorded_id,
-            owner=self._notes.owner,
-            words=words,
-        )
-        self._refusals.saw(refusal, self._since_ns)
+def _report(
+    refusals: RefusalWatch,
+    method: str,
+    since_ns: int,
+    notes: CallNotes,
+    error: QuireError | grpc.StatusCode,
+    request_id: str,
+) -> None:
+    """Report an error, or a status that no error of Quire stands behind."""
+    if isinstance(error, QuireError):
+        code, reason, words = code_of(error), fault_of(error), fault_words(error)
+    else:
+        code, words = error, ()
+        reason = _FAULT_OF_CODE.get(code, code.name if code.name in FAULTS else "INTERNAL")
+    ids = request_id, notes.recorded_id, notes.owner
+    refusals.saw(Refusal(_api_of(method), method, code.name, reason, *ids, words), since_ns)

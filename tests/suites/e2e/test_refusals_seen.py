@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from cli.suite.programs import metrics_addresses
-from common.limits import ALIKE_REFUSALS_BURST, ALIKE_REFUSALS_PER_SECOND
+from common.limits import ALIKE_REFUSALS_BURST, ALIKE_REFUSALS_PER_SECOND, MAX_PUBLIC_MESSAGE_BYTES
 from quire.api.status import DETAILS_KEY
 from quire.decision.v1 import decision_pb2
 from quire.inference.v1 import inference_pb2 as pb
@@ -308,6 +308,17 @@ async def test_a_method_that_there_is_not_is_counted_under_no_name(tenants: Tena
     assert (seen.code, seen.reason) == ("UNIMPLEMENTED", "UNKNOWN_PATH")
     assert await counted(tenants, *labels) == before + 1
     assert len(await records(tenants, seen.own_id)) == 1
+
+
+async def test_a_message_above_the_limit_of_grpc_counts_though_no_handler_sees_it(tenants: TenantSuite) -> None:
+    labels = ("grpc", "quire.inference.v1.InferenceService/Tokenize", "RESOURCE_EXHAUSTED", "NOT_RECEIVED")
+    before = await counted(tenants, *labels)
+    large = pb.TokenizeRequest(prompt=pb.Prompt(text="a" * (MAX_PUBLIC_MESSAGE_BYTES + 1)))
+    metadata = (*tenants.metadata("red"), ("x-request-id", "too-large"))
+    with pytest.raises(grpc.aio.AioRpcError, match="larger than max"):
+        await tenants.suite.inference.Tokenize(large, timeout=PATIENCE, metadata=metadata)
+    assert await until(lambda: counted(tenants, *labels), lambda now: now != before) == before + 1
+    assert [each.chosen for each in await records(tenants, "too-large")] == ["NOT_RECEIVED"]
 
 
 async def test_a_request_that_a_stream_of_many_refuses_counts_though_the_stream_ends_well(tenants: TenantSuite) -> None:
