@@ -49,7 +49,7 @@ class RefusalsSeen:
     def _saw(self, scope: Scope, status: int, since_ns: int) -> None:
         state = scope["state"]
         ids: Ids = state["ids"]
-        reason, words = state.get(errors.FAULT) or (fault_of_status(status), ())
+        reason, words = state.get(errors.FAULT) or (_fault_of(scope, status), ())
         caller = state.get("caller")
         refusal = Refusal(
             api=errors.api_of(scope),
@@ -67,6 +67,11 @@ class RefusalsSeen:
             self._refusals.saw(refusal, since_ns)
 
 
+def _fault_of(scope: Scope, status: int) -> str:
+    """Return the reason of an answer that this application has not made: by its server, or to a browser's question."""
+    return "PERMISSION_DENIED" if scope["method"] == "OPTIONS" else fault_of_status(status)
+
+
 def _route_of(scope: Scope) -> str:
     """Return the path of a route as the application declares it."""
     matching = (each.path for each in _routes(scope["app"].routes) if each.matches(scope)[0] is not Match.NONE)
@@ -74,7 +79,7 @@ def _route_of(scope: Scope) -> str:
 
 
 def _routes(routes: Iterable[BaseRoute]) -> Iterator[Route]:
-    """Yield the routes with those of included routers, which FastAPI keeps whole from 0.120 on."""
+    """Yield the routes with those of included routers, which newer versions of FastAPI keep whole."""
     for each in routes:
         if isinstance(each, Route):
             yield each

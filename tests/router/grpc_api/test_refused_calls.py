@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -16,31 +16,14 @@ from common.errors import AlreadyExists, FieldViolation, InvalidRequest, QuireEr
 from common.rpc.call_notes import NOTES
 from common.rpc.options import Callers
 from common.rpc.server import RpcServer, open_channel
-from router.core.refusals import Refusal
 from router.grpc_api.refused_calls import RefusedCalls
 from tests.support.deadlines import TooSlow, with_enough_time
+from tests.support.router.refusal_list import RefusalList
 from tests.support.waiting import PATIENCE_S, until
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 MOST_BYTES = 1_000
 _ENDED_CALLS = 60
-
-
-class Watch:
-    """Keeps what is reported."""
-
-    def __init__(self) -> None:
-        self.seen: list[Refusal] = []
-
-    def now_ns(self) -> int:
-        return 7
-
-    def saw(self, refusal: Refusal, since_ns: int) -> None:
-        assert since_ns == 7
-        self.seen.append(refusal)
-
-    def counted(self, refusal: Refusal) -> None:
-        raise AssertionError(refusal)
 
 
 class Handlers(grpc.GenericRpcHandler):
@@ -86,9 +69,9 @@ class Handlers(grpc.GenericRpcHandler):
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[Any, Handlers, Watch]]:
+async def served() -> AsyncIterator[tuple[Any, Handlers, RefusalList]]:
     """Serve; yield a channel. Methods without serialisers carry bytes, which the type stubs lack."""
-    watch, handlers = Watch(), Handlers()
+    watch, handlers = RefusalList(), Handlers()
     rpc = RpcServer([], [RefusedCalls(watch)], callers=Callers(most_bytes=MOST_BYTES))
     rpc.server.add_generic_rpc_handlers([handlers])
     await rpc.start("127.0.0.1", 0)
@@ -216,11 +199,10 @@ async def test_a_call_whose_deadline_passes_is_reported_so() -> None:
         async with served() as (channel, _, watch):
             await called(channel, "unary_unary")
             call = channel.unary_stream("/quire.test.Service/waits")(b"", timeout=seconds)
-            try:
+            with suppress(aio.AioRpcError):
                 await call.read()
                 await call.read()
-            except aio.AioRpcError as error:
-                assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             await until(lambda: len(watch.seen) == 1)
         if watch.seen[0].reason in ("CANCELLED", "NOT_RECEIVED"):
             raise TooSlow  # the server began to count late, so that the client's end came first

@@ -32,6 +32,7 @@ from router.text.checkpoint import read_checkpoint
 from tests.support.router.callers import OneCaller
 from tests.support.router.fake_frontend import ScriptedFrontend, ScriptedResumer
 from tests.support.router.fake_worker import PATIENCE_S
+from tests.support.router.refusal_list import RefusalList
 
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hi"}]
 FACTS = read_checkpoint(CHECKPOINT)
@@ -59,7 +60,7 @@ class Api:
         self.frontend = ScriptedFrontend()
         self.resumer = ScriptedResumer(self.frontend)
         self.is_ready = True
-        self.background = BackgroundResponses()
+        self.background, self.refusals = BackgroundResponses(), RefusalList()
         self.text = CheckpointText.load(CHECKPOINT, FACTS.max_model_len)
         self.constraints = ConstraintChecker.load(CHECKPOINT, FACTS.eos_token_ids)
         identity = PoolIdentity(
@@ -84,6 +85,7 @@ class Api:
             resumer=self.resumer,
             refuses_media=refuses_media,
             batches=batches,
+            refusals=self.refusals,
         )
         self.app = create_app(parts, **app)
         add_messages(self.app, parts)
@@ -92,6 +94,8 @@ class Api:
         """Restore the initial script."""
         self.frontend.reset()
         self.is_ready = True
+        self.refusals.seen.clear()
+        self.refusals.probes.clear()
 
     async def encode(self, text: str) -> list[int]:
         return await self.text.encode(pb.Prompt(text=text))

@@ -1,0 +1,25 @@
+"""A watch that keeps what faces report to it."""
+
+from __future__ import annotations
+
+from router.core.refusals import Refusal
+
+_NOW_NS = 7
+
+
+class RefusalList:
+    """`seen` are refusals of requests, `probes` those that are counted alone."""
+
+    def __init__(self) -> None:
+        self.seen: list[Refusal] = []
+        self.probes: list[Refusal] = []
+
+    def now_ns(self) -> int:
+        return _NOW_NS
+
+    def saw(self, refusal: Refusal, since_ns: int) -> None:
+        assert since_ns == _NOW_NS
+        self.seen.append(refusal)
+
+    def counted(self, refusal: Refusal) -> None:
+        self.probes.append(refusal)
