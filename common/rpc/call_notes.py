@@ -51,8 +51,8 @@ class CallNotes:
 
     def trailers(self, context: Context) -> tuple[tuple[str, str | bytes], ...]:
         """Return the trailers that a handler has set so far, and the ids under the names that HTTP answers have."""
-        ids = ("x-request-id", self.shown_id), ("x-quire-request-id", self.request_id)
-        return (*context.trailing_metadata(), *ids)
+        ids = {"x-request-id": self.shown_id, "x-quire-request-id": self.request_id}
+        return (*(each for each in context.trailing_metadata() if each[0] not in ids), *ids.items())
 
 
 NOTES: Final[ContextVar[CallNotes | None]] = ContextVar("notes of the call", default=None)

@@ -27,6 +27,8 @@ from router.requests.request_ids import automatic_id, correlation_id, recorded_i
 from router.serving.call_context import metadata_of
 
 _KSERVE: Final = "inference."
+# Of callers that ask whether the service is well: their calls are counted alone.
+_PROBES: Final = "grpc.health."
 # The method of calls to a name that no method has: what a client calls is no label.
 _NO_METHOD: Final = "unknown"
 # Of statuses that no error of Quire stands behind: health answers so, and clients that leave end calls so.
@@ -106,6 +108,8 @@ class _Seen:
 
     async def __aenter__(self) -> None:
         NOTES.set(self._notes)
+        # Libraries make statuses without a word to anybody, such as that of health.
+        self._context.set_trailing_metadata(self._notes.trailers(self._context))
         if (arrival := _ARRIVAL.get()) is not None:
             arrival.came = True
 
@@ -134,4 +138,8 @@ def _report(
         code, words = error, ()
         reason = _FAULT_OF_CODE.get(code, code.name if code.name in FAULTS else "INTERNAL")
     ids = request_id, notes.recorded_id, notes.owner
-    refusals.saw(Refusal(_api_of(method), method, code.name, reason, *ids, words), since_ns)
+    refusal = Refusal(_api_of(method), method, code.name, reason, *ids, words)
+    if method.startswith(_PROBES):
+        refusals.counted(refusal)
+    else:
+        refusals.saw(refusal, since_ns)

@@ -16,7 +16,7 @@ from router.observe.refused_records import RefusedRecords
 
 log = logging.getLogger(__name__)
 
-# Clients leave in the course of things, and the record of the request's end says so.
+# Clients leave in the course of things: no list of refused requests has them, and few lines.
 _CANCELLED: Final = "CANCELLED"
 
 
@@ -43,7 +43,11 @@ class Refusals:
         self.counted(refusal)
         self._log(refusal)
         if not self._records.has_end(refusal.request_id, since_ns):
-            self._records.record(refusal_record(refusal, self._new_id(), self.now_ns()))
+            record = refusal_record(refusal, self._new_id(), self.now_ns())
+            if refusal.reason == _CANCELLED:
+                self._records.keep(record)
+            else:
+                self._records.record(record)
         if refusal.client_id:
             self._records.name(refusal.client_id, refusal.request_id, since_ns)
 

@@ -47,14 +47,19 @@ class RefusedRecords:
         if decision.kind is not DecisionKind.REJECTION:
             self._ring.record(decision)
             return
-        alike = self._alike(decision)
-        alike.records.add(decision.request_id, (decision,))
+        alike = self.keep(decision)
         if alike.allowance.take() and self._all.take():
             left_out, alike.left_out = alike.left_out, 0
             more = ((LEFT_OUT, float(left_out)),) if left_out else ()
             self._ring.record(replace(decision, figures=(*decision.figures, *more)) if more else decision, quiet=True)
         else:
             alike.left_out += 1
+
+    def keep(self, decision: Decision) -> _Alike:
+        """Keep the record of a refused request beside the ring alone."""
+        alike = self._alike(decision)
+        alike.records.add(decision.request_id, (decision,))
+        return alike
 
     def name(self, client_id: str, request_id: str, since_ns: int) -> None:
         """Let the records of a refused request be found by its client's name for it too."""

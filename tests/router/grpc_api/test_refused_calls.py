@@ -161,7 +161,9 @@ async def test_an_id_in_use_is_that_of_the_other_request() -> None:
 
 async def test_a_status_that_no_error_stands_behind_is_reported() -> None:
     async with served() as (channel, _, watch):
-        assert (await called(channel, "aborts", "unary_unary"))["code"] == "NOT_FOUND"
+        found = await called(channel, "aborts", "unary_unary", x_request_id="mine")
+    assert (found["code"], found["x-request-id"]) == ("NOT_FOUND", "mine")
+    assert found["x-quire-request-id"] == watch.seen[0].request_id
     assert [(each.code, each.reason, each.words) for each in watch.seen] == [("NOT_FOUND", "NOT_FOUND", ())]
 
 

@@ -166,6 +166,12 @@ def test_each_reason_has_some_lines_and_the_rest_is_counted_in_the_next(caplog: 
     assert {each.name for each in caplog.records} == {"router.observe.refusals"}, "the record has no line of its own"
 
 
+def test_a_client_that_left_is_found_by_its_id_and_in_no_list() -> None:
+    watched = Watched()
+    watched.refuse("gone", "CANCELLED", client_id="named")
+    assert (watched.ids("gone"), watched.ids("named"), len(watched.ring)) == (["gone"], ["gone"], 0)
+
+
 def test_a_probe_is_counted_alone() -> None:
     watched = Watched()
     watched.watch.counted(refusal("probe", "UNAVAILABLE"))

@@ -335,10 +335,13 @@ async def test_a_request_that_a_stream_of_many_refuses_counts_though_the_stream_
 
 async def test_what_health_answers_counts(tenants: TenantSuite) -> None:
     labels = ("grpc", "grpc.health.v1.Health/Check", "NOT_FOUND", "NOT_FOUND")
-    before = await counted(tenants, *labels)
-    with pytest.raises(grpc.aio.AioRpcError):
+    before, lines = await counted(tenants, *labels), len(tenants.suite.lines)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
         await health_pb2_grpc.HealthStub(tenants.suite.channel).Check(health_pb2.HealthCheckRequest(service="nobody"))
     assert await counted(tenants, *labels) == before + 1
+    seen = seen_of(refused.value.code().name, refused.value.trailing_metadata())
+    assert await records(tenants, seen.own_id) == []
+    assert not [line for line in tenants.suite.lines[lines:] if seen.own_id in line]
 
 
 async def test_what_is_no_http_counts_and_has_a_record(tenants: TenantSuite) -> None:
