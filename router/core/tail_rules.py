@@ -44,7 +44,7 @@ class Objective:
         return Objective(math.inf if ttft is None else ttft, math.inf if itl is None else itl)
 
 
-_REFUSED: Final = (Cause.REFUSED, Cause.TOO_LARGE, Cause.WRONG_REQUEST, Cause.HOPELESS_DEADLINE)
+_REFUSED: Final = (Cause.REFUSED, Cause.RATE_LIMITED, Cause.TOO_LARGE, Cause.WRONG_REQUEST, Cause.HOPELESS_DEADLINE)
 _BY_CLIENT: Final = (Cause.CLIENT_GONE, Cause.ABORTED)
 _LATE_SHARE: Final = 0.01
 

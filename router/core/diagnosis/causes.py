@@ -39,6 +39,7 @@ class Cause(StrEnum):
     SLOW_CLIENT = "slow_client"
 
     REFUSED = "refused"
+    RATE_LIMITED = "rate_limited"
     TOO_LARGE = "too_large"
     WRONG_REQUEST = "wrong_request"
     HOPELESS_DEADLINE = "hopeless_deadline"
@@ -149,6 +150,10 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
     ),
     Cause.REFUSED: Advice(
         "Add workers, or raise the limit that refused the request if its clients can wait.", "quirerefusing"
+    ),
+    Cause.RATE_LIMITED: Advice(
+        "Let the client send less, or raise the limit of its tenant, because more workers would not help it.",
+        "rate-limited",
     ),
     Cause.TOO_LARGE: Advice("Shorten the prompt, lower max_tokens, or give the workers more blocks.", "too-large"),
     Cause.WRONG_REQUEST: Advice(

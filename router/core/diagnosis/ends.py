@@ -17,6 +17,7 @@ CLIENT_LEFT: Final = "the client went away"
 
 END_WORDS: Final = {
     Cause.REFUSED: "Refused",
+    Cause.RATE_LIMITED: "Refused",
     Cause.TOO_LARGE: "Refused",
     Cause.WRONG_REQUEST: "Refused",
     Cause.HOPELESS_DEADLINE: "Refused, because its deadline was hopeless,",
@@ -32,7 +33,10 @@ _BY_REASON: Final = {
     "DEADLINE_EXCEEDED": Cause.DEADLINE,
     "deadline": Cause.DEADLINE,
     "UNAVAILABLE": Cause.NO_WORKER,
+    "RATE_LIMITED": Cause.RATE_LIMITED,
 }
+# How the name of a limit of a tenant begins; any other one is of the router.
+_OF_TENANT: Final = "tenant "
 
 # INVALID_ARGUMENT stands in logs on disk that an earlier version wrote.
 _WRONG_ENDS: Final = ("INVALID_FIELD", "CONTEXT_LENGTH_EXCEEDED", "INVALID_ARGUMENT")
@@ -46,7 +50,7 @@ _WRONG: Final = {
 # By the reason with which a face refused it; any other one is a mistake of the client.
 _BY_FAULT: Final = {
     "CONTEXT_LENGTH_EXCEEDED": Cause.TOO_LARGE,
-    "RATE_LIMITED": Cause.REFUSED,
+    "RATE_LIMITED": Cause.RATE_LIMITED,
     "OVERLOADED": Cause.REFUSED,
     "UNAVAILABLE": Cause.NO_WORKER,
     "DEADLINE_EXCEEDED": Cause.DEADLINE,
@@ -72,7 +76,7 @@ def end_cause(outcome: Outcome) -> Cause | None:
         return None
     if outcome.ended == "DEADLINE_EXCEEDED" and PREDICTED in outcome.failure:
         return Cause.HOPELESS_DEADLINE
-    if outcome.ended in ("OVERLOADED", "RATE_LIMITED"):
+    if outcome.ended == "OVERLOADED":
         return Cause.SLOW_CLIENT if READS_TOO_SLOWLY in outcome.failure else Cause.REFUSED
     if outcome.ended == "CANCELLED":
         return Cause.CLIENT_GONE if CLIENT_LEFT in outcome.failure else Cause.ABORTED
@@ -93,5 +97,7 @@ def refusal_verdict(story: Story) -> Verdict | None:
     if refused[-1].subject in FAULTS:
         cause = _BY_FAULT.get(refused[-1].subject, Cause.WRONG_REQUEST)
         return Verdict(cause, 0.0, f"Refused at once with {refused[-1].subject}: {words}.", (), advice_for(cause))
-    sentence = f"Refused at once by the limit {refused[-1].subject}: {words}."
-    return Verdict(Cause.REFUSED, 0.0, sentence, (), advice_for(Cause.REFUSED))
+    limited = refused[-1].subject.startswith(_OF_TENANT)
+    cause, what = (Cause.RATE_LIMITED, " with RATE_LIMITED") if limited else (Cause.REFUSED, "")
+    sentence = f"Refused at once{what} by the limit {refused[-1].subject}: {words}."
+    return Verdict(cause, 0.0, sentence, (), advice_for(cause))

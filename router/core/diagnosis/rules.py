@@ -176,6 +176,7 @@ def _end_verdict(ended: Cause, story: Story, outcome: Outcome, phases: tuple[Pha
     words = f"{end_words(ended, outcome)} after {duration(outcome.total_s)}"
     if ended in (
         Cause.REFUSED,
+        Cause.RATE_LIMITED,
         Cause.TOO_LARGE,
         Cause.WRONG_REQUEST,
         Cause.HOPELESS_DEADLINE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,12 +193,16 @@ KINDS: dict[str, tuple[str, str, str, str, Ask]] = {
 
 async def counted(tenants: TenantSuite, *labels: str) -> float:
     """Return how many refusals the router has counted under api, method, code and reason."""
+    wanted = dict(zip(("api", "method", "code", "reason"), labels, strict=True))
+    return await figure(tenants, "quire:refusals_total", wanted)
+
+
+async def figure(tenants: TenantSuite, name: str, labels: Mapping[str, str]) -> float:
     (address,) = metrics_addresses(tenants.suite.stack.options)
     async with httpx.AsyncClient(timeout=PATIENCE) as client:
         text = (await client.get(f"http://{address}/metrics")).text
-    wanted = dict(zip(("api", "method", "code", "reason"), labels, strict=True))
     samples = (each for family in text_string_to_metric_families(text) for each in family.samples)
-    return sum(each.value for each in samples if each.name == "quire:refusals_total" and each.labels == wanted)
+    return sum(each.value for each in samples if each.name == name and each.labels == labels)
 
 
 async def records(tenants: TenantSuite, request_id: str) -> list[decision_pb2.DecisionRecord]:
@@ -229,6 +233,19 @@ async def test_a_refused_request_is_counted_logged_recorded_and_has_its_id(tenan
     assert len(said) == 1
     assert reason in said[0]
     assert SECRET not in said[0]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("rate")])
+async def test_a_tenant_over_its_own_rate_is_no_failure_that_pages(tenants: TenantSuite, kind: str) -> None:
+    async def failures() -> tuple[float, ...]:
+        reasons = ("RATE_LIMITED", "OVERLOADED", "UNAVAILABLE", "INTERNAL")
+        return tuple([await figure(tenants, "quire:request_failure_total", {"reason": each}) for each in reasons])
+
+    await KINDS[kind][4](tenants, "")  # takes the one request a minute
+    before = await failures()
+    assert (await KINDS[kind][4](tenants, "")).code in ("429", "RESOURCE_EXHAUSTED")
+    limited, *others = await failures()
+    assert (limited, others) == (before[0] + 1, list(before[1:]))
 
 
 @pytest.mark.parametrize(

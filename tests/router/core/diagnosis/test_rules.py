@@ -16,7 +16,7 @@ from router.core.diagnosis.outcome import Outcome, Phase, figures_of, outcome_of
 from router.core.diagnosis.rules import diagnose
 from router.core.diagnosis.story import story_of
 from router.core.diagnosis.verdict import Diagnosis
-from router.core.refusals import wrong_request_record
+from router.core.refusals import FAULTS, Refusal, refusal_record, wrong_request_record
 
 R = "r1"
 CALM = Outcome(
@@ -354,6 +354,35 @@ def test_a_refusal_at_the_door_has_the_limit_and_the_numbers() -> None:
     assert (found.cause, found.advice.anchor) == (Cause.REFUSED, "quirerefusing")
 
 
+def test_a_tenant_over_its_own_limit_is_told_so_and_not_to_add_workers() -> None:
+    words = "at most 1 requests a minute"
+    refusal = Decision("no", DecisionKind.REJECTION, 1, "tenant a.requests_per_minute", R, (), (words,))
+    found = asked(None, refusal).verdict
+    assert found.sentence == f"Refused at once with RATE_LIMITED by the limit tenant a.requests_per_minute: {words}."
+    assert (found.cause, found.advice.anchor) == (Cause.RATE_LIMITED, "rate-limited")
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        ("UNAUTHENTICATED", Cause.WRONG_REQUEST),
+        ("MODEL_NOT_FOUND", Cause.WRONG_REQUEST),
+        ("CONTEXT_LENGTH_EXCEEDED", Cause.TOO_LARGE),
+        ("RATE_LIMITED", Cause.RATE_LIMITED),
+        ("OVERLOADED", Cause.REFUSED),
+        ("UNAVAILABLE", Cause.NO_WORKER),
+        ("DEADLINE_EXCEEDED", Cause.DEADLINE),
+        ("CANCELLED", Cause.CLIENT_GONE),
+        ("INTERNAL", Cause.FAILED),
+    ],
+)
+def test_what_a_face_refuses_is_told_with_its_reason(reason: str, cause: Cause) -> None:
+    record = refusal_record(Refusal("openai", "/v1/x", "400", reason, R), "no", 1)
+    found = asked(None, record).verdict
+    assert found.sentence == f"Refused at once with {reason}: {FAULTS[reason]}; 400 to openai /v1/x."
+    assert found.cause is cause
+
+
 def test_a_prompt_that_is_too_long_is_told_with_the_numbers() -> None:
     words = "This model's maximum context length is 32 tokens. However, the prompt has 33 tokens"
     error = InvalidRequest(FieldViolation("prompt", words, CONTEXT_LENGTH_EXCEEDED), FieldViolation("input", "is odd"))
@@ -420,7 +449,10 @@ def test_a_deadline_that_became_hopeless_in_the_queue_says_that_it_waited() -> N
     [
         ("CANCELLED", "the client went away", Cause.CLIENT_GONE),
         ("OVERLOADED", "router.output: the client reads too slowly: 9 bytes", Cause.SLOW_CLIENT),
-        ("OVERLOADED", "tenant blue.streams", Cause.REFUSED),
+        ("OVERLOADED", "router.queue: full", Cause.REFUSED),
+        ("RATE_LIMITED", "tenant blue.streams", Cause.RATE_LIMITED),
+        ("INVALID_FIELD", "prompt and output fit no worker", Cause.TOO_LARGE),
+        ("INVALID_FIELD", "json_schema: cannot be followed: too deep", Cause.WRONG_REQUEST),
         ("UNAVAILABLE", "no worker for 10 s", Cause.NO_WORKER),
         ("ENGINE_FAILURE", "2 workers broke with this request", Cause.FAILED),
         ("INVALID_ARGUMENT", "prompt and output fit no worker", Cause.TOO_LARGE),
