@@ -24,7 +24,7 @@ from router.grpc_api.explanation import Explanations
 from router.grpc_api.manager_calls import ManagerCalls
 from router.observe.decision_watch import DecisionWatch
 from router.observe.kept_records import KeptRecords
-from router.observe.own_view import own_decision, own_explanation, own_spans
+from router.observe.own_view import concerned_ids, own_decision, own_explanation, own_spans
 from router.observe.refused_records import RefusedRecords
 from router.observe.request_tap import RequestTap, Tapped
 from router.observe.siblings import Siblings, asked_by_sibling
@@ -191,7 +191,9 @@ class PublicDecisionServicer(decision_pb2_grpc.DecisionServiceServicer):
         _check_named(request.request_id)
         request.tenant, request.kept = caller.owner, False
         found = await self._whole.decisions(request)
-        own = [own_decision(record, request.request_id) for record in found.decisions]
+        # Records that are found by the client's name for a request are for operators: such names can be guessed.
+        named = (each for each in found.decisions if request.request_id in concerned_ids(each))
+        own = [own_decision(record, request.request_id) for record in named]
         return decision_pb2.ListDecisionsResponse(decisions=own)
 
     async def WatchDecisions(

@@ -32,6 +32,11 @@ def own_spans(found: pb.GetTraceResponse, request_id: str, tenant: str = "") -> 
     return pb.GetTraceResponse(trace_id=found.trace_id, spans=spans)
 
 
+def concerned_ids(record: pb.DecisionRecord) -> tuple[str, str, str]:
+    """Return the ids of the requests that a record names."""
+    return record.request_id, record.victim, record.beneficiary
+
+
 def own_decision(record: pb.DecisionRecord, request_id: str) -> pb.DecisionRecord:
     """Return a copy of a record in which no other request is named."""
     own = pb.DecisionRecord()

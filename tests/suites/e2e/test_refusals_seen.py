@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cli.suite.programs import metrics_addresses
 from common.limits import ALIKE_REFUSALS_BURST, ALIKE_REFUSALS_PER_SECOND, MAX_PUBLIC_MESSAGE_BYTES
 from quire.api.status import DETAILS_KEY
-from quire.decision.v1 import decision_pb2
+from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc
 from quire.kserve.v2 import kserve_pb2, kserve_pb2_grpc
@@ -269,6 +269,21 @@ async def test_quire_why_finds_a_refused_request_by_its_own_id_and_by_its_client
         status, out, err = await quire_why(tenants.suite, name)
         assert (status, err) == (0, "")
         assert words in " ".join(out.split())
+
+
+async def test_a_client_finds_its_refused_request_by_the_routers_id_alone(tenants: TenantSuite) -> None:
+    """Another client could guess the other name."""
+    seen = await KINDS["other model"][4](tenants, "easy-to-guess")
+    public = decision_pb2_grpc.DecisionServiceStub(tenants.suite.channel)
+
+    async def found(name: str, tenant: str) -> list[str]:
+        asked = decision_pb2.ListDecisionsRequest(request_id=name)
+        answer = await public.ListDecisions(asked, metadata=tenants.metadata(tenant), timeout=PATIENCE)
+        return [each.chosen for each in answer.decisions]
+
+    assert await found(seen.own_id, "red") == ["MODEL_NOT_FOUND"]
+    assert await found(seen.own_id, "blue") == []
+    assert await found(seen.shown_id, "red") == []
 
 
 async def test_an_id_that_the_message_gives_goes_before_the_one_in_metadata(tenants: TenantSuite) -> None:
