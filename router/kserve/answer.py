@@ -108,13 +108,16 @@ class Answer:
         return list(map(_OF_EACH_SEQUENCE[tensor], self._sequences))
 
 
-def error_response(request: pb.ModelInferRequest, error: QuireError) -> pb.ModelStreamInferResponse:
+def error_response(
+    request: pb.ModelInferRequest, error: QuireError, request_id: str = ""
+) -> pb.ModelStreamInferResponse:
     """Return the response that ends one request of a stream with an error. Some clients show the message alone."""
     whose = f"request {request.id}: " if request.id else ""
     response = pb.ModelStreamInferResponse(error_message=f"{whose}{error}"[:_MOST_CHARACTERS])
     response.infer_response.id = request.id
     response.infer_response.parameters[_FINAL].bool_param = True
     response.infer_response.parameters["reason"].string_param = error.reason
+    response.infer_response.parameters["request_id"].string_param = request_id
     return response
 
 

@@ -169,7 +169,7 @@ class _Stream:
                 raise
             if (notes := NOTES.get()) is not None:
                 notes.refused_within(error, call.request_id)
-            await self._write(error_response(request, error))
+            await self._write(error_response(request, error, call.request_id))
 
     async def _write(self, response: pb.ModelStreamInferResponse) -> None:
         async with self._writing:

@@ -363,6 +363,11 @@ async def test_a_request_that_a_stream_of_many_refuses_counts_though_the_stream_
     found = await records(tenants, "a stream")
     assert [each.chosen for each in found] == ["MODEL_NOT_FOUND"] * 2
     assert len({each.request_id for each in found}) == 2
+    stub = kserve_pb2_grpc.GRPCInferenceServiceStub(tenants.suite.channel)
+    answers = stub.ModelStreamInfer(iter([infer(SECRET)]), metadata=tenants.metadata("red"), timeout=PATIENCE)
+    (error,) = [each async for each in answers]
+    request_id = error.infer_response.parameters["request_id"].string_param
+    assert [each.chosen for each in await records(tenants, request_id)] == ["MODEL_NOT_FOUND"]
 
 
 async def test_what_health_answers_counts(tenants: TenantSuite) -> None:
