@@ -22,6 +22,8 @@ from router.serving.field_names import FieldNames, in_words_by
 _SAME: Final = ("temperature", "top_p", "top_k", "seed", "priority", "cache_salt", "stream")
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _OMITTED: Final = "omitted"
+# How the beta is named in which a budget is that of a whole turn, with thoughts between its calls of tools.
+_INTERLEAVED: Final = "interleaved-thinking"
 # Names of a chat's fields in this API; `messages[N]` has a place of its own.
 _NAMES: Final = FieldNames(
     (r"^(sampling\.)?stop\b", "stop_sequences"),
@@ -69,7 +71,7 @@ def asked(body: CountRequest, headers: Mapping[str, str]) -> Asked:
         "cache_retention": retention_of(body, chat.marked, len(chat.messages)),
         "continue_final_message": chat.continued or None,
         **_tools(body),
-        **_thinking(body),
+        **_thinking(body, headers),
         **_output(body),
         **(_sampling(body) if isinstance(body, MessagesRequest) else {}),
     }
@@ -133,7 +135,7 @@ def _choice(kind: str, name: str | None) -> Any:
     return _CHOICES[kind]
 
 
-def _thinking(body: CountRequest) -> dict[str, Any]:
+def _thinking(body: CountRequest, headers: Mapping[str, str]) -> dict[str, Any]:
     """Return the budget and the variables of the chat template, which knows the choice by one of two names."""
     given = body.chat_template_kwargs or {}
     if (thinking := body.thinking) is None:
@@ -143,17 +145,17 @@ def _thinking(body: CountRequest) -> dict[str, Any]:
     thinks = thinking.type != "disabled"
     fields: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": thinks, "thinking": thinks, **given}}
     if thinking.type == "enabled":
-        _check_budget(thinking, body)
+        _check_budget(thinking, body, of_turn=_INTERLEAVED in headers.get("anthropic-beta", ""))
         fields["thinking_token_budget"] = thinking.budget_tokens
     return fields
 
 
-def _check_budget(thinking: Thinking, body: CountRequest) -> None:
+def _check_budget(thinking: Thinking, body: CountRequest, of_turn: bool) -> None:
     budget = thinking.budget_tokens
     if budget is None or budget < 1:
         what = "is missing" if budget is None else f"is {budget}"
         _refuse("thinking.budget_tokens", f"{what}; expected at least 1, and less than max_tokens")
-    if isinstance(body, MessagesRequest) and budget >= body.max_tokens:
+    if isinstance(body, MessagesRequest) and budget >= body.max_tokens and not of_turn:
         _refuse("thinking.budget_tokens", f"is {budget}; expected less than max_tokens, which is {body.max_tokens}")
 
 

@@ -77,6 +77,16 @@ def test_the_budget_of_a_thought_is_that_of_the_chat() -> None:
     assert made().order.thinking_budget is None
 
 
+def test_the_budget_of_a_turn_may_exceed_an_answer_where_thoughts_are_between_tools() -> None:
+    fields = {"max_tokens": 100, "thinking": {"type": "enabled", "budget_tokens": 100}}
+    body = MessagesRequest.model_validate({"messages": HI} | fields)
+    betas = {"anthropic-beta": "effort-2025-11-24, interleaved-thinking-2025-05-14"}
+    assert asked(body, betas).order.thinking_budget == 100
+    for others in ({}, {"anthropic-beta": "effort-2025-11-24"}):
+        with pytest.raises(InvalidRequest, match="is 100; expected less than max_tokens, which is 100"):
+            asked(body, others)
+
+
 def test_marks_retain_the_prompt_up_to_their_items() -> None:
     """The tool is before the first message, the system prompt the first one; the result of a tool is a turn."""
     marked = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
