@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +33,15 @@ class Double:
     worker: ScriptedWorker
     model: str = MODEL
 
-    def play(self, *texts: str) -> None:
-        """Let the model say these texts, one a request; forget the prompts so far."""
+    def play(self, *texts: str, asides: Mapping[str, str] | None = None) -> None:
+        """Let the model say these texts, one a request; forget the prompts so far.
+
+        A prompt with words of `asides` gets the text there, and is counted nowhere.
+        """
         self.worker.prompts.clear()
         self.worker.script.clear()
         self.worker.script.extend(texts)
+        self.worker.asides = dict(asides or {})
 
     def prompts(self) -> list[str]:
         """Return the prompts since `play`; fail unless every text was asked for, and none beyond them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.suites.clients.other_python import need_clients, output_of, program
 from tests.suites.clients.served import missing
 
 FOLDER = Path(__file__).with_name("coding_agents")
-# Codex sends 11,000 tokens of the double a turn, Claude Code 6,600 with its first one.
+# In tokens of the double Codex sends 11,000 a turn, Claude Code 6,600 and Qwen Code 19,500 with their first.
 CONTEXT = 100_000
 TASK = "Make a file that says hello, then let it say goodbye."
 CONFIG = """
@@ -24,6 +25,8 @@ base_url = "{url}/v1"
 env_key = "QUIRE_KEY"
 wire_api = "responses"
 """
+# What OpenCode asks for beside its first turn.
+TITLES = "You are a title generator."
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,9 +54,16 @@ def work(tmp_path: Path) -> Path:
 def run(work: Path, agent: str, *words: str, **environment: str) -> str:
     """Run an agent in its folder, and return what it prints."""
     path = f"{program('ai-sdk', 'node').parent}:/usr/bin:/bin"
-    home = {"HOME": str(work.parent / "home"), "CODEX_HOME": str(work.parent / "home"), "PATH": path}
+    home = {"HOME": str(work.parent / "home"), "CODEX_HOME": str(work.parent / "home"), "PATH": path, "PWD": str(work)}
     command = ["env", "-C", str(work), str(FOLDER / "node_modules" / ".bin" / agent), *words]
     return output_of(command, more=home | environment)
+
+
+def opencode_settings(double: Double, provider: str) -> str:
+    """Return OpenCode's settings for a server, and for the API of a provider."""
+    options = {"baseURL": f"{double.http_url}/v1", "apiKey": "x"}
+    quire = {"npm": provider, "name": "Quire", "options": options, "models": {double.model: {}}}
+    return json.dumps({"provider": {"quire": quire}, "model": f"quire/{double.model}"})
 
 
 def test_codex_edits_files(double: Double, work: Path) -> None:
@@ -88,3 +98,68 @@ def test_claude_code_edits_files(double: Double, work: Path) -> None:
     assert said.strip() == "All done."
     assert file.read_text() == "goodbye\n"
     assert [TASK in each for each in double.prompts()] == [True] * 3
+
+
+@pytest.mark.parametrize("api", ["openai-compatible", "openai", "anthropic"])
+def test_opencode_edits_files(double: Double, work: Path, api: str) -> None:
+    """Model double: it writes a file, reads and edits it, then answers."""
+    settings = work.parent / "home" / ".config" / "opencode" / "opencode.json"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(opencode_settings(double, f"@ai-sdk/{api}"))
+    file = str(work / "said.txt")
+    double.play(
+        call("write", filePath=file, content="hello\n"),
+        call("read", filePath=file),
+        call("edit", filePath=file, oldString="hello", newString="goodbye"),
+        "All done.",
+        asides={TITLES: "Greetings"},
+    )
+    downloads = dict.fromkeys(("AUTOUPDATE", "LSP_DOWNLOAD", "MODELS_FETCH"), "1")
+    said = run(work, "opencode", "run", TASK, **{f"OPENCODE_DISABLE_{key}": yes for key, yes in downloads.items()})
+    assert said.strip() == "All done."
+    assert_edited(double, work)
+
+
+@pytest.mark.parametrize("api", ["openai", "openai-responses", "anthropic"])
+def test_qwen_code_edits_files(double: Double, work: Path, api: str) -> None:
+    """Model double: it writes a file, reads and edits it, then answers."""
+    file = str(work / "said.txt")
+    double.play(
+        call("write_file", file_path=file, content="hello\n"),
+        call("read_file", file_path=file),
+        call("edit", file_path=file, old_string="hello", new_string="goodbye"),
+        "All done.",
+    )
+    said = run(
+        work, "qwen", "--auth-type", api, "--yolo", TASK,
+        OPENAI_BASE_URL=f"{double.http_url}/v1", OPENAI_API_KEY="x", OPENAI_MODEL=double.model,
+        ANTHROPIC_BASE_URL=double.http_url, ANTHROPIC_API_KEY="x", ANTHROPIC_MODEL=double.model,
+    )  # fmt: skip
+    assert said.strip() == "All done."
+    assert_edited(double, work)
+
+
+def test_cline_edits_files(double: Double, work: Path) -> None:
+    """Model double: it writes a file, reads and edits it, then answers."""
+    file = str(work / "said.txt")
+    double.play(
+        call("editor", path=file, new_text="hello\n"),
+        call("read_files", files=[{"path": file}]),
+        call("editor", path=file, old_text="hello", new_text="goodbye"),
+        "All done.",
+    )
+    # Without the first it leaves a daemon behind.
+    settings = {"CLINE_SESSION_BACKEND_MODE": "local", "CLINE_NO_AUTO_UPDATE": "1"}
+    server = ("-b", f"{double.http_url}/v1", "-k", "x", "-m", double.model)
+    run(work, "cline", "auth", "openai-compatible", *server, **settings)
+    said = run(work, "cline", TASK, **settings)
+    assert said.strip().endswith("All done.")
+    assert_edited(double, work)
+
+
+def assert_edited(double: Double, work: Path) -> None:
+    """Check the file, and that each prompt has the task, and what the turn before it did."""
+    prompts = double.prompts()
+    assert (work / "said.txt").read_text() == "goodbye\n"
+    assert [TASK in each for each in prompts] == [True] * 4
+    assert "hello" in prompts[2].rpartition("<|assistant|>")[0].rpartition("said.txt")[2], "what it read"

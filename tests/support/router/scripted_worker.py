@@ -27,6 +27,8 @@ class ScriptedWorker(FakeWorker):
     automatic: bool = True
     script: deque[str] = field(default_factory=deque)
     prompts: list[str] = field(default_factory=list)
+    # What comes for a prompt with such words: a client asks for a title, say, while it asks for the first text.
+    asides: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,8 +37,7 @@ class ScriptedWorker(FakeWorker):
     def run(self, submit: pb.Submit) -> None:
         """Say the next text, then the token that ends an answer."""
         prompt = prompt_of(submit)
-        self.prompts.append(self._tokenizer.decode(prompt, skip_special_tokens=False))
-        text = self.script.popleft() if self.script else NOTHING_LEFT
+        text = self._answer_to(self._tokenizer.decode(prompt, skip_special_tokens=False))
         last = FACTS.eos_token_ids[0]
         ids = [*self._tokenizer.encode(text, add_special_tokens=False).ids, last]
         self.step(admitted={submit.handle: 0})
@@ -46,3 +47,10 @@ class ScriptedWorker(FakeWorker):
         reason = types_pb2.FINISH_REASON_STOP
         ended = pb.SequenceFinished(handle=submit.handle, reason=reason, usage=usage, stop_token_id=last)
         self.step({submit.handle: [last]}, ended=[ended])
+
+    def _answer_to(self, prompt: str) -> str:
+        for words, aside in self.asides.items():
+            if words in prompt:
+                return aside
+        self.prompts.append(prompt)
+        return self.script.popleft() if self.script else NOTHING_LEFT
