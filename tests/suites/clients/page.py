@@ -89,6 +89,7 @@ CLIENTS = (
     Client("OpenCode", "opencode-ai", _AGENTS, _CODING, begins="opencode"),
     Client("Qwen Code", "@qwen-code/qwen-code", _AGENTS, _CODING, begins="qwen_code"),
     Client("Cline", "cline", _AGENTS, _CODING, begins="cline"),
+    _of("aider", "test_aider.py", "aider", "aider-chat"),
     Client("sentence-transformers", "sentence-transformers", f"{HERE}/embedders.txt", (f"{HERE}/test_embedders.py",)),
     _of("tritonclient", "test_tritonclient.py"),
     _of("open-inference-grpc", "test_open_inference.py"),
