@@ -278,7 +278,8 @@ class _Api:
 
     async def _begin(self, order: Order, call: CallContext, answer: Answer) -> Events:
         """Return the events after the first, which shows that the request is not refused and a status can be sent."""
-        validated = await self._service.validated(order, call)
+        # Coding agents ask for tens of thousands of tokens in a chat, whatever the model.
+        validated = await self._service.validated(order, replace(call, lowers_max_tokens=answer.form.chat))
         await self._add_prompts(order, validated, answer)
         whole = not answer.form.streamed
         if whole:

@@ -278,7 +278,7 @@ class ChatOptions(GenerationFields, ChatFields):
         "web_search_options": (None,),
     }
 
-    max_completion_tokens: Int32 | None = Field(None, description="unset: as many as the context holds")
+    max_completion_tokens: Int32 | None = Field(None, description="unset, or more: as many as the context holds")
     max_tokens: Int32 | None = Field(None, description="the older name of max_completion_tokens")
     prediction: Prediction | None = Field(None, description="the expected answer: a worker may guess from it")
     logprobs: bool | None = None

@@ -99,7 +99,9 @@ class Validator:
         hidden = self._hidden(request) if request.sampling.stop else {}
         self._check_sampling(report, request.sampling, hidden)
         prompt = await self._prompt(report, request, 0 if embeds else 1)
-        scalars = self._scalars(report, request.sampling, len(prompt), call.lowers_max_tokens)
+        # A prompt that is cut to what max_tokens leaves means that number.
+        lowers = call.lowers_max_tokens and request.truncate_prompt_tokens != -1
+        scalars = self._scalars(report, request.sampling, len(prompt), lowers)
         began = time.monotonic()
         constraint = await self._constraint(report, request, call.caller.tenant.name)
         constraint_seconds = time.monotonic() - began if constraint is not None else 0.0
@@ -341,8 +343,9 @@ class Validator:
         elif values["max_tokens"] > left > 0 and lowers:
             values["max_tokens"] = left
         elif values["max_tokens"] > left > 0:
-            most = values["max_tokens"]
-            what = f"the prompt has {prompt_tokens} tokens, and max_tokens asks for {most} more"
+            what = f"max_tokens asks for {values['max_tokens']}"
+            if prompt_tokens:  # 0: its violation is in the report
+                what = f"the prompt has {prompt_tokens} tokens, and {what} more"
             what = f"{what}; lower max_tokens to {left} or shorten the prompt"
             report.add_violation(beyond_context("sampling.max_tokens", context, what))
         if values.get("min_tokens", 0) > values["max_tokens"] >= (0 if "prompt_logprobs" in values else 1):

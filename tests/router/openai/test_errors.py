@@ -112,7 +112,11 @@ async def test_a_refused_method_names_the_one_that_is_offered(api: Api) -> None:
         ("/v1/completions", {"prompt": "word " * 200_000}, "prompt"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 10**6}, "max_tokens"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x " * 5000}]}, "messages"),
-        ("/v1/chat/completions", {"messages": HI, "max_completion_tokens": 10**6}, "max_completion_tokens"),
+        (
+            "/v1/chat/completions",
+            {"messages": HI, "max_tokens": 10**6, "truncate_prompt_tokens": -1},
+            "max_tokens",
+        ),
     ],
 )
 async def test_what_the_context_cannot_hold_has_openais_code(
@@ -124,6 +128,22 @@ async def test_what_the_context_cannot_hold_has_openais_code(
     assert error["message"].startswith(
         f"This model's maximum context length is {FACTS.max_model_len} tokens. However, "
     )
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_more_tokens_of_a_chat_than_the_context_holds_are_lowered(api: Api, name: str, stream: bool) -> None:
+    body = {"messages": HI, name: 32_000, "stream": stream, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    answer = await api.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200
+    (request,) = api.frontend.requests
+    assert request.sampling.max_tokens == FACTS.max_model_len - len(request.prompt)
+
+
+async def test_a_length_without_a_prompt_speaks_of_none(api: Api) -> None:
+    answer = await api.http.post("/v1/completions", json={"prompt": "word " * 200_000, "max_tokens": 10**6})
+    assert "0 tokens" not in detail(answer)["message"].replace(f"{FACTS.max_model_len} tokens", "")
+    assert f"max_tokens asks for {10**6}; lower max_tokens to" in detail(answer)["message"]
 
 
 async def test_a_length_that_nobody_sent_is_named_as_the_default(api: Api) -> None:
