@@ -90,6 +90,7 @@ CLIENTS = (
     Client("Qwen Code", "@qwen-code/qwen-code", _AGENTS, _CODING, begins="qwen_code"),
     Client("Cline", "cline", _AGENTS, _CODING, begins="cline"),
     _of("aider", "test_aider.py", "aider", "aider-chat"),
+    _of("Open WebUI", "test_open_webui.py", "open-webui", "open-webui"),
     Client("sentence-transformers", "sentence-transformers", f"{HERE}/embedders.txt", (f"{HERE}/test_embedders.py",)),
     _of("tritonclient", "test_tritonclient.py"),
     _of("open-inference-grpc", "test_open_inference.py"),
