@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ base_url = "{url}/v1"
 env_key = "QUIRE_KEY"
 wire_api = "responses"
 """
+# A picture of one white point.
+DOT = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC")
 # What OpenCode asks for beside its first turn.
 TITLES = "You are a title generator."
 
@@ -140,6 +143,15 @@ def test_qwen_code_edits_files(double: Double, work: Path, api: str) -> None:
     assert_edited(double, work)
 
 
+def cline(double: Double, work: Path, provider: str, task: str) -> str:
+    """Run Cline with a provider's API, and return what it prints."""
+    # Without the first it leaves a daemon behind.
+    settings = {"CLINE_SESSION_BACKEND_MODE": "local", "CLINE_NO_AUTO_UPDATE": "1"}
+    server = ("-b", f"{double.http_url}/v1", "-k", "x", "-m", double.model)
+    run(work, "cline", "auth", provider, *server, **settings)
+    return run(work, "cline", task, **settings)
+
+
 def test_cline_edits_files(double: Double, work: Path) -> None:
     """Model double: it writes a file, reads and edits it, then answers."""
     file = str(work / "said.txt")
@@ -149,18 +161,38 @@ def test_cline_edits_files(double: Double, work: Path) -> None:
         call("editor", path=file, old_text="hello", new_text="goodbye"),
         "All done.",
     )
-    # Without the first it leaves a daemon behind.
-    settings = {"CLINE_SESSION_BACKEND_MODE": "local", "CLINE_NO_AUTO_UPDATE": "1"}
-    server = ("-b", f"{double.http_url}/v1", "-k", "x", "-m", double.model)
-    run(work, "cline", "auth", "openai-compatible", *server, **settings)
-    said = run(work, "cline", TASK, **settings)
+    said = cline(double, work, "openai-compatible", TASK)
     assert said.strip().endswith("All done.")
     assert_edited(double, work)
+
+
+def test_cline_edits_files_by_responses(double: Double, work: Path) -> None:
+    """Model double: it writes a file by a patch, reads it and patches it, then answers."""
+    double.play(
+        call("apply_patch", input="*** Begin Patch\n*** Add File: said.txt\n+hello\n*** End Patch"),
+        call("read_files", files=[{"path": str(work / "said.txt")}]),
+        call("apply_patch", input="*** Begin Patch\n*** Update File: said.txt\n@@\n-hello\n+goodbye\n*** End Patch"),
+        "All done.",
+    )
+    # It offers a search and a drawing of its vendor too, which are left out.
+    said = cline(double, work, "openai-native", TASK)
+    assert said.strip().endswith("All done.")
+    assert_edited(double, work)
+
+
+def test_cline_goes_on_after_an_image(double: Double, work: Path) -> None:
+    """Model double: it looks at an image, then answers; the model gets a text in its place."""
+    (work / "dot.png").write_bytes(DOT)
+    double.play(call("read_files", files=[{"path": str(work / "dot.png")}]), "All done.")
+    said = cline(double, work, "openai-compatible", "What is in dot.png?")
+    _, after = double.prompts()
+    assert said.strip().endswith("All done.")
+    assert "[Left out: image. Only text reaches the model.]" in after
 
 
 def assert_edited(double: Double, work: Path) -> None:
     """Check the file, and that each prompt has the task, and what the turn before it did."""
     prompts = double.prompts()
-    assert (work / "said.txt").read_text() == "goodbye\n"
+    assert (work / "said.txt").read_text().strip() == "goodbye"
     assert [TASK in each for each in prompts] == [True] * 4
     assert "hello" in prompts[2].rpartition("<|assistant|>")[0].rpartition("said.txt")[2], "what it read"
