@@ -59,10 +59,12 @@ def _named(file: Path, config: Mapping[str, Any]) -> dict[str, str]:
     given = config.get("chat_template")
     if given is None:
         return {}
-    found = {_DEFAULT: given} if isinstance(given, str) else given
-    if isinstance(given, list) and all(isinstance(each, dict) for each in given):
-        found = {each.get("name"): each.get("template") for each in given}
-    if not isinstance(found, dict) or not all(isinstance(each, str) for pair in found.items() for each in pair):
+    pairs = [(_DEFAULT, given)]
+    if isinstance(given, dict):
+        pairs = [*given.items()]
+    elif isinstance(given, list) and all(isinstance(each, dict) for each in given):
+        pairs = [(each.get("name"), each.get("template")) for each in given]
+    if not all(isinstance(each, str) for pair in pairs for each in pair):
         what = f"{file}: chat_template is {shown(given)}; expected a text, or a list of objects of name and template"
         raise InvalidConfig(FieldViolation("--model", what))
-    return found
+    return dict(pairs)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import InvalidConfig
@@ -116,6 +116,7 @@ VALUES = st.recursive(
 )
 
 
+@example(config={}, older={"chat_template": [{"name": []}]})
 @given(
     config=st.dictionaries(st.sampled_from(["chat_template", "bos_token", "eos_token"]), VALUES),
     older=st.dictionaries(st.just("chat_template"), VALUES),
