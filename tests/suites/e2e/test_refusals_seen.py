@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -148,8 +149,10 @@ KINDS: dict[str, tuple[str, str, str, str, Ask]] = {
     "no path": ("openai", "unknown", "404", "UNKNOWN_PATH", http(f"/v1/{SECRET}")),
     "no method": ("openai", COMPLETIONS, "405", "METHOD_NOT_ALLOWED", http(COMPLETIONS, method="GET")),
     "rate, responses": (
-        "openai", "/v1/responses", "429", "RATE_LIMITED", http("/v1/responses", "responses", input="a")),
-    "rate, chat": ("openai", COMPLETIONS, "429", "RATE_LIMITED", http(COMPLETIONS, "openai", messages=CHAT)),
+        "openai", "/v1/responses", "429", "RATE_LIMITED",
+        http("/v1/responses", "responses", input="a", max_output_tokens=1)),
+    "rate, chat": (
+        "openai", COMPLETIONS, "429", "RATE_LIMITED", http(COMPLETIONS, "openai", messages=CHAT, max_tokens=1)),
     "wrong field, messages": (
         "anthropic", MESSAGES, "400", "INVALID_FIELD", http(MESSAGES, messages=CHAT, max_tokens=1, model="checkpoint",
                                                             temperature=-3)),
@@ -170,7 +173,8 @@ KINDS: dict[str, tuple[str, str, str, str, Ask]] = {
     "no key, Generate": (
         "grpc", GENERATE, "UNAUTHENTICATED", "UNAUTHENTICATED", rpc("Generate", INFERENCE, prompt(), "", streams=True)),
     "rate, Generate": (
-        "grpc", GENERATE, "RESOURCE_EXHAUSTED", "RATE_LIMITED", rpc("Generate", INFERENCE, prompt(), "grpc", True)),
+        "grpc", GENERATE, "RESOURCE_EXHAUSTED", "RATE_LIMITED",
+        rpc("Generate", INFERENCE, prompt(max_tokens=1), "grpc", True)),
     "wrong field, Tokenize": (
         "grpc", "quire.inference.v1.InferenceService/Tokenize", "INVALID_ARGUMENT", "INVALID_FIELD",
         rpc("Tokenize", INFERENCE, pb.TokenizeRequest())),
@@ -187,7 +191,8 @@ KINDS: dict[str, tuple[str, str, str, str, Ask]] = {
     "no key, ModelInfer": (
         "kserve", INFER, "UNAUTHENTICATED", "UNAUTHENTICATED", rpc("ModelInfer", KSERVE, infer(), "")),
     "rate, ModelInfer": (
-        "kserve", INFER, "RESOURCE_EXHAUSTED", "RATE_LIMITED", rpc("ModelInfer", KSERVE, infer(), "kserve")),
+        "kserve", INFER, "RESOURCE_EXHAUSTED", "RATE_LIMITED",
+        rpc("ModelInfer", KSERVE, infer(max_tokens=1), "kserve")),
 }  # fmt: skip
 
 
@@ -214,12 +219,14 @@ async def records(tenants: TenantSuite, request_id: str) -> list[decision_pb2.De
 async def test_a_refused_request_is_counted_logged_recorded_and_has_its_id(tenants: TenantSuite, kind: str) -> None:
     *labels, ask = KINDS[kind]
     api, _, code, reason = labels
-    if kind.startswith("rate"):
-        await ask(tenants, "")  # takes the one request a minute
-    before, lines = await counted(tenants, *labels), len(tenants.suite.lines)
-    client_id = f"gateway {kind}"
-    seen = await ask(tenants, client_id)
-    assert (seen.code, seen.shown_id) == (code, client_id)
+    for attempt in itertools.count():
+        before, lines = await counted(tenants, *labels), len(tenants.suite.lines)
+        client_id = f"gateway {kind} {attempt}"
+        seen = await ask(tenants, client_id)
+        if seen.code == code:
+            break  # the other one was the request of this minute
+        assert kind.startswith("rate")
+    assert seen.shown_id == client_id
     assert OWN_ID.fullmatch(seen.own_id)
     if api in ("grpc", "kserve"):
         assert seen.reason == reason
@@ -241,9 +248,9 @@ async def test_a_tenant_over_its_own_rate_is_no_failure_that_pages(tenants: Tena
         reasons = ("RATE_LIMITED", "OVERLOADED", "UNAVAILABLE", "INTERNAL")
         return tuple([await figure(tenants, "quire:request_failure_total", {"reason": each}) for each in reasons])
 
-    await KINDS[kind][4](tenants, "")  # takes the one request a minute
     before = await failures()
-    assert (await KINDS[kind][4](tenants, "")).code in ("429", "RESOURCE_EXHAUSTED")
+    while (await KINDS[kind][4](tenants, "")).code not in ("429", "RESOURCE_EXHAUSTED"):
+        before = await failures()  # that was the request of this minute
     limited, *others = await failures()
     assert (limited, others) == (before[0] + 1, list(before[1:]))
 
@@ -261,10 +268,12 @@ async def test_a_tenant_over_its_own_rate_is_no_failure_that_pages(tenants: Tena
 async def test_quire_why_finds_a_refused_request_by_its_own_id_and_by_its_clients(
     tenants: TenantSuite, kind: str, words: str
 ) -> None:
-    ask = KINDS[kind][4]
-    if kind.startswith("rate"):
-        await ask(tenants, "")
-    seen = await ask(tenants, f"why-{kind.replace(' ', '-')}")
+    *_, code, _, ask = KINDS[kind]
+    for attempt in itertools.count():
+        seen = await ask(tenants, f"why-{kind.replace(' ', '-')}-{attempt}")
+        if seen.code == code:
+            break  # the other one was the request of this minute
+        assert kind.startswith("rate")
     for name in (seen.own_id, seen.shown_id):
         status, out, err = await quire_why(tenants.suite, name)
         assert (status, err) == (0, "")
