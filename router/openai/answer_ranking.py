@@ -1,8 +1,8 @@
 """Scores of a decoder that ranks by its answer: the probability of yes, where it may say yes or no alone.
 
 Each pair is a chat with the roles `query` and `document`, which the checkpoint's template writes, and one token of
-output. Both answers get the largest bias, so that their log-probabilities lie before all others. Their difference is
-that of the logits, as both have the same bias, and the probability of yes follows from it.
+output, whose log-probabilities are those of both answers. Their difference is that of the logits, and the probability
+of yes follows from it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Final
 
 from common.errors import EngineFailure, FieldViolation, InvalidRequest
 from common.limits import MAX_EMBEDDING_INPUTS, MAX_EMBEDDINGS_AT_ONCE
@@ -24,9 +23,6 @@ from router.openai.request import Order
 from router.openai.service import Service
 from router.ports import CallContext
 from router.serving.embedding import each_of
-
-# The largest bias that a request may have.
-_BIAS: Final = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +83,8 @@ class AnswerRanker:
             frequency_penalty=0.0,
             max_tokens=1,
             n=1,
-            logprobs=2,
-            logit_bias={self._yes: _BIAS, self._no: _BIAS},
+            logprobs=0,
+            logprob_token_ids=[self._yes, self._no],
         )
         return pb.GenerateRequest(
             sampling=sampling, priority=message.priority, cache=message.cache, traceparent=message.traceparent

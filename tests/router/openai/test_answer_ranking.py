@@ -66,7 +66,7 @@ async def test_a_pair_is_a_chat_with_one_token_of_output_that_no_default_changes
     await post(api, "/v1/score", text_1="the query", text_2=["a document"], priority=-4, cache_salt="s")
     (request,) = api.frontend.requests
     sampling = request.sampling
-    assert (sampling.max_tokens, sampling.logprobs, dict(sampling.logit_bias)) == (1, 2, {YES: 100.0, NO: 100.0})
+    assert (sampling.max_tokens, sampling.logprobs, sampling.logprob_token_ids) == (1, 0, (YES, NO))
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (0.0, 1.0, 0, 1.0)
     assert (request.priority, request.salt, request.embeds, request.whole) == (-4, "s", False, True)
     text = api.text.decode(request.prompt, False)
