@@ -16,6 +16,7 @@ from common.errors import AlreadyExists, FieldViolation, InvalidRequest, QuireEr
 from common.rpc.call_notes import NOTES
 from common.rpc.options import Callers
 from common.rpc.server import RpcServer, open_channel
+from router.core.refusals import Refusal
 from router.grpc_api.refused_calls import RefusedCalls
 from tests.support.deadlines import TooSlow, with_enough_time
 from tests.support.router.refusal_list import RefusalList
@@ -97,6 +98,11 @@ async def called(channel: Any, name: str, kind: str = "", request: bytes = b"", 
     return {**dict(await call.trailing_metadata() or ()), "code": (await call.code()).name}
 
 
+async def reported(watch: RefusalList, count: int = 1) -> list[Refusal]:
+    """Return what is reported, once it is so much: a client may have its status before the handler has ended."""
+    return await until(lambda: watch.seen, lambda seen: len(seen) >= count)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("error", "code", "reason", "words"),
@@ -114,7 +120,7 @@ async def test_an_error_of_each_kind_of_method_is_reported_once(
     async with served() as (channel, handlers, watch):
         handlers.error = error
         found = await called(channel, kind, x_request_id="mine")
-        (seen,) = watch.seen
+        (seen,) = await reported(watch)
     assert (found["code"], found["x-request-id"], found["x-quire-request-id"]) == (code, "mine", seen.request_id)
     assert (seen.api, seen.method, seen.code, seen.reason) == ("grpc", f"quire.test.Service/{kind}", code, reason)
     assert (seen.client_id, seen.owner) == ("mine", "acme")
@@ -148,20 +154,22 @@ async def test_an_id_of_the_client_is_bounded_and_never_recorded_as_one_of_the_r
     async with served() as (channel, handlers, watch):
         handlers.error = Unavailable("draining")
         assert (await called(channel, "unary_unary", x_request_id=sent))["x-request-id"] == shown
-    assert watch.seen[0].client_id == recorded
+        assert [each.client_id for each in await reported(watch)] == [recorded]
 
 
 async def test_an_id_in_use_is_that_of_the_other_request() -> None:
     async with served() as (channel, handlers, watch):
         handlers.error, handlers.chosen = AlreadyExists("in use"), "taken"
         found = await called(channel, "unary_unary")
-    assert (found["x-request-id"], found["x-quire-request-id"]) == ("taken", watch.seen[0].request_id)
-    assert watch.seen[0].request_id.startswith("quire-")
+        (seen,) = await reported(watch)
+    assert (found["x-request-id"], found["x-quire-request-id"]) == ("taken", seen.request_id)
+    assert seen.request_id.startswith("quire-")
 
 
 async def test_a_status_that_no_error_stands_behind_is_reported() -> None:
     async with served() as (channel, _, watch):
         found = await called(channel, "aborts", "unary_unary", x_request_id="mine")
+        await reported(watch)
     assert (found["code"], found["x-request-id"]) == ("NOT_FOUND", "mine")
     assert found["x-quire-request-id"] == watch.seen[0].request_id
     assert [(each.code, each.reason, each.words) for each in watch.seen] == [("NOT_FOUND", "NOT_FOUND", ())]
@@ -172,6 +180,7 @@ async def test_methods_that_there_are_not_have_one_name_and_nothing_of_theirs_is
     async with served() as (channel, _, watch):
         for number in range(3):
             assert (await called(channel, f"m{number}", kind))["code"] == "UNIMPLEMENTED"
+        await reported(watch, 3)
     assert [(each.method, each.reason) for each in watch.seen] == [("unknown", "UNKNOWN_PATH")] * 3
 
 
