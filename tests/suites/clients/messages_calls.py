@@ -92,12 +92,12 @@ class Calls:
         return counted.input_tokens
 
     def errors(self) -> list[list[Any]]:
-        image: Any = [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}]
+        block: Any = [{"role": "user", "content": [{"type": "redacted_thinking", "data": "x"}]}]
         long: Any = [{"role": "user", "content": "Anna lives here. " * 5000}]
         create = self._client.messages.create
         return [
             _error(lambda: create(model="claude-9", **ASKED)),
-            _error(lambda: create(model=self._model, max_tokens=8, messages=image)),
+            _error(lambda: create(model=self._model, max_tokens=8, messages=block)),
             _error(lambda: create(model=self._model, max_tokens=8, messages=long)),
         ]
 

@@ -87,9 +87,9 @@ def test_tokens_are_counted_as_they_are_billed(got: dict[str, Any]) -> None:
 
 
 def test_errors_are_those_that_the_client_knows(got: dict[str, Any], served: Served) -> None:
-    model, image, long = got["errors"]
+    model, block, long = got["errors"]
     assert model == ["NotFoundError", "not_found_error", f"model 'claude-9' is not served here; {served.model!r} is"]
-    assert image[:2] == ["BadRequestError", "invalid_request_error"]
-    assert image[2].startswith("messages[0].content[0].type: 'image' is not offered")
+    assert block[:2] == ["BadRequestError", "invalid_request_error"]
+    assert block[2].startswith("messages[0].content[0].type: 'redacted_thinking' is not offered")
     assert long[:2] == ["BadRequestError", "invalid_request_error"]
     assert long[2].startswith("prompt is too long: ")
