@@ -320,39 +320,39 @@ async def test_what_another_router_wishes_is_done(served: Served) -> None:
 
 
 async def test_another_tenant_finds_nothing(served: Served) -> None:
+    other = served.other.with_options(api_key="finder")
     batch = await served.ended(await served.begin(completion("a")))
     for call in (
-        served.other.files.retrieve(batch.input_file_id),
-        served.other.files.content(batch.output_file_id or ""),
-        served.other.files.delete(batch.input_file_id),
-        served.other.batches.retrieve(batch.id),
-        served.other.batches.cancel(batch.id),
-        served.other.batches.create(
-            input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"
-        ),
+        other.files.retrieve(batch.input_file_id),
+        other.files.content(batch.output_file_id or ""),
+        other.files.delete(batch.input_file_id),
+        other.batches.retrieve(batch.id),
+        other.batches.cancel(batch.id),
+        other.batches.create(input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"),
     ):
         with pytest.raises(openai.NotFoundError, match="is not here"):
             await call
-    assert [each async for each in served.other.files.list()] == []
-    assert [each async for each in served.other.batches.list()] == []
+    assert [each async for each in other.files.list()] == []
+    assert [each async for each in other.batches.list()] == []
     assert (await served.client.files.retrieve(batch.input_file_id)).filename == "in.jsonl"
 
 
 async def test_lists_come_in_pages(served: Served) -> None:
-    made = [await served.upload(completion("a"), client=served.other) for _ in range(3)]
-    found = [each.id async for each in served.other.files.list(limit=2)]
+    lists = served.other.with_options(api_key="pages")
+    made = [await served.upload(completion("a"), client=lists) for _ in range(3)]
+    found = [each.id async for each in lists.files.list(limit=2)]
     assert found == made[::-1]
-    assert [each.id async for each in served.other.files.list(order="asc", limit=1)] == made
-    assert [each async for each in served.other.files.list(purpose="batch_output")] == []
+    assert [each.id async for each in lists.files.list(order="asc", limit=1)] == made
+    assert [each async for each in lists.files.list(purpose="batch_output")] == []
     batches = []
     for file in made:
         served.now += 0.01
         batches.append(
-            await served.other.batches.create(input_file_id=file, endpoint="/v1/completions", completion_window="24h")
+            await lists.batches.create(input_file_id=file, endpoint="/v1/completions", completion_window="24h")
         )
-    assert [each.id async for each in served.other.batches.list(limit=2)] == [each.id for each in batches][::-1]
+    assert [each.id async for each in lists.batches.list(limit=2)] == [each.id for each in batches][::-1]
     with pytest.raises(openai.BadRequestError, match="after: is 'none'"):
-        await served.other.batches.list(after="none")
+        await lists.batches.list(after="none")
 
 
 async def test_a_deleted_file_is_gone(served: Served) -> None:
