@@ -17,10 +17,14 @@ class Relay:
     port: int = 0
     connections: int = 0
     _running: set[asyncio.Task[None]] = field(default_factory=set)
+    _over: bool = False
 
     def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass a connection on, in a task of its own: asyncio logs an error where one that it started is cancelled."""
         self.connections += 1
+        if self._over:  # it was accepted before, and its turn came after
+            writer.transport.abort()
+            return
         task = asyncio.ensure_future(joined(reader, writer, self.target()))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -28,6 +32,7 @@ class Relay:
 
     async def ended(self) -> None:
         """End what still runs."""
+        self._over = True
         while running := [*self._running]:
             for task in running:
                 task.cancel()

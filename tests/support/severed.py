@@ -16,6 +16,7 @@ class Severed:
         self._open: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self._killed = False
         self.accepts = asyncio.Event()
         """While it is not set, a new connection waits: its caller hears nothing."""
         self.accepts.set()
@@ -37,6 +38,7 @@ class Severed:
 
     async def kill(self) -> None:
         """Listen no longer, and break what is open."""
+        self._killed = True
         if self._server is not None:
             self._server.close()
         for task in self._tasks:
@@ -44,9 +46,13 @@ class Severed:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._killed:  # it was accepted before, and its turn came after
+            writer.transport.abort()
+            return
         task = asyncio.ensure_future(self._joined(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: writer.transport.abort())  # also of a task that is cancelled before it starts
 
     async def _joined(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ends = {writer}
