@@ -126,8 +126,8 @@ class ClientEvents:
         elif not output.replays:
             gap, count = now - output.last_token_at, len(sampled.token_ids)
             if run.request.whole:
-                # Its worker gathers tokens: nobody waits for one of them.
-                metrics.inter_token_latency.observe_each(gap / count, count)
+                # Its worker gathers tokens, and no client waits for one of them. An arrival may have none.
+                metrics.inter_token_latency.observe_each(gap / max(1, count), count)
             else:
                 metrics.inter_token_latency.observe(gap)
                 output.waited(gap, self._recorder.objective_itl)
