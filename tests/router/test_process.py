@@ -43,7 +43,7 @@ async def router(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
     ports = ("--port", "0", "--grpc-port", "0", "--admin-port", "0")
     common = ("--model", str(CHECKPOINT), "--block-size", "4", *ports)
     process = await asyncio.create_subprocess_exec(
-        *module_command("router.main", *common, "--log-format", "text", *flags),
+        *module_command("router", *common, "--log-format", "text", *flags),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=environ,

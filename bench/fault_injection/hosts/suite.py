@@ -95,13 +95,13 @@ class Suite:
             return [str(find_server()), *bound, "--save", "", "--appendonly", "no"]
         if host in MANAGERS:
             grouped = ("--port", "50052", "--redis-url", redis_url, "--group", "pool")
-            return module_command("kvmanager.main", *own, *grouped)
+            return module_command("kvmanager", *own, *grouped)
         if host in WORKERS:
             named = ("--worker-id", host, "--port", "50053", "--manager", managers, "--model", str(CHECKPOINT))
-            return module_command("gpuworker.main", *own, *named, "--simulate", self._simulate, "--kv-blocks", "4096")
+            return module_command("gpuworker", *own, *named, "--simulate", self._simulate, "--kv-blocks", "4096")
         ports = ("--grpc-port", "50051", "--admin-host", self.network.address(host))
         flags = (*own, *ports, "--model", str(CHECKPOINT), "--redis-url", redis_url, "--manager", managers)
-        return module_command("router.main", *flags)
+        return module_command("router", *flags)
 
     # ------------------------------------------------------------ what the services say
 

@@ -62,3 +62,18 @@ def test_few_cycles_wait_for_a_walk() -> None:
 def test_what_is_there_at_the_call_is_never_walked_over_again() -> None:
     frozen, _ = run("print(gc.get_freeze_count(), 0)", WALKS, 0)
     assert frozen > 1_000
+
+
+def test_what_lasts_is_walked_over_neither_while_it_is_made_nor_later() -> None:
+    code = """
+from common.process.garbage import lasting
+walks = []
+gc.callbacks.append(lambda phase, info: walks.append(phase))
+before = gc.get_freeze_count()
+with lasting():
+    made = [[] for _ in range(100_000)]
+print(len(walks), gc.isenabled() and gc.get_freeze_count() - before)
+"""
+    walks, frozen = run(code, WALKS, 0)
+    assert walks == 0
+    assert frozen >= 100_000

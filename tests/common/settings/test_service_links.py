@@ -69,7 +69,7 @@ def test_one_line_names_some() -> None:
 def test_a_service_says_so_once(tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
     environ |= links_of("QUIRE_KVMANAGER", 50052)
-    command = module_command("kvmanager.main", "--port", "0", "--metrics-port", "0", "--log-format", "bare")
+    command = module_command("kvmanager", "--port", "0", "--metrics-port", "0", "--log-format", "bare")
     with subprocess.Popen(
         command, env=environ, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:

@@ -265,7 +265,7 @@ def test_the_services_wheel_answers_with_the_kernels_of_this_processor(
     process, address = suite
     asked = ("generate", "Who are you?", "--temperature", "0", "--quiet", "--address", address)
     assert ANSWER in output(services / "quire", *asked, cwd=tmp_path)
-    (worker,) = (each for each in process.children(recursive=True) if "gpuworker.main" in each.cmdline())
+    (worker,) = (each for each in process.children(recursive=True) if "gpuworker" in each.cmdline())
     mapped = {Path(each.path) for each in worker.memory_maps()}
     (kernels,) = (each for each in mapped if each.name.startswith("libquire_cpu."))
     assert kernels.name == library(levels_here()[-1]).name

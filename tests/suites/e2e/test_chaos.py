@@ -126,7 +126,7 @@ async def test_a_second_manager_takes_over_and_is_replaced_in_turn(suite: Suite,
     tasks = await all_started(suite, asked, 2 * COUNT)
     (port,) = free_ports(1)
     flags = ["--port", str(port), "--metrics-port", "0", "--redis-url", suite.stack.redis_url]
-    command = module_command("kvmanager.main", *flags, "--state-dir", str(tmp_path))
+    command = module_command("kvmanager", *flags, "--state-dir", str(tmp_path))
     pipe = asyncio.subprocess.PIPE
     second = await asyncio.create_subprocess_exec(*die_with_parent.command(command), stdout=pipe, stderr=pipe)
     try:

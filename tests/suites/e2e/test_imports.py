@@ -28,9 +28,9 @@ _TORCH = ("torch", "triton", "transformers", "safetensors", "numpy", "sympy", "h
 # Of torch what only compiled models need, and of transformers everything: the demo model runs on the native path.
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "triton")
 UNWANTED = {
-    "router.main": (*_TORCH, "cryptography.x509"),
-    "kvmanager.main": (*_TORCH, "tokenizers", "fastapi", "uvicorn", "jinja2"),
-    "gpuworker.main": (
+    "router": (*_TORCH, "cryptography.x509"),
+    "kvmanager": (*_TORCH, "tokenizers", "fastapi", "uvicorn", "jinja2"),
+    "gpuworker": (
         *_COMPILERS,
         *("transformers", "huggingface_hub", "scipy", "redis", "fastapi", "uvicorn", "jinja2", "cryptography"),
     ),
@@ -50,4 +50,4 @@ async def test_each_process_imports_only_what_it_needs(tmp_path: Path, monkeypat
     found = {name: set(json.loads((noted / f"{name}.json").read_text())) for name in UNWANTED}
     bad = {name: sorted(found[name].intersection(unwanted)) for name, unwanted in UNWANTED.items()}
     assert bad == {name: [] for name in UNWANTED}
-    assert "torch" in found["gpuworker.main"]  # the notes are those of processes that served
+    assert "torch" in found["gpuworker"]  # the notes are those of processes that served

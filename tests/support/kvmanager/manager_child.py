@@ -49,7 +49,7 @@ class ManagerChild:
 @asynccontextmanager
 async def manager_process(state_dir: Path, *flags: str, port: int = 0) -> AsyncIterator[ManagerChild]:
     """Run a manager, on a free port for 0, until the end of the block."""
-    argv = module_command("kvmanager.main", "--port", str(port), "--metrics-port", "0")
+    argv = module_command("kvmanager", "--port", str(port), "--metrics-port", "0")
     argv += ["--state-dir", str(state_dir), *flags]
     process = await asyncio.create_subprocess_exec(
         *die_with_parent.command(argv),

@@ -57,7 +57,7 @@ async def router_under_attack(
     common = ("--model", str(checkpoint), "--block-size", "4", "--port", "0", "--grpc-port", "0")
     async with running(worker):
         process = await asyncio.create_subprocess_exec(
-            *module_command("router.main", *common, "--worker", worker.address, "--log-format", "text", *flags),
+            *module_command("router", *common, "--worker", worker.address, "--log-format", "text", *flags),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(("protos", "."))},

@@ -64,11 +64,11 @@ class Pool:
         redis_url = f"redis://{redis}:6379/0"
         bound = ("--bind", redis, "--port", "6379", "--protected-mode", "no", "--save", "", "--appendonly", "no")
         await self._start("redis", self.network.command("redis", [str(find_server()), *bound]), os.environ)
-        manager = module_command("kvmanager.main", *own("manager", Role.MANAGER), "--redis-url", redis_url)
+        manager = module_command("kvmanager", *own("manager", Role.MANAGER), "--redis-url", redis_url)
         await self._start("manager", self.network.command("manager", manager), {**os.environ, **self._key})
         admin = ("--admin-host", self.network.address("router"), "--manager", self.address("manager", 50052))
         flags = (*own("router", Role.ROUTER), *admin, "--model", str(CHECKPOINT), "--redis-url", redis_url)
-        router = module_command("router.main", *flags)
+        router = module_command("router", *flags)
         await self._start("router", self.network.command("router", router), {**os.environ, **self._key})
 
     def _flags(self, host: str, role: Role) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class Pool:
         kept = {key: value for key, value in variables.items() if key.startswith(("QUIRE_", "OTEL_"))}
         # The tokens of a simulated model are known, so that each can be checked.
         ours = {"QUIRE_SIMULATE": SIMULATED, "QUIRE_KV_BLOCKS": "4096", "QUIRE_STATE_DIR": str(self.folder / name)}
-        command = self._containers.command(name, module_command("gpuworker.main"))
+        command = self._containers.command(name, module_command("gpuworker"))
         await self._start(name, command, {**os.environ, **kept, **ours})
 
     async def _start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -45,7 +45,7 @@ async def test_every_service_is_ready_and_alive(suite: Suite) -> None:
 async def test_a_worker_that_waits_for_its_manager_is_alive_and_not_ready() -> None:
     port, absent = free_ports(2)
     flags = ("--port", str(port), "--metrics-port", "0", "--manager", f"127.0.0.1:{absent}", "--kv-blocks", "16")
-    command = module_command("gpuworker.main", "--model", str(CHECKPOINT), "--simulate", "base=1ms", *flags)
+    command = module_command("gpuworker", "--model", str(CHECKPOINT), "--simulate", "base=1ms", *flags)
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     worker = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT, env=environ)
     try:
@@ -66,7 +66,7 @@ async def running_worker(manager: int, patience: str) -> AsyncIterator[tuple[str
     port, metrics = free_ports(2)
     ports = ("--port", str(port), "--metrics-port", str(metrics), "--advertise", f"127.0.0.1:{port}")
     managed = ("--manager", f"127.0.0.1:{manager}", "--manager-patience", patience, "--kv-blocks", "16")
-    command = module_command("gpuworker.main", "--model", str(CHECKPOINT), "--simulate", "base=1ms", *ports, *managed)
+    command = module_command("gpuworker", "--model", str(CHECKPOINT), "--simulate", "base=1ms", *ports, *managed)
     argv, environ = die_with_parent.command(command), os.environ | {"OMP_NUM_THREADS": "1"}
     worker = await asyncio.create_subprocess_exec(*argv, stdout=DEVNULL, stderr=DEVNULL, env=environ)
     try:
