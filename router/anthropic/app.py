@@ -29,7 +29,7 @@ from router.anthropic.answer import (
 from router.anthropic.content_blocks import ContentBlocks, Step
 from router.anthropic.errors import error_body, in_this_form
 from router.anthropic.request import Asked, asked
-from router.anthropic.schema import AnswerMessage, MessageEvent, TokenCount, answers
+from router.anthropic.schema import AnswerMessage, MessageEvent, MessagesError, TokenCount, answers
 from router.anthropic.types import CountRequest, MessagesRequest
 from router.core.dialects.parts import Words
 from router.core.events import ValidatedRequest
@@ -54,7 +54,7 @@ def add_messages(app: FastAPI, parts: HttpParts) -> None:
     router.add_api_route(f"{PATH}/count_tokens", api.count_tokens, responses=answers(TokenCount), **post)
     app.include_router(router)
     errors.speak(app, PATH, in_this_form, "anthropic")
-    schema.describe(app, MessageEvent)
+    schema.describe(app, MessageEvent, MessagesError)
 
 
 @dataclass(slots=True)

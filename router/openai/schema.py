@@ -313,7 +313,7 @@ class Version(_Exact):
 
 
 def describe(app: FastAPI, *others: type[BaseModel]) -> None:
-    """Add the chunks to an application's description: FastAPI takes one model for each answer, the whole one.
+    """Add chunks and errors to an application's description: of them FastAPI knows the names alone.
 
     FastAPI describes 422 for every route with a body; such a body is answered with 400. Ranges are added too.
     """
@@ -322,10 +322,10 @@ def describe(app: FastAPI, *others: type[BaseModel]) -> None:
     def openapi() -> dict[str, Any]:
         schema = described()
         schemas = schema["components"]["schemas"]
-        chunks: list[type[BaseModel]] = [ChatChunk, CompletionChunk, *others]
-        for chunk in chunks:
-            model = chunk.model_json_schema(ref_template=_REF)
-            schemas |= model.pop("$defs", {}) | {chunk.__name__: model}
+        named: list[type[BaseModel]] = [ErrorBody, ChatChunk, CompletionChunk, *others]
+        for each in named:
+            model = each.model_json_schema(ref_template=_REF)
+            schemas |= model.pop("$defs", {}) | {each.__name__: model}
         for operation in (operation for path in schema["paths"].values() for operation in path.values()):
             operation["responses"].pop("422", None)
         for name in ("HTTPValidationError", "ValidationError"):
@@ -367,15 +367,26 @@ def answers(
 ) -> dict[int | str, dict[str, Any]]:
     """Return what a route may answer, for FastAPI's `responses`; `chunk` is one event of its stream."""
     stream = {} if chunk is None else {"text/event-stream": {"schema": _event(chunk, error)}}
-    errors: dict[int | str, dict[str, Any]] = {
-        status: {"model": error, "description": what} for status, what in refusals.items()
-    }
+    errors = refused(refusals, error)
     return {200: {"model": whole, "description": "the answer", "content": stream}, **errors}
+
+
+def refused(refusals: Mapping[str, str], error: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
+    """Return what a route answers with these statuses; `describe` adds the body of the error.
+
+    It has no `model`: of that FastAPI builds a validator for each status of each route, a quarter of the time.
+    """
+    body = {"application/json": {"schema": _reference(error)}}
+    return {status: {"description": what, "content": body} for status, what in refusals.items()}
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _REF.format(model=model.__name__)}
 
 
 def _event(chunk: type[BaseModel], error: type[BaseModel]) -> dict[str, Any]:
     """Return the schema of one server-sent event: an object of its fields, whose data is a text of JSON."""
-    bodies = [{"$ref": _REF.format(model=each.__name__)} for each in (chunk, error)]
+    bodies = [_reference(each) for each in (chunk, error)]
     data: dict[str, Any] = {"contentMediaType": "application/json", "contentSchema": {"anyOf": bodies}}
     if chunk in _ENDED_BY_DONE:
         data = {"anyOf": [{"const": "[DONE]"}, data]}

@@ -23,7 +23,7 @@ from router.openai.batches.records import Batch, StoredFile, is_id, new_id, not_
 from router.openai.batches.schema import UPLOAD, BatchBody, BatchList, FileBody, FileDeleted, FileList
 from router.openai.batches.uploads import on_disk
 from router.openai.responses.types import Label, Note
-from router.openai.schema import ErrorBody, answers
+from router.openai.schema import answers, refused
 from router.openai.service import Service
 
 T = TypeVar("T", StoredFile, Batch)
@@ -80,7 +80,7 @@ class NoBatches(NotFound):
 def batch_routes(service: Service, parts: BatchParts | None) -> APIRouter:
     """Return the routes; without a folder they answer with 404, and what to start the router with."""
     router, api = APIRouter(tags=["Batches"]), _Batches(service, parts)
-    missing: dict[int | str, Any] = {404: {"model": ErrorBody, "description": "no such file or batch"}}
+    missing = refused({"404": "no such file or batch"})
 
     def add(path: str, handler: Callable[..., Any], method: str, whole: type[BaseModel], **more: Any) -> None:
         described = answers(whole) | missing

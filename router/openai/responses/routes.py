@@ -43,7 +43,7 @@ from router.openai.responses.request import check, conversation, in_its_words, o
 from router.openai.responses.schema import Deleted, InputTokens, ItemList, ResponseBody, StreamEvent
 from router.openai.responses.tool_kinds import tool_kinds
 from router.openai.responses.types import Json, ResponsesRequest
-from router.openai.schema import ErrorBody, answers
+from router.openai.schema import answers, refused
 from router.openai.service import Events, Service, answer_headers, in_words_of, unless_gone
 from router.ports import CallContext
 from router.serving.event_stream import EventStream
@@ -56,7 +56,7 @@ _STOPPED: Final = "the router stopped before the response was done; ask again"
 def response_routes(service: Service, parts: ResponseParts) -> APIRouter:
     """Return the routes of the Responses API."""
     router, api = APIRouter(tags=["Responses"]), Responses(service, parts)
-    missing: dict[int | str, Any] = {404: {"model": ErrorBody, "description": "no such response is stored"}}
+    missing = refused({"404": "no such response is stored"})
     whole: dict[str, Any] = {"response_model": None, "responses": answers(ResponseBody, StreamEvent) | missing}
     one = "/v1/responses/{response_id}"
     router.add_api_route("/v1/responses", api.create, methods=["POST"], **whole)
