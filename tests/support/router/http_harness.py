@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types.chat import ChatCompletionMessageParam
 
 from cli.demo_model import CHECKPOINT
@@ -122,9 +122,11 @@ async def served_api(
     made = Api(authenticator, tools, reasoning, store, refuses_media, batches, ranks, **app)
     server = await serve_http(made.app, "127.0.0.1", 0)
     made.url = f"http://127.0.0.1:{server.port}"
+    # To read the certificates of the system takes longer than most tests.
+    plain = DefaultAsyncHttpxClient(verify=False)
     async with (
-        AsyncOpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0) as client,
-        httpx.AsyncClient(base_url=made.url, timeout=PATIENCE_S) as http,
+        AsyncOpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0, http_client=plain) as client,
+        httpx.AsyncClient(base_url=made.url, timeout=PATIENCE_S, verify=False) as http,
     ):
         made.client, made.http = client, http
         yield made
