@@ -219,7 +219,8 @@ async def test_after_an_owner_of_another_machine_the_next_one_leads_after_the_le
 async def test_a_wiped_redis_keeps_one_leader_and_the_worker_goes_on(
     launch: Launch, channel_to: ChannelTo, redis_client: Redis
 ) -> None:
-    children = [await launch(lease=9.0), await launch(lease=9.0)]
+    # Long enough for the one that leads then to lose it to no busy machine.
+    children = [await launch(lease=20.0), await launch(lease=20.0)]
     term = (await until_it_says(children[0], leads=True)).term
     worker = DrivenWorker()
     await worker.attach(channel_to(children[0].address))
