@@ -24,10 +24,9 @@ MODEL  ?= cli/demo_model/checkpoint
 TESTS  ?= tests
 # How often test-stress runs its tests.
 TIMES  ?= 5
-# The cores that this shell may use. Tests run in JOBS processes, three for two cores: a third of their time is waiting.
-# Of what `make test` leaves out it is half.
+# The cores that this shell may use. Tests run in JOBS processes, two for each core: half of their time is waiting.
 CORES  := $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
-JOBS   ?= $(shell echo $$(( $(CORES) < 8 ? ($(CORES) * 3 + 1) / 2 : 12 )))
+JOBS   ?= $(shell echo $$(( $(CORES) < 6 ? 2 * $(CORES) : 12 )))
 BENCH  ?= split
 COVERAGE_FLOOR := 95
 # Seconds of all of `make fuzz`, which its parts share.
@@ -177,7 +176,7 @@ test: $(if $(filter tests,$(TESTS)),$(TESTED),$(STAMP)) ## Run the tests that fi
 	$(PYTEST) $(call report,test) $(if $(filter tests,$(TESTS)),-m "not clients and not rest") $(TESTS)
 
 test-rest: $(STAMP) ## Run what `make test` leaves out: rare configurations, clients of others, benchmarks, long searches
-	$(BIN)/python -m pytest -n $$((2 * $(CORES))) $(call report,rest) -m "clients or rest" tests
+	$(PYTEST) $(call report,rest) -m "clients or rest" tests
 
 durations: $(STAMP) ## Run test and test-rest, and write down how long each file took: tests/durations.json
 	@reports=$$(mktemp -d); \
