@@ -5,6 +5,7 @@
     python -m bench.attacks --each                          every kind alone, one suite each: which one hurts
     python -m bench.attacks --kinds flood_rapid_reset --count 100000 --seconds 240    a flood for four minutes
     python -m bench.attacks --router-memory-mib 1024        the router in a container's limit (a cgroup, as root)
+    python -m bench.attacks --nginx --kinds flood_rapid_reset --count 100000 --seconds 240     the same through nginx
     python -m bench.attacks --tenants                       keys of two tenants: one innocent, one hostile
 
 A suite of real processes runs, with simulated workers unless --real is given. First the innocent streams run alone.
@@ -31,6 +32,7 @@ from bench.attack.attacker import LATE, AttackPlan, words
 from bench.attack.innocents import Innocents, Streams, differing
 from bench.attack.kinds import KINDS
 from bench.attack.memory_limit import memory_limit
+from bench.attack.nginx import nginx
 from bench.attack.victim import HOSTILE, INNOCENT, ROUTER, Victim, victim
 from bench.attack.waits import Waits, ask
 from bench.lib.harness import parser, progress, report, report_columns
@@ -39,6 +41,8 @@ from cli.benchmark.closed_loop import percentile
 from common.process import die_with_parent
 from common.process.python import module_command
 
+# Of the attacker behind a proxy, which counts by addresses: others have 127.0.0.1.
+_ELSEWHERE: Final = "127.0.0.2"
 DEMO: Final = Path("cli/demo_model/checkpoint")
 # An attacker ends by itself this long after its last request was sent.
 _LAST_ANSWERS_S: Final = 120.0
@@ -76,8 +80,12 @@ async def attacked(args: argparse.Namespace, kinds: tuple[str, ...]) -> Figures:
         if quiet.failed:
             raise RuntimeError(f"innocent streams failed without an attack: {dict(quiet.failed)}")
         await asyncio.to_thread(suite.turns)  # those of the start and of the quiet run are forgotten
+        source = None
+        if args.nginx:
+            ports = await stack.enter_async_context(nginx(ports))
+            source = _ELSEWHERE
         key = suite.keys.get(HOSTILE, "")
-        plan = AttackPlan(suite.host, *ports, args.count, args.seconds, args.at_once, args.seed, kinds, key)
+        plan = AttackPlan(suite.host, *ports, args.count, args.seconds, args.at_once, args.seed, kinds, key, source)
         found, waits, became = await _beside(plan, innocents, suite)
         _say(found, became)
         return await asyncio.to_thread(_figures, quiet, found, waits, became, suite)
@@ -88,7 +96,7 @@ async def _beside(plan: AttackPlan, innocents: Innocents, suite: Victim) -> tupl
     async with asyncio.TaskGroup() as group, suite.watched():
         running = group.create_task(innocents.run(over))
         key = suite.keys.get(INNOCENT, "")
-        asking = group.create_task(ask(suite.host, suite.grpc_port, suite.http_port, key, over))
+        asking = group.create_task(ask(plan.host, plan.grpc_port, plan.http_port, key, over))
         async with _attacker(plan) as attacking:
             became = Counter(await attacking)
         over.set()
@@ -184,6 +192,9 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--tenants", action="store_true", help="innocents and attacker have keys of two tenants")
     made.add_argument("--tls", action="store_true", help="TLS between the services, as `quire serve` has it")
     made.add_argument("--trace-sample-ratio", type=float, default=1.0, help="share of the requests that are traced")
+    made.add_argument(
+        "--nginx", action="store_true", help="floods and questions come through nginx; streams do not, for it has rates"
+    )
     made.add_argument("--router-memory-mib", type=int, help="limit of the router's memory; unset: none")
     made.add_argument("--seed", type=int, default=0)
     return made

@@ -25,7 +25,10 @@ LATE = "not sent"
 
 @dataclass(frozen=True, slots=True)
 class AttackPlan:
-    """`count` hostile requests of these kinds (all of them for none) by turns, `at_once` at a time, for `seconds`."""
+    """`count` hostile requests of these kinds (all of them for none) by turns, `at_once` at a time, for `seconds`.
+
+    Floods come from the address `source`, None for any.
+    """
 
     host: str
     grpc_port: int
@@ -36,6 +39,7 @@ class AttackPlan:
     seed: int = 0
     kinds: tuple[str, ...] = ()
     key: str = ""
+    source: str | None = None
 
 
 async def attack(plan: AttackPlan) -> dict[str, int]:
@@ -47,7 +51,7 @@ async def attack(plan: AttackPlan) -> dict[str, int]:
 
     async def attacker(index: int, channel: aio.Channel) -> None:
         rng = random.Random(f"{plan.seed}/{index}")
-        target = Target(channel, plan.host, plan.grpc_port, plan.http_port, rng, key=plan.key)
+        target = Target(channel, plan.host, plan.grpc_port, plan.http_port, rng, key=plan.key, source=plan.source)
         for name in turns:
             if time.monotonic() > until:
                 found[f"{name} {LATE}"] += 1

@@ -40,7 +40,10 @@ Make = Callable[[int], bytes]  # of a number of bytes
 
 @dataclass
 class Target:
-    """The public ports of a router, as an attacker sees them, and what the attacker learned of the ids."""
+    """The public ports of a router, as an attacker sees them, and what the attacker learned of the ids.
+
+    Floods come from the address `source`, None for any.
+    """
 
     channel: aio.Channel
     host: str
@@ -49,6 +52,7 @@ class Target:
     rng: random.Random
     seen_id: str = ""
     key: str = ""
+    source: str | None = None
     kept: dict[tuple[Make, int], bytes] = field(default_factory=dict)
 
     @property
@@ -323,7 +327,8 @@ def _flood(flood: Flood) -> Attack:
 
 async def _flooded(target: Target, flood: Flood, ends: float) -> bool:
     """Flood one connection until then; return whether the server closed it before."""
-    reader, writer = await asyncio.open_connection(target.host, target.grpc_port)
+    source = None if target.source is None else (target.source, 0)
+    reader, writer = await asyncio.open_connection(target.host, target.grpc_port, local_addr=source)
     reading = asyncio.create_task(_take(reader)) if flood.reads else None
     try:
         writer.write(opening(flood))

@@ -26,6 +26,7 @@ from bench.attack.floods import (
     opening,
     request_head,
 )
+from bench.attack.nginx import nginx, program
 from common.limits import CALLS_PER_CONNECTION
 from common.rpc.server import open_channel
 from quire.inference.v1 import inference_pb2 as pb
@@ -45,6 +46,8 @@ CONNECTIONS = 4
 MOST_BYTES = 48 << 20
 # Before the bounds, eight of the floods left more. Headers of 4 x 128 calls, and 64 KiB of a message each, are 90 MiB.
 MOST_GROWTH_MIB = 160.0
+# Nothing of a flood comes through but calls, at the rate of the documents.
+MOST_GROWTH_BEHIND_NGINX_MIB = 32.0
 _GENERATE = b"/quire.inference.v1.InferenceService/Generate"
 _REFUSED = (7).to_bytes(4, "big")
 _HEADER_TABLE_SIZE, _MAX_CONCURRENT_STREAMS = 1, 3
@@ -58,9 +61,9 @@ async def attacked() -> AsyncIterator[RouterUnderAttack]:
         yield router
 
 
-async def status(router: RouterUnderAttack) -> pb.GetStatusResponse:
-    """Ask for the status on a connection of its own."""
-    async with open_channel(router.grpc) as channel:
+async def status(router: RouterUnderAttack, address: str = "") -> pb.GetStatusResponse:
+    """Ask for the status on a connection of its own, to the router or to this address."""
+    async with open_channel(address or router.grpc) as channel:
         call = rpc.InferenceServiceStub(channel).GetStatus(
             pb.GetStatusRequest(), timeout=PATIENCE_S, wait_for_ready=True
         )
@@ -72,9 +75,9 @@ def port_of(router: RouterUnderAttack) -> int:
     return int(router.grpc.rpartition(":")[2])
 
 
-async def flooded(port: int, flood: Flood, most: int, opened: asyncio.Semaphore) -> None:
-    """Send a flood until the router closes the connection or takes no more, or so many bytes are sent."""
-    async with raw_connection(port) as (reader, writer):
+async def flooded(port: int, flood: Flood, most: int, opened: asyncio.Semaphore, source: str = "127.0.0.1") -> None:
+    """Send a flood until the server closes the connection or takes no more, or so many bytes are sent."""
+    async with raw_connection(port, source) as (reader, writer):
         taking = asyncio.create_task(take(reader)) if flood.reads else None
         try:
             writer.write(opening(flood))
@@ -111,6 +114,25 @@ async def test_a_flood_leaves_little_in_memory_and_others_are_served(name: str) 
             await status(attacked)
         await status(attacked)
         assert attacked.rss_mib - before < MOST_GROWTH_MIB
+        assert not attacked.tracebacks
+
+
+@pytest.mark.skipif(program() is None, reason="nginx is not installed")
+@pytest.mark.parametrize("name", sorted(FLOODS))
+async def test_nginx_as_the_documents_have_it_keeps_floods_from_the_router(
+    attacked: RouterUnderAttack, name: str
+) -> None:
+    """It keeps off what gRPC's core does not bound, too."""
+    async with nginx((port_of(attacked), attacked.http_port)) as (port, _), asyncio.timeout(4 * PATIENCE_S):
+        before, opened = attacked.rss_mib, asyncio.Semaphore(0)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(CONNECTIONS):
+                most = MOST_BYTES // CONNECTIONS
+                group.create_task(flooded(port, FLOODS[name], most, opened, source="127.0.0.2"))
+            for _ in range(CONNECTIONS):
+                await opened.acquire()
+            await status(attacked, f"127.0.0.1:{port}")
+        assert attacked.rss_mib - before < MOST_GROWTH_BEHIND_NGINX_MIB
         assert not attacked.tracebacks
 
 
