@@ -19,6 +19,7 @@ HEAVY  := $(filter-out light,$(patsubst tests/suites/clients/environments/%.txt,
 # What npm installs for tests, each in a folder with its package-lock.json.
 NPM_CLIENTS := ai_sdk coding_agents
 EMBEDDERS := .embedders
+PROTOC := .protoc
 NATIVE := $(wildcard gpuworker/native/*.cpp gpuworker/native/*.h gpuworker/native/build.py gpuworker/native/levels.py)
 MODEL  ?= cli/demo_model/checkpoint
 TESTS  ?= tests
@@ -232,11 +233,11 @@ coverage: $(STAMP) ## Measure how much of the pure cores their own tests run, an
 	$(PYTEST) -q $(call report,coverage) -m "not searches" --cov=router.core --cov=kvmanager.core --cov=gpuworker.core --cov-branch --cov-report=term-missing:skip-covered \
 		--cov-fail-under=$(COVERAGE_FLOOR) tests/router/core tests/kvmanager/core tests/gpuworker/core
 
-check: $(STAMP) lint types coverage ## All that must be clean: ruff, mypy, coverage of the cores, import contracts, buf, drift of generated code
+check: $(STAMP) $(PROTOC)/.installed lint types coverage ## All that must be clean: ruff, mypy, coverage of the cores, import contracts, buf, drift of generated code
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against protos/baseline.binpb
-	$(BIN)/python protos/generate.py --check
+	$(PROTOC)/bin/python protos/generate.py --check
 	@! command -v npm >/dev/null || $(BIN)/python router/page/npm/vendor.py --check
 
 fmt: $(STAMP) ## Format the code and mend what ruff can mend
@@ -251,8 +252,17 @@ lint: $(STAMP) ## Check style and format
 types: $(STAMP) ## Check types
 	$(BIN)/mypy
 
-protos: $(STAMP) ## Generate the Python code of the .proto files, beside them
-	$(BIN)/python protos/generate.py
+# grpcio-tools of a protobuf that all clients' runtimes take: the services run on a newer one.
+$(PROTOC)/.installed: protos/requirements.lock
+	@echo "installing what generates code into $(PROTOC)"
+	@test -x $(PROTOC)/bin/python || $(PYTHON) -m venv $(PROTOC)
+	@{ $(PROTOC)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --require-hashes --no-deps -r $< 2>&1 \
+		|| touch $@.failed; } | $(PIP_LINES)
+	@! rm $@.failed 2>/dev/null
+	@touch $@
+
+protos: $(PROTOC)/.installed ## Generate the Python code of the .proto files, beside them
+	$(PROTOC)/bin/python protos/generate.py
 
 protos-baseline: $(STAMP) ## Make today's .proto files the ones that later ones must not break
 	$(BIN)/buf build -o protos/baseline.binpb
@@ -279,5 +289,5 @@ bench-gpu: ## Measure kernels and engine on a GPU: needs torch, triton and trans
 		$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m bench.gpu_$$name || exit $$?; done
 
 clean: ## Remove the environment, caches and run-time files
-	rm -rf $(VENV) $(CLIENTS) .quire .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage build dist *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(PROTOC) .quire .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

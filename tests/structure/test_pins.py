@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = (ROOT / "requirements.lock").read_text()
 FUZZ_LOCK = (ROOT / "tests" / "fuzz" / "requirements.lock").read_text()
+PROTOS_LOCK = (ROOT / "protos" / "requirements.lock").read_text()
 UNHASHED = {"torch", "triton"}
 _PINS = runpy.run_path(str(ROOT / "docker" / "pins.py"))
 _REQUIREMENTS = runpy.run_path(str(ROOT / "docker" / "requirements.py"))
@@ -38,14 +40,14 @@ def test_the_lock_of_fuzzing_adds_to_the_other() -> None:
         assert versions.get(name, version).split()[0] == version.split()[0]
 
 
-@pytest.mark.parametrize("lock", [LOCK, FUZZ_LOCK], ids=["all", "fuzz"])
+@pytest.mark.parametrize("lock", [LOCK, FUZZ_LOCK, PROTOS_LOCK], ids=["all", "fuzz", "protos"])
 def test_every_package_of_a_lock_has_hashes(lock: str) -> None:
     for name, package in read_lock(lock).items():
         hashes = [line for line in package.lines if re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}( \\)?", line)]
         assert len(hashes) == len(package.lines) - sum("==" in line for line in package.lines) > 0, name
 
 
-@pytest.mark.parametrize("lock", [LOCK, FUZZ_LOCK], ids=["all", "fuzz"])
+@pytest.mark.parametrize("lock", [LOCK, FUZZ_LOCK, PROTOS_LOCK], ids=["all", "fuzz", "protos"])
 def test_a_lock_names_no_place(lock: str) -> None:
     assert not re.findall(r"^.*(?:://|--index|--find-links|file:|/tmp|@ ).*$", lock, re.MULTILINE)
 
@@ -55,3 +57,14 @@ def test_everything_that_pyproject_names_is_locked() -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
     named = {name_of(line) for line in done.stdout.splitlines()}
     assert named - set(read_lock(LOCK)) == UNHASHED
+
+
+def test_ranges_begin_at_what_the_generated_code_demands() -> None:
+    """protobuf promises that generated code runs on its own major version and on the next one."""
+    generated = "\n".join(path.read_text() for path in sorted((ROOT / "protos/quire").glob("**/*_pb2*.py")))
+    (protobuf,) = set(re.findall(r"^# Protobuf Python Version: (\d+\.\d+\.\d+)$", generated, re.MULTILINE))
+    (grpcio,) = set(re.findall(r"^GRPC_GENERATED_VERSION = '(\d+\.\d+\.\d+)'$", generated, re.MULTILINE))
+    ranges = [tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in (".", "protos")]
+    assert ranges[0]["dependencies"] == ranges[1]["dependencies"]
+    assert f"grpcio>={grpcio}" in ranges[0]["dependencies"]
+    assert f"protobuf>={protobuf},<{int(protobuf.partition('.')[0]) + 2}" in ranges[0]["dependencies"]

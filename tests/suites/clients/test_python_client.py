@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -173,17 +174,18 @@ def python(*words: str, cwd: str | Path = "/") -> str:
     return done.stdout
 
 
+def fresh(folder: Path, wheel: Path, *versions: str) -> str:
+    """Return the Python of a new environment with the wheel, and with these versions of what the wheel needs."""
+    python(sys.executable, "-m", "venv", str(folder))
+    made = str(folder / "bin" / "python")
+    python(made, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", *versions, str(wheel))
+    return made
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The Python of a fresh environment with the wheel of protos/ alone."""
-    folder = tmp_path_factory.mktemp("alone")
-    quiet = ("--disable-pip-version-check", "--quiet")
-    python(sys.executable, "-m", "pip", "wheel", *quiet, "--no-deps", "-w", str(folder), str(ROOT / "protos"))
-    (wheel,) = folder.glob("quire_llm_client-*.whl")
-    python(sys.executable, "-m", "venv", str(folder / "venv"))
-    fresh = str(folder / "venv" / "bin" / "python")
-    python(fresh, "-m", "pip", "install", *quiet, "-c", str(ROOT / "constraints.txt"), str(wheel))
-    return fresh
+def alone(tmp_path_factory: pytest.TempPathFactory, client_wheel: Path) -> str:
+    """The Python of an environment that has the client alone."""
+    return fresh(tmp_path_factory.mktemp("alone"), client_wheel, "-c", str(ROOT / "constraints.txt"))
 
 
 SCRIPT = """
@@ -221,3 +223,14 @@ def test_the_client_alone_needs_no_service_and_gets_the_same(alone: str, served:
     assert {each["name"].lower().replace("_", "-") for each in listed} <= ALONE
     outcome = served.run(lambda suite: suite.generate(greedy(PROMPT, 24)))
     assert json.loads(python(alone, "-c", SCRIPT, served.address, json.dumps(PROMPT))) == outcome.tokens
+
+
+@pytest.mark.timeout(3 * PATIENCE_S)
+def test_the_oldest_versions_that_the_client_takes_are_enough(
+    tmp_path: Path, client_wheel: Path, served: Served
+) -> None:
+    ranges = tomllib.loads((ROOT / "protos/pyproject.toml").read_text())["project"]["dependencies"]
+    oldest = [each.partition(",")[0].replace(">=", "==") for each in ranges]
+    made = fresh(tmp_path / "oldest", client_wheel, *oldest)
+    outcome = served.run(lambda suite: suite.generate(greedy(PROMPT, 24)))
+    assert json.loads(python(made, "-W", "error", "-c", SCRIPT, served.address, json.dumps(PROMPT))) == outcome.tokens

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,11 +15,31 @@ import pytest
 from cli.demo_model.prompts import questions
 from cli.suite.programs import metrics_addresses
 from quire.inference.v1 import inference_pb2 as pb
-from tests.suites.clients.other_python import answers_of, need_clients
+from tests.suites.clients.other_python import ENVIRONMENTS, LIGHT, answers_of, need_clients, output_of
 from tests.suites.clients.served import Served
 from tests.support.suite import Outcome, greedy
 
 Call = Callable[[str], Any]
+BOTH = """
+import json, sys
+import google.protobuf
+import numpy
+import tritonclient.grpc as triton
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from quire.client import Client
+
+address, model, prompt = json.load(sys.stdin)
+OTLPSpanExporter(endpoint=address, insecure=True).shutdown()
+sampling = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+with Client(address) as client:
+    own = client.generate(prompt, **sampling)
+tensor = triton.InferInput("input_ids", [len(prompt)], "INT32")
+tensor.set_data_from_numpy(numpy.array(prompt, numpy.int32))
+wanted = [triton.InferRequestedOutput("output_ids")]
+with triton.InferenceServerClient(address) as client:
+    theirs = client.infer(model, [tensor], outputs=wanted, parameters=sampling).as_numpy("output_ids")
+print(json.dumps([google.protobuf.__version__.split(".")[0], list(own.token_ids), theirs.tolist()]))
+"""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -169,3 +191,26 @@ def cancelled_requests(served: Served) -> float:
     metrics = httpx.get(f"http://{address}/metrics", timeout=120.0).text
     (count,) = re.findall(r'^quire:request_failure_total\{reason="CANCELLED"\} (.*)$', metrics, re.MULTILINE)
     return float(count)
+
+
+def test_quires_own_client_works_in_the_same_environment(
+    tmp_path: Path, client_wheel: Path, served: Served, prompts: list[dict[str, Any]]
+) -> None:
+    """So does OpenTelemetry's exporter of spans: no requirements contradict, and one process calls by both clients."""
+    python = client_beside_light(tmp_path, client_wheel)
+    output_of([sys.executable, "-m", "pip", "--python", python, "check"])
+    said = output_of([python, "-I", "-c", BOTH], json.dumps([served.address, served.model, prompts[0]["ids"]]))
+    tokens = quires_own(served, prompts[0]["ids"], 8).tokens
+    assert json.loads(said) == ["6", tokens, tokens]
+
+
+def client_beside_light(folder: Path, wheel: Path) -> str:
+    """Return the Python of an environment that has Quire's client and sees all packages of the light environment."""
+    output_of([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+    python = str(folder / "bin" / "python")
+    (own,) = folder.glob("lib/python3.*/site-packages")
+    (light,) = (ENVIRONMENTS / LIGHT).glob("lib/python3.*/site-packages")
+    (own / "light.pth").write_text(f"{light}\n")
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check")
+    output_of([*pip, "--no-deps", "--no-index", str(wheel)])
+    return python

@@ -5,7 +5,7 @@ import warnings
 
 from quire.decision.v1 import decision_pb2 as quire_dot_decision_dot_v1_dot_decision__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class DecisionServiceStub:
+class DecisionServiceStub(object):
     """The router and the KV manager each serve the records that they made. The router also serves traces of the whole suite.
     The router's port for clients answers about one request, which the caller names by `request_id`, and no other. Where
     callers have keys, the request must be one of the caller's tenant; a tenant with `admin` is answered about all.
@@ -64,7 +64,7 @@ class DecisionServiceStub:
                 _registered_method=True)
 
 
-class DecisionServiceServicer:
+class DecisionServiceServicer(object):
     """The router and the KV manager each serve the records that they made. The router also serves traces of the whole suite.
     The router's port for clients answers about one request, which the caller names by `request_id`, and no other. Where
     callers have keys, the request must be one of the caller's tenant; a tenant with `admin` is answered about all.
@@ -147,7 +147,7 @@ def add_DecisionServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class DecisionService:
+class DecisionService(object):
     """The router and the KV manager each serve the records that they made. The router also serves traces of the whole suite.
     The router's port for clients answers about one request, which the caller names by `request_id`, and no other. Where
     callers have keys, the request must be one of the caller's tenant; a tenant with `admin` is answered about all.

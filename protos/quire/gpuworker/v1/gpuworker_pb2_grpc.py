@@ -5,7 +5,7 @@ import warnings
 
 from quire.gpuworker.v1 import gpuworker_pb2 as quire_dot_gpuworker_dot_v1_dot_gpuworker__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class GpuWorkerServiceStub:
+class GpuWorkerServiceStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -46,7 +46,7 @@ class GpuWorkerServiceStub:
                 _registered_method=True)
 
 
-class GpuWorkerServiceServicer:
+class GpuWorkerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Stream(self, request_iterator, context):
@@ -84,7 +84,7 @@ def add_GpuWorkerServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class GpuWorkerService:
+class GpuWorkerService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

@@ -5,7 +5,7 @@ import warnings
 
 from quire.kvmanager.v1 import kvmanager_pb2 as quire_dot_kvmanager_dot_v1_dot_kvmanager__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class KvManagerServiceStub:
+class KvManagerServiceStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -96,7 +96,7 @@ class KvManagerServiceStub:
                 _registered_method=True)
 
 
-class KvManagerServiceServicer:
+class KvManagerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
@@ -254,7 +254,7 @@ def add_KvManagerServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class KvManagerService:
+class KvManagerService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
