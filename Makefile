@@ -104,16 +104,19 @@ $(STAMP): $(PACKAGES) $(NATIVE)
 	@$(call BUILD_KERNELS,gpuworker/native/build.py,make install)
 	@! rm $@.failed 2>/dev/null
 
-clients: $(CLIENTS)/light/.installed $(EMBEDDERS)/.installed ## Install the clients that the tests call with: .clients, and what the examples in Node and C++ need
+clients: $(CLIENTS)/light/.installed $(EMBEDDERS)/.installed ## Install the clients that the tests call with: .clients, and what the examples in Node, C++ and Go need
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		command -v npm >/dev/null || set -- nodejs npm; \
 		command -v grpc_cpp_plugin >/dev/null && pkg-config --exists grpc++ protobuf || \
 			set -- "$$@" g++ make pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc; \
+		command -v go >/dev/null && command -v protoc-gen-go-grpc >/dev/null || \
+			set -- "$$@" golang-go golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev protoc-gen-go protoc-gen-go-grpc; \
 		[ $$# = 0 ] || { echo "installing $$*" && apt-get update -qq && \
 			DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$$@" >/dev/null; }; fi
 	@! command -v npm >/dev/null || test protos/examples/node/node_modules/.package-lock.json -nt protos/examples/node/package-lock.json || \
 		npm ci --silent --prefix protos/examples/node
 	@! command -v grpc_cpp_plugin >/dev/null || $(MAKE) --silent -C protos/examples/cpp
+	@! command -v protoc-gen-go-grpc >/dev/null || $(MAKE) --silent -C protos/examples/go
 
 # Open WebUI runs without most of the 7 GB that it depends on: what is listed is all.
 $(CLIENTS)/open-webui/.installed: ALL_LISTED := --no-deps
@@ -236,7 +239,7 @@ coverage: $(STAMP) ## Measure how much of the pure cores their own tests run, an
 check: $(STAMP) $(PROTOC)/.installed lint types coverage ## All that must be clean: ruff, mypy, coverage of the cores, import contracts, buf, drift of generated code
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
-	$(BIN)/buf breaking --against protos/baseline.binpb
+	$(BIN)/buf build -o - | $(BIN)/buf breaking - --against protos/baseline.binpb
 	$(PROTOC)/bin/python protos/generate.py --check
 	@! command -v npm >/dev/null || $(BIN)/python router/page/npm/vendor.py --check
 

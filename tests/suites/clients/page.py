@@ -95,7 +95,7 @@ CLIENTS = (
     _of("tritonclient", "test_tritonclient.py"),
     _of("open-inference-grpc", "test_open_inference.py"),
     Client("buf curl", "buf-bin", "constraints.txt", (f"{HERE}/test_buf_curl.py",)),
-    Client("grpc-js, and the system's grpc++", "@grpc/grpc-js", _NODE, (f"{HERE}/test_examples.py",)),
+    Client("grpc-js, and the system's grpc++ and grpc-go", "@grpc/grpc-js", _NODE, (f"{HERE}/test_examples.py",)),
 )
 
 

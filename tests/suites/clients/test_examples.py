@@ -1,4 +1,4 @@
-"""The examples in Python, Node and C++ by the commands of their READMEs: each gets what the client library gets."""
+"""The examples in Python, Node, C++ and Go by the commands of their READMEs: each gets what the client library gets."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ TOOLS = {
     "python": (),
     "node": ("node", "npm"),
     "cpp": ("make", "g++", "pkg-config", "protoc", "grpc_cpp_plugin"),
+    "go": ("make", "go", "protoc-gen-go", "protoc-gen-go-grpc"),
 }
 
 
@@ -62,7 +63,7 @@ def wanted(served: Served) -> tuple[Completion, list[str]]:
 
 
 @pytest.mark.timeout(2 * PATIENCE_S)
-@pytest.mark.parametrize("language", ["python", "node", "cpp"])
+@pytest.mark.parametrize("language", ["python", "node", "cpp", "go"])
 def test_an_example_does_what_it_says_by_the_commands_of_its_readme(language: str, served: Served) -> None:
     absent = [tool for tool in TOOLS[language] if shutil.which(tool) is None]
     if absent:

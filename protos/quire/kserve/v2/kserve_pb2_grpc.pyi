@@ -5,6 +5,7 @@ The Open Inference Protocol (KServe v2) over gRPC, served by the router beside q
 servers, such as `tritonclient`, call Quire as they are. Package, service, messages and field numbers are those of the
 public protocol with Triton's streaming extension; only what is served is declared, other methods are UNIMPLEMENTED.
 The rules for this repository's own protocols do not apply here (buf.yaml exempts this folder).
+Public: protos/README.md says what stays from release to release.
 
 One model is served, as version "1", with the tensors of Triton's vLLM backend. Inputs, all of shape [1] but `input_ids`:
   text_input BYTES              the prompt as text; or
