@@ -116,8 +116,11 @@ class Service:
         if (size := sum([prompt.ByteSize() for prompt in order.prompts])) > MAX_HTTP_BODY_BYTES:
             what = f"the conversation has {size} bytes without its images; expected at most {MAX_HTTP_BODY_BYTES}"
             raise errors.BodyTooLarge(what)
-        if order.media and self.parts.refuses_media:
-            found = ", ".join(sorted(set(order.media)))
+        self.check_media(order.media)
+
+    def check_media(self, media: Iterable[str]) -> None:
+        """Raise Unsupported for more than text where the operator refuses that."""
+        if self.parts.refuses_media and (found := ", ".join(sorted({*media}))):
             raise Unsupported(f"the conversation has {found}, which this server refuses; send text alone")
 
     async def reading(self, order: Order, call: CallContext) -> Reading | None:

@@ -26,12 +26,15 @@ _SYSTEM = ("system", "developer")
 
 @dataclass(slots=True)
 class Asked:
-    """A validated response that is to be made, or is being made. `items` are those of its whole conversation."""
+    """A validated response that is to be made, or is being made. `given` are the items of its own input."""
 
     tenant: str
     name: str
     store: bool
-    items: list[Item]
+    # The conversation that gets its items.
+    conversation: str | None
+    earlier: list[Item]
+    given: list[Item]
     order: Order
     request: ValidatedRequest
     answer: Answer
@@ -64,7 +67,12 @@ class Asked:
         return self.builder.fail(code, str(error))
 
     def record(self) -> Record:
-        return Record(self.builder.body(), self.items)
+        return Record(self.builder.body(), [*self.earlier, *self.given])
+
+    @property
+    def own_items(self) -> list[Item]:
+        """The items that a conversation gets: what was asked and what is answered."""
+        return [*self.given, *self.builder.body()["output"]]
 
 
 def parts_of(piece: Piece) -> Sequence[Part]:
@@ -86,6 +94,7 @@ def first_body(body: ResponsesRequest, name: str, model: str, created: int, requ
         "status": "in_progress",
         "background": bool(body.background),
         "completed_at": None,
+        "conversation": {"id": body.conversation_id} if body.conversation_id else None,
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,

@@ -21,24 +21,26 @@ _PARTED: Final = ("content", "output")
 _SERVED: Final = "message, reasoning, function_call, custom_tool_call, or the output of either"
 
 
-def items_of(given: str | Sequence[Item]) -> list[Item]:
-    """Return the items of an input. Raises InvalidRequest where there are none, or too many."""
+def items_of(given: str | Sequence[Item], field: str = "input") -> list[Item]:
+    """Return the items of a field. Raises InvalidRequest where there are none, or too many."""
     items: list[Item] = [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else [*given]
     if not items:
-        _refuse("input", "is empty; expected a text or at least one item")
+        _refuse(field, f"is empty; expected {'a text or ' if field == 'input' else ''}at least one item")
     if len(items) > MAX_CHAT_MESSAGES:
-        _refuse("input", f"has {len(items)} items; expected at most {MAX_CHAT_MESSAGES}")
+        _refuse(field, f"has {len(items)} items; expected at most {MAX_CHAT_MESSAGES}")
     return items
 
 
-def messages_of(instructions: str | None, earlier: Sequence[Item], given: Sequence[Item]) -> list[Message]:
+def messages_of(
+    instructions: str | None, earlier: Sequence[Item], given: Sequence[Item], field: str = "input"
+) -> list[Message]:
     """Return the chat of a conversation. Raises InvalidRequest and Unsupported with the place of a wrong item.
 
     Leading system messages become one, because many templates take no other. A thought, the text after it and calls
     become one message of the assistant, as templates have it.
     """
     read = [_read(item, "previous_response_id") for item in earlier]
-    read += [_read(item, f"input[{place}]") for place, item in enumerate(given)]
+    read += [_read(item, f"{field}[{place}]") for place, item in enumerate(given)]
     messages = [Message(role="system", content=instructions)] if instructions else []
     messages += list(_joined(each for each in read if each is not None))
     return [*_one_system(messages)]

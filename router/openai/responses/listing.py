@@ -27,13 +27,18 @@ def page_of(items: Sequence[Item], page: ItemPage) -> Json:
     """Return a page of items. Raises InvalidRequest where none has the id of `after`."""
     ordered = [*items] if page.order == "asc" else [*items][::-1]
     start = 0 if page.after is None else 1 + _place(ordered, page.after)
-    shown = [_listed(each) for each in ordered[start : start + page.limit]]
+    return list_of(ordered[start : start + page.limit], start + page.limit < len(ordered))
+
+
+def list_of(items: Sequence[Item], has_more: bool = False) -> Json:
+    """Return items as a page."""
+    shown = [listed(each) for each in items]
     return {
         "object": "list",
         "data": shown,
         "first_id": shown[0]["id"] if shown else "",
         "last_id": shown[-1]["id"] if shown else "",
-        "has_more": start + page.limit < len(ordered),
+        "has_more": has_more,
     }
 
 
@@ -44,7 +49,7 @@ def _place(items: Sequence[Item], name: str) -> int:
     return found
 
 
-def _listed(item: Item) -> Json:
+def listed(item: Item) -> Json:
     """Return an item in its long form: it has a status, and the content of a message is a list of parts."""
     content = item.get("content")
     if not isinstance(content, str):

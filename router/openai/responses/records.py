@@ -1,4 +1,4 @@
-"""What the store keeps of a response: its body, and the items of the whole conversation before its output."""
+"""What the store keeps: of a response its body, and the items of all that was before its output; and conversations."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from common.errors import FieldViolation, InvalidRequest, NotFound
@@ -17,6 +17,7 @@ from router.openai.responses.items import Item
 
 Json = dict[str, Any]
 _ID: Final = re.compile(r"resp_[0-9a-f]{32}")
+_CONVERSATION_ID: Final = re.compile(r"conv_[0-9a-f]{32}")
 _ITEM_ID: Final = re.compile(r"[a-z]+_([0-9a-f]{32})[0-9a-f]{6}")
 # A background response that is not done so many seconds after its deadline is lost: its router stopped.
 _GRACE_S: Final = 60.0
@@ -58,6 +59,37 @@ class Record:
         return body
 
 
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A stored conversation: items that responses continue, and to which they add their own."""
+
+    name: str
+    created: int
+    metadata: dict[str, str]
+    items: tuple[Item, ...] = ()
+
+    def body(self) -> Json:
+        return {"id": self.name, "object": "conversation", "created_at": self.created, "metadata": self.metadata}
+
+    def entry(self) -> bytes:
+        return _dumps({"conversation": self.body(), "items": self.items})
+
+    def with_items(self, items: Sequence[Item]) -> Conversation:
+        """Return it with the items that it does not have yet at its end."""
+        known = {each["id"] for each in self.items}
+        return replace(self, items=(*self.items, *(each for each in items if each["id"] not in known)))
+
+    @staticmethod
+    def of(entry: bytes) -> Conversation | None:
+        """Return the conversation of an entry; None where the entry is not in our form."""
+        try:
+            read = json.loads(entry)
+            body = read["conversation"]
+            return Conversation(body["id"], body["created_at"], {**body["metadata"]}, tuple(read["items"]))
+        except (ValueError, KeyError, TypeError):
+            return None
+
+
 def new_id(prefix: str) -> str:
     """Return an id with 128 random bits, too many to guess."""
     return prefix + secrets.token_hex(16)
@@ -81,6 +113,16 @@ def check_id(name: str) -> None:
         raise not_found(name)
 
 
+def check_conversation_id(name: str) -> None:
+    """Raise NotFound for what can be no conversation's id."""
+    if not _CONVERSATION_ID.fullmatch(name):
+        raise no_conversation(name)
+
+
+def no_conversation(name: str) -> NotFound:
+    return NotFound(f"conversation {name[:64]!r} is not here: it was deleted, it is too old, or it is somebody else's")
+
+
 def not_found(name: str) -> NotFound:
     return NotFound(f"response {name[:64]!r} is not here: it was not stored, it is too old, or it is somebody else's")
 
@@ -90,12 +132,12 @@ def no_previous(name: str) -> InvalidRequest:
     return InvalidRequest(FieldViolation("previous_response_id", what, "PREVIOUS_RESPONSE_NOT_FOUND"))
 
 
-def check_size(items: Sequence[Item]) -> None:
-    """Raise InvalidRequest for a conversation that will not fit into the store."""
+def check_size(items: Sequence[Item], field: str = "input", instead: str = "send store false") -> None:
+    """Raise InvalidRequest for items that will not fit into the store; `instead` says what the client can do."""
     size, most = len(_dumps(list(items))), MAX_RESPONSE_BYTES - _FOR_OUTPUT
     if size > most:
-        what = f"has, with earlier responses, {size} bytes; at most {most} can be stored; send store false"
-        raise InvalidRequest(FieldViolation("input", what))
+        what = f"has, with all that was before, {size} bytes; at most {most} can be stored; {instead}"
+        raise InvalidRequest(FieldViolation(field, what))
 
 
 def check_text(body: Json) -> None:
@@ -103,13 +145,18 @@ def check_text(body: Json) -> None:
     _dumps(body)
 
 
-def with_ids(items: Sequence[Item]) -> list[Item]:
-    """Return items that all have a type, and an id of their own, as they are listed."""
-    return [{"type": "message", **each} | ({} if _has_id(each) else {"id": _id_for(each)}) for each in items]
+def with_ids(items: Sequence[Item], earlier: Sequence[Item] = ()) -> list[Item]:
+    """Return items that all have a type, and an id of their own, as they are listed after the earlier ones."""
+    taken, named = {each["id"] for each in earlier}, list[Item]()
+    for each in items:
+        item = {"type": "message", **each} | ({} if _has_id(each, taken) else {"id": _id_for(each)})
+        taken.add(item["id"])
+        named.append(item)
+    return named
 
 
-def _has_id(item: Item) -> bool:
-    return isinstance(item.get("id"), str) and 0 < len(item["id"]) <= _MOST_ID_CHARS
+def _has_id(item: Item, taken: Container[str]) -> bool:
+    return isinstance(item.get("id"), str) and 0 < len(item["id"]) <= _MOST_ID_CHARS and item["id"] not in taken
 
 
 def _id_for(item: Item) -> str:

@@ -14,16 +14,24 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from common.errors import FieldViolation, InvalidRequest, QuireError, Unavailable
-from common.limits import BACKGROUND_SECONDS, MAX_ANSWER_BYTES, MAX_REFERENCED_RESPONSES, MAX_RESPONSE_BYTES
+from common.limits import BACKGROUND_SECONDS, MAX_ANSWER_BYTES, MAX_RESPONSE_BYTES
 from common.process.supervised import cancel_and_wait
 from router.core.events import ValidatedRequest
-from router.core.tools import quoted
 from router.openai.answer import Answer, Form
 from router.openai.request import Order
 from router.openai.response import WholeResponse
 from router.openai.responses.asked import Asked, first_body, is_too_long, size_of, without_oldest
 from router.openai.responses.background import Job
-from router.openai.responses.events import CANCELLED, IN_PROGRESS, QUEUED, RUNNING, ResponseBuilder
+from router.openai.responses.conversations import SHORTER, Conversations, conversation_routes, with_referenced
+from router.openai.responses.events import (
+    CANCELLED,
+    COMPLETED,
+    IN_PROGRESS,
+    INCOMPLETE,
+    QUEUED,
+    RUNNING,
+    ResponseBuilder,
+)
 from router.openai.responses.items import Item, as_texts, items_of
 from router.openai.responses.listing import ItemPage, page_of
 from router.openai.responses.parts import ResponseParts
@@ -36,7 +44,6 @@ from router.openai.responses.records import (
     new_item_ids,
     no_previous,
     not_found,
-    response_with,
     with_ids,
 )
 from router.openai.responses.request import check, conversation, in_its_words, order_of
@@ -68,6 +75,7 @@ def response_routes(service: Service, parts: ResponseParts) -> APIRouter:
     router.add_api_route(one, api.delete, methods=["DELETE"], response_model=None, responses=deleted)
     listed = answers(ItemList) | missing
     router.add_api_route(f"{one}/input_items", api.input_items, methods=["GET"], response_model=None, responses=listed)
+    router.include_router(conversation_routes(service, parts.store))
     return router
 
 
@@ -76,6 +84,7 @@ class Responses:
 
     def __init__(self, service: Service, parts: ResponseParts) -> None:
         self._service, self._store, self._background = service, parts.store, parts.background
+        self._conversations = Conversations(parts.store)
 
     async def create(self, body: ResponsesRequest, request: Request) -> Response:
         """Answer an input, which may continue a stored response."""
@@ -163,11 +172,14 @@ class Responses:
 
     async def _asked(self, body: ResponsesRequest, request: Request, call: CallContext) -> Asked:
         tenant = _tenant(request)
-        given = await self._with_referenced(items_of(body.input), tenant)
-        earlier = await self._earlier(body.previous_response_id, tenant)
-        store = body.store is not False
+        given = await with_referenced(self._store, tenant, items_of(body.input))
+        earlier = await self._earlier(body, tenant)
+        store, conversation = body.store is not False, body.conversation_id
         order, validated, answer = await self._fitted(body, earlier, given, request.headers, call)
-        if store:
+        if conversation is not None:
+            given = with_ids(as_texts(given), earlier)
+            check_size([*earlier, *given], instead=SHORTER)
+        elif store:
             given = with_ids(as_texts(given))
             check_size([*earlier, *given])
         name, created = new_id("resp_"), answer.form.created
@@ -176,33 +188,16 @@ class Responses:
         kinds = tool_kinds(body.tools or ())
         builder = ResponseBuilder(first, new_item_ids(name), lambda: int(time.time()), bool(body.stream), kinds)
         place = self._service.room.place(MAX_ANSWER_BYTES)
-        return Asked(tenant, name, store, [*earlier, *given], order, validated, answer, builder, kinds, place)
+        return Asked(
+            *(tenant, name, store, conversation, [*earlier], [*given]),
+            *(order, validated, answer, builder, kinds, place),
+        )
 
-    async def _with_referenced(self, items: Sequence[Item], tenant: str) -> list[Item]:
-        """Return the items, with those of stored responses in place of references to them. Raises InvalidRequest."""
-        found, read = list[Item](), dict[str, dict[str, Item]]()
-        for place, item in enumerate(items):
-            if item.get("type") != "item_reference":
-                found.append(item)
-                continue
-            name = str(item.get("id"))
-            response = response_with(name) or ""
-            if response and response not in read:
-                if len(read) == MAX_REFERENCED_RESPONSES:
-                    what = f"is of one response too many; expected items of at most {MAX_REFERENCED_RESPONSES}"
-                    raise InvalidRequest(FieldViolation(f"input[{place}].id", what))
-                entry = await self._store.get(tenant, response)
-                record = Record.of(entry) if entry is not None else None
-                read[response] = {} if record is None else {each["id"]: each for each in record.body["output"]}
-            if (referenced := read.get(response, {}).get(name)) is None:
-                what = f"is {quoted(name)}, and no stored response has an item of that id; send the item"
-                raise InvalidRequest(FieldViolation(f"input[{place}].id", what))
-            found.append(referenced)
-        return found
-
-    async def _earlier(self, previous: str | None, tenant: str) -> list[Item]:
-        """Return the conversation so far. Raises InvalidRequest, and Unavailable while the store does not answer."""
-        if previous is None:
+    async def _earlier(self, body: ResponsesRequest, tenant: str) -> Sequence[Item]:
+        """Return the items so far. Raises InvalidRequest, NotFound, and Unavailable while the store does not answer."""
+        if (name := body.conversation_id) is not None:
+            return (await self._conversations.find(tenant, name)).items
+        if (previous := body.previous_response_id) is None:
             return []
         entry = await self._store.get(tenant, previous)
         record = Record.of(entry) if entry is not None else None
@@ -291,9 +286,11 @@ class Responses:
         yield last
 
     async def _keep(self, asked: Asked) -> None:
-        """Store the response as it is now; one that is too large is not stored."""
+        """Store the response as it is now; one that is too large is not stored. A conversation gets what is done."""
         if asked.store and len(entry := asked.record().entry()) <= MAX_RESPONSE_BYTES:
             await self._store.put(asked.tenant, asked.name, entry)
+        if asked.conversation is not None and asked.builder.status in (COMPLETED, INCOMPLETE):
+            await self._conversations.lengthen(asked.tenant, asked.conversation, asked.own_items)
 
     # ------------------------------------------------------------ in the background
 

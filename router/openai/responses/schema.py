@@ -112,6 +112,12 @@ class ResponseUsage(_Exact):
     total_tokens: int
 
 
+class OfConversation(_Exact):
+    """The conversation that a response continues."""
+
+    id: str
+
+
 class ResponseBody(_Exact):
     """A response."""
 
@@ -121,6 +127,7 @@ class ResponseBody(_Exact):
     status: Status
     background: bool
     completed_at: int | None
+    conversation: OfConversation | None
     error: ResponseFailure | None
     incomplete_details: WhyIncomplete | None
     instructions: str | None
@@ -176,3 +183,29 @@ class ItemList(_Exact):
     first_id: str
     last_id: str
     has_more: bool
+
+
+class ConversationItem(BaseModel):
+    """An item: its `type` says which further fields it has, as OpenAI describes them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    type: str
+
+
+class ConversationBody(_Exact):
+    """A conversation; its items are listed by themselves."""
+
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class DeletedConversation(_Exact):
+    """A conversation is forgotten."""
+
+    id: str
+    object: Literal["conversation.deleted"]
+    deleted: Literal[True]

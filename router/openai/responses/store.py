@@ -1,4 +1,4 @@
-"""Keeps responses, so that clients can read and continue them: in Redis, or in this process where there is no Redis.
+"""Keeps responses and conversations, which clients read and continue: in Redis, or in this process where there is none.
 
 Each tenant has entries of its own. Bytes and entries are bounded, of a tenant and of all: the oldest entry of the
 tenant makes room for its next one, and the oldest of the largest tenant where all have too many.
@@ -47,6 +47,10 @@ class ResponseStore(Protocol):
         """Keep an entry in place of an older one of that name. A store that does not answer loses it."""
         ...
 
+    async def replace(self, tenant: str, name: str, entry: bytes, old: bytes | None) -> bool:
+        """Keep an entry if the one there is `old`, or there is none for None; return whether. Raises Unavailable."""
+        ...
+
     async def get(self, tenant: str, name: str) -> bytes | None:
         """Return an entry of the tenant. Raises Unavailable."""
         ...
@@ -86,6 +90,13 @@ class MemoryStore:
             self._forget_oldest(tenant)
         while self.count > bounds.entries or self.size > bounds.total_bytes:
             self._forget_oldest(max(self._tenants, key=lambda each: self._tenants[each].size))
+
+    async def replace(self, tenant: str, name: str, entry: bytes, old: bytes | None) -> bool:
+        # Nothing in here waits, so no other writer comes between.
+        if await self.get(tenant, name) != old:
+            return False
+        await self.put(tenant, name, entry)
+        return True
 
     async def get(self, tenant: str, name: str) -> bytes | None:
         kept = self._tenants.get(tenant)
@@ -143,6 +154,11 @@ local tenant, name, entry, milliseconds = ARGV[1], ARGV[2], ARGV[3], tonumber(AR
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 local function number(reply) return tonumber(reply or 0) end
+local expected = ARGV[9]
+if expected ~= 'any' then
+  local present = redis.call('GET', root .. 'entry:' .. tenant .. ':' .. name)
+  if (present and redis.sha1hex(present) or 'none') ~= expected then return 0 end
+end
 for _, member in ipairs(redis.call('ZRANGEBYSCORE', ends, '-inf', now, 'LIMIT', 0, 256)) do
   forget(string.match(member, '^(.-):(.*)$'))
 end
@@ -179,6 +195,9 @@ class NoStore:
     async def put(self, tenant: str, name: str, entry: bytes) -> None:
         return
 
+    async def replace(self, tenant: str, name: str, entry: bytes, old: bytes | None) -> bool:
+        return False
+
     async def get(self, tenant: str, name: str) -> bytes | None:
         return None
 
@@ -196,13 +215,14 @@ class RedisStore:
         self._breaker = CircuitBreaker(_PAUSES.pause)
 
     async def put(self, tenant: str, name: str, entry: bytes) -> None:
-        bounds = self._bounds
-        most = (bounds.entries_of_tenant, bounds.bytes_of_tenant, bounds.entries, bounds.total_bytes)
-        arguments = (_digest(tenant), name, entry, round(1000 * bounds.seconds), *most)
         try:
-            await self._answered(lambda: self._redis.eval(_PUT, 1, self._root, *arguments))
+            await self._write(tenant, name, entry, "any")
         except Unavailable as error:
             log.warning("a response is not kept", extra={"reason": str(error)})
+
+    async def replace(self, tenant: str, name: str, entry: bytes, old: bytes | None) -> bool:
+        expected = "none" if old is None else hashlib.sha1(old, usedforsecurity=False).hexdigest()
+        return await self._write(tenant, name, entry, expected)
 
     async def get(self, tenant: str, name: str) -> bytes | None:
         key = f"{self._root}entry:{_digest(tenant)}:{name}"
@@ -212,6 +232,13 @@ class RedisStore:
 
     async def delete(self, tenant: str, name: str) -> bool:
         return bool(await self._answered(lambda: self._redis.eval(_DELETE, 1, self._root, _digest(tenant), name)))
+
+    async def _write(self, tenant: str, name: str, entry: bytes, expected: str) -> bool:
+        """Keep an entry in place of the expected one: `any`, `none`, or the one with this SHA-1. Raises Unavailable."""
+        bounds = self._bounds
+        most = (bounds.entries_of_tenant, bounds.bytes_of_tenant, bounds.entries, bounds.total_bytes)
+        arguments = (_digest(tenant), name, entry, round(1000 * bounds.seconds), *most, expected)
+        return bool(await self._answered(lambda: self._redis.eval(_PUT, 1, self._root, *arguments)))
 
     async def _answered(self, ask: Callable[[], Any]) -> Any:
         """Return Redis's answer. Raises Unavailable when there is none."""

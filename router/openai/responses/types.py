@@ -16,6 +16,7 @@ Json = dict[str, Any]
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 Label = Annotated[str, Field(max_length=limits.MAX_METADATA_KEY_CHARS)]
 Note = Annotated[str, Field(max_length=limits.MAX_METADATA_CHARS)]
+Metadata = Annotated[dict[Label, Note], Field(max_length=limits.MAX_METADATA)]
 
 
 class TextFormat(BaseModel):
@@ -44,6 +45,31 @@ class ReasoningOptions(BaseModel):
     summary: str | None = None
 
 
+class NamedConversation(BaseModel):
+    """A conversation by its id."""
+
+    id: str
+
+
+class ConversationRequest(BaseModel):
+    """Body of POST /v1/conversations."""
+
+    items: list[Json] | None = Field(None, description="what it begins with, in the form of `input` of a response")
+    metadata: Metadata | None = None
+
+
+class ConversationChange(BaseModel):
+    """Body of POST /v1/conversations/ID."""
+
+    metadata: Metadata | None = Field(..., description="takes the place of what there is")
+
+
+class NewItems(BaseModel):
+    """Body of POST /v1/conversations/ID/items."""
+
+    items: list[Json] = Field(..., description="what comes to its end, in the form of `input` of a response")
+
+
 class ResponsesRequest(BaseModel):
     """What a model shall answer."""
 
@@ -52,7 +78,6 @@ class ResponsesRequest(BaseModel):
     # Unsupported fields, each with the values that have no effect.
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
         "context_management": _NOTHING,
-        "conversation": _NOTHING,
         "moderation": _NOTHING,
         "prompt": _NOTHING,
         "n": (None, 1),
@@ -69,6 +94,9 @@ class ResponsesRequest(BaseModel):
     model: str | None = Field(None, description="a name from /v1/models; optional")
     instructions: str | None = Field(None, description="the first system message; not kept for the next response")
     previous_response_id: str | None = Field(None, description="the stored response that this one continues")
+    conversation: str | NamedConversation | None = Field(
+        None, description="the conversation that this response continues; input and output come to its end"
+    )
     store: bool | None = Field(None, description="false: keep nothing; else the response can be read and continued")
     stream: bool | None = Field(None, description="answer in events, as server-sent events")
     background: bool | None = Field(None, description="answer at once, and work on; needs store")
@@ -85,7 +113,7 @@ class ResponsesRequest(BaseModel):
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: leave out the oldest items if the context cannot hold all"
     )
-    metadata: Annotated[dict[Label, Note], Field(max_length=limits.MAX_METADATA)] | None = None
+    metadata: Metadata | None = None
     include: Texts | None = Field(None, description="message.output_text.logprobs: those of the tokens of its text")
     top_logprobs: Int32 | None = Field(None, description="so many likely tokens at each position too, 0 to 20")
     top_k: Int32 | None = Field(None, description="0 and -1 keep all tokens")
@@ -106,6 +134,11 @@ class ResponsesRequest(BaseModel):
     thinking_token_budget: Int32 | None = Field(
         None, description="tokens of the thought at most; then it ends, and the answer follows; unset: no limit"
     )
+
+    @property
+    def conversation_id(self) -> str | None:
+        given = self.conversation
+        return given.id if isinstance(given, NamedConversation) else given
 
     @property
     def unsupported(self) -> list[str]:

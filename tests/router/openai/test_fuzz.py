@@ -75,6 +75,7 @@ NEEDED = {
     "/v1/completions": {"prompt": st.text(min_size=1, max_size=9) | ANY},
     "/v1/chat/completions": {"messages": st.lists(MESSAGE, max_size=3) | ANY},
     "/v1/responses": {"input": st.lists(ITEM, max_size=3) | ANY},
+    "/v1/conversations": {"items": st.lists(ITEM, max_size=3) | ANY},
     "/tokenize": {"prompt": WORDS | ANY},
     "/detokenize": {"tokens": st.lists(st.integers(-1, 3000)) | ANY},
 }

@@ -70,7 +70,13 @@ async def test_the_schema_describes_every_route_with_its_answers_and_errors(api:
         *("/health", "/version", "/v1/responses", "/v1/responses/{response_id}"),
         *("/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings"),
         *("/v1/responses/{response_id}/cancel", "/v1/responses/{response_id}/input_items"),
-        *("/v1/chat/completions/batch", "/v1/rerank", "/v1/score"),
+        *("/v1/conversations", "/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items"),
+        *(
+            "/v1/conversations/{conversation_id}/items/{item_id}",
+            "/v1/chat/completions/batch",
+            "/v1/rerank",
+            "/v1/score",
+        ),
         *("/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"),
         *("/v1/batches", "/v1/batches/{batch_id}", "/v1/batches/{batch_id}/cancel"),
     }

@@ -68,7 +68,7 @@ def _of(name: str, file: str, environment: str = "light", package: str = "", beg
     return Client(name, package or name, f"{ENVIRONMENTS}/{environment}.txt", (f"{HERE}/{file}",), begins)
 
 
-_OPENAI = (f"{E2E}/test_openai.py", f"{E2E}/test_tools.py", f"{E2E}/test_responses.py")
+_OPENAI = tuple(f"{E2E}/test_{name}.py" for name in ("openai", "tools", "responses", "conversations"))
 _AI_SDK = f"{HERE}/ai_sdk/package.json"
 _AGENTS = f"{HERE}/coding_agents/package.json"
 _CODING = (f"{HERE}/test_coding_agents.py",)

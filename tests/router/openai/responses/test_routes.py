@@ -302,7 +302,7 @@ async def test_input_items_are_listed_in_pages(api: Api) -> None:
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice.name", "'sub'"),
         ({"tools": [ADD], "tool_choice": {"type": "file_search"}}, None, "tool_choice.type: 'file_search'"),
-        ({"conversation": "conv_1"}, None, "conversation: not offered"),
+        ({"conversation": {}}, "conversation", "id"),
         ({"prompt": {"id": "x"}}, None, "prompt: not offered"),
         ({"top_logprobs": 21}, "top_logprobs", "expected 0 to 20"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "is missing"),

@@ -44,6 +44,18 @@ async def test_an_entry_is_read_as_it_was_written_until_it_is_deleted(new_store:
     assert not await store.delete("acme", "a")
 
 
+async def test_an_entry_is_replaced_while_it_is_the_expected_one(new_store: NewStore) -> None:
+    store = new_store(StoreLimits())
+    assert not await store.replace("acme", "a", b"1", b"0")
+    assert await store.replace("acme", "a", b"\x001", None)
+    assert not await store.replace("acme", "a", b"2", None)
+    assert not await store.replace("acme", "a", b"2", b"\x000")
+    assert not await store.replace("other", "a", b"2", b"\x001")
+    assert await store.get("acme", "a") == b"\x001"
+    assert await store.replace("acme", "a", b"2", b"\x001")
+    assert await store.get("acme", "a") == b"2"
+
+
 async def test_a_tenant_has_no_entry_of_another(new_store: NewStore) -> None:
     store = new_store(StoreLimits())
     await store.put("peer ::1 ~*:", "a", b"1")
