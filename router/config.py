@@ -156,6 +156,9 @@ class RouterSettings(PoolSettings, DecisionLogSettings):
         description="folder of what clients upload to /v1/files, and of their batches; routers may share it; "
         "unset: neither is offered",
     )
+    force_include_usage: bool = Field(
+        False, description="end every stream of a chat or completion with its usage, whatever the client says"
+    )
     open_schemas: bool = Field(
         False,
         description="let objects of JSON schemas have properties that the schema does not name, unless it forbids them",

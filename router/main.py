@@ -334,6 +334,7 @@ class RouterProcess:
             model=self.status.model,
             resumer=self._resumer,
             refuses_media=settings.refuse_media,
+            forces_usage=settings.force_include_usage,
             meter=self._meter,
             batches=self._batches,
             refusals=self._refusals,

@@ -44,7 +44,10 @@ _SERVICES: Final[Mapping[str, type[Settings]]] = {
 }
 Listened = tuple[str, int]  # address, port
 _TO_ALL: Final = ("log_level", "trace_sample_ratio")
-_TO_ROUTER: Final = ("seed", "open_schemas", "batch_dir", "slo_ttft", "slo_itl", "root_path", "tokenizer_info")
+_TO_ROUTER: Final = (
+    *("seed", "force_include_usage", "open_schemas", "batch_dir", "slo_ttft", "slo_itl", "root_path"),
+    "tokenizer_info",
+)
 _TO_RECORD: Final = tuple(DecisionLogSettings.model_fields)
 _TEXT: Final = (
     *("tokenizer", "chat_template", "chat_control_tokens", "refuse_media"),

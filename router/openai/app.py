@@ -208,7 +208,7 @@ class _Api:
             eos_token_ids=self._parts.card.eos_token_ids,
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             of_prompts=_of_prompts(body),
-            include_usage=options is not None and options.include_usage,
+            include_usage=self._parts.forces_usage or (options is not None and options.include_usage),
             event_ids=options is not None and options.event_ids,
             continuous_usage=options is not None and options.continuous_usage_stats,
         )

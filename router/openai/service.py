@@ -63,6 +63,8 @@ class HttpParts:
     resumer: Resumer
     # Whether a conversation with images, files, audio or video is refused; else a text stands in for each.
     refuses_media: bool = False
+    # Whether streams end with their usage, whatever clients ask for.
+    forces_usage: bool = False
     meter: Meter = UNLIMITED
     batches: BatchParts | None = None
     """Where files and batches of clients lie; None where they are off."""

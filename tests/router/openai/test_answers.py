@@ -17,7 +17,7 @@ from router.core.events import GenerateEvent, ValidatedRequest
 from router.openai import schema as described
 from router.openai.answer import Bill
 from tests.support.router.fake_frontend import Step, admitted, finished, tokens
-from tests.support.router.http_harness import HI, Api
+from tests.support.router.http_harness import HI, Api, served_api
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -206,3 +206,21 @@ async def test_guessed_tokens_are_in_the_usage() -> None:
     assert details == {"accepted_prediction_tokens": 7, "rejected_prediction_tokens": 2}
     assert openai.types.completion_usage.CompletionTokensDetails.model_validate(details, strict=True)
     assert described.CompletionTokensDetails.model_validate(details, strict=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": False}}])
+@pytest.mark.parametrize(
+    ("path", "given"), [("/v1/chat/completions", {"messages": HI}), ("/v1/completions", {"prompt": "a"})]
+)
+async def test_a_stream_ends_with_its_usage_where_the_operator_wants_that(
+    path: str, given: dict[str, Any], options: dict[str, Any]
+) -> None:
+    body = given | {"stream": True} | options
+    asked = given | {"stream": True, "stream_options": {"include_usage": True}}
+    async with served_api(forces_usage=True) as forced, served_api() as plain:
+        found = (await forced.http.post(path, json=body)).text
+        assert [line.count('"usage":') for line in found.split("\n\n")] == [
+            line.count('"usage":') for line in (await plain.http.post(path, json=asked)).text.split("\n\n")
+        ]
+        assert '"total_tokens"' in found
+        assert "usage" not in (await plain.http.post(path, json=body)).text

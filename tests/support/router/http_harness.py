@@ -55,6 +55,7 @@ class Api:
         refuses_media: bool = False,
         batches: BatchParts | None = None,
         ranks: tuple[int, int] | None = None,
+        forces_usage: bool = False,
         **app: Any,
     ) -> None:
         self.frontend = ScriptedFrontend()
@@ -84,6 +85,7 @@ class Api:
             model=lambda: card,
             resumer=self.resumer,
             refuses_media=refuses_media,
+            forces_usage=forces_usage,
             batches=batches,
             refusals=self.refusals,
         )
@@ -116,10 +118,11 @@ async def served_api(
     refuses_media: bool = False,
     batches: BatchParts | None = None,
     ranks: tuple[int, int] | None = None,
+    forces_usage: bool = False,
     **app: Any,
 ) -> AsyncIterator[Api]:
     """Serve the application on a free port, with these parsers of calls and thoughts, and arguments of `create_app`."""
-    made = Api(authenticator, tools, reasoning, store, refuses_media, batches, ranks, **app)
+    made = Api(authenticator, tools, reasoning, store, refuses_media, batches, ranks, forces_usage, **app)
     server = await serve_http(made.app, "127.0.0.1", 0)
     made.url = f"http://127.0.0.1:{server.port}"
     # To read the certificates of the system takes longer than most tests.
