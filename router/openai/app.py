@@ -29,6 +29,7 @@ from router.openai.bodies import BodyGate
 from router.openai.embeddings import embedding_routes
 from router.openai.event_ids import HEADER, EventIds, LastEvent, NoEventIds
 from router.openai.identification import Identified, WithoutPrefix
+from router.openai.invocations import Invocations
 from router.openai.prompt_logprobs import LEAST_RANKED_BYTES, WantedLogprobs
 from router.openai.refused import RefusalsSeen
 from router.openai.request import Order, chat_batch_order, chat_order, completion_order
@@ -76,6 +77,7 @@ def create_app(
         telemetry=_NO_TELEMETRY,
         servers=[{"url": root_path}] if root_path else None,
     )
+    app.add_middleware(Invocations)
     app.add_middleware(BodyGate, clock=parts.clock)
     errors.install(app)
     app.add_middleware(WrongRequestsCharged, meter=parts.meter)
