@@ -188,6 +188,23 @@ def alone(tmp_path_factory: pytest.TempPathFactory, client_wheel: Path) -> str:
     return fresh(tmp_path_factory.mktemp("alone"), client_wheel, "-c", str(ROOT / "constraints.txt"))
 
 
+BOTH = """
+import asyncio, json, sys
+from quire.client import AsyncClient, Client, InvalidRequest
+address, prompt = sys.argv[1], json.loads(sys.argv[2])
+sampling = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+async def asked():
+    async with AsyncClient(address) as client:
+        async with client.stream(prompt, **sampling) as stream:
+            parts = [chunk.token_ids async for chunk in stream]
+        try:
+            await client.generate(prompt, top_p=2.0)
+        except InvalidRequest as refused:
+            return sum(map(list, parts), []), [each.field for each in refused.violations]
+with Client(address) as client:
+    answer = client.generate(prompt, **sampling)
+print(json.dumps([answer.token_ids, *asyncio.run(asked())]))
+"""
 SCRIPT = """
 import json, sys
 from quire.client import Client
@@ -233,4 +250,5 @@ def test_the_oldest_versions_that_the_client_takes_are_enough(
     oldest = [each.partition(",")[0].replace(">=", "==") for each in ranges]
     made = fresh(tmp_path / "oldest", client_wheel, *oldest)
     outcome = served.run(lambda suite: suite.generate(greedy(PROMPT, 24)))
-    assert json.loads(python(made, "-W", "error", "-c", SCRIPT, served.address, json.dumps(PROMPT))) == outcome.tokens
+    said = json.loads(python(made, "-W", "error", "-c", BOTH, served.address, json.dumps(PROMPT)))
+    assert said == [outcome.tokens, outcome.tokens, ["sampling.top_p"]]
