@@ -43,7 +43,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install clients demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest durations test-stress test-clients test-triton test-all test-docker test-hosts test-arm sanitize search coverage check fmt lint types protos protos-baseline pins fuzz soak bench bench-gpu clean dist
+.PHONY: help install clients go-client demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest durations test-stress test-clients test-triton test-all test-docker test-hosts test-arm sanitize search coverage check fmt lint types protos protos-baseline pins fuzz soak bench bench-gpu clean dist
 
 help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -104,18 +104,22 @@ $(STAMP): $(PACKAGES) $(NATIVE)
 	@$(call BUILD_KERNELS,gpuworker/native/build.py,make install)
 	@! rm $@.failed 2>/dev/null
 
-clients: $(CLIENTS)/light/.installed $(EMBEDDERS)/.installed ## Install the clients that the tests call with: .clients, and what the examples in Node, C++ and Go need
+clients: $(CLIENTS)/light/.installed $(EMBEDDERS)/.installed ## Install the clients that the tests call with: .clients, and what the examples in Node and C++ need
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		command -v npm >/dev/null || set -- nodejs npm; \
 		command -v grpc_cpp_plugin >/dev/null && pkg-config --exists grpc++ protobuf || \
 			set -- "$$@" g++ make pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc; \
-		command -v go >/dev/null && command -v protoc-gen-go-grpc >/dev/null || \
-			set -- "$$@" golang-go golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev protoc-gen-go protoc-gen-go-grpc; \
 		[ $$# = 0 ] || { echo "installing $$*" && apt-get update -qq && \
 			DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$$@" >/dev/null; }; fi
 	@! command -v npm >/dev/null || test protos/examples/node/node_modules/.package-lock.json -nt protos/examples/node/package-lock.json || \
 		npm ci --silent --prefix protos/examples/node
 	@! command -v grpc_cpp_plugin >/dev/null || $(MAKE) --silent -C protos/examples/cpp
+
+# Go is 600 MB, so only `make test-clients` installs it.
+go-client: $(STAMP)
+	@command -v protoc-gen-go-grpc >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			$$(sed -n 's/^#.*apt-get install -y //p' protos/examples/go/Makefile) >/dev/null; }
 	@! command -v protoc-gen-go-grpc >/dev/null || $(MAKE) --silent -C protos/examples/go
 
 # Open WebUI runs without most of the 7 GB that it depends on: what is listed is all.
@@ -190,7 +194,7 @@ durations: $(STAMP) ## Run test and test-rest, and write down how long each file
 test-stress: $(STAMP) ## Run TESTS=PATH TIMES=5 times in random orders beside four busy processes per core; name what ever failed
 	$(BIN)/python -m tests.support.stress $(TIMES) $(TESTS)
 
-test-clients: $(STAMP) clients $(HEAVY:%=$(CLIENTS)/%/.installed) $(NPM_CLIENTS:%=$(CLIENTS)/ai-sdk/.%) ## Run the tests with clients as released, in environments of their own (docs/clients.md; the first time some minutes)
+test-clients: $(STAMP) clients go-client $(HEAVY:%=$(CLIENTS)/%/.installed) $(NPM_CLIENTS:%=$(CLIENTS)/ai-sdk/.%) ## Run the tests with clients as released, in environments of their own (docs/clients.md; the first time some minutes)
 	$(PYTEST) -m "clients or frameworks" tests/suites
 
 # Triton's interpreter and its compiler need a process each.

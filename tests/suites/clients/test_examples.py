@@ -63,7 +63,7 @@ def wanted(served: Served) -> tuple[Completion, list[str]]:
 
 
 @pytest.mark.timeout(2 * PATIENCE_S)
-@pytest.mark.parametrize("language", ["python", "node", "cpp", "go"])
+@pytest.mark.parametrize("language", ["python", "node", "cpp", pytest.param("go", marks=pytest.mark.frameworks)])
 def test_an_example_does_what_it_says_by_the_commands_of_its_readme(language: str, served: Served) -> None:
     absent = [tool for tool in TOOLS[language] if shutil.which(tool) is None]
     if absent:
