@@ -102,6 +102,8 @@ class Validator:
         # A prompt that is cut to what max_tokens leaves means that number.
         lowers = call.lowers_max_tokens and request.truncate_prompt_tokens != -1
         scalars = self._scalars(report, request.sampling, len(prompt), lowers)
+        asked, served = request.sampling.max_tokens, scalars["max_tokens"]
+        lowered = f"max_tokens {asked} is lowered to {served}, which the context leaves" if asked > served else ""
         began = time.monotonic()
         constraint = await self._constraint(report, request, call.caller.tenant.name)
         constraint_seconds = time.monotonic() - began if constraint is not None else 0.0
@@ -130,7 +132,7 @@ class Validator:
             trace_id=call.trace_id,
             correlation_id=call.correlation_id,
             model=call.model,
-            notes=call.notes,
+            notes=(*call.notes, lowered) if lowered else call.notes,
             chat=request.prompt.HasField("chat"),
             kept_special_tokens=tuple(request.kept_special_tokens),
             skip_special_tokens=not request.HasField("skip_special_tokens") or request.skip_special_tokens,

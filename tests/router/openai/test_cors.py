@@ -30,6 +30,12 @@ async def test_a_named_page_may_ask_call_and_read_the_ids(open_api: Api) -> None
         assert "x-quire-request-id" in answer.headers["access-control-expose-headers"]
 
 
+async def test_a_named_page_may_delete(open_api: Api) -> None:
+    ask = {**ASK, "access-control-request-method": "DELETE"}
+    asked = await open_api.http.options("/v1/responses/resp_1", headers={"origin": ORIGIN, **ask})
+    assert (asked.status_code, "DELETE" in asked.headers["access-control-allow-methods"]) == (200, True)
+
+
 async def test_another_page_may_not(open_api: Api) -> None:
     asked = await open_api.http.options("/v1/completions", headers={"origin": OTHER, **ASK})
     assert (asked.status_code, "access-control-allow-origin" in asked.headers) == (400, False)

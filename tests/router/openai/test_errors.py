@@ -137,7 +137,11 @@ async def test_more_tokens_of_a_chat_than_the_context_holds_are_lowered(api: Api
     answer = await api.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200
     (request,) = api.frontend.requests
-    assert request.sampling.max_tokens == FACTS.max_model_len - len(request.prompt)
+    left = FACTS.max_model_len - len(request.prompt)
+    assert request.sampling.max_tokens == left
+    note = f"max_tokens 32000 is lowered to {left}, which the context leaves"
+    assert note in answer.headers["x-quire-note"]
+    assert note in request.notes  # `quire why` shows them
 
 
 async def test_a_length_without_a_prompt_speaks_of_none(api: Api) -> None:
