@@ -338,6 +338,7 @@ class RouterProcess:
             meter=self._meter,
             batches=self._batches,
             refusals=self._refusals,
+            tracer=self._telemetry.tracer,
         )
         asks_for_keys = isinstance(self._authenticator, TenantDirectory)
         app = create_app(

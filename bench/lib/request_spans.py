@@ -31,6 +31,7 @@ from gpuworker.engine.ports import Chunk
 from gpuworker.server.spans import SequenceSpans
 from kvmanager.sessions.reserve_spans import ReserveSpans
 from router.core.events import Finished, Timings, ValidatedRequest
+from router.core.index_answer import IndexAnswer, IndexSaid
 from router.observe.request_trace import RequestTrace
 from router.observe.sampling import RequestSampler
 from router.observe.trace_ids import ChosenTraceIds
@@ -40,7 +41,9 @@ SERVICES = ROUTER, WORKER, MANAGER = "router", "gpuworker", "kvmanager"
 _TOGETHER: Final = 64
 _USAGE: Final = Usage(prompt_tokens=64, output_tokens=128)
 _REQUEST: Final = ValidatedRequest(tuple(range(64)), SamplingParams(max_tokens=128), 0.0)
-_RPC: Final = {"rpc.system": "grpc", "rpc.service": "quire.inference.v1.InferenceService", "rpc.method": "Generate"}
+_METHOD: Final = "quire.inference.v1.InferenceService/Generate"
+_RPC: Final = {"rpc.system.name": "grpc", "rpc.method": _METHOD}
+_ASKED: Final = IndexAnswer({}, IndexSaid.ANSWERED, "", 0.001)
 _BLOCKS: Final = tuple(map(BlockId, range(4)))
 
 
@@ -82,11 +85,11 @@ class _Turn:
         with self._spent(ROUTER):
             for records in self._records:
                 admission, now = records[DecisionKind.ADMISSION], self._clock.time_ns()
-                rpc = tracer.start_span("quire.inference.v1/Generate", kind=SpanKind.SERVER, attributes=_RPC)
+                rpc = tracer.start_span(_METHOD, kind=SpanKind.SERVER, attributes=_RPC)
                 trace = RequestTrace(tracer, self._clock, _REQUEST, admission.request_id, "small")
                 trace.decided(admission)
-                trace.placed(records[DecisionKind.ROUTING], now, now)
-                rpc.set_attribute("rpc.grpc.status_code", 0)
+                trace.placed(records[DecisionKind.ROUTING], now, now, _ASKED)
+                rpc.set_attribute("rpc.response.status_code", "OK")
                 rpc.end()
                 traces.append(trace)
         return traces
@@ -98,7 +101,7 @@ class _Turn:
             for number, trace in enumerate(traces):
                 sequence = SequenceId(number)
                 named: dict[str, str | int] = {"quire.request_id": f"quire-{number:016x}", "quire.sequence": number}
-                parent = context_from(trace.traceparent)
+                parent = context_from(trace.parent)
                 spans = SequenceSpans(tracer, parent, named | {"quire.index": 0, "quire.prompt_tokens": 64})
                 parents.append(spans.reserve_traceparent)
                 spans.admitted(Admit(sequence, _BLOCKS, 0, decision_id="m-1"))

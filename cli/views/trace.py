@@ -1,9 +1,10 @@
 """Draws a trace: its spans as a tree over time, and under each span the decisions and events that explain it.
 
-    request       router            0   412 ms  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
-    ├─ route      router      1.20 ms  0.40 ms  ╸
+    chat small        router            0   412 ms  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
+    ├─ queue          router      1.20 ms  0.40 ms  ╸
     │     ◆ 1.30 ms  routing: worker-1 (lowest cost)
-    └─ sequence   gpuworker   2.00 ms   410 ms  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
+    └─ stream         router      1.80 ms   410 ms  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
+       └─ sequence    gpuworker   2.00 ms   410 ms  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
 
 The bars take the width that is left. Where they would have less than _MIN_BAR columns, long names are cut.
 Times are from the start of the trace. A span whose parent is not here (the client's, or not yet delivered) is a root.
@@ -28,12 +29,15 @@ _MIN_NAME = 12
 _TIME_WIDTH = 9
 _HANGING = "    "
 # Attributes that the heading or the row already shows.
-_SAID = frozenset({"quire.request_id", "quire.sequence", "rpc.system", "rpc.service", "rpc.method"})
+_SAID = frozenset({"quire.request_id", "quire.sequence"})
+# Attributes of common conventions, but for how a call ended.
+_COMMON = ("gen_ai.", "http.", "url.", "network.", "server.", "rpc.", "db.", "peer.")
+_KEPT = frozenset({"http.response.status_code", "rpc.response.status_code"})
 
 
 def _own(attributes: Mapping[str, str]) -> dict[str, str]:
     """Return the attributes without those of common conventions, which repeat Quire's own: --json has them all."""
-    return {name: value for name, value in attributes.items() if not name.startswith("gen_ai.")}
+    return {name: value for name, value in attributes.items() if name in _KEPT or not name.startswith(_COMMON)}
 
 
 def render_trace(response: pb.GetTraceResponse) -> TraceView:

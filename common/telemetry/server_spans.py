@@ -16,11 +16,12 @@ import grpc
 from grpc import aio
 from opentelemetry import context as otel_context
 from opentelemetry import trace
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace import Span, SpanKind, Tracer
 
 from common.rpc.deadline import is_expiry
 from common.rpc.interceptor import AroundInterceptor, Context
 from common.telemetry.context import context_from
+from common.telemetry.conventions import SERVER_FAULTS, fail_span
 
 # Services with constant traffic, or that carry spans themselves.
 _UNTRACED: Final = ("/grpc.", "/opentelemetry.")
@@ -61,12 +62,12 @@ class _ServerSpan:
 
     async def __aenter__(self) -> Span:
         metadata = dict(self._context.invocation_metadata() or ())
-        service, _, method = self._method.lstrip("/").rpartition("/")
+        method = self._method.lstrip("/")
         self._span = self._tracer.start_span(
-            f"{service}/{method}",
+            method,
             context=context_from(str(metadata.get("traceparent", "")), str(metadata.get("tracestate", ""))),
             kind=SpanKind.SERVER,
-            attributes={"rpc.system": "grpc", "rpc.service": service, "rpc.method": method},
+            attributes={"rpc.system.name": "grpc", "rpc.method": method},
         )
         # Never detached: gRPC runs each handler in a task of its own, and the task's context ends with it.
         otel_context.attach(trace.set_span_in_context(self._span))
@@ -76,9 +77,9 @@ class _ServerSpan:
         self, kind: type[BaseException] | None, error: BaseException | None, trace_: TracebackType | None
     ) -> None:
         code = ended_with(self._context, error, self._timeout)
-        self._span.set_attribute("rpc.grpc.status_code", int(code.value[0]))
-        if code is not grpc.StatusCode.OK:
-            self._span.set_status(Status(StatusCode.ERROR, code.name))
+        self._span.set_attribute("rpc.response.status_code", code.name)
+        if code in SERVER_FAULTS:
+            fail_span(self._span, code, code.name)
         self._span.end()
 
 

@@ -146,6 +146,14 @@ class RecordedSpan(Span):
             self._ended(self)
 
 
+class UnsampledSpan(NonRecordingSpan):
+    """A span that is not recorded, and its parent: what is traced below it in spite of it hangs there."""
+
+    def __init__(self, context: SpanContext, parent: SpanContext | None) -> None:
+        super().__init__(context)
+        self.parent = parent
+
+
 class SpanTracer(Tracer):
     """Makes spans, and hands each to `ended` when it ends, on the thread that ended it; `ended` must be quick."""
 
@@ -181,7 +189,8 @@ class SpanTracer(Tracer):
             sampling = self._sampler.should_sample(context, trace_id, name, kind, attributes, links)
             state = sampling.trace_state
             if sampling.decision is not Decision.RECORD_AND_SAMPLE:
-                return NonRecordingSpan(SpanContext(trace_id, self._ids.generate_span_id(), False, _UNSAMPLED, state))
+                context_ = SpanContext(trace_id, self._ids.generate_span_id(), False, _UNSAMPLED, state)
+                return UnsampledSpan(context_, above.parent if isinstance(above, UnsampledSpan) else parent)
         made = SpanContext(trace_id, self._ids.generate_span_id(), False, _SAMPLED, state)
         span = RecordedSpan(name, made, parent, self._origin, _now(start_time), self._ended)
         span.kind = kind

@@ -171,7 +171,7 @@ class RouterStream:
             self._check_fork(request.new)
         except Exception as refused:
             if spans is not None:
-                spans.refused(str(refused))
+                spans.refused(refused)
             raise
         size = self._sizes[message.handle]
         live = LiveSequence(message.handle, request.new, came, message, size, grammar, spans)

@@ -1,22 +1,35 @@
 """The spans of one traced sequence at the worker: reserve, prefill chunks, decode; made on the I/O loop.
 
+`sequence` is the server's half of a call, with the router's `stream` as the client's. `reserve` is the client's half of
+a call of the KV manager.
+
 The engine's thread never uses a tracer: it hands over wall-clock times, and this module starts and ends spans with
 those.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
+import grpc
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace import Span, SpanContext, SpanKind, Tracer
 
+from common.errors import QuireError
 from common.lease import Admit
+from common.rpc.status import code_of
 from common.telemetry import traceparent_of
+from common.telemetry.conventions import fail_server_span, fail_span
 from common.types import FinishReason
 from gpuworker.core.outcomes import SequenceFinished
 from gpuworker.engine.ports import Chunk
 
-_FAILED = {FinishReason.CANCELLED: "cancelled", FinishReason.DEADLINE: "deadline exceeded", FinishReason.ERROR: "error"}
+_FAILED: Final = {
+    FinishReason.CANCELLED: (grpc.StatusCode.CANCELLED, "cancelled"),
+    FinishReason.DEADLINE: (grpc.StatusCode.DEADLINE_EXCEEDED, "deadline exceeded"),
+    FinishReason.ERROR: (grpc.StatusCode.INTERNAL, "error"),
+}
 
 
 class SequenceSpans:
@@ -24,9 +37,9 @@ class SequenceSpans:
 
     def __init__(self, tracer: Tracer, parent: Context, attributes: dict[str, str | int]) -> None:
         self._tracer, self.request_id = tracer, str(attributes.get("quire.request_id", ""))
-        self._root = tracer.start_span("sequence", context=parent, kind=SpanKind.CONSUMER, attributes=attributes)
+        self._root = tracer.start_span("sequence", context=parent, kind=SpanKind.SERVER, attributes=attributes)
         self._context = trace.set_span_in_context(self._root)
-        self._reserve: Span | None = tracer.start_span("reserve", context=self._context)
+        self._reserve: Span | None = tracer.start_span("reserve", self._context, SpanKind.CLIENT)
         self._decode_begin, self._decode_end, self._decode_steps, self._drafted = 0, 0, 0, 0
 
     @property
@@ -86,7 +99,8 @@ class SequenceSpans:
     def finished(self, end: SequenceFinished) -> None:
         """End every open span, with the right status for a sequence that was cancelled, expired or failed."""
         if end.reason in _FAILED:
-            self._fail(end.message or _FAILED[end.reason])
+            code, words = _FAILED[end.reason]
+            self._fail(code, end.message or words)
         if self._reserve is not None:
             self._reserve.end()
         if self._decode_begin:
@@ -105,15 +119,16 @@ class SequenceSpans:
         self._root.set_attribute("quire.finish_reason", str(end.reason))
         self._root.end()
 
-    def refused(self, message: str) -> None:
+    def refused(self, error: Exception) -> None:
         """End every span of a sequence that the engine never got."""
-        self._fail(message)
+        code = code_of(error) if isinstance(error, QuireError) else grpc.StatusCode.INTERNAL
+        self._fail(code, str(error))
         if self._reserve is not None:
             self._reserve.end()
         self._root.end()
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, code: grpc.StatusCode, message: str) -> None:
         """Give an error to the sequence, and to the wait for blocks if it is what did not end well."""
-        for span in (self._root, self._reserve):
-            if span is not None:
-                span.set_status(Status(StatusCode.ERROR, message))
+        fail_server_span(self._root, code, message)
+        if self._reserve is not None:
+            fail_span(self._reserve, code, message)

@@ -1,6 +1,7 @@
 """Spans of one session's waits for blocks. Requests that are not sampled leave nothing.
 
-`kvmanager.reserve` lasts from a sequence's arrival in the queue (or its return to it by preemption) to its admission.
+`kvmanager.reserve` is the server's half of the worker's `reserve`. It lasts from a sequence's arrival in the queue (or
+its return to it by preemption) to its admission.
 `kvmanager.preempt`, in the trace of the request that needed the blocks, lasts from the order to the victim's report.
 The two requests' spans link to each other.
 """
@@ -8,13 +9,19 @@ The two requests' spans link to each other.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
-from opentelemetry.trace import Link, Span, Status, StatusCode, Tracer
+from grpc import StatusCode
+from opentelemetry.trace import Link, Span, SpanKind, Tracer
 
 from common.lease import Admit, GrantBatch, Inventory, Report, Reserve
 from common.telemetry import context_from, is_sampled, span_context_of
+from common.telemetry.conventions import fail_server_span
 from common.telemetry.decisions import add_decision
-from common.types import Decision, DecisionKind, SequenceId, SequencePhase
+from common.types import Decision, DecisionKind, FinishReason, SequenceId, SequencePhase
+
+# A sequence that ends before it is admitted, as a call of the manager. The worker's own reasons are no fault of it.
+_CODES: Final = {FinishReason.DEADLINE: StatusCode.DEADLINE_EXCEEDED}
 
 
 class ReserveSpans:
@@ -51,13 +58,14 @@ class ReserveSpans:
             for sequence, _ in report.preempted:
                 self._given_up(sequence, came_ns)
             for sequence, reason in report.finished:
-                self._finished(sequence, f"finished ({reason}) before it was admitted")
+                code = _CODES.get(reason, StatusCode.CANCELLED)
+                self._finished(sequence, code, f"finished ({reason}) before it was admitted")
             self._decided(batch, decisions)
 
     def close(self) -> None:
         """End the open spans: the session is lost."""
         for sequence in tuple(self._reserves):
-            self._finished(sequence, "the session with the worker was lost")
+            self._finished(sequence, StatusCode.UNAVAILABLE, "the session with the worker was lost")
 
     # ------------------------------------------------------------ one sequence
 
@@ -74,7 +82,8 @@ class ReserveSpans:
         self._waiting[sequence] = self._tracer.start_span(
             "kvmanager.reserve",
             context_from(reserve.traceparent, reserve.tracestate),
-            attributes=attributes,
+            SpanKind.SERVER,
+            attributes,
             links=tuple(links),
             start_time=came_ns,
         )
@@ -89,13 +98,13 @@ class ReserveSpans:
             if decision is not None:
                 add_decision(self._waiting[sequence], decision)
 
-    def _finished(self, sequence: SequenceId, why: str) -> None:
+    def _finished(self, sequence: SequenceId, code: StatusCode, why: str) -> None:
         preempting, _ = self._preempting.pop(sequence, (None, None))
         if preempting is not None:
             preempting.end()
         waiting = self._waiting.pop(sequence, None)
         if waiting is not None:
-            waiting.set_status(Status(StatusCode.ERROR, why))
+            fail_server_span(waiting, code, why)
             waiting.end()
         self._reserves.pop(sequence, None)
 
@@ -152,7 +161,7 @@ class ReserveSpans:
             if decision.kind is DecisionKind.REJECTION and decision.request_id == reserve.request_id:
                 add_decision(self._waiting[sequence], decision)
                 reasons = list(decision.reasons)
-        self._finished(sequence, "refused: " + "; ".join(reasons))
+        self._finished(sequence, StatusCode.INVALID_ARGUMENT, "refused: " + "; ".join(reasons))
 
     def _links(self, request_id: str) -> list[Link]:
         reserve = self._reserve_of(request_id)

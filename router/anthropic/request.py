@@ -77,7 +77,7 @@ def asked(body: CountRequest, headers: Mapping[str, str]) -> Asked:
     }
     tools = [place for place, _ in _own_tools(body)]
     with _in_its_words(chat.places, tools):
-        order = chat_order(ChatRequest(**{key: value for key, value in fields.items() if value is not None}), headers)
+        order = chat_order(ChatRequest(**{key: value for key, value in fields.items() if value is not None}))
     order = order.noted(left_out_note([each.type or "" for each in body.tools or () if _is_left_out(each)]))
     return Asked(order, chat.places, tools, body.thinking is None or body.thinking.display != _OMITTED)
 

@@ -45,6 +45,8 @@ class ValidatedRequest:
     trace_id: str = ""
     # The client's name for one or several requests, for traces alone.
     correlation_id: str = ""
+    # What the client calls the answer, for traces alone; "" where it is the id of the request.
+    response_id: str = ""
     # What the client called the model, for traces alone; "" where it named none.
     model: str = ""
     # What the client should know of the answer: in a header, and in the record of the decision.

@@ -27,6 +27,7 @@ class IndexSaid(StrEnum):
     OFF = "off"
 
 
+_UNASKED: Final = frozenset({IndexSaid.SKIPPED, IndexSaid.OFF})
 _ANSWERS: Final = frozenset({IndexSaid.ANSWERED, IndexSaid.EMPTY, IndexSaid.CUT})
 
 
@@ -46,6 +47,11 @@ class IndexAnswer:
     @property
     def answered(self) -> bool:
         return self.said in _ANSWERS
+
+    @property
+    def asked(self) -> bool:
+        """Whether Redis was asked."""
+        return self.said not in _UNASKED and self != NOTHING_ASKED
 
     @property
     def words(self) -> str:

@@ -3,7 +3,6 @@
 request                    the whole request
   reading                  the router's work on the request before it waits for a worker
   queue > lookup           until a worker was chosen
-  route                    each choice of a worker
   constraint               the compilation of its constraint, by router and worker
   router still             what of the time before the first token the router did not run
   on the way               messages between router and worker
@@ -58,9 +57,17 @@ _INTERRUPTIONS: Final = {
     Phase.PREEMPTED: ("preempted", MANAGER, DecisionKind.PREEMPTION),
     Phase.MOVED: ("moved", ROUTER, DecisionKind.MIGRATION),
 }
-_AT_QUEUE: Final = (DecisionKind.ADMISSION, DecisionKind.QUEUED)
-_AT_ROUTE: Final = (DecisionKind.ROUTING, DecisionKind.MIGRATION)
-_AT_RESERVE: Final = (DecisionKind.SHORTFALL, DecisionKind.GRANT, DecisionKind.EVICTION, DecisionKind.PREEMPTION)
+# The span that has the decisions of a kind, if the request has it.
+_PLACES: Final = {
+    DecisionKind.ADMISSION: "queue",
+    DecisionKind.QUEUED: "queue",
+    DecisionKind.ROUTING: "queue",
+    DecisionKind.MIGRATION: "moved",
+    DecisionKind.SHORTFALL: "reserve",
+    DecisionKind.GRANT: "reserve",
+    DecisionKind.EVICTION: "reserve",
+    DecisionKind.PREEMPTION: "reserve",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,6 @@ def spans_of(ended: EndedRequest) -> list[RecordSpan]:
     first_ns = _before_first_token(spans, ended.outcome)
     _after_first_token(spans, ended.outcome, first_ns)
     _interruptions(spans, ended.outcome, [each for each in own if each.beneficiary != ended.request_id])
-    _routes(spans, own)
     _attach(spans, own)
     return spans
 
@@ -152,19 +158,11 @@ def _interruptions(spans: list[RecordSpan], outcome: Outcome, own: Iterable[Deci
             spans.append(RecordSpan(name, service, start, start + _ns(seconds)))
 
 
-def _routes(spans: list[RecordSpan], own: Iterable[Decision]) -> None:
-    chosen = [each for each in own if each.kind in _AT_ROUTE]
-    spans += [RecordSpan("route", ROUTER, each.time_ns, each.time_ns, decisions=[each]) for each in chosen]
-
-
 def _attach(spans: list[RecordSpan], own: Iterable[Decision]) -> None:
     """Hand each decision to the first span of its kind; the whole request has the others."""
     named = {span.name: span for span in reversed(spans)}
     for each in own:
-        if each.kind in _AT_ROUTE:
-            continue
-        name = "queue" if each.kind in _AT_QUEUE else "reserve" if each.kind in _AT_RESERVE else "request"
-        named.get(name, spans[_ROOT]).decisions.append(each)
+        named.get(_PLACES.get(each.kind, ""), spans[_ROOT]).decisions.append(each)
 
 
 def _ns(seconds: float) -> int:

@@ -16,10 +16,19 @@ PROVIDER: Final = "quire"
 CHAT, COMPLETION, EMBEDDINGS = "chat", "text_completion", "embeddings"
 
 
+def span_name(request: ValidatedRequest, model: str) -> str:
+    """Return the name of the span that stands for the inference; `model` is that of a request that names none."""
+    return f"{_operation(request)} {request.model or model}".rstrip()
+
+
+def _operation(request: ValidatedRequest) -> str:
+    return EMBEDDINGS if request.embeds else CHAT if request.chat else COMPLETION
+
+
 def request_attributes(request: ValidatedRequest, model: str) -> dict[str, Value]:
     """Return what was asked for; `model` is what the request gets if it names none."""
     whole: dict[str, Value] = {
-        "gen_ai.operation.name": EMBEDDINGS if request.embeds else CHAT if request.chat else COMPLETION,
+        "gen_ai.operation.name": _operation(request),
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": request.model or model,
     }
@@ -43,7 +52,7 @@ def _sampling(request: ValidatedRequest) -> dict[str, Value]:
     }  # fmt: skip
 
 
-def response_attributes(ends: Mapping[int, Finished], model: str) -> dict[str, Value]:
+def response_attributes(ends: Mapping[int, Finished], model: str, response_id: str) -> dict[str, Value]:
     """Return what came, of the sequences that ended, by their index; nothing before the first end.
 
     The prompt counts once: its sequences share it.
@@ -52,6 +61,7 @@ def response_attributes(ends: Mapping[int, Finished], model: str) -> dict[str, V
         return {}
     ordered = [ends[index] for index in sorted(ends)]
     return {
+        "gen_ai.response.id": response_id,
         "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": [each.reason.value for each in ordered],
         "gen_ai.usage.input_tokens": ordered[0].usage.prompt_tokens,

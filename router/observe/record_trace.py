@@ -23,10 +23,11 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 @dataclass(frozen=True, slots=True)
 class TraceHead:
-    """The trace of a request: its id, the span of the client in it (if any), and the attributes of its own span."""
+    """The trace of a request: its id, the span of the client in it (if any), name and attributes of its own span."""
 
     trace_id: int
     parent: SpanContext | None
+    name: str
     attributes: Attributes
 
 
@@ -45,7 +46,7 @@ def parent_span(context: SpanContext) -> SpanContext | None:
 
 def _built(span: RecordSpan, contexts: Sequence[SpanContext], number: int, head: TraceHead) -> RecordedSpan:
     made = RecordedSpan(
-        span.name,
+        head.name if span.parent is None else span.name,
         contexts[number],
         head.parent if span.parent is None else contexts[span.parent],
         _origin(span.service),

@@ -67,10 +67,10 @@ class Recorder:
     def refused(self, trace: RequestTrace, request_id: str, error: QuireError) -> None:
         """Count a request that was refused at its arrival, and keep it."""
         self.metrics.refused(error)
+        trace.end(str(error), error.reason)
         rules = self._tail.refuses() if self._tail is not None else ()
         if rules:
             self._keep(trace, EndedRequest(request_id, trace.began_ns, self.clock.time_ns(), None, str(error)), rules)
-        trace.end(str(error))
 
     def ended(self, trace: RequestTrace, request_id: str, outcome: Outcome) -> None:
         """Record how a request ended, and keep it where a rule says so."""

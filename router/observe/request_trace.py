@@ -1,10 +1,12 @@
 """The spans of one request at the router.
 
-request                 the whole request, from its arrival; parent of the worker's spans too
+chat MODEL              the whole request, from its arrival; text_completion or embeddings MODEL, as it is
   reading               the router's work on it before it is admitted
-  queue > lookup        until a worker is chosen, and in it the prefix lookup
-  route                 the choice of the worker, with the decision
-  stream                until the last token
+  queue > lookup        until a worker is chosen, with the decision, and in it the prefix lookup
+  stream                the call of the worker, until the last token; parent of the worker's spans
+
+Its parent is the span of the HTTP request or of the RPC. `lookup` is a client's span where Redis was asked, `stream`
+always is, and the worker's `sequence` is the server's.
 """
 
 from __future__ import annotations
@@ -12,24 +14,37 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import (
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    Tracer,
+    get_current_span,
+    set_span_in_context,
+)
 
 from common.clock import Clock
-from common.telemetry import parent_of, span_context_of, traceparent_of, tracestate_of
+from common.telemetry import parent_of, traceparent_of, tracestate_of
 from common.telemetry.decisions import add_decision
+from common.telemetry.spans import UnsampledSpan
 from common.types import Decision
 from router.core.events import Finished, ValidatedRequest
-from router.observe.gen_ai import Value, request_attributes, response_attributes
+from router.core.index_answer import IndexAnswer, IndexSaid
+from router.observe.gen_ai import Value, request_attributes, response_attributes, span_name
 from router.observe.record_trace import TraceHead, parent_span
 from router.observe.trace_ids import beginning
 
 _NS: Final = 1_000_000_000
+# Service graphs of today know the peer by the second name.
+_REDIS: Final = {"db.system.name": "redis", "peer.service": "redis"}
+_FAILED_LOOKUPS: Final = (IndexSaid.LATE, IndexSaid.FAILED)
 
 
 class RequestTrace:
     """Costs nothing where the request is not sampled.
 
-    `traceparent` names the parent of the worker's spans, and `tracestate` is what other systems keep in the trace.
+    `traceparent` names the request's span in records, and `tracestate` is what other systems keep in the trace.
     """
 
     def __init__(
@@ -49,7 +64,8 @@ class RequestTrace:
         self.began_ns, self._queued_ns = now_ns - round(max(0.0, read) * _NS), now_ns
         with beginning(request.trace_id):
             parent = parent_of(request.traceparent, request.tracestate)
-            self._span = tracer.start_span("request", parent, start_time=self.began_ns)
+            name = span_name(request, model)
+            self._span = tracer.start_span(name, parent, start_time=self.began_ns)
         self.recording = self._span.is_recording()
         context = self._span.get_span_context()
         self.trace_id = f"{context.trace_id:032x}" if self.recording else ""
@@ -59,6 +75,10 @@ class RequestTrace:
         )
         self._request, self._request_id, self._trace_id = request, request_id, context.trace_id
         self._stream: Span | None = None
+        self._fault = ""
+        above = get_current_span(parent)
+        # The span of an RPC or of an HTTP request is not recorded where this one is not.
+        self._client = above.parent if isinstance(above, UnsampledSpan) else above.get_span_context()
         if self.recording:
             self._span.set_attributes(self._attributes())
         if self.recording and arrived is not None:
@@ -92,7 +112,10 @@ class RequestTrace:
         if self.recording:
             return None
         attributes = {**self._attributes(), **self._response(), "quire.kept": ", ".join(rules)}
-        return TraceHead(self._trace_id, parent_span(span_context_of(self._request.traceparent)), attributes)
+        if self._fault:
+            attributes["error.type"] = self._fault
+        name, client = span_name(self._request, self._model), self._client
+        return TraceHead(self._trace_id, None if client is None else parent_span(client), name, attributes)
 
     def decided(self, decision: Decision) -> None:
         add_decision(self._span, decision)
@@ -101,25 +124,36 @@ class RequestTrace:
         """Begin another `queue` span: the request waits for a worker again."""
         self._queued_ns = self._clock.time_ns()
 
-    def placed(self, decision: Decision, began_ns: int, looked_up_ns: int) -> None:
-        """Write `queue`, `lookup` and `route`; begin `stream` unless an earlier placement has begun it."""
+    def placed(self, decision: Decision, began_ns: int, looked_up_ns: int, index: IndexAnswer) -> None:
+        """Write `queue` and `lookup`; begin `stream` unless an earlier placement has begun it.
+
+        Call it before the worker is called: `parent` is then what the worker's spans hang below.
+        """
         if not self.recording:
             return
-        now, within = self._clock.time_ns(), set_span_in_context(self._span)
-        queue = self._tracer.start_span("queue", within, start_time=self._queued_ns)
-        lookup = self._tracer.start_span("lookup", set_span_in_context(queue), start_time=began_ns)
-        lookup.end(looked_up_ns)
+        queue = self._tracer.start_span("queue", set_span_in_context(self._span), start_time=self._queued_ns)
+        self._look_up(queue, began_ns, looked_up_ns, index)
+        add_decision(queue, decision)
         queue.end(decision.time_ns)
-        route = self._tracer.start_span("route", within, start_time=decision.time_ns)
-        add_decision(route, decision)
-        route.end(now)
-        if self._stream is None:
-            self._stream = self._tracer.start_span("stream", within, start_time=now)
+        self.called()
 
-    def resumed(self) -> None:
-        """Begin `stream` for a request that another router began."""
-        if self.recording:
-            self._stream = self._tracer.start_span("stream", set_span_in_context(self._span))
+    def _look_up(self, queue: Span, began_ns: int, looked_up_ns: int, index: IndexAnswer) -> None:
+        kind, attributes = (SpanKind.CLIENT, _REDIS) if index.asked else (SpanKind.INTERNAL, None)
+        lookup = self._tracer.start_span("lookup", set_span_in_context(queue), kind, attributes, start_time=began_ns)
+        if index.said in _FAILED_LOOKUPS:
+            lookup.set_attribute("error.type", index.said.value)
+            lookup.set_status(Status(StatusCode.ERROR, index.said.value))
+        lookup.end(looked_up_ns)
+
+    def called(self) -> None:
+        """Begin `stream`, unless it has begun: a request that another router began is not placed here."""
+        if self.recording and self._stream is None:
+            self._stream = self._tracer.start_span("stream", set_span_in_context(self._span), SpanKind.CLIENT)
+
+    @property
+    def parent(self) -> str:
+        """The traceparent for the worker; "" where the request is not sampled."""
+        return "" if self._stream is None else traceparent_of(set_span_in_context(self._stream))
 
     def first_token(self) -> None:
         """Note when the client could see the first token."""
@@ -127,7 +161,7 @@ class RequestTrace:
             self._stream.add_event("first token", timestamp=self._clock.time_ns())
 
     def _response(self) -> dict[str, Value]:
-        return response_attributes(self._ends, self._model)
+        return response_attributes(self._ends, self._model, self._request.response_id or self._request_id)
 
     def finished(self, event: Finished) -> None:
         self._ends[event.index] = event
@@ -144,12 +178,15 @@ class RequestTrace:
                 self._clock.time_ns(),
             )
 
-    def end(self, failure: str) -> None:
-        """End all spans; `failure` says what went wrong and is "" for a success."""
+    def end(self, failure: str, fault: str = "") -> None:
+        """End all spans; `failure` says what went wrong and is "" for a success, `fault` is its reason."""
+        self._fault = fault if failure else ""
         if not self.recording:
             return
         self._span.set_attributes(self._response())
         for span in (self._stream, self._span):
             if span is not None:
+                if failure:
+                    span.set_attribute("error.type", fault)
                 span.set_status(Status(StatusCode.ERROR, failure) if failure else Status(StatusCode.OK))
                 span.end(self._clock.time_ns())

@@ -86,9 +86,7 @@ class AnswerRanker:
             logprobs=0,
             logprob_token_ids=[self._yes, self._no],
         )
-        return pb.GenerateRequest(
-            sampling=sampling, priority=message.priority, cache=message.cache, traceparent=message.traceparent
-        )
+        return pb.GenerateRequest(sampling=sampling, priority=message.priority, cache=message.cache)
 
     async def _judged(self, request: ValidatedRequest) -> _Judged:
         judged = _Judged()

@@ -28,6 +28,7 @@ from router.openai.batches.routes import batch_routes
 from router.openai.bodies import BodyGate
 from router.openai.embeddings import embedding_routes
 from router.openai.event_ids import HEADER, EventIds, LastEvent, NoEventIds
+from router.openai.http_spans import HttpSpans
 from router.openai.identification import Identified, WithoutPrefix
 from router.openai.invocations import Invocations
 from router.openai.prompt_logprobs import LEAST_RANKED_BYTES, WantedLogprobs
@@ -94,6 +95,7 @@ def create_app(
     if own_names is not None:
         app.add_middleware(OwnNames, allowed=own_names)
     app.add_middleware(RefusalsSeen, refusals=parts.refusals)
+    app.add_middleware(HttpSpans, tracer=parts.tracer)
     app.add_middleware(Identified)
     if root_path:
         app.add_middleware(WithoutPrefix, prefix=root_path)
@@ -142,19 +144,19 @@ class _Api:
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Complete one or several prompts."""
         self._begin_with(body, request)
-        order = self._within_allowed(completion_order(body, request.headers), body)
+        order = self._within_allowed(completion_order(body), body)
         return await self._serve(order, self._form(body, chat=False), request)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a chat, rendered with the checkpoint's own template."""
         self._begin_with(body, request)
         echo = (body.messages[-1].text,) if body.echo and body.continue_final_message and body.messages else ()
-        return await self._chat(chat_order(body, request.headers), body, request, echo)
+        return await self._chat(chat_order(body), body, request, echo)
 
     async def chat_batch(self, body: ChatBatchRequest, request: Request) -> Response:
         """Answer several conversations, which share all options, with a choice each."""
         self._begin_with(body, request)
-        return await self._chat(chat_batch_order(body, request.headers), body, request)
+        return await self._chat(chat_batch_order(body), body, request)
 
     async def _chat(self, order: Order, body: ChatOptions, request: Request, echo: tuple[str, ...] = ()) -> Response:
         """Answer chats, all of which are read as the first one is: one template made their prompts."""

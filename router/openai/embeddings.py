@@ -126,7 +126,7 @@ def embedding_routes(service: Service) -> APIRouter:
 async def _embedded(
     embedder: Embedder, service: Service, body: EmbeddingRequest, request: Request, place: AnswerPlace
 ) -> list[Embedding]:
-    message, number = _message(body, request.headers), _NUMBER_BYTES[body.form]
+    message, number = _message(body), _NUMBER_BYTES[body.form]
     asked = await embedder.validated(message, service.call(request), number.least, MAX_ANSWER_BYTES)
     return await embedder.run(asked, lambda size: place.grow(size // 4 * number.most))
 
@@ -135,7 +135,7 @@ def _trace_of(embedding: Embedding) -> dict[str, str]:
     return {"x-trace-id": embedding.trace_id} if embedding.trace_id else {}
 
 
-def _message(body: EmbeddingRequest, headers: Mapping[str, str]) -> pb.EmbedRequest:
+def _message(body: EmbeddingRequest) -> pb.EmbedRequest:
     if body.dimensions is not None and body.dimensions < 1:
         raise InvalidRequest(FieldViolation("dimensions", f"is {body.dimensions}; expected 1 or more"))
     return pb.EmbedRequest(
@@ -143,7 +143,6 @@ def _message(body: EmbeddingRequest, headers: Mapping[str, str]) -> pb.EmbedRequ
         dimensions=body.dimensions,
         priority=body.priority or 0,
         cache=pb.CacheOptions(salt=body.cache_salt or "", shared_domain=body.shared_domain or ""),
-        traceparent=headers.get("traceparent", ""),
         add_special_tokens=body.add_special_tokens,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=truncation_side_of(body.truncation_side),

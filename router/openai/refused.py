@@ -15,7 +15,7 @@ from router.openai.identification import Ids
 from router.ports import RefusalWatch
 
 # The method of paths that there are not: what a client calls is no label.
-_NO_ROUTE: Final = "unknown"
+NO_ROUTE: Final = "unknown"
 
 
 class RefusalsSeen:
@@ -53,7 +53,7 @@ class RefusalsSeen:
         caller = state.get("caller")
         refusal = Refusal(
             api=errors.api_of(scope),
-            method=_route_of(scope),
+            method=route_of(scope),
             code=str(status),
             reason=reason,
             request_id=ids.request,
@@ -72,10 +72,10 @@ def _fault_of(scope: Scope, status: int) -> str:
     return "PERMISSION_DENIED" if scope["method"] == "OPTIONS" else fault_of_status(status)
 
 
-def _route_of(scope: Scope) -> str:
+def route_of(scope: Scope) -> str:
     """Return the path of a route as the application declares it."""
     matching = (each.path for each in _routes(scope["app"].routes) if each.matches(scope)[0] is not Match.NONE)
-    return next(matching, _NO_ROUTE)
+    return next(matching, NO_ROUTE)
 
 
 def _routes(routes: Iterable[BaseRoute]) -> Iterator[Route]:

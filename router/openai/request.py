@@ -99,7 +99,7 @@ class Order:
             yield request
 
 
-def completion_order(body: CompletionRequest, headers: Mapping[str, str]) -> Order:
+def completion_order(body: CompletionRequest) -> Order:
     """Return the requests of a body with one or several prompts. Raises Unsupported and InvalidRequest."""
     _refuse(body)
     _check_sequences(len(body.prompts), 1 if body.n is None else body.n)
@@ -114,7 +114,7 @@ def completion_order(body: CompletionRequest, headers: Mapping[str, str]) -> Ord
         pb.Prompt(text=each) if isinstance(each, str) else pb.Prompt(token_ids=pb.TokenIds(ids=each))
         for each in body.prompts
     ]
-    order = _order(body, prompts, sampling, headers, bool(body.echo))
+    order = _order(body, prompts, sampling, bool(body.echo))
     if scored != body.prompt_logprobs:
         order = replace(order, names={**order.names, "sampling.prompt_logprobs": "logprobs"})
     if "max_tokens" in body.model_fields_set:
@@ -147,12 +147,12 @@ def _check_sequences(prompts: int, n: int) -> None:
         raise InvalidRequest(FieldViolation("prompt", f"{what}; send several bodies"))
 
 
-def chat_order(body: ChatRequest, headers: Mapping[str, str]) -> Order:
+def chat_order(body: ChatRequest) -> Order:
     """Return the request of a chat. Raises Unsupported and InvalidRequest."""
-    return _chat_order(body, [body.messages], headers)
+    return _chat_order(body, [body.messages])
 
 
-def chat_batch_order(body: ChatBatchRequest, headers: Mapping[str, str]) -> Order:
+def chat_batch_order(body: ChatBatchRequest) -> Order:
     """Return the requests of several conversations. Raises Unsupported and InvalidRequest."""
     for field, harmless in _NOT_IN_BATCHES.items():
         if getattr(body, field) not in harmless:
@@ -160,10 +160,10 @@ def chat_batch_order(body: ChatBatchRequest, headers: Mapping[str, str]) -> Orde
     if not 1 <= len(body.messages) <= MAX_HTTP_SEQUENCES:
         what = f"has {len(body.messages)} conversations; expected 1 to {MAX_HTTP_SEQUENCES}"
         raise InvalidRequest(FieldViolation("messages", what))
-    return _chat_order(body, body.messages, headers)
+    return _chat_order(body, body.messages)
 
 
-def _chat_order(body: ChatOptions, conversations: Sequence[list[Message]], headers: Mapping[str, str]) -> Order:
+def _chat_order(body: ChatOptions, conversations: Sequence[list[Message]]) -> Order:
     _refuse(body)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest(FieldViolation("top_logprobs", "needs logprobs, which is not set; set it to true"))
@@ -176,7 +176,7 @@ def _chat_order(body: ChatOptions, conversations: Sequence[list[Message]], heade
         what = "contradicts tools, whose calls need other tokens; leave out one of them, or send tool_choice none"
         raise InvalidRequest(FieldViolation(FIELD, what))
     prompts = [_prompt(place, body, tools, conversations) for place in range(len(conversations))]
-    order = _order(body, prompts, sampling, headers)
+    order = _order(body, prompts, sampling)
     if body.prediction is not None:
         order.common.prediction = body.prediction.text
     names = {
@@ -234,14 +234,12 @@ def _order(
     body: GenerationFields,
     prompts: list[pb.Prompt],
     sampling: types_pb2.SamplingParams,
-    headers: Mapping[str, str],
     echo: bool = False,
 ) -> Order:
     common = pb.GenerateRequest(
         sampling=sampling,
         priority=body.priority or 0,
         cache=pb.CacheOptions(salt=body.cache_salt or "", shared_domain=body.shared_domain or ""),
-        traceparent=headers.get("traceparent", ""),
         truncation_side=truncation_side_of(body.truncation_side),
     )
     if body.cache_retention is not None:

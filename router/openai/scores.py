@@ -73,12 +73,11 @@ class _Fields(BaseModel):
         if unsupported:
             raise UnsupportedField(unsupported[0], f"{', '.join(unsupported)}: not offered here; leave it out")
 
-    def message(self, texts: Sequence[str], headers: Mapping[str, str]) -> pb.EmbedRequest:
+    def message(self, texts: Sequence[str]) -> pb.EmbedRequest:
         return pb.EmbedRequest(
             inputs=[pb.Prompt(text=each) for each in texts],
             priority=self.priority or 0,
             cache=pb.CacheOptions(salt=self.cache_salt or "", shared_domain=self.shared_domain or ""),
-            traceparent=headers.get("traceparent", ""),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
 
@@ -231,13 +230,13 @@ class _Scores:
 
     async def _judged(self, body: _Fields, request: Request, first: Sequence[str], second: Sequence[str]) -> Scored:
         assert self._ranker is not None
-        message, call = body.message((), request.headers), self._service.call(request)
+        message, call = body.message(()), self._service.call(request)
         return await self._ranker.scored(first, second, body.instruction or "", message, call)
 
     async def _compared(self, body: _Fields, request: Request, first: Sequence[str], second: Sequence[str]) -> Scored:
         place = self._service.room.place(MAX_ANSWER_BYTES)
         try:
-            message = body.message([*first, *second], request.headers)
+            message = body.message([*first, *second])
             # The vectors are no part of the answer: their numbers take no bytes of it.
             asked = await self._embedder.validated(message, self._service.call(request), 0, MAX_ANSWER_BYTES)
             found = await self._embedder.run(asked, place.grow)

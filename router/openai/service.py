@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fastapi import Request
+from opentelemetry.trace import NoOpTracer, Tracer
 
 from common.clock import Clock
 from common.errors import Cancelled, InvalidRequest, ModelNotFound, Overloaded, QuireError, Unsupported
@@ -69,6 +70,7 @@ class HttpParts:
     batches: BatchParts | None = None
     """Where files and batches of clients lie; None where they are off."""
     refusals: RefusalWatch = UNWATCHED
+    tracer: Tracer = field(default_factory=NoOpTracer)
 
 
 class Service:
@@ -173,7 +175,8 @@ def as_read(request: ValidatedRequest, answer: Answer) -> ValidatedRequest:
     answer.stop, answer.include_stop = request.sampling.stop, request.sampling.include_stop
     answer.notes = request.notes
     reading = answer.form.reading
-    return replace(request, whole=not answer.form.streamed, new_parser=None if reading is None else reading.new_parser)
+    new_parser = None if reading is None else reading.new_parser
+    return replace(request, whole=not answer.form.streamed, new_parser=new_parser, response_id=answer.id)
 
 
 async def begun(streams: Sequence[AsyncGenerator[GenerateEvent, None]], answer: Answer) -> Events:

@@ -69,7 +69,7 @@ class Adopter:
         run.decision_id = self._recorder.decided(
             run.trace, DecisionKind.MIGRATION, run.request_id, run.worker_id, figures, reasons
         )
-        run.trace.resumed()
+        run.trace.called()
 
 
 async def _confirmed(answer: asyncio.Future[None], run: RequestRun) -> bool:

@@ -120,8 +120,9 @@ class RouterFrontend:
             self._admission.leave(run.request_id, run.request.tenant, run.used_tokens)
             if self.draining and not self._admission.inside:
                 self._idle.set()
-            run.trace.end(failure)
-            self._recorder.ended(run.trace, run.request_id, run.outcome(failure))
+            outcome = run.outcome(failure)
+            run.trace.end(outcome.failure, outcome.ended)
+            self._recorder.ended(run.trace, run.request_id, outcome)
             self._recorder.tap.ended(run.ended_sequences)
 
     def _interrupted(self, run: RequestRun) -> str:

@@ -63,10 +63,10 @@ class Placer:
         if not moved_because:
             run.foretold = placement.foretold
         run.log.placed(placement.index)
+        run.trace.placed(placement.decision, began_ns, placement.looked_up_ns, placement.index)
         self._submit(run, sequences, prefix, placement)
         self._admission.start(run.request_id, self._clock.monotonic(), request.tenant)
         self._recorder.metrics.routing.observe(self._clock.monotonic() - began)
-        run.trace.placed(placement.decision, began_ns, placement.looked_up_ns)
         run.decision_id = placement.decision.decision_id
 
     async def _place(self, run: RequestRun, job: Job, ticket: Ticket) -> Placement:

@@ -380,7 +380,7 @@ def submission_of(run: RequestRun, prefix: Prefix, now: float, eos_token_ids: tu
         sampling=request.sampling,
         priority=request.priority,
         timeout=timeout,
-        traceparent=run.trace.traceparent,
+        traceparent=run.trace.parent,
         tracestate=run.trace.tracestate,
         output_before=len(prefix.tokens) - len(request.prompt),
         no_cache=request.no_cache,

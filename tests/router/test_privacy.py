@@ -18,6 +18,7 @@ from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2
 from tests.router.test_process import DEMO, planes_in, router
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker, prompt_of, running
+from tests.support.spans import called
 
 SECRET = "Zyxquorvil"
 TEXT = pb.Prompt(text=f"The river runs past {SECRET}.")
@@ -53,7 +54,7 @@ async def test_text_of_prompts_and_outputs_is_in_no_log_line_and_in_no_span() ->
     lines = [json.loads(line) for line in err.decode().splitlines()]
     routed = [line for line in lines if line["msg"] == "routing: w0"]
     assert [(line["level"], line["trace_id"]) for line in routed] == [("debug", trace_id)]
-    assert {span.name for span in trace.spans} >= {"request", "route", "stream"}
+    assert {called(span) for span in trace.spans} >= {"inference", "queue", "stream"}
     assert [each.kind for each in decisions.decisions] == ["admission", "routing", "outcome", *["rejection"] * 3]
     for text in (err.decode(), str(trace), str(decisions)):
         assert SECRET.lower() not in text.lower()

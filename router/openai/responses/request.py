@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, NoReturn
 
@@ -28,10 +28,10 @@ _NAMES: Final = FieldNames(
 )
 
 
-def order_of(body: ResponsesRequest, kinds: ToolKinds, messages: list[Message], headers: Mapping[str, str]) -> Order:
+def order_of(body: ResponsesRequest, kinds: ToolKinds, messages: list[Message]) -> Order:
     """Return the order of a body with such tools. Raises InvalidRequest and Unsupported in the words of the body."""
     with in_its_words(kinds):
-        return chat_order(chat_request(body, kinds, messages), headers).noted(left_out_note(kinds.left_out))
+        return chat_order(chat_request(body, kinds, messages)).noted(left_out_note(kinds.left_out))
 
 
 def conversation(body: ResponsesRequest, earlier: Sequence[Item], given: Sequence[Item]) -> list[Message]:

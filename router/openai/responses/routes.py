@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Annotated, Any, Final
@@ -175,7 +175,7 @@ class Responses:
         given = await with_referenced(self._store, tenant, items_of(body.input))
         earlier = await self._earlier(body, tenant)
         store, conversation = body.store is not False, body.conversation_id
-        order, validated, answer = await self._fitted(body, earlier, given, request.headers, call)
+        order, validated, answer = await self._fitted(body, earlier, given, call)
         if conversation is not None:
             given = with_ids(as_texts(given), earlier)
             check_size([*earlier, *given], instead=SHORTER)
@@ -188,6 +188,7 @@ class Responses:
         kinds = tool_kinds(body.tools or ())
         builder = ResponseBuilder(first, new_item_ids(name), lambda: int(time.time()), bool(body.stream), kinds)
         place = self._service.room.place(MAX_ANSWER_BYTES)
+        answer.id = name
         return Asked(
             *(tenant, name, store, conversation, [*earlier], [*given]),
             *(order, validated, answer, builder, kinds, place),
@@ -213,13 +214,12 @@ class Responses:
         body: ResponsesRequest,
         earlier: Sequence[Item],
         given: Sequence[Item],
-        headers: Mapping[str, str],
         call: CallContext,
     ) -> tuple[Order, ValidatedRequest, Answer]:
         """Return the request of a conversation; with truncation, that of as much of its end as the context holds."""
         while True:
             try:
-                return await self._validated(body, earlier, given, headers, call)
+                return await self._validated(body, earlier, given, call)
             except InvalidRequest as error:
                 shorter = without_oldest([*earlier, *given])
                 if body.truncation != "auto" or shorter is None or not is_too_long(error):
@@ -231,11 +231,10 @@ class Responses:
         body: ResponsesRequest,
         earlier: Sequence[Item],
         given: Sequence[Item],
-        headers: Mapping[str, str],
         call: CallContext,
     ) -> tuple[Order, ValidatedRequest, Answer]:
         service, kinds = self._service, tool_kinds(body.tools or ())
-        order = order_of(body, kinds, conversation(body, earlier, given), headers)
+        order = order_of(body, kinds, conversation(body, earlier, given))
         with in_its_words(kinds), in_words_of(order):
             reading = await service.reading(order, call)
         order = order if reading is None else order.read_by(reading)

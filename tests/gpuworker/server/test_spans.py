@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from opentelemetry.trace import SpanKind, StatusCode
 
+from common.errors import Cancelled, Unavailable
 from common.lease import Admit
 from common.telemetry import context_from, span_context_of
 from common.telemetry.spans import RecordedSpan
@@ -46,7 +47,7 @@ def traced() -> Traced:
     return Traced()
 
 
-def test_the_sequence_is_a_child_of_the_request_and_everything_else_of_the_sequence(traced: Traced) -> None:
+def test_the_sequence_is_a_child_of_the_call_and_everything_else_of_the_sequence(traced: Traced) -> None:
     traced.spans.admitted(ADMIT)
     traced.spans.chunk(Chunk(SEQUENCE, 32, 8, 100, 200))
     traced.spans.chunk(Chunk(SEQUENCE, 40, 1, 200, 300, decode=True))
@@ -54,7 +55,7 @@ def test_the_sequence_is_a_child_of_the_request_and_everything_else_of_the_seque
     root = traced.named("sequence")
     assert root.parent is not None
     assert (root.parent.trace_id, root.parent.span_id) == (0xABC, 0xDEF)
-    assert root.kind is SpanKind.CONSUMER
+    assert (root.kind, traced.named("reserve").kind) == (SpanKind.SERVER, SpanKind.CLIENT)
     for span in traced.ended():
         assert span.context.trace_id == 0xABC
         assert span is root or (span.parent is not None and span.parent.span_id == root.context.span_id)
@@ -124,36 +125,51 @@ def test_a_sequence_that_ended_by_itself_has_no_error(traced: Traced, reason: Fi
 
 
 BAD_ENDS = {
-    "cancelled": (FinishReason.CANCELLED, "", "cancelled"),
-    "expired": (FinishReason.DEADLINE, "", "deadline exceeded"),
-    "failed": (FinishReason.ERROR, "", "error"),
-    "failed with words": (FinishReason.ERROR, "the device is gone", "the device is gone"),
+    "expired": (FinishReason.DEADLINE, "", "deadline exceeded", "DEADLINE_EXCEEDED"),
+    "failed": (FinishReason.ERROR, "", "error", "INTERNAL"),
+    "failed with words": (FinishReason.ERROR, "the device is gone", "the device is gone", "INTERNAL"),
 }
 
 
 @pytest.mark.parametrize("how", BAD_ENDS)
 def test_a_bad_end_after_the_grant_is_the_sequences_alone(traced: Traced, how: str) -> None:
-    reason, message, said = BAD_ENDS[how]
+    reason, message, said, fault = BAD_ENDS[how]
     traced.spans.admitted(ADMIT)
     traced.finish(reason, message)
     root, reserve = traced.named("sequence"), traced.named("reserve")
     assert (root.status.status_code, root.status.description) == (StatusCode.ERROR, said)
+    assert root.attributes["error.type"] == fault
     assert reserve.status.status_code is StatusCode.UNSET
 
 
-ENDS: dict[str, Callable[[Traced], None]] = {
-    "cancelled": lambda traced: traced.finish(FinishReason.CANCELLED),
-    "refused": lambda traced: traced.spans.refused("cancelled"),
+def test_a_sequence_that_its_client_ended_is_no_error_of_the_worker(traced: Traced) -> None:
+    traced.spans.admitted(ADMIT)
+    traced.finish(FinishReason.CANCELLED)
+    root = traced.named("sequence")
+    assert (root.status.status_code, root.attributes["quire.ended"]) == (StatusCode.UNSET, "cancelled")
+    assert "error.type" not in root.attributes
+
+
+ENDS: dict[str, tuple[Callable[[Traced], None], str, StatusCode]] = {
+    "cancelled": (lambda traced: traced.finish(FinishReason.CANCELLED), "CANCELLED", StatusCode.UNSET),
+    "refused": (lambda traced: traced.spans.refused(Cancelled("cancelled")), "CANCELLED", StatusCode.UNSET),
+    "full": (lambda traced: traced.spans.refused(Unavailable("cancelled")), "UNAVAILABLE", StatusCode.ERROR),
+    "broken": (lambda traced: traced.spans.refused(ValueError("cancelled")), "INTERNAL", StatusCode.ERROR),
 }
 
 
 @pytest.mark.parametrize("how", ENDS)
 def test_a_bad_end_while_it_waits_is_that_of_the_wait_too(traced: Traced, how: str) -> None:
-    ENDS[how](traced)
-    assert [span.name for span in traced.ended()] == ["reserve", "sequence"]
-    assert {(span.status.status_code, span.status.description) for span in traced.ended()} == {
-        (StatusCode.ERROR, "cancelled")
-    }
+    end, fault, of_server = ENDS[how]
+    end(traced)
+    reserve, root = traced.ended()
+    assert (reserve.name, reserve.status.status_code, reserve.status.description) == (
+        "reserve",
+        StatusCode.ERROR,
+        "cancelled",
+    )
+    assert reserve.attributes["error.type"] == fault
+    assert (root.name, root.status.status_code) == ("sequence", of_server)
 
 
 def test_every_span_is_ended_exactly_once(traced: Traced) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from opentelemetry.trace import SpanContext
 
+from common.errors import Cancelled
 from common.limits import MAX_SPAN_ITEMS
 from common.telemetry import context_from
 from common.types import SequenceId
@@ -99,7 +100,7 @@ def test_a_long_sequence_keeps_the_links_to_its_newest_steps(more: int) -> None:
     spans = SequenceSpans(collected.tracer, context_from(TRACED), {"quire.request_id": "r1"})
     for number in range(1, MAX_SPAN_ITEMS + more + 1):
         spans.stepped(SpanContext(number, number, is_remote=False), number)
-    spans.refused("over")
+    spans.refused(Cancelled("over"))
     sequence = collected.named("sequence")
     assert len(sequence.links) == MAX_SPAN_ITEMS
     assert (sequence.links[0].context.trace_id, sequence.dropped_links) == (1 + more, more)

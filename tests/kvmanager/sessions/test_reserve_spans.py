@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from opentelemetry.trace import StatusCode
+import pytest
+from opentelemetry.trace import SpanKind, StatusCode
 
 from common.lease import Inventory, InventorySequence, Report, Reserve
 from common.telemetry.spans import RecordedSpan
@@ -83,7 +84,7 @@ def test_admission_at_once_is_one_span_with_the_grant() -> None:
     (span,) = traced.ended
     assert (span.name, of_request(span, 0), kinds(span)) == ("kvmanager.reserve", True, ["grant"])
     assert span.parent is not None
-    assert span.parent.span_id == 1
+    assert (span.parent.span_id, span.kind) == (1, SpanKind.SERVER)
     attributes = dict(span.attributes or {})
     assert attributes["quire.request_id"] == "r0"
     assert attributes["quire.miss_reason"] == "disabled"
@@ -148,20 +149,29 @@ def test_victim_that_finishes_instead_ends_the_preemption() -> None:
     assert [span.name for span in traced.ended] == ["kvmanager.reserve", "kvmanager.reserve", "kvmanager.preempt"]
 
 
-def test_refused_request_ends_with_an_error_and_the_numbers() -> None:
+def test_a_request_that_fits_no_pool_is_no_error_of_the_manager_and_has_the_numbers() -> None:
     traced = Traced(2)
     traced.report(reserve=(reserve(S0, 32, 100),))
     (span,) = traced.ended
-    assert span.status.status_code is StatusCode.ERROR
-    assert span.status.description == "refused: 100 tokens need 7 blocks; the pool has 2"
+    assert span.status.status_code is StatusCode.UNSET
+    assert span.attributes["quire.ended"] == "refused: 100 tokens need 7 blocks; the pool has 2"
     assert kinds(span) == ["rejection"]
 
 
-def test_request_that_is_cancelled_while_it_waits_ends_with_an_error() -> None:
+@pytest.mark.parametrize(
+    ("reason", "fault"),
+    [(FinishReason.CANCELLED, ""), (FinishReason.ERROR, ""), (FinishReason.DEADLINE, "DEADLINE_EXCEEDED")],
+)
+def test_request_that_ends_while_it_waits_is_an_error_of_the_manager_if_it_came_too_late(
+    reason: FinishReason, fault: str
+) -> None:
     traced = Traced(2)
     traced.report(reserve=(reserve(S0), reserve(S1)))
-    traced.report(finished=((S1, FinishReason.CANCELLED),))
-    assert traced.ended[1].status.description == "finished (cancelled) before it was admitted"
+    traced.report(finished=((S1, reason),))
+    span = traced.ended[1]
+    assert (span.status.status_code is StatusCode.ERROR, span.attributes.get("error.type", "")) == (bool(fault), fault)
+    said = span.status.description if fault else span.attributes["quire.ended"]
+    assert said == f"finished ({reason}) before it was admitted"
 
 
 def test_lost_session_ends_what_waits_with_an_error() -> None:
@@ -169,6 +179,7 @@ def test_lost_session_ends_what_waits_with_an_error() -> None:
     traced.report(reserve=(reserve(S0), reserve(S1)))
     traced.spans.close()
     assert traced.ended[1].status.description == "the session with the worker was lost"
+    assert traced.ended[1].attributes["error.type"] == "UNAVAILABLE"
     assert len(traced.ended) == 2
 
 

@@ -72,9 +72,8 @@ def test_phases_follow_one_another_and_decisions_stand_in_them() -> None:
         ("prefill", "gpuworker", 4.0, 5.0, "request"),
         ("decode", "gpuworker", 5.0, 9.0, "request"),
         ("client", "router", 9.0, 10.0, "request"),
-        ("route", "router", 1.5, 1.5, "request"),
     ]
-    assert kinds(spans) == {"queue": ["admission"], "reserve": ["shortfall", "grant"], "route": ["routing"]}
+    assert kinds(spans) == {"queue": ["admission", "routing"], "reserve": ["shortfall", "grant"]}
 
 
 def test_what_was_late_around_the_work_has_spans_of_its_own() -> None:
@@ -114,7 +113,7 @@ def test_an_interruption_begins_with_its_record() -> None:
         ("preempted", "kvmanager", 2.0, 5.0, "request"),
         ("moved", "router", 7.0, 8.0, "request"),
     ]
-    assert kinds(spans) == {"request": ["preemption", "preemption"], "route": ["migration"]}
+    assert kinds(spans) == {"request": ["preemption", "preemption"], "moved": ["migration"]}
 
 
 def test_a_lost_record_hides_no_interruption() -> None:

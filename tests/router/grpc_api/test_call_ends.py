@@ -72,7 +72,7 @@ async def test_every_span_and_the_worker_agree_that_the_deadline_was_it(timeout:
             rpc_span = next(span.name for span in harness.spans.ended() if "InferenceService" in span.name)
             if harness.failure(rpc_span) != "DEADLINE_EXCEEDED":
                 raise TooSlow  # the server began to count late, so that the client's end came first
-            assert [harness.failure(name) for name in ("request", "stream")] == ["deadline exceeded"] * 2
+            assert [harness.failure(name) for name in ("inference", "stream")] == ["deadline exceeded"] * 2
             finished = [event for event in harness.span("stream").events if event.name == "finished"]
             assert [(event.attributes or {})["quire.finish_reason"] for event in finished] == ["deadline"]
             await worker.until(lambda: bool(worker.cancels))
@@ -114,7 +114,7 @@ async def test_what_a_worker_ended_at_the_deadline_is_no_ok() -> None:
         kinds = [each.WhichOneof("event") for each in responses if isinstance(each, pb.GenerateResponse)]
         assert kinds == ["admitted", "tokens", "tokens", "finished"]
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert service.harness.failure("request") == "deadline exceeded"
+        assert service.harness.failure("inference") == "deadline exceeded"
 
 
 async def test_a_call_without_a_deadline_has_none_at_the_worker() -> None:

@@ -12,6 +12,7 @@ from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import MODEL, frontend_over, request
 from tests.support.router.validation import request as message
 from tests.support.router.validation import validator
+from tests.support.spans import called
 
 STANDARD = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
 GIVEN = {"temperature": 0.5, "top_p": 0.75, "frequency_penalty": 0.25, "presence_penalty": -0.5, "seed": 7}
@@ -21,14 +22,14 @@ async def spanned(asked: ValidatedRequest) -> dict[str, object]:
     """Serve a request, and return the attributes of its span that the conventions name, without their prefix."""
     async with frontend_over(FakeWorker(automatic=True)) as harness:
         await harness.events(asked)
-        (span,) = (each for each in harness.spans.ended() if each.name == "request")
+        (span,) = (each for each in harness.spans.ended() if called(each) == "inference")
         found = {name: value for name, value in (span.attributes or {}).items() if name.startswith("gen_ai.")}
     assert set(found) <= STANDARD
     return {name.removeprefix("gen_ai."): value for name, value in found.items()}
 
 
 async def test_a_span_has_what_was_asked_for_and_what_came() -> None:
-    assert await spanned(request(prompt=10, n=2, top_k=40, chat=True, model="alias", **GIVEN)) == {
+    assert await spanned(request(request_id="r1", prompt=10, n=2, top_k=40, chat=True, model="alias", **GIVEN)) == {
         "operation.name": "chat",
         "provider.name": "quire",
         "output.type": "text",
@@ -41,6 +42,7 @@ async def test_a_span_has_what_was_asked_for_and_what_came() -> None:
         "request.frequency_penalty": 0.25,
         "request.presence_penalty": -0.5,
         "request.seed": 7,
+        "response.id": "r1",
         "response.model": MODEL,
         "response.finish_reasons": ["length", "length"],
         "usage.input_tokens": 10,
@@ -74,7 +76,7 @@ def test_an_embedding_has_no_parameters_of_sampling() -> None:
 
 
 def test_a_request_of_which_nothing_ended_has_no_response() -> None:
-    assert response_attributes({}, MODEL) == {}
+    assert response_attributes({}, MODEL, "r1") == {}
 
 
 async def test_a_model_is_named_as_its_caller_named_it() -> None:

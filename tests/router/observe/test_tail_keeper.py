@@ -66,7 +66,7 @@ def ended(request_id: str = "r1", outcome: Outcome | None = PREEMPTED) -> EndedR
 
 
 def head(request_id: str = "r1") -> TraceHead:
-    return TraceHead(TRACE_ID, None, {"quire.request_id": request_id})
+    return TraceHead(TRACE_ID, None, "chat small", {"quire.request_id": request_id})
 
 
 @asynccontextmanager
@@ -89,7 +89,7 @@ async def test_a_kept_request_has_a_trace_with_the_records_of_both_services() ->
         assert keeper.rules(PREEMPTED) == (Rule.PREEMPTED,)
         keeper.keep(head(), ended())
         await until(lambda: bool(kept.spans))
-    assert {span.name for span in kept.spans} == {"request", "prefill", "decode"}
+    assert {span.name for span in kept.spans} == {"chat small", "prefill", "decode"}
     assert {span.context.trace_id for span in kept.spans} == {TRACE_ID}
     root = next(span for span in kept.spans if span.parent is None)
     events = [(event.attributes or {}).get("quire.decision.id") for event in root.events]

@@ -150,7 +150,7 @@ async def test_who_gives_up_at_the_deadline_has_not_gone_away(
                     raise TooSlow
             await worker.until(lambda: bool(worker.cancels))
             assert worker.cancels[0].reason == reason
-            assert harness.failure("request") == words
+            assert harness.failure("inference") == words
             await until_nothing_left(harness)
 
     await with_enough_time(attempt, 1.0)
@@ -162,7 +162,7 @@ async def test_a_client_that_leaves_after_the_last_token_got_everything() -> Non
             async for event in events:
                 if isinstance(event, Finished):
                     break
-        assert harness.failure("request") is None
+        assert harness.failure("inference") is None
         assert harness.registry.get_sample_value("quire:request_failure_total", {"reason": "CANCELLED"}) == 0.0
 
 

@@ -113,7 +113,7 @@ async def test_an_unexpected_error_in_the_submit_ends_the_request_and_releases_i
         with pytest.raises(RuntimeError, match="submit is broken"):
             await harness.events(request(n=2))
         await until_nothing_left(harness)
-        assert harness.failure("request") == "internal error"
+        assert harness.failure("inference") == "internal error"
         worker.automatic = True
         assert tokens_of(await harness.events(request())) == [100, 101, 102]
         # The sequence before the error was withdrawn before it was sent.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from opentelemetry.trace import SpanKind
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Exemplar
@@ -17,10 +18,12 @@ from router.core.tail_rules import Objective
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import (
     CLOCK,
+    MODEL,
     frontend_over,
     in_background,
     request,
 )
+from tests.support.spans import called
 
 UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 TIMES = (
@@ -35,13 +38,13 @@ async def test_a_request_makes_a_span_with_all_that_the_router_does_in_it() -> N
     """The request begins when it came, and not when it was read."""
     async with frontend_over(FakeWorker(automatic=True)) as harness:
         events = await harness.events(replace(request(request_id="r1"), arrived=CLOCK.monotonic() - 2.0))
-        spans = {span.name: span for span in harness.spans.ended()}
-        assert set(spans) == {"request", "reading", "queue", "lookup", "route", "stream"}
+        spans = {called(span): span for span in harness.spans.ended()}
+        assert set(spans) == {"inference", "reading", "queue", "lookup", "stream"}
         reading, queue = spans["reading"], spans["queue"]
-        assert reading.start_time == spans["request"].start_time
+        assert reading.start_time == spans["inference"].start_time
         assert reading.end_time == queue.start_time
         assert reading.end_time - reading.start_time == pytest.approx(2e9, rel=0.5)
-        whole = spans["request"]
+        whole = spans["inference"]
         assert whole.attributes is not None
         assert whole.attributes["quire.request_id"] == "r1"
         parents = {name: span.parent.span_id for name, span in spans.items() if span.parent is not None}
@@ -50,12 +53,13 @@ async def test_a_request_makes_a_span_with_all_that_the_router_does_in_it() -> N
             "reading": within,
             "queue": within,
             "lookup": spans["queue"].context.span_id,
-            "route": within,
             "stream": within,
         }
         assert isinstance(events[0], Admitted)
         assert f"{whole.context.trace_id:032x}" == events[0].trace_id
-        assert [event.name for event in spans["route"].events] == ["decision"]
+        assert whole.name == f"text_completion {MODEL}"
+        assert (spans["stream"].kind, spans["lookup"].kind) == (SpanKind.CLIENT, SpanKind.CLIENT)
+        assert [event.name for event in spans["queue"].events] == ["decision"]
         assert [event.name for event in spans["stream"].events] == ["first token", "finished"]
 
 
@@ -65,7 +69,7 @@ async def test_the_spans_of_a_request_have_the_trace_state_of_its_client() -> No
     async with frontend_over(worker) as harness:
         await harness.events(request(traceparent=parent, tracestate="vendor=a:1"))
         assert all(b"vendor=a:1" in span.encoded() for span in harness.spans.ended())
-        assert harness.span("request").context.trace_state.to_header() == "vendor=a:1"
+        assert harness.span("inference").context.trace_state.to_header() == "vendor=a:1"
         assert worker.submits[0].tracestate == "vendor=a:1"
 
 
@@ -74,10 +78,12 @@ async def test_the_trace_goes_on_from_the_clients_and_into_the_workers() -> None
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     async with frontend_over(worker) as harness:
         await harness.events(request(traceparent=parent))
-        whole = next(span for span in harness.spans.ended() if span.name == "request")
+        whole = next(span for span in harness.spans.ended() if called(span) == "inference")
         assert whole.parent is not None
         assert whole.parent.span_id == 0xB7AD6B7169203331
-        expected = f"00-0af7651916cd43dd8448eb211c80319c-{whole.context.span_id:016x}-01"
+        call = harness.span("stream")
+        assert call.parent == whole.context
+        expected = f"00-0af7651916cd43dd8448eb211c80319c-{call.context.span_id:016x}-01"
         assert worker.submits[0].traceparent == expected
 
 
@@ -94,8 +100,9 @@ async def test_a_cancelled_request_ends_its_span_as_an_error() -> None:
     async with frontend_over(worker) as harness:
         async with in_background(harness, request()):
             await worker.until(lambda: bool(worker.submits))
-        whole = next(span for span in harness.spans.ended() if span.name == "request")
+        whole = next(span for span in harness.spans.ended() if called(span) == "inference")
         assert (whole.status.is_ok, whole.status.description) == (False, "the client went away")
+        assert whole.attributes["error.type"] == harness.span("stream").attributes["error.type"] == "CANCELLED"
 
 
 async def test_metrics_count_what_the_client_saw() -> None:

@@ -42,7 +42,7 @@ async def test_the_mark_that_ends_a_thought_stands_for_an_end_that_is_forbidden(
 
 def test_the_order_of_a_body_carries_it() -> None:
     reading = Reading(lambda: reader(None, None), frozenset(), replace(FORM, closing_token=77))
-    order = chat_order(ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}]}), {})
+    order = chat_order(ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}]}))
     assert not order.common.sampling.HasField("closing_token_id")
     assert order.read_by(reading).common.sampling.closing_token_id == 77
 

@@ -20,6 +20,7 @@ from cli.suite.stack import StackOptions
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from tests.support.load import manager_stopped
+from tests.support.spans import called
 from tests.support.suite import PATIENCE, Outcome, Suite, greedy, running_suite
 from tests.support.waiting import until
 from tests.support.why import quire_trace, quire_why, until_placed
@@ -60,7 +61,7 @@ async def trace_of(suite: Suite, request: pb.GenerateRequest) -> Mapping[str, de
         while True:
             with suppress(grpc.aio.AioRpcError):
                 found = await suite.decisions.GetTrace(wanted, timeout=PATIENCE)
-                return {span.name: span for span in found.spans}
+                return {called(span): span for span in found.spans}
             await asyncio.sleep(0.05)
 
 
@@ -146,7 +147,7 @@ async def exemplars_of(suite: Suite, name: str, request: pb.GenerateRequest) -> 
 async def test_a_refused_request_is_kept(suite: Suite) -> None:
     request = await refused(suite)
     spans = await trace_of(suite, request)
-    assert set(spans) == {"request"}
+    assert set(spans) == {"inference"}
     (whole,) = spans.values()
     assert (whole.attributes["quire.kept"], whole.status) == ("refused", "error")
     assert decided(whole) == ["rejection"]
@@ -158,11 +159,11 @@ async def test_a_refused_request_is_kept(suite: Suite) -> None:
 async def test_a_preempted_request_is_kept_with_what_the_manager_decided(suite: Suite) -> None:
     request = await preempted(suite)
     spans = await trace_of(suite, request)
-    assert {"request", "queue", "route", "reserve", "prefill", "decode", "preempted"} <= set(spans)
-    assert "preempted" in spans["request"].attributes["quire.kept"]
+    assert {"inference", "queue", "reserve", "prefill", "decode", "preempted"} <= set(spans)
+    assert "preempted" in spans["inference"].attributes["quire.kept"]
     assert {"preemption", "grant"} <= set(decided(spans["reserve"]))
     assert spans["reserve"].service == "quire-kvmanager"
-    assert spans["request"].start_unix_nano <= spans["preempted"].start_unix_nano < spans["request"].end_unix_nano
+    assert spans["inference"].start_unix_nano <= spans["preempted"].start_unix_nano < spans["inference"].end_unix_nano
     status, out, _ = await quire_trace(suite, request.request_id)
     assert status == 0
     assert "preemption" in out
@@ -174,7 +175,7 @@ async def test_a_slow_request_is_kept_and_an_ordinary_one_is_not(suite: Suite) -
     assert outcome.admitted.trace_id == ""
     request = await slow(suite)
     spans = await trace_of(suite, request)
-    assert spans["request"].attributes["quire.kept"] == "slow"
+    assert spans["inference"].attributes["quire.kept"] == "slow"
     (seconds,) = await exemplars_of(suite, "quire:time_to_first_token_seconds", request)
     assert seconds > SLO_S
     waited = spans["without manager"]

@@ -23,6 +23,7 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 from tests.suites.e2e.conftest import WORKERS
 from tests.support.reference import tokenizer
+from tests.support.spans import called
 from tests.support.suite import PATIENCE, Suite, chat
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -143,10 +144,10 @@ async def test_the_trace_names_the_kind_of_the_constraint_and_not_its_text(suite
     async with asyncio.timeout(PATIENCE):
         while True:
             spans = (await stub.GetTrace(query, timeout=PATIENCE)).spans
-            if {"request", "decode"} <= {span.name for span in spans}:
+            if {"inference", "decode"} <= {called(span) for span in spans}:
                 break
             await asyncio.sleep(0.05)
-    assert [span.attributes["quire.constraint"] for span in spans if span.name == "request"] == ["regex"]
+    assert [span.attributes["quire.constraint"] for span in spans if called(span) == "inference"] == ["regex"]
     assert "secret" not in str(spans)
     assert not [line for line in suite.lines if "secret" in line]
 

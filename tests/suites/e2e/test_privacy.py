@@ -16,10 +16,11 @@ from cli.demo_model import CHECKPOINT
 from cli.demo_model.prompts import questions, system_text
 from cli.suite.stack import StackOptions
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
+from tests.support.spans import called
 from tests.support.suite import PATIENCE, Outcome, Suite, chat, running_suite
 
 PROCESSES = {"kvmanager", "worker-0", "router"}
-SPANS = {"request", "queue", "route", "stream", "sequence", "reserve", "decode", "kvmanager.reserve"}
+SPANS = {"inference", "queue", "stream", "sequence", "reserve", "decode", "kvmanager.reserve"}
 SECRET = "Zebedeeson"
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -52,7 +53,7 @@ async def spans_of(suite: Suite, trace_id: str, wanted: set[str]) -> list[decisi
     async with asyncio.timeout(PATIENCE):
         while True:
             spans = await spans_now(stub, trace_id)
-            if wanted <= {span.name for span in spans}:
+            if wanted <= {called(span) for span in spans}:
                 return spans
             await asyncio.sleep(0.05)
 

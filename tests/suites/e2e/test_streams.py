@@ -115,7 +115,7 @@ async def test_one_trace_spans_the_three_services(suite: Suite) -> None:
     assert outcome.admitted is not None
     stub = suite.decisions
     query = decision_pb2.GetTraceRequest(trace_id=outcome.admitted.trace_id)
-    wanted = {"queue", "route", "stream", "reserve", "prefill chunk", "decode", "kvmanager.reserve"}
+    wanted = {"queue", "stream", "reserve", "prefill chunk", "decode", "kvmanager.reserve"}
     names: set[str] = set()
     async with asyncio.timeout(PATIENCE):
         while not wanted <= names:

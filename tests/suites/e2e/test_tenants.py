@@ -19,6 +19,7 @@ from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from quire.kserve.v2 import kserve_pb2, kserve_pb2_grpc
 from tests.support.lost_status import refusal_of
+from tests.support.spans import called
 from tests.support.suite import PATIENCE, greedy
 from tests.support.tenants import TenantSuite, random_prompts, tenant_suite, write_tenants
 from tests.support.waiting import until
@@ -138,12 +139,12 @@ async def seen(tenants: TenantSuite, tenant: str, request_id: str, tokens: int) 
     public, metadata = decision_pb2_grpc.DecisionServiceStub(tenants.suite.channel), tenants.metadata(tenant)
     names: list[str] = []
     async with asyncio.timeout(PATIENCE):
-        while "request" not in names:
+        while "inference" not in names:
             with suppress(aio.AioRpcError):
                 answer = await public.GetTrace(decision_pb2.GetTraceRequest(request_id=request_id), metadata=metadata)
-                names = [span.name for span in answer.spans]
+                names = [called(span) for span in answer.spans]
             await asyncio.sleep(0.02)
-    (root,) = [span for span in answer.spans if span.name == "request"]
+    (root,) = [span for span in answer.spans if called(span) == "inference"]
     assert (root.attributes["quire.tenant"], root.attributes["quire.max_tokens"]) == (tenant, str(tokens))
 
 

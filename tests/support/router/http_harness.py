@@ -17,6 +17,7 @@ from common.types import KvGeometry, PoolIdentity
 from quire.inference.v1 import inference_pb2 as pb
 from router.anthropic.app import add_messages
 from router.constraints.checker import ConstraintChecker
+from router.observe.trace_ids import ChosenTraceIds
 from router.openai.app import create_app
 from router.openai.batches.parts import BatchParts
 from router.openai.responses.background import BackgroundResponses
@@ -33,6 +34,7 @@ from tests.support.router.callers import OneCaller
 from tests.support.router.fake_frontend import ScriptedFrontend, ScriptedResumer
 from tests.support.router.fake_worker import PATIENCE_S
 from tests.support.router.refusal_list import RefusalList
+from tests.support.spans import CollectedSpans
 
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hi"}]
 FACTS = read_checkpoint(CHECKPOINT)
@@ -62,6 +64,7 @@ class Api:
         self.resumer = ScriptedResumer(self.frontend)
         self.is_ready = True
         self.background, self.refusals = BackgroundResponses(), RefusalList()
+        self.spans = CollectedSpans(ids=ChosenTraceIds())
         self.text = CheckpointText.load(CHECKPOINT, FACTS.max_model_len)
         self.constraints = ConstraintChecker.load(CHECKPOINT, FACTS.eos_token_ids)
         identity = PoolIdentity(
@@ -88,6 +91,7 @@ class Api:
             forces_usage=forces_usage,
             batches=batches,
             refusals=self.refusals,
+            tracer=self.spans.tracer,
         )
         self.app = create_app(parts, **app)
         add_messages(self.app, parts)

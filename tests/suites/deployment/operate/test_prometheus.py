@@ -25,6 +25,7 @@ from quire.decision.v1 import decision_pb2
 from tests.suites.deployment.operate.conftest import burst, cancelled
 from tests.suites.deployment.operate.exposition import targets
 from tests.suites.deployment.operate.files import PROMETHEUS, load_yaml, panels, rules, without_variables
+from tests.support.spans import called
 from tests.support.suite import Suite
 
 PROGRAM = shutil.which("prometheus")
@@ -172,6 +173,6 @@ async def test_a_slow_first_token_leads_to_its_trace(suite: Suite, scraped: http
     request = decision_pb2.GetTraceRequest(trace_id=slowest["labels"]["trace_id"])
     names: set[str] = set()
     async with asyncio.timeout(PATIENCE_S):
-        while not {"request", "queue", "stream"} <= names:  # the last ones are on their way
-            names = {span.name for span in (await stub.GetTrace(request, timeout=10.0)).spans}
+        while not {"inference", "queue", "stream"} <= names:  # the last ones are on their way
+            names = {called(span) for span in (await stub.GetTrace(request, timeout=10.0)).spans}
             await asyncio.sleep(0.1)

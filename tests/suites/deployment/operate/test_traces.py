@@ -12,6 +12,7 @@ import pytest
 from quire.decision.v1 import decision_pb2
 from tests.suites.deployment.operate.tee import Tee
 from tests.support.load import prompts
+from tests.support.spans import called
 from tests.support.suite import Suite, greedy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -32,18 +33,18 @@ async def test_the_router_answers_for_spans_that_came_back_to_it(suite: Suite, t
     assert outcome.admitted is not None
     stub = suite.decisions
     request = decision_pb2.GetTraceRequest(trace_id=outcome.admitted.trace_id)
-    expected = {"request", "queue", "route", "stream", "sequence", "reserve", "kvmanager.reserve", "decode"}
+    expected = {"inference", "queue", "stream", "sequence", "reserve", "kvmanager.reserve", "decode"}
     seen: Counter[str] = Counter()
     try:
         async with asyncio.timeout(60.0):
             while not expected <= set(seen):
                 tee.came.clear()
                 with suppress(grpc.aio.AioRpcError):  # the trace has not arrived yet
-                    seen = Counter(span.name for span in (await stub.GetTrace(request, timeout=5.0)).spans)
+                    seen = Counter(called(span) for span in (await stub.GetTrace(request, timeout=5.0)).spans)
                 await tee.came.wait()
     except TimeoutError:
         raise AssertionError(f"missing: {expected - set(seen)}") from None
-    assert seen["request"] == seen["sequence"] == 1
+    assert seen["inference"] == seen["sequence"] == 1
 
 
 async def test_what_other_systems_keep_in_a_trace_reaches_every_service(suite: Suite, tee: Tee) -> None:
@@ -52,6 +53,6 @@ async def test_what_other_systems_keep_in_a_trace_reaches_every_service(suite: S
     async for _ in call:
         pass
     async with asyncio.timeout(60.0):
-        while not tee.states["vendor=a:1"] >= {"request", "stream", "sequence", "reserve", "kvmanager.reserve"}:
+        while not tee.states["vendor=a:1"] >= {"stream", "sequence", "reserve", "kvmanager.reserve"}:
             tee.came.clear()
             await tee.came.wait()
