@@ -284,7 +284,7 @@ class ServiceSettings(TlsSettings):
     )
     trace_sample_ratio: Fraction = Field(1.0, description="share of requests that are traced")
     trace_endpoint: Address | None = Field(
-        None, description="HOST:PORT that receives spans (OTLP over gRPC) unless OTEL_EXPORTER_OTLP_ENDPOINT is set"
+        None, description="HOST:PORT that receives spans (OTLP over gRPC), beside OTEL_EXPORTER_OTLP_ENDPOINT"
     )
     drain_timeout: Seconds = Field(30.0, description="seconds that a stopping service waits for running requests")
     stall_timeout: Seconds = Field(

@@ -1,8 +1,8 @@
 """Sets tracing up for one process, and takes it down without hanging when no collector receives the spans.
 
-Spans go to the first of: OTEL_EXPORTER_OTLP_ENDPOINT, a function of this process (the router's own ring),
-`--trace-endpoint` (the router, for the other services), nowhere. Nothing global is set: each part that makes spans gets
-its tracer.
+Spans go to a function of this process (the router's own ring), else to `--trace-endpoint` (the router, for the other
+services), and besides to OTEL_EXPORTER_OTLP_ENDPOINT. A receiver that does not answer takes no span from the other one.
+Nothing global is set: each part that makes spans gets its tracer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
@@ -37,7 +37,7 @@ class Telemetry:
 
     tracer: SpanTracer
     sink: Sink
-    deliverer: Deliverer | None = None
+    deliverers: tuple[Deliverer, ...] = ()
 
     def emit(self, spans: Iterable[RecordedSpan]) -> None:
         """Deliver spans that have ended and that no tracer made, as those of the tracer."""
@@ -46,13 +46,12 @@ class Telemetry:
 
     def flush(self) -> None:
         """Deliver the spans that wait; it blocks."""
-        if self.deliverer is not None:
-            self.deliverer.force_flush()
+        for each in self.deliverers:
+            each.force_flush()
 
     async def aclose(self) -> None:
         """Deliver the remaining spans and stop; the event loop goes on meanwhile."""
-        if self.deliverer is not None:
-            await asyncio.to_thread(self.deliverer.shutdown)
+        await asyncio.gather(*(asyncio.to_thread(each.shutdown) for each in self.deliverers))
 
 
 def setup(
@@ -77,9 +76,9 @@ def setup(
     if environ.get(_DISABLED_VARIABLE, "").strip().lower() == "true":
         return Telemetry(UnsampledTracer(origin, ids or RandomIdGenerator()), _nowhere)
     sampler = sampler or ParentBased(TraceIdRatioBased(settings.trace_sample_ratio))
-    deliverer = _deliverer(settings, own is not None, environ)
-    sink = deliverer.ended if deliverer is not None else own or _nowhere
-    return Telemetry(SpanTracer(origin, sampler, ids or RandomIdGenerator(), sink), sink, deliverer)
+    deliverers = tuple(_deliverers(settings, own is not None, environ))
+    sink = _to_all([*([own] if own is not None else []), *(each.ended for each in deliverers)])
+    return Telemetry(SpanTracer(origin, sampler, ids or RandomIdGenerator(), sink), sink, deliverers)
 
 
 def origin_of(service: str, instance: str) -> Origin:
@@ -92,14 +91,26 @@ def _nowhere(_: RecordedSpan) -> None:
     """Take a span that nobody wants."""
 
 
-def _deliverer(settings: ServiceSettings, has_own: bool, environ: Mapping[str, str]) -> Deliverer | None:
+def _to_all(sinks: Sequence[Sink]) -> Sink:
+    """Return what hands a span to each; most processes have one."""
+    if len(sinks) < 2:
+        return sinks[0] if sinks else _nowhere
+
+    def hand_over(span: RecordedSpan) -> None:
+        for sink in sinks:
+            sink(span)
+
+    return hand_over
+
+
+def _deliverers(settings: ServiceSettings, has_own: bool, environ: Mapping[str, str]) -> Iterator[Deliverer]:
+    if settings.trace_endpoint is not None and not has_own:
+        identity = Identity.of(settings)
+        yield delivering(f"{'http' if identity is None else 'https'}://{settings.trace_endpoint}", identity)
     if (collector := collector_of(environ)) is not None:
         url = collector.url
         by_proxy = not is_this_machine(urlsplit(url).netloc or url)
         if collector.protocol != GRPC:
-            return delivering_over_http(collector, by_proxy)
-        return delivering(url, None, by_proxy)
-    if has_own or settings.trace_endpoint is None:
-        return None
-    identity = Identity.of(settings)
-    return delivering(f"{'http' if identity is None else 'https'}://{settings.trace_endpoint}", identity)
+            yield delivering_over_http(collector, by_proxy)
+        else:
+            yield delivering(url, None, by_proxy)

@@ -1,4 +1,4 @@
-"""OTLP over gRPC into the trace store: other services send their spans here when no collector is configured."""
+"""OTLP over gRPC into the trace store: other services send their spans here, whatever collector has them too."""
 
 from __future__ import annotations
 

@@ -80,15 +80,39 @@ async def test_spans_reach_the_trace_endpoint(receivers: list[Receiver]) -> None
     await telemetry.aclose()
 
 
-async def test_the_usual_variable_wins_over_the_trace_endpoint(receivers: list[Receiver]) -> None:
+@pytest.mark.parametrize("emitted", [False, True])
+async def test_a_collector_of_the_usual_variable_gets_spans_besides(receivers: list[Receiver], emitted: bool) -> None:
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{receivers[1].address}"}
+    telemetry = setup("gpuworker", ServiceSettings(trace_endpoint=receivers[0].address), environ=environ)
+    if emitted:
+        telemetry.emit(kept_spans(1))
+    else:
+        telemetry.tracer.start_span("span").end()
+    await telemetry.aclose()
+    expected = ("quire-test", "kept") if emitted else ("quire-gpuworker", "span")
+    assert [await each.next() for each in receivers] == [expected] * 2
+    assert all(each.received.empty() for each in receivers)
+
+
+async def test_the_router_keeps_its_spans_beside_a_collector_and_sends_them_nowhere_else(
+    receivers: list[Receiver],
+) -> None:
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{receivers[1].address}"}
     own: list[RecordedSpan] = []
     telemetry = setup("router", ServiceSettings(trace_endpoint=receivers[0].address), own.append, environ)
-    telemetry.tracer.start_span("route").end()
-    assert await receivers[1].next() == ("quire-router", "route")
+    telemetry.tracer.start_span("queue").end()
+    assert [span.name for span in own] == ["queue"]
+    assert await receivers[1].next() == ("quire-router", "queue")
     await telemetry.aclose()
     assert receivers[0].received.empty()
-    assert not own
+
+
+async def test_a_collector_that_does_not_answer_keeps_no_span_from_the_router(receivers: list[Receiver]) -> None:
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+    telemetry = setup("gpuworker", ServiceSettings(trace_endpoint=receivers[0].address), environ=environ)
+    telemetry.tracer.start_span("decode").end()
+    assert await receivers[0].next() == ("quire-gpuworker", "decode")
+    await telemetry.aclose()
 
 
 async def test_closing_delivers_what_still_waits(receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +147,7 @@ def test_the_usual_variable_turns_spans_off(value: str, expected: bool) -> None:
     if expected:
         del environ["OTEL_EXPORTER_OTLP_ENDPOINT"]
     telemetry = setup("router", ServiceSettings(trace_sample_ratio=1.0), own.append, environ)
-    assert telemetry.deliverer is None
+    assert telemetry.deliverers == ()
     span = telemetry.tracer.start_span("route", context_from(SAMPLED))
     step = telemetry.tracer.sampling(ALWAYS_ON).start_span("step")
     assert (span.is_recording(), step.is_recording()) == (expected, expected)

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from cli.demo_model import CHECKPOINT
 from cli.suite.stack import StackOptions
-from tests.suites.deployment.operate.tee import Tee, forwarding, running_tee
+from tests.suites.deployment.operate.tee import Tee, running_tee
 from tests.support.load import prompts
 from tests.support.suite import Suite, greedy, running_suite
 
@@ -33,7 +33,6 @@ async def suite(tee: Tee, tmp_path_factory: pytest.TempPathFactory) -> AsyncIter
             environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", tee.endpoint)
             starting = running_suite(tmp_path_factory.mktemp("operate"), options)
             running = await stack.enter_async_context(starting)
-        await stack.enter_async_context(forwarding(tee, running.stack.admin_address))
         await burst(running)
         await cancelled(running)
         yield running

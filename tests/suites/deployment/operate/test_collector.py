@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from common.rpc.roles import Role, callers_of, dns_name
 from tests.suites.deployment.operate.files import OBSERVABILITY, ROOT, load_yaml
 
 FILES = ("otel-collector.yaml", "jaeger.yaml")
@@ -30,12 +29,12 @@ def test_all_parts_are_defined_and_used(name: str) -> None:
     assert set(config["extensions"]) == set(config["service"]["extensions"])
 
 
-def test_spans_go_to_jaeger_and_to_the_router_which_answers_quire_trace() -> None:
+def test_spans_go_to_jaeger_alone_as_the_services_send_theirs_to_the_router_too() -> None:
     config = load_yaml(OBSERVABILITY / "otel-collector.yaml")
     jaeger = load_yaml(OBSERVABILITY / "jaeger.yaml")
     port = jaeger["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].rpartition(":")[2]
     targets = {name: each["endpoint"] for name, each in config["exporters"].items()}
-    assert targets == {"otlp/jaeger": f"jaeger:{port}", "otlp/router": "router:50050"}
+    assert targets == {"otlp/jaeger": f"jaeger:{port}"}
     assert config["service"]["pipelines"]["traces"]["processors"][0] == "memory_limiter"
 
 
@@ -57,18 +56,7 @@ def test_the_environment_that_turns_it_on_names_the_collector_of_the_profile() -
     assert services()["otel-collector"]["profiles"] == ["observability"]
     for service in ("router", "kvmanager", "gpuworker"):
         assert "OTEL_EXPORTER_OTLP_ENDPOINT" in services()[service]["environment"]
-
-
-def test_the_collector_has_a_certificate_with_which_the_router_takes_its_spans() -> None:
-    tls = load_yaml(OBSERVABILITY / "otel-collector.yaml")["exporters"]["otlp/router"]["tls"]
-    (certs,) = [each for each in services()["otel-collector"]["volumes"] if isinstance(each, dict)]
-    assert (certs["source"], certs["volume"], certs["read_only"]) == ("certs", {"subpath": Role.COLLECTOR}, True)
-    files = [tls[f"{what}_file"] for what in ("ca", "cert", "key")]
-    assert files == [f"{certs['target']}/{name}" for name in ("ca.crt", "tls.crt", "tls.key")]
-    assert tls["server_name_override"] == dns_name(Role.ROUTER)
-    assert not tls.get("insecure")
-    assert Role.COLLECTOR in callers_of("/opentelemetry.proto.collector.trace.v1.TraceService/Export")
-    assert set(services()["otel-collector"]["depends_on"]) == {"certs"}
+        assert services()[service]["environment"]["QUIRE_TRACE_ENDPOINT"] == "router:50050"
 
 
 def test_what_compose_mounts_is_there_and_is_read() -> None:
