@@ -80,13 +80,14 @@ def routed() -> decisions.SpanEvent:
     return decisions.SpanEvent(name=EVENT, time_unix_nano=at(4.07), attributes=texts)
 
 
-RPC = "quire.inference.v1.InferenceService/Generate"
+RPC, CHAT = "quire.inference.v1.InferenceService/Generate", "chat quire-demo"
 SPANS = [
-    span(RPC, "", "router", 0, 29.1, attributes={"rpc.grpc.status_code": "0"}),
-    span("request", RPC, "router", 1.91, 29.0, attributes={"quire.request_id": "router-3472b6ff-13"}),
-    span("route", "request", "router", 4.07, 4.37, events=[routed()]),
-    span("stream", "request", "router", 4.37, 28.9),
-    span("sequence", "request", "gpuworker", 5.37, 26.4),
+    span(RPC, "", "router", 0, 29.1, attributes={"rpc.method": RPC, "rpc.response.status_code": "OK"}),
+    span(CHAT, RPC, "router", 1.91, 29.0, attributes={"quire.request_id": "router-3472b6ff-13"}),
+    span("queue", CHAT, "router", 1.98, 4.07, events=[routed()]),
+    span("lookup", "queue", "router", 2.01, 3.84, attributes={"db.system.name": "redis"}),
+    span("stream", CHAT, "router", 4.37, 28.9),
+    span("sequence", "stream", "gpuworker", 5.37, 26.4),
     span("reserve", "sequence", "gpuworker", 5.4, 10.1, attributes={"quire.cached_tokens": "496"}),
     span("kvmanager.reserve", "reserve", "kvmanager", 7.42, 7.52),
     span("prefill chunk", "sequence", "gpuworker", 8.83, 14.8),
