@@ -20,6 +20,7 @@ from cli.suite.stack import StackOptions
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc
 from quire.inference.v1 import inference_pb2
+from tests.support.spans import called
 from tests.support.suite import PATIENCE, Suite, greedy, running_suite
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -71,7 +72,7 @@ async def names(suite: Suite, trace_id: str, wanted: set[str]) -> set[str]:
 
 async def names_now(suite: Suite, trace_id: str) -> set[str]:
     answer = await suite.decisions.GetTrace(pb.GetTraceRequest(trace_id=trace_id), timeout=PATIENCE)
-    return {span.name for span in answer.spans}
+    return {called(span) for span in answer.spans}
 
 
 async def test_a_stranger_puts_no_span_into_a_trace(suite: Suite) -> None:
@@ -79,7 +80,7 @@ async def test_a_stranger_puts_no_span_into_a_trace(suite: Suite) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await TraceServiceStub(suite.channel).Export(forged(victim.trace_id), timeout=PATIENCE)
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert "forged" not in await names(suite, victim.trace_id, {"request", "stream"})
+    assert "forged" not in await names(suite, victim.trace_id, {"inference", "stream"})
 
 
 async def test_a_stranger_lists_nothing(suite: Suite) -> None:
@@ -105,7 +106,7 @@ async def test_a_stranger_lists_nothing(suite: Suite) -> None:
 
 async def test_who_sends_the_trace_id_of_another_sees_its_own_request_alone(suite: Suite) -> None:
     victim = await served(suite)
-    await names(suite, victim.trace_id, {"request", "stream"})
+    await names(suite, victim.trace_id, {"inference", "stream"})
     attacker = await served(suite, f"00-{victim.trace_id}-{secrets.token_hex(8)}-01")
     assert attacker.trace_id == victim.trace_id
     public = decision_pb2_grpc.DecisionServiceStub(suite.channel)
@@ -122,19 +123,19 @@ async def own_request(public: decision_pb2_grpc.DecisionServiceStub, request_id:
             spans = list(answer.spans)
             await asyncio.sleep(0.02)
     assert {span.attributes["quire.request_id"] for span in spans} - {""} == {request_id}
-    assert [span.name for span in spans].count("request") == 1
+    assert [called(span) for span in spans].count("inference") == 1
     records = await public.ListDecisions(pb.ListDecisionsRequest(request_id=request_id), timeout=PATIENCE)
     assert {record.request_id for record in records.decisions} == {request_id}
 
 
 async def test_a_service_that_floods_pushes_out_its_own_spans(suite: Suite) -> None:
     victim = await served(suite)
-    await names(suite, victim.trace_id, {"request", "stream"})
+    await names(suite, victim.trace_id, {"inference", "stream"})
     peer, sent = TraceServiceStub(suite.admin), 0
     while sent < SPAN_RING + 5_000:
         await peer.Export(forged("", 2_500), timeout=PATIENCE)
         sent += 2_500
-    assert {"request", "route", "stream"} <= await names_now(suite, victim.trace_id)
+    assert {"inference", "queue", "stream"} <= await names_now(suite, victim.trace_id)
 
 
 async def test_spans_of_a_megabyte_take_bounded_memory(suite: Suite) -> None:
@@ -147,7 +148,7 @@ async def test_spans_of_a_megabyte_take_bounded_memory(suite: Suite) -> None:
         await peer.Export(forged("", 4, text), timeout=PATIENCE)
     grown = (psutil.Process(router).memory_info().rss - before) / MIB
     assert grown < 120.0, f"the router has grown by {grown:.0f} MiB"
-    assert {"request", "stream"} <= await names_now(suite, victim.trace_id)
+    assert {"inference", "stream"} <= await names_now(suite, victim.trace_id)
 
 
 async def test_one_trace_takes_no_more_than_its_part(suite: Suite) -> None:
@@ -157,4 +158,4 @@ async def test_one_trace_takes_no_more_than_its_part(suite: Suite) -> None:
     answers = [await peer.Export(forged(trace_id, 2_000), timeout=PATIENCE) for _ in range(2)]
     assert [answer.partial_success.rejected_spans for answer in answers] == [0, 2_000]
     await served(suite, f"00-{trace_id}-{secrets.token_hex(8)}-01")
-    assert {"forged", "request", "stream"} <= await names(suite, trace_id, {"request", "stream"})
+    assert {"forged", "inference", "stream"} <= await names(suite, trace_id, {"inference", "stream"})
