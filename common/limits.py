@@ -130,6 +130,8 @@ HTTP_STALL_SECONDS: Final = 60.0
 EVENT_SILENCE_SECONDS: Final = 10.0
 # Seconds in which a refused connection is still read, so that the client sees the refusal before the reset.
 HTTP_LINGER_SECONDS: Final = 1.0
+# Tenants that metrics may name: each has some 120 series.
+MAX_METRICS_TENANTS: Final = 1000
 # Connections to a port of metrics and probes, of all and of one address.
 MAX_METRICS_CONNECTIONS: Final = 128
 MAX_METRICS_CONNECTIONS_A_PEER: Final = 32

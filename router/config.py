@@ -21,6 +21,7 @@ from common.settings.options import (
     ExistingFile,
     Host,
     LoadFormat,
+    MetricsTenants,
     Names,
     Networks,
     Port,
@@ -106,6 +107,13 @@ class RouterSettings(PoolSettings, DecisionLogSettings):
     )
     tokenizer_info: bool = Field(
         False, description="/tokenizer_info on the HTTP port: tokenizer_config.json, with the chat template in use"
+    )
+    public_metrics: bool = Field(
+        False,
+        description="/metrics on the HTTP port, for gateways and autoscalers: figures of requests by vLLM's names",
+    )
+    metrics_tenants: MetricsTenants = Field(
+        0, description="tenants that metrics of requests name, those that come first; others are `other`; 0: none is"
     )
     cors_origins: Names = Field(
         (),

@@ -89,18 +89,22 @@ def entry_rules_of(settings: RouterSettings) -> EntryRules:
     return EntryRules(key, WorkerNetworks(settings.worker_network or (LOOPBACK if key is None else PRIVATE)))
 
 
+def name_of(settings: RouterSettings) -> str:
+    """Return the name of the served model."""
+    return settings.model_name[0] if settings.model_name else served_name(settings.model)
+
+
 def card_of(
     settings: RouterSettings, checkpoint: Checkpoint, identity: PoolIdentity, text: CheckpointText
 ) -> ModelCard:
-    name, *aliases = settings.model_name or (served_name(settings.model),)
     return ModelCard(
-        name=name,
+        name=name_of(settings),
         identity=identity,
         max_model_len=checkpoint.max_model_len,
         vocab_size=checkpoint.vocab_size,
         eos_token_ids=checkpoint.eos_token_ids,
         has_chat_template=text.has_chat_template,
-        aliases=tuple(aliases),
+        aliases=tuple(settings.model_name[1:]),
         hidden_size=checkpoint.hidden_size,
         ranks=checkpoint.ranks,
     )

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Final
 
 from google.protobuf.json_format import MessageToDict
+from prometheus_client import CollectorRegistry
 
 from common.addresses.host_port import joined_address
 from common.checkpoint.gguf.names import served_folder
@@ -57,6 +58,7 @@ from router.from_settings import (
     dialects_of,
     entry_rules_of,
     identity_of,
+    name_of,
     what_it_waits_for,
 )
 from router.grpc_api.admin import DECISIONS, INFERENCE, AdminPlane
@@ -79,7 +81,9 @@ from router.observe.status import RouterStatus
 from router.observe.tail_keeper import TailKeeper
 from router.observe.trace_ids import ChosenTraceIds
 from router.observe.trace_store import TraceStore
+from router.observe.vllm_names import Held, VllmNames
 from router.openai.app import create_app
+from router.openai.public_metrics import PublicMetrics
 from router.openai.responses.background import BackgroundResponses
 from router.openai.responses.parts import ResponseParts
 from router.openai.responses.store import MemoryStore, NoStore, RedisStore, ResponseStore, StoreLimits
@@ -141,7 +145,7 @@ class RouterProcess:
         self._new_id = _ids(name)
         self._ring = DecisionRing(most, settings.decision_ring_bytes, name, began)
         self._refused = RefusedRecords(self._ring, round(REFUSED_RECORDS_SHARE * settings.decision_ring_bytes))
-        self._metrics = RouterMetrics(self._registry)
+        self._metrics = RouterMetrics(self._registry, name_of(settings), settings.metrics_tenants)
         self._refusals = Refusals(self._metrics, self._refused, self._clock, self._new_id)
         self._log = opened_log(settings, self._clock)
         LogMetrics(self._registry, self._log)
@@ -347,6 +351,7 @@ class RouterProcess:
             own_names=None if asks_for_keys else settings.allowed_hosts,
             root_path=settings.root_path,
             tokenizer_info=self._tokenizer_info,
+            metrics=self._public_metrics() if settings.public_metrics else None,
         )
         add_messages(app, parts)
         connections = bounded_connections(settings.http_connections, settings.http_connections_per_peer)
@@ -381,6 +386,14 @@ class RouterProcess:
             self._turns.start()
         http = joined_address(settings.host, self._http.port)
         return f"{joined_address(settings.host, port)}, HTTP on {http}, {admin}"
+
+    def _public_metrics(self) -> PublicMetrics:
+        registry = CollectorRegistry()
+        registry.register(VllmNames(self._metrics, self._card.name, self._held))
+        return PublicMetrics(registry, self._clock)
+
+    def _held(self) -> Held:
+        return Held(*self.frontend.sequences(), *self.status.blocks(), self.settings.block_size)
 
     def _end_revoked(self) -> None:
         self.frontend.end_revoked(self._authenticator.is_live)

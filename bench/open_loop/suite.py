@@ -70,7 +70,7 @@ class LoadSuite:
         addresses = metrics_addresses(self.stack.options)
         texts = [await asyncio.to_thread(_metrics, address) for address in addresses]
         lines = [line for text in texts for line in text.splitlines()]
-        return sum(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
     async def run(self, plan: Plan, *beside: Plan) -> list[Seen]:
         """Run a plan on all clients, and plans `beside` it on a spare one each; return each plan's traces.

@@ -15,6 +15,7 @@ from common.addresses.host_port import bare_host
 from common.addresses.redis_url import checked_redis_url, is_tls_url
 from common.cpu_list import cpus_of
 from common.errors import FieldViolation
+from common.limits import MAX_METRICS_TENANTS
 from common.untrusted.ids import ID_WORDS, is_id
 
 # What other engines call our types.
@@ -184,6 +185,7 @@ Seconds = Annotated[float, Field(gt=0.0)]
 Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0.0, allow_inf_nan=False)]
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_split)]
 Count = Annotated[int, BeforeValidator(_count), Field(ge=1)]
+MetricsTenants = Annotated[int, Field(ge=0, le=MAX_METRICS_TENANTS)]
 CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 Cpus = Annotated[str, AfterValidator(_cpus)]
 DType = Annotated[str, BeforeValidator(_dtype), AfterValidator(one_of("auto", "float32", "float16", "bfloat16"))]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from common.errors import Cancelled, DeadlineExceeded, EngineFailure, Overloaded, QuireError, RateLimited, Unavailable
@@ -15,6 +18,10 @@ from router.core.diagnosis.outcome import Outcome, Phase
 from router.core.events import Finished
 from router.core.tail_rules import Rule
 
+M = TypeVar("M", Counter, "TracedHistogram")
+
+# The label of tenants beyond those that are named; a tenant of this name counts as one of them.
+OTHER: Final = "other"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # Outcomes of a lookup in the prefix index: an answer, a part of it in time, none, or skipped after many failures.
 LOOKUPS = ("answered", "cut", "failed", "skipped")
@@ -24,21 +31,33 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000,
 
 
 class RouterMetrics:
-    """Figures of requests as clients see them. Times are in seconds.
+    """Figures of the router. Those of requests, as clients see them, have the name of the model.
 
-    A trace id beside a time is an exemplar: it leads from a bar of the histogram to the trace of one request.
+    `tenants` of them are named beside it: the first ones that come, while the others are `other`. With 0 no figure has
+    that label. Times are in seconds.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+    def __init__(self, registry: CollectorRegistry, model: str = "", tenants: int = 0) -> None:
+        self._registry, self._most = registry, tenants
+        self._of_requests = CollectorRegistry()
+        registry.register(_OfModel(self._of_requests, model))
+        self._tenant: tuple[str, ...] = ("tenant",) if tenants else ()
         self.requests = self._counter("requests", "requests that asked to be served, refused ones too")
         self.prompt_tokens = self._counter("prompt_tokens", "prompt tokens of admitted requests")
         self.cached_tokens = self._counter("prompt_tokens_cached", "prompt tokens that the prefix cache served")
         self.generation_tokens = self._counter("generation_tokens", "output tokens sent to clients")
-        self.finished = Counter(
-            "quire:request_success", "sequences that ended by themselves", ["finished_reason"], registry=registry
-        )
-        self.failed = Counter("quire:request_failure", "requests that failed", ["reason"], registry=registry)
+        self.finished = self._counter("request_success", "sequences that ended by themselves", "finished_reason")
+        self.failed = self._counter("request_failure", "requests that failed", "reason")
+        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "arrival to first token", _SECONDS)
+        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "gap between outputs", _SECONDS)
+        self.queue_time = self._histogram("request_queue_time_seconds", "arrival to blocks granted", _SECONDS)
+        self.latency = self._histogram("e2e_request_latency_seconds", "arrival to end of the sequence", _SECONDS)
+        self.request_prompt = self._histogram("request_prompt_tokens", "prompt tokens a request", _TOKENS)
+        self.request_generation = self._histogram("request_generation_tokens", "output tokens a sequence", _TOKENS)
+        self._tenant = ()
+        self.migrations = self._counter("migrations", "sequences that went on at another worker")
+        self.resumed = self._counter("requests_resumed", "requests of another router that went on at this one")
+        self.routing = self._histogram("routing_seconds", "prefix lookup and wait for a worker", _SECONDS)
         self._lookups = Counter(
             "quire:prefix_lookups", "lookups in the prefix index by outcome", ["outcome"], registry=registry
         )
@@ -51,23 +70,24 @@ class RouterMetrics:
         self.refusals = Counter(
             "quire:refusals", "answers with an error", ["api", "method", "code", "reason"], registry=registry
         )
+        self._by_tenant: dict[str, RequestMetrics] = {}
+        self._named = 0
         self._begin_at_zero()
-        self.migrations = self._counter("migrations", "sequences that went on at another worker")
-        self.resumed = self._counter("requests_resumed", "requests of another router that went on at this one")
-        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "arrival to first token", _SECONDS)
-        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "gap between outputs", _SECONDS)
-        self.queue_time = self._histogram("request_queue_time_seconds", "arrival to blocks granted", _SECONDS)
-        self.latency = self._histogram("e2e_request_latency_seconds", "arrival to end of the sequence", _SECONDS)
-        self.routing = self._histogram("routing_seconds", "prefix lookup and wait for a worker", _SECONDS)
-        self.request_prompt = self._histogram("request_prompt_tokens", "prompt tokens a request", _TOKENS)
-        self.request_generation = self._histogram("request_generation_tokens", "output tokens a sequence", _TOKENS)
+
+    def of(self, tenant: str) -> RequestMetrics:
+        """Return the figures of the requests of a tenant; "" where no key tells callers apart."""
+        name = tenant if self._most else ""
+        found = self._by_tenant.get(name)
+        if found is None:
+            if name not in ("", OTHER) and self._named == self._most:
+                return self.of(OTHER)
+            self._named += name not in ("", OTHER)
+            found = self._by_tenant[name] = RequestMetrics(self, (name,) if self._most else ())
+        return found
 
     def _begin_at_zero(self) -> None:
         """Expose every label from the start: a rate misses the event with which a counter first appears."""
-        for reason in FinishReason:
-            self.finished.labels(reason.value)
-        for error in (Overloaded, RateLimited, Unavailable, DeadlineExceeded, Cancelled, EngineFailure, QuireError):
-            self.failed.labels(error.reason)
+        self.of("")
         for outcome in LOOKUPS:
             self._lookups.labels(outcome)
         for rule in Rule:
@@ -76,17 +96,57 @@ class RouterMetrics:
 
     def watch(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
         """Read these gauges whenever metrics are exposed."""
-        self._gauge("num_requests_running", "requests that a worker has").set_function(running)
-        self._gauge("num_requests_waiting", "requests that wait for a worker").set_function(waiting)
+        for name, help_, read in (
+            ("num_requests_running", "requests that a worker has", running),
+            ("num_requests_waiting", "requests that wait for a worker", waiting),
+        ):
+            Gauge(f"quire:{name}", help_, registry=self._of_requests).set_function(read)
 
     def watch_workers(self, connected: Callable[[], float], index_connected: Callable[[], float]) -> None:
         """Read these gauges whenever metrics are exposed."""
-        self._gauge("workers_connected", "workers with an open stream").set_function(connected)
-        self._gauge("prefix_index_connected", "1 while Redis answers, asked every second").set_function(index_connected)
+        for name, help_, read in (
+            ("workers_connected", "workers with an open stream", connected),
+            ("prefix_index_connected", "1 while Redis answers, asked every second", index_connected),
+        ):
+            Gauge(f"quire:{name}", help_, registry=self._registry).set_function(read)
 
     def looked_up(self, outcome: str) -> None:
         """Count a lookup in the prefix index; `outcome` is one of LOOKUPS."""
         self._lookups.labels(outcome).inc()
+
+    def _counter(self, name: str, help_: str, *labels: str) -> Counter:
+        return Counter(f"quire:{name}", help_, (*labels, *self._tenant), registry=self._of_requests)
+
+    def _histogram(self, name: str, help_: str, buckets: tuple[float, ...]) -> TracedHistogram:
+        registry = self._of_requests
+        return TracedHistogram(f"quire:{name}", help_, self._tenant, buckets=buckets, registry=registry)
+
+
+class RequestMetrics:
+    """Figures of the requests of one tenant, or of all where metrics name no tenant.
+
+    A trace id beside a time is an exemplar: it leads from a bar of the histogram to the trace of one request.
+    """
+
+    def __init__(self, whole: RouterMetrics, tenant: tuple[str, ...]) -> None:
+        self._whole, self._tenant = whole, tenant
+        self.requests = self._own(whole.requests)
+        self.prompt_tokens = self._own(whole.prompt_tokens)
+        self.cached_tokens = self._own(whole.cached_tokens)
+        self.generation_tokens = self._own(whole.generation_tokens)
+        self.time_to_first_token = self._own(whole.time_to_first_token)
+        self.inter_token_latency = self._own(whole.inter_token_latency)
+        self.queue_time = self._own(whole.queue_time)
+        self.latency = self._own(whole.latency)
+        self.request_prompt = self._own(whole.request_prompt)
+        self.request_generation = self._own(whole.request_generation)
+        for reason in FinishReason:
+            whole.finished.labels(reason.value, *tenant)
+        for error in (Overloaded, RateLimited, Unavailable, DeadlineExceeded, Cancelled, EngineFailure, QuireError):
+            whole.failed.labels(error.reason, *tenant)
+
+    def _own(self, metric: M) -> M:
+        return metric.labels(*self._tenant) if self._tenant else metric
 
     def first_token(self, seconds: float, trace_id: str) -> None:
         """Count the first token of a sequence; `trace_id` is "" where the request is not traced."""
@@ -94,7 +154,7 @@ class RouterMetrics:
 
     def done(self, event: Finished, trace_id: str) -> None:
         """Count the end of one sequence; `trace_id` as for `first_token`."""
-        self.finished.labels(event.reason.value).inc()
+        self._whole.finished.labels(event.reason.value, *self._tenant).inc()
         self.latency.observe(event.timings.total_seconds, _exemplar(trace_id))
         self.request_generation.observe(event.usage.output_tokens)
 
@@ -119,16 +179,19 @@ class RouterMetrics:
             self.latency.point(outcome.total_s, trace_id)
 
     def refused(self, error: QuireError) -> None:
-        self.failed.labels(error.reason).inc()
+        self._whole.failed.labels(error.reason, *self._tenant).inc()
 
-    def _counter(self, name: str, help_: str) -> Counter:
-        return Counter(f"quire:{name}", help_, registry=self._registry)
 
-    def _gauge(self, name: str, help_: str) -> Gauge:
-        return Gauge(f"quire:{name}", help_, registry=self._registry)
+class _OfModel(Collector):
+    """Gives each figure of a registry the name of the model; one that is "" is none."""
 
-    def _histogram(self, name: str, help_: str, buckets: tuple[float, ...]) -> TracedHistogram:
-        return TracedHistogram(f"quire:{name}", help_, buckets=buckets, registry=self._registry)
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._registry, self._label = registry, {"model_name": model} if model else {}
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [each._replace(labels={**self._label, **each.labels}) for each in metric.samples]
+            yield metric
 
 
 class TracedHistogram(Histogram):

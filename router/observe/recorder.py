@@ -52,13 +52,13 @@ class Recorder:
 
     def trace(self, request: ValidatedRequest, request_id: str, begins: bool = True) -> RequestTrace:
         """Count a request, and return its spans; one that does not begin here goes on from another router."""
-        self.metrics.requests.inc()
+        self.metrics.of(request.caller.owner).requests.inc()
         arrived = request.arrived if begins else None
         return RequestTrace(self._tracer, self.clock, request, request_id, self._model, arrived)
 
-    def finished(self, request_id: str, event: Finished, trace_id: str) -> None:
+    def finished(self, trace: RequestTrace, request_id: str, event: Finished) -> None:
         """Count the end of one sequence, and log its lengths for `quire advise-block-size`."""
-        self.metrics.done(event, trace_id)
+        self.metrics.of(trace.owner).done(event, trace.trace_id)
         if log.isEnabledFor(logging.DEBUG):
             usage = event.usage
             lengths = {name: getattr(usage, name) for name in ("prompt_tokens", "cached_tokens", "output_tokens")}
@@ -66,7 +66,7 @@ class Recorder:
 
     def refused(self, trace: RequestTrace, request_id: str, error: QuireError) -> None:
         """Count a request that was refused at its arrival, and keep it."""
-        self.metrics.refused(error)
+        self.metrics.of(trace.owner).refused(error)
         trace.end(str(error), error.reason)
         rules = self._tail.refuses() if self._tail is not None else ()
         if rules:
@@ -80,7 +80,7 @@ class Recorder:
             outcome = replace(outcome, kept=", ".join(rules))
         self._record_end(trace, request_id, outcome)
         if rules or trace.recording:
-            self.metrics.traced(outcome, trace.built_id, trace.recording)
+            self.metrics.of(trace.owner).traced(outcome, trace.built_id, trace.recording)
         if rules:
             ended_ns = self.clock.time_ns()
             began_ns = min(trace.began_ns, ended_ns - round(outcome.total_s * 1e9))

@@ -68,6 +68,11 @@ class RouterStatus:
             workers=map(self._load, members),
         )
 
+    def blocks(self) -> tuple[int, int]:
+        """Return the blocks of all workers that no sequence holds, and all their blocks."""
+        models = [each.model for each in self._pool.members() if each.model is not None]
+        return sum(each.load.unheld_blocks for each in models), sum(each.capacity.num_blocks for each in models)
+
     def _load(self, member: Member) -> pb.WorkerLoad:
         load, model = pb.WorkerLoad(worker_id=member.worker_id, address=member.client.address), member.model
         load.state = member.state.value

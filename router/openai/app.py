@@ -32,6 +32,7 @@ from router.openai.http_spans import HttpSpans
 from router.openai.identification import Identified, WithoutPrefix
 from router.openai.invocations import Invocations
 from router.openai.prompt_logprobs import LEAST_RANKED_BYTES, WantedLogprobs
+from router.openai.public_metrics import PublicMetrics
 from router.openai.refused import RefusalsSeen
 from router.openai.request import Order, chat_batch_order, chat_order, completion_order
 from router.openai.response import WholeAnswer, WholeResponse
@@ -62,11 +63,13 @@ def create_app(
     own_names: Sequence[str] | None = None,
     root_path: str = "",
     tokenizer_info: bytes | None = None,
+    metrics: PublicMetrics | None = None,
 ) -> FastAPI:
     """Return the application; pages of `cors_origins` may call it from a browser.
 
     `own_names`: further names of this machine where callers need no key; None where they need one. `root_path` may
-    stand before each path. `tokenizer_info` is what /tokenizer_info answers; without it there is no such path.
+    stand before each path. `tokenizer_info` is what /tokenizer_info answers; without it there is no such path,
+    and without `metrics` there is no /metrics.
     """
     about = "The OpenAI-compatible API of Quire. The gRPC API, protos/quire/inference/v1, offers the same and more."
     app = FastAPI(
@@ -126,6 +129,8 @@ def create_app(
     if tokenizer_info is not None:
         whole_file = Response(tokenizer_info, media_type="application/json")
         app.add_api_route("/tokenizer_info", lambda: whole_file, response_model=None, tags=["tokens"])
+    if metrics is not None:
+        app.add_api_route("/metrics", metrics.answer, methods=["GET", "HEAD"], include_in_schema=False)
     unshown: dict[str, Any] = {"methods": ["HEAD"], "include_in_schema": False, "response_model": None}
     for path, handler in (("/health", api.health), ("/version", api.version), ("/v1/models", api.models)):
         app.add_api_route(path, handler, **unshown)  # probes and balancers ask for no body

@@ -17,7 +17,7 @@ from router.ports import Authenticator
 from router.text.encoder import works_for
 
 # Paths for probes and scrapers, which carry no key.
-OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version"})
+OPEN_PATHS: Final = frozenset({"/health", "/ping", "/version", "/metrics"})
 
 
 class Authenticated:

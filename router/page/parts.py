@@ -44,15 +44,20 @@ class Sampler:
 
 
 def total_of(counter: Counter) -> float:
-    """Return the value of a counter without labels."""
+    """Return the value of a counter, of all tenants together."""
     (metric,) = counter.collect()
-    return next(each.value for each in metric.samples if each.name.endswith("_total"))
+    return sum(each.value for each in metric.samples if each.name.endswith("_total"))
 
 
 def buckets_of(histogram: Histogram) -> Buckets:
-    """Return bounds and counts of a histogram without labels."""
+    """Return bounds and counts of a histogram, of all tenants together."""
     (metric,) = histogram.collect()
-    return tuple([(float(each.labels["le"]), each.value) for each in metric.samples if "le" in each.labels])
+    counts: dict[float, float] = {}
+    for each in metric.samples:
+        if "le" in each.labels:
+            bound = float(each.labels["le"])
+            counts[bound] = counts.get(bound, 0.0) + each.value
+    return tuple(counts.items())
 
 
 def history_of(sampler: Sampler, clock: Clock) -> History:

@@ -84,7 +84,7 @@ class ClientEvents:
         """Yield Admitted, once; a request is counted at the router where it began."""
         if run.admitted:
             return
-        request, metrics = run.request, self._recorder.metrics
+        request, metrics = run.request, self._recorder.metrics.of(run.trace.owner)
         run.admitted = True
         if run.received is None:
             metrics.blocks_granted(admitted_at - request.arrived, run.trace.trace_id)
@@ -108,12 +108,12 @@ class ClientEvents:
         if run.hits_counted or not run.admitted:
             return
         run.hits_counted = True
-        self._recorder.metrics.cached_tokens.inc(output.cached_tokens)
+        self._recorder.metrics.of(run.trace.owner).cached_tokens.inc(output.cached_tokens)
 
     def _sampled(
         self, run: RequestRun, running: Running, sampled: TokensSampled, now: float
     ) -> Iterator[GenerateEvent]:
-        output, metrics = running.output, self._recorder.metrics
+        output, metrics = running.output, self._recorder.metrics.of(run.trace.owner)
         if (known := running.received - len(output.tokens)) > 0:
             yield from self._repeated(run, running, sampled.part(0, known), now)
             if running.done or len(sampled.token_ids) <= known:
@@ -186,7 +186,7 @@ class ClientEvents:
         run.expired |= ended.reason is FinishReason.DEADLINE
         event = running.output.finished(ended, now)
         run.log.sequence_ended(event)
-        self._recorder.finished(run.request_id, event, run.trace.trace_id)
+        self._recorder.finished(run.trace, run.request_id, event)
         run.trace.finished(event)
         return event
 

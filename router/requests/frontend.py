@@ -104,7 +104,7 @@ class RouterFrontend:
         except QuireError as error:
             failure = str(error)
             run.log.failed(error)
-            self._recorder.metrics.refused(error)
+            self._recorder.metrics.of(run.trace.owner).refused(error)
             raise
         finally:
             self._leave(run, failure)
@@ -134,11 +134,11 @@ class RouterFrontend:
                 for running in run.unfinished():
                     self._events.finish(run, running, EXPIRED, now)
             else:
-                self._recorder.metrics.refused(DeadlineExceeded(DEADLINE_WORDS))
+                self._recorder.metrics.of(run.trace.owner).refused(DeadlineExceeded(DEADLINE_WORDS))
                 run.close(FinishReason.DEADLINE)
             return DEADLINE_WORDS
         if run.live:
-            self._recorder.metrics.refused(Cancelled(GONE_WORDS))
+            self._recorder.metrics.of(run.trace.owner).refused(Cancelled(GONE_WORDS))
             return GONE_WORDS
         return DEADLINE_WORDS if run.expired else ""
 
@@ -149,6 +149,11 @@ class RouterFrontend:
                 if each.client is not None and each.output.admitted_at is not None:
                     prompt = len(run.request.prompt)
                     yield prompt + len(each.output.tokens), prompt + run.request.sampling.max_tokens
+
+    def sequences(self) -> tuple[int, int]:
+        """Return how many sequences have had blocks, and how many wait for their first."""
+        inside = [each.output.admitted_at is not None for run in self._runs for each in run.unfinished()]
+        return sum(inside), len(inside) - sum(inside)
 
     def end_revoked(self, is_live: Callable[[Caller], bool]) -> None:
         """End every request whose caller `is_live` refuses, those that wait for a worker included."""

@@ -215,7 +215,8 @@ async def test_of_two_routers_on_one_port_the_one_that_drains_leaves_new_connect
                 answer = await rpc.InferenceServiceStub(another).GenerateUnary(pb.GenerateUnaryRequest(request=wanted))
                 assert answer.admitted.worker_id == "w1"
         async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
-            assert "quire:generation_tokens_total 16.0" in (await client.get(metrics_of(own[1]))).text
+            page = (await client.get(metrics_of(own[1]))).text
+            assert 'quire:generation_tokens_total{model_name="checkpoint"} 16.0' in page
         old.step({1: [100, 101]}, admitted={1: 0}, finished={1: FinishReason.LENGTH})
         events = [response.WhichOneof("event") async for response in call]
         assert (events[0], events[-1]) == ("admitted", "finished")

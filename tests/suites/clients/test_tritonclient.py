@@ -189,7 +189,7 @@ def cancelled_requests(served: Served) -> float:
     """Return the router's count of requests whose clients went away."""
     (address,) = metrics_addresses(served.suite.stack.options)
     metrics = httpx.get(f"http://{address}/metrics", timeout=120.0).text
-    (count,) = re.findall(r'^quire:request_failure_total\{reason="CANCELLED"\} (.*)$', metrics, re.MULTILINE)
+    (count,) = re.findall(r'^quire:request_failure_total\{.*reason="CANCELLED".*\} (.*)$', metrics, re.MULTILINE)
     return float(count)
 
 

@@ -267,5 +267,5 @@ async def migrations(suite: Suite) -> float:
     (address,) = metrics_addresses(suite.stack.options)
     async with httpx.AsyncClient() as client:
         page = (await client.get(f"http://{address}/metrics", timeout=PATIENCE)).text
-    lines = [line for line in page.splitlines() if line.startswith("quire:migrations_total ")]
-    return float(lines[0].split()[1])
+    lines = [line for line in page.splitlines() if line.startswith("quire:migrations_total{")]
+    return float(lines[0].rpartition(" ")[2])

@@ -207,7 +207,7 @@ async def figure(tenants: TenantSuite, name: str, labels: Mapping[str, str]) -> 
     async with httpx.AsyncClient(timeout=PATIENCE) as client:
         text = (await client.get(f"http://{address}/metrics")).text
     samples = (each for family in text_string_to_metric_families(text) for each in family.samples)
-    return sum(each.value for each in samples if each.name == name and each.labels == labels)
+    return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
 
 
 async def records(tenants: TenantSuite, request_id: str) -> list[decision_pb2.DecisionRecord]:

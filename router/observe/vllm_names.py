@@ -1,0 +1,90 @@
+"""Figures of this router under the names that vLLM has for the same quantities: gateways and autoscalers ask for these.
+
+They are made when they are read, from the figures that there are, with the model's name and no tenant. What vLLM counts
+and a router does not know is left out; `docs/exposing.md` lists what is here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from common.types import FinishReason
+from router.observe.metrics import RouterMetrics
+
+# vLLM's name without its prefix -> the attribute of RouterMetrics.
+_SAME: Final[Mapping[str, str]] = {
+    "prompt_tokens": "prompt_tokens",
+    "prompt_tokens_cached": "cached_tokens",
+    "prefix_cache_queries": "prompt_tokens",
+    "prefix_cache_hits": "cached_tokens",
+    "generation_tokens": "generation_tokens",
+    "request_success": "finished",
+    "time_to_first_token_seconds": "time_to_first_token",
+    "inter_token_latency_seconds": "inter_token_latency",
+    "e2e_request_latency_seconds": "latency",
+    "request_queue_time_seconds": "queue_time",
+    "request_prompt_tokens": "request_prompt",
+    "request_generation_tokens": "request_generation",
+}
+_ABORT: Final = "abort"
+_REASONS: Final = {FinishReason.CANCELLED.value: _ABORT, FinishReason.DEADLINE.value: _ABORT}
+_PREFIX: Final = "vllm:"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What this router has now: its sequences with blocks and without, and the blocks of its workers.
+
+    `free_blocks` are those that no sequence holds; cached ones are among them.
+    """
+
+    running: int
+    waiting: int
+    free_blocks: int
+    num_blocks: int
+    block_size: int
+
+    @property
+    def usage(self) -> float:
+        """The share of blocks that sequences hold; 0 without workers."""
+        return 1.0 - self.free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+
+class VllmNames(Collector):
+    """Exposes them; `held` is called at each reading."""
+
+    def __init__(self, metrics: RouterMetrics, model: str, held: Callable[[], Held]) -> None:
+        self._metrics, self._label, self._held = metrics, {"model_name": model}, held
+
+    def collect(self) -> Iterator[Metric]:
+        held = self._held()
+        yield self._gauge("num_requests_running", "sequences with blocks, those of this router", held.running)
+        yield self._gauge("num_requests_waiting", "sequences without blocks, those of this router", held.waiting)
+        yield self._gauge("kv_cache_usage_perc", "share of the workers' blocks that sequences hold", held.usage)
+        sizes = {"block_size": str(held.block_size), "num_gpu_blocks": str(held.num_blocks)}
+        yield self._gauge("cache_config_info", "slots of a block, and blocks of all workers", 1.0, sizes)
+        for name, source in _SAME.items():
+            (metric,) = getattr(self._metrics, source).collect()
+            yield self._renamed(metric, name)
+
+    def _gauge(self, name: str, help_: str, value: float, more: Mapping[str, str] | None = None) -> Metric:
+        metric = Metric(_PREFIX + name, help_, "gauge")
+        metric.add_sample(_PREFIX + name, {**self._label, **(more or {})}, value)
+        return metric
+
+    def _renamed(self, metric: Metric, name: str) -> Metric:
+        """Return a metric under another name, all tenants together."""
+        made = Metric(_PREFIX + name, metric.documentation, metric.type)
+        sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+        for each in metric.samples:
+            labels = {key: _REASONS.get(value, value) for key, value in each.labels.items() if key != "tenant"}
+            sums[made.name + each.name.removeprefix(metric.name), tuple(labels.items())] += each.value
+        for (sample, labels_), value in sums.items():
+            made.add_sample(sample, {**self._label, **dict(labels_)}, value)
+        return made
