@@ -108,6 +108,8 @@ def _answered(span: Span, status: int, error: str = "") -> None:
 
 def _name(span: Span, scope: Scope) -> None:
     """Name a span by its route, as the application declares it; paths that there are not have none."""
-    if (route := route_of(scope)) != NO_ROUTE:
+    # The framework leaves the route that it took; a request that was answered before has to be looked for.
+    taken = getattr(scope.get("route"), "path", None)
+    if (route := taken or route_of(scope)) != NO_ROUTE:
         span.set_attribute("http.route", route)
         span.update_name(f"{_method(scope)} {route}")
