@@ -116,7 +116,8 @@ class TraceStore:
         key = span.trace_id, span.span_id
         trace = self._traces.get(span.trace_id)
         if trace is not None and span.span_id in trace.spans:
-            return self._replace(trace, span, sender)
+            self._replace(trace, span, sender)
+            return True
         if trace is not None and not trace.has_room(span, sender):
             return False
         for trace_id, span_id in self._ring.add(key, sender, span.size):
@@ -139,17 +140,19 @@ class TraceStore:
             if self._named.get(name) == (span.trace_id, span.span_id):
                 del self._named[name]
 
-    def _replace(self, trace: _Trace, span: KeptSpan, sender: str) -> bool:
-        """Replace a span, unless another sender sent the first one: no sender changes the spans of another."""
+    def _replace(self, trace: _Trace, span: KeptSpan, sender: str) -> None:
+        """Replace a span, unless another sender sent the first one: no sender changes the spans of another.
+
+        A collector may send back what its services have sent here too.
+        """
         before, owner = trace.spans[span.span_id]
         if owner != sender:
-            return False
+            return
         self._unname(before)
         trace.spans[span.span_id] = span, sender
         self._name(span)
         trace.count(sender, 0, span.size - before.size)
         self._ring.resize((span.trace_id, span.span_id), span.size)
-        return True
 
     def _drop(self, trace_id: str, span_id: str) -> None:
         trace = self._traces[trace_id]
