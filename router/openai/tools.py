@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -28,6 +28,11 @@ class AskedTools:
     given: list[Any]
     use: ToolUse
     older: bool = False
+
+    def held_to(self, grammars: Mapping[str, str]) -> AskedTools:
+        """Return the same, where the texts that tools of these names take follow grammars."""
+        tools = [tool.held_to(grammars[tool.name]) if tool.name in grammars else tool for tool in self.use.tools]
+        return replace(self, use=replace(self.use, tools=tuple(tools)))
 
 
 def left_out_note(kinds: Iterable[str]) -> str:

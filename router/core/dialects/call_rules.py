@@ -53,6 +53,13 @@ def arguments(tool: OfferedTool) -> Schema:
     return {**tool.parameters, "type": "object"} if tool.parameters else _NO_ARGUMENTS
 
 
+def arguments_rule(lark: Lark, tool: OfferedTool) -> str:
+    """Return an expression for a tool's arguments in JSON."""
+    if not tool.grammar:
+        return lark.json(arguments(tool))
+    return f'{literal(f"{{{json.dumps(tool.text_argument)}: ")} {lark.quoted(tool.grammar)} "}}"'
+
+
 def any_arguments(tool: OfferedTool) -> OfferedTool:
     """Return the tool with arguments of any form."""
     return OfferedTool(tool.name, _ANY_OBJECT)
@@ -63,7 +70,7 @@ def any_arguments(tool: OfferedTool) -> OfferedTool:
 
 def _object(lark: Lark, tool: OfferedTool, key: str = "arguments") -> str:
     head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": '
-    return f'{literal(head)} {lark.json(arguments(tool))} "}}"'
+    return f'{literal(head)} {arguments_rule(lark, tool)} "}}"'
 
 
 def _objects(lark: Lark, tools: Sequence[OfferedTool], key: str = "arguments") -> str:
@@ -107,7 +114,7 @@ def _generic(lark: Lark, tools: Sequence[OfferedTool], parallel: bool) -> Calls:
 
 
 def _named(lark: Lark, tools: Sequence[OfferedTool], before: str, between: str, after: str) -> str:
-    options = [f"{before} {literal(plain(tool))} {between} {lark.json(arguments(tool))} {after}" for tool in tools]
+    options = [f"{before} {literal(plain(tool))} {between} {arguments_rule(lark, tool)} {after}" for tool in tools]
     return lark.define("call", one_of(options))
 
 
@@ -158,16 +165,22 @@ def _tagged_call(lark: Lark, tool: OfferedTool, tags: Tags) -> str:
         pairs = [f"{_any_pair(lark, tags)}*"]
     elif listed is None or not all(_KEY.fullmatch(given.name) for given in listed):
         return f'"\\n" {_object(lark, tool)} "\\n"'
+    elif tool.grammar:
+        value = f"{lark.quoted(tool.grammar)} {lark.mark(tags.value_end)}"
+        pairs = [_pair(lark, tool.text_argument, value, tags)]
     else:
-        pairs = [f"{_pair(lark, given, tags)}{'' if given.required else '?'}" for given in listed]
+        values = [_tagged_value(lark, given.schema, tags) for given in listed]
+        pairs = [
+            f"{_pair(lark, given.name, value, tags)}{'' if given.required else '?'}"
+            for given, value in zip(listed, values, strict=True)
+        ]
     head = f"{tags.name}{plain(tool)}{tags.name_end}"
     ends = [literal(f"{tags.end}\n")] if tags.end else []
     return " ".join([literal(f"\n{head}\n" if tags.name else head), *pairs, *ends])
 
 
-def _pair(lark: Lark, given: Parameter, tags: Tags) -> str:
-    value = _tagged_value(lark, given.schema, tags)
-    return lark.define("pair", f'{_key(lark, literal(given.name), tags)} {value} "\\n"')
+def _pair(lark: Lark, name: str, value: str, tags: Tags) -> str:
+    return lark.define("pair", f'{_key(lark, literal(name), tags)} {value} "\\n"')
 
 
 def _any_pair(lark: Lark, tags: Tags) -> str:
@@ -206,6 +219,8 @@ def _pythonic_call(lark: Lark, tool: OfferedTool) -> str:
         return f'{literal(f"{plain(tool)}(")} {_any_keywords(lark)} ")"'
     if listed is None or not all(_PLAIN_NAME.fullmatch(given.name) for given in listed):
         return f'{literal(f"{plain(tool)}(**")} {lark.json(arguments(tool))} ")"'
+    if tool.grammar:
+        return f'{literal(f"{plain(tool)}({tool.text_argument}=")} {lark.quoted(tool.grammar)} ")"'
     return f'{literal(f"{plain(tool)}(")} {_keywords(lark, listed)} ")"'
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from common.json_schema import enforceable
 from common.types import Constraint, ConstraintKind
 from router.core.dialects import harmony
-from router.core.dialects.call_rules import Calls, any_arguments, arguments, calls, plain
+from router.core.dialects.call_rules import Calls, any_arguments, arguments_rule, calls, plain
 from router.core.dialects.lark import TOO_DEEP, Lark, literal, one_of
 from router.core.dialects.offered import OfferedTool
 from router.core.dialects.reader import GPT_OSS
@@ -209,7 +209,7 @@ def _harmony(
 def _harmony_call(lark: Lark, tool: OfferedTool) -> str:
     head = f"{lark.mark(harmony.CHANNEL)} {literal(f'commentary to=functions.{plain(tool)} ')}"
     kind = f'{lark.mark(harmony.CONSTRAIN)} "json" {lark.mark(harmony.MESSAGE)}'
-    return f"{head} {kind} {lark.json(arguments(tool))}"
+    return f"{head} {kind} {arguments_rule(lark, tool)}"
 
 
 def _analysis(lark: Lark) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from common.json_schema import enforceable
 from router.core.dialects.annotations import without_annotations
 from router.core.dialects.offered import Schema
+from router.core.dialects.quoted_lark import quoted_lark
 
 # As in other constraints: one space between the parts of a document, and no keyword is ignored silently.
 _OPTIONS = {"x-guidance": {"whitespace_pattern": " ", "lenient": False}}
@@ -58,6 +59,11 @@ class Lark:
     def json(self, schema: Schema) -> str:
         """Return a rule for the JSON documents that a schema allows."""
         return self.define("json", self.json_body(schema))
+
+    def quoted(self, grammar: str) -> str:
+        """Return an expression for a JSON string whose text another grammar allows."""
+        text = self.define("text", f"%lark {{\n{quoted_lark(grammar)}}}")
+        return f'"\\"" {text} "\\""'
 
     @staticmethod
     def json_body(schema: Schema) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Schema = Mapping[str, Any]
@@ -17,11 +17,26 @@ KINDS = frozenset(("boolean", "integer", "number", "string", "array", "object", 
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool that the model may call. `parameters` is the JSON schema of its arguments."""
+    """A tool that the model may call. `parameters` is the JSON schema of its arguments.
+
+    With a `grammar`, in Lark, it has one argument, a text, and the grammar says which texts.
+    """
 
     name: str
     parameters: Schema = field(default_factory=dict)
     strict: bool = False
+    grammar: str = ""
+
+    @property
+    def text_argument(self) -> str:
+        """The name of the only argument, which a grammar is for."""
+        return str(next(iter(self.parameters["properties"])))
+
+    def held_to(self, grammar: str) -> OfferedTool:
+        """Return this tool of one text argument, whose text a grammar allows. Its format has it written in quotes."""
+        text = {self.text_argument: {"type": "string", "format": "lark"}}
+        parameters = {**self.parameters, "properties": text}
+        return replace(self, parameters=parameters, strict=True, grammar=grammar)
 
     def parameter(self, key: str) -> Schema | None:
         """Return the schema of one parameter; None where the tool's schema does not describe it."""

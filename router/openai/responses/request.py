@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Final, NoReturn
 
 from common.errors import FieldViolation, InvalidRequest, Unsupported
@@ -31,7 +32,10 @@ _NAMES: Final = FieldNames(
 def order_of(body: ResponsesRequest, kinds: ToolKinds, messages: list[Message]) -> Order:
     """Return the order of a body with such tools. Raises InvalidRequest and Unsupported in the words of the body."""
     with in_its_words(kinds):
-        return chat_order(chat_request(body, kinds, messages)).noted(left_out_note(kinds.left_out))
+        order = chat_order(chat_request(body, kinds, messages)).noted(left_out_note(kinds.left_out))
+    if order.tools is None or not kinds.grammars:
+        return order
+    return replace(order, tools=order.tools.held_to(kinds.grammars))
 
 
 def conversation(body: ResponsesRequest, earlier: Sequence[Item], given: Sequence[Item]) -> list[Message]:

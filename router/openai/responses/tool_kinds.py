@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
 from common.errors import FieldViolation, InvalidRequest, Unsupported
-from common.limits import MAX_TOOL_NAME_CHARS, MAX_TOOLS
+from common.limits import MAX_CONSTRAINT_BYTES, MAX_TOOL_NAME_CHARS, MAX_TOOLS
+from router.core.dialects.quoted_lark import quoted_lark
 from router.core.tools import quoted
 
 Json = dict[str, Any]
@@ -60,6 +61,8 @@ class ToolKinds:
     names: dict[str, ToolName] = field(default_factory=dict)
     # Where each function stands in the body.
     places: list[str] = field(default_factory=list)
+    # What the inputs of custom tools follow, in Lark, by the names that the model sees.
+    grammars: dict[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
     def named(self, function: str) -> ToolName:
@@ -75,7 +78,7 @@ class ToolKinds:
 
 def tool_kinds(given: Sequence[Json]) -> ToolKinds:
     """Return the tools of a request. Raises InvalidRequest and Unsupported with the place of a wrong one."""
-    found, left_out = ToolKinds(), dict[str, None]()
+    found, left_out, of_grammars = ToolKinds(), dict[str, None](), 0
     for path, tool, namespace in _flat(given):
         kind = tool.get("type")
         if isinstance(kind, str) and kind in _OF_VENDORS:
@@ -85,8 +88,14 @@ def tool_kinds(given: Sequence[Json]) -> ToolKinds:
             found.functions.append({"type": FUNCTION, "function": function})
             found.names[name.function] = name
             found.places.append(path)
+            if (grammar := _grammar(tool, kind)) is not None:
+                _check_grammar(grammar, path)
+                found.grammars[name.function] = grammar
+                of_grammars += len(grammar.encode())
         if len(found.functions) > MAX_TOOLS:
             _refuse("tools", f"has more than {MAX_TOOLS} tools; expected at most {MAX_TOOLS}")
+        if of_grammars > MAX_CONSTRAINT_BYTES:
+            _refuse("tools", f"has grammars of more than {MAX_CONSTRAINT_BYTES} bytes; expected fewer or smaller ones")
     return replace(found, left_out=tuple(left_out))
 
 
@@ -163,7 +172,22 @@ def _custom(tool: Json, path: str) -> Json:
             words.append(f"The input follows this grammar of Lark:\n{rules}")
     parameters = {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT], "additionalProperties": False}
     described = {"description": "\n".join(words)} if words else {}
-    return described | {"parameters": parameters, "strict": "pattern" in text}
+    return described | {"parameters": parameters, "strict": kind == "grammar"}
+
+
+def _grammar(tool: Json, kind: Any) -> str | None:
+    """Return the grammar in Lark that a custom tool's input follows; None where there is none."""
+    form = tool.get("format") if kind == CUSTOM else None
+    is_lark = isinstance(form, dict) and form.get("type") == "grammar" and form.get("syntax") == "lark"
+    return str(form["definition"]) if isinstance(form, dict) and is_lark else None
+
+
+def _check_grammar(grammar: str, path: str) -> None:
+    """Refuse a grammar that cannot be enforced."""
+    try:
+        quoted_lark(grammar)
+    except ValueError as error:
+        _refuse(f"{path}.format.definition", f"cannot be enforced: {error}")
 
 
 def _refuse(path: str, what: str) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
@@ -13,7 +14,7 @@ from common.types import Constraint, ConstraintKind
 from router.core.dialects.grammar import ThoughtPrefix, ToolChoice, after_thought, tool_grammar
 from router.core.dialects.lark import whole_tokens
 from router.core.dialects.offered import OfferedTool
-from router.core.dialects.parts import Thought, Words
+from router.core.dialects.parts import CallArguments, Part, Thought, Words
 from router.core.dialects.reader import kept_tokens, reader
 from tests.router.core.dialects.reading import read, text_of
 from tests.router.core.dialects.walks import Vocabulary, matcher, vocabulary, walk
@@ -241,3 +242,55 @@ def fits(text: str, constraint: Constraint) -> None:
         assert text[2:] in ("//\nc", "//\nd")
     else:
         assert text == "{}" or text[1:-1].isdigit()
+
+
+PATCH = 'start: "*** Patch" LF line+\nline: ("+" | "-") /(.*)/ LF\n%import common.LF\n'
+PATCHED = '*** Patch\n+say "é"\\n\n-\t</arg_value> </tool_call>\n'
+PATCHES = OfferedTool(
+    "patch", {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+).held_to(PATCH)
+
+
+@pytest.mark.parametrize("dialect", [*CALLS, "qwen3_coder", "deepseek_v31"])
+@pytest.mark.parametrize("choice", ToolChoice)
+def test_the_text_of_a_tool_with_a_grammar_follows_it(dialect: str, choice: ToolChoice) -> None:
+    lark = tool_grammar(dialect, [PATCHES, CLOCK], choice, False)
+    for text, is_right in ((PATCHED, True), (PATCHED[:-1], False), (PATCHED.replace("+", " "), False)):
+        answer = patch_call(dialect, json.dumps(text, ensure_ascii=False))
+        assert allows(SPELLED, lark, answer) is is_right
+        (call,) = calls_of(read(reader(None, dialect, [PATCHES, CLOCK]), [*answer]))
+        assert json.loads(call) == {"input": text}
+
+
+@pytest.mark.parametrize("dialect", [*CALLS, "qwen3_coder", "deepseek_v31"])
+def test_what_the_masks_allow_is_a_text_of_the_grammar(dialect: str) -> None:
+    rng, found, marks = random.Random(11), 0, sorted(kept_tokens(None, dialect))
+    for words in (SPELLED, vocabulary(marks, True)):
+        lark = tool_grammar(dialect, [PATCHES], ToolChoice.REQUIRED, False, special=words.special)
+        for _ in range(12):
+            text = walk(words, matcher(words, lark), [r"\n", '"'], rng)
+            if text is not None:
+                (call,) = calls_of(read(reader(None, dialect, [PATCHES]), [text]))
+                assert allows(SPELLED, PATCH, json.loads(call)["input"]), text
+                found += 1
+    assert found >= 4
+
+
+def calls_of(parts: Sequence[Part]) -> list[str]:
+    return [part.text for part in parts if isinstance(part, CallArguments)]
+
+
+def patch_call(dialect: str, quoted: str) -> str:
+    tagged = f"<tool_call>\n<function=patch>\n<parameter=input>\n{quoted}\n</parameter>\n</function>\n</tool_call>"
+    if dialect == "qwen3_coder":
+        return tagged
+    if dialect == "glm45":
+        return f"<tool_call>patch\n<arg_key>input</arg_key>\n<arg_value>{quoted}</arg_value>\n</tool_call>"
+    if dialect == "pythonic":
+        return f"[patch(input={quoted})]"
+    called = CALLS["deepseek_v3"] if dialect == "deepseek_v31" else CALLS[dialect]
+    if dialect == "deepseek_v31":
+        called = (
+            called.replace("function<｜tool▁sep｜>", "").replace("\n```json\n", "<｜tool▁sep｜>").replace("\n```", "")
+        )
+    return called.replace("weather", "patch").replace('{"city": "B"}', f'{{"input": {quoted}}}')

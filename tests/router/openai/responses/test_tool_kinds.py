@@ -7,11 +7,16 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequest, Unsupported
+from router.openai.responses.items import items_of
+from router.openai.responses.request import conversation, order_of
 from router.openai.responses.tool_kinds import ToolKinds, ToolName, arguments_of, choice_of, input_of, tool_kinds
+from router.openai.responses.types import ResponsesRequest
 from router.openai.tools import left_out_note
 
 IDS = {"id": "fc_1", "call_id": "call_1"}
 GRAMMAR: dict[str, Any] = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+
+LONG = 'start: "a"\n#' + "." * 16_000
 
 
 def custom(**form: Any) -> dict[str, Any]:
@@ -52,7 +57,7 @@ def test_a_name_that_is_too_long_with_its_namespace_stands_alone() -> None:
             {"type": "grammar", "syntax": "regex", "definition": "a|b+"},
             {"type": "string", "pattern": "^(?:a|b+)$"}, "Patches.", True,
         ),
-        (GRAMMAR, {"type": "string"}, 'Patches.\nThe input follows this grammar of Lark:\nstart: "a"', False),
+        (GRAMMAR, {"type": "string"}, 'Patches.\nThe input follows this grammar of Lark:\nstart: "a"', True),
     ],
 )  # fmt: skip
 def test_a_custom_tool_is_a_function_of_a_text(
@@ -63,6 +68,25 @@ def test_a_custom_tool_is_a_function_of_a_text(
     assert found["parameters"] == {
         "type": "object", "properties": {"input": schema}, "required": ["input"], "additionalProperties": False,
     }  # fmt: skip
+
+
+def test_a_grammar_is_kept_for_the_function_that_the_model_sees() -> None:
+    inner = [custom(**GRAMMAR), {"type": "custom", "name": "free"}]
+    found = tool_kinds([{"type": "namespace", "name": "crew", "tools": inner}, {"type": "function", "name": "add"}])
+    assert found.grammars == {"crew.patch": 'start: "a"'}
+
+
+def test_a_grammar_reaches_the_tool_that_is_called() -> None:
+    body = ResponsesRequest(input="Hi", tools=[custom(**GRAMMAR), {"type": "custom", "name": "free"}])
+    kinds = tool_kinds(body.tools or ())
+    order = order_of(body, kinds, conversation(body, [], items_of(body.input)), {})
+    assert order.tools is not None
+    patch, free = order.tools.use.tools
+    assert (patch.name, patch.strict, patch.grammar) == ("patch", True, 'start: "a"')
+    assert (free.name, free.strict, free.grammar) == ("free", False, "")
+    # The model sees the schema of a text.
+    assert order.tools.given[0]["function"]["parameters"]["properties"] == {"input": {"type": "string"}}
+    assert patch.parameters["properties"] == {"input": {"type": "string", "format": "lark"}}
 
 
 def test_tools_of_vendors_are_left_out_and_named_once() -> None:
@@ -87,6 +111,23 @@ def test_tools_of_vendors_are_left_out_and_named_once() -> None:
         ),
         (custom(type="poem"), InvalidRequest, "tools[0].format.type: is 'poem'; expected text or grammar"),
         (custom(**GRAMMAR | {"syntax": "ebnf"}), InvalidRequest, "tools[0].format: is no grammar; expected its syntax"),
+        (custom(**GRAMMAR | {"definition": 5}), InvalidRequest, "tools[0].format: is no grammar; expected its syntax"),
+        (
+            {"type": "namespace", "name": "a", "tools": [custom(), custom(**GRAMMAR | {"definition": ""})]},
+            InvalidRequest, "tools[0].tools[1].format.definition: cannot be enforced: no rule is named start",
+        ),
+        (
+            custom(**GRAMMAR | {"definition": "start: /a(?=b)/"}), InvalidRequest,
+            "tools[0].format.definition: cannot be enforced: the expression /a(?=b)/ has (?=b, a look-around",
+        ),
+        (
+            custom(**GRAMMAR | {"definition": "#" * 16_385}), InvalidRequest,
+            "tools[0].format.definition: cannot be enforced: it has 16385 bytes; expected at most 16384",
+        ),
+        (
+            {"type": "namespace", "name": "a", "tools": [custom(**GRAMMAR | {"definition": LONG})] * 5},
+            InvalidRequest, "tools: has grammars of more than 65536 bytes",
+        ),
         ({"type": "namespace", "name": "a", "tools": [custom()] * 2_000}, InvalidRequest, "tools: has more than"),
     ],
 )  # fmt: skip
