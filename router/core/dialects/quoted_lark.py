@@ -11,7 +11,7 @@ So a token may take the backslash of its successor along, and the successor is w
 each pair of states, before and after it: `p`, between two characters, and `e`, behind a backslash that is taken. A rule
 with two parts goes from state to state by all that is between them. Those that lead nowhere are left out, so that a
 grammar whose tokens begin with no escaped character stays as it is. Where it ignores blanks, these are tokens between
-the others, and `b` is the state before the first token, where none is ignored.
+the others; `b` is the state before the first token. Before that and after the last token none is ignored.
 
 A character that JSON spells with \u00 is told from its like too late as well: a token that may go on with some of these
 characters and not with others does not end before one of the others. Nothing wrong is allowed by that.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
@@ -105,3 +106,36 @@ async def test_a_background_response_is_read_later(client: openai.AsyncOpenAI) -
     assert rest[-1].type in ("response.completed", "response.incomplete")
     whole = await client.responses.create(**ASKED, max_output_tokens=24)
     assert (await client.responses.retrieve(name)).output_text == whole.output_text
+
+
+# A patch of lines, in the form of those that coding agents ask for.
+PATCH = 'start: "*** Patch" LF line{1,3} "*** End"\nline: ("+" | "-") /.{0,9}/ LF -> line\n%import common.LF\n'
+IS_PATCH = re.compile(r"\*\*\* Patch\n([+-][^\n]{0,9}\n){1,3}\*\*\* End")
+WITH_PATCH: dict[str, Any] = ASKED | {
+    "temperature": 1,
+    "max_output_tokens": 200,
+    "tools": [
+        TOOL,
+        {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": PATCH}},
+    ],
+    "tool_choice": {"type": "custom", "name": "patch"},
+}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+async def test_the_input_of_a_custom_tool_follows_its_grammar(client: openai.AsyncOpenAI, seed: int) -> None:
+    """Demo model: tool_choice names the tool."""
+    fields: dict[str, Any] = WITH_PATCH | {"extra_body": {"seed": seed}}
+    (whole,) = (await client.responses.create(**fields)).output
+    async with client.responses.stream(**fields) as stream:
+        streamed = [event.input async for event in stream if event.type == "response.custom_tool_call_input.done"]
+    assert whole.type == "custom_tool_call"
+    assert IS_PATCH.fullmatch(whole.input)
+    assert streamed == [whole.input]
+
+
+async def test_a_grammar_that_cannot_be_enforced_is_refused_by_its_place(client: openai.AsyncOpenAI) -> None:
+    wrong = {"type": "grammar", "syntax": "lark", "definition": "start: /a(?=b)/"}
+    with pytest.raises(openai.BadRequestError, match="has \\(\\?=b, a look-around") as caught:
+        await client.responses.create(**ASKED, tools=[{"type": "custom", "name": "patch", "format": wrong}])
+    assert caught.value.param == "tools[0].format.definition"

@@ -12,10 +12,13 @@ import pytest
 
 from common.types import Constraint, ConstraintKind
 from router.core.dialects.grammar import ThoughtPrefix, ToolChoice, after_thought, tool_grammar
+from router.core.dialects.json_text import quoted
 from router.core.dialects.lark import whole_tokens
 from router.core.dialects.offered import OfferedTool
 from router.core.dialects.parts import CallArguments, Part, Thought, Words
 from router.core.dialects.reader import kept_tokens, reader
+from router.core.tools import tools_of
+from router.openai.responses.tool_kinds import tool_kinds
 from tests.router.core.dialects.reading import read, text_of
 from tests.router.core.dialects.walks import Vocabulary, matcher, vocabulary, walk
 
@@ -256,7 +259,7 @@ PATCHES = OfferedTool(
 def test_the_text_of_a_tool_with_a_grammar_follows_it(dialect: str, choice: ToolChoice) -> None:
     lark = tool_grammar(dialect, [PATCHES, CLOCK], choice, False)
     for text, is_right in ((PATCHED, True), (PATCHED[:-1], False), (PATCHED.replace("+", " "), False)):
-        answer = patch_call(dialect, json.dumps(text, ensure_ascii=False))
+        answer = patch_call(dialect, quoted(text))
         assert allows(SPELLED, lark, answer) is is_right
         (call,) = calls_of(read(reader(None, dialect, [PATCHES, CLOCK]), [*answer]))
         assert json.loads(call) == {"input": text}
@@ -276,21 +279,51 @@ def test_what_the_masks_allow_is_a_text_of_the_grammar(dialect: str) -> None:
     assert found >= 4
 
 
+@pytest.mark.parametrize("dialect", [*CALLS, "qwen3_coder"])
+def test_beside_a_json_schema_a_call_follows_its_grammar_unless_it_is_an_object_itself(dialect: str) -> None:
+    before = "<|channel|>final<|message|>" if dialect == "gpt_oss" else ""
+    form = Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(NEAR))
+    lark = tool_grammar(dialect, [PATCHES, CLOCK], ToolChoice.AUTO, False, form=form)
+    assert allows(SPELLED, lark, before + '{"name": "patch"}')
+    assert allows(SPELLED, lark, patch_call(dialect, quoted(PATCHED)))
+    wrong = patch_call(dialect, quoted(PATCHED[:-1]))
+    assert allows(SPELLED, lark, wrong) is (dialect in ("llama3_json", "generic"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        (r"^(?P<month>May|June)\s+(?P<day>\d{1,2})(?:st|nd|th)?\s+(?P<year>\d{4})$", "May 7th 2025", "May 7th 25"),
+        (r"(?i)yes|no", "YES", "yesno"),
+        (r"(?s).+\n", 'a"b\n\n', "a"),
+        (r"[\p{Lu}&&[^A]]\x41\u{42}", "ZAB", "AAB"),
+    ],
+)
+def test_regular_expressions_of_a_custom_tool_are_those_of_rust(pattern: str, right: str, wrong: str) -> None:
+    given = {"type": "grammar", "syntax": "regex", "definition": pattern}
+    (found,) = tool_kinds([{"type": "custom", "name": "patch", "format": given}]).functions
+    (tool,) = tools_of([found])
+    for dialect in ("hermes", "glm45", "pythonic"):
+        lark = tool_grammar(dialect, [tool], ToolChoice.REQUIRED, False)
+        assert allows(SPELLED, lark, patch_call(dialect, quoted(right)))
+        assert not allows(SPELLED, lark, patch_call(dialect, quoted(wrong)))
+
+
 def calls_of(parts: Sequence[Part]) -> list[str]:
     return [part.text for part in parts if isinstance(part, CallArguments)]
 
 
-def patch_call(dialect: str, quoted: str) -> str:
-    tagged = f"<tool_call>\n<function=patch>\n<parameter=input>\n{quoted}\n</parameter>\n</function>\n</tool_call>"
+def patch_call(dialect: str, text: str) -> str:
+    tagged = f"<tool_call>\n<function=patch>\n<parameter=input>\n{text}\n</parameter>\n</function>\n</tool_call>"
     if dialect == "qwen3_coder":
         return tagged
     if dialect == "glm45":
-        return f"<tool_call>patch\n<arg_key>input</arg_key>\n<arg_value>{quoted}</arg_value>\n</tool_call>"
+        return f"<tool_call>patch\n<arg_key>input</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
     if dialect == "pythonic":
-        return f"[patch(input={quoted})]"
+        return f"[patch(input={text})]"
     called = CALLS["deepseek_v3"] if dialect == "deepseek_v31" else CALLS[dialect]
     if dialect == "deepseek_v31":
         called = (
             called.replace("function<｜tool▁sep｜>", "").replace("\n```json\n", "<｜tool▁sep｜>").replace("\n```", "")
         )
-    return called.replace("weather", "patch").replace('{"city": "B"}', f'{{"input": {quoted}}}')
+    return called.replace("weather", "patch").replace('{"city": "B"}', f'{{"input": {text}}}')
