@@ -35,8 +35,9 @@ MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_CHARS: Final = 128
 # Bytes of a constraint; the grammar compiler's work grows with them.
 MAX_CONSTRAINT_BYTES: Final = 64 << 10
-# Bytes of the grammar of one custom tool's input, which the router rewrites on its event loop: some 0.1 s.
-MAX_TOOL_GRAMMAR_BYTES: Final = 16 << 10
+# Bytes of the grammar of one custom tool's input, and of all of a request: the router rewrites them on its event loop.
+MAX_TOOL_GRAMMAR_BYTES: Final = 8 << 10
+MAX_TOOL_GRAMMARS_BYTES: Final = 16 << 10
 # Characters of a prediction of the output; the router makes tokens of them.
 MAX_PREDICTION_CHARS: Final = 64 << 10
 # Messages of a chat; a template takes some 10 microseconds for each.

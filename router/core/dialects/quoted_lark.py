@@ -65,6 +65,8 @@ from router.core.dialects.quoted_regex import read_regex
 
 _BEGIN, _PLAIN, _ESCAPED = "b", "p", "e"
 _LATER: Final = _PLAIN + _ESCAPED
+# The name of what is ignored, which no terminal of a grammar has.
+_IGNORED: Final = "0"
 # What the library of terminals has that JSON escapes; its other terminals are spelled as they are.
 _LIBRARY: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -136,16 +138,15 @@ class _Rules:
     terminals: dict[str, Pattern] = field(default_factory=dict)
     _symbols: dict[object, _Symbol] = field(default_factory=dict)
     _waiting: list[str] = field(default_factory=list)
-    _ignored: Pattern = NOTHING
     _gap: _Symbol = ""
 
     def __post_init__(self) -> None:
         self.terminals |= {name: _common(library) for name, library in self.grammar.common.items()}
         self.terminals |= {name: self._pattern(body) for name, body in self.grammar.terminals.items()}
         self.patterns = Patterns(self.terminals)
-        self._ignored = choice([self._pattern(each) for each in self.grammar.ignored])
-        if self._ignored != NOTHING:
-            token = self._new_token(_Token(self._ignored, begins=_LATER))
+        if self.grammar.ignored:
+            self.terminals[_IGNORED] = choice([self._pattern(each) for each in self.grammar.ignored])
+            token = self._new_token(_Token(Named(_IGNORED), begins=_LATER))
             self._gap = self._rule(("gap",), [(token,)])
             self.alternatives[self._gap].append((self._gap, token))
         self.start = self._named("start")
@@ -229,7 +230,7 @@ class _Rules:
         return self._symbols[key]
 
     def _number(self) -> _Symbol:
-        if len(self.alternatives) * _LEAST_LINE > MAX_CONSTRAINT_BYTES:
+        if len(self.alternatives) == _MOST_RULES:
             raise ValueError(_TOO_LARGE)
         return f"r{len(self.alternatives) + 1}"
 
@@ -249,7 +250,7 @@ class _Rules:
         What is ignored is no token, whatever else matches it; before the first token nothing is.
         """
         first = All((pattern, SOME))
-        later = first if lazy else All((first, excluded(self._ignored)))
+        later = first if lazy else All((first, excluded(Named(_IGNORED))))
         one = self._new_token(_Token(first, lazy, _BEGIN))
         other = self._new_token(_Token(later, lazy, _LATER))
         return self._rule(("after gap", one), [(one,), (other,), (self._gap, other)])
@@ -314,8 +315,7 @@ def _code(one: str) -> str:
 
 
 _TOO_LARGE: Final = "it is too large; expected fewer rules and repetitions"
-# Characters that a rule takes at least.
-_LEAST_LINE: Final = 6
+_MOST_RULES: Final = 4096
 
 
 # ---------------------------------------------------------------- from state to state

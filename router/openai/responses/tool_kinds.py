@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn
 
 from common.errors import FieldViolation, InvalidRequest, Unsupported
-from common.limits import MAX_CONSTRAINT_BYTES, MAX_TOOL_NAME_CHARS, MAX_TOOLS
+from common.limits import MAX_TOOL_GRAMMARS_BYTES, MAX_TOOL_NAME_CHARS, MAX_TOOLS
 from router.core.dialects.quoted_lark import quoted_lark
 from router.core.tools import quoted
 
@@ -94,8 +94,10 @@ def tool_kinds(given: Sequence[Json]) -> ToolKinds:
                 of_grammars += len(grammar.encode())
         if len(found.functions) > MAX_TOOLS:
             _refuse("tools", f"has more than {MAX_TOOLS} tools; expected at most {MAX_TOOLS}")
-        if of_grammars > MAX_CONSTRAINT_BYTES:
-            _refuse("tools", f"has grammars of more than {MAX_CONSTRAINT_BYTES} bytes; expected fewer or smaller ones")
+        if of_grammars > MAX_TOOL_GRAMMARS_BYTES:
+            _refuse(
+                "tools", f"has grammars of more than {MAX_TOOL_GRAMMARS_BYTES} bytes; expected fewer or smaller ones"
+            )
     return replace(found, left_out=tuple(left_out))
 
 

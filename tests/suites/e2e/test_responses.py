@@ -135,7 +135,7 @@ async def test_the_input_of_a_custom_tool_follows_its_grammar(client: openai.Asy
 
 
 async def test_a_grammar_that_cannot_be_enforced_is_refused_by_its_place(client: openai.AsyncOpenAI) -> None:
-    wrong = {"type": "grammar", "syntax": "lark", "definition": "start: /a(?=b)/"}
+    wrong: Any = {"type": "grammar", "syntax": "lark", "definition": "start: /a(?=b)/"}
     with pytest.raises(openai.BadRequestError, match="has \\(\\?=b, a look-around") as caught:
         await client.responses.create(**ASKED, tools=[{"type": "custom", "name": "patch", "format": wrong}])
     assert caught.value.param == "tools[0].format.definition"

@@ -16,7 +16,7 @@ from router.openai.tools import left_out_note
 IDS = {"id": "fc_1", "call_id": "call_1"}
 GRAMMAR: dict[str, Any] = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
 
-LONG = 'start: "a"\n#' + "." * 16_000
+LONG = 'start: "a"\n#' + "." * 8_000
 
 
 def custom(**form: Any) -> dict[str, Any]:
@@ -121,12 +121,12 @@ def test_tools_of_vendors_are_left_out_and_named_once() -> None:
             "tools[0].format.definition: cannot be enforced: the expression /a(?=b)/ has (?=b, a look-around",
         ),
         (
-            custom(**GRAMMAR | {"definition": "#" * 16_385}), InvalidRequest,
-            "tools[0].format.definition: cannot be enforced: it has 16385 bytes; expected at most 16384",
+            custom(**GRAMMAR | {"definition": "#" * 8_193}), InvalidRequest,
+            "tools[0].format.definition: cannot be enforced: it has 8193 bytes; expected at most 8192",
         ),
         (
-            {"type": "namespace", "name": "a", "tools": [custom(**GRAMMAR | {"definition": LONG})] * 5},
-            InvalidRequest, "tools: has grammars of more than 65536 bytes",
+            {"type": "namespace", "name": "a", "tools": [custom(**GRAMMAR | {"definition": LONG})] * 3},
+            InvalidRequest, "tools: has grammars of more than 16384 bytes",
         ),
         ({"type": "namespace", "name": "a", "tools": [custom()] * 2_000}, InvalidRequest, "tools: has more than"),
     ],
