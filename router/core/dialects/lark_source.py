@@ -236,8 +236,8 @@ class _Reader:
         parts = [self._row()]
         while self._take("&"):
             parts.append(self._row())
-        if self._take("->"):  # an alias names a node of a tree, and there is none
-            self._next()
+        if self._take("->") and (alias := self._next()).kind != "rule":  # it names a node of a tree, and there is none
+            raise self._wrong(alias, "an alias, in small letters")
         return parts[0] if len(parts) == 1 else Both(tuple(parts))
 
     def _row(self) -> Expression:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -263,6 +264,21 @@ def test_the_text_of_a_tool_with_a_grammar_follows_it(dialect: str, choice: Tool
         assert allows(SPELLED, lark, answer) is is_right
         (call,) = calls_of(read(reader(None, dialect, [PATCHES, CLOCK]), [*answer]))
         assert json.loads(call) == {"input": text}
+
+
+@pytest.mark.parametrize("dialect", [*CALLS, "qwen3_coder", "deepseek_v31"])
+def test_each_tool_has_the_grammar_that_it_came_with(dialect: str) -> None:
+    """Their rules and terminals have the same names."""
+    texts = {"a": "+", "b": "\n", "c": "a ::= b"}
+    tools = [
+        replace(PATCHES, name=name).held_to(f"start: line\nline: A\nA: {quoted(text)}\n")
+        for name, text in texts.items()
+    ]
+    lark = tool_grammar(dialect, tools, ToolChoice.REQUIRED, False)
+    for name in texts:
+        for other, text in texts.items():
+            answer = patch_call(dialect, quoted(text)).replace("patch", name)
+            assert allows(SPELLED, lark, answer) is (name == other)
 
 
 @pytest.mark.parametrize("dialect", [*CALLS, "qwen3_coder", "deepseek_v31"])

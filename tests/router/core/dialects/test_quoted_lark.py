@@ -237,6 +237,26 @@ def test_a_grammar_without_escapes_has_one_rule_for_each() -> None:
 
 # ---------------------------------------------------------------- what is refused
 
+SCRAPS = (
+    'start: "a" \n "\\n" /a/ /[^b]/ /( | & ~ ( ) [ ] { } * + ? {1,2} {,3} ~0..2 .. , -> x A B LF %import common . '
+    '[lazy] # // 0 99999999999 <a> @a !x ?y _z " \\ = é /[a-/ /\\p{L}/ /a{2}/i /a$/s /^\\d/ /(?i)[^x]|/'
+).split(" ")
+
+
+@given(
+    st.lists(
+        st.sampled_from([*SCRAPS, "\ud800", "\n", "%import common.LF\n", "A: /./\n", 'x: "b" | x x\n']), max_size=20
+    )
+)
+@settings(max_examples=500, deadline=None)
+def test_whatever_is_sent_is_compiled_or_refused(scraps: list[str]) -> None:
+    for lark in (" ".join(scraps), f"start: {' '.join(scraps)}\n"):
+        try:
+            rewritten = quoted_lark(lark)
+        except ValueError:
+            continue
+        assert is_usable(rewritten), (lark, rewritten)
+
 
 @pytest.mark.parametrize(
     ("lark", "what"),
@@ -256,6 +276,7 @@ def test_a_grammar_without_escapes_has_one_rule_for_each() -> None:
         ('start: "b"\na{x}: x\n', "line 2: a has parameters"),
         ('start: a\na[stop="x"]: /.*/\n', "the option stop of a rule is not enforced"),
         ("start: a\na[lazy]: /.*/\n", "a is lazy and may be empty"),
+        ('start: "a" -> "b"\n', 'found "b", expected an alias'),
         ('start: %json {"type": "object"}\n', "%json holds a schema; leave it out"),
         ('start: "a" %lark {\n', "%lark holds a grammar; leave it out"),
         ('%llguidance {}\nstart: "a"\n', "%llguidance sets options; leave it out"),
