@@ -315,6 +315,7 @@ def _code(one: str) -> str:
 
 
 _TOO_LARGE: Final = "it is too large; expected fewer rules and repetitions"
+# Rules of at most two parts.
 _MOST_RULES: Final = 4096
 
 
