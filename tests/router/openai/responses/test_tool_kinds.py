@@ -79,7 +79,7 @@ def test_a_grammar_is_kept_for_the_function_that_the_model_sees() -> None:
 def test_a_grammar_reaches_the_tool_that_is_called() -> None:
     body = ResponsesRequest(input="Hi", tools=[custom(**GRAMMAR), {"type": "custom", "name": "free"}])
     kinds = tool_kinds(body.tools or ())
-    order = order_of(body, kinds, conversation(body, [], items_of(body.input)), {})
+    order = order_of(body, kinds, conversation(body, [], items_of(body.input)))
     assert order.tools is not None
     patch, free = order.tools.use.tools
     assert (patch.name, patch.strict, patch.grammar) == ("patch", True, 'start: "a"')
