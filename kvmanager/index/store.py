@@ -95,7 +95,7 @@ class RedisIndexStore:
             try:
                 await self._announce(discovery)
             except ResponseError as error:
-                if not str(error).startswith(_WRONG_TYPE):
+                if _WRONG_TYPE not in str(error):  # behind the number of the command in a pipeline
                     raise
                 # No manager wrote it, and no worker would be found for as long as it stood there.
                 await self._redis.delete(index_format.DISCOVERY_WORKERS_KEY)
