@@ -43,7 +43,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install clients go-client demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest durations test-stress test-clients test-triton test-all test-docker test-hosts test-arm sanitize search coverage check fmt lint types protos protos-baseline pins fuzz soak bench bench-gpu clean dist
+.PHONY: help install clients foreign-clients go-client demo demo-svg page screenshots smollm2 quality-text up models-matrix test-fast test test-rest durations test-stress test-clients test-triton test-all test-docker test-hosts test-arm sanitize search coverage check fmt lint types protos protos-baseline pins fuzz soak bench bench-gpu clean dist
 
 help: ## List what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -104,7 +104,10 @@ $(STAMP): $(PACKAGES) $(NATIVE)
 	@$(call BUILD_KERNELS,gpuworker/native/build.py,make install)
 	@! rm $@.failed 2>/dev/null
 
-clients: $(CLIENTS)/light/.installed $(EMBEDDERS)/.installed ## Install the clients that the tests call with: .clients, and what the examples in Node and C++ need
+clients: foreign-clients $(EMBEDDERS)/.installed ## Install the clients that the tests call with: .clients, and what the examples in Node and C++ need
+
+# Those that need nothing of .venv.
+foreign-clients: $(CLIENTS)/light/.installed
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		command -v npm >/dev/null || set -- nodejs npm; \
 		command -v grpc_cpp_plugin >/dev/null && pkg-config --exists grpc++ protobuf || \
