@@ -11,6 +11,12 @@ DRAW = torch.Generator().manual_seed(0)
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3}
 
 
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """A test draws the same numbers, whichever ran before it in its process."""
+    DRAW.manual_seed(0)
+
+
 def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     wide = x.double()
     return wide / (wide.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * weight.double()
