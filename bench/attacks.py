@@ -201,7 +201,11 @@ def flags() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    uvloop.run(run(flags().parse_args()))
+    made = flags()
+    args = made.parse_args()
+    if args.nginx and not (args.kinds and all(kind.startswith("flood_") for kind in args.kinds)):
+        made.error("--nginx takes floods alone: name them with --kinds")
+    uvloop.run(run(args))
 
 
 if __name__ == "__main__":

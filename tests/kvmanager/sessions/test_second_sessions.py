@@ -117,5 +117,6 @@ async def test_report_of_a_replaced_session_is_dropped(manager: Running, connect
     )
     assert (await second.receive()).WhichOneof("message") == "attach_ok"
     # A report that finds the stream ended gets a status of the client's own, which hides that of the manager.
-    assert await ended_with(first) in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL}
+    code = await ended_with(first)
+    assert code is grpc.StatusCode.UNAVAILABLE or await first.call.details() == ENDED
     assert manager.attachments.manager.ledger("w0").pool().running == 0

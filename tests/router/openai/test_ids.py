@@ -9,25 +9,15 @@ from typing import Any
 import httpx
 import pytest
 
-from common.errors import Overloaded, QuotaViolation, Unauthenticated
+from common.errors import Overloaded, QuotaViolation
 from common.limits import MAX_HTTP_BODY_BYTES
-from router.core.tenancy import Caller
+from tests.support.router.callers import Closed
 from tests.support.router.fake_frontend import TRACE_ID, admitted, finished
 from tests.support.router.http_harness import DEADLINE_S, Api, served_api
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ALIKE = {"x-request-id": "of-a-proxy"}
-
-
-class Closed:
-    """Lets nobody in."""
-
-    def caller(self, authorization: str, host: str) -> Caller:
-        raise Unauthenticated("a key is missing")
-
-    def is_live(self, caller: Caller) -> bool:
-        return False
 
 
 async def complete(api: Api, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:

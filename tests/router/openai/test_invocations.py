@@ -7,8 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.errors import Unauthenticated
-from router.core.tenancy import Caller
+from tests.support.router.callers import Closed
 from tests.support.router.http_harness import HI, Api, served_api
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -22,16 +21,6 @@ KINDS: dict[str, Any] = {
     "/v1/rerank": {"query": "a", "documents": ["b"]},
     "/v1/score": {"text_1": "a", "text_2": "b"},
 }
-
-
-class Closed:
-    """Lets nobody in."""
-
-    def caller(self, authorization: str, host: str) -> Caller:
-        raise Unauthenticated("a key is missing")
-
-    def is_live(self, caller: Caller) -> bool:
-        return False
 
 
 def facts(answer: httpx.Response) -> Any:

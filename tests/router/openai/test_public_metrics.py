@@ -10,22 +10,11 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.clock import ManualClock
-from common.errors import Unauthenticated
-from router.core.tenancy import Caller
 from router.openai.public_metrics import PublicMetrics
+from tests.support.router.callers import Closed
 from tests.support.router.http_harness import Api, served_api
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-class Closed:
-    """Lets nobody in."""
-
-    def caller(self, authorization: str, host: str) -> Caller:
-        raise Unauthenticated("a key is missing")
-
-    def is_live(self, caller: Caller) -> bool:
-        return False
 
 
 class Counted:

@@ -1,7 +1,8 @@
-"""An Authenticator for tests: every call is of one tenant, which may set any priority."""
+"""Authenticators for tests: to one every call is of one tenant, which may set any priority; the other knows no key."""
 
 from __future__ import annotations
 
+from common.errors import Unauthenticated
 from router.core.tenancy import Caller, Tenant
 
 
@@ -18,3 +19,16 @@ class OneCaller:
 
     def is_live(self, caller: Caller) -> bool:
         return True
+
+
+class Closed:
+    """An authenticator that knows no key."""
+
+    def caller(self, authorization: str, host: str) -> Caller:
+        raise Unauthenticated("a key is missing")
+
+    def known(self, tenant: str, credential: str) -> Caller | None:
+        return None
+
+    def is_live(self, caller: Caller) -> bool:
+        return False
