@@ -8,7 +8,6 @@ from typing import Protocol
 
 from common.errors import QuireError, Unavailable
 from common.types import BlockHash
-from kvmanager.core.leadership import Attempt, Lease
 from kvmanager.core.slots import Loss, NoSlot
 
 
@@ -133,22 +132,6 @@ class LeaderState:
     def settled(self) -> bool:
         """Whether this manager leads, or stands by a leader that it knows."""
         return self.leads or bool(self.leader)
-
-
-class GroupLease(Protocol):
-    """The lease of a group, for one owner. Every method but `close` raises IndexUnavailable."""
-
-    group: str
-
-    async def hold(self, attempt: Attempt, address: str, namespace: str) -> int | Lease:
-        """Take or renew the lease; return the own term, or the lease of another owner."""
-        ...
-
-    async def resign(self) -> None:
-        """Give the lease up, if this owner holds it."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 class Leading(Protocol):

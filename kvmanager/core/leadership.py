@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import Final, Protocol
 
 from kvmanager.core.epochs import believed
 
@@ -57,6 +57,22 @@ class Attempt:
     term: int
     least: int
     seize: Mark | None = None
+
+
+class GroupLease(Protocol):
+    """The lease of a group, for one owner. Every method but `close` raises IndexUnavailable."""
+
+    group: str
+
+    async def hold(self, attempt: Attempt, address: str, namespace: str) -> int | Lease:
+        """Take or renew the lease; return the own term, or the lease of another owner."""
+        ...
+
+    async def resign(self) -> None:
+        """Give the lease up, if this owner holds it."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 def granted(lease: Lease | None, counter: int | None, owner: str, attempt: Attempt, clock: int) -> int | None:

@@ -14,10 +14,10 @@ from common.clock import Clock
 from common.errors import StaleEpoch, Unavailable
 from common.process.supervised import Supervisor, cancel_and_wait
 from common.rpc.server import Dial
-from kvmanager.core.leadership import Change, Leadership, Lease
+from kvmanager.core.leadership import Change, GroupLease, Leadership, Lease
 from kvmanager.group.owner_watch import owner_gone
 from kvmanager.group.processes import has_ended
-from kvmanager.ports import GroupLease, IndexUnavailable, LeaderState
+from kvmanager.ports import IndexUnavailable, LeaderState
 
 log = logging.getLogger(__name__)
 
