@@ -165,8 +165,8 @@ $(TEXT): bench/text.txt | $(STAMP)
 demo-svg: $(KERNELS) ## Run the demonstration and draw its output into docs/demo.svg
 	$(BIN)/quire demo --svg docs/demo.svg
 
-page: ## Copy the packages that the page for operators serves into router/page/static/vendor (needs npm)
-	$(PYTHON) router/page/npm/vendor.py
+page: ## Copy the packages that the page for operators serves into router/api/page/static/vendor (needs npm)
+	$(PYTHON) router/api/page/npm/vendor.py
 
 screenshots: $(STAMP) ## Take the pictures of the page in docs/page, of a suite under load (2 minutes; needs chromium, looks best with fonts-inter)
 	$(BIN)/python -m tests.support.screenshots
@@ -238,17 +238,19 @@ search: $(STAMP) ## Search the lease protocol's model at length (7 minutes), and
 models-matrix: $(STAMP) ## Try every family of causal language models, tiny, against transformers; write docs/models.md (minutes)
 	$(BIN)/python -m tests.suites.models.matrix $(ARGS)
 
-# Just below what is measured: a change that leaves parts of a core untested fails.
-coverage: $(STAMP) ## Measure how much of the pure cores their own tests run, and fail below the floor
-	$(PYTEST) -q $(call report,coverage) -m "not searches" --cov=router.core --cov=kvmanager.core --cov=gpuworker.core --cov-branch --cov-report=term-missing:skip-covered \
-		--cov-fail-under=$(COVERAGE_FLOOR) tests/router/core tests/kvmanager/core tests/gpuworker/core
+# Just below what is measured: a change that leaves parts of a pure package untested fails.
+PURE := common.contracts gpuworker.scheduling kvmanager.cache kvmanager.contracts kvmanager.ledger router.answers.dialects \
+	router.observe.diagnosis router.placement
+coverage: $(STAMP) ## Measure how much of the pure packages their own tests run, and fail below the floor
+	$(PYTEST) -q $(call report,coverage) -m "not searches" $(PURE:%=--cov=%) --cov-branch --cov-report=term-missing:skip-covered \
+		--cov-fail-under=$(COVERAGE_FLOOR) $(patsubst %,tests/%,$(subst .,/,$(PURE)))
 
 check: $(STAMP) $(PROTOC)/.installed lint types coverage ## All that must be clean: ruff, mypy, coverage of the cores, import contracts, buf, drift of generated code
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/buf build -o - | $(BIN)/buf breaking - --against protos/baseline.binpb
 	$(PROTOC)/bin/python protos/generate.py --check
-	@! command -v npm >/dev/null || $(BIN)/python router/page/npm/vendor.py --check
+	@! command -v npm >/dev/null || $(BIN)/python router/api/page/npm/vendor.py --check
 
 fmt: $(STAMP) ## Format the code and mend what ruff can mend
 	$(BIN)/ruff format

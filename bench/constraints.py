@@ -31,15 +31,15 @@ from bench.lib.tokenizers import EOS, write_tokenizer
 from bench.lib.workers import BenchWorker, random_prompts
 from cli.benchmark.requests import Request
 from common.constraint_grammar import grammar_of, parser_limits
-from common.types import Constraint, ConstraintKind, SamplingParams
+from common.contracts.types import Constraint, ConstraintKind, SamplingParams
 from gpuworker.attention.backends import make_backend
-from gpuworker.core.outcomes import AgentConfig
 from gpuworker.engine.ports import EngineRequest
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.native_executor import NativeExecutor, native_executor
 from gpuworker.sampling.rows import SampledRow
+from gpuworker.scheduling.outcomes import AgentConfig
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.sequence import Constrained
 

@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.lib.cpu_levels import add_level_flag, at_levels
 from bench.lib.harness import parser, progress, report
-from common.types import KvGeometry
+from common.contracts.types import KvGeometry
 from gpuworker.attention.interface import AttentionMetadata, LayerAttention
 from gpuworker.attention.native_backend import NativeAttention, layer_struct, rows_struct
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device

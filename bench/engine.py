@@ -23,11 +23,11 @@ from bench.lib.models import data_plane
 from bench.lib.workers import BenchWorker, Run
 from bench.lib.workloads import make, warm_up
 from cli.benchmark.closed_loop import NOTES, agreement, figures, medians
-from common.types import SamplingParams, SequenceId
-from gpuworker.core.batch_plan import StepPlan, StepResult, StepRunner
+from common.contracts.types import SamplingParams, SequenceId
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.native.llama import PHASES
 from gpuworker.plane.assembly import ModelPlane
+from gpuworker.scheduling.batch_plan import StepPlan, StepResult, StepRunner
 
 CHECK_SCALE = 0.1
 """The share of each workload that --check runs, unless --scale is given."""

@@ -30,7 +30,7 @@ from opentelemetry.trace import NoOpTracer
 from bench.lib.harness import median_interval, parser, progress, report
 from bench.lib.remote_engine import BLOCK_SIZE, IDENTITY, RemoteEngine, local_engine
 from bench.lib.workers import random_prompts
-from common.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
+from common.contracts.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
 from common.process import die_with_parent
 from common.process.python import module_command
 from common.rpc.server import RpcServer, open_channel

@@ -18,8 +18,8 @@ from bench.cache_replay.clairvoyant import Clairvoyant, next_uses
 from bench.cache_replay.replay import Replayed, pool_of, replay
 from bench.cache_replay.workloads import WORKLOADS, CacheRequest, agents_and_scans, working_set
 from bench.lib.harness import parser, progress, report
-from common.types import BlockHash
-from kvmanager.core.config import DEFAULT_EVICTION, DEFAULT_RETENTION_SHARE, EvictionName
+from common.contracts.types import BlockHash
+from kvmanager.contracts.ledger_config import DEFAULT_EVICTION, DEFAULT_RETENTION_SHARE, EvictionName
 
 PARTS: Final = (0.05, 0.2, 0.5)
 # Of agents among scans: a tenant retains a part of the pool, and what does not come again takes the rest.

@@ -27,18 +27,18 @@ from typing import Final
 
 from bench.lib import long_prompts
 from bench.lib.harness import parser, report
-from common.clock import ManualClock
-from common.lease import Inventory
-from common.turns import DEFAULT_MAX_WAIT
-from common.types import SequenceId
-from gpuworker.core.batch_plan import StepResult
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.outcomes import AgentConfig
-from gpuworker.core.sequence import NewSequence
-from gpuworker.core.stopping import StopRule
-from kvmanager.core.config import LedgerConfig
-from kvmanager.core.ledger import Ledger
-from router.core.fair_queue import FairQueue, due_at
+from common.contracts.clock import ManualClock
+from common.contracts.lease import Inventory
+from common.contracts.turns import DEFAULT_MAX_WAIT
+from common.contracts.types import SequenceId
+from gpuworker.scheduling.batch_plan import StepResult
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.outcomes import AgentConfig
+from gpuworker.scheduling.sequence import NewSequence
+from gpuworker.scheduling.stopping import StopRule
+from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.ledger.ledger import Ledger
+from router.placement.fair_queue import FairQueue, due_at
 
 STEP_S: Final = 0.008
 BLOCKS, BLOCK_SIZE, PLACES = 1024, 16, 64

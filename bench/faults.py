@@ -69,7 +69,7 @@ from bench.lib.harness import end_with_json, parser, progress, report
 from bench.serve import suite_flags
 from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
 from quire.client import AsyncClient
-from router.text.checkpoint import read_checkpoint
+from router.answers.text.checkpoint import read_checkpoint
 
 DEMO: Final = Path("cli/demo_model/checkpoint")
 WORKERS: Final = 2

@@ -19,9 +19,8 @@ from bench.gpu.engine_harness import GREEDY, EngineDriver, decode_rate, random_p
 from bench.gpu.measure import Figure, checked, copy_bandwidth, parser, report, the_device
 from bench.gpu.models import MODELS, TINY, config_of, spec_of
 from bench.gpu.peer import PeerFailure, peer_rate
-from common.types import KvGeometry, SamplingParams
+from common.contracts.types import KvGeometry, SamplingParams
 from gpuworker.attention.triton_backend import TritonAttention
-from gpuworker.core.outcomes import AgentConfig
 from gpuworker.memory.byte_plan import bytes_per_block
 from gpuworker.memory.devices import dtype_name
 from gpuworker.memory.kv_cache import KvCache
@@ -30,6 +29,7 @@ from gpuworker.models.llama.gpu_weights import fused_weights, random_weights
 from gpuworker.runner.cuda_graphs import graph_launcher
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.thread_executor import thread_executor
+from gpuworker.scheduling.outcomes import AgentConfig
 
 BLOCK_SIZE = 16
 _CONTEXT, _OUTPUT, _SKIPPED = 1024, 192, 32

@@ -36,7 +36,7 @@ from bench.open_loop.figures import NOTES, Slo
 from bench.open_loop.modes import Row, Shape
 from bench.open_loop.suite import LoadSuite, load_suite
 from bench.serve import suite_flags
-from common.errors import QuireError
+from common.contracts.errors import QuireError
 from gpuworker.plane.checkpoint_facts import CheckpointFacts
 
 DEMO: Final = Path("cli/demo_model/checkpoint")

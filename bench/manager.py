@@ -33,7 +33,7 @@ from bench.manager_load.pools import growth_figures, rebuild_figures
 from bench.manager_load.reporter import BLOCK_SIZE
 from bench.manager_load.reports import report_figures
 from common.process.python import module_command
-from kvmanager.core.config import EvictionName
+from kvmanager.contracts.ledger_config import EvictionName
 
 _PER_DRIVER: Final = 32
 SIZES: Final = (10_000, 100_000, 1_000_000)

@@ -28,7 +28,7 @@ from bench.comparison.peer_process import PEERS
 from bench.comparison.table import all_figures, print_tables
 from bench.lib.checkpoints import checkpoint
 from bench.lib.harness import parser, report_columns
-from common.types import KvGeometry
+from common.contracts.types import KvGeometry
 from gpuworker.attention.backends import make_backend
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
 from gpuworker.memory.kv_cache import KvCache

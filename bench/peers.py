@@ -39,7 +39,7 @@ from bench.lib.workloads import Draw, make, passages_of, random_tokens, warm_up
 from bench.serve import add_suite_flags, bench_options
 from cli.benchmark.closed_loop import agreement, figures
 from cli.benchmark.served import ServedSuite, served_suite
-from common.errors import QuireError, Unavailable
+from common.contracts.errors import QuireError, Unavailable
 
 RESULTS: Final = Path(__file__).parent / "results"
 _SHARING: Final = ("W2", "W3")

@@ -19,18 +19,18 @@ from statistics import mean
 from typing import Final
 
 from bench.lib.harness import parser, report
-from common.clock import ManualClock
-from common.hashing import block_digests, block_hash_of
-from common.lease import Inventory
-from common.types import SequenceId
-from gpuworker.core.batch_plan import StepPlan, StepResult
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.outcomes import AgentConfig
-from gpuworker.core.sequence import NewSequence
-from gpuworker.core.step_costs import StepCosts
-from gpuworker.core.stopping import StopRule
-from kvmanager.core.config import DEFAULT_MAX_PREEMPTIONS, LedgerConfig, VictimOrder
-from kvmanager.core.ledger import Ledger
+from common.contracts.clock import ManualClock
+from common.contracts.hashing import block_digests, block_hash_of
+from common.contracts.lease import Inventory
+from common.contracts.types import SequenceId
+from gpuworker.scheduling.batch_plan import StepPlan, StepResult
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.outcomes import AgentConfig
+from gpuworker.scheduling.sequence import NewSequence
+from gpuworker.scheduling.step_costs import StepCosts
+from gpuworker.scheduling.stopping import StopRule
+from kvmanager.contracts.ledger_config import DEFAULT_MAX_PREEMPTIONS, LedgerConfig, VictimOrder
+from kvmanager.ledger.ledger import Ledger
 
 COSTS: Final = StepCosts(base=0.008, decode=20e-6, prefill=20e-6)
 BLOCK_SIZE, PLACES, BUDGET = 16, 128, 2048

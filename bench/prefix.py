@@ -18,7 +18,7 @@ from bench.lib.checkpoints import SMALL
 from bench.lib.harness import median_interval, parser, progress, report
 from bench.lib.models import cpu_runner
 from bench.lib.workers import BenchWorker, Run, manager_process
-from gpuworker.core.outcomes import AgentConfig
+from gpuworker.scheduling.outcomes import AgentConfig
 
 BLOCK_SIZE, BLOCKS = 16, 4096
 SYSTEM_TOKENS, TAIL_TOKENS, OUTPUT_TOKENS, REQUESTS = 768, 32, 32, 16

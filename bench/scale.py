@@ -28,15 +28,15 @@ from cli.replay.router import ReplayIndex, ReplayRouter
 from cli.replay.simulation import Replay, ReplayOptions, replay
 from cli.replay.trace import Arrival, Trace
 from cli.replay.worker import ReplayWorker
-from common.clock import SystemClock
+from common.contracts.clock import SystemClock
+from common.contracts.types import BlockHash, Decision, KvGeometry, PoolIdentity
 from common.process.local_redis import redis_at
-from common.types import BlockHash, Decision, KvGeometry, PoolIdentity
+from kvmanager.contracts.ports import IndexCall, WorkerEntry
 from kvmanager.index.store import RedisIndexStore
-from kvmanager.ports import IndexCall, WorkerEntry
-from router.core.fair_queue import ONE_FLOW
-from router.core.placement import PlacementRequest
-from router.core.routing import Router
-from router.core.worker_model import Capacity, Load
+from router.placement.fair_queue import ONE_FLOW
+from router.placement.placement import PlacementRequest
+from router.placement.routing import Router
+from router.placement.worker_model import Capacity, Load
 from router.requests.jobs import Job
 
 PROMPT, OUTPUT, SHARED_BLOCKS = 64, 64, 3

@@ -38,10 +38,10 @@ from cli.benchmark.requests import Request, Workload
 from cli.demo_model import CHECKPOINT
 from cli.demo_model.prompts import questions, system_text
 from common.checkpoint.gguf.names import gguf_file, served_folder
-from common.errors import QuireError
-from common.types import SamplingParams
-from gpuworker.core.drafting import DraftPrices
+from common.contracts.errors import QuireError
+from common.contracts.types import SamplingParams
 from gpuworker.plane.checkpoint_facts import eos_token_ids
+from gpuworker.scheduling.drafting import DraftPrices
 
 _BLOCK: Final = 16
 _STREAMS: Final = 32

@@ -21,12 +21,12 @@ from bench.lib.checkpoints import MEDIUM, SMALL
 from bench.lib.harness import median_interval, parser, progress, report
 from bench.lib.workers import BenchWorker, Run, identity_of, manager_process, random_prompts
 from cli.certificates.folder import CertificateFolder
+from common.contracts.types import KvGeometry
 from common.rpc.roles import Role
 from common.rpc.server import dialer
-from common.types import KvGeometry
-from gpuworker.core.batch_plan import StepRunner
-from gpuworker.core.outcomes import AgentConfig
-from gpuworker.core.step_costs import StepCosts
+from gpuworker.scheduling.batch_plan import StepRunner
+from gpuworker.scheduling.outcomes import AgentConfig
+from gpuworker.scheduling.step_costs import StepCosts
 from gpuworker.simulated.runner import SimulatedRunner
 from gpuworker.simulated.tokens import SimulatedTokens
 

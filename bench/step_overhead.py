@@ -21,9 +21,8 @@ from bench.lib.checkpoints import SMALL
 from bench.lib.harness import parser, report
 from bench.lib.models import data_plane
 from bench.lib.workers import BenchWorker, random_prompts
-from common.types import SamplingParams
+from common.contracts.types import SamplingParams
 from gpuworker.attention.backends import make_backend
-from gpuworker.core.outcomes import AgentConfig
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
@@ -33,6 +32,7 @@ from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.native_executor import NativeExecutor, StepTimes, native_executor
 from gpuworker.runner.thread_executor import thread_executor
 from gpuworker.sampling.rows import SampledTokens
+from gpuworker.scheduling.outcomes import AgentConfig
 
 BLOCK_SIZE, PROMPT_TOKENS, WARM_UP = 16, 64, 8
 WAYS = ("queue", "thread")

@@ -43,9 +43,9 @@ from bench.serve import suite_flags
 from cli.benchmark.closed_loop import figures as client_figures
 from cli.benchmark.requests import Workload, equal_requests
 from cli.benchmark.served import ServedSuite, served_suite
-from common.limits import KEPT_TRACES_BURST
-from router.core.diagnosis.outcome import Outcome
-from router.core.tail_rules import Objective, rules_for
+from common.contracts.limits import KEPT_TRACES_BURST
+from router.observe.diagnosis.outcome import Outcome
+from router.observe.tail_rules import Objective, rules_for
 
 OFF: Final = "off"
 SLOW: Final = "all_slow"

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from cli.certificates.folder import CertificateFolder
 from cli.client_config import ClientSettings
-from common.errors import FieldViolation, InvalidConfig, QuireError, Unavailable, Unsupported
+from common.contracts.errors import FieldViolation, InvalidConfig, QuireError, Unavailable, Unsupported
 from common.rpc.roles import Role
 from common.rpc.server import open_channel
 from common.rpc.tls import Identity

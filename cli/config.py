@@ -10,7 +10,7 @@ from pydantic import Field
 
 from cli.demo_model import CHECKPOINT
 from common.checkpoint.hub import without_effect
-from common.errors import FieldViolation
+from common.contracts.errors import FieldViolation
 from common.settings.decision_log import DecisionLogSettings
 from common.settings.options import (
     BlockSize,

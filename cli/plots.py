@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from common.errors import FieldViolation
+from common.contracts.errors import FieldViolation
 
 _FORMATS: Final = (".png", ".svg")
 

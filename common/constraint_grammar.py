@@ -12,8 +12,8 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
-from common.json_schema import enforceable
-from common.types import Constraint, ConstraintKind
+from common.contracts.json_schema import enforceable
+from common.contracts.types import Constraint, ConstraintKind
 
 # Items of the parser at one token. An ambiguous grammar (`s: s s | /./ |`) makes more with each token. At llguidance's
 # limit of 50,000 one mask took 130 ms, and all sequences of the step wait for it. With 5,000 it is refused at 15 ms.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from common.errors import InvalidConfig, QuireError
+from common.contracts.errors import InvalidConfig, QuireError
 from common.process.debug import stacks_on_signal
 from common.process.logs import setup_logging
 from common.rpc import event_loop

@@ -9,9 +9,9 @@ from pydantic import AfterValidator, Field
 
 from common.checkpoint.hub import without_effect
 from common.checkpoint.pooling import PoolingMode, PoolingOption
+from common.contracts.errors import FieldViolation
+from common.contracts.limits import ORPHANS_ALONE
 from common.cpu_list import cpus_of, in_words
-from common.errors import FieldViolation
-from common.limits import ORPHANS_ALONE
 from common.process.topology import allowed_cpus
 from common.settings.options import (
     Address,
@@ -37,7 +37,7 @@ from common.settings.options import (
     WorkerId,
     host_of,
 )
-from gpuworker.core.step_costs import DEFAULT_COSTS, parse_costs
+from gpuworker.scheduling.step_costs import DEFAULT_COSTS, parse_costs
 
 
 def _costs(value: str) -> str:

@@ -18,9 +18,9 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from common.addresses.host_port import joined_address
 from common.checkpoint.hub import checkpoint_directory
-from common.clock import SystemClock, until_tick
+from common.contracts.clock import SystemClock, until_tick
+from common.contracts.lease import AttachRejected, LeaseChannel
 from common.cpu_list import cpus_of
-from common.lease import AttachRejected, LeaseChannel
 from common.process.advertise import reachable_address
 from common.process.cores import bind
 from common.process.debug import dumps_on_signal
@@ -35,14 +35,14 @@ from common.service import run_service
 from common.settings.config import load_or_exit
 from common.telemetry.provider import setup as setup_telemetry
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.manager_absence import ManagerAbsence
-from gpuworker.core.watchdog import waits_for_a_step
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.lease_client import LeaseClient
 from gpuworker.engine.ports import EngineLoad
 from gpuworker.plane import preflight
 from gpuworker.plane.data_plane import DataPlane, default_worker_id
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.manager_absence import ManagerAbsence
+from gpuworker.scheduling.watchdog import waits_for_a_step
 from gpuworker.server.metrics import EngineCollector, MaskCollector, OrphanCollector, lease_round_trips
 from gpuworker.server.servicer import GpuWorkerServicer, Serving
 from gpuworker.server.step_spans import StepSpans

@@ -9,8 +9,9 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from common.addresses.redis_url import redis_addresses
+from common.contracts.errors import FieldViolation
+from common.contracts.turns import DEFAULT_MAX_WAIT
 from common.decisions.ring import DEFAULT_RING_BYTES
-from common.errors import FieldViolation
 from common.process.advertise import is_this_host
 from common.settings.decision_log import DecisionLogSettings
 from common.settings.options import (
@@ -28,8 +29,7 @@ from common.settings.options import (
     is_loopback,
 )
 from common.settings.pool_key import PoolSettings
-from common.turns import DEFAULT_MAX_WAIT
-from kvmanager.core.config import (
+from kvmanager.contracts.ledger_config import (
     DEFAULT_EVICTION,
     DEFAULT_MAX_PREEMPTIONS,
     DEFAULT_MAX_RETENTION,

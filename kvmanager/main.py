@@ -18,11 +18,12 @@ from common.addresses.host_port import joined_address
 from common.addresses.redis_url import SERVER_PORT, redis_addresses, without_login
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.checkpoint.gguf.names import served_folder
-from common.clock import SystemClock
+from common.contracts.clock import SystemClock
+from common.contracts.errors import StaleEpoch
+from common.contracts.types import PoolIdentity
 from common.decisions.disk.metrics import LogMetrics
 from common.decisions.disk.writer import opened as opened_log
 from common.decisions.ring import DecisionRing
-from common.errors import StaleEpoch
 from common.process.advertise import reachable_address
 from common.process.debug import dumps_on_signal
 from common.process.garbage import collect_rarely
@@ -38,24 +39,23 @@ from common.settings.config import load_or_exit
 from common.settings.pool_key import pool_key_of
 from common.telemetry.provider import setup as setup_telemetry
 from common.telemetry.server_spans import server_spans
-from common.types import PoolIdentity
-from kvmanager import decision_servicer, servicer
 from kvmanager.config import KvManagerSettings
-from kvmanager.core.leadership import Leadership
-from kvmanager.core.ledger import Ledger
-from kvmanager.core.manager import Manager, ManagerConfig
-from kvmanager.core.watchdog import waits_for_a_grant
-from kvmanager.decision_servicer import DecisionServicer
+from kvmanager.contracts.ports import IndexStore, Leading
+from kvmanager.group.group_lease import RedisGroupLease
+from kvmanager.group.leadership import Leadership
 from kvmanager.group.member import Alone, GroupMember
 from kvmanager.group.processes import owner_name
-from kvmanager.index.group_lease import RedisGroupLease
 from kvmanager.index.publisher import PublisherTimes
 from kvmanager.index.state_file import EpochFile
 from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
 from kvmanager.index.writer import IndexWriter
-from kvmanager.metrics import ManagerMetrics
-from kvmanager.ports import IndexStore, Leading
-from kvmanager.servicer import KvManagerServicer
+from kvmanager.ledger.ledger import Ledger
+from kvmanager.ledger.manager import Manager, ManagerConfig
+from kvmanager.ledger.watchdog import waits_for_a_grant
+from kvmanager.service import decision_servicer, servicer
+from kvmanager.service.decision_servicer import DecisionServicer
+from kvmanager.service.metrics import ManagerMetrics
+from kvmanager.service.servicer import KvManagerServicer
 from kvmanager.sessions.attachments import Attachments
 from kvmanager.sessions.handler import SessionLimits
 from kvmanager.sessions.pins import OperatorPins

@@ -8,9 +8,10 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
+from common.contracts.errors import FieldViolation
+from common.contracts.limits import CALLS_PER_CONNECTION
+from common.contracts.turns import DEFAULT_MAX_WAIT
 from common.decisions.ring import DEFAULT_RING_BYTES
-from common.errors import FieldViolation
-from common.limits import CALLS_PER_CONNECTION
 from common.process.metrics import metrics_port
 from common.settings.decision_log import DecisionLogSettings
 from common.settings.options import (
@@ -33,9 +34,8 @@ from common.settings.options import (
     together,
 )
 from common.settings.pool_key import PoolSettings
-from common.turns import DEFAULT_MAX_WAIT
-from router.core.dialects.names import REASONING_DIALECTS, TOOL_DIALECTS
-from router.core.tail_rules import Objective
+from router.answers.dialects.names import REASONING_DIALECTS, TOOL_DIALECTS
+from router.observe.tail_rules import Objective
 
 ToolCallParser = Annotated[str, AfterValidator(one_of("auto", "none", *TOOL_DIALECTS))]
 ReasoningParser = Annotated[str, AfterValidator(one_of("auto", "none", *REASONING_DIALECTS))]

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.rpc.server import RpcServer
-from router.grpc_api.admin import AdminPlane
+from router.api.grpc.admin import AdminPlane
+from router.api.http.http_server import HttpServer
 from router.requests.frontend import RouterFrontend
-from router.serving.http_server import HttpServer
 
 log = logging.getLogger(__name__)
 

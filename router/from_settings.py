@@ -6,25 +6,25 @@ import logging
 
 from common.checkpoint.fingerprint import model_fingerprint
 from common.checkpoint.gguf.names import served_name
-from common.clock import Clock
-from common.errors import FieldViolation, InvalidConfig
-from common.limits import MAX_BATCH_REQUESTS
+from common.contracts.clock import Clock
+from common.contracts.errors import FieldViolation, InvalidConfig
+from common.contracts.limits import MAX_BATCH_REQUESTS
+from common.contracts.types import PoolIdentity
 from common.settings.pool_key import pool_key_of
-from common.types import PoolIdentity
+from router.answers.reading import Dialects
+from router.answers.text.assembler import CheckpointText
+from router.answers.text.checkpoint import Checkpoint
+from router.api.openai.batches.folder import BatchFolder
+from router.api.openai.batches.parts import BatchParts
+from router.api.openai.batches.runner import BatchRunner
+from router.api.openai.batches.uploads import Uploads
 from router.config import RouterSettings
-from router.core.identity import UNKNOWN_ARITHMETIC, UNKNOWN_GEOMETRY, UNKNOWN_POOLING
-from router.core.worker_networks import LOOPBACK, PRIVATE, WorkerNetworks
-from router.openai.batches.folder import BatchFolder
-from router.openai.batches.parts import BatchParts
-from router.openai.batches.runner import BatchRunner
-from router.openai.batches.uploads import Uploads
-from router.ports import ModelCard
-from router.serving.reading import Dialects
+from router.contracts.identity import UNKNOWN_ARITHMETIC, UNKNOWN_GEOMETRY, UNKNOWN_POOLING
+from router.contracts.ports import ModelCard
 from router.tenants.directory import PeerDirectory, TenantDirectory
 from router.tenants.tenants_file import read_server_key
-from router.text.assembler import CheckpointText
-from router.text.checkpoint import Checkpoint
 from router.workers.discovery import EntryRules
+from router.workers.worker_networks import LOOPBACK, PRIVATE, WorkerNetworks
 
 
 def authenticator_of(settings: RouterSettings, model: str) -> PeerDirectory | TenantDirectory:

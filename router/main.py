@@ -18,12 +18,12 @@ from prometheus_client import CollectorRegistry
 
 from common.addresses.host_port import joined_address
 from common.checkpoint.gguf.names import served_folder
-from common.clock import SystemClock
+from common.contracts.clock import SystemClock
+from common.contracts.errors import InvalidRequest
+from common.contracts.limits import KEPT_RECORDS_SHARE, REFUSED_RECORDS_SHARE
 from common.decisions.disk.metrics import LogMetrics
 from common.decisions.disk.writer import opened as opened_log
 from common.decisions.ring import DecisionRing
-from common.errors import InvalidRequest
-from common.limits import KEPT_RECORDS_SHARE, REFUSED_RECORDS_SHARE
 from common.process.allocator import one_arena
 from common.process.debug import dumps_on_signal
 from common.process.garbage import collect_rarely
@@ -43,13 +43,35 @@ from common.telemetry.server_spans import server_spans
 from quire.decision.v1 import decision_pb2_grpc
 from quire.inference.v1 import inference_pb2_grpc
 from quire.kserve.v2 import kserve_pb2_grpc
-from router.anthropic.app import add_messages
+from router.answers.constraints.checker import ConstraintChecker
+from router.answers.reading import AnswerReader
+from router.answers.text.assembler import CheckpointText
+from router.answers.text.checkpoint import Checkpoint, read_checkpoint
+from router.answers.text.tokenizer_files import TokenizerFiles
+from router.api.anthropic.app import add_messages
+from router.api.grpc.admin import DECISIONS, INFERENCE, AdminPlane
+from router.api.grpc.decision_servicer import DecisionServicer, PublicDecisionServicer
+from router.api.grpc.explanation import Explanations
+from router.api.grpc.manager_calls import ManagerCalls
+from router.api.grpc.pins import PinParts, Pins
+from router.api.grpc.refused_calls import RefusedCalls
+from router.api.grpc.servicer import InferenceServicer, Routers
+from router.api.http.http_server import HttpServer, bounded_connections, serve_http
+from router.api.http.pages import pages
+from router.api.kserve.servicer import KSERVE_SERVICE, KserveServicer
+from router.api.openai.app import create_app
+from router.api.openai.public_metrics import PublicMetrics
+from router.api.openai.responses.background import BackgroundResponses
+from router.api.openai.responses.parts import ResponseParts
+from router.api.openai.responses.store import MemoryStore, NoStore, RedisStore, ResponseStore, StoreLimits
+from router.api.openai.service import HttpParts
+from router.api.page.parts import Sampler, history_of, site_of
+from router.api.page.site import PREFIX
+from router.api.shared.call_context import Calls
+from router.api.shared.metering import Meter, MeteredValidator
 from router.config import RouterSettings
-from router.constraints.checker import ConstraintChecker
-from router.core.admission import AdmissionLimiter, AdmissionLimits
-from router.core.refusals import wrong_request_record
-from router.core.routing import Router
-from router.core.tenancy import Caller, TenantQuotas
+from router.contracts.ports import PrefixIndex
+from router.contracts.refusals import wrong_request_record
 from router.draining import Faces, drain
 from router.from_settings import (
     authenticator_of,
@@ -61,17 +83,8 @@ from router.from_settings import (
     name_of,
     what_it_waits_for,
 )
-from router.grpc_api.admin import DECISIONS, INFERENCE, AdminPlane
-from router.grpc_api.decision_servicer import DecisionServicer, PublicDecisionServicer
-from router.grpc_api.explanation import Explanations
-from router.grpc_api.manager_calls import ManagerCalls
-from router.grpc_api.pins import PinParts, Pins
-from router.grpc_api.refused_calls import RefusedCalls
-from router.grpc_api.servicer import InferenceServicer, Routers
-from router.kserve.servicer import KSERVE_SERVICE, KserveServicer
 from router.observe.kept_records import KeptRecords
 from router.observe.metrics import RouterMetrics
-from router.observe.pages import pages
 from router.observe.recorder import Recorder
 from router.observe.refusals import Refusals
 from router.observe.refused_records import RefusedRecords
@@ -82,29 +95,16 @@ from router.observe.tail_keeper import TailKeeper
 from router.observe.trace_ids import ChosenTraceIds
 from router.observe.trace_store import TraceStore
 from router.observe.vllm_names import Held, VllmNames
-from router.openai.app import create_app
-from router.openai.public_metrics import PublicMetrics
-from router.openai.responses.background import BackgroundResponses
-from router.openai.responses.parts import ResponseParts
-from router.openai.responses.store import MemoryStore, NoStore, RedisStore, ResponseStore, StoreLimits
-from router.openai.service import HttpParts
-from router.page.parts import Sampler, history_of, site_of
-from router.page.site import PREFIX
-from router.ports import PrefixIndex
+from router.placement.admission import AdmissionLimiter, AdmissionLimits
+from router.placement.routing import Router
 from router.requests.dispatcher import Dispatcher
 from router.requests.explainer import Explainer
 from router.requests.frontend import RouterFrontend
 from router.requests.redis_prefix_index import NoPrefixIndex, RedisPrefixIndex
 from router.requests.resumer import RequestResumer
 from router.requests.validate import Validator, WatchedValidator, random_seed
-from router.serving.call_context import Calls
-from router.serving.http_server import HttpServer, bounded_connections, serve_http
-from router.serving.metering import Meter, MeteredValidator
-from router.serving.reading import AnswerReader
 from router.tenants.directory import TenantDirectory
-from router.text.assembler import CheckpointText
-from router.text.checkpoint import Checkpoint, read_checkpoint
-from router.text.tokenizer_files import TokenizerFiles
+from router.tenants.tenancy import Caller, TenantQuotas
 from router.workers.client import RouterIdentity
 from router.workers.discovery import Discovery
 from router.workers.pool import WorkerPool

@@ -59,28 +59,32 @@ _NEEDS = {
         gpuworker/runner gpuworker/sampling gpuworker/structured gpuworker/engine/test_determinism.py
         gpuworker/engine/test_equality.py gpuworker/engine/test_partial_blocks.py gpuworker/engine/test_speculation.py
         gpuworker/server/test_router_streams.py gpuworker/test_process.py
-        router/text/test_chat.py router/text/test_tokenizer.py structure/test_light_imports.py suites/models
+        router/answers/text/test_chat.py router/answers/text/test_tokenizer.py structure/test_light_imports.py
+        suites/models
     """,
     "processes": """
         attacks bench/comparison/test_peer_process.py bench/lib/test_suite.py bench/test_attacks.py
         bench/test_load.py bench/test_peers.py bench/test_soak.py bench/test_split.py cli/suite/test_ports.py
         cli/suite/test_worker_cpus.py cli/test_bench.py cli/test_chat.py cli/test_commands.py cli/test_doctor.py
         cli/test_folders.py cli/test_screens.py cli/test_text_options.py cli/top/test_terminal.py
-        common/process/test_debug.py gpuworker/test_process.py kvmanager/group kvmanager/test_process.py
-        router/constraints/test_checker.py router/test_privacy.py router/test_process.py structure/test_waiting.py
-        suites
+        common/process/test_debug.py gpuworker/test_process.py kvmanager/group/test_member.py
+        kvmanager/group/test_options.py kvmanager/group/test_owner_names.py kvmanager/group/test_processes.py
+        kvmanager/group/test_readiness.py kvmanager/group/test_shards.py kvmanager/group/test_watchers.py
+        kvmanager/test_process.py router/answers/constraints/test_checker.py router/test_privacy.py
+        router/test_process.py structure/test_waiting.py suites
     """,
     # Seconds without work.
     "patience": """
         cli/why/test_watch.py common/rpc/test_limits.py common/telemetry/test_provider.py kvmanager/test_pins.py
         kvmanager/test_stalls.py
-        router/grpc_api/test_late_groups.py router/requests/test_drained_workers.py router/test_stalls.py
+        router/api/grpc/test_late_groups.py router/requests/test_drained_workers.py router/test_stalls.py
     """,
     "fuzz": "fuzz",
     "searches": """
         cli/block_size/test_accounting.py cli/replay/test_fit.py cli/replay/test_simulation.py
-        kvmanager/core/test_soak.py kvmanager/index/test_groups_machine.py router/core/test_shares_of_service.py
-        router/anthropic/test_fuzz.py router/openai/test_fuzz.py router/openai/test_official_models.py suites/protocol
+        kvmanager/ledger/test_soak.py kvmanager/index/test_groups_machine.py router/placement/test_shares_of_service.py
+        router/api/anthropic/test_fuzz.py router/api/openai/test_fuzz.py router/api/openai/test_official_models.py
+        suites/protocol
     """,
     "plots": """
         bench/comparison/test_plots.py bench/open_loop/test_plot.py cli/benchmark/test_plot.py

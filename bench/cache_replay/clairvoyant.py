@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from bench.cache_replay.workloads import CacheRequest
-from common.types import BlockHash, BlockId
-from kvmanager.core.block import Blocks
-from kvmanager.core.eviction.interface import NO_MARK, Mark, no_leaf
+from common.contracts.types import BlockHash, BlockId
+from kvmanager.cache.eviction.interface import NO_MARK, Mark, no_leaf
+from kvmanager.contracts.block import Blocks
 
 _NEVER = 1 << 60
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from bench.cache_replay.workloads import BLOCK_SIZE, CacheRequest
-from common.clock import ManualClock
-from common.lease import Reserve
-from common.types import BlockHash, BlockId, SequenceId
-from kvmanager.core.block import ROOT
-from kvmanager.core.block_granter import BlockGranter
-from kvmanager.core.config import EvictionName, LedgerConfig
-from kvmanager.core.ledger_state import LedgerState
-from kvmanager.core.sequence import Sequence
+from common.contracts.clock import ManualClock
+from common.contracts.lease import Reserve
+from common.contracts.types import BlockHash, BlockId, SequenceId
+from kvmanager.contracts.block import ROOT
+from kvmanager.contracts.ledger_config import EvictionName, LedgerConfig
+from kvmanager.contracts.sequence import Sequence
+from kvmanager.ledger.block_granter import BlockGranter
+from kvmanager.ledger.ledger_state import LedgerState
 
 
 @dataclass(slots=True)

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from common.lease import LAST_BLOCK, RetainedBlocks
-from common.types import BlockHash
+from common.contracts.lease import LAST_BLOCK, RetainedBlocks
+from common.contracts.types import BlockHash
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any, Final
 from bench.comparison.peer_process import TEXT
 from bench.lib.real_text import real_text
 from common.checkpoint.gguf.names import gguf_file, served_folder
-from common.errors import Unavailable
+from common.contracts.errors import Unavailable
 
 _TEXT_SIZE: Final = 128 << 10  # characters
 _TOKENIZER: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import psutil
 
-from common.errors import Unavailable
+from common.contracts.errors import Unavailable
 from common.process import die_with_parent
 
 TEXT: Final = "text.json"

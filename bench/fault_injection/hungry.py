@@ -10,7 +10,7 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.limits import MAX_PUBLIC_MESSAGE_BYTES
+from common.contracts.limits import MAX_PUBLIC_MESSAGE_BYTES
 
 _CALLS: Final = 8
 _PAUSE_S: Final = 0.1

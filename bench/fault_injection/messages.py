@@ -15,7 +15,7 @@ from typing import Any, Final
 import httpx
 
 from gpuworker.simulated.tokens import SimulatedTokens
-from router.text.tokenizer import Tokenizer
+from router.answers.text.tokenizer import Tokenizer
 
 _PATIENCE_S: Final = 240.0
 _MOST_TOKENS: Final = 80

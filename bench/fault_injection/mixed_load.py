@@ -35,7 +35,7 @@ from quire.client import AsyncClient
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2 as types
-from router.text.checkpoint import read_checkpoint
+from router.answers.text.checkpoint import read_checkpoint
 
 CLIENTS_A_CHANNEL: Final = 8
 PROMPTS: Final = 256

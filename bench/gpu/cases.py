@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from common.types import KvGeometry
+from common.contracts.types import KvGeometry
 from gpuworker.attention.interface import AttentionMetadata, Int32Array, LayerAttention
 from gpuworker.attention.step_inputs import PackedRows, attention_arrays, attention_metadata, pack_rows, to_device
 from gpuworker.memory.byte_plan import bytes_per_block

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cli.suite.embedded import EmbeddedChannel
-from common.clock import SystemClock
-from common.errors import EngineFailure
-from common.hashing import block_digests, block_hash_of, root_digest
-from common.lease import Attach
-from common.types import FinishReason, KvGeometry, PoolIdentity, SamplingParams, SequenceId
-from gpuworker.core.batch_plan import StepRunner
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.outcomes import AgentConfig
-from gpuworker.core.sequence import NewSequence
-from gpuworker.core.stopping import StopRule
+from common.contracts.clock import SystemClock
+from common.contracts.errors import EngineFailure
+from common.contracts.hashing import block_digests, block_hash_of, root_digest
+from common.contracts.lease import Attach
+from common.contracts.types import FinishReason, KvGeometry, PoolIdentity, SamplingParams, SequenceId
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.ports import EngineOutputs, EngineRequest
+from gpuworker.scheduling.batch_plan import StepRunner
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.outcomes import AgentConfig
+from gpuworker.scheduling.sequence import NewSequence
+from gpuworker.scheduling.stopping import StopRule
 
 GREEDY = SamplingParams(temperature=0.0)
 _PATIENCE = 600.0

@@ -11,19 +11,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.manager_load.reporter import BLOCK_SIZE, Reporter
-from common.clock import ManualClock
+from common.contracts.clock import ManualClock
+from common.contracts.lease import Inventory
+from common.contracts.types import Decision, DecisionKind
 from common.decisions.disk.core.retention import Bounds
 from common.decisions.disk.folder import LogFolder
 from common.decisions.disk.writer import DecisionLogWriter
 from common.decisions.ring import DecisionRing
-from common.lease import Inventory
-from common.types import Decision, DecisionKind
-from kvmanager.core.config import LedgerConfig
-from kvmanager.core.ledger import Ledger
-from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
-from router.core.placement import PlacementRequest
-from router.core.routing import Router
-from router.core.worker_model import Capacity, Load, WorkerModel
+from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.ledger.ledger import Ledger
+from router.observe.diagnosis.outcome import Outcome, figures_of, texts_of
+from router.placement.placement import PlacementRequest
+from router.placement.routing import Router
+from router.placement.worker_model import Capacity, Load, WorkerModel
 
 WORKERS = 8
 _BOUNDS = Bounds(1 << 30, 1 << 62)

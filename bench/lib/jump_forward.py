@@ -15,13 +15,13 @@ from bench.lib.harness import progress
 from bench.lib.models import data_plane
 from bench.lib.workers import BenchWorker, random_prompts
 from cli.benchmark.requests import Request, Workload
-from common.types import SamplingParams
+from common.contracts.types import SamplingParams
 from gpuworker.attention.backends import BackendOptions, make_backend
-from gpuworker.core.drafting import NgramDrafter
-from gpuworker.core.outcomes import AgentConfig
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.plane.assembly import ModelPlane, executor_for
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
+from gpuworker.scheduling.drafting import NgramDrafter
+from gpuworker.scheduling.outcomes import AgentConfig
 from gpuworker.structured.grammars import GrammarCompiler
 
 NOTES = {

@@ -8,14 +8,14 @@ from typing import Any
 
 from bench.lib.checkpoints import MAX_MODEL_LEN, MEDIUM, SMALL, checkpoint
 from bench.lib.workers import BenchWorker
-from common.types import KvGeometry
+from common.contracts.types import KvGeometry
 from gpuworker.attention.backends import BackendOptions, make_backend
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.core.batch_plan import StepRunner
-from gpuworker.core.outcomes import AgentConfig
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.plane.assembly import ModelPlane, assemble, executor_for
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
+from gpuworker.scheduling.batch_plan import StepRunner
+from gpuworker.scheduling.outcomes import AgentConfig
 
 
 def data_plane(model: str | None, shape: Mapping[str, object] = MEDIUM, **options: Any) -> ModelPlane:

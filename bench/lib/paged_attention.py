@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from bench.lib.rates import fastest_in_turns
-from common.types import KvGeometry
+from common.contracts.types import KvGeometry
 from gpuworker.attention.backends import make_backend
 from gpuworker.attention.interface import AttentionBackend, AttentionMetadata, LayerAttention
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device

@@ -18,7 +18,7 @@ from typing import Any, Final
 from bench.lib.models import data_plane, plane_worker
 from bench.lib.workers import BenchWorker
 from cli.benchmark.requests import Request, Workload
-from common.types import SamplingParams
+from common.contracts.types import SamplingParams
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.models.llama.linears import CHOICES
 from gpuworker.plane.assembly import ModelPlane

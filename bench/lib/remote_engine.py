@@ -18,17 +18,17 @@ from dataclasses import replace
 from typing import Any
 
 from cli.suite.embedded import EmbeddedChannel
-from common.clock import SystemClock
-from common.lease import Attach
+from common.contracts.clock import SystemClock
+from common.contracts.lease import Attach
+from common.contracts.types import FinishReason, KvGeometry, PoolIdentity, SequenceId
 from common.process import die_with_parent
 from common.process.python import module_command
-from common.types import FinishReason, KvGeometry, PoolIdentity, SequenceId
-from gpuworker.core.batch_plan import StepRunner
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.outcomes import AgentConfig
-from gpuworker.core.step_costs import StepCosts
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.ports import EngineLoad, EngineRequest, OutputSink
+from gpuworker.scheduling.batch_plan import StepRunner
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.outcomes import AgentConfig
+from gpuworker.scheduling.step_costs import StepCosts
 from gpuworker.simulated.runner import SimulatedRunner
 from gpuworker.simulated.tokens import SimulatedTokens
 

@@ -19,19 +19,19 @@ from opentelemetry.sdk.trace.sampling import DEFAULT_ON
 from opentelemetry.trace import SpanKind
 
 from bench.lib.decision_records import records_of
-from common.clock import SystemClock
-from common.lease import Admit, GrantBatch, Report, Reserve
+from common.contracts.clock import SystemClock
+from common.contracts.lease import Admit, GrantBatch, Report, Reserve
+from common.contracts.types import BlockId, Decision, DecisionKind, FinishReason, SamplingParams, SequenceId, Usage
 from common.telemetry import context_from
 from common.telemetry.delivery import otlp_request
 from common.telemetry.provider import origin_of
 from common.telemetry.spans import RecordedSpan, SpanTracer
-from common.types import BlockId, Decision, DecisionKind, FinishReason, SamplingParams, SequenceId, Usage
-from gpuworker.core.outcomes import SequenceFinished
 from gpuworker.engine.ports import Chunk
+from gpuworker.scheduling.outcomes import SequenceFinished
 from gpuworker.server.spans import SequenceSpans
 from kvmanager.sessions.reserve_spans import ReserveSpans
-from router.core.events import Finished, Timings, ValidatedRequest
-from router.core.index_answer import IndexAnswer, IndexSaid
+from router.contracts.events import Finished, Timings, ValidatedRequest
+from router.contracts.index_answer import IndexAnswer, IndexSaid
 from router.observe.request_trace import RequestTrace
 from router.observe.sampling import RequestSampler
 from router.observe.trace_ids import ChosenTraceIds

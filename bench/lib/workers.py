@@ -22,26 +22,26 @@ from cli.benchmark.requests import Request, Workload
 from cli.certificates.folder import CertificateFolder
 from cli.suite.embedded import EmbeddedChannel
 from cli.suite.stack import free_ports
-from common.clock import SystemClock
-from common.errors import EngineFailure
-from common.hashing import block_digests, block_hash_of, root_digest
-from common.lease import Attach, LeaseChannel
+from common.contracts.clock import SystemClock
+from common.contracts.errors import EngineFailure
+from common.contracts.hashing import block_digests, block_hash_of, root_digest
+from common.contracts.lease import Attach, LeaseChannel
+from common.contracts.types import FinishReason, KvGeometry, PoolIdentity, SamplingParams, SequenceId, TokenLogprobs
 from common.process import die_with_parent
 from common.process.python import module_command
 from common.rpc.health import wait_until_serving
 from common.rpc.roles import Role
 from common.rpc.server import Dial, dialer, open_channel
 from common.rpc.tls import Identity
-from common.types import FinishReason, KvGeometry, PoolIdentity, SamplingParams, SequenceId, TokenLogprobs
-from gpuworker.core.batch_plan import StepRunner
-from gpuworker.core.drafting import speculation_of
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.outcomes import AgentConfig, SequenceFinished
-from gpuworker.core.sequence import NewSequence
-from gpuworker.core.stopping import StopRule
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.lease_client import LeaseClient
 from gpuworker.engine.ports import EngineOutputs, EngineRequest
+from gpuworker.scheduling.batch_plan import StepRunner
+from gpuworker.scheduling.drafting import speculation_of
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.outcomes import AgentConfig, SequenceFinished
+from gpuworker.scheduling.sequence import NewSequence
+from gpuworker.scheduling.stopping import StopRule
 from gpuworker.server.output_buffer import OutputBuffer
 
 _START_SECONDS = 30.0

@@ -16,10 +16,10 @@ from typing import Final
 import uvloop
 
 from bench.manager_load.reporter import BLOCK_SIZE, Reporter
-from common.lease import Attach, Inventory
+from common.contracts.lease import Attach, Inventory
+from common.contracts.types import KvGeometry, PoolIdentity
 from common.process.garbage import collect_rarely
 from common.rpc.server import open_channel
-from common.types import KvGeometry, PoolIdentity
 from common.wire.inventory_codec import inventory_chunks
 from common.wire.lease_codec import attach_to_proto, batch_from_proto, report_to_proto
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc

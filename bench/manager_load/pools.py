@@ -13,12 +13,12 @@ import psutil
 
 from bench.cache_replay.replay import pool_of, replay
 from bench.cache_replay.workloads import CacheRequest
-from common.clock import SystemClock
-from common.lease import CachedBlock, Inventory
-from common.types import BlockHash, BlockId
+from common.contracts.clock import SystemClock
+from common.contracts.lease import CachedBlock, Inventory
+from common.contracts.types import BlockHash, BlockId
 from common.wire.inventory_codec import InventoryAssembler, InventoryBounds, inventory_chunks
-from kvmanager.core.config import EvictionName, LedgerConfig
-from kvmanager.core.ledger import Ledger
+from kvmanager.contracts.ledger_config import EvictionName, LedgerConfig
+from kvmanager.ledger.ledger import Ledger
 from quire.kvmanager.v1 import kvmanager_pb2
 
 _CHAIN: Final = 32

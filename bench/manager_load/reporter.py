@@ -10,8 +10,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Final
 
-from common.lease import GrantBatch, Report, Reserve
-from common.types import BlockHash, BlockId, FinishReason, SequenceId
+from common.contracts.lease import GrantBatch, Report, Reserve
+from common.contracts.types import BlockHash, BlockId, FinishReason, SequenceId
 
 BLOCK_SIZE: Final = 16
 _PROMPT: Final = 520

@@ -8,11 +8,11 @@ import time
 from typing import Final
 
 from bench.manager_load.reporter import BLOCK_SIZE, Reporter
-from common.clock import SystemClock
-from common.lease import Inventory
+from common.contracts.clock import SystemClock
+from common.contracts.lease import Inventory
 from common.wire.lease_codec import batch_from_proto, batch_to_proto, report_from_proto, report_to_proto
-from kvmanager.core.config import EvictionName, LedgerConfig
-from kvmanager.core.ledger import Ledger
+from kvmanager.contracts.ledger_config import EvictionName, LedgerConfig
+from kvmanager.ledger.ledger import Ledger
 from quire.kvmanager.v1 import kvmanager_pb2
 
 _PARTS: Final = ("decode", "apply", "schedule", "encode")

@@ -17,10 +17,10 @@ from grpc import aio
 from bench.open_loop.plan import FINISHED, Plan, Trace
 from bench.open_loop.token_check import TokenCheck
 from cli.certificates.folder import Leaf
-from common.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
+from common.contracts.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
+from common.contracts.types import PoolIdentity
 from common.rpc.roles import Role
 from common.rpc.server import open_channel
-from common.types import PoolIdentity
 from common.wire.identity_codec import identity_from_proto
 from common.wire.packing import pack_hashes, unpack_u32
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb

@@ -18,7 +18,14 @@ from common.backoff import Backoff
 from common.batch.lines import Item
 from common.batch.results import Result
 from common.batch.retries import AGAIN, BACKOFF, asked_pause
-from common.errors import FieldViolation, InvalidConfig, PermissionDenied, QuireError, Unauthenticated, Unavailable
+from common.contracts.errors import (
+    FieldViolation,
+    InvalidConfig,
+    PermissionDenied,
+    QuireError,
+    Unauthenticated,
+    Unavailable,
+)
 from common.rpc.tls_words import tls_problem
 from quire.api.proxy import is_this_machine
 

@@ -35,7 +35,7 @@ from cli.benchmark.plan import (
 from cli.benchmark.report import Figure, Report
 from cli.benchmark.requests import equal_requests
 from cli.benchmark.served import FIRST_WORKER, MIB, ServedSuite, served_suite
-from common.errors import DeadlineExceeded, QuireError, Unavailable
+from common.contracts.errors import DeadlineExceeded, QuireError, Unavailable
 from common.process.cores import usable_cores
 from common.settings.config import load
 from gpuworker.config import GpuWorkerSettings

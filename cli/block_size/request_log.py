@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import FieldViolation, InvalidRequest
+from common.contracts.errors import FieldViolation, InvalidRequest
 
 _NAMED = 10  # of malformed lines; a file with more of them is no request log
 _OUTPUT_NAMES = ("output_tokens", "completion_tokens")

@@ -21,7 +21,7 @@ from cli.block_size.accounting import BLOCK_SIZES
 from cli.block_size.advice import BlockSizeCost, costs, recommend
 from cli.block_size.request_log import LoggedRequest, read_log
 from cli.client import add_json, path_of, print_json, run_command
-from common.errors import FieldViolation, InvalidRequest
+from common.contracts.errors import FieldViolation, InvalidRequest
 
 T = TypeVar("T")
 _SPEED_PREFIX: Final = "tok_s_block"

@@ -21,7 +21,7 @@ from cli.batch.runner import Counts, Runner, Target
 from cli.client import add_http_address, add_json, failed, http_target, path_of, print_json
 from common.batch.lines import checked_ids, items
 from common.batch.results import Result, ResultFile
-from common.errors import FieldViolation, InvalidRequest, QuireError
+from common.contracts.errors import FieldViolation, InvalidRequest, QuireError
 from common.settings.exit_status import exit_status
 
 _MOST_AT_ONCE: Final = 1024

@@ -24,7 +24,7 @@ from cli.benchmark.screen import show
 from cli.client import path_of, run_command
 from cli.demo_model import CHECKPOINT
 from cli.plots import plot_problems
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 from common.settings.config import refuse
 
 _SECONDS: Final = 150.0

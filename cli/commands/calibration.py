@@ -15,11 +15,11 @@ from cli.views.calibration import CalibrationView
 from cli.why.choice import seconds_of
 from cli.why.pages import Listed, Lister
 from cli.why.source import Source, add_log, opened
-from common.errors import FieldViolation, InvalidConfig, NotFound
-from common.types import Decision, DecisionKind
+from common.contracts.errors import FieldViolation, InvalidConfig, NotFound
+from common.contracts.types import Decision, DecisionKind
 from common.wire.decision_codec import known_decisions
 from quire.decision.v1 import decision_pb2 as pb
-from router.core.diagnosis.calibration import Predicted, calibrations, predictions
+from router.observe.diagnosis.calibration import Predicted, calibrations, predictions
 
 _DEFAULT: Final = 5_000
 # A request that waits is routed again: there are more choices than requests.

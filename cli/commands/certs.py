@@ -17,7 +17,7 @@ from rich.console import Console
 from cli.certificates.authority import LEAF_DAYS, RENEW_DAYS, Wanted, ends_at, ensure, make, wanted
 from cli.certificates.folder import CertificateFolder
 from cli.client import add_json, path_of, print_json, run_command
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 from common.rpc.roles import Role
 
 # What a DNS name may have: `<id>.worker.quire.internal`.

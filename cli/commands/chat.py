@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cli.client import add_address, failed, router_client
-from common.errors import FieldViolation, InvalidRequest, QuireError, Unsupported
+from common.contracts.errors import FieldViolation, InvalidRequest, QuireError, Unsupported
 from quire.client import AsyncStream, Completion, Message, Model, Options
 
 _PROMPT, _MORE = "> ", ". "

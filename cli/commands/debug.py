@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cli.client import path_of, run_command
-from common.errors import NotFound
+from common.contracts.errors import NotFound
 from common.process.debug import dump_path, entry_path
 
 _ANSWER_SECONDS = 5.0

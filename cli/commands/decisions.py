@@ -24,8 +24,8 @@ from cli.why.ids import full_id, id_of
 from cli.why.pages import Listed, Lister
 from cli.why.source import LogSource, Source, add_log, opened
 from cli.why.watch import Watched, Watcher
-from common.errors import FieldViolation, InvalidConfig
-from common.types import DecisionKind
+from common.contracts.errors import FieldViolation, InvalidConfig
+from common.contracts.types import DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
 
 _MANAGER, _ROUTER = "manager", "router"

@@ -28,7 +28,7 @@ from cli.demo_model.tool import CHOICE, look_up, person_in, tool
 from cli.suite.stack import Stack, StackOptions
 from cli.views.trace import render_trace
 from common.checkpoint.gguf.names import served_folder, served_name
-from common.errors import FieldViolation, InvalidConfig, QuireError, Unavailable
+from common.contracts.errors import FieldViolation, InvalidConfig, QuireError, Unavailable
 from gpuworker.native.levels import levels_here, why_missing
 from quire.client import AsyncClient, Completion, Message
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc

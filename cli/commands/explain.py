@@ -16,7 +16,7 @@ from rich.console import Console
 
 from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command
 from cli.views.explain import ExplainView
-from common.errors import FieldViolation, InvalidRequest
+from common.contracts.errors import FieldViolation, InvalidRequest
 from quire.client import Message, Options
 from quire.client.request import request_of
 from quire.decision.v1 import decision_pb2 as pb

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cli.client import add_address, add_json, print_json, router_client, run_command
-from common.errors import DeadlineExceeded, FieldViolation, InvalidRequest
+from common.contracts.errors import DeadlineExceeded, FieldViolation, InvalidRequest
 from quire.client import AsyncClient, AsyncStream, Completion, InterruptedByDeadline, Message, Options, Prompt
 
 # Fields of a request that have a flag, by the flag's name.

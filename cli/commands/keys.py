@@ -16,7 +16,7 @@ from typing import Final
 from rich.console import Console
 
 from cli.client import add_json, path_of, print_json, run_command
-from common.errors import FieldViolation, InvalidRequest
+from common.contracts.errors import FieldViolation, InvalidRequest
 from router.tenants.keys import hash_of, new_key
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command, unheard_in_words
 from cli.commands.explain import chat_of, text_of, token_ids_of
-from common.errors import FieldViolation, InvalidRequest
+from common.contracts.errors import FieldViolation, InvalidRequest
 from quire.client import Message, Options
 from quire.client.request import request_of
 from quire.inference.v1 import inference_pb2 as pb

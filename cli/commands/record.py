@@ -16,10 +16,10 @@ from rich.console import Console
 
 from cli.client import add_admin_address, admin_channel, path_of, run_command
 from cli.replay.trace import Arrival, Measured, header, line_of
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2, inference_pb2_grpc
-from router.core.diagnosis.words import count
+from router.observe.diagnosis.words import count
 
 
 def parser() -> argparse.ArgumentParser:

@@ -26,8 +26,8 @@ from cli.replay.screen import drawn
 from cli.replay.simulation import ReplayOptions, replay
 from cli.replay.trace import Trace, lines_of, mooncake_lines, read_trace
 from cli.replay.worker import Timing
-from common.errors import FieldViolation, InvalidConfig, QuireError
-from gpuworker.core.step_costs import DEFAULT_COSTS, StepCosts, parse_costs
+from common.contracts.errors import FieldViolation, InvalidConfig, QuireError
+from gpuworker.scheduling.step_costs import DEFAULT_COSTS, StepCosts, parse_costs
 
 _BLOCK_SIZES: Final = (4, 8, 16, 32, 64, 128, 256)
 _SIZES: Final = {

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from cli.suite.preflight import suite_options
 from cli.suite.stack import Stack, StackOptions
-from common.errors import InvalidConfig, QuireError
+from common.contracts.errors import InvalidConfig, QuireError
 from common.settings.config import refuse
 from common.settings.exit_status import REFUSED_STATUS, exit_status
 

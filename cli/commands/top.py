@@ -21,8 +21,8 @@ from cli.top.snapshot import Snapshot, taken
 from cli.views.why import WhyView
 from cli.why.gather import Gatherer
 from cli.why.runbook import runbook_at
-from common.errors import FieldViolation, InvalidConfig, QuireError
-from router.core.diagnosis.rules import diagnose
+from common.contracts.errors import FieldViolation, InvalidConfig, QuireError
+from router.observe.diagnosis.rules import diagnose
 
 _EVERY_S: Final = 2.0
 _BACK: Final = Text("\nany key: back", "dim")

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from cli.block_size.accounting import BLOCK_SIZES, ReservedSlots, contiguous_slots, paged_slots
 from cli.client import add_json, print_json, run_command
-from common.errors import FieldViolation, InvalidRequest
-from common.limits import MAX_WORKER_SEQUENCES
+from common.contracts.errors import FieldViolation, InvalidRequest
+from common.contracts.limits import MAX_WORKER_SEQUENCES
 
 _MOST: Final = (1 << 31) - 1
 _NUMBER: Final = f"a whole number from 1 to {_MOST}"

@@ -27,11 +27,11 @@ from cli.why.choice import Choice, chosen, seconds_of
 from cli.why.gather import Gatherer
 from cli.why.ids import id_of
 from cli.why.source import add_log, opened
-from common.errors import FieldViolation, InvalidConfig, NotFound
+from common.contracts.errors import FieldViolation, InvalidConfig, NotFound
 from common.version import quire_version
-from router.core.diagnosis.change_words import head_of as head_of_change
-from router.core.diagnosis.rules import diagnose
-from router.core.diagnosis.verdict import Diagnosis
+from router.observe.diagnosis.change_words import head_of as head_of_change
+from router.observe.diagnosis.rules import diagnose
+from router.observe.diagnosis.verdict import Diagnosis
 
 # Requests that one screen explains.
 _MOST: Final = 20

@@ -18,7 +18,7 @@ from typing import Final
 import psutil
 
 from cli.config import UpSettings
-from common.errors import Unavailable
+from common.contracts.errors import Unavailable
 from common.process.cores import cpus_of_workers, usable_cores
 from common.process.local_redis import find_server
 from common.process.metrics import metrics_port

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cli.replay.trace import Arrival
-from common.hashing import block_digests, block_hash_of
-from common.types import BlockHash
+from common.contracts.hashing import block_digests, block_hash_of
+from common.contracts.types import BlockHash
 
 # Tokens of blocks that nothing names begin here: each is of one request alone.
 _NAMELESS = 1 << 30

@@ -12,7 +12,7 @@ from cli.replay.regression import Stream, step_costs
 from cli.replay.simulation import Replay, ReplayOptions
 from cli.replay.trace import Trace
 from cli.replay.worker import Timing
-from gpuworker.core.step_costs import StepCosts
+from gpuworker.scheduling.step_costs import StepCosts
 
 # Requests that a fit takes at most: the first ones.
 MOST_REQUESTS: Final = 2000

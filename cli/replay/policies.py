@@ -8,9 +8,9 @@ from typing import Any, Final, get_args
 
 from cli.replay.routers import ROUTERS
 from cli.replay.simulation import ReplayOptions
-from common.errors import FieldViolation, InvalidConfig
-from common.turns import DEFAULT_MAX_WAIT
-from kvmanager.core.config import DEFAULT_MAX_PREEMPTIONS, EvictionName, Runway, VictimOrder
+from common.contracts.errors import FieldViolation, InvalidConfig
+from common.contracts.turns import DEFAULT_MAX_WAIT
+from kvmanager.contracts.ledger_config import DEFAULT_MAX_PREEMPTIONS, EvictionName, Runway, VictimOrder
 
 Change = Callable[[ReplayOptions], ReplayOptions]
 

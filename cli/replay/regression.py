@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from gpuworker.core.step_costs import StepCosts
+from gpuworker.scheduling.step_costs import StepCosts
 
 _LEAST: Final = 1e-8
 _ROUNDS: Final = 12

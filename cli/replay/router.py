@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Final, cast
 
 from cli.replay.worker import ReplayWorker
-from common.clock import Clock
-from common.index_format import pack_entry, unpack_entries
-from common.turns import DEFAULT_MAX_WAIT
-from common.types import BlockHash, PoolIdentity
-from kvmanager.core.index_events import Cleared, IndexEvent, Stored
-from router.core.admission import AdmissionLimiter, AdmissionLimits
-from router.core.index_answer import IndexAnswer
-from router.core.routing import Router
-from router.core.run_search import RunSearch
-from router.core.worker_model import Capacity, Load, WorkerModel
-from router.ports import DecisionSink
+from common.contracts.clock import Clock
+from common.contracts.index_format import pack_entry, unpack_entries
+from common.contracts.turns import DEFAULT_MAX_WAIT
+from common.contracts.types import BlockHash, PoolIdentity
+from kvmanager.contracts.index_events import Cleared, IndexEvent, Stored
+from router.contracts.index_answer import IndexAnswer
+from router.contracts.ports import DecisionSink
+from router.placement.admission import AdmissionLimiter, AdmissionLimits
+from router.placement.routing import Router
+from router.placement.run_search import RunSearch
+from router.placement.worker_model import Capacity, Load, WorkerModel
 from router.requests.dispatcher import Dispatcher
 from router.workers.pool import PoolListener, WorkerPool
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.core.routing import Router, WorkerCost
+from router.placement.routing import Router, WorkerCost
 
 
 class RoundRobin(Router):

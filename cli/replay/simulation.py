@@ -15,22 +15,22 @@ from cli.replay.router import ReplayIndex, ReplayRouter
 from cli.replay.trace import Arrival, Trace
 from cli.replay.virtual_time import VirtualClock, VirtualLoop, run
 from cli.replay.worker import Listener, ReplayWorker, Timing
-from common.errors import QuireError
-from common.hashing import root_digest
-from common.lease import Attach
-from common.types import Decision, KvGeometry, PoolIdentity, SamplingParams, SequenceId
-from gpuworker.core.outcomes import AgentConfig
-from gpuworker.core.sequence import NewSequence
-from gpuworker.core.stopping import StopRule
+from common.contracts.errors import QuireError
+from common.contracts.hashing import root_digest
+from common.contracts.lease import Attach
+from common.contracts.types import Decision, KvGeometry, PoolIdentity, SamplingParams, SequenceId
 from gpuworker.engine.ports import EngineOutputs, EngineRequest
-from kvmanager.core.manager import Manager, ManagerConfig
-from router.core.fair_queue import Flow
-from router.core.placement import PlacementRequest
-from router.core.routing import Router
-from router.core.tenancy import Tenant
-from router.core.worker_model import Capacity
+from gpuworker.scheduling.outcomes import AgentConfig
+from gpuworker.scheduling.sequence import NewSequence
+from gpuworker.scheduling.stopping import StopRule
+from kvmanager.ledger.manager import Manager, ManagerConfig
+from router.placement.fair_queue import Flow
+from router.placement.placement import PlacementRequest
+from router.placement.routing import Router
+from router.placement.worker_model import Capacity
 from router.requests.jobs import Job
 from router.requests.reservation import LoadReservation
+from router.tenants.tenancy import Tenant
 
 HEARTBEAT_S = 0.1
 # Objects until the collector looks for cycles: a replay makes few, and the usual 700 cost a fifth of its time.

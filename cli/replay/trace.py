@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.checkpoint.bounded_json import shown
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 
 VERSION: Final = 1
 MOONCAKE_BLOCK: Final = 512

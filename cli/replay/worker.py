@@ -9,18 +9,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
-from common.clock import Clock
-from common.lease import Attach, Attached, AttachRejected, Connected, Granted, Inventory, LeaseEvent, Report
-from common.types import Decision, SamplingParams, SequenceId
-from gpuworker.core.batch_plan import StepPlan, StepResult
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.outcomes import AgentConfig
-from gpuworker.core.step_costs import DEFAULT_COSTS, StepCosts, parse_costs
+from common.contracts.clock import Clock
+from common.contracts.lease import Attach, Attached, AttachRejected, Connected, Granted, Inventory, LeaseEvent, Report
+from common.contracts.types import Decision, SamplingParams, SequenceId
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.ports import EngineRequest, OutputSink
-from kvmanager.core.index_events import IndexEvent
-from kvmanager.core.manager import Manager, WorkerRegistration
-from router.core.worker_model import Load
+from gpuworker.scheduling.batch_plan import StepPlan, StepResult
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.outcomes import AgentConfig
+from gpuworker.scheduling.step_costs import DEFAULT_COSTS, StepCosts, parse_costs
+from kvmanager.contracts.index_events import IndexEvent
+from kvmanager.ledger.manager import Manager, WorkerRegistration
+from router.placement.worker_model import Load
 
 SIMULATED: Final = parse_costs(DEFAULT_COSTS)
 

@@ -10,14 +10,16 @@ import itertools
 import sys
 from collections.abc import Sequence
 
-from common.clock import Clock, SystemClock
-from common.lease import Attach, Attached, AttachOk, Connected, Granted, Inventory, LeaseEvent, Report
-from kvmanager.core.config import LedgerConfig, Runway
-from kvmanager.core.ledger import Ledger
+from common.contracts.clock import Clock, SystemClock
+from common.contracts.lease import Attach, Attached, AttachOk, Connected, Granted, Inventory, LeaseEvent, Report
+from kvmanager.contracts.ledger_config import LedgerConfig, Runway
+from kvmanager.ledger.ledger import Ledger
 
 
 class EmbeddedChannel:
-    """Implements `common.lease.LeaseChannel`: it applies and answers each report at once, on the engine's thread."""
+    """Implements `LeaseChannel` of `common.contracts.lease`: applies and answers each report at once, on the engine's
+    thread.
+    """
 
     def __init__(self, clock: Clock, runway: Runway = "auto") -> None:
         self._clock, self._runway = clock, runway

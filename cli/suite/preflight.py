@@ -23,7 +23,7 @@ from common.checkpoint.files import read_config
 from common.checkpoint.gguf.names import served_folder, served_name
 from common.checkpoint.hub import checkpoint_directory, is_hub_name
 from common.checkpoint.tokenizer_file import tokenizer_json
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 from common.process.cores import cpus_of_workers
 from common.process.metrics import metrics_port
 from common.process.redis_users import RedisUrls

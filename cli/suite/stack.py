@@ -35,7 +35,7 @@ from cli.suite.redis_state import redis_words
 from cli.suite.server_key import ensure_server_key
 from cli.suite.worker_cpus import unused_nodes
 from common.addresses.host_port import joined_address
-from common.errors import FieldViolation, InvalidConfig, Unavailable
+from common.contracts.errors import FieldViolation, InvalidConfig, Unavailable
 from common.process.local_redis import LocalRedis
 from common.process.ports import free_ports
 from common.process.redis_users import RedisUrls, RedisUsers

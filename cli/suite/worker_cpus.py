@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from common.contracts.errors import FieldViolation
 from common.cpu_list import cpus_of
-from common.errors import FieldViolation
 from common.process.cores import threads_of_each
 from common.process.topology import Topology
 

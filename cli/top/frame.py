@@ -11,7 +11,7 @@ from rich.text import Text
 
 from cli.top.snapshot import WINDOW_S, Ended, Snapshot, WorkerRow
 from cli.views.cutting import cut, cut_line
-from router.core.diagnosis.words import count, duration, listed, percent
+from router.observe.diagnosis.words import count, duration, listed, percent
 
 KEYS: Final = "q quit   s sort workers   r sort requests   up/down select   enter why"
 _USABLE: Final = "connected"

@@ -12,14 +12,14 @@ import grpc
 from cli.top.pools import pools_of, stalled
 from cli.views.status import role_of
 from cli.why.pages import Lister
-from common.types import DecisionKind
+from common.contracts.types import DecisionKind
 from common.wire.decision_codec import decision_from_proto
 from quire.client import Status
 from quire.decision.v1 import decision_pb2
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.kvmanager.v1 import kvmanager_pb2
-from router.core.diagnosis.outcome import Outcome, outcome_of
+from router.observe.diagnosis.outcome import Outcome, outcome_of
 
 # Seconds of ended requests that the figures are about.
 WINDOW_S: Final = 60.0

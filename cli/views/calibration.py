@@ -15,8 +15,8 @@ from typing import Final
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from router.core.diagnosis.calibration import Calibration, Measure, Pair, Predicted
-from router.core.diagnosis.words import count, duration, percent
+from router.observe.diagnosis.calibration import Calibration, Measure, Pair, Predicted
+from router.observe.diagnosis.words import count, duration, percent
 
 _NAMES: Final = {
     Measure.WAIT: "wait at worker",

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from cli.views.cutting import cut
 from cli.views.why import advice_line
-from router.core.diagnosis.change import HIT_RATE, Change, Division, Part
-from router.core.diagnosis.change_words import advice_of, caution_of, change_words, head_of, part_name, value_words
-from router.core.diagnosis.words import count, duration
+from router.observe.diagnosis.change import HIT_RATE, Change, Division, Part
+from router.observe.diagnosis.change_words import advice_of, caution_of, change_words, head_of, part_name, value_words
+from router.observe.diagnosis.words import count, duration
 
 # Parts of one division that have a line; the others share one.
 _MOST: Final = 5

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.decision.v1 import decision_pb2 as pb
-from router.core.diagnosis.words import count, duration, listed, percent
+from router.observe.diagnosis.words import count, duration, listed, percent
 
 _TERMS: Final = {"wait": "queue_delay", "prompt": "prefill", "output": "decode_pressure"}
 _FAILS: Final = {

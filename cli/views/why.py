@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.views.cutting import cut
-from router.core.diagnosis.causes import Advice, Cause
-from router.core.diagnosis.phases import LABELS, WORK
-from router.core.diagnosis.verdict import Diagnosis, PhaseSpan, advised
-from router.core.diagnosis.words import duration, percent
+from router.observe.diagnosis.causes import Advice, Cause
+from router.observe.diagnosis.phases import LABELS, WORK
+from router.observe.diagnosis.verdict import Diagnosis, PhaseSpan, advised
+from router.observe.diagnosis.words import duration, percent
 
 _MIN_BAR, _MAX_BAR = 10, 60
 _OFFSET_WIDTH = 9

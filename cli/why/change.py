@@ -10,12 +10,12 @@ import grpc
 
 from cli.why.pages import Lister, Records
 from cli.why.source import Source, source_of
-from common.types import DecisionKind
+from common.contracts.types import DecisionKind
 from common.wire.decision_codec import decision_from_proto
 from quire.decision.v1 import decision_pb2 as pb
-from router.core.diagnosis.change import Change, hit_rate_change, latency_change
-from router.core.diagnosis.outcome import Outcome, outcome_of
-from router.core.diagnosis.words import count, duration
+from router.observe.diagnosis.change import Change, hit_rate_change, latency_change
+from router.observe.diagnosis.outcome import Outcome, outcome_of
+from router.observe.diagnosis.words import count, duration
 
 DEFAULT_SPAN_S: Final = 300.0
 

@@ -12,13 +12,13 @@ from google.protobuf.json_format import MessageToDict
 from cli.why.ids import request_that_begins, without_prefix
 from cli.why.pages import Listed, Lister, Records, moment_of
 from cli.why.source import Source, source_of, words_of
+from common.contracts.errors import NotFound, Unavailable
+from common.contracts.limits import MAX_LISTED_DECISIONS
+from common.contracts.types import Decision, DecisionKind
 from common.decisions.query import concerned
-from common.errors import NotFound, Unavailable
-from common.limits import MAX_LISTED_DECISIONS
-from common.types import Decision, DecisionKind
 from common.wire.decision_codec import known_decisions
 from quire.decision.v1 import decision_pb2 as pb
-from router.core.diagnosis.story import Story, story_of
+from router.observe.diagnosis.story import Story, story_of
 
 # A router that is gone says so at once; one that is busy is asked about just that.
 _PATIENCE_S: Final = 60.0

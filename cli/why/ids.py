@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from cli.why.pages import Lister
-from common.errors import FieldViolation, InvalidRequest
-from common.limits import MAX_LISTED_DECISIONS
-from common.types import DecisionKind
+from common.contracts.errors import FieldViolation, InvalidRequest
+from common.contracts.limits import MAX_LISTED_DECISIONS
+from common.contracts.types import DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
 
 # What the HTTP faces put before the id of a request.

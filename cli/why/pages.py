@@ -10,10 +10,10 @@ from typing import Final
 import grpc
 
 from cli.why.source import Source, source_of, words_of
-from common.errors import Unavailable
-from common.limits import MAX_LISTED_DECISIONS
+from common.contracts.errors import Unavailable
+from common.contracts.limits import MAX_LISTED_DECISIONS
 from quire.decision.v1 import decision_pb2 as pb
-from router.core.diagnosis.words import count
+from router.observe.diagnosis.words import count
 
 _PATIENCE_S: Final = 10.0
 

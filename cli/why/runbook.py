@@ -6,8 +6,8 @@ import grpc
 
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
-from router.core.diagnosis.causes import RUNBOOK
-from router.page.runbook import RUNBOOK_FILE
+from router.api.page.runbook import RUNBOOK_FILE
+from router.observe.diagnosis.causes import RUNBOOK
 
 INSTALLED = str(RUNBOOK_FILE)
 _PATIENCE_S = 10.0

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from common.errors import FieldViolation, InvalidRequest
-from common.limits import MAX_HTTP_BODY_BYTES
+from common.contracts.errors import FieldViolation, InvalidRequest
+from common.contracts.limits import MAX_HTTP_BODY_BYTES
 from common.untrusted import json_shape
 
 URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")

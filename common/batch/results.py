@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final
 
-from common.errors import FieldViolation, InvalidRequest, Unavailable
+from common.contracts.errors import FieldViolation, InvalidRequest, Unavailable
 
 _OK: Final = range(200, 300)
 

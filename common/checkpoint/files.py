@@ -13,7 +13,7 @@ from typing import Any, Final
 from common.checkpoint.bounded_json import MOST_BYTES, parse, shown
 from common.checkpoint.safetensors_header import CutShort, read_header
 from common.checkpoint.sizes import config_problems, generation_problems
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 
 INDEX: Final = "model.safetensors.index.json"
 WHOLE: Final = "model.safetensors"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from common.checkpoint.gguf.folder import gguf_folder
 from common.checkpoint.gguf.names import gguf_file, is_local_name
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _WEIGHTS = ("*.safetensors",)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from common.checkpoint.files import read_list, read_object
-from common.errors import FieldViolation, InvalidConfig
-from common.types import NO_POOLING
+from common.contracts.errors import FieldViolation, InvalidConfig
+from common.contracts.types import NO_POOLING
 
 PoolingOption = Literal["auto", "none", "last", "mean"]
 MODULES: Final = "modules.json"

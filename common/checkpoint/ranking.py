@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from common.checkpoint.files import read_object
 from common.checkpoint.pooling import MODULES, RANKING_PARTS, parts_of
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 
 _KEYS: Final = ("true_token_id", "false_token_id")
 

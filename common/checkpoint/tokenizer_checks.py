@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from common.checkpoint.bounded_json import shown
 from common.checkpoint.files import read_object
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 
 # Ids may have gaps: some vocabularies reserve ranges.
 _MOST_GAPS: Final = 1 << 20

@@ -22,7 +22,7 @@ from typing import Final
 
 from common.checkpoint.files import refuse_pointers
 from common.checkpoint.tokenizer_checks import refuse_hostile
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from typing import Any, Final
 
-from common.limits import MAX_DECISION_LINES, MAX_LINE_ITEMS, MAX_LINE_REASON_CHARS
-from common.types import Candidate, Decision, DecisionKind
+from common.contracts.limits import MAX_DECISION_LINES, MAX_LINE_ITEMS, MAX_LINE_REASON_CHARS
+from common.contracts.types import Candidate, Decision, DecisionKind
 from common.untrusted.rare_lines import RareLines
 
 log = logging.getLogger("quire.decisions")

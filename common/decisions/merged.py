@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from common.contracts.limits import MAX_LISTED_BYTES
 from common.decisions.pages import token_of
-from common.limits import MAX_LISTED_BYTES
 from quire.decision.v1 import decision_pb2 as pb
 
 

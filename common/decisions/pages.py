@@ -6,12 +6,12 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Final
 
+from common.contracts.errors import FieldViolation, InvalidRequest
+from common.contracts.types import DecisionKind
 from common.decisions.query import DecisionQuery
 from common.decisions.ring import DecisionRing, Numbered, Passed
 from common.decisions.watch import watched
-from common.errors import FieldViolation, InvalidRequest
 from common.process.turns import in_steps
-from common.types import DecisionKind
 from common.wire.decision_codec import decision_to_proto
 from quire.decision.v1 import decision_pb2 as pb
 

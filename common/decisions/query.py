@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.types import Decision
+from common.contracts.types import Decision
 
 
 @dataclass(frozen=True, slots=True)

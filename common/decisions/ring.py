@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from common.contracts.limits import MAX_LISTED_BYTES, MAX_LISTED_DECISIONS, MAX_WATCHED_BYTES, MAX_WATCHED_DECISIONS
+from common.contracts.types import Decision
 from common.decisions.log_line import log_decision
 from common.decisions.query import DecisionQuery, concerned
-from common.limits import MAX_LISTED_BYTES, MAX_LISTED_DECISIONS, MAX_WATCHED_BYTES, MAX_WATCHED_DECISIONS
-from common.types import Decision
 
 DEFAULT_LIMIT = 100
 DEFAULT_RING_BYTES: Final = 64 << 20

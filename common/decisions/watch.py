@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Final
 
+from common.contracts.errors import Overloaded, QuotaViolation
+from common.contracts.limits import MAX_DECISION_WATCHERS
 from common.decisions.query import DecisionQuery
 from common.decisions.ring import DecisionRing, Passed
-from common.errors import Overloaded, QuotaViolation
-from common.limits import MAX_DECISION_WATCHERS
 
 # Records of so many seconds come in one message, so that a busy service sends few.
 _GATHERED_S: Final = 0.02

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import TypeAlias
 
 from common.addresses.host_port import joined_address
-from common.limits import MAX_NAMED_MANAGERS
+from common.contracts.limits import MAX_NAMED_MANAGERS
 from common.own_thread import in_own_thread
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Final, Self
 from urllib.parse import urlsplit
 
-from common.errors import Unavailable
+from common.contracts.errors import Unavailable
 from common.process import die_with_parent
 from common.process.ports import free_ports
 from common.process.redis_users import RedisUrls, RedisUsers

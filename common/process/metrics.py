@@ -21,8 +21,8 @@ from prometheus_client import (
 )
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from common.errors import DeadlineExceeded, PermissionDenied, PortTaken, QuireError, Unavailable, Unsupported
-from common.limits import (
+from common.contracts.errors import DeadlineExceeded, PermissionDenied, PortTaken, QuireError, Unavailable, Unsupported
+from common.contracts.limits import (
     MAX_METRICS_CONNECTIONS,
     MAX_METRICS_CONNECTIONS_A_PEER,
     MAX_SITE_CONNECTIONS,

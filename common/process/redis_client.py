@@ -20,7 +20,7 @@ from redis.exceptions import ClusterDownError, MasterDownError, MovedError, Read
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from common.addresses.redis_url import is_sentinel_url, sentinel_url, without_login
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 from common.own_thread import in_own_thread
 
 log = logging.getLogger(__name__)

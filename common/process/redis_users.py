@@ -25,7 +25,7 @@ _RULES: Final = {
     # The scripts of kvmanager/index, with the commands inside them, and the list of workers.
     MANAGER: f"resetkeys ~quire:* ~{{quire:* -@all {_CONNECT} +get +set +mget +del +exists +hget +hset +sadd +srem "
     "+srandmember +eval +evalsha +script|load",
-    # The router reads, and writes the stored responses of router/openai/responses/store.py alone.
+    # The router reads, and writes the stored responses of router/api/openai/responses/store.py alone.
     ROUTER: f"resetkeys %R~quire:* %R~{{quire:* ~quire-responses:* -@all {_CONNECT} +getrange +hmget +hstrlen +scard "
     "+srandmember +memory|usage +eval_ro +eval +time +get +set +del +hget +hset +hdel +incrby +decrby +zadd +zrem "
     "+zcard +zscore +zincrby +zrange +zrangebyscore +zrevrange",

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from http import HTTPStatus
 from typing import Any, Final, NamedTuple
 
-from common import limits
+from common.contracts import limits
 from common.process.connections import Connections
 from common.process.ports import listener
 

@@ -2,7 +2,7 @@
 
 It also looks whether the process has file descriptors left (`open_files.py`).
 
-Each service says in its core what waits (`*/core/watchdog.py`). One task here looks once in a while, and reports a
+Each service says in a pure file what waits (`*/watchdog.py`). One task here looks once in a while, and reports a
 reason to health when the same work has waited for too long. It reports "" as soon as anything went on.
 
 The lag is the time by which the task's own timer is late: so long did any other callback of the loop wait then.
@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
-from common.clock import until_tick
+from common.contracts.clock import until_tick
 from common.process.open_files import OpenFiles
 from common.process.standstill import Standstill
 

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 from google.rpc import error_details_pb2
 from grpc import aio
 
-from common.errors import AlreadyExists, QuireError
+from common.contracts.errors import AlreadyExists, QuireError
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 

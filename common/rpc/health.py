@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from common.errors import Unavailable
+from common.contracts.errors import Unavailable
 from common.rpc.reflection import Guard, add_reflection
 
 _STATUS: TypeAlias = health_pb2.HealthCheckResponse

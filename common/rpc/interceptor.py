@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import grpc
 from grpc import aio
 
-from common.errors import QuireError
+from common.contracts.errors import QuireError
 from common.rpc.gone_clients import client_gone
 from common.rpc.malformed import MessageCheck, TolerantDecoder
 from common.rpc.status import abort, no_memory

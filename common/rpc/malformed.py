@@ -14,8 +14,8 @@ from typing import Any, Final, TypeAlias
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from common.errors import MALFORMED, FieldViolation, InvalidRequest
-from common.limits import MALFORMED_LINE_SECONDS
+from common.contracts.errors import MALFORMED, FieldViolation, InvalidRequest
+from common.contracts.limits import MALFORMED_LINE_SECONDS
 from common.untrusted.rare_lines import RareLines
 
 log = logging.getLogger(__name__)

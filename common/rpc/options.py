@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from common.limits import CALLS_PER_CONNECTION, MAX_PUBLIC_MESSAGE_BYTES
+from common.contracts.limits import CALLS_PER_CONNECTION, MAX_PUBLIC_MESSAGE_BYTES
 from quire.api.channel import (
     CLIENT_KEEPALIVE_TIMEOUT_MS,
     COMMON_OPTIONS,

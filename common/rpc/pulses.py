@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from common.clock import until_tick
+from common.contracts.clock import until_tick
 from common.rpc.silence import Silence, pulse_seconds
 
 

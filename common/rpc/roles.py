@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 from grpc import aio
 
-from common.errors import PermissionDenied
+from common.contracts.errors import PermissionDenied
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 

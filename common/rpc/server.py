@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 from grpc import aio
 
 from common.addresses.host_port import joined_address
-from common.errors import PortTaken
+from common.contracts.errors import PortTaken
 from common.rpc.connections import Calls, leave, shut_down
 from common.rpc.gone_clients import log_no_gone_clients
 from common.rpc.health import Health

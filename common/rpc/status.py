@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from common import errors
+from common.contracts import errors
 from common.rpc.call_notes import NOTES
 from common.rpc.gone_clients import client_gone
 from quire.api.status import DETAILS_KEY, DOMAIN

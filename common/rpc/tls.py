@@ -17,7 +17,7 @@ from typing import Final, Protocol, cast
 
 import grpc
 
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 from common.rpc.roles import Role, dns_name
 
 log = logging.getLogger(__name__)

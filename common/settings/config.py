@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 from common.settings.exit_status import exit_status
 from common.settings.foreign_flags import FOREIGN, advice
 from common.settings.options import Settings

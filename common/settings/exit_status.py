@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from typing import Final
 
-from common.errors import InvalidRequest, PortTaken, QuireError
+from common.contracts.errors import InvalidRequest, PortTaken, QuireError
 
 FAILED_STATUS: Final = 1
 # Options or files are refused: the call itself must change.

@@ -13,9 +13,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from common.addresses.host_port import bare_host
 from common.addresses.redis_url import checked_redis_url, is_tls_url
+from common.contracts.errors import FieldViolation
+from common.contracts.limits import MAX_METRICS_TENANTS
 from common.cpu_list import cpus_of
-from common.errors import FieldViolation
-from common.limits import MAX_METRICS_TENANTS
 from common.untrusted.ids import ID_WORDS, is_id
 
 # What other engines call our types.

@@ -13,7 +13,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN_CONTEXT, NonRecordingSpan, SpanContext, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from common.limits import MAX_TRACESTATE_CHARS
+from common.contracts.limits import MAX_TRACESTATE_CHARS
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 # The version of today; OpenTelemetry reads all others, at ten times the cost.

@@ -8,8 +8,8 @@ from typing import Final
 
 from opentelemetry.trace import Span
 
+from common.contracts.types import Decision
 from common.decisions.log_line import candidate_fields
-from common.types import Decision
 
 EVENT = "decision"
 

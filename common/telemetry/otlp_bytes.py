@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Protocol
 
 from opentelemetry.trace import Link, SpanContext, Status
 
-from common.limits import MAX_ATTRIBUTE_CHARS, MAX_SPAN_ITEMS
+from common.contracts.limits import MAX_ATTRIBUTE_CHARS, MAX_SPAN_ITEMS
 
 # Every span says whether its parent is remote; the second bit says that it is.
 _LOCAL_FLAGS, _REMOTE_FLAGS = 0x100, 0x300

@@ -31,7 +31,7 @@ from opentelemetry.trace import (
     TraceState,
 )
 
-from common.limits import MAX_SPAN_ITEMS
+from common.contracts.limits import MAX_SPAN_ITEMS
 from common.telemetry.otlp_bytes import SpanEvent, resource_bytes, span_bytes
 
 SCOPE: Final = "quire"

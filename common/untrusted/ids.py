@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from common.limits import MAX_ID_CHARS
+from common.contracts.limits import MAX_ID_CHARS
 
 ID_WORDS: Final = f"1 to {MAX_ID_CHARS} printable ASCII characters without spaces"
 _ID: Final = re.compile(rf"[\x21-\x7e]{{1,{MAX_ID_CHARS}}}")

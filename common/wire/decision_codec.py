@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from common.types import Candidate, Decision, DecisionKind
+from common.contracts.types import Candidate, Decision, DecisionKind
 from quire.decision.v1 import decision_pb2
 
 

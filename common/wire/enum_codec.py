@@ -1,12 +1,12 @@
-"""The enums of `common.types` to and from those of the protos, whose names are the same but for a prefix."""
+"""The enums of `common.contracts.types` to and from those of the protos, whose names are the same but for a prefix."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final, TypeVar
 
-from common.errors import ProtocolViolation
-from common.types import FinishReason, MissReason, SequencePhase
+from common.contracts.errors import ProtocolViolation
+from common.contracts.types import FinishReason, MissReason, SequencePhase
 from quire.kvmanager.v1 import kvmanager_pb2
 from quire.types.v1 import types_pb2
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.errors import Mismatch, ProtocolViolation
-from common.limits import MAX_IDENTITY_CHARS
-from common.types import NO_POOLING, KvGeometry, PoolIdentity
+from common.contracts.errors import Mismatch, ProtocolViolation
+from common.contracts.limits import MAX_IDENTITY_CHARS
+from common.contracts.types import NO_POOLING, KvGeometry, PoolIdentity
 from quire.kvmanager.v1 import kvmanager_pb2
 from quire.types.v1 import types_pb2
 

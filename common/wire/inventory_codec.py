@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
-from common.errors import ProtocolViolation
-from common.hashing import KEY_BYTES
-from common.lease import CachedBlock, CachedBlocks, Inventory, InventorySequence
-from common.limits import MAX_WORKER_SEQUENCES
-from common.types import BlockId
+from common.contracts.errors import ProtocolViolation
+from common.contracts.hashing import KEY_BYTES
+from common.contracts.lease import CachedBlock, CachedBlocks, Inventory, InventorySequence
+from common.contracts.limits import MAX_WORKER_SEQUENCES
+from common.contracts.types import BlockId
 from common.wire import packing
 from common.wire.enum_codec import phase_from_proto, phase_to_proto
 from common.wire.lease_codec import reserve_from_proto, reserve_to_proto

@@ -9,17 +9,17 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
-from common.errors import ProtocolViolation
-from common.hashing import PARTIAL_HASHES
-from common.lease import Admit, Attach, AttachOk, AttachRejected, Copy, GrantBatch, Preempt, Report, Reserve
-from common.limits import (
+from common.contracts.errors import ProtocolViolation
+from common.contracts.hashing import PARTIAL_HASHES
+from common.contracts.lease import Admit, Attach, AttachOk, AttachRejected, Copy, GrantBatch, Preempt, Report, Reserve
+from common.contracts.limits import (
     MAX_ADDRESS_CHARS,
     MAX_REQUEST_ID_CHARS,
     MAX_TENANT_CHARS,
     MAX_TRACEPARENT_CHARS,
     MAX_TRACESTATE_CHARS,
 )
-from common.types import BlockHash, BlockId, FinishReason, SequenceId
+from common.contracts.types import BlockHash, BlockId, FinishReason, SequenceId
 from common.untrusted.ids import ID_WORDS, is_id
 from common.wire import packing
 from common.wire.enum_codec import finish_from_proto, finish_to_proto, miss_from_proto, miss_to_proto

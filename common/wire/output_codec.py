@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from common.errors import ProtocolViolation
-from common.types import TokenLogprobs, Usage
+from common.contracts.errors import ProtocolViolation
+from common.contracts.types import TokenLogprobs, Usage
 from quire.types.v1 import types_pb2
 
 _MOST: Final = 2**32 - 1

@@ -13,9 +13,9 @@ from itertools import chain
 from struct import Struct
 from typing import cast
 
-from common.errors import ProtocolViolation
-from common.hashing import KEY_BYTES
-from common.types import BlockHash, BlockId, SequenceId
+from common.contracts.errors import ProtocolViolation
+from common.contracts.hashing import KEY_BYTES
+from common.contracts.types import BlockHash, BlockId, SequenceId
 
 _SWAP = sys.byteorder == "big"
 _HASHES = Struct(f"{KEY_BYTES}s")

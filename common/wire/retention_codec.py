@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Final
 
-from common.lease import LAST_BLOCK, MAX_RETENTION_PRIORITY, RetainedBlocks, RetainedTokens
-from common.limits import MAX_RETENTION_RANGES
+from common.contracts.lease import LAST_BLOCK, MAX_RETENTION_PRIORITY, RetainedBlocks, RetainedTokens
+from common.contracts.limits import MAX_RETENTION_RANGES
 from quire.gpuworker.v1 import gpuworker_pb2
 from quire.kvmanager.v1 import kvmanager_pb2
 

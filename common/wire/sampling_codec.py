@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from common.types import SamplingParams
+from common.contracts.types import SamplingParams
 from quire.types.v1 import types_pb2
 
 _REPEATED = {"stop", "stop_token_ids", "logit_bias", "logprob_token_ids"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.types import ThoughtBudget
+from common.contracts.types import ThoughtBudget
 from quire.types.v1 import types_pb2
 
 _SAME = ("max_tokens", "opener", "closer", "is_open", "anywhere")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.errors import FieldViolation, InvalidConfig, Unsupported
+from common.contracts.errors import FieldViolation, InvalidConfig, Unsupported
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.native_backend import NativeAttention
 from gpuworker.attention.native_backend import runs as native_runs

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from common.errors import Unsupported
+from common.contracts.errors import Unsupported
 from gpuworker.attention.interface import AttentionMetadata, LayerAttention
 from gpuworker.attention.triton_attend import LOG2_E, attend_kernel, merge_kernel
 from gpuworker.attention.triton_plan import DevicePlan, Launches, PlanBuffers, Room

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from common.errors import Unsupported
+from common.contracts.errors import Unsupported
 
 Operation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # Rows are dequantised this many numbers at a time: the float32 in between stays small beside the result.

@@ -20,7 +20,7 @@ import torch
 from common.checkpoint.bounded_json import shown
 from common.checkpoint.files import INDEX, weight_files
 from common.checkpoint.safetensors_header import Entry, read_header
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 
 _log = logging.getLogger(__name__)
 

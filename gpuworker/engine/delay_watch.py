@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import Final
 
-from common.types import SequenceId
+from common.contracts.types import SequenceId
 from gpuworker.engine.ports import Delayed
 
 # Seconds below which a delay is told with the next one.

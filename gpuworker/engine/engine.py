@@ -13,16 +13,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 
-from common.clock import Clock
-from common.errors import EngineFailure, ProtocolViolation, QuireError
-from common.lease import Attach, Attached, Connected, Detached, Granted, LeaseChannel, LeaseEvent
+from common.contracts.clock import Clock
+from common.contracts.errors import EngineFailure, ProtocolViolation, QuireError
+from common.contracts.lease import Attach, Attached, Connected, Detached, Granted, LeaseChannel, LeaseEvent
+from common.contracts.types import FinishReason, SequenceId, SequencePhase, Usage
 from common.process.standstill import Standstill
-from common.types import FinishReason, SequenceId, SequencePhase, Usage
-from gpuworker.core.batch_plan import StepNotBuilt, StepResult, StepRunner
-from gpuworker.core.draft_tally import DraftKind, DraftTally, added
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.lease_session import LeaseSession
-from gpuworker.core.outcomes import Applied, Completion, SequenceFinished
 from gpuworker.engine.delay_watch import DelayWatch
 from gpuworker.engine.flight import Flight
 from gpuworker.engine.gathered_outputs import GatheredOutputs
@@ -31,6 +26,11 @@ from gpuworker.engine.report_pace import ReportPace
 from gpuworker.engine.start_watch import StartWatch
 from gpuworker.engine.step_rates import StepRates, UsualSteps
 from gpuworker.engine.traced_steps import TracedSteps
+from gpuworker.scheduling.batch_plan import StepNotBuilt, StepResult, StepRunner
+from gpuworker.scheduling.draft_tally import DraftKind, DraftTally, added
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.lease_session import LeaseSession
+from gpuworker.scheduling.outcomes import Applied, Completion, SequenceFinished
 
 log = logging.getLogger(__name__)
 

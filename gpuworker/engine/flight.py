@@ -5,10 +5,10 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from common.clock import Clock
-from common.types import SequenceId
-from gpuworker.core.batch_plan import StepPlan, StepResult
+from common.contracts.clock import Clock
+from common.contracts.types import SequenceId
 from gpuworker.engine.ports import StepRecord
+from gpuworker.scheduling.batch_plan import StepPlan, StepResult
 
 _NS = 1_000_000_000
 

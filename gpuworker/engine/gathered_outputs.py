@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.lease import Admit
-from common.types import SequenceId, TokenLogprobs
-from gpuworker.core.outcomes import SequenceFinished
+from common.contracts.lease import Admit
+from common.contracts.types import SequenceId, TokenLogprobs
 from gpuworker.engine.ports import Chunk, Delayed, EngineOutputs, Started, StepRecord
+from gpuworker.scheduling.outcomes import SequenceFinished
 
 
 @dataclass(slots=True)

@@ -20,10 +20,8 @@ from typing import Final
 from grpc import aio
 
 from common.backoff import Backoff
-from common.errors import ProtocolViolation, StaleEpoch
-from common.group.leader_watch import LeaderWatch
-from common.group.names import Resolve, resolved
-from common.lease import (
+from common.contracts.errors import ProtocolViolation, StaleEpoch
+from common.contracts.lease import (
     Attach,
     Attached,
     AttachRejected,
@@ -35,6 +33,8 @@ from common.lease import (
     Report,
     highest_plausible_epoch,
 )
+from common.group.leader_watch import LeaderWatch
+from common.group.names import Resolve, resolved
 from common.process.supervised import Supervisor
 from common.rpc.server import Dial, open_channel
 from common.rpc.silence import pulse_seconds
@@ -46,8 +46,8 @@ from common.wire.lease_codec import (
     rejected_from_proto,
     report_to_proto,
 )
-from gpuworker.core.manager_silence import ManagerSilence
 from gpuworker.engine.lease_connection import Connection, LeaseCall
+from gpuworker.scheduling.manager_silence import ManagerSilence
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ from typing import Final, TypeAlias
 
 from grpc import aio
 
-from common.limits import MAX_LEASE_OUTBOX
+from common.contracts.limits import MAX_LEASE_OUTBOX
 from common.rpc import stream_writes
 from common.rpc.pulses import SilenceWatch, send_pulses
 from common.rpc.silence import pulse_seconds
-from gpuworker.core.manager_silence import ManagerSilence
+from gpuworker.scheduling.manager_silence import ManagerSilence
 from quire.kvmanager.v1 import kvmanager_pb2
 
 LeaseCall: TypeAlias = "aio.StreamStreamCall[kvmanager_pb2.SessionRequest, kvmanager_pb2.SessionResponse]"

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from common.lease import Admit
-from common.types import SamplingParams, SequenceId, TokenLogprobs
-from gpuworker.core.draft_tally import DraftTallies, total
-from gpuworker.core.outcomes import SequenceFinished
-from gpuworker.core.sequence import NewSequence
+from common.contracts.lease import Admit
+from common.contracts.types import SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.engine.step_rates import NO_STEPS, StepTimes
+from gpuworker.scheduling.draft_tally import DraftTallies, total
+from gpuworker.scheduling.outcomes import SequenceFinished
+from gpuworker.scheduling.sequence import NewSequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from gpuworker.core.batch_plan import StepPlan
+from gpuworker.scheduling.batch_plan import StepPlan
 
 GATHER_SECONDS: Final = 0.05
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from common.types import SequenceId
-from gpuworker.core.batch_plan import StepPlan
+from common.contracts.types import SequenceId
 from gpuworker.engine.ports import Started
+from gpuworker.scheduling.batch_plan import StepPlan
 
 
 @dataclass(slots=True)

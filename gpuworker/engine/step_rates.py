@@ -10,8 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from gpuworker.core.batch_plan import StepPlan
-from gpuworker.core.drafting import NO_PRICES, DraftPrices
+from gpuworker.scheduling.batch_plan import StepPlan
+from gpuworker.scheduling.drafting import NO_PRICES, DraftPrices
 
 _WEIGHT = 0.1
 _ENOUGH_PREFILL = 16

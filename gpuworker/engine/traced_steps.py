@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from common.types import SequenceId
-from gpuworker.core.batch_plan import StepPlan
+from common.contracts.types import SequenceId
 from gpuworker.engine.ports import Chunk
+from gpuworker.scheduling.batch_plan import StepPlan
 
 
 class _Traced:

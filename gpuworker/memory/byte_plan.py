@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from common.lease import blocks_needed
-from common.types import KvGeometry
+from common.contracts.lease import blocks_needed
+from common.contracts.types import KvGeometry
 
 TIB, GIB, MIB, KIB = 1 << 40, 1 << 30, 1 << 20, 1 << 10
 # The types of K and V, and the bytes of one number. The last two carry a float32 scale for each (slot, head).

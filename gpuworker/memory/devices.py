@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 from common.process.cores import threads_of_each
 from gpuworker.memory import host_memory
 

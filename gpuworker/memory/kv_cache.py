@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from common.lease import Copy
-from common.types import KvGeometry
+from common.contracts.lease import Copy
+from common.contracts.types import KvGeometry
 from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES
 
 

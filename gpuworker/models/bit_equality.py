@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from common.errors import Unsupported
-from common.types import KvGeometry
+from common.contracts.errors import Unsupported
+from common.contracts.types import KvGeometry
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
 from gpuworker.memory.kv_cache import KvCache

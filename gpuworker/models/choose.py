@@ -18,9 +18,9 @@ import torch
 from common.checkpoint.files import read_config
 from common.checkpoint.hub import checkpoint_directory
 from common.checkpoint.wrappers import WRAPPERS
-from common.errors import FieldViolation, InvalidConfig, Unsupported
+from common.contracts.errors import FieldViolation, InvalidConfig, Unsupported
+from common.contracts.types import KvGeometry
 from common.settings.options import ModelImpl
-from common.types import KvGeometry
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.native_backend import TYPES
 from gpuworker.checkpoints.progress import telling_progress

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from common.errors import Unsupported
-from common.types import KvGeometry
+from common.contracts.errors import Unsupported
+from common.contracts.types import KvGeometry
 from gpuworker.attention.interface import AttentionBackend, LayerAttention, LayerSink
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
 from gpuworker.attention.torch_backend import attend_packed

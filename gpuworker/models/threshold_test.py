@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from common.errors import Unsupported
+from common.contracts.errors import Unsupported
 from gpuworker.models.hf.loader import context_limit, random_module
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.hf.tiny import thresholds, tiny_config

@@ -12,15 +12,14 @@ import torch
 from common.checkpoint.hub import checkpoint_directory
 from common.checkpoint.pooling import Pooling, asked_pooling, name_of, needs_every_token
 from common.checkpoint.tokenizer_file import tokenizer_json
-from common.errors import FieldViolation, InvalidConfig, Unsupported
+from common.contracts.errors import FieldViolation, InvalidConfig, Unsupported
+from common.contracts.types import ANY_ARITHMETIC, KvGeometry
 from common.process.cores import compute_cores
 from common.process.topology import here
 from common.settings.options import ModelImpl
-from common.types import ANY_ARITHMETIC, KvGeometry
 from gpuworker.attention.backends import BackendFactory, BackendOptions, make_backend
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.core.drafting import MAX_STEP_DRAFTS
 from gpuworker.engine.ports import MaskLateness
 from gpuworker.memory.byte_plan import BytePlan, in_words
 from gpuworker.memory.devices import default_threads, dtype_name, pick_device
@@ -48,6 +47,7 @@ from gpuworker.runner.native_executor import native_executor
 from gpuworker.runner.pooling import Pooler
 from gpuworker.runner.pooling_launcher import pooling_launcher
 from gpuworker.runner.thread_executor import thread_executor
+from gpuworker.scheduling.drafting import MAX_STEP_DRAFTS
 from gpuworker.structured.grammars import GrammarCompiler
 
 _log = logging.getLogger(__name__)

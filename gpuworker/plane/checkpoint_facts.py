@@ -13,8 +13,8 @@ from common.checkpoint.completed import completed, text_part
 from common.checkpoint.context import CONTEXT_KEYS, context_of
 from common.checkpoint.ends import named_ends
 from common.checkpoint.files import read_config
-from common.errors import FieldViolation, InvalidConfig
-from common.types import KvGeometry
+from common.contracts.errors import FieldViolation, InvalidConfig
+from common.contracts.types import KvGeometry
 
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers")
 _HEADS: Final = ("num_attention_heads", "n_head", "n_heads")

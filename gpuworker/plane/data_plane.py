@@ -9,17 +9,17 @@ from pathlib import Path
 
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.checkpoint.pooling import Pooling, name_of, needs_every_token
-from common.lease import Attach, public_incarnation
-from common.types import KvGeometry, PoolIdentity
+from common.contracts.lease import Attach, public_incarnation
+from common.contracts.types import KvGeometry, PoolIdentity
 from common.version import quire_version
 from common.wire.identity_codec import identity_to_proto
 from common.wire.lease_codec import INCARNATION_BYTES
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.core.batch_plan import StepRunner
-from gpuworker.core.drafting import DraftModel, NewDrafter, NgramDrafter
-from gpuworker.core.outcomes import AgentConfig
 from gpuworker.engine.ports import MaskLateness
 from gpuworker.memory.byte_plan import BytePlan, max_scored_tokens
+from gpuworker.scheduling.batch_plan import StepRunner
+from gpuworker.scheduling.drafting import DraftModel, NewDrafter, NgramDrafter
+from gpuworker.scheduling.outcomes import AgentConfig
 from gpuworker.structured.grammars import GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 

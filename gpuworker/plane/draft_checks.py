@@ -11,7 +11,7 @@ from common.checkpoint.gguf.memory import weight_memory
 from common.checkpoint.hub import checkpoint_directory
 from common.checkpoint.tokenizer_checks import read_tokens
 from common.checkpoint.tokenizer_file import tokenizer_json
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import in_words
 from gpuworker.models.kinds import known_kinds, why_not_served

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import torch
 
-from common.errors import FieldViolation, InvalidConfig, Unsupported
-from common.types import KvGeometry
+from common.contracts.errors import FieldViolation, InvalidConfig, Unsupported
+from common.contracts.types import KvGeometry
 from gpuworker.attention.backends import BackendFactory
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.core.draft_store import DraftStore
-from gpuworker.core.drafting import Speculation
 from gpuworker.memory.byte_plan import BytePlan, in_words
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.choose import LlamaModel
@@ -27,6 +25,8 @@ from gpuworker.plane.memory import MemoryOptions, plan_draft
 from gpuworker.runner.draft_model import DraftLimits, RunnerDraftModel
 from gpuworker.runner.executor import ExecutorFactory
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
+from gpuworker.scheduling.draft_store import DraftStore
+from gpuworker.scheduling.drafting import Speculation
 
 _log = logging.getLogger(__name__)
 _MEASURED = 64  # tokens of the text on which a draft model is timed at start

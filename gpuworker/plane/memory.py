@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from common.errors import FieldViolation, InvalidConfig
-from common.lease import blocks_needed
-from common.types import KvGeometry
+from common.contracts.errors import FieldViolation, InvalidConfig
+from common.contracts.lease import blocks_needed
+from common.contracts.types import KvGeometry
 from gpuworker.attention.torch_backend import MAX_MASK
 from gpuworker.memory.byte_plan import GIB, BytePlan, bytes_per_block, in_words, longest_sequence, max_scored_tokens
 from gpuworker.memory.devices import free_bytes, total_bytes

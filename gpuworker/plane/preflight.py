@@ -17,7 +17,7 @@ from typing import Final
 from common.checkpoint.files import read_config, weight_bytes, weight_problems
 from common.checkpoint.gguf.memory import weight_memory
 from common.checkpoint.pooling import asked_pooling
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 from common.process.topology import allowed_cpus
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import GIB, bytes_per_block, in_words

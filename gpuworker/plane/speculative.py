@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from common.checkpoint.pooling import Pooling
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 from gpuworker.memory.devices import dtype_name
 from gpuworker.models.choose import LlamaModel
 from gpuworker.models.hf.model import TransformersModel

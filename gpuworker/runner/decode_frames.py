@@ -15,9 +15,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from common.types import BlockId, SequenceId
-from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
+from common.contracts.types import BlockId, SequenceId
 from gpuworker.runner.launcher import LaidOutStep
+from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan, StepResult
 
 SPARE_BLOCKS: Final = 8
 """Columns of a block table beyond the blocks of a step, so that its rows may grow."""

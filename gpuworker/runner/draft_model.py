@@ -16,12 +16,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Final
 
-from common.types import SamplingParams, SequenceId
-from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
-from gpuworker.core.draft_store import DraftStore
-from gpuworker.core.drafting import Drafter, DraftPrices, Speculation
-from gpuworker.core.model_drafter import ModelDrafter, Seat, Trust
+from common.contracts.types import SamplingParams, SequenceId
 from gpuworker.runner.model_runner import ModelRunner
+from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan, StepResult
+from gpuworker.scheduling.draft_store import DraftStore
+from gpuworker.scheduling.drafting import Drafter, DraftPrices, Speculation
+from gpuworker.scheduling.model_drafter import ModelDrafter, Seat, Trust
 
 log = logging.getLogger(__name__)
 

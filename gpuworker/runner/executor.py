@@ -14,13 +14,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import EngineFailure
-from common.lease import Copy
-from common.types import SequenceId, TokenLogprobs
+from common.contracts.errors import EngineFailure
+from common.contracts.lease import Copy
+from common.contracts.types import SequenceId, TokenLogprobs
 from gpuworker.attention.interface import AttentionBackend
-from gpuworker.core.batch_plan import StepResult
-from gpuworker.core.drafting import verified
-from gpuworker.core.stopping import FinishCause
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.step_model import StepModel
@@ -28,6 +25,9 @@ from gpuworker.runner.decode_frames import DecodeFrame
 from gpuworker.runner.launcher import LaidOutStep
 from gpuworker.sampling.rows import SampledTokens
 from gpuworker.sampling.sampler import token_logprobs
+from gpuworker.scheduling.batch_plan import StepResult
+from gpuworker.scheduling.drafting import verified
+from gpuworker.scheduling.stopping import FinishCause
 
 _Tokens = dict[SequenceId, tuple[int, ...]]
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.types import BlockId, SequenceId
+from common.contracts.types import BlockId, SequenceId
 from gpuworker.attention.interface import Int32Array
-from gpuworker.core.batch_plan import ScheduledRow
 from gpuworker.sampling.rows import SampledRow
+from gpuworker.scheduling.batch_plan import ScheduledRow
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Runs steps on the device: implements the port of `gpuworker/core/batch_plan.py` over a model and a KV cache.
+"""Runs steps on the device: implements the port of `gpuworker/scheduling/batch_plan.py` over a model and a KV cache.
 
 The engine's thread turns a plan into arrays while the previous step still runs. An executor then runs the step:
 `gpuworker/runner/thread_executor.py`, or `gpuworker/runner/native_executor.py` where a step is one native call.
@@ -14,11 +14,9 @@ from typing import Final
 
 import numpy as np
 
-from common.types import SamplingParams, SequenceId
+from common.contracts.types import SamplingParams, SequenceId
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.step_inputs import StagedStep, StepInputs, pack_rows
-from gpuworker.core.batch_plan import ScheduledRow, StepNotBuilt, StepPlan, StepResult, laid_out
-from gpuworker.core.drafting import MAX_DRAFTS
 from gpuworker.engine.ports import MaskLateness
 from gpuworker.memory.devices import default_threads
 from gpuworker.memory.kv_cache import KvCache
@@ -32,6 +30,8 @@ from gpuworker.runner.pooling import Pooler
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch
 from gpuworker.sampling.scoring import ScoredPrompts, ScoredTokens
+from gpuworker.scheduling.batch_plan import ScheduledRow, StepNotBuilt, StepPlan, StepResult, laid_out
+from gpuworker.scheduling.drafting import MAX_DRAFTS
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.mask_thread import GrammarMaskThread
 from gpuworker.structured.native_matchers import Follower, follower, native_matchers

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.errors import EngineFailure
+from common.contracts.errors import EngineFailure
 from gpuworker.attention.native_backend import CacheStruct, NativeAttention, StepStruct, step_struct
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.llama.cpu_model import DescribedRun, LlamaCpuModel

@@ -16,10 +16,10 @@ import torch
 from torch.nn.functional import normalize
 
 from common.checkpoint.pooling import Pooling, PoolingMode
-from common.types import FinishReason, SequenceId
+from common.contracts.types import FinishReason, SequenceId
 from gpuworker.attention.interface import Int32Array
-from gpuworker.core.batch_plan import ScheduledRow, StepResult
-from gpuworker.core.stopping import FinishCause
+from gpuworker.scheduling.batch_plan import ScheduledRow, StepResult
+from gpuworker.scheduling.stopping import FinishCause
 
 _NOT_FINITE = FinishCause(
     FinishReason.ERROR, message="the model's hidden states are not finite; try --dtype bfloat16 or float32"

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.errors import EngineFailure
+from common.contracts.errors import EngineFailure
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.runner.executor import ExecutorParts, Failures, RunnerStep

@@ -12,9 +12,9 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from common.types import SequenceId
-from gpuworker.core.stopping import FinishCause
+from common.contracts.types import SequenceId
 from gpuworker.native.library import best
+from gpuworker.scheduling.stopping import FinishCause
 
 _WORD = 32  # tokens in a word of a mask
 NO_DRAFTS: Final[Mapping[SequenceId, tuple[int, ...]]] = MappingProxyType({})

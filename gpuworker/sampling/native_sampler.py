@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuworker.core.stopping import FinishCause
 from gpuworker.native.library import best
 from gpuworker.sampling.masks import GrammarBitmask
 from gpuworker.sampling.rows import SampledRow
+from gpuworker.scheduling.stopping import FinishCause
 
 ROW = np.dtype(  # quire_sample_row
     [

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.types import SamplingParams
-from gpuworker.core.stopping import FinishCause
+from common.contracts.types import SamplingParams
 from gpuworker.sampling.masks import GrammarBitmask
 from gpuworker.sampling.uniforms import uniforms
+from gpuworker.scheduling.stopping import FinishCause
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

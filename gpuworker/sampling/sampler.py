@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.types import TokenLogprobs
+from common.contracts.types import TokenLogprobs
 from gpuworker.memory.devices import sent
 from gpuworker.sampling.bad_words import BadWords
 from gpuworker.sampling.best import best_tokens

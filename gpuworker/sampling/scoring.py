@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from common.types import SamplingParams, SequenceId, TokenLogprobs
-from gpuworker.core.batch_plan import StepPlan
+from common.contracts.types import SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.memory.devices import sent
 from gpuworker.native.library import best
 from gpuworker.sampling.best import best_tokens
 from gpuworker.sampling.rows import Int32Array, Int64Array, PromptScores
+from gpuworker.scheduling.batch_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

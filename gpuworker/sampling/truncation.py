@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.types import SamplingParams
+from common.contracts.types import SamplingParams
 from gpuworker.memory.devices import sent
 
 _SORTED_FIRST, _WIDEN = 256, 8  # how many of the best tokens are sorted first, and by which factor more if need be

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId, ThoughtBudget
+from common.contracts.types import Constraint, ConstraintKind, SamplingParams, SequenceId, ThoughtBudget
 from common.wire.lease_codec import valid_weight
 from common.wire.packing import unpack_u32
 from common.wire.retention_codec import tokens_from_proto
 from common.wire.sampling_codec import sampling_from_proto
 from common.wire.thought_codec import thought_from_proto
-from gpuworker.core.drafting import speculation_of
-from gpuworker.core.sequence import NewSequence
-from gpuworker.core.splitmix64 import GOLDEN, WORD, splitmix64
-from gpuworker.core.stopping import StopRule
 from gpuworker.engine.ports import EngineLoad, EngineRequest
+from gpuworker.scheduling.drafting import speculation_of
+from gpuworker.scheduling.sequence import NewSequence
+from gpuworker.scheduling.splitmix64 import GOLDEN, WORD, splitmix64
+from gpuworker.scheduling.stopping import StopRule
 from gpuworker.server.submit_check import SubmitLimits
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from common.limits import MAX_ENDED_BYTES, MAX_ENDED_SEQUENCES
+from common.contracts.limits import MAX_ENDED_BYTES, MAX_ENDED_SEQUENCES
 from gpuworker.server.live_sequence import LiveSequence
 
 

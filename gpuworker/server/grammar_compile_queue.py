@@ -8,9 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Final, NamedTuple
 
-from common.errors import EngineFailure, Overloaded, QuireError, QuotaViolation
-from common.limits import MAX_GRAMMARS_WAITING
-from common.types import Constraint
+from common.contracts.errors import EngineFailure, Overloaded, QuireError, QuotaViolation
+from common.contracts.limits import MAX_GRAMMARS_WAITING
+from common.contracts.types import Constraint
 from gpuworker.structured.grammars import Grammar, GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 

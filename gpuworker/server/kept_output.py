@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from common.lease import Admit
-from common.limits import MAX_KEPT_LOGPROBS_BYTES
-from common.types import TokenLogprobs
-from gpuworker.core.outcomes import SequenceFinished
+from common.contracts.lease import Admit
+from common.contracts.limits import MAX_KEPT_LOGPROBS_BYTES
+from common.contracts.types import TokenLogprobs
+from gpuworker.scheduling.outcomes import SequenceFinished
 from gpuworker.server.output_buffer import OutputBuffer, Waited
 
 # Bytes of an entry and of each likely token beside it, as CPython holds them (measured).

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from common.lease import Admit
+from common.contracts.lease import Admit
+from common.contracts.types import FinishReason, SequenceId, TokenLogprobs
 from common.process.standstill import Standstill
-from common.types import FinishReason, SequenceId, TokenLogprobs
-from gpuworker.core.outcomes import SequenceFinished
-from gpuworker.core.sequence import NewSequence
 from gpuworker.engine.ports import EngineOutputs, Started
+from gpuworker.scheduling.outcomes import SequenceFinished
+from gpuworker.scheduling.sequence import NewSequence
 from gpuworker.server.kept_output import KeptOutput
 from gpuworker.server.output_buffer import Waited
 from gpuworker.server.spans import SequenceSpans

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from common.limits import (
+from common.contracts.limits import (
     MAX_ORPHAN_BYTES,
     MAX_ORPHAN_BYTES_A_TENANT,
     MAX_ORPHANS,
     MAX_ORPHANS_A_TENANT,
     ORPHANS_ALONE,
 )
-from common.types import FinishReason, SequenceId
+from common.contracts.types import FinishReason, SequenceId
 from gpuworker.engine.ports import EngineOutputs
 from gpuworker.server.live_sequence import LiveSequence, gather
 from quire.gpuworker.v1 import gpuworker_pb2 as pb

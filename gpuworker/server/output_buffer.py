@@ -11,15 +11,15 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from common.hashing import little_endian_int32
-from common.lease import Admit
-from common.limits import MAX_OUTPUT_MESSAGE_BYTES
-from common.types import TokenLogprobs
+from common.contracts.hashing import little_endian_int32
+from common.contracts.lease import Admit
+from common.contracts.limits import MAX_OUTPUT_MESSAGE_BYTES
+from common.contracts.types import TokenLogprobs
 from common.wire.enum_codec import finish_to_proto, miss_to_proto
 from common.wire.output_codec import logprobs_to_proto, usage_to_proto
 from common.wire.packing import pack_u32
-from gpuworker.core.outcomes import SequenceFinished
 from gpuworker.engine.ports import Started
+from gpuworker.scheduling.outcomes import SequenceFinished
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 

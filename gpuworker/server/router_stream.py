@@ -15,7 +15,7 @@ from typing import Final
 
 from opentelemetry.trace import Tracer
 
-from common.errors import (
+from common.contracts.errors import (
     AlreadyExists,
     EngineFailure,
     FieldViolation,
@@ -26,15 +26,15 @@ from common.errors import (
     QuotaViolation,
     Unsupported,
 )
-from common.limits import MAX_STREAM_OUTPUT_BYTES, MAX_STREAM_PROMPT_BYTES, MAX_STREAM_SEQUENCES
+from common.contracts.limits import MAX_STREAM_OUTPUT_BYTES, MAX_STREAM_PROMPT_BYTES, MAX_STREAM_SEQUENCES
+from common.contracts.types import Constraint, ConstraintKind, FinishReason, SequenceId, Usage
 from common.rpc.status import to_status
 from common.telemetry import context_from, is_sampled
-from common.types import Constraint, ConstraintKind, FinishReason, SequenceId, Usage
 from common.wire.enum_codec import finish_from_proto
-from gpuworker.core.outcomes import SequenceFinished
-from gpuworker.core.sequence import NewSequence
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.ports import EngineOutputs
+from gpuworker.scheduling.outcomes import SequenceFinished
+from gpuworker.scheduling.sequence import NewSequence
 from gpuworker.server.codec import constraint_of, engine_request
 from gpuworker.server.ended_sequences import EndedSequences
 from gpuworker.server.grammar_compile_queue import GrammarCompileQueue

@@ -14,8 +14,8 @@ from typing import Any, Final
 import grpc
 from opentelemetry.trace import Tracer
 
-from common.clock import until_tick
-from common.errors import (
+from common.contracts.clock import until_tick
+from common.contracts.errors import (
     DeadlineExceeded,
     EngineFailure,
     FieldViolation,
@@ -26,10 +26,10 @@ from common.errors import (
     QuotaViolation,
     Unavailable,
 )
-from common.limits import MAX_ROUTER_STREAMS, ROUTER_HELLO_SECONDS
+from common.contracts.limits import MAX_ROUTER_STREAMS, ROUTER_HELLO_SECONDS
+from common.contracts.types import FinishReason, PoolIdentity, SequenceId
 from common.rpc.pulses import SilenceWatch
 from common.rpc.silence import SILENCE_S
-from common.types import FinishReason, PoolIdentity, SequenceId
 from common.wire.identity_codec import identity_from_proto
 from common.wire.packing import unpack_u32
 from gpuworker.engine.engine import Engine
@@ -46,8 +46,8 @@ from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 
-# A router learns of the other routers' requests by this alone. A simulation (tests/router/core) has 40 requests of half
-# a second from three routers. Two workers were 20 requests apart on average at 0.5 s, and 4 at 0.1 s.
+# A router learns of the other routers' requests by this alone. A simulation (tests/router/placement) has 40 requests of
+# half a second from three routers. Two workers were 20 requests apart on average at 0.5 s, and 4 at 0.1 s.
 HEARTBEAT_SECONDS = 0.1
 # While a worker has nothing to do, and its routers know that. It goes with the pulses, at the same moments.
 IDLE_HEARTBEAT_SECONDS = SILENCE_S / 3

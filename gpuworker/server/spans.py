@@ -16,14 +16,14 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanContext, SpanKind, Tracer
 
-from common.errors import QuireError
-from common.lease import Admit
+from common.contracts.errors import QuireError
+from common.contracts.lease import Admit
+from common.contracts.types import FinishReason
 from common.rpc.status import code_of
 from common.telemetry import traceparent_of
 from common.telemetry.conventions import fail_server_span, fail_span
-from common.types import FinishReason
-from gpuworker.core.outcomes import SequenceFinished
 from gpuworker.engine.ports import Chunk
+from gpuworker.scheduling.outcomes import SequenceFinished
 
 _FAILED: Final = {
     FinishReason.CANCELLED: (grpc.StatusCode.CANCELLED, "cancelled"),

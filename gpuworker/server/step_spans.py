@@ -8,7 +8,7 @@ from typing import Final
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, Tracer
 
-from common.types import SequenceId
+from common.contracts.types import SequenceId
 from gpuworker.engine.ports import StepRecord
 from gpuworker.server.spans import SequenceSpans
 

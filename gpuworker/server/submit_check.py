@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from common.errors import FieldViolation, InvalidRequest
-from common.hashing import (
+from common.contracts.errors import FieldViolation, InvalidRequest
+from common.contracts.hashing import (
     DIGEST_BYTES,
     KEY_BYTES,
     MAX_DOMAIN_BYTES,
@@ -24,7 +24,7 @@ from common.hashing import (
     packed_digests,
     root_digest,
 )
-from common.limits import (
+from common.contracts.limits import (
     MAX_CONSTRAINT_BYTES,
     MAX_CONTINUATION_BYTES,
     MAX_LOGPROBS,
@@ -34,7 +34,7 @@ from common.limits import (
     MAX_TRACEPARENT_CHARS,
     MAX_TRACESTATE_CHARS,
 )
-from common.types import BlockHash, PoolIdentity
+from common.contracts.types import BlockHash, PoolIdentity
 from common.wire.packing import unpack_u32
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Final
 
 from common.checkpoint.hub import checkpoint_directory
-from common.errors import FieldViolation, InvalidConfig
-from common.lease import blocks_needed
-from common.types import KvGeometry
+from common.contracts.errors import FieldViolation, InvalidConfig
+from common.contracts.lease import blocks_needed
+from common.contracts.types import KvGeometry
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.core.step_costs import parse_costs
 from gpuworker.memory.byte_plan import GIB, BytePlan, bytes_per_block, longest_sequence
 from gpuworker.plane.checkpoint_facts import CheckpointFacts, eos_token_ids
 from gpuworker.plane.data_plane import DataPlane, Facts, pool_identity
+from gpuworker.scheduling.step_costs import parse_costs
 from gpuworker.simulated.runner import SimulatedRunner
 from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
 

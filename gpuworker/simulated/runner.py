@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from common.types import SamplingParams, SequenceId, TokenLogprobs
-from gpuworker.core.batch_plan import StepPlan, StepResult
-from gpuworker.core.step_costs import StepCosts
+from common.contracts.types import SamplingParams, SequenceId, TokenLogprobs
+from gpuworker.scheduling.batch_plan import StepPlan, StepResult
+from gpuworker.scheduling.step_costs import StepCosts
 from gpuworker.serial_thread import SerialThread
 from gpuworker.simulated.tokens import SimulatedTokens
 

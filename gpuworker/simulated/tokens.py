@@ -16,7 +16,7 @@ from typing import Final
 
 from common.checkpoint.files import read_object
 from common.checkpoint.tokenizer_checks import refuse_hostile
-from gpuworker.core.splitmix64 import GOLDEN, splitmix64
+from gpuworker.scheduling.splitmix64 import GOLDEN, splitmix64
 
 # With the mark that byte-level BPE or Unigram has for a space.
 _PLAIN: Final = re.compile("[\u0120\u2581]?[A-Za-z0-9]+")

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from common.types import FinishReason
-from gpuworker.core.stopping import FinishCause
-from gpuworker.core.thought import ThoughtFollower
+from common.contracts.types import FinishReason
 from gpuworker.sampling.rows import SampledRow
+from gpuworker.scheduling.stopping import FinishCause
+from gpuworker.scheduling.thought import ThoughtFollower
 from gpuworker.structured.sequence import Constrained, allow, forbid
 
 if TYPE_CHECKING:

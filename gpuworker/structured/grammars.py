@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
-from common.errors import FieldViolation, InvalidRequest, Unsupported
-from common.types import Constraint, ConstraintKind
+from common.contracts.errors import FieldViolation, InvalidRequest, Unsupported
+from common.contracts.types import Constraint, ConstraintKind
 from gpuworker.structured.digits import DigitTokens
 from gpuworker.structured.fair_thread import FairThread
 

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from common.contracts.types import FinishReason, SequenceId
 from common.process.cores import usable_cores
-from common.types import FinishReason, SequenceId
-from gpuworker.core.stopping import FinishCause
-from gpuworker.core.thought import ThoughtFollower
 from gpuworker.engine.ports import MaskLateness
 from gpuworker.sampling.masks import NO_DRAFTS, GrammarBitmask
 from gpuworker.sampling.rows import SampledRow
+from gpuworker.scheduling.stopping import FinishCause
+from gpuworker.scheduling.thought import ThoughtFollower
 from gpuworker.serial_thread import SerialThread
 from gpuworker.structured.followed import Followed
 from gpuworker.structured.grammars import GrammarCompiler

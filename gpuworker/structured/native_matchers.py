@@ -20,10 +20,10 @@ from weakref import WeakSet, WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from gpuworker.core.stopping import FinishCause
 from gpuworker.native.follow import LEFT, LEFT_TO_PYTHON, TOKENIZE, FollowerStruct, GrammarStruct
 from gpuworker.native.library import best
 from gpuworker.native.step_queue import address_of
+from gpuworker.scheduling.stopping import FinishCause
 from gpuworker.structured.digits import MOST_DIGITS, DigitTokens
 from gpuworker.structured.sequence import COMPLETE, Constrained, unfollowable
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import QuireError
-from common.types import FinishReason
-from gpuworker.core.stopping import FinishCause
+from common.contracts.errors import QuireError
+from common.contracts.types import FinishReason
 from gpuworker.sampling.rows import SampledRow
+from gpuworker.scheduling.stopping import FinishCause
 from gpuworker.structured.digits import DigitRun
 from gpuworker.structured.grammars import DEAD_END, Grammar, GrammarCompiler, complaint
 

@@ -1,6 +1,6 @@
 """A manager's membership in its group: it holds the lease while it leads, and watches the leader while it stands by.
 
-`core/leadership.py` has the rules. One task makes the attempts; everything else asks `leads`, or waits for `confirmed`.
+`leadership.py` has the rules. One task makes the attempts; everything else asks `leads`, or waits for `confirmed`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 
-from common.clock import Clock
-from common.errors import StaleEpoch, Unavailable
+from common.contracts.clock import Clock
+from common.contracts.errors import StaleEpoch, Unavailable
 from common.process.supervised import Supervisor, cancel_and_wait
 from common.rpc.server import Dial
-from kvmanager.core.leadership import Change, GroupLease, Leadership, Lease
+from kvmanager.contracts.ports import IndexUnavailable, LeaderState
+from kvmanager.group.leadership import Change, GroupLease, Leadership, Lease
 from kvmanager.group.owner_watch import owner_gone
 from kvmanager.group.processes import has_ended
-from kvmanager.ports import IndexUnavailable, LeaderState
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Final
 from grpc import aio
 
 from common.rpc.server import Dial
-from kvmanager.core.leadership import Lease
+from kvmanager.group.leadership import Lease
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
 _PAUSE_S: Final = 0.05

@@ -1,4 +1,4 @@
--- Takes an epoch and writes the fence. The rules and their reasons are `is_replaced` and `acquired` in core/epochs.py.
+-- Takes an epoch and writes the fence. The rules and their reasons are `is_replaced` and `acquired` in contracts/epochs.py.
 -- A manager of a group has a term too; after a manager of its group with a higher term it takes none.
 -- KEYS: epoch counter, fence, highest term in which a manager of the caller's group took an epoch.
 -- ARGV: least epoch that the caller may take; the epoch that the caller held (0: none); a random jump; the caller's

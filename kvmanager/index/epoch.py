@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from common.errors import InvalidConfig, ProtocolViolation
-from common.lease import highest_plausible_epoch
-from kvmanager.core import epochs
+from common.contracts.errors import InvalidConfig, ProtocolViolation
+from common.contracts.lease import highest_plausible_epoch
+from kvmanager.contracts import epochs
+from kvmanager.contracts.ports import IndexStore, IndexUnavailable
 from kvmanager.index.state_file import EpochFile
-from kvmanager.ports import IndexStore, IndexUnavailable
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
--- Stands before every script. The rule and its reason are `believed` in core/epochs.py.
+-- Stands before every script. The rule and its reason are `believed` in contracts/epochs.py.
 -- Returns the epoch in a key, or nil where there is none, or none that a manager can have written.
 local function epoch_in(key, known)
   local text = redis.pcall('GET', key)

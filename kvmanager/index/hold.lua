@@ -1,4 +1,4 @@
--- Takes or renews the lease of a group. The rules and their reasons are `granted` in core/leadership.py.
+-- Takes or renews the lease of a group. The rules and their reasons are `granted` in group/leadership.py.
 -- KEYS: lease, counter of terms.
 -- The lease has no TTL: a full Redis evicts keys that have one, those that end first before all others.
 -- ARGV: owner, own term (0: none), highest term seen, mark of a lease to seize ("": none), where terms begin,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain, islice
 
-from common.types import BlockHash
-from kvmanager.ports import IndexCall
+from common.contracts.types import BlockHash
+from kvmanager.contracts.ports import IndexCall
 
 
 class _Kind(Enum):

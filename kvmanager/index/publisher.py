@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.backoff import Backoff
-from common.clock import Clock
-from common.errors import StaleEpoch
-from common.index_format import DiscoveredWorker, discovered_to_value
-from kvmanager.core.index_events import IndexSnapshot
-from kvmanager.core.slots import Loss, NoSlot
+from common.contracts.clock import Clock
+from common.contracts.errors import StaleEpoch
+from common.contracts.index_format import DiscoveredWorker, discovered_to_value
+from kvmanager.contracts.index_events import IndexSnapshot
+from kvmanager.contracts.ports import FenceLost, IndexStore, IndexUnavailable
+from kvmanager.contracts.slots import Loss, NoSlot
 from kvmanager.index.epoch import EpochKeeper
 from kvmanager.index.worker_feed import WorkerFeed
-from kvmanager.ports import FenceLost, IndexStore, IndexUnavailable
 
 log = logging.getLogger(__name__)
 

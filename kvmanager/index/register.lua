@@ -1,5 +1,5 @@
 -- Gives a worker a slot and a generation. A worker keeps the slot that it had.
--- The rules and their reasons are `registered` and `may_follow` in core/slots.py.
+-- The rules and their reasons are `registered` and `may_follow` in contracts/slots.py.
 -- ARGV: epoch, namespace, worker id, incarnation, address, generation, lease in ms, number of slots, session, group.
 -- Returns {fence, slot}; slot -1 when live workers hold all slots, -2 when another group publishes this worker.
 local owners, alive, worker = ARGV[2] .. ':w:', ARGV[2] .. ':l:', ARGV[3]

@@ -1,4 +1,4 @@
--- Prolongs the liveness of workers whose slots have the generations of this manager (`writable` in core/slots.py).
+-- Prolongs the liveness of workers whose slots have the generations of this manager (`writable` in contracts/slots.py).
 -- KEYS: fence, then owner and liveness of each slot. ARGV: epoch, lease in ms, then the generation of each slot.
 -- Returns {fence, places}: which of the slots, from 1, have another generation; -1 and so on for those that have none.
 local lost = {}

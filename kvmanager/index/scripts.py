@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import Final
 
-from common.limits import MAX_EPOCH_LEAD, MAX_FOREIGN_EPOCH
+from common.contracts.limits import MAX_EPOCH_LEAD, MAX_FOREIGN_EPOCH
 
 _NUMBERS: Final = f"local MAX_FOREIGN_EPOCH, MAX_EPOCH_LEAD = {MAX_FOREIGN_EPOCH}, {MAX_EPOCH_LEAD}\n"
 

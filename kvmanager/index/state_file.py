@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Final
 
-from common.errors import FieldViolation, InvalidConfig
-from common.limits import MAX_STORED_EPOCH
+from common.contracts.errors import FieldViolation, InvalidConfig
+from common.contracts.limits import MAX_STORED_EPOCH
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError, ResponseError
 
-from common import index_format
-from common.errors import StaleEpoch
-from kvmanager.core.slots import Loss, NoSlot
+from common.contracts import index_format
+from common.contracts.errors import StaleEpoch
+from kvmanager.contracts.ports import FenceLost, IndexCall, IndexUnavailable, KeptPins, PinsUnreadable, WorkerEntry
+from kvmanager.contracts.slots import Loss, NoSlot
 from kvmanager.index import scripts as index_scripts
-from kvmanager.ports import FenceLost, IndexCall, IndexUnavailable, KeptPins, PinsUnreadable, WorkerEntry
 
 _Argument = str | bytes | int
 

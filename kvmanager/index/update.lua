@@ -2,7 +2,7 @@
 -- KEYS: fence, then keys of block entries, those to remove from first.
 -- ARGV: epoch, own entry (6 bytes), lifetime in ms, number of removes, prefix of slot keys.
 -- Returns {fence, number of keys}; number -1, and nothing is written, when the slot has another generation than the own
--- entry (`writable` in core/slots.py).
+-- entry (`writable` in contracts/slots.py).
 local entry, lifetime, removes, owners = ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5]
 local own_slot, generations = string.sub(entry, 1, 2), {}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from common.index_format import DiscoveredWorker
-from kvmanager.core.index_events import Cleared, IndexEvent, IndexSnapshot, Stored
+from common.contracts.index_format import DiscoveredWorker
+from kvmanager.contracts.index_events import Cleared, IndexEvent, IndexSnapshot, Stored
+from kvmanager.contracts.ports import WorkerEntry
 from kvmanager.index.net_changes import NetChanges
-from kvmanager.ports import WorkerEntry
 
 
 class WorkerFeed:

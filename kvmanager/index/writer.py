@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from common.clock import Clock
-from common.errors import StaleEpoch, Unavailable
-from common.index_format import DiscoveredWorker
-from common.lease import Attach, public_incarnation
+from common.contracts.clock import Clock
+from common.contracts.errors import StaleEpoch, Unavailable
+from common.contracts.index_format import DiscoveredWorker
+from common.contracts.lease import Attach, public_incarnation
 from common.process.supervised import Supervisor, cancel_and_wait
-from kvmanager.core.index_events import IndexEvent, IndexSnapshot
+from kvmanager.contracts.index_events import IndexEvent, IndexSnapshot
+from kvmanager.contracts.ports import IndexStore, IndexUnavailable, KeptPins
 from kvmanager.index.epoch import EpochKeeper
 from kvmanager.index.publisher import PrefixPublisher, PublisherTimes
 from kvmanager.index.state_file import EpochFile
 from kvmanager.index.worker_feed import WorkerFeed
-from kvmanager.ports import IndexStore, IndexUnavailable, KeptPins
 
 _LEAVE_S: Final = 5.0  # for the last write; one that takes longer has failed
 

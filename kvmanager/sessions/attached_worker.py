@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from time import time_ns
 from typing import Final, NamedTuple, Protocol
 
-from common.errors import ProtocolViolation
-from common.lease import Attach, AttachOk, GrantBatch, Inventory, Report
-from common.types import Decision
-from kvmanager.core.index_events import IndexEvent
-from kvmanager.core.manager import Manager, WorkerRegistration
+from common.contracts.errors import ProtocolViolation
+from common.contracts.lease import Attach, AttachOk, GrantBatch, Inventory, Report
+from common.contracts.types import Decision
+from kvmanager.contracts.index_events import IndexEvent
 from kvmanager.index.worker_feed import WorkerFeed
 from kvmanager.index.writer import IndexWriter
+from kvmanager.ledger.manager import Manager, WorkerRegistration
 from kvmanager.sessions.kv_events import KvEventHub
 from kvmanager.sessions.reserve_spans import ReserveSpans
 

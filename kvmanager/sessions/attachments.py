@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 
 from opentelemetry.trace import Tracer
 
-from common.errors import NotFound
-from common.lease import Attach, AttachRejected
+from common.contracts.errors import NotFound
+from common.contracts.lease import Attach, AttachRejected
+from common.contracts.types import PoolIdentity
 from common.rpc.roles import Peer
-from common.types import PoolIdentity
-from kvmanager.core.ledger import Ledger
-from kvmanager.core.manager import Manager, WorkerRegistration
-from kvmanager.core.past_totals import PastTotals
+from kvmanager.contracts.ports import Leading
 from kvmanager.index.writer import IndexWriter
-from kvmanager.ports import Leading
+from kvmanager.ledger.ledger import Ledger
+from kvmanager.ledger.manager import Manager, WorkerRegistration
+from kvmanager.ledger.past_totals import PastTotals
 from kvmanager.sessions.attached_worker import AttachedWorker, DecisionSink, Effects
 from kvmanager.sessions.kv_events import KvEventHub
 from kvmanager.sessions.reserve_spans import ReserveSpans

@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from common.errors import ProtocolViolation, Unavailable
-from common.lease import AttachRejected
-from common.limits import MAX_UNREAD_MESSAGES
+from common.contracts.errors import ProtocolViolation, Unavailable
+from common.contracts.lease import AttachRejected
+from common.contracts.limits import MAX_UNREAD_MESSAGES
 from common.rpc.roles import Peer
 from common.rpc.silence import SILENCE_S
 from common.wire.inventory_codec import InventoryAssembler, InventoryBounds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.wire import packing
-from kvmanager.core.index_events import Cleared, IndexEvent, Removed, Stored
+from kvmanager.contracts.index_events import Cleared, IndexEvent, Removed, Stored
 from kvmanager.sessions.kv_events import Changes, KvItem, Left, SnapshotPart
 from quire.kvmanager.v1 import kvmanager_pb2
 

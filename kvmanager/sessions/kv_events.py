@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from common.errors import Overloaded, QuireError, QuotaViolation, Unavailable
-from common.lease import Attach, public_incarnation
-from common.types import BlockHash
-from kvmanager.core.event_log import EventLog
-from kvmanager.core.index_events import IndexEvent, IndexSnapshot
+from common.contracts.errors import Overloaded, QuireError, QuotaViolation, Unavailable
+from common.contracts.lease import Attach, public_incarnation
+from common.contracts.types import BlockHash
+from kvmanager.contracts.index_events import IndexEvent, IndexSnapshot
+from kvmanager.sessions.event_log import EventLog
 
 QUEUED_CHANGES: Final = 65_536
 SUBSCRIBERS: Final = 32

@@ -14,17 +14,17 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from common.clock import Clock
-from common.errors import StaleEpoch, Unavailable
-from common.hashing import KEY_BYTES
-from common.limits import MAX_PIN_NAME_CHARS, MAX_PINNED_BLOCKS, MAX_PINNED_TENANT_CHARS, MAX_PINS
-from common.types import BlockHash
+from common.contracts.clock import Clock
+from common.contracts.errors import StaleEpoch, Unavailable
+from common.contracts.hashing import KEY_BYTES
+from common.contracts.limits import MAX_PIN_NAME_CHARS, MAX_PINNED_BLOCKS, MAX_PINNED_TENANT_CHARS, MAX_PINS
+from common.contracts.types import BlockHash
 from common.wire.packing import pack_hashes, unpack_hashes
-from kvmanager.core.ledger import Ledger
-from kvmanager.core.manager import Manager
-from kvmanager.core.pins import Pin, PinAtWorker, fitting, num_listed, one_worker_for_each_size
+from kvmanager.cache.pins import Pin, PinAtWorker, fitting, num_listed, one_worker_for_each_size
+from kvmanager.contracts.ports import FenceLost, IndexUnavailable, KeptPins, Leading, PinsUnreadable
 from kvmanager.index.writer import IndexWriter
-from kvmanager.ports import FenceLost, IndexUnavailable, KeptPins, Leading, PinsUnreadable
+from kvmanager.ledger.ledger import Ledger
+from kvmanager.ledger.manager import Manager
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 
 log = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from typing import Final
 from grpc import StatusCode
 from opentelemetry.trace import Link, Span, SpanKind, Tracer
 
-from common.lease import Admit, GrantBatch, Inventory, Report, Reserve
+from common.contracts.lease import Admit, GrantBatch, Inventory, Report, Reserve
+from common.contracts.types import Decision, DecisionKind, FinishReason, SequenceId, SequencePhase
 from common.telemetry import context_from, is_sampled, span_context_of
 from common.telemetry.conventions import fail_server_span
 from common.telemetry.decisions import add_decision
-from common.types import Decision, DecisionKind, FinishReason, SequenceId, SequencePhase
 
 # A sequence that ends before it is admitted, as a call of the manager. The worker's own reasons are no fault of it.
 _CODES: Final = {FinishReason.DEADLINE: StatusCode.DEADLINE_EXCEEDED}

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from common.types import ConstraintKind
-from router.core.events import Finished, ValidatedRequest
+from common.contracts.types import ConstraintKind
+from router.contracts.events import Finished, ValidatedRequest
 
 Value = str | int | float | Sequence[str]
 PROVIDER: Final = "quire"

@@ -6,9 +6,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
 
+from common.contracts.types import Decision
 from common.decisions.query import DecisionQuery
 from common.decisions.ring import record_bytes
-from common.types import Decision
 
 
 class KeptRecords:

@@ -12,11 +12,19 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
-from common.errors import Cancelled, DeadlineExceeded, EngineFailure, Overloaded, QuireError, RateLimited, Unavailable
-from common.types import FinishReason
-from router.core.diagnosis.outcome import Outcome, Phase
-from router.core.events import Finished
-from router.core.tail_rules import Rule
+from common.contracts.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailure,
+    Overloaded,
+    QuireError,
+    RateLimited,
+    Unavailable,
+)
+from common.contracts.types import FinishReason
+from router.contracts.events import Finished
+from router.observe.diagnosis.outcome import Outcome, Phase
+from router.observe.tail_rules import Rule
 
 M = TypeVar("M", Counter, "TracedHistogram")
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from grpc import aio
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from common.limits import MALFORMED_LINE_SECONDS, MAX_EXPORTED_SPANS
+from common.contracts.limits import MALFORMED_LINE_SECONDS, MAX_EXPORTED_SPANS
 from common.untrusted.rare_lines import RareLines
 from router.observe.trace_store import TraceStore
 

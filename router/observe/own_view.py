@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, MutableMapping
 from typing import Final
 
-from common.types import DecisionKind
+from common.contracts.types import DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
-from router.core.diagnosis.outcome import PRIVATE_COUNTS, PRIVATE_TEXTS
+from router.observe.diagnosis.outcome import PRIVATE_COUNTS, PRIVATE_TEXTS
 from router.observe.trace_codec import REQUEST_ID, TENANT, UNREAD
 
 ANOTHER: Final = "another request"

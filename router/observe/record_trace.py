@@ -12,8 +12,8 @@ from opentelemetry.trace import INVALID_SPAN_ID, SpanContext, Status, StatusCode
 from common.telemetry.decisions import add_decision
 from common.telemetry.provider import origin_of
 from common.telemetry.spans import Origin, RecordedSpan
-from router.core.record_spans import EndedRequest, RecordSpan, spans_of
 from router.observe.gen_ai import Value
+from router.observe.record_spans import EndedRequest, RecordSpan, spans_of
 
 Attributes = Mapping[str, Value]
 

@@ -10,19 +10,19 @@ from typing import Final
 
 from opentelemetry.trace import Tracer
 
-from common.clock import Clock
-from common.errors import QuireError
-from common.types import Decision, DecisionKind
-from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
-from router.core.events import Finished, ValidatedRequest
-from router.core.record_spans import EndedRequest
-from router.core.tail_rules import Rule
-from router.core.usual_gaps import UsualGaps
+from common.contracts.clock import Clock
+from common.contracts.errors import QuireError
+from common.contracts.types import Decision, DecisionKind
+from router.contracts.events import Finished, ValidatedRequest
+from router.contracts.ports import DecisionSink
+from router.observe.diagnosis.outcome import Outcome, figures_of, texts_of
 from router.observe.metrics import RouterMetrics
+from router.observe.record_spans import EndedRequest
 from router.observe.request_tap import RequestTap
 from router.observe.request_trace import RequestTrace
 from router.observe.tail_keeper import TailKeeper
-from router.ports import DecisionSink
+from router.observe.tail_rules import Rule
+from router.observe.usual_gaps import UsualGaps
 
 log = logging.getLogger(__name__)
 

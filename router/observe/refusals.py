@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from common.clock import Clock
-from common.limits import CANCELLED_LINE_SECONDS, MAX_REFUSAL_LINES
+from common.contracts.clock import Clock
+from common.contracts.limits import CANCELLED_LINE_SECONDS, MAX_REFUSAL_LINES
 from common.untrusted.rare_lines import RareLines
-from router.core.refusals import FAULTS, Refusal, refusal_record
+from router.contracts.refusals import FAULTS, Refusal, refusal_record
 from router.observe.metrics import RouterMetrics
 from router.observe.refused_records import RefusedRecords
 

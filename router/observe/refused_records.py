@@ -12,16 +12,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from common.decisions.query import DecisionQuery
-from common.decisions.ring import DecisionRing
-from common.limits import (
+from common.contracts.limits import (
     ALIKE_REFUSALS_BURST,
     ALIKE_REFUSALS_PER_SECOND,
     MAX_REFUSAL_GROUPS,
     REFUSALS_BURST,
     REFUSALS_PER_SECOND,
 )
-from common.types import Decision, DecisionKind
+from common.contracts.types import Decision, DecisionKind
+from common.decisions.query import DecisionQuery
+from common.decisions.ring import DecisionRing
 from router.observe.kept_records import KeptRecords
 from router.observe.sampling import Allowance
 

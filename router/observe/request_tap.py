@@ -14,9 +14,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from common.clock import Clock
-from common.errors import Overloaded, QuotaViolation
-from common.types import BlockHash
+from common.contracts.clock import Clock
+from common.contracts.errors import Overloaded, QuotaViolation
+from common.contracts.types import BlockHash
 
 MAX_WATCHES: Final = 4
 # Records that wait for one reader; the oldest go first when it reads too slowly.

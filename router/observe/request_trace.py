@@ -24,13 +24,13 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from common.clock import Clock
+from common.contracts.clock import Clock
+from common.contracts.types import Decision
 from common.telemetry import parent_of, traceparent_of, tracestate_of
 from common.telemetry.decisions import add_decision
 from common.telemetry.spans import UnsampledSpan
-from common.types import Decision
-from router.core.events import Finished, ValidatedRequest
-from router.core.index_answer import IndexAnswer, IndexSaid
+from router.contracts.events import Finished, ValidatedRequest
+from router.contracts.index_answer import IndexAnswer, IndexSaid
 from router.observe.gen_ai import Value, request_attributes, response_attributes, span_name
 from router.observe.record_trace import TraceHead, parent_span
 from router.observe.trace_ids import beginning

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler, Sam
 from opentelemetry.trace import Link, SpanKind, TraceState
 from opentelemetry.util.types import Attributes
 
-from common.limits import CLIENT_TRACES_BURST, CLIENT_TRACES_PER_SECOND
+from common.contracts.limits import CLIENT_TRACES_BURST, CLIENT_TRACES_PER_SECOND
 
 
 class Allowance:

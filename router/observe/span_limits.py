@@ -8,7 +8,7 @@ from typing import Any, Final
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from common.limits import MAX_ATTRIBUTE_CHARS, MAX_SPAN_BYTES, MAX_SPAN_ITEMS
+from common.contracts.limits import MAX_ATTRIBUTE_CHARS, MAX_SPAN_BYTES, MAX_SPAN_ITEMS
 
 TRACE_ID_BYTES: Final = 16
 SPAN_ID_BYTES: Final = 8

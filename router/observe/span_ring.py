@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from common.limits import MAX_SENDER_SHARE
+from common.contracts.limits import MAX_SENDER_SHARE
 
 Key = tuple[str, str]  # trace id, span id
 

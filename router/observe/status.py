@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from common.clock import Clock
-from common.errors import NotFound
+from common.contracts.clock import Clock
+from common.contracts.errors import NotFound
 from common.group.leader_watch import ManagerState
 from common.version import quire_version
 from quire.inference.v1 import inference_pb2 as pb
-from router.core.admission import AdmissionLimiter
-from router.ports import ModelCard
+from router.contracts.ports import ModelCard
+from router.placement.admission import AdmissionLimiter
 from router.workers.pool import Member, WorkerPool
 
 

@@ -14,21 +14,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from common.contracts.errors import QuireError
+from common.contracts.limits import KEPT_TRACES_BURST, KEPT_TRACES_PER_SECOND, MAX_KEPT_RECORDS, MAX_TRACES_TO_BUILD
+from common.contracts.types import Decision
 from common.decisions.query import DecisionQuery
 from common.decisions.ring import DecisionRing
-from common.errors import QuireError
-from common.limits import KEPT_TRACES_BURST, KEPT_TRACES_PER_SECOND, MAX_KEPT_RECORDS, MAX_TRACES_TO_BUILD
 from common.telemetry.spans import RecordedSpan
-from common.types import Decision
 from common.wire.decision_codec import known_decisions
 from quire.decision.v1 import decision_pb2 as pb
-from router.core.diagnosis.outcome import Outcome
-from router.core.record_spans import EndedRequest
-from router.core.tail_rules import Objective, Rule, rules_for
+from router.observe.diagnosis.outcome import Outcome
 from router.observe.kept_records import KeptRecords
 from router.observe.metrics import RouterMetrics
+from router.observe.record_spans import EndedRequest
 from router.observe.record_trace import TraceHead, built_spans
 from router.observe.sampling import Allowance
+from router.observe.tail_rules import Objective, Rule, rules_for
 from router.observe.trace_codec import UNREAD
 
 Emit = Callable[[Sequence[RecordedSpan]], object]

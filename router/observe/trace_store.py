@@ -14,8 +14,8 @@ from typing import Final
 
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
-from common.errors import NotFound
-from common.limits import MAX_TRACE_BYTES, MAX_TRACE_SPANS
+from common.contracts.errors import NotFound
+from common.contracts.limits import MAX_TRACE_BYTES, MAX_TRACE_SPANS
 from common.telemetry.spans import RecordedSpan
 from quire.decision.v1 import decision_pb2
 from router.observe.span_ring import SpanRing

@@ -14,7 +14,7 @@ from typing import Final
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from common.types import FinishReason
+from common.contracts.types import FinishReason
 from router.observe.metrics import RouterMetrics
 
 # vLLM's name without its prefix -> the attribute of RouterMetrics.

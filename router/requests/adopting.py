@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from common.errors import Unavailable
-from common.types import DecisionKind
-from router.core.admission import AdmissionLimiter
+from common.contracts.errors import Unavailable
+from common.contracts.types import DecisionKind
 from router.observe.recorder import Recorder
+from router.placement.admission import AdmissionLimiter
 from router.requests.dispatcher import Dispatcher
 from router.requests.resumption import Resumable
 from router.requests.run import RequestRun

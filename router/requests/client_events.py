@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from common.errors import Cancelled, DeadlineExceeded, Overloaded, QuireError, Unauthenticated, Unavailable
-from common.types import FinishReason, MissReason, TokenLogprobs, Usage
-from router.core.events import Admitted, Finished, GenerateEvent, PromptLogprobs
-from router.core.worker_events import (
+from common.contracts.errors import Cancelled, DeadlineExceeded, Overloaded, QuireError, Unauthenticated, Unavailable
+from common.contracts.types import FinishReason, MissReason, TokenLogprobs, Usage
+from router.contracts.events import Admitted, Finished, GenerateEvent, PromptLogprobs
+from router.observe.recorder import Recorder
+from router.requests.inbox import Aborted, Arrival, Expired, Interruption, Revoked, Stopped
+from router.requests.output_stream import EXPIRED, STOPPED, OutputStream
+from router.requests.resumption import Resumable
+from router.requests.run import DRAINED, RequestRun, Running
+from router.requests.run_log import DEADLINE_WORDS
+from router.workers.worker_events import (
     Lost,
     Preempted,
     PromptScored,
@@ -17,12 +23,6 @@ from router.core.worker_events import (
     SequenceFinished,
     TokensSampled,
 )
-from router.observe.recorder import Recorder
-from router.requests.inbox import Aborted, Arrival, Expired, Interruption, Revoked, Stopped
-from router.requests.output_stream import EXPIRED, STOPPED, OutputStream
-from router.requests.resumption import Resumable
-from router.requests.run import DRAINED, RequestRun, Running
-from router.requests.run_log import DEADLINE_WORDS
 
 # The failure in the spans of a request that did not end by itself.
 REVOKED_WORDS = "the key of this request was revoked; ask the operator for another one"

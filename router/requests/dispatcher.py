@@ -8,23 +8,23 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from common.clock import Clock
-from common.errors import DeadlineExceeded, QuireError, Unavailable
-from common.turns import BY_AGE, DEFAULT_MAX_WAIT
-from common.types import DecisionKind, PoolIdentity
-from router.core.admission import ANY_WORKER, check_deadline, too_late_words
-from router.core.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_at
-from router.core.first_tokens import FirstTokens, Foretold
-from router.core.identity import is_complete
-from router.core.index_answer import NOTHING_ASKED
-from router.core.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
-from router.core.place_shares import Shares
-from router.core.placement import Outcome, PlacementRequest, must_wait, places_of, verdict
-from router.core.refusals import too_large, waiting_record
-from router.core.routing import Choice, Router
-from router.core.watchdog import waits_for_a_place
-from router.core.worker_model import WorkerModel
-from router.ports import DecisionSink, PrefixIndex
+from common.contracts.clock import Clock
+from common.contracts.errors import DeadlineExceeded, QuireError, Unavailable
+from common.contracts.turns import BY_AGE, DEFAULT_MAX_WAIT
+from common.contracts.types import DecisionKind, PoolIdentity
+from router.contracts.identity import is_complete
+from router.contracts.index_answer import NOTHING_ASKED
+from router.contracts.ports import DecisionSink, PrefixIndex
+from router.contracts.refusals import too_large, waiting_record
+from router.placement.admission import ANY_WORKER, check_deadline, too_late_words
+from router.placement.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_at
+from router.placement.first_tokens import FirstTokens, Foretold
+from router.placement.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
+from router.placement.place_shares import Shares
+from router.placement.placement import Outcome, PlacementRequest, must_wait, places_of, verdict
+from router.placement.routing import Choice, Router
+from router.placement.watchdog import waits_for_a_place
+from router.placement.worker_model import WorkerModel
 from router.requests.jobs import Foresight, Job, Placement, WaitingJob
 from router.requests.reservation import LoadReservation, Reserver
 from router.workers.client import WorkerClient

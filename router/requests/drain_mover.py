@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import Final
 
-from common.clock import Clock
-from router.core.worker_model import WorkerModel
+from common.contracts.clock import Clock
+from router.placement.worker_model import WorkerModel
 from router.requests.placing import Placer
 from router.requests.run import RequestRun, Running
 from router.workers.pool import WorkerPool

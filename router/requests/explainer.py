@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.clock import Clock
-from common.errors import DeadlineExceeded, Overloaded
-from common.types import PoolIdentity
-from router.core.admission import AdmissionLimiter, check_deadline
-from router.core.embedding import check_kind
-from router.core.events import ValidatedRequest
-from router.core.identity import is_complete
-from router.core.placement import Outcome
-from router.core.refusals import reasons_against
-from router.core.routing import TIE_SECONDS, Choice
+from common.contracts.clock import Clock
+from common.contracts.errors import DeadlineExceeded, Overloaded
+from common.contracts.types import PoolIdentity
+from router.contracts.embedding import check_kind
+from router.contracts.events import ValidatedRequest
+from router.contracts.identity import is_complete
+from router.contracts.refusals import reasons_against
+from router.placement.admission import AdmissionLimiter, check_deadline
+from router.placement.placement import Outcome
+from router.placement.routing import TIE_SECONDS, Choice
 from router.requests.dispatcher import Dispatcher
 from router.requests.jobs import Foresight, Job
 from router.requests.run import Prefix, placement_of

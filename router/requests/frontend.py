@@ -11,16 +11,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 
-from common.errors import Cancelled, DeadlineExceeded, Overloaded, QuireError, Unavailable
+from common.contracts.errors import Cancelled, DeadlineExceeded, Overloaded, QuireError, Unavailable
+from common.contracts.types import DecisionKind, FinishReason, SamplingParams
 from common.process.standstill import Standstill
 from common.rpc.deadline import is_expiry
-from common.types import DecisionKind, FinishReason, SamplingParams
-from router.core.admission import AdmissionLimiter
-from router.core.events import GenerateEvent, ValidatedRequest
-from router.core.tenancy import Caller
+from router.contracts.events import GenerateEvent, ValidatedRequest
+from router.contracts.ports import CallContext, TextAssemblers
 from router.observe.recorder import Recorder
 from router.observe.request_trace import RequestTrace
-from router.ports import CallContext, TextAssemblers
+from router.placement.admission import AdmissionLimiter
 from router.requests.adopting import Adopter
 from router.requests.client_events import ClientEvents, error_of
 from router.requests.dispatcher import Dispatcher
@@ -32,6 +31,7 @@ from router.requests.request_ids import automatic_id
 from router.requests.resumption import Resumable
 from router.requests.run import RequestRun, Running
 from router.requests.run_log import DEADLINE_WORDS, GONE_WORDS
+from router.tenants.tenancy import Caller
 
 Figures = tuple[tuple[str, float], ...]
 

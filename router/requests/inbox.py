@@ -21,17 +21,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from common.errors import Overloaded, QuotaViolation
-from common.limits import (
+from common.contracts.errors import Overloaded, QuotaViolation
+from common.contracts.limits import (
     MAX_ALL_OUTPUT_BYTES,
     MAX_OUTPUT_BYTES,
     MAX_WHOLE_OUTPUT_BYTES,
     OUTPUT_STALL_SECONDS,
     SMALL_OUTPUT_BYTES,
 )
-from common.types import TokenLogprobs
-from router.core.diagnosis.ends import READS_TOO_SLOWLY
-from router.core.worker_events import PromptScored, SequenceEvent, TokensSampled
+from common.contracts.types import TokenLogprobs
+from router.observe.diagnosis.ends import READS_TOO_SLOWLY
+from router.workers.worker_events import PromptScored, SequenceEvent, TokensSampled
 
 # A wake-up is about 30 us of work, most of it one gRPC write. New requests need about ten turns, so many wake-ups a
 # turn delay them: at 12,000 tokens a second the first token took 8 ms with 4, 10 with 8, 26 with 16, 127 with all

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.types import BlockHash, Decision
-from router.core.first_tokens import Foretold
-from router.core.index_answer import NOTHING_ASKED, IndexAnswer
-from router.core.placement import PlacementRequest
-from router.core.routing import Choice
+from common.contracts.types import BlockHash, Decision
+from router.contracts.index_answer import NOTHING_ASKED, IndexAnswer
+from router.placement.first_tokens import Foretold
+from router.placement.placement import PlacementRequest
+from router.placement.routing import Choice
 from router.requests.reservation import LoadReservation
 from router.workers.client import WorkerClient
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from common.types import FinishReason, Usage
-from router.core.events import Finished, Timings, Tokens, ValidatedRequest
-from router.core.resuming import Continuation, Orphan
-from router.core.worker_events import SequenceAdmitted, SequenceFinished, TokensSampled
-from router.ports import TextAssembler
+from common.contracts.types import FinishReason, Usage
+from router.contracts.events import Finished, Timings, Tokens, ValidatedRequest
+from router.contracts.ports import TextAssembler
+from router.workers.resuming import Continuation, Orphan
+from router.workers.worker_events import SequenceAdmitted, SequenceFinished, TokensSampled
 
 # Ends that the router decides: at a stop string, and at the deadline.
 STOPPED = SequenceFinished(FinishReason.STOP, Usage())

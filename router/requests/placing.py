@@ -5,19 +5,19 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from common.errors import DeadlineExceeded, EngineFailure, Unavailable
-from router.core.admission import AdmissionLimiter
-from router.core.domains_seen import DomainsSeen
-from router.core.embedding import check_kind
-from router.core.fair_queue import Ticket
-from router.core.prompt_heads import PromptHeads
-from router.core.worker_events import Lost
+from common.contracts.errors import DeadlineExceeded, EngineFailure, Unavailable
+from router.contracts.embedding import check_kind
 from router.observe.recorder import Recorder
+from router.placement.admission import AdmissionLimiter
+from router.placement.domains_seen import DomainsSeen
+from router.placement.fair_queue import Ticket
+from router.placement.prompt_heads import PromptHeads
 from router.requests.dispatcher import Dispatcher
 from router.requests.jobs import Job, Placement
 from router.requests.output_stream import EXPIRED
 from router.requests.probation import Probation
 from router.requests.run import DRAINED, Prefix, RequestRun, Running, of_sequence, placement_request_of, submission_of
+from router.workers.worker_events import Lost
 
 # Moves of one sequence; after these it fails, even if it sampled tokens at each worker before that was lost.
 MAX_MOVES = 3

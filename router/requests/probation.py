@@ -1,4 +1,4 @@
-"""Tries suspects again (`core/suspicion.py`): those without a token first, and one at a time.
+"""Tries suspects again (`workers/suspicion.py`): those without a token first, and one at a time.
 
 Requests that are lost together would be suspects together again if they went to the next worker together. With its
 turn a suspect is alone among suspects: what breaks under it convicts it, and its tokens clear it.
@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 
-from common.limits import MAX_STRIKES
-from router.core.suspicion import Breakdown, Suspicion
+from common.contracts.limits import MAX_STRIKES
+from router.workers.suspicion import Breakdown, Suspicion
 
 # Seconds after which the next suspect may go, while this one waits for blocks, computes a long prompt or gets nowhere.
 TURN_SECONDS: Final = 5.0

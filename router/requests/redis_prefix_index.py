@@ -20,15 +20,22 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from common.backoff import Backoff
-from common.clock import Clock
-from common.index_format import OWNER_FIELDS, SlotOwner, owner_from_values, prefix_key_root, slot_key, unpack_entries
-from common.limits import MAX_INDEX_OWNER_BYTES, MAX_INDEX_VALUE_BYTES
-from common.types import BlockHash, PoolIdentity
-from router.core.breaker import CircuitBreaker
-from router.core.diagnosis.words import duration
-from router.core.index_answer import IndexAnswer, IndexSaid
-from router.core.prefix_match import PrefixMatch, windows
-from router.core.run_search import RunSearch
+from common.contracts.clock import Clock
+from common.contracts.index_format import (
+    OWNER_FIELDS,
+    SlotOwner,
+    owner_from_values,
+    prefix_key_root,
+    slot_key,
+    unpack_entries,
+)
+from common.contracts.limits import MAX_INDEX_OWNER_BYTES, MAX_INDEX_VALUE_BYTES
+from common.contracts.types import BlockHash, PoolIdentity
+from router.contracts.index_answer import IndexAnswer, IndexSaid
+from router.observe.diagnosis.words import duration
+from router.placement.breaker import CircuitBreaker
+from router.placement.prefix_match import PrefixMatch, windows
+from router.placement.run_search import RunSearch
 
 log = logging.getLogger(__name__)
 

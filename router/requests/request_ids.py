@@ -9,7 +9,7 @@ import re
 import secrets
 from typing import Final
 
-from common.limits import MAX_REQUEST_ID_CHARS
+from common.contracts.limits import MAX_REQUEST_ID_CHARS
 
 # No id of a client begins so: an automatic id can neither be guessed (128 random bits) nor be taken.
 AUTOMATIC_PREFIX: Final = "quire-"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from common.clock import Clock
-from router.core.fair_queue import Flow
-from router.core.place_shares import PlaceShares
-from router.core.placement import PlacementRequest
-from router.core.worker_model import WorkerModel
+from common.contracts.clock import Clock
+from router.placement.fair_queue import Flow
+from router.placement.place_shares import PlaceShares
+from router.placement.placement import PlacementRequest
+from router.placement.worker_model import WorkerModel
 
 
 class LoadReservation:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
-from common.clock import Clock
+from common.contracts.clock import Clock
 from quire.inference.v1 import inference_pb2 as pb
-from router.core.events import GenerateEvent, ValidatedRequest
-from router.ports import CallContext, Resumed
+from router.contracts.events import GenerateEvent, ValidatedRequest
+from router.contracts.ports import CallContext, Resumed
 from router.requests.frontend import RouterFrontend
 from router.requests.resumption import Resumption
 from router.workers.pool import WorkerPool

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.backoff import Backoff
-from common.clock import Clock
-from common.errors import (
+from common.contracts.clock import Clock
+from common.contracts.errors import (
     AlreadyExists,
     FieldViolation,
     InvalidRequest,
@@ -27,21 +27,21 @@ from common.errors import (
     QuotaViolation,
     Unavailable,
 )
-from common.hashing import narrowed_domain
-from common.limits import MAX_RESUMES_A_TENANT, MAX_SEQUENCES
+from common.contracts.hashing import narrowed_domain
+from common.contracts.limits import MAX_RESUMES_A_TENANT, MAX_SEQUENCES
 from common.untrusted.ids import ID_WORDS, is_id
 from common.wire.packing import unpack_u32
 from common.wire.retention_codec import tokens_from_proto
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
 from quire.inference.v1 import inference_pb2 as pb
-from router.core.events import ValidatedRequest
-from router.core.resuming import UNKNOWN, Orphan, Received
-from router.core.tenancy import Tenant
-from router.ports import CallContext
+from router.contracts.events import ValidatedRequest
+from router.contracts.ports import CallContext
+from router.tenants.tenancy import Tenant
 from router.workers.client import WorkerClient
 from router.workers.orphan_codec import sampling_of
 from router.workers.orphan_queries import FoundOrphans
 from router.workers.pool import Member, WorkerPool
+from router.workers.resuming import UNKNOWN, Orphan, Received
 
 # Seconds in which a worker answers, and for which a request is looked for.
 ANSWER_SECONDS: Final = 2.0

@@ -6,9 +6,9 @@ import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Final
 
-from common.errors import FieldViolation, QuireError
-from common.lease import DEFAULT_RETENTION_PRIORITY, MAX_RETENTION_PRIORITY, RetainedTokens
-from common.limits import MAX_RETENTION_MESSAGE_RANGES, MAX_RETENTION_RANGES
+from common.contracts.errors import FieldViolation, QuireError
+from common.contracts.lease import DEFAULT_RETENTION_PRIORITY, MAX_RETENTION_PRIORITY, RetainedTokens
+from common.contracts.limits import MAX_RETENTION_MESSAGE_RANGES, MAX_RETENTION_RANGES
 from quire.inference.v1 import inference_pb2 as pb
 from router.requests.violations import Range
 

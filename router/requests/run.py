@@ -6,19 +6,30 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from common.clock import Clock
-from common.errors import Unavailable
-from common.hashing import block_digests, block_hash_of, little_endian_int32, narrowed_domain, root_digest
+from common.contracts.clock import Clock
+from common.contracts.errors import Unavailable
+from common.contracts.hashing import block_digests, block_hash_of, little_endian_int32, narrowed_domain, root_digest
+from common.contracts.types import BlockHash, FinishReason, PoolIdentity
 from common.process.standstill import Standstill
-from common.types import BlockHash, FinishReason, PoolIdentity
-from router.core.diagnosis.outcome import Outcome
-from router.core.events import ValidatedRequest
-from router.core.fair_queue import Ticket
-from router.core.first_tokens import Foretold
-from router.core.placement import PlacementRequest
-from router.core.resuming import Continuation, Received
-from router.core.suspicion import Suspicion
-from router.core.worker_events import (
+from router.contracts.events import ValidatedRequest
+from router.observe.diagnosis.outcome import Outcome
+from router.observe.request_tap import EndedSequence
+from router.observe.request_trace import RequestTrace
+from router.placement.fair_queue import Ticket
+from router.placement.first_tokens import Foretold
+from router.placement.placement import PlacementRequest
+from router.requests.inbox import Aborted, Expired, Inbox, Revoked, Stopped, Turns
+from router.requests.jobs import Placement
+from router.requests.output_stream import OutputStream
+from router.requests.probation import Turn
+from router.requests.reservation import LoadReservation
+from router.requests.run_log import RunLog
+from router.workers.client import WorkerClient
+from router.workers.codec import Submission
+from router.workers.in_flight import Sink
+from router.workers.resuming import Continuation, Received
+from router.workers.suspicion import Suspicion
+from router.workers.worker_events import (
     Lost,
     Preempted,
     PromptScored,
@@ -30,17 +41,6 @@ from router.core.worker_events import (
     SequenceStarted,
     TokensSampled,
 )
-from router.observe.request_tap import EndedSequence
-from router.observe.request_trace import RequestTrace
-from router.requests.inbox import Aborted, Expired, Inbox, Revoked, Stopped, Turns
-from router.requests.jobs import Placement
-from router.requests.output_stream import OutputStream
-from router.requests.probation import Turn
-from router.requests.reservation import LoadReservation
-from router.requests.run_log import RunLog
-from router.workers.client import WorkerClient
-from router.workers.codec import Submission
-from router.workers.in_flight import Sink
 
 # Why a sequence moves from a worker that is well.
 DRAINED = "drain: its worker hands its sequences over"

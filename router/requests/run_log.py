@@ -6,20 +6,20 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
-from common.clock import Clock
-from common.errors import Cancelled, DeadlineExceeded, QuireError
-from common.hashing import little_endian_int32
+from common.contracts.clock import Clock
+from common.contracts.errors import Cancelled, DeadlineExceeded, QuireError
+from common.contracts.hashing import little_endian_int32
+from common.contracts.types import FinishReason
 from common.process.standstill import Standstill
-from common.types import FinishReason
-from router.core.diagnosis.ends import CLIENT_LEFT
-from router.core.diagnosis.outcome import Outcome, Phase
-from router.core.diagnosis.phase_clock import PhaseClock
-from router.core.domains_seen import NOWHERE, DomainsSeen, SeenElsewhere, SentBy
-from router.core.events import Finished, ValidatedRequest
-from router.core.index_answer import NOTHING_ASKED, IndexAnswer
-from router.core.prompt_heads import PromptHeads
-from router.core.resuming import Orphan
-from router.core.worker_events import (
+from router.contracts.events import Finished, ValidatedRequest
+from router.contracts.index_answer import NOTHING_ASKED, IndexAnswer
+from router.observe.diagnosis.ends import CLIENT_LEFT
+from router.observe.diagnosis.outcome import Outcome, Phase
+from router.observe.diagnosis.phase_clock import PhaseClock
+from router.placement.domains_seen import NOWHERE, DomainsSeen, SeenElsewhere, SentBy
+from router.placement.prompt_heads import PromptHeads
+from router.workers.resuming import Orphan
+from router.workers.worker_events import (
     Preempted,
     PromptScored,
     SequenceAdmitted,

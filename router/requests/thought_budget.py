@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from common.errors import FieldViolation
-from common.limits import MAX_THOUGHT_END_CHARS, MAX_THOUGHT_MARK_CHARS
+from common.contracts.errors import FieldViolation
+from common.contracts.limits import MAX_THOUGHT_END_CHARS, MAX_THOUGHT_MARK_CHARS
 from quire.types.v1 import types_pb2
-from router.core.tools import quoted
+from router.answers.tools import quoted
 
 _MOST = {"opener": MAX_THOUGHT_MARK_CHARS, "closer": MAX_THOUGHT_MARK_CHARS, "end": MAX_THOUGHT_END_CHARS}
 

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from common.errors import InvalidRequest, Unsupported
-from common.lease import RetainedTokens
-from common.limits import (
+from common.contracts.errors import InvalidRequest, Unsupported
+from common.contracts.lease import RetainedTokens
+from common.contracts.limits import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_CONSTRAINT_BYTES,
@@ -32,22 +32,22 @@ from common.limits import (
     MAX_STOP_TOKEN_IDS,
     MAX_TRACEPARENT_CHARS,
 )
+from common.contracts.types import Constraint, ConstraintKind, SamplingParams, ThoughtBudget
 from common.telemetry import span_context_of
-from common.types import Constraint, ConstraintKind, SamplingParams, ThoughtBudget
 from common.wire.thought_codec import thought_from_proto
 from quire.inference.v1 import inference_pb2
 from quire.types.v1 import types_pb2
-from router.constraints.closing import closed_text
-from router.core.context_length import beyond_context
-from router.core.events import ValidatedRequest
-from router.core.tenancy import Caller
-from router.ports import CallContext, ConstraintCheck, RequestValidator, TextCodec
+from router.answers.constraints.closing import closed_text
+from router.answers.context_length import beyond_context
+from router.answers.text.checkpoint import Checkpoint
+from router.contracts.events import ValidatedRequest
+from router.contracts.ports import CallContext, ConstraintCheck, RequestValidator, TextCodec
 from router.requests.request_ids import AUTOMATIC_PREFIX
 from router.requests.retention import retained_tokens, wrong_retention
 from router.requests.stop_texts import hidden_part, shown_and_hidden
 from router.requests.thought_budget import wrong_thought
 from router.requests.violations import RANGES, Range, Report
-from router.text.checkpoint import Checkpoint
+from router.tenants.tenancy import Caller
 
 # JSON readers keep integers of up to this many bits exact.
 _SEED_BITS = 53

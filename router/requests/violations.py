@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.errors import FieldViolation
-from common.limits import MAX_LOGPROBS, MAX_SEQUENCES
+from common.contracts.errors import FieldViolation
+from common.contracts.limits import MAX_LOGPROBS, MAX_SEQUENCES
 
 # Wrong entries of a list that are reported one by one.
 _MOST_NAMED = 5

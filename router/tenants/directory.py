@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from common.clock import until_tick
-from common.errors import FieldViolation, InvalidConfig, InvalidRequest, PermissionDenied, Unauthenticated
-from router.core.tenancy import Caller, Tenant, peer_caller
+from common.contracts.clock import until_tick
+from common.contracts.errors import FieldViolation, InvalidConfig, InvalidRequest, PermissionDenied, Unauthenticated
 from router.tenants.keys import KeyTable
+from router.tenants.tenancy import Caller, Tenant, peer_caller
 from router.tenants.tenants_file import TenantTable, read_tenants
 
 log = logging.getLogger(__name__)

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from common.errors import FieldViolation, InvalidConfig
-from common.lease import MAX_RETENTION_PRIORITY
-from common.limits import MAX_TENANT_CHARS
+from common.contracts.errors import FieldViolation, InvalidConfig
+from common.contracts.lease import MAX_RETENTION_PRIORITY
+from common.contracts.limits import MAX_TENANT_CHARS
 from common.settings.pydantic_words import expectation, mistake
-from router.core.tenancy import Tenant, TenantLimits
 from router.tenants.keys import check_hash
+from router.tenants.tenancy import Tenant, TenantLimits
 
 if TYPE_CHECKING:
     from router.tenants.tokens import TokenReader

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import jwt
 
-from common.errors import FieldViolation, InvalidConfig, Unauthenticated
+from common.contracts.errors import FieldViolation, InvalidConfig, Unauthenticated
 
 ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 # Seconds by which the clocks of signer and router may differ.

@@ -18,20 +18,18 @@ from typing import Protocol
 from grpc import aio
 
 from common.backoff import Backoff
-from common.errors import FieldViolation, InvalidRequest, ProtocolViolation, QuireError, Unavailable
-from common.limits import MAX_HANDLE
+from common.contracts.errors import FieldViolation, InvalidRequest, ProtocolViolation, QuireError, Unavailable
+from common.contracts.limits import MAX_HANDLE
+from common.contracts.types import FinishReason, PoolIdentity
 from common.rpc import stream_writes
 from common.rpc.server import Dial, open_channel
-from common.types import FinishReason, PoolIdentity
 from common.wire.enum_codec import finish_to_proto
 from common.wire.identity_codec import identity_to_proto
 from quire.api.status import error_from_rpc
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
-from router.core.identity import is_complete
-from router.core.suspicion import Breakdown
-from router.core.worker_events import Lost, Refused, SequenceEvent, SequenceFinished
-from router.core.worker_model import Load
+from router.contracts.identity import is_complete
+from router.placement.worker_model import Load
 from router.workers.call import WorkerCall, found_silent, is_refused, read, write
 from router.workers.codec import (
     Submission,
@@ -47,6 +45,8 @@ from router.workers.in_flight import InFlight, Sink
 from router.workers.open_breaks import OpenBreaks, is_severed
 from router.workers.orphan_queries import FoundOrphans, OrphanQueries
 from router.workers.outbox import Outbox
+from router.workers.suspicion import Breakdown
+from router.workers.worker_events import Lost, Refused, SequenceEvent, SequenceFinished
 
 log = logging.getLogger(__name__)
 

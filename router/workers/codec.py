@@ -10,10 +10,10 @@ from math import isfinite
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
-from common.errors import ProtocolViolation
-from common.hashing import little_endian_int32
-from common.lease import RetainedTokens
-from common.types import (
+from common.contracts.errors import ProtocolViolation
+from common.contracts.hashing import little_endian_int32
+from common.contracts.lease import RetainedTokens
+from common.contracts.types import (
     BlockHash,
     FinishReason,
     MissReason,
@@ -32,8 +32,10 @@ from common.wire.thought_codec import thought_to_proto
 from quire.api.status import error_from_status
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
-from router.core.resuming import Continuation
-from router.core.worker_events import (
+from router.placement.worker_model import Capacity, Load
+from router.workers.orphan_codec import continuation_to_proto
+from router.workers.resuming import Continuation
+from router.workers.worker_events import (
     Preempted,
     PromptScored,
     Refused,
@@ -45,8 +47,6 @@ from router.core.worker_events import (
     TokensSampled,
     WorkerTime,
 )
-from router.core.worker_model import Capacity, Load
-from router.workers.orphan_codec import continuation_to_proto
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from common.errors import QuireError
+from common.contracts.errors import QuireError
 
 
 class Confirmations:

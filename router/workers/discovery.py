@@ -18,8 +18,8 @@ from typing import Final, Protocol, cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from common.clock import Clock, until_tick
-from common.index_format import (
+from common.contracts.clock import Clock, until_tick
+from common.contracts.index_format import (
     DISCOVERY_WORKERS_KEY,
     DiscoveredWorker,
     KnownEntry,
@@ -27,15 +27,15 @@ from common.index_format import (
     discovery_key,
     is_fresh,
 )
-from common.limits import (
+from common.contracts.limits import (
     MAX_DISCOVERED_WORKERS,
     MAX_DISCOVERY_ENTRY_BYTES,
     MAX_DISCOVERY_SET_BYTES,
     MAX_NAMED_ENTRIES,
 )
-from common.types import PoolIdentity
-from router.core.identity import differences
-from router.core.worker_networks import LOOPBACK, WorkerNetworks
+from common.contracts.types import PoolIdentity
+from router.contracts.identity import differences
+from router.workers.worker_networks import LOOPBACK, WorkerNetworks
 
 log = logging.getLogger(__name__)
 

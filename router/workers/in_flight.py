@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from router.core.worker_events import SequenceAdmitted, SequenceEvent, TokensSampled
+from router.workers.worker_events import SequenceAdmitted, SequenceEvent, TokensSampled
 
 Sink = Callable[[SequenceEvent], None]
 

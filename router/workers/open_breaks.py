@@ -5,7 +5,7 @@ from __future__ import annotations
 from grpc import StatusCode, aio
 
 from quire.api.status import DETAILS_KEY, code_from_rpc
-from router.core.suspicion import Breakdown
+from router.workers.suspicion import Breakdown
 
 
 def is_severed(error: aio.AioRpcError) -> bool:

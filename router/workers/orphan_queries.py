@@ -6,10 +6,10 @@ import asyncio
 import itertools
 from dataclasses import dataclass
 
-from common.errors import QuireError
+from common.contracts.errors import QuireError
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
-from router.core.resuming import Orphan
 from router.workers.orphan_codec import orphan_from_proto
+from router.workers.resuming import Orphan
 
 
 @dataclass(frozen=True, slots=True)

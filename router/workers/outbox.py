@@ -6,10 +6,10 @@ import asyncio
 from collections import OrderedDict
 from time import monotonic
 
-from common.clock import until_tick
-from common.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation
-from common.hashing import little_endian_int32
-from common.limits import MAX_OUTBOX_BYTES, MAX_SUBMIT_BYTES
+from common.contracts.clock import until_tick
+from common.contracts.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation
+from common.contracts.hashing import little_endian_int32
+from common.contracts.limits import MAX_OUTBOX_BYTES, MAX_SUBMIT_BYTES
 from common.rpc.silence import pulse_seconds
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 

@@ -9,13 +9,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from common.clock import Clock, until_tick
-from common.errors import IdentityMismatch, QuireError, Unavailable
-from common.limits import MAX_LOGGED_REASONS
+from common.contracts.clock import Clock, until_tick
+from common.contracts.errors import IdentityMismatch, QuireError, Unavailable
+from common.contracts.limits import MAX_LOGGED_REASONS
+from common.contracts.types import PoolIdentity
 from common.rpc.server import Dial, open_channel
-from common.types import PoolIdentity
-from router.core.identity import adopt, differences
-from router.core.worker_model import Load, WorkerModel, WorkerState
+from router.contracts.identity import adopt, differences
+from router.placement.worker_model import Load, WorkerModel, WorkerState
 from router.workers.client import Pacing, RouterIdentity, WorkerClient
 from router.workers.codec import WorkerFacts
 

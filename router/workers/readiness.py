@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from router.core.worker_model import WorkerModel
+from router.placement.worker_model import WorkerModel
 from router.workers.pool import WorkerPool
 
 

@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from common.backoff import Backoff
-from common.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_to_value, discovery_key
+from common.contracts.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_to_value, discovery_key
 from common.process.supervised import Restarts, Supervisor
 from common.rpc.server import open_channel
 from quire.inference.v1 import inference_pb2 as pb

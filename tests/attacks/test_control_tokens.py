@@ -9,9 +9,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers
 
 from quire.inference.v1 import inference_pb2 as pb
-from router.text import tokenizer as router_tokenizer
-from router.text.assembler import CheckpointText
-from router.text.chat import ChatTemplate
+from router.answers.text import tokenizer as router_tokenizer
+from router.answers.text.assembler import CheckpointText
+from router.answers.text.chat import ChatTemplate
 from tests.support.router.tokenizers import byte_fallback, byte_level, metaspace
 
 TURN, END = "<|turn|>", "<|turn_end|>"

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from common.errors import QuireError
-from common.limits import MAX_HANDLE
-from common.types import FinishReason, SamplingParams
-from router.core.worker_events import Lost, Refused, SequenceEvent, SequenceFinished
-from router.core.worker_model import Load
+from common.contracts.errors import QuireError
+from common.contracts.limits import MAX_HANDLE
+from common.contracts.types import FinishReason, SamplingParams
+from router.placement.worker_model import Load
 from router.workers.client import RouterIdentity, WorkerClient
 from router.workers.codec import Submission, WorkerFacts
+from router.workers.worker_events import Lost, Refused, SequenceEvent, SequenceFinished
 from tests.support.gpuworker.fake_engine_ports import InstantRunner
 from tests.support.gpuworker.worker_harness import served
 

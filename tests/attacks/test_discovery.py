@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from redis.asyncio import Redis
 
-from common.clock import ManualClock, SystemClock
-from common.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_to_value, discovery_key
-from common.limits import MAX_DISCOVERED_WORKERS
-from common.types import KvGeometry, PoolIdentity
+from common.contracts.clock import ManualClock, SystemClock
+from common.contracts.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_to_value, discovery_key
+from common.contracts.limits import MAX_DISCOVERED_WORKERS
+from common.contracts.types import KvGeometry, PoolIdentity
 from router.workers.discovery import Discovery, EntryRules
 
 IDENTITY = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))

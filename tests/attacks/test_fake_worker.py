@@ -23,11 +23,11 @@ from cli.certificates.authority import make, wanted
 from cli.certificates.folder import CertificateFolder
 from cli.demo_model import CHECKPOINT
 from cli.suite.stack import StackOptions
-from common.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_to_value, discovery_key
+from common.contracts.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_to_value, discovery_key
+from common.contracts.types import PoolIdentity
 from common.rpc.roles import Role
 from common.rpc.server import open_channel
 from common.rpc.tls import Identity
-from common.types import PoolIdentity
 from common.wire.identity_codec import identity_from_proto
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from common.limits import MAX_CONSTRAINTS_A_PEER
+from common.contracts.limits import MAX_CONSTRAINTS_A_PEER
 from router.tenants.directory import PeerDirectory
 from tests.support.router.fake_worker import PATIENCE_S
 from tests.support.router.http_harness import Api, served_api

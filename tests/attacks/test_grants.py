@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from common.lease import Admit, Attached, AttachOk, Connected, Copy, GrantBatch, Granted
-from common.types import BlockId, FinishReason, SequenceId
-from gpuworker.core.outcomes import AgentConfig
+from common.contracts.lease import Admit, Attached, AttachOk, Connected, Copy, GrantBatch, Granted
+from common.contracts.types import BlockId, FinishReason, SequenceId
+from gpuworker.scheduling.outcomes import AgentConfig
 from tests.support.gpuworker.engine_harness import EngineDriver
 from tests.support.gpuworker.fake_engine_ports import InstantRunner, ScriptedChannel
 

@@ -27,7 +27,7 @@ from bench.attack.floods import (
     request_head,
 )
 from bench.attack.nginx import nginx, program
-from common.limits import CALLS_PER_CONNECTION
+from common.contracts.limits import CALLS_PER_CONNECTION
 from common.rpc.server import open_channel
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from common.limits import MAX_HTTP_BODY_BYTES, MAX_HTTP_SEQUENCES
+from common.contracts.limits import MAX_HTTP_BODY_BYTES, MAX_HTTP_SEQUENCES
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker
 from tests.support.router.router_process import (
     RouterUnderAttack,

@@ -20,10 +20,10 @@ import pytest_asyncio
 
 from cli.certificates.authority import make, wanted
 from cli.certificates.folder import CertificateFolder, Leaf
-from common import limits
+from common.contracts import limits
 from common.process.connections import Connections
 from common.rpc.tls import PublicCertificate
-from router.serving.http_server import serve_http
+from router.api.http.http_server import serve_http
 from tests.support.router.fake_frontend import admitted, finished, tokens
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker
 from tests.support.router.http_harness import Api, served_api

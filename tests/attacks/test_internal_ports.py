@@ -14,8 +14,8 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from cli.demo_model import CHECKPOINT
 from cli.suite.stack import StackOptions
-from common import index_format
-from common.index_format import DiscoveredWorker, discovered_to_value
+from common.contracts import index_format
+from common.contracts.index_format import DiscoveredWorker, discovered_to_value
 from common.rpc.server import open_channel
 from common.wire.identity_codec import identity_from_proto
 from quire.gpuworker.v1 import gpuworker_pb2, gpuworker_pb2_grpc

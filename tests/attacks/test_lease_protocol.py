@@ -11,10 +11,10 @@ import pytest
 from grpc import aio
 from redis.asyncio import Redis
 
-from common import index_format
-from common.lease import Report, Reserve
+from common.contracts import index_format
+from common.contracts.lease import Report, Reserve
+from common.contracts.types import SequenceId
 from common.rpc.server import open_channel
-from common.types import SequenceId
 from common.wire.lease_codec import attach_to_proto
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.support.kvmanager.fake_session import EMPTY, IDENTITY, RawWorker, attach_of

@@ -18,7 +18,7 @@ import redis
 
 from cli.demo_model import CHECKPOINT
 from cli.suite.stack import StackOptions
-from common.limits import MALFORMED_LINE_SECONDS
+from common.contracts.limits import MALFORMED_LINE_SECONDS
 from common.process.local_redis import LocalRedis
 from common.process.python import module_command
 from quire.inference.v1 import inference_pb2

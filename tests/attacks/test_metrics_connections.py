@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import Gauge
 
-from common import limits
+from common.contracts import limits
 from common.process.metrics import MetricsServer, new_registry
 from common.process.small_http import Reply, Request
 from tests.support.kvmanager.manager_child import manager_process

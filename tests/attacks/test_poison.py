@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from common.errors import EngineFailure, ProtocolViolation
-from common.types import FinishReason
+from common.contracts.errors import EngineFailure, ProtocolViolation
+from common.contracts.types import FinishReason
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
-from router.core.events import GenerateEvent
-from router.core.placement import PlacementRequest
-from router.core.routing import Choice, Router
-from router.core.worker_model import WorkerModel
+from router.contracts.events import GenerateEvent
+from router.placement.placement import PlacementRequest
+from router.placement.routing import Choice, Router
+from router.placement.worker_model import WorkerModel
 from router.requests.inbox import Inbox
 from tests.support.router.fake_worker import FakeWorker, prompt_of
 from tests.support.router.frontend_harness import (

@@ -17,8 +17,8 @@ from redis.exceptions import NoPermissionError, RedisError
 from common.process.local_redis import LocalRedis
 from common.process.redis_client import QuireRedis, open_redis
 from common.process.redis_users import RedisUsers
+from kvmanager.contracts.ports import IndexUnavailable
 from kvmanager.index.store import RedisIndexStore
-from kvmanager.ports import IndexUnavailable
 from tests.support.waiting import PATIENCE_S, until
 
 ENDLESS = "while true do end"

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from common.contracts.types import FinishReason
 from common.rpc.server import open_channel
-from common.types import FinishReason
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.kserve.v2 import kserve_pb2_grpc as kserve

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import psutil
 from common.decisions.ring import DecisionRing
-from common.types import Candidate, Decision, DecisionKind
+from common.contracts.types import Candidate, Decision, DecisionKind
 
 TERMS, FIGURES = ("queue", "prefill", "decode"), ("hit_blocks", "waiting", "running", "unheld_blocks")
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from cli.demo_model import CHECKPOINT
 from cli.suite.stack import StackOptions
-from common.limits import CLIENT_TRACES_BURST, CLIENT_TRACES_PER_SECOND
+from common.contracts.limits import CLIENT_TRACES_BURST, CLIENT_TRACES_PER_SECOND
 from quire.inference.v1 import inference_pb2_grpc
 from tests.support.suite import PATIENCE, Suite, greedy, running_suite
 

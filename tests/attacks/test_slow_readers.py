@@ -16,9 +16,9 @@ import pytest
 import pytest_asyncio
 from grpc import aio
 
-from common.hashing import little_endian_int32
+from common.contracts.hashing import little_endian_int32
+from common.contracts.types import FinishReason
 from common.rpc.server import open_channel
-from common.types import FinishReason
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2

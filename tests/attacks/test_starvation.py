@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from cli.demo_model import CHECKPOINT
 from cli.suite.stack import StackOptions
-from common.limits import MAX_HTTP_SEQUENCES
+from common.contracts.limits import MAX_HTTP_SEQUENCES
 from quire.inference.v1 import inference_pb2 as pb
 from tests.support.suite import PATIENCE, Suite, greedy, running_suite
 from tests.support.tenants import TenantSuite, random_prompts, tenant_suite

@@ -11,9 +11,9 @@ import itertools
 import pytest
 
 from cli.suite.embedded import EmbeddedChannel
-from common.clock import SystemClock
-from common.lease import Attach, Connected, Granted, Inventory, LeaseEvent, Report
-from common.types import SequenceId, Usage
+from common.contracts.clock import SystemClock
+from common.contracts.lease import Attach, Connected, Granted, Inventory, LeaseEvent, Report
+from common.contracts.types import SequenceId, Usage
 from common.wire.inventory_codec import InventoryAssembler, inventory_chunks
 from common.wire.lease_codec import (
     attach_from_proto,

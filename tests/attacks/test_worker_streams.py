@@ -15,12 +15,12 @@ import pytest
 from google.rpc import status_pb2
 from grpc import aio
 
-from common.lease import Admit
-from common.types import Constraint, SamplingParams, SequenceId, TokenLogprobs
-from gpuworker.core.outcomes import AgentConfig
+from common.contracts.lease import Admit
+from common.contracts.types import Constraint, SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.engine.ports import EngineOutputs
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch
+from gpuworker.scheduling.outcomes import AgentConfig
 from gpuworker.server import codec, router_stream, servicer
 from gpuworker.server.output_buffer import OutputBuffer, Waited
 from gpuworker.server.router_stream import RouterStream

@@ -17,9 +17,9 @@ import pytest
 import pytest_asyncio
 from google.rpc import error_details_pb2, status_pb2
 
-from common.hashing import little_endian_int32
+from common.contracts.hashing import little_endian_int32
+from common.contracts.types import PoolIdentity
 from common.rpc.server import open_channel
-from common.types import PoolIdentity
 from common.wire.identity_codec import identity_from_proto
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc

@@ -10,8 +10,8 @@ import pytest
 from bench import eviction
 from bench.cache_replay.clairvoyant import next_uses
 from bench.cache_replay.workloads import WORKLOADS, CacheRequest, agents_and_scans, working_set
-from common.types import BlockHash
-from kvmanager.core.config import DEFAULT_EVICTION
+from common.contracts.types import BlockHash
+from kvmanager.contracts.ledger_config import DEFAULT_EVICTION
 
 A, B, C = (BlockHash(bytes([number]) * 16) for number in (1, 2, 3))
 

@@ -8,10 +8,10 @@ from bench import manager
 from bench.manager_load.pools import growth_figures, inventory_of
 from bench.manager_load.reporter import BLOCK_SIZE, Reporter
 from bench.manager_load.reports import report_figures
-from common.clock import ManualClock
-from common.lease import Inventory
-from kvmanager.core.config import LedgerConfig
-from kvmanager.core.ledger import Ledger
+from common.contracts.clock import ManualClock
+from common.contracts.lease import Inventory
+from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.ledger.ledger import Ledger
 
 
 def ledger_of(num_blocks: int, inventory: Inventory) -> Ledger:

@@ -13,7 +13,7 @@ import pytest
 from bench.fault_injection.messages import Messages
 from bench.soak import DEMO
 from gpuworker.simulated.plane import simulated_tokens
-from router.text.tokenizer import Tokenizer
+from router.answers.text.tokenizer import Tokenizer
 
 TOKENS = simulated_tokens(DEMO)
 # Tokens of the prompt; three of four are cached.

@@ -16,7 +16,7 @@ import pytest
 from bench import peers
 from bench.lib.checkpoints import SMALL
 from bench.peers import Item, Mode, items_of, turns
-from common.errors import FieldViolation, InvalidConfig, Unavailable
+from common.contracts.errors import FieldViolation, InvalidConfig, Unavailable
 
 DRIVER = """
     import json, sys

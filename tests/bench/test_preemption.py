@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from bench.preemption import ORDERS, WORKLOADS, Run, Server, figures_of
-from kvmanager.core.config import DEFAULT_MAX_PREEMPTIONS
+from kvmanager.contracts.ledger_config import DEFAULT_MAX_PREEMPTIONS
 
 
 def served(order: str, requests: int) -> Run:

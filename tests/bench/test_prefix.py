@@ -11,9 +11,9 @@ import pytest
 
 from bench import prefix
 from bench.lib.workers import BenchWorker, Run
-from common.types import SequenceId
-from gpuworker.core.batch_plan import StepRunner
-from gpuworker.core.outcomes import AgentConfig
+from common.contracts.types import SequenceId
+from gpuworker.scheduling.batch_plan import StepRunner
+from gpuworker.scheduling.outcomes import AgentConfig
 
 
 class MadeUpWorker:

@@ -6,10 +6,10 @@ import pytest
 
 from bench.lib.workers import BenchWorker, Run, random_prompts
 from bench.split import Pair, figures_of, notes_of
-from common.types import SamplingParams, SequenceId
-from gpuworker.core.batch_plan import StepPlan
-from gpuworker.core.outcomes import AgentConfig
-from gpuworker.core.step_costs import StepCosts
+from common.contracts.types import SamplingParams, SequenceId
+from gpuworker.scheduling.batch_plan import StepPlan
+from gpuworker.scheduling.outcomes import AgentConfig
+from gpuworker.scheduling.step_costs import StepCosts
 from gpuworker.simulated.runner import SimulatedRunner
 from gpuworker.simulated.tokens import SimulatedTokens
 from tests.support.bench_process import run_benchmark

@@ -10,8 +10,8 @@ import pytest
 from bench.lib.decision_records import bytes_of, records_of
 from bench.lib.request_spans import SERVICES
 from bench.tracing import COMPARED, NOTES, Measured, Pairs, figures_of
+from common.contracts.types import DecisionKind
 from common.decisions.ring import record_bytes
-from common.types import DecisionKind
 from tests.support.bench_process import run_benchmark
 
 

@@ -13,7 +13,7 @@ from cryptography import x509
 from cli.certificates.authority import LEAF_DAYS, RENEW_DAYS, Wanted, ensure, make, wanted
 from cli.certificates.folder import CertificateFolder, Leaf
 from cli.commands.certs import main
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from common.rpc.roles import Role
 
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from common.errors import FieldViolation, InvalidRequest
+from common.contracts.errors import FieldViolation, InvalidRequest
 from common.process.python import module_command
 from quire.inference.v1 import inference_pb2 as pb
 from tests.support.fake_router import PATIENCE_S, TRACE_ID, RouterDouble, admitted, finished, served, tokens

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from cli.client import admin_channel, router_client, run_command
-from common.errors import Unavailable, Unsupported
+from common.contracts.errors import Unavailable, Unsupported
 from common.rpc.server import RpcServer
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc

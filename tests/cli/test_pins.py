@@ -6,7 +6,7 @@ import pytest
 
 from cli.commands import pins
 from cli.commands.pin import in_words, parser, question_of
-from common.errors import InvalidRequest
+from common.contracts.errors import InvalidRequest
 from quire.inference.v1 import inference_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2 as kv
 

@@ -16,9 +16,9 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from common.contracts.types import Candidate, Decision, DecisionKind
 from common.process.python import module_command
 from common.telemetry.decisions import EVENT, attributes_of
-from common.types import Candidate, Decision, DecisionKind
 from common.wire.decision_codec import decision_to_proto
 from quire.decision.v1 import decision_pb2 as decisions
 from quire.decision.v1 import decision_pb2_grpc as decisions_rpc
@@ -27,7 +27,7 @@ from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.kvmanager.v1 import kvmanager_pb2 as manager_pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as manager_rpc
 from quire.types.v1 import types_pb2 as types
-from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
+from router.observe.diagnosis.outcome import Outcome, figures_of, texts_of
 from tests.support.fake_router import RouterDouble
 from tests.support.terminal import screen
 

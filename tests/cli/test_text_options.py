@@ -17,7 +17,7 @@ from cli.suite.preflight import suite_options
 from cli.suite.programs import service_programs
 from cli.suite.stack import free_ports
 from common.checkpoint.fingerprint import tokenizer_fingerprint
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from common.process.redis_users import RedisUrls
 from common.settings.config import load
 from gpuworker.config import GpuWorkerSettings

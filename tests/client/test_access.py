@@ -11,7 +11,7 @@ from cli.certificates.authority import make, wanted
 from cli.certificates.folder import CertificateFolder
 from cli.client import PLAIN, admin_channel, router_client
 from cli.client_config import ClientSettings
-from common.errors import InvalidConfig, Unavailable
+from common.contracts.errors import InvalidConfig, Unavailable
 from common.rpc.roles import Role
 from common.rpc.tls import PublicCertificate
 from quire.client import Client, Retry

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from cli.suite.stack import free_ports
-from common.errors import (
+from common.contracts.errors import (
     Cancelled,
     DeadlineExceeded,
     FieldViolation,
@@ -22,7 +22,7 @@ from common.errors import (
     QuotaViolation,
     Unavailable,
 )
-from common.types import FinishReason
+from common.contracts.types import FinishReason
 from quire.client import AsyncClient, Client, Interrupted, InterruptedByDeadline, Retry
 from quire.client.retry import Attempts
 from quire.inference.v1 import inference_pb2 as pb

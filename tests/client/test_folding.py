@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.types import FinishReason, MissReason, TokenLogprobs, Usage
+from common.contracts.types import FinishReason, MissReason, TokenLogprobs, Usage
 from quire.client import Chunk, Timings
 from quire.client.folding import Fold
 from quire.inference.v1 import inference_pb2 as pb

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import InvalidRequest
+from common.contracts.errors import InvalidRequest
 from quire.client.chat import Message
 from quire.client.request import conversation_of, prompt_of, request_of
 from quire.inference.v1 import inference_pb2 as pb

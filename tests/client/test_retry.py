@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import grpc
 import pytest
 
-from common.clock import ManualClock
-from common.errors import (
+from common.contracts.clock import ManualClock
+from common.contracts.errors import (
     AlreadyExists,
     Cancelled,
     DeadlineExceeded,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.lease import blocks_needed
+from common.contracts.lease import blocks_needed
 
 
 @pytest.mark.parametrize(

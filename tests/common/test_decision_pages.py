@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
+from common.contracts.errors import InvalidRequest, Overloaded
+from common.contracts.limits import MAX_WATCHED_DECISIONS
+from common.contracts.types import Decision, DecisionKind
 from common.decisions.pages import bounds_of, page_of, query_of
 from common.decisions.query import DecisionQuery
 from common.decisions.ring import DecisionRing
 from common.decisions.watch import WatcherLimit, watched
-from common.errors import InvalidRequest, Overloaded
-from common.limits import MAX_WATCHED_DECISIONS
 from common.process.turns import A_STEP
-from common.types import Decision, DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
 from tests.support.turns import take_turn, until_blocked
 

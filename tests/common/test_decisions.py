@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from common.contracts.limits import MAX_DECISION_LINES, MAX_LISTED_DECISIONS
+from common.contracts.types import Candidate, Decision, DecisionKind
 from common.decisions import log_line
 from common.decisions.ring import DecisionRing, record_bytes
-from common.limits import MAX_DECISION_LINES, MAX_LISTED_DECISIONS
 from common.process.logs import JsonFormatter, fields_of, trace_ids
-from common.types import Candidate, Decision, DecisionKind
 from common.untrusted.rare_lines import RareLines
 from common.wire.decision_codec import decision_to_proto, trace_id_of
 from quire.decision.v1 import decision_pb2

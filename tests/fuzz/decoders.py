@@ -11,10 +11,10 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import status_pb2
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
-from common.errors import QuireError
-from common.index_format import discovered_from_value, owner_from_fields, unpack_entries
+from common.contracts.errors import QuireError
+from common.contracts.index_format import discovered_from_value, owner_from_fields, unpack_entries
+from common.contracts.types import KvGeometry, PoolIdentity, SequenceId
 from common.telemetry.context import span_context_of
-from common.types import KvGeometry, PoolIdentity, SequenceId
 from common.wire import lease_codec
 from common.wire.inventory_codec import InventoryAssembler
 from gpuworker.server.codec import engine_request
@@ -23,7 +23,7 @@ from quire.api.status import error_from_status
 from quire.gpuworker.v1 import gpuworker_pb2
 from quire.kserve.v2 import kserve_pb2
 from quire.kvmanager.v1 import kvmanager_pb2
-from router.kserve.request import read
+from router.api.kserve.request import read
 from router.observe.trace_codec import from_otlp
 from router.workers import codec as workers_codec
 

@@ -9,8 +9,8 @@ from typing import Final
 
 from hypothesis import strategies as st
 
-from common.hashing import little_endian_int32
-from common.types import PoolIdentity
+from common.contracts.hashing import little_endian_int32
+from common.contracts.types import PoolIdentity
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from tests.fuzz.messages import messages
 from tests.support.gpuworker.worker_harness import chain_of

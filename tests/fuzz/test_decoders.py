@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli.demo_model import CHECKPOINT
-from common.errors import QuireError
+from common.contracts.errors import QuireError
 from common.process.python import module_command
 from quire.inference.v1 import inference_pb2 as pb
-from router.ports import CallContext
+from router.answers.text.assembler import CheckpointText
+from router.answers.text.checkpoint import read_checkpoint
+from router.contracts.ports import CallContext
 from router.requests.validate import Validator
-from router.text.assembler import CheckpointText
-from router.text.checkpoint import read_checkpoint
 from tests.fuzz.decoders import DECODERS
 from tests.fuzz.harness import ANY, again_and_again, seconds
 from tests.fuzz.messages import encoded, messages

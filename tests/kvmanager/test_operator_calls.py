@@ -10,9 +10,9 @@ import grpc
 import pytest
 from grpc import aio
 
-from common.errors import InvalidRequest
-from common.lease import Report, Reserve
-from common.types import BlockHash, BlockId, FinishReason, SequenceId
+from common.contracts.errors import InvalidRequest
+from common.contracts.lease import Report, Reserve
+from common.contracts.types import BlockHash, BlockId, FinishReason, SequenceId
 from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc

@@ -8,11 +8,11 @@ import pytest
 from grpc import aio
 from redis.asyncio import Redis
 
-from common import index_format
-from common.errors import InvalidRequest, NotFound, Unavailable
-from common.lease import CachedBlock, Inventory, Report
-from common.types import BlockId
-from kvmanager.ports import IndexUnavailable
+from common.contracts import index_format
+from common.contracts.errors import InvalidRequest, NotFound, Unavailable
+from common.contracts.lease import CachedBlock, Inventory, Report
+from common.contracts.types import BlockId
+from kvmanager.contracts.ports import IndexUnavailable
 from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2 as pb

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kvmanager.metrics import ReportTimes
+from kvmanager.service.metrics import ReportTimes
 
 
 class Exposed(Collector):

@@ -18,11 +18,11 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.lease import GrantBatch, Report, Reserve
+from common.contracts.lease import GrantBatch, Report, Reserve
+from common.contracts.types import FinishReason, SequenceId
 from common.rpc.health import WORK
-from common.types import FinishReason, SequenceId
-from kvmanager.core import chunked_grants
-from kvmanager.core.ledger import Ledger
+from kvmanager.ledger import chunked_grants
+from kvmanager.ledger.ledger import Ledger
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from tests.kvmanager.conftest import Connect, Running, Start
 from tests.support.kvmanager.fake_session import TIMEOUT_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.limits import MAX_BATCH_REQUESTS
+from common.contracts.limits import MAX_BATCH_REQUESTS
 from router.from_settings import batch_requests
 
 

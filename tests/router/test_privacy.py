@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from grpc import aio
 
+from common.contracts.types import FinishReason
 from common.rpc.server import open_channel
-from common.types import FinishReason
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc

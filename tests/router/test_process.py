@@ -17,10 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cli.suite.stack import free_ports
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
+from common.contracts.types import FinishReason
 from common.process.metrics import metrics_port
 from common.process.python import module_command
 from common.rpc.server import open_channel
-from common.types import FinishReason
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2

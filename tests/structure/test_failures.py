@@ -84,7 +84,7 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         "tests/common/process/test_supervised.py::test_a_task_that_raises_is_logged_reported_and_begun_again",
         "tests/common/process/test_supervised.py::test_a_task_that_cannot_be_begun_again_is_lost",
         "tests/common/process/test_watchdog.py::test_work_that_waits_for_longer_than_the_bound_is_named_and_not_before",
-        f"{MANAGER}/core/test_watchdog.py::test_waiting_beside_free_blocks_with_nothing_running_is_a_stall",
+        f"{MANAGER}/ledger/test_watchdog.py::test_waiting_beside_free_blocks_with_nothing_running_is_a_stall",
     ),
     "a step cannot be built, a request breaks its worker twice, or has no memory": (
         f"{WORKER}/engine/test_engine.py::test_of_a_step_that_cannot_be_built_the_cause_ends_and_the_others_go_on",
@@ -159,7 +159,7 @@ PROMISES: dict[str, tuple[Kind | str, ...]] = {
         "tests/bench/test_soak.py::test_seconds_of_a_plan_break_no_stream_change_no_token_and_leave_no_block",
     ),
     "work that stands still, and a loop that lags": (
-        f"{MANAGER}/core/test_watchdog.py::test_waiting_beside_free_blocks_with_nothing_running_is_a_stall",
+        f"{MANAGER}/ledger/test_watchdog.py::test_waiting_beside_free_blocks_with_nothing_running_is_a_stall",
         "tests/common/process/test_watchdog.py::test_a_blocked_loop_shows_as_lag",
         f"{SUITES}/deployment/operate/test_rules.py::test_an_alert_fires_when_it_should_and_no_other_does",
     ),

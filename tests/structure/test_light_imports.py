@@ -30,7 +30,10 @@ ENGINE = ["gpuworker.engine.engine", "gpuworker.runner.model_runner", "gpuworker
         (SIMULATED_WORKER, {"torch", "triton", "transformers", "safetensors"}),
         (CLIENT, {"numpy", "redis", "opentelemetry", "router.config", "gpuworker.config", "kvmanager.config"}),
         (ENGINE, {"grpc", "google.protobuf", "redis", "opentelemetry", "prometheus_client", "pydantic"}),
-        (["common.hashing", "common.lease", "common.errors"], {"numpy", "grpc", "google.protobuf", "pydantic"}),
+        (
+            ["common.contracts.hashing", "common.contracts.lease", "common.contracts.errors"],
+            {"numpy", "grpc", "google.protobuf", "pydantic"},
+        ),
     ],
     ids=["control plane", "simulated worker", "client commands", "engine", "contracts"],
 )

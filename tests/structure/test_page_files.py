@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "router" / "page"
+PAGE = ROOT / "router" / "api" / "page"
 OWN = sorted(
     path for path in (PAGE / "static").rglob("*") if path.suffix in (".js", ".html") and path.parent.name != "vendor"
 )

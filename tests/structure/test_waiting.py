@@ -18,7 +18,7 @@ TAKE_TURNS = {
     "common/test_waiting.py": "the waiting itself",
     "kvmanager/sessions/test_cleanup.py": "a cancellation comes at each moment of a handler's end",
     "kvmanager/sessions/test_pins.py": "long pins leave the loop to others; a fake index answers later",
-    "router/page/test_loop_share.py": "the share of the loop",
+    "router/api/page/test_loop_share.py": "the share of the loop",
     "router/requests/test_inbox.py": "so many streams wake in a turn",
     "support/turns.py": "the helpers themselves",
 }

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from common.errors import QuireError
+from common.contracts.errors import QuireError
 from common.rpc.server import RpcServer
 from common.rpc.tls import ServerTls
 from quire.client import AsyncClient, AsyncStream, Chunk, Client, Completion, Stream

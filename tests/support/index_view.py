@@ -7,9 +7,9 @@ from typing import cast
 
 from redis.asyncio import Redis
 
-from common import index_format
-from common.hashing import block_digests, block_hash_of, root_digest
-from common.types import PoolIdentity
+from common.contracts import index_format
+from common.contracts.hashing import block_digests, block_hash_of, root_digest
+from common.contracts.types import PoolIdentity
 from common.wire.identity_codec import identity_from_proto
 from common.wire.packing import pack_hashes
 from quire.inference.v1 import inference_pb2 as pb

@@ -12,7 +12,7 @@ import pytest
 from cli.suite.preflight import suite_options
 from cli.suite.programs import Program, StackOptions, service_programs
 from cli.suite.stack import free_ports
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from common.process.redis_users import RedisUrls
 
 

@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from common import lease
-from common.errors import Mismatch
-from common.types import (
+from common.contracts import lease
+from common.contracts.errors import Mismatch
+from common.contracts.types import (
     TRIMMED,
     BlockHash,
     BlockId,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.checkpoint.bounded_json import shown
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 
 MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)

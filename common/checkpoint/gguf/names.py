@@ -12,7 +12,7 @@ from typing import Final
 
 from common.checkpoint.gguf.folder import WEIGHTS, gguf_folder
 from common.checkpoint.gguf.header import MAGIC, refused
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 
 _SUFFIX: Final = ".gguf"
 # Models that a package holds: by name, the package and the command that installs it.

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from common.contracts.errors import FieldViolation, InvalidConfig
+from common.contracts.limits import MAX_LOG_FOLDERS, MAX_LOG_SEGMENT_BYTES
 from common.decisions.disk.core.retention import Bounds, Segment, expired, is_full, times_of
 from common.decisions.disk.core.segment import HEAD_BYTES, Contents, contents_of, head, is_head
-from common.errors import FieldViolation, InvalidConfig
-from common.limits import MAX_LOG_FOLDERS, MAX_LOG_SEGMENT_BYTES
 
 _NAME: Final = re.compile(r"(\d{8})\.log")
 _FOLDER: Final = re.compile(r"([a-z]+)-(\d{1,3})")

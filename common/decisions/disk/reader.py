@@ -10,14 +10,14 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
+from common.contracts.errors import FieldViolation, InvalidConfig
+from common.contracts.limits import MAX_LISTED_BYTES
 from common.decisions.disk.core.segment import Contents, Frame, body_of, contents_of, records_of
 from common.decisions.disk.folder import contents_in, folders_in, numbers_in, segment_path, service_of
 from common.decisions.merged import merged
 from common.decisions.pages import bounds_of, query_of
 from common.decisions.query import DecisionQuery
 from common.decisions.ring import listed
-from common.errors import FieldViolation, InvalidConfig
-from common.limits import MAX_LISTED_BYTES
 from common.wire.decision_codec import decision_from_proto
 from quire.decision.v1 import decision_pb2 as pb
 

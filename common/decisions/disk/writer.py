@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from common.clock import Clock, SystemClock
+from common.contracts.clock import Clock, SystemClock
+from common.contracts.limits import MAX_LOG_FRAME_BYTES, MAX_LOG_QUEUE, MAX_LOG_QUEUE_BYTES
+from common.contracts.types import Decision
 from common.decisions.disk.core.retention import Bounds
 from common.decisions.disk.core.segment import Timed, frame_of, packed
 from common.decisions.disk.folder import LogFolder, remove_aged
 from common.decisions.ring import DecisionRing
-from common.limits import MAX_LOG_FRAME_BYTES, MAX_LOG_QUEUE, MAX_LOG_QUEUE_BYTES
 from common.settings.decision_log import DecisionLogSettings
-from common.types import Decision
 from common.wire.decision_codec import decision_to_proto
 
 log = logging.getLogger(__name__)

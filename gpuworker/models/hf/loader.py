@@ -13,7 +13,7 @@ import torch
 
 from common.checkpoint.context import context_of
 from common.checkpoint.hub import checkpoint_directory
-from common.errors import FieldViolation, InvalidConfig, Unsupported
+from common.contracts.errors import FieldViolation, InvalidConfig, Unsupported
 from common.settings.options import LoadFormat
 from gpuworker.checkpoints.progress import telling_progress
 from gpuworker.checkpoints.weights import Checkpoint

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from common.errors import EngineFailure, Unsupported
+from common.contracts.errors import EngineFailure, Unsupported
 from gpuworker.attention.interface import LayerAttention, LayerSink
 from gpuworker.memory.devices import dtype_name
 

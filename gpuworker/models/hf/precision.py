@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.errors import FieldViolation, InvalidConfig
+from common.contracts.errors import FieldViolation, InvalidConfig
 from gpuworker.memory.devices import CACHE_DTYPES, pick_cache_dtype, pick_dtype
 
 QUANTIZATIONS = ("none", "int8", "int4", "w8a8", "auto")

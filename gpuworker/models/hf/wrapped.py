@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from common.checkpoint.wrappers import SAME_FOR_TEXT, WRAPPERS, language_tensor
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from gpuworker.checkpoints.stored_tensors import StoredTensors
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from common.errors import EngineFailure
+from common.contracts.errors import EngineFailure
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.native_backend import NativeAttention
 from gpuworker.memory.devices import dtype_name

@@ -17,7 +17,7 @@ from bench.comparison import peer_models
 from bench.comparison.peer_models import MIXTURES, export, prepare
 from bench.comparison.peer_process import TEXT, PeerOptions
 from bench.peers import tokens_for
-from common.errors import Unavailable
+from common.contracts.errors import Unavailable
 from gpuworker.models.llama.spec import llama_spec
 from tests.support.gguf_files import write_model
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from bench.comparison.peer_process import PeerOptions, PeerProcess, missing
-from common.errors import Unavailable
+from common.contracts.errors import Unavailable
 from tests.support.waiting import until
 
 DRIVER = """

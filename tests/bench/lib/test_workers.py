@@ -7,10 +7,10 @@ from concurrent.futures import Future
 import pytest
 
 from bench.lib.workers import BenchWorker, random_prompts
-from common.errors import EngineFailure
-from gpuworker.core.batch_plan import StepPlan, StepResult
-from gpuworker.core.outcomes import AgentConfig
-from gpuworker.core.step_costs import StepCosts
+from common.contracts.errors import EngineFailure
+from gpuworker.scheduling.batch_plan import StepPlan, StepResult
+from gpuworker.scheduling.outcomes import AgentConfig
+from gpuworker.scheduling.step_costs import StepCosts
 from gpuworker.simulated.runner import SimulatedRunner
 from gpuworker.simulated.tokens import SimulatedTokens
 

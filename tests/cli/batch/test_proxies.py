@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from cli.batch.runner import Target, client
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from tests.support.proxies import running_proxy
 
 

@@ -18,10 +18,10 @@ from cli.block_size.accounting import (
     new_ledger,
     paged_slots,
 )
-from common.lease import Report, Reserve
-from common.types import SequenceId
-from kvmanager.core import runway
-from kvmanager.core.config import LedgerConfig
+from common.contracts.lease import Report, Reserve
+from common.contracts.types import SequenceId
+from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.ledger import runway
 
 THREE, FOUR = (800, 2300, 3900), (600, 900, 1300, 1700)
 

@@ -10,7 +10,7 @@ import pytest
 from cli.block_size.advice import BlockSizeCost, costs, expected_hit, expected_prefix, recommend
 from cli.block_size.request_log import LoggedRequest, read_log
 from cli.commands import advise_block_size
-from common.errors import InvalidRequest
+from common.contracts.errors import InvalidRequest
 
 # ------------------------------------------------------------ the log
 

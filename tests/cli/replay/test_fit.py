@@ -13,7 +13,7 @@ from cli.replay.regression import Stream, least_squares, nonnegative, nonnegativ
 from cli.replay.simulation import ReplayOptions, replay
 from cli.replay.trace import Arrival, Measured, Trace
 from cli.replay.worker import Timing
-from gpuworker.core.step_costs import StepCosts
+from gpuworker.scheduling.step_costs import StepCosts
 
 OPTIONS = ReplayOptions(workers=2, num_blocks=2048)
 TRUE = Timing(StepCosts(base=0.008, decode=60e-6, prefill=90e-6), message=0.001)

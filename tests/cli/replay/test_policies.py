@@ -7,7 +7,7 @@ import pytest
 from cli.replay.policies import POLICIES, with_policies
 from cli.replay.routers import LeastLoaded
 from cli.replay.simulation import ReplayOptions
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 
 
 def test_joined_policies_change_one_choice_each() -> None:

@@ -15,10 +15,10 @@ from cli.replay.routers import LeastLoaded, RoundRobin
 from cli.replay.simulation import Replay, ReplayOptions, replay
 from cli.replay.trace import Arrival, Trace
 from cli.replay.worker import Timing
-from common.types import Decision
-from gpuworker.core.step_costs import StepCosts
-from router.core.diagnosis.calibration import predicted_s
-from router.core.routing import Choice, Router
+from common.contracts.types import Decision
+from gpuworker.scheduling.step_costs import StepCosts
+from router.observe.diagnosis.calibration import predicted_s
+from router.placement.routing import Choice, Router
 
 COSTS = StepCosts(base=0.01, decode=0.001, prefill=0.0001)
 ONE = ReplayOptions(workers=1, num_blocks=64, timing=Timing(COSTS, message=0.0, index=0.0))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.replay.trace import Arrival, Measured, Trace, lines_of, mooncake_lines, read_trace
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 
 FIRST = Arrival(0.5, 40, 8, (11, 12, 13), "acme", 5, Measured(0.25, 0.75, 16, "w0"))
 SECOND = Arrival(1.25, 7, 0)

@@ -13,7 +13,7 @@ from cli.suite.ports import picks_ports, with_picked_ports
 from cli.suite.programs import StackOptions
 from cli.suite.redis_state import redis_words
 from cli.suite.stack import Stack, free_ports
-from common.errors import Unavailable
+from common.contracts.errors import Unavailable
 from common.process import local_redis
 
 TAKEN = "another process took a port that was picked; trying others"

@@ -18,16 +18,16 @@ from cli.config import UpSettings
 from cli.demo_model import CHECKPOINT
 from cli.suite.preflight import suite_options
 from cli.suite.stack import free_ports
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from common.rpc.roles import Role
 from common.settings.config import installed_settings, load
 from common.settings.exit_status import PORT_TAKEN_STATUS
 from common.settings.options import ServiceSettings
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.core.step_costs import DEFAULT_COSTS
+from gpuworker.scheduling.step_costs import DEFAULT_COSTS
 from kvmanager.config import KvManagerSettings
 from router.config import RouterSettings
-from router.core.tail_rules import Objective
+from router.observe.tail_rules import Objective
 from tests.support.checkpoints import MAX_POSITIONS
 from tests.support.preflight import file_with, programs, refusals, resolve
 from tests.support.stranger_files import POINTER

@@ -13,7 +13,7 @@ from cli.suite import preflight, programs
 from cli.suite.ports import with_picked_ports
 from cli.suite.stack import Stack, StackOptions
 from cli.suite.worker_cpus import auto_problems, threads_of_worker, unused_nodes
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from common.process.cores import Workers, cpus_of_workers
 from common.process.redis_users import RedisUrls
 from common.settings.config import load

@@ -14,7 +14,7 @@ import pytest
 from cli.top.frame import KEYS, REQUEST_SORTS, WORKER_SORTS, Choice, frame, settled
 from cli.top.keys import DOWN, ENTER, ESCAPE, UP, keys_of
 from cli.top.snapshot import Ended, Snapshot, WorkerRow
-from router.core.diagnosis.outcome import Outcome
+from router.observe.diagnosis.outcome import Outcome
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "top_80.txt"
 

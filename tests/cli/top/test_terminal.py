@@ -11,15 +11,15 @@ from pathlib import Path
 import grpc
 import pytest_asyncio
 
+from common.contracts.types import Decision, DecisionKind
 from common.process.python import module_command
-from common.types import Decision, DecisionKind
 from common.wire.decision_codec import decision_to_proto
 from quire.decision.v1 import decision_pb2 as decisions
 from quire.decision.v1 import decision_pb2_grpc as decisions_rpc
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
-from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
+from router.observe.diagnosis.outcome import Outcome, figures_of, texts_of
 from tests.support.terminal import Terminal
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cli.commands.explain import named_by_flags, parser, question_of
 from cli.views.explain import ExplainView
-from common.errors import FieldViolation, InvalidRequest
+from common.contracts.errors import FieldViolation, InvalidRequest
 from quire.decision.v1 import decision_pb2 as pb
 
 

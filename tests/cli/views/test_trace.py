@@ -11,8 +11,8 @@ from rich.console import Console
 
 from cli.views.decisions import duration
 from cli.views.trace import render_trace
+from common.contracts.types import Candidate, Decision, DecisionKind
 from common.telemetry.decisions import EVENT, attributes_of
-from common.types import Candidate, Decision, DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
 
 BEGAN = 1_700_000_000_000_000_000

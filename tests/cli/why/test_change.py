@@ -11,12 +11,12 @@ from cli.commands.why import parser, span_of
 from cli.views.change import ChangeView
 from cli.why.change import changes, sorted_ends
 from cli.why.pages import Records
-from common.errors import InvalidConfig
-from common.types import Decision, DecisionKind
+from common.contracts.errors import InvalidConfig
+from common.contracts.types import Decision, DecisionKind
 from common.wire.decision_codec import decision_to_proto
 from quire.decision.v1 import decision_pb2 as pb
-from router.core.diagnosis.change import Change
-from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
+from router.observe.diagnosis.change import Change
+from router.observe.diagnosis.outcome import Outcome, figures_of, texts_of
 
 S = 1_000_000_000
 NOW = 1_000 * S

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cli.why.choice import Choice, chosen, seconds_of
-from common.errors import InvalidConfig
-from common.types import Decision, DecisionKind
-from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
+from common.contracts.errors import InvalidConfig
+from common.contracts.types import Decision, DecisionKind
+from router.observe.diagnosis.outcome import Outcome, figures_of, texts_of
 
 S = 1_000_000_000
 

@@ -16,19 +16,19 @@ from cli.commands.why import chosen_ids, document_of, parser, show
 from cli.views.why import WhyTable
 from cli.why.gather import Gatherer
 from cli.why.source import LogSource, Source
+from common.contracts.errors import NotFound
+from common.contracts.types import Decision, DecisionKind
 from common.decisions.disk.core.retention import Bounds
 from common.decisions.disk.core.segment import frame_of
 from common.decisions.disk.folder import LogFolder
 from common.decisions.disk.reader import LogReader
 from common.decisions.ring import DecisionRing
-from common.errors import NotFound
 from common.rpc.server import RpcServer, open_channel
-from common.types import Decision, DecisionKind
 from common.wire.decision_codec import decision_to_proto
 from quire.decision.v1 import decision_pb2_grpc as rpc
-from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
-from router.grpc_api.decision_servicer import DecisionServicer
-from router.grpc_api.manager_calls import ManagerCalls
+from router.api.grpc.decision_servicer import DecisionServicer
+from router.api.grpc.manager_calls import ManagerCalls
+from router.observe.diagnosis.outcome import Outcome, figures_of, texts_of
 from router.observe.siblings import Siblings
 from router.observe.trace_store import TraceStore
 

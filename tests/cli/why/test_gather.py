@@ -12,15 +12,15 @@ import pytest
 from cli.why.gather import Gatherer
 from cli.why.ids import full_id, id_of
 from cli.why.pages import Lister
+from common.contracts.errors import InvalidRequest, NotFound
+from common.contracts.types import Decision, DecisionKind
 from common.decisions.ring import DecisionRing
-from common.errors import InvalidRequest, NotFound
 from common.rpc.server import RpcServer, open_channel
-from common.types import Decision, DecisionKind
-from kvmanager.decision_servicer import DecisionServicer as ManagerServicer
+from kvmanager.service.decision_servicer import DecisionServicer as ManagerServicer
 from quire.decision.v1 import decision_pb2_grpc as rpc
-from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
-from router.grpc_api.decision_servicer import DecisionServicer
-from router.grpc_api.manager_calls import ManagerCalls
+from router.api.grpc.decision_servicer import DecisionServicer
+from router.api.grpc.manager_calls import ManagerCalls
+from router.observe.diagnosis.outcome import Outcome, figures_of, texts_of
 from router.observe.siblings import Siblings
 from router.observe.trace_store import TraceStore
 from tests.support.spans import tracer_to

@@ -11,14 +11,14 @@ import pytest
 from cli.commands.decisions import filters_of, listed, parser, services_of
 from cli.views.decision_lines import decision_line, lost_line
 from cli.why.pages import Listed, Lister, Records
+from common.contracts.errors import InvalidConfig
+from common.contracts.types import Decision, DecisionKind
 from common.decisions.ring import DecisionRing
-from common.errors import InvalidConfig
 from common.rpc.server import RpcServer, open_channel
-from common.types import Decision, DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
-from router.grpc_api.decision_servicer import DecisionServicer
-from router.grpc_api.manager_calls import ManagerCalls
+from router.api.grpc.decision_servicer import DecisionServicer
+from router.api.grpc.manager_calls import ManagerCalls
 from router.observe.siblings import Siblings
 from router.observe.trace_store import TraceStore
 

@@ -11,14 +11,14 @@ import pytest
 
 from cli.suite.stack import free_ports
 from cli.why.watch import Watcher
+from common.contracts.types import Decision, DecisionKind
 from common.decisions.ring import DecisionRing
 from common.rpc.server import RpcServer, open_channel
-from common.types import Decision, DecisionKind
-from kvmanager.decision_servicer import DecisionServicer as ManagerServicer
+from kvmanager.service.decision_servicer import DecisionServicer as ManagerServicer
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
-from router.grpc_api.decision_servicer import DecisionServicer
-from router.grpc_api.manager_calls import ManagerCalls
+from router.api.grpc.decision_servicer import DecisionServicer
+from router.api.grpc.manager_calls import ManagerCalls
 from router.observe.siblings import Siblings
 from router.observe.trace_store import TraceStore
 

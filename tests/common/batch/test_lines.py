@@ -7,7 +7,7 @@ import json
 import pytest
 
 from common.batch.lines import BadLine, Item, checked_ids, items, parsed
-from common.errors import InvalidRequest
+from common.contracts.errors import InvalidRequest
 
 
 def line(custom_id: object = "a", **changes: object) -> bytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.batch.results import Result, ResultFile
-from common.errors import InvalidRequest, Unavailable
+from common.contracts.errors import InvalidRequest, Unavailable
 
 OK = Result("a", 200, "req-1", {"id": "x", "text": "é\n"})
 REFUSED = Result("b", 400, "req-2", {"error": {"message": "no"}})

@@ -10,7 +10,7 @@ import pytest
 
 from common.checkpoint.completed import completed
 from gpuworker.plane.checkpoint_facts import CheckpointFacts, eos_token_ids
-from router.text.checkpoint import read_checkpoint
+from router.answers.text.checkpoint import read_checkpoint
 
 GEMMA3 = {"model_type": "gemma3", "text_config": {"hidden_size": 64}}
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, Qwen2Config
 from common.checkpoint.context import context_of
 from gpuworker.models.hf.loader import context_limit
 from gpuworker.plane.checkpoint_facts import CheckpointFacts
-from router.text.checkpoint import read_checkpoint
+from router.answers.text.checkpoint import read_checkpoint
 from tests.support.checkpoints import checkpoint
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}

@@ -10,7 +10,7 @@ import pytest
 
 from common.checkpoint.files import INDEX, read_config, weight_bytes, weight_files, weight_problems
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from tests.support.stranger_files import POINTER, safetensors
 
 

@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from common.checkpoint.gguf.config import configuration, plain_tensors
 from common.checkpoint.gguf.folder import WEIGHTS, gguf_folder, read_places
 from common.checkpoint.gguf.header import read_header
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.gguf_files import FAMILIES, finish, model_of, write_model
 

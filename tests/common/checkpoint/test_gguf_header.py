@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.checkpoint.gguf.header import TYPES, Header, read_header
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from tests.support.gguf_files import finish, write_model
 
 

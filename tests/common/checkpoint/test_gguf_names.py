@@ -14,7 +14,7 @@ from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerpri
 from common.checkpoint.gguf import names
 from common.checkpoint.gguf.names import gguf_file, served_folder, served_name
 from common.checkpoint.hub import checkpoint_directory, is_hub_name
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from tests.support.gguf_files import write_model
 
 

@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from common.checkpoint.gguf.header import Header, read_header
 from common.checkpoint.gguf.tokenizer import chat_template, generation_config, tokenizer_files
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from tests.support.gguf_files import finish
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.checkpoint.pooling import Pooling, PoolingMode, asked_pooling, name_of, needs_every_token, stored_pooling
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 
 LAST, MEAN = PoolingMode.LAST, PoolingMode.MEAN
 PARTS = ("Transformer", "Pooling", "Normalize")

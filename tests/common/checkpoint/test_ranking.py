@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.checkpoint.ranking import RankTokens, stored_ranking
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 
 PARTS = ("Transformer", "LogitScore")
 

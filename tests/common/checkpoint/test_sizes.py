@@ -16,10 +16,10 @@ from common.checkpoint.ends import named_ends
 from common.checkpoint.files import read_config, read_generation
 from common.checkpoint.fingerprint import model_fingerprint
 from common.checkpoint.sizes import config_problems, generation_problems
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from gpuworker.models.kinds import known_kinds, why_not_served
 from gpuworker.plane.checkpoint_facts import CheckpointFacts
-from router.text.checkpoint import read_checkpoint
+from router.answers.text.checkpoint import read_checkpoint
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from common.checkpoint.ends import named_ends
 from common.checkpoint.tokenizer_checks import read_tokens, refuse_hostile
 from common.checkpoint.tokenizer_file import tokenizer_json
-from common.errors import InvalidConfig
-from router.text.tokenizer import Tokenizer
+from common.contracts.errors import InvalidConfig
+from router.answers.text.tokenizer import Tokenizer
 from tests.support.checkpoints import tokenizer
 
 Json = dict[str, Any]

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from common.checkpoint import tokenizer_file
 from common.checkpoint.tokenizer_file import tokenizer_json
-from common.errors import InvalidConfig
-from router.text.tokenizer import Tokenizer
+from common.contracts.errors import InvalidConfig
+from router.answers.text.tokenizer import Tokenizer
 
 TEXTS = ("The quick fox, 77.", "  two spaces", "Grüße 😀", "a\nb\tc", "", "<s> hello </s>")
 SENTENCES = [f"The quick brown fox jumps over the lazy dog, number {n} and {7 * n}." for n in range(300)]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from common.contracts.errors import InvalidConfig
 from common.decisions.disk.core.retention import Bounds
 from common.decisions.disk.core.segment import Timed, body_of, contents_of, frame_of, head, records_of
 from common.decisions.disk.folder import LogFolder, folders_in, numbers_in, remove_aged, segment_path
-from common.errors import InvalidConfig
 
 BOUNDS = Bounds(1 << 20, 1_600)
 FRAME = frame_of([(1, b"record")])

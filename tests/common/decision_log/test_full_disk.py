@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import ManualClock
+from common.contracts.clock import ManualClock
+from common.contracts.types import Decision, DecisionKind
 from common.decisions.disk.core.retention import Bounds
 from common.decisions.disk.core.segment import contents_of
 from common.decisions.disk.folder import LogFolder, numbers_in, segment_path
 from common.decisions.disk.writer import DecisionLogWriter
-from common.types import Decision, DecisionKind
 from kvmanager.index.state_file import EpochFile
 
 BOUNDS = Bounds(1 << 24, 10**18)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from common.contracts.errors import InvalidConfig, InvalidRequest
+from common.contracts.types import Candidate, Decision, DecisionKind
 from common.decisions.disk.core.retention import Bounds
 from common.decisions.disk.core.segment import frame_of, head
 from common.decisions.disk.folder import LogFolder, segment_path
 from common.decisions.disk.reader import LogReader
-from common.errors import InvalidConfig, InvalidRequest
-from common.types import Candidate, Decision, DecisionKind
 from common.wire.decision_codec import decision_from_proto, decision_to_proto
 from quire.decision.v1 import decision_pb2 as pb
 

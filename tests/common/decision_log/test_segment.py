@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.contracts.limits import MAX_LOG_FRAME_BYTES
 from common.decisions.disk.core.segment import (
     FRAME_HEAD_BYTES,
     HEAD_BYTES,
@@ -21,7 +22,6 @@ from common.decisions.disk.core.segment import (
     packed,
     records_of,
 )
-from common.limits import MAX_LOG_FRAME_BYTES
 
 RECORDS = st.lists(st.tuples(st.integers(0, 2**62), st.binary(max_size=40)), min_size=1, max_size=5)
 

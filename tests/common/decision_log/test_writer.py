@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from common.clock import ManualClock
+from common.contracts.clock import ManualClock
+from common.contracts.types import Decision, DecisionKind
 from common.decisions.disk.core.retention import Bounds
 from common.decisions.disk.core.segment import body_of, contents_of, head, records_of
 from common.decisions.disk.folder import LogFolder, numbers_in, segment_path
@@ -25,7 +26,6 @@ from common.decisions.disk.metrics import LogMetrics
 from common.decisions.disk.reader import LogReader
 from common.decisions.disk.writer import DecisionLogWriter
 from common.decisions.ring import DecisionRing
-from common.types import Decision, DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
 
 PATIENCE_S = 60.0
@@ -208,8 +208,8 @@ import time
 from pathlib import Path
 from common.decisions.disk.writer import opened
 from common.decisions.ring import DecisionRing
-from common.clock import SystemClock
-from common.types import Decision, DecisionKind
+from common.contracts.clock import SystemClock
+from common.contracts.types import Decision, DecisionKind
 from kvmanager.config import KvManagerSettings
 
 writer = opened(KvManagerSettings(decision_log=Path(sys.argv[1]), decision_log_size=1 << 26), SystemClock())

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from common.contracts.lease import Connected
 from common.group.leader_watch import LeaderWatch
-from common.lease import Connected
 from common.process.supervised import Supervisor
 from common.rpc.server import open_channel
 from gpuworker.engine.lease_client import LeaseClient

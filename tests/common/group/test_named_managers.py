@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from common.contracts.lease import Connected
 from common.group.leader_watch import LeaderWatch
-from common.lease import Connected
 from common.process.ports import free_ports
 from common.process.supervised import Supervisor
 from common.rpc.server import open_channel
 from gpuworker.engine.lease_client import LeaseClient
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
-from router.grpc_api.manager_calls import ManagerCalls
+from router.api.grpc.manager_calls import ManagerCalls
 from tests.support.fake_managers import FakeManager, Managers
 from tests.support.waiting import until
 

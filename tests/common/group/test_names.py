@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
+from common.contracts.limits import MAX_NAMED_MANAGERS
 from common.group.names import ManagerNames
-from common.limits import MAX_NAMED_MANAGERS
 
 NAME = "managers.test:50052"
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cli.commands.debug import dump, main, services
-from common.errors import NotFound
+from common.contracts.errors import NotFound
 from common.process import die_with_parent
 from common.process.debug import MAX_FRAMES, MAX_TASKS
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from common.errors import Unavailable
+from common.contracts.errors import Unavailable
 from common.process import local_redis
 from common.process.local_redis import LocalRedis, find_server, redis_at
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client import Counter
 
-from common.errors import InvalidConfig, QuireError, Unavailable
+from common.contracts.errors import InvalidConfig, QuireError, Unavailable
 from common.process.metrics import MetricsServer, is_loopback, metrics_port, new_registry
 from common.process.small_http import Reply, Request
 

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from common.process.local_redis import LocalRedis, find_server
 from common.process.ports import free_ports
 from common.process.redis_client import CALLS_AT_ONCE, open_redis, refuse_unfit

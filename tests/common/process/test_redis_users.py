@@ -15,15 +15,15 @@ import redis
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from common.clock import SystemClock
-from common.index_format import pack_entry, prefix_key_root
+from common.contracts.clock import SystemClock
+from common.contracts.index_format import pack_entry, prefix_key_root
+from common.contracts.types import BlockHash, KvGeometry, PoolIdentity
 from common.process.local_redis import LocalRedis
 from common.process.redis_client import open_redis, redis_tls
 from common.process.redis_users import RedisUrls, RedisUsers, write_secrets
-from common.types import BlockHash, KvGeometry, PoolIdentity
+from kvmanager.contracts.ports import IndexCall, IndexUnavailable, WorkerEntry
 from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
-from kvmanager.ports import IndexCall, IndexUnavailable, WorkerEntry
-from router.openai.responses.store import RedisStore, StoreLimits
+from router.api.openai.responses.store import RedisStore, StoreLimits
 from router.requests.redis_prefix_index import RedisPrefixIndex
 from tests.support.debian_redis import INSTALLED, NOT_INSTALLED, DebianRedis, redis_leaf
 

@@ -17,7 +17,7 @@ import grpc
 import pytest
 from grpc import aio
 
-from common.errors import Unavailable
+from common.contracts.errors import Unavailable
 from common.rpc import connections
 from common.rpc.connections import Calls, Ended, shut_down
 from common.rpc.server import RpcServer

@@ -17,7 +17,7 @@ import grpc
 import pytest
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-from common.errors import DeadlineExceeded
+from common.contracts.errors import DeadlineExceeded
 from common.rpc.interceptor import AroundInterceptor
 from common.rpc.server import RpcServer
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from grpc import aio
 
-from common.errors import Unavailable
+from common.contracts.errors import Unavailable
 from tests.common.rpc.test_connections import LINUX, dialled, method, served
 from tests.support.waiting import until
 

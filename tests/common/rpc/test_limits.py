@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc import aio
 
-from common.limits import MAX_PUBLIC_MESSAGE_BYTES
+from common.contracts.limits import MAX_PUBLIC_MESSAGE_BYTES
 from common.rpc.options import CLIENTS, server_options
 from common.rpc.server import RpcServer, open_channel
 from common.rpc.silence import SILENCE_S, pulse_seconds

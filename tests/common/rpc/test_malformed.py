@@ -16,7 +16,7 @@ from grpc import aio
 from grpc_health.v1.health_pb2 import HealthCheckRequest as Request
 from opentelemetry.sdk.trace import TracerProvider
 
-from common.errors import NotFound
+from common.contracts.errors import NotFound
 from common.rpc.malformed import MessageCheck, TolerantDecoder
 from common.rpc.server import RpcServer, open_channel
 from common.telemetry.server_spans import server_spans

@@ -13,7 +13,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from common.errors import InvalidConfig, Unavailable
+from common.contracts.errors import InvalidConfig, Unavailable
 from common.rpc.health import LIVE, WORK, wait_until_serving
 from common.rpc.server import RpcServer, open_channel
 

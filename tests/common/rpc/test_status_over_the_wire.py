@@ -13,8 +13,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from common import errors
-from common.errors import FieldViolation, Mismatch, QuotaViolation
+from common.contracts import errors
+from common.contracts.errors import FieldViolation, Mismatch, QuotaViolation
 from common.rpc.interceptor import AroundInterceptor, ErrorsToStatuses
 from common.rpc.server import RpcServer, open_channel
 from common.rpc.status import code_of

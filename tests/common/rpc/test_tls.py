@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cli.certificates import authority
 from cli.certificates.folder import CertificateFolder
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from common.rpc.roles import Role, callers_of, dns_name, peer_of
 from common.rpc.server import RpcServer, open_channel
 from common.rpc.tls import CertificateFiles, Identity, PublicCertificate

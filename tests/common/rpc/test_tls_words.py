@@ -12,13 +12,13 @@ from cli.certificates.authority import make, wanted
 from cli.certificates.folder import CertificateFolder
 from cli.client import admin_channel, router_client
 from cli.client_config import ClientSettings
-from common.errors import Unavailable
+from common.contracts.errors import Unavailable
 from common.rpc.roles import Role
 from common.rpc.tls import PublicCertificate
 from common.rpc.tls_words import tls_problem
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
-from router.serving.http_server import serve_http
+from router.api.http.http_server import serve_http
 from tests.support.certificates import expired, new_folder
 from tests.support.fake_router import RouterDouble, served
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 from pydantic import Field, TypeAdapter
 
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from common.settings.config import PROGRAMS, installed_settings, load, load_or_exit, read
 from common.settings.options import Address, Addresses, BlockSize, Bytes, Count, DType, Port, ServiceSettings, Settings
 from common.version import quire_version

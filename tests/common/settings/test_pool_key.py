@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from common.settings.config import build_parser, load
 from common.settings.pool_key import PoolSettings, pool_key_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from common.process.python import module_command
 from common.settings.config import load
 from common.settings.service_links import in_words, service_links

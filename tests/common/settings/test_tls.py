@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from common.settings.config import load
 from common.settings.options import ServiceSettings, is_loopback
 from gpuworker.config import GpuWorkerSettings

@@ -6,8 +6,8 @@ import json
 
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from common.contracts.types import Candidate, Decision, DecisionKind
 from common.telemetry.decisions import add_decision
-from common.types import Candidate, Decision, DecisionKind
 from tests.support.spans import CollectedSpans
 
 DECISION = Decision(

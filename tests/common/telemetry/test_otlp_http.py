@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from common.settings.options import ServiceSettings
 from common.telemetry.otlp_http import collector_of
 from common.telemetry.provider import setup

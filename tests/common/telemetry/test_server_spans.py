@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
 
-from common.errors import NotFound
+from common.contracts.errors import NotFound
 from common.rpc.server import RpcServer, open_channel
 from common.settings.options import ServiceSettings
 from common.telemetry import traceparent_of

@@ -33,11 +33,11 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from common.limits import MAX_ATTRIBUTE_CHARS, MAX_SPAN_ITEMS
+from common.contracts.limits import MAX_ATTRIBUTE_CHARS, MAX_SPAN_ITEMS
+from common.contracts.types import FinishReason
 from common.telemetry import context_from
 from common.telemetry.delivery import otlp_request
 from common.telemetry.spans import SCOPE, Origin, RecordedSpan, SpanTracer
-from common.types import FinishReason
 from tests.support.spans import CollectedSpans, tracer_to
 
 REMOTE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

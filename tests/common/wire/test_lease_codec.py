@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import lease
-from common.errors import Mismatch, ProtocolViolation
-from common.types import BlockHash, BlockId, FinishReason, PoolIdentity, SequenceId, SequencePhase
+from common.contracts import lease
+from common.contracts.errors import Mismatch, ProtocolViolation
+from common.contracts.types import BlockHash, BlockId, FinishReason, PoolIdentity, SequenceId, SequencePhase
 from common.wire import lease_codec, packing
 from common.wire.identity_codec import identity_from_proto, identity_to_proto
 from common.wire.inventory_codec import InventoryAssembler, InventoryBounds, inventory_chunks

@@ -12,8 +12,8 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import ProtocolViolation
-from common.types import (
+from common.contracts.errors import ProtocolViolation
+from common.contracts.types import (
     FinishReason,
     KvGeometry,
     MissReason,

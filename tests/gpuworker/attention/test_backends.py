@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from gpuworker.attention import torch_backend as torch_attention
 from gpuworker.attention.backends import backends_on, make_backend
 from gpuworker.attention.interface import LayerAttention

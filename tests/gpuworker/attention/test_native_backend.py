@@ -12,7 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from common.types import KvGeometry
+from common.contracts.types import KvGeometry
 from gpuworker.attention.backends import make_backend
 from gpuworker.attention.interface import LayerAttention
 from gpuworker.attention.native_backend import NativeAttention

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from common.errors import Unsupported
+from common.contracts.errors import Unsupported
 from gpuworker.checkpoints.quantised import QuantisedLinear
 from gpuworker.checkpoints.weights import Checkpoint
 from tests.support.gpuworker import packers

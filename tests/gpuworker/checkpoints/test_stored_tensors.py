@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.checkpoint.files import INDEX
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from gpuworker.checkpoints.stored_tensors import StoredTensors
 from tests.support.checkpoints import checkpoint
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.types import SequenceId
+from common.contracts.types import SequenceId
 from gpuworker.engine.delay_watch import DelayWatch
 from gpuworker.engine.ports import Delayed
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from common.errors import Unsupported
-from common.types import ANY_ARITHMETIC, SamplingParams, TokenLogprobs
+from common.contracts.errors import Unsupported
+from common.contracts.types import ANY_ARITHMETIC, SamplingParams, TokenLogprobs
 from gpuworker.attention.backends import BackendOptions, make_backend
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.config import GpuWorkerSettings

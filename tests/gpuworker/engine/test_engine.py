@@ -7,9 +7,9 @@ from concurrent.futures import Future
 
 import pytest
 
-from common.clock import ManualClock
-from common.errors import EngineFailure
-from common.lease import (
+from common.contracts.clock import ManualClock
+from common.contracts.errors import EngineFailure
+from common.contracts.lease import (
     Admit,
     Attached,
     AttachOk,
@@ -19,10 +19,10 @@ from common.lease import (
     Granted,
     LeaseEvent,
 )
-from common.types import BlockId, FinishReason, SequenceId
-from gpuworker.core.batch_plan import StepNotBuilt, StepPlan, StepResult
-from gpuworker.core.outcomes import AgentConfig
+from common.contracts.types import BlockId, FinishReason, SequenceId
 from gpuworker.engine.ports import Delayed, EngineOutputs
+from gpuworker.scheduling.batch_plan import StepNotBuilt, StepPlan, StepResult
+from gpuworker.scheduling.outcomes import AgentConfig
 from tests.support.gpuworker.engine_harness import GREEDY, PATIENCE, EngineDriver
 from tests.support.gpuworker.fake_engine_ports import ManualRunner, ScriptedChannel
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cli.suite.embedded import EmbeddedChannel
-from common.lease import window_blocks
+from common.contracts.lease import window_blocks
+from common.contracts.types import SequenceId
 from common.settings.options import ModelImpl
-from common.types import SequenceId
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.native import library as native
 from gpuworker.plane.assembly import assemble

@@ -6,10 +6,10 @@ from concurrent.futures import Future
 
 import pytest
 
-from common.clock import ManualClock
-from common.types import BlockId, SequenceId
-from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
+from common.contracts.clock import ManualClock
+from common.contracts.types import BlockId, SequenceId
 from gpuworker.engine.flight import Flight
+from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan, StepResult
 
 BLOCKS = (BlockId(0),)
 ROWS = (

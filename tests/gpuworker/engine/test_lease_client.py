@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 import pytest
 from grpc import aio
 
-from common.errors import Mismatch
-from common.lease import (
+from common.contracts.errors import Mismatch
+from common.contracts.lease import (
     Attached,
     AttachOk,
     AttachRejected,
@@ -25,7 +25,7 @@ from common.lease import (
     LeaseEvent,
     Report,
 )
-from common.types import BlockHash, BlockId
+from common.contracts.types import BlockHash, BlockId
 from common.wire.lease_codec import attach_from_proto, attach_ok_to_proto, batch_to_proto, rejected_to_proto
 from gpuworker.engine import lease_connection
 from gpuworker.engine.lease_client import LeaseClient

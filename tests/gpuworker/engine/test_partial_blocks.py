@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.types import SamplingParams
+from common.contracts.types import SamplingParams
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.native.library import best
 from gpuworker.plane.assembly import ModelPlane, assemble

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.clock import ManualClock
-from common.lease import Admit, Attached, AttachOk, Connected, GrantBatch, Granted, Report
-from common.types import BlockId, FinishReason, SequenceId
-from gpuworker.core.batch_plan import ScheduledRow, StepPlan
-from gpuworker.core.outcomes import AgentConfig
+from common.contracts.clock import ManualClock
+from common.contracts.lease import Admit, Attached, AttachOk, Connected, GrantBatch, Granted, Report
+from common.contracts.types import BlockId, FinishReason, SequenceId
 from gpuworker.engine.report_pace import GATHER_SECONDS, ReportPace
+from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
+from gpuworker.scheduling.outcomes import AgentConfig
 from tests.support.gpuworker.engine_harness import EngineDriver
 from tests.support.gpuworker.fake_engine_ports import ManualRunner, ScriptedChannel
 

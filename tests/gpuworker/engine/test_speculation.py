@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from common.types import SamplingParams
+from common.contracts.types import SamplingParams
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.core.draft_store import DraftStore
-from gpuworker.core.draft_tally import DraftKind, DraftTally
-from gpuworker.core.drafting import NO_PRICES
 from gpuworker.native.library import best
 from gpuworker.plane.assembly import assemble
 from gpuworker.runner.draft_model import RunnerDraftModel
+from gpuworker.scheduling.draft_store import DraftStore
+from gpuworker.scheduling.draft_tally import DraftKind, DraftTally
+from gpuworker.scheduling.drafting import NO_PRICES
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, nearly
 from tests.support.gpuworker.engine_harness import EngineDriver, Result
 

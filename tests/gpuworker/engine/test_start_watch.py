@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from common.types import BlockId, SequenceId
-from gpuworker.core.batch_plan import ScheduledRow, StepPlan
+from common.contracts.types import BlockId, SequenceId
 from gpuworker.engine.ports import Started
 from gpuworker.engine.start_watch import StartWatch
+from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
 
 A, B, C = SequenceId(1), SequenceId(2), SequenceId(3)
 

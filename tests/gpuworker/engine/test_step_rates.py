@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from common.types import BlockId, SequenceId
-from gpuworker.core.batch_plan import ScheduledRow, StepPlan
+from common.contracts.types import BlockId, SequenceId
 from gpuworker.engine.step_rates import StepRates, StepTimes, UsualSteps
+from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
 
 
 def plan(decodes: int, prefill: int = 0) -> StepPlan:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from common.types import BlockId, SequenceId
-from gpuworker.core.batch_plan import ScheduledRow, StepPlan
+from common.contracts.types import BlockId, SequenceId
 from gpuworker.engine.ports import Chunk
 from gpuworker.engine.traced_steps import TracedSteps
+from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
 
 FIRST, SECOND = SequenceId(1), SequenceId(2)
 

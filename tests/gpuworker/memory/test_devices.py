@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from gpuworker.memory.devices import default_threads, free_bytes, pick_device, pick_dtype, total_bytes
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.lease import Copy
-from common.types import BlockId, KvGeometry
+from common.contracts.lease import Copy
+from common.contracts.types import BlockId, KvGeometry
 from gpuworker.memory.byte_plan import bytes_per_block
 from gpuworker.memory.kv_cache import KvCache
 

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from common.errors import InvalidConfig
-from common.types import KvGeometry
+from common.contracts.errors import InvalidConfig
+from common.contracts.types import KvGeometry
 from gpuworker.attention.backends import make_backend
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models import choose

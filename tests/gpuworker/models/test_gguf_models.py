@@ -11,7 +11,7 @@ import torch
 
 from common.checkpoint.gguf.folder import gguf_folder
 from common.checkpoint.gguf.memory import weight_memory
-from common.types import KvGeometry
+from common.contracts.types import KvGeometry
 from gpuworker.attention.backends import make_backend
 from gpuworker.checkpoints.weights import Checkpoint
 from gpuworker.memory.kv_cache import KvCache

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from common.errors import InvalidConfig, Unsupported
+from common.contracts.errors import InvalidConfig, Unsupported
 from gpuworker.attention.backends import make_backend
 from gpuworker.models.hf.loader import ModelSource, load_model
 from gpuworker.models.self_test import self_test

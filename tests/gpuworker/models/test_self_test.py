@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from common.errors import EngineFailure, Unsupported
-from common.types import KvGeometry
+from common.contracts.errors import EngineFailure, Unsupported
+from common.contracts.types import KvGeometry
 from gpuworker.attention.backends import make_backend
 from gpuworker.attention.interface import LayerAttention
 from gpuworker.attention.torch_backend import TorchAttention

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from common.errors import Unsupported
+from common.contracts.errors import Unsupported
 from gpuworker.attention.backends import make_backend
 from gpuworker.attention.interface import LayerAttention
 from gpuworker.attention.torch_backend import TorchAttention

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from common.checkpoint.wrappers import WRAPPERS
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from common.settings.options import ModelImpl
 from gpuworker.attention.backends import make_backend
 from gpuworker.models.choose import open_native

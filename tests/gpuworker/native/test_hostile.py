@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import EngineFailure
-from common.lease import Copy
-from common.types import BlockId, SamplingParams, SequenceId
-from gpuworker.core.batch_plan import ScheduledRow, StepPlan
+from common.contracts.errors import EngineFailure
+from common.contracts.lease import Copy
+from common.contracts.types import BlockId, SamplingParams, SequenceId
 from gpuworker.native.library import best
 from gpuworker.sampling.masks import GrammarBitmask
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch
+from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
 from tests.support.checkpoints import checkpoint, hf_greedy
 from tests.support.gpuworker.runner_harness import SLOTS, queued_on
 

@@ -13,7 +13,7 @@ from transformers import Gemma3nTextConfig
 
 from cli.demo_model import CHECKPOINT
 from common.checkpoint.fingerprint import tokenizer_fingerprint
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import bytes_per_block
 from gpuworker.models.hf.tiny import tiny_config

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from common.settings.config import load
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.core.drafting import NO_PRICES
 from gpuworker.memory.byte_plan import GIB
 from gpuworker.plane.assembly import ModelPlane, assemble
 from gpuworker.plane.draft_checks import tokens_of, why_not_same
 from gpuworker.plane.memory import MemoryOptions, plan_draft
 from gpuworker.plane.preflight import Machine, problems
 from gpuworker.runner.draft_model import RunnerDraftModel
+from gpuworker.scheduling.drafting import NO_PRICES
 from tests.support.checkpoints import checkpoint, nearly
 
 MACHINE = Machine(torch="2.13.0+cpu", cuda_devices=0, available_bytes=16 * GIB, address_space=None)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.errors import InvalidConfig
-from common.types import KvGeometry
+from common.contracts.errors import InvalidConfig
+from common.contracts.types import KvGeometry
 from gpuworker.checkpoints.stored_tensors import StoredTensors
 from gpuworker.memory.byte_plan import GIB, BytePlan, in_words
 from gpuworker.models.hf.model import TransformersModel

@@ -11,7 +11,7 @@ import pytest
 from common.checkpoint.files import weight_bytes
 from common.checkpoint.gguf.folder import gguf_folder
 from common.checkpoint.gguf.memory import weight_memory
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from common.settings.config import load
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import GIB

@@ -9,10 +9,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.core.drafting import MAX_STEP_DRAFTS, NgramDrafter
 from gpuworker.plane.assembly import ModelPlane, assemble
+from gpuworker.scheduling.drafting import MAX_STEP_DRAFTS, NgramDrafter
 from tests.support.checkpoints import checkpoint
 
 

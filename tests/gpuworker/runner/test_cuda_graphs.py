@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.types import Constraint, ConstraintKind, KvGeometry, SamplingParams
+from common.contracts.types import Constraint, ConstraintKind, KvGeometry, SamplingParams
 from gpuworker.attention.interface import AttentionBackend, AttentionMetadata, DeviceTables, LayerAttention
 from gpuworker.attention.step_inputs import StagedStep, pack_rows
 from gpuworker.attention.torch_backend import TorchAttention

@@ -11,15 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.types import TRIMMED, BlockId, SequenceId
+from common.contracts.types import TRIMMED, BlockId, SequenceId
 from gpuworker.attention.step_inputs import StagedStep, pack_rows
-from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.native.library import best
 from gpuworker.runner.decode_frames import DecodeFrame, DecodeFrames, only_decodes
 from gpuworker.runner.launcher import LaidOutStep
 from gpuworker.runner.native_executor import NativeExecutor
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch
+from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan, StepResult
 from tests.support.checkpoints import checkpoint, hf_greedy
 from tests.support.gpuworker.runner_harness import GREEDY, Driver, queued_on
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.types import TRIMMED, BlockId, SamplingParams, SequenceId
-from gpuworker.core.batch_plan import ScheduledRow
+from common.contracts.types import TRIMMED, BlockId, SamplingParams, SequenceId
 from gpuworker.runner.input_batch import InputBatch
 from gpuworker.sampling.rows import SampledRow
+from gpuworker.scheduling.batch_plan import ScheduledRow
 
 ROW = SampledRow(SamplingParams(), 1)
 A, B, C = SequenceId(1), SequenceId(2), SequenceId(3)

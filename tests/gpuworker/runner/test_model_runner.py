@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from common.errors import EngineFailure
-from common.lease import Copy
-from common.types import TRIMMED, BlockId, KvGeometry, SamplingParams, SequenceId
+from common.contracts.errors import EngineFailure
+from common.contracts.lease import Copy
+from common.contracts.types import TRIMMED, BlockId, KvGeometry, SamplingParams, SequenceId
 from gpuworker.attention.backends import make_backend
 from gpuworker.attention.interface import AttentionBackend, LayerAttention
-from gpuworker.core.batch_plan import ScheduledRow, StepNotBuilt, StepPlan
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.native.library import best
 from gpuworker.runner.model_runner import ModelRunner
@@ -21,6 +20,7 @@ from gpuworker.runner.thread_executor import ThreadExecutor
 from gpuworker.sampling.native_sampler import RowFollower
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch
+from gpuworker.scheduling.batch_plan import ScheduledRow, StepNotBuilt, StepPlan
 from tests.support.checkpoints import EOS, SERVED, VOCAB_SIZE, checkpoint, hf_greedy
 from tests.support.gpuworker.runner_harness import GREEDY, Driver, queued_on, runner_on, transformers_model
 

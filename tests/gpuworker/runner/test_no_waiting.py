@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.types import KvGeometry, SamplingParams
+from common.contracts.types import KvGeometry, SamplingParams
 from gpuworker.attention.interface import AttentionMetadata, LayerAttention
 from gpuworker.attention.step_inputs import StagedStep, pack_rows
 from gpuworker.memory.kv_cache import KvCache

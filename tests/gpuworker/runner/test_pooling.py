@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from common.checkpoint.pooling import Pooling, PoolingMode, needs_every_token
-from common.types import BlockId, FinishReason, KvGeometry, SamplingParams, SequenceId
+from common.contracts.types import BlockId, FinishReason, KvGeometry, SamplingParams, SequenceId
 from gpuworker.attention.backends import make_backend
 from gpuworker.attention.interface import AttentionBackend
-from gpuworker.core.batch_plan import ScheduledRow, StepPlan
-from gpuworker.core.outcomes import AgentConfig
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.choose import LlamaModel, open_native
 from gpuworker.models.hf.loader import ModelSource, load_model
@@ -26,6 +24,8 @@ from gpuworker.plane.assembly import executor_for
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.pooling import Pooler, StepPooling
 from gpuworker.runner.pooling_launcher import pooling_launcher
+from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
+from gpuworker.scheduling.outcomes import AgentConfig
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint
 from tests.support.embeddings import Vectors, embedding_checkpoint, pooled_by_hand, unpacked
 from tests.support.gpuworker.engine_harness import EngineDriver, Result

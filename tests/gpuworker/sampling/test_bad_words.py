@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.types import SamplingParams
+from common.contracts.types import SamplingParams
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch, token_logprobs
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId
+from common.contracts.types import Constraint, ConstraintKind, SamplingParams, SequenceId
 from gpuworker.sampling.masks import GrammarBitmask
 from gpuworker.sampling.rows import SampledRow, SampledTokens, SamplePoint
 from gpuworker.sampling.sampler import SamplingBatch, token_logprobs

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from common.types import SamplingParams
+from common.contracts.types import SamplingParams
 from gpuworker.sampling import sampler
 from gpuworker.sampling.rows import SampledRow, SampledTokens
 from gpuworker.sampling.sampler import SamplingBatch, token_logprobs

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import InvalidRequest, ProtocolViolation
-from common.hashing import block_digests, block_hash_of, little_endian_int32, partial_hashes, root_digest
-from common.lease import LAST_BLOCK, RetainedBlocks
-from common.types import Constraint, ConstraintKind, KvGeometry, PoolIdentity, SamplingParams, SequenceId
+from common.contracts.errors import InvalidRequest, ProtocolViolation
+from common.contracts.hashing import block_digests, block_hash_of, little_endian_int32, partial_hashes, root_digest
+from common.contracts.lease import LAST_BLOCK, RetainedBlocks
+from common.contracts.types import Constraint, ConstraintKind, KvGeometry, PoolIdentity, SamplingParams, SequenceId
 from common.wire.retention_codec import MOST_RANGES
 from common.wire.sampling_codec import sampling_to_proto
-from gpuworker.core.drafting import Speculation
-from gpuworker.core.sequence import Sequence
 from gpuworker.engine.ports import EngineLoad, EngineRequest
+from gpuworker.scheduling.drafting import Speculation
+from gpuworker.scheduling.sequence import Sequence
 from gpuworker.server.codec import engine_request, fold_seed, load_message, sampling_params
 from gpuworker.server.submit_check import SubmitLimits
 from quire.gpuworker.v1 import gpuworker_pb2 as pb

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from common.lease import Admit
-from common.types import BlockId, FinishReason, MissReason, SequenceId, TokenLogprobs, Usage
+from common.contracts.lease import Admit
+from common.contracts.types import BlockId, FinishReason, MissReason, SequenceId, TokenLogprobs, Usage
 from common.wire.packing import unpack_u32
-from gpuworker.core.outcomes import SequenceFinished
-from gpuworker.core.sequence import NewSequence
-from gpuworker.core.stopping import StopRule
+from gpuworker.scheduling.outcomes import SequenceFinished
+from gpuworker.scheduling.sequence import NewSequence
+from gpuworker.scheduling.stopping import StopRule
 from gpuworker.server import ended_sequences, kept_output
 from gpuworker.server.ended_sequences import EndedSequences
 from gpuworker.server.kept_output import KeptLogprobs, KeptOutput

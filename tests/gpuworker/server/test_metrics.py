@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gpuworker.core.draft_tally import DraftKind, DraftTally
 from gpuworker.engine.ports import EngineLoad, MaskLateness
 from gpuworker.engine.step_rates import STEP_BOUNDS, StepTimes
+from gpuworker.scheduling.draft_tally import DraftKind, DraftTally
 from gpuworker.server.metrics import EngineCollector, MaskCollector, lease_round_trips
 
 

@@ -12,10 +12,10 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from common.limits import ORPHANS_ALONE
-from common.types import SequenceId
-from gpuworker.core.sequence import NewSequence
+from common.contracts.limits import ORPHANS_ALONE
+from common.contracts.types import SequenceId
 from gpuworker.engine.ports import EngineOutputs
+from gpuworker.scheduling.sequence import NewSequence
 from gpuworker.server import orphans as orphans_module
 from gpuworker.server.live_sequence import LiveSequence
 from gpuworker.server.orphans import Fate, Orphans

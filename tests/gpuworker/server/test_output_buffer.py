@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from common.lease import Admit
-from common.types import BlockId, FinishReason, MissReason, SequenceId, TokenLogprobs, Usage
+from common.contracts.lease import Admit
+from common.contracts.types import BlockId, FinishReason, MissReason, SequenceId, TokenLogprobs, Usage
 from common.wire.packing import unpack_u32
-from gpuworker.core.outcomes import SequenceFinished
 from gpuworker.engine.ports import Started
+from gpuworker.scheduling.outcomes import SequenceFinished
 from gpuworker.server.output_buffer import OutputBuffer, Waited
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types

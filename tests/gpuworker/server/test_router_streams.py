@@ -14,12 +14,12 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from common.types import KvGeometry, PoolIdentity, TokenLogprobs
+from common.contracts.types import KvGeometry, PoolIdentity, TokenLogprobs
 from common.wire.identity_codec import identity_to_proto
 from common.wire.packing import unpack_u32
-from gpuworker.core.batch_plan import StepPlan, StepResult
-from gpuworker.core.outcomes import AgentConfig
 from gpuworker.engine.ports import EngineOutputs
+from gpuworker.scheduling.batch_plan import StepPlan, StepResult
+from gpuworker.scheduling.outcomes import AgentConfig
 from gpuworker.server import servicer as servicer_module
 from quire.api.status import DETAILS_KEY
 from quire.gpuworker.v1 import gpuworker_pb2 as pb

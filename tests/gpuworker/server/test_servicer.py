@@ -9,8 +9,8 @@ import pytest
 from google.rpc import status_pb2
 from grpc import aio
 
-from common.lease import Attached, AttachOk, Connected
-from common.types import KvGeometry, PoolIdentity
+from common.contracts.lease import Attached, AttachOk, Connected
+from common.contracts.types import KvGeometry, PoolIdentity
 from common.wire.identity_codec import identity_to_proto
 from gpuworker.engine.ports import Delayed, EngineOutputs, Started
 from gpuworker.server import servicer as servicer_module

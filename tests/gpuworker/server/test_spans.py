@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from opentelemetry.trace import SpanKind, StatusCode
 
-from common.errors import Cancelled, Unavailable
-from common.lease import Admit
+from common.contracts.errors import Cancelled, Unavailable
+from common.contracts.lease import Admit
+from common.contracts.types import BlockId, FinishReason, MissReason, SequenceId, Usage
 from common.telemetry import context_from, span_context_of
 from common.telemetry.spans import RecordedSpan
-from common.types import BlockId, FinishReason, MissReason, SequenceId, Usage
-from gpuworker.core.outcomes import SequenceFinished
 from gpuworker.engine.ports import Chunk
+from gpuworker.scheduling.outcomes import SequenceFinished
 from gpuworker.server.spans import SequenceSpans
 from tests.support.spans import CollectedSpans
 

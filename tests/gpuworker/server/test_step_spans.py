@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from opentelemetry.trace import SpanContext
 
-from common.errors import Cancelled
-from common.limits import MAX_SPAN_ITEMS
+from common.contracts.errors import Cancelled
+from common.contracts.limits import MAX_SPAN_ITEMS
+from common.contracts.types import SequenceId
 from common.telemetry import context_from
-from common.types import SequenceId
 from gpuworker.engine.ports import EngineOutputs, StepRecord
 from gpuworker.server.spans import SequenceSpans
 from gpuworker.server.step_spans import StepSpans

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from common.errors import InvalidConfig
-from common.types import KvGeometry, SamplingParams, SequenceId, TokenLogprobs
+from common.contracts.errors import InvalidConfig
+from common.contracts.types import KvGeometry, SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.core.batch_plan import ScheduledRow, ScoredPart, StepPlan
-from gpuworker.core.step_costs import DEFAULT_COSTS, StepCosts, parse_costs
+from gpuworker.scheduling.batch_plan import ScheduledRow, ScoredPart, StepPlan
+from gpuworker.scheduling.step_costs import DEFAULT_COSTS, StepCosts, parse_costs
 from gpuworker.simulated.plane import SimulatedPlane, assemble, simulated_tokens
 from gpuworker.simulated.runner import SimulatedRunner
 from gpuworker.simulated.tokens import SimulatedTokens, readable_ids

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cli.demo_model import CHECKPOINT
-from common.types import Constraint, ConstraintKind, SamplingParams
+from common.contracts.types import Constraint, ConstraintKind, SamplingParams
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.structured.digits import MOST_DIGITS
 from gpuworker.structured.grammars import GrammarCompiler

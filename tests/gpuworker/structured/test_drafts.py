@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from common.types import Constraint, ConstraintKind, SamplingParams, SequenceId, ThoughtBudget
+from common.contracts.types import Constraint, ConstraintKind, SamplingParams, SequenceId, ThoughtBudget
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.core.drafting import NO_PRICES
 from gpuworker.native.library import best
 from gpuworker.plane.assembly import assemble
 from gpuworker.sampling.masks import GrammarBitmask
 from gpuworker.sampling.rows import SampledRow
+from gpuworker.scheduling.drafting import NO_PRICES
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.mask_thread import GrammarMaskThread
 from gpuworker.structured.sequence import Constrained

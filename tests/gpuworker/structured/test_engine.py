@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from common.contracts.types import Constraint, ConstraintKind, FinishReason, SamplingParams, SequenceId
 from common.settings.options import ModelImpl
-from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams, SequenceId
 from gpuworker.native import library as native
 from gpuworker.runner.model_runner import ModelRunner
 from gpuworker.sampling import sampler

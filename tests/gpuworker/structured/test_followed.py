@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams, ThoughtBudget
-from gpuworker.core.thought import ThoughtFollower
+from common.contracts.types import Constraint, ConstraintKind, FinishReason, SamplingParams, ThoughtBudget
 from gpuworker.sampling.rows import SampledRow
+from gpuworker.scheduling.thought import ThoughtFollower
 from gpuworker.structured.followed import Followed
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.sequence import COMPLETE, Constrained

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams, SequenceId
+from common.contracts.types import Constraint, ConstraintKind, FinishReason, SamplingParams, SequenceId
 from gpuworker.sampling.masks import GrammarBitmask
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.structured.grammars import GrammarCompiler

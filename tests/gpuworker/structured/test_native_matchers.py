@@ -14,13 +14,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams
-from gpuworker.core.stopping import FinishCause
+from common.contracts.types import Constraint, ConstraintKind, FinishReason, SamplingParams
 from gpuworker.native.follow import TOKENIZE, FollowerStruct, GrammarStruct
 from gpuworker.native.library import best
 from gpuworker.runner.model_runner import ModelRunner
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch
+from gpuworker.scheduling.stopping import FinishCause
 from gpuworker.structured import native_matchers as matchers
 from gpuworker.structured.digits import MOST_DIGITS
 from gpuworker.structured.grammars import GrammarCompiler

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 import cli.demo_model
-from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams
+from common.contracts.types import Constraint, ConstraintKind, FinishReason, SamplingParams
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.plane.assembly import assemble
 from gpuworker.structured.grammars import GrammarCompiler

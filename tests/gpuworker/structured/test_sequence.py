@@ -15,8 +15,8 @@ from llguidance import LLParserLimits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cli.demo_model import CHECKPOINT
-from common.errors import InvalidRequest, Unsupported
-from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams
+from common.contracts.errors import InvalidRequest, Unsupported
+from common.contracts.types import Constraint, ConstraintKind, FinishReason, SamplingParams
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.structured.grammars import Grammar, GrammarCompiler
 from gpuworker.structured.sequence import COMPLETE, Constrained, allow_others

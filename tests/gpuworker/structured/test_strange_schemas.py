@@ -14,12 +14,12 @@ import pytest
 from llguidance import LLTokenizer
 
 from cli.demo_model import CHECKPOINT
-from common.json_schema import enforceable
-from common.types import Constraint, ConstraintKind, FinishReason, SamplingParams
+from common.contracts.json_schema import enforceable
+from common.contracts.types import Constraint, ConstraintKind, FinishReason, SamplingParams
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.sequence import Constrained
-from router.constraints.examiner import _verdict
+from router.answers.constraints.examiner import _verdict
 from tests.support.gpuworker.random_schemas import Schema, StrangeSchemas
 
 EOS, MOST_TOKENS, OUTPUTS = 0, 300, 2

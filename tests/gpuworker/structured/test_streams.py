@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from common.types import Constraint
-from gpuworker.core.outcomes import AgentConfig
+from common.contracts.types import Constraint
+from gpuworker.scheduling.outcomes import AgentConfig
 from gpuworker.structured.grammars import Grammar, GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types

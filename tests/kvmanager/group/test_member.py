@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from grpc import aio
 
-from common.clock import SystemClock
-from common.errors import StaleEpoch, Unavailable
+from common.contracts.clock import SystemClock
+from common.contracts.errors import StaleEpoch, Unavailable
 from common.process.ports import free_ports
 from common.process.supervised import Supervisor
 from common.rpc.server import open_channel
-from kvmanager.core.leadership import Attempt, Leadership, Lease
+from kvmanager.contracts.ports import IndexUnavailable
+from kvmanager.group.leadership import Attempt, Leadership, Lease
 from kvmanager.group.member import GroupMember
 from kvmanager.group.owner_watch import owner_gone
-from kvmanager.ports import IndexUnavailable
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
 from tests.support.turns import until_blocked

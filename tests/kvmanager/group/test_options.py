@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cli.config import UpSettings
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from common.settings.config import load
 from common.settings.options import Settings
 from gpuworker.config import GpuWorkerSettings

@@ -15,7 +15,7 @@ import pytest
 from grpc import aio
 from redis.asyncio import Redis
 
-from common import index_format
+from common.contracts import index_format
 from common.rpc.server import open_channel
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc

@@ -14,9 +14,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from common.process.ports import free_ports
 from common.rpc.health import LIVE, wait_until_serving
 from common.rpc.server import open_channel
-from kvmanager.core.leadership import Attempt, Leadership, Lease
+from kvmanager.contracts.ports import IndexUnavailable
+from kvmanager.group.leadership import Attempt, Leadership, Lease
 from kvmanager.group.member import GroupMember
-from kvmanager.ports import IndexUnavailable
 from tests.kvmanager.group.test_member import Rig
 from tests.support.kvmanager.manager_child import ManagerChild, manager_process
 

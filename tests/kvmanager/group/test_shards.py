@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 from redis.asyncio import Redis
 
-from common import index_format
+from common.contracts import index_format
 from tests.kvmanager.conftest import ChannelTo
 from tests.kvmanager.group.test_processes import LONG, PATIENCE, SHORT, turns, until_it_says
 from tests.support.kvmanager.fake_session import IDENTITY

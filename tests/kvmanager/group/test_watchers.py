@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from common.errors import Overloaded
-from common.limits import MAX_LEADER_WATCHERS
-from kvmanager.servicer import KvManagerServicer
+from common.contracts.errors import Overloaded
+from common.contracts.limits import MAX_LEADER_WATCHERS
+from kvmanager.service.servicer import KvManagerServicer
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
 from tests.kvmanager.conftest import ChannelTo, Running

@@ -13,10 +13,10 @@ from grpc import aio
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from common import index_format
-from common.errors import StaleEpoch
+from common.contracts import index_format
+from common.contracts.errors import StaleEpoch
+from common.contracts.types import BlockHash, PoolIdentity
 from common.process.local_redis import LocalRedis
-from common.types import BlockHash, PoolIdentity
 from kvmanager.index import publisher as prefix_publisher
 from tests.kvmanager.conftest import ChannelTo, Running, Start
 from tests.support.kvmanager.fake_session import IDENTITY

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from common.errors import InvalidConfig, ProtocolViolation, StaleEpoch
-from common.lease import highest_plausible_epoch
-from common.limits import MAX_STORED_EPOCH
+from common.contracts.errors import InvalidConfig, ProtocolViolation, StaleEpoch
+from common.contracts.lease import highest_plausible_epoch
+from common.contracts.limits import MAX_STORED_EPOCH
 from common.process.local_redis import LocalRedis
 from common.process.redis_client import open_redis
-from kvmanager.core import epochs
+from kvmanager.contracts import epochs
+from kvmanager.contracts.ports import IndexUnavailable
 from kvmanager.index.epoch import EpochKeeper
 from kvmanager.index.state_file import EpochFile
 from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
-from kvmanager.ports import IndexUnavailable
 
 NAMESPACE = "{quire:m:t:16}"
 NOBODY = "redis://127.0.0.1:1/0"

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import pytest
 from redis.asyncio import Redis
 
-from common import index_format
-from common.errors import StaleEpoch
+from common.contracts import index_format
+from common.contracts.errors import StaleEpoch
+from common.contracts.types import BlockHash
 from common.process.redis_client import open_redis
-from common.types import BlockHash
-from kvmanager.core.slots import Loss, NoSlot, Registration, loss, registered, writable
+from kvmanager.contracts.ports import FenceLost, IndexCall, WorkerEntry
+from kvmanager.contracts.slots import Loss, NoSlot, Registration, loss, registered, writable
 from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
-from kvmanager.ports import FenceLost, IndexCall, WorkerEntry
 from tests.support.kvmanager.index_reader import index_members
 
 NAMESPACE = "{quire:m:t:16}"

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from redis.asyncio import Redis
 
-from common import index_format
-from common.clock import ManualClock
-from common.errors import StaleEpoch
-from common.index_format import DiscoveredWorker
+from common.contracts import index_format
+from common.contracts.clock import ManualClock
+from common.contracts.errors import StaleEpoch
+from common.contracts.index_format import DiscoveredWorker
+from common.contracts.types import BlockHash
 from common.process.local_redis import LocalRedis
-from common.types import BlockHash
-from kvmanager.core.index_events import IndexEvent, IndexSnapshot, Removed, Stored
+from kvmanager.contracts.index_events import IndexEvent, IndexSnapshot, Removed, Stored
 from kvmanager.index.epoch import EpochKeeper
 from kvmanager.index.publisher import PrefixPublisher, PublisherTimes
 from kvmanager.index.state_file import EpochFile

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.types import BlockHash
+from common.contracts.types import BlockHash
+from kvmanager.contracts.ports import IndexCall
 from kvmanager.index.net_changes import NetChanges
-from kvmanager.ports import IndexCall
 
 
 def key(number: int) -> BlockHash:

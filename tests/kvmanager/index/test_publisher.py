@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import ManualClock
-from common.errors import StaleEpoch
-from common.index_format import DiscoveredWorker
-from common.types import BlockHash
-from kvmanager.core.index_events import Cleared, IndexSnapshot, Removed, Stored
-from kvmanager.core.slots import Loss, NoSlot
+from common.contracts.clock import ManualClock
+from common.contracts.errors import StaleEpoch
+from common.contracts.index_format import DiscoveredWorker
+from common.contracts.types import BlockHash
+from kvmanager.contracts.index_events import Cleared, IndexSnapshot, Removed, Stored
+from kvmanager.contracts.ports import FenceLost, IndexCall, IndexUnavailable, KeptPins, WorkerEntry
+from kvmanager.contracts.slots import Loss, NoSlot
 from kvmanager.index.epoch import EpochKeeper
 from kvmanager.index.publisher import PrefixPublisher, PublisherTimes
 from kvmanager.index.state_file import EpochFile
 from kvmanager.index.worker_feed import WorkerFeed
-from kvmanager.ports import FenceLost, IndexCall, IndexUnavailable, KeptPins, WorkerEntry
 from tests.support.kvmanager.fake_session import IDENTITY
 
 H = [BlockHash(bytes([number]) * 16) for number in range(8)]

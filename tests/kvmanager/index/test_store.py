@@ -11,14 +11,14 @@ from typing import cast
 import pytest
 from redis.asyncio import Redis
 
-from common import index_format
-from common.errors import StaleEpoch
+from common.contracts import index_format
+from common.contracts.errors import StaleEpoch
+from common.contracts.types import BlockHash
 from common.process.redis_client import open_redis
-from common.types import BlockHash
-from kvmanager.core.slots import NoSlot
+from kvmanager.contracts.ports import FenceLost, IndexCall, IndexUnavailable, WorkerEntry
+from kvmanager.contracts.slots import NoSlot
 from kvmanager.index import scripts
 from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
-from kvmanager.ports import FenceLost, IndexCall, IndexUnavailable, WorkerEntry
 from tests.support.kvmanager.index_reader import index_members
 
 NAMESPACE = "{quire:m:t:16}"

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from common.errors import Unavailable
-from common.lease import GrantBatch, Inventory, Report
-from common.types import SequenceId
+from common.contracts.errors import Unavailable
+from common.contracts.lease import GrantBatch, Inventory, Report
+from common.contracts.types import SequenceId
 from common.wire.inventory_codec import inventory_chunks
 from common.wire.lease_codec import attach_to_proto, batch_from_proto, report_to_proto
 from kvmanager.sessions.attached_worker import ADMISSIONS_A_BATCH

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.lease import Attach
+from common.contracts.lease import Attach
 from common.wire.lease_codec import attach_to_proto
 from kvmanager.index.writer import IndexWriter
 from kvmanager.sessions.handler import SessionHandler

@@ -12,10 +12,10 @@ import pytest
 from grpc import aio
 
 from common.checkpoint.fingerprint import model_fingerprint
-from common.errors import Unavailable
-from common.lease import Admit, CachedBlock, Inventory, InventorySequence, Report
+from common.contracts.errors import Unavailable
+from common.contracts.lease import Admit, CachedBlock, Inventory, InventorySequence, Report
+from common.contracts.types import BlockHash, BlockId, FinishReason, KvGeometry, MissReason, SequenceId, SequencePhase
 from common.rpc.silence import SILENCE_S
-from common.types import BlockHash, BlockId, FinishReason, KvGeometry, MissReason, SequenceId, SequencePhase
 from common.wire.inventory_codec import inventory_chunks
 from common.wire.lease_codec import attach_to_proto
 from kvmanager.sessions.handler import SessionHandler

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from common.errors import Overloaded, Unavailable
-from common.lease import Attach
-from common.types import BlockHash
-from kvmanager.core.index_events import IndexEvent, IndexSnapshot, Stored
+from common.contracts.errors import Overloaded, Unavailable
+from common.contracts.lease import Attach
+from common.contracts.types import BlockHash
+from kvmanager.contracts.index_events import IndexEvent, IndexSnapshot, Stored
 from kvmanager.sessions.kv_events import Changes, KvEventHub, KvItem, Left, Position, SnapshotPart, stream_of
 from tests.support.kvmanager.fake_session import attach_of
 

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from common.clock import ManualClock
-from common.errors import InvalidRequest, Unavailable
-from common.limits import MAX_PINNED_BLOCKS, MAX_PINS
-from common.types import BlockHash
-from kvmanager.core.pins import Pin, PinBook
-from kvmanager.ports import KeptPins, PinsUnreadable
+from common.contracts.clock import ManualClock
+from common.contracts.errors import InvalidRequest, Unavailable
+from common.contracts.limits import MAX_PINNED_BLOCKS, MAX_PINS
+from common.contracts.types import BlockHash
+from kvmanager.cache.pins import Pin, PinBook
+from kvmanager.contracts.ports import KeptPins, PinsUnreadable
 from kvmanager.sessions import pins as sessions_pins
 from kvmanager.sessions.pins import OperatorPins
 from quire.kvmanager.v1 import kvmanager_pb2 as pb

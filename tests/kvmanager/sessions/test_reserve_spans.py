@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 from opentelemetry.trace import SpanKind, StatusCode
 
-from common.lease import Inventory, InventorySequence, Report, Reserve
+from common.contracts.lease import Inventory, InventorySequence, Report, Reserve
+from common.contracts.types import BlockHash, BlockId, FinishReason, SequenceId, SequencePhase
 from common.telemetry.spans import RecordedSpan
-from common.types import BlockHash, BlockId, FinishReason, SequenceId, SequencePhase
 from kvmanager.sessions.reserve_spans import ReserveSpans
 from tests.support.kvmanager.ledgers import make_ledger
 from tests.support.spans import CollectedSpans

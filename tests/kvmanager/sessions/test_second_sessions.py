@@ -8,8 +8,8 @@ import grpc
 import pytest
 from grpc import aio
 
-from common.lease import Report, public_incarnation
-from common.types import SequenceId
+from common.contracts.lease import Report, public_incarnation
+from common.contracts.types import SequenceId
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.kvmanager.conftest import Connect, Running, Start
 from tests.support.deadlines import TooSlow, with_enough_time

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
-from common.types import Constraint, ConstraintKind
-from router.core.events import ValidatedRequest
+from common.contracts.types import Constraint, ConstraintKind
+from router.contracts.events import ValidatedRequest
+from router.contracts.ports import CallContext
 from router.observe.gen_ai import request_attributes, response_attributes
-from router.ports import CallContext
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import MODEL, frontend_over, request
 from tests.support.router.validation import request as message

@@ -10,13 +10,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from common.errors import Unavailable
+from common.contracts.errors import Unavailable
+from common.contracts.types import FinishReason, Usage
 from common.process.metrics import exposed
-from common.types import FinishReason, Usage
-from router.core.events import Finished, Timings
+from router.api.page.parts import buckets_of, total_of
+from router.contracts.events import Finished, Timings
 from router.observe.metrics import RouterMetrics
 from router.observe.vllm_names import Held, VllmNames
-from router.page.parts import buckets_of, total_of
 
 PROMTOOL = shutil.which("promtool")
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

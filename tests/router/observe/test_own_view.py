@@ -7,7 +7,7 @@ import json
 import pytest
 
 from quire.decision.v1 import decision_pb2 as pb
-from router.core.diagnosis.outcome import Outcome, figures_of, texts_of
+from router.observe.diagnosis.outcome import Outcome, figures_of, texts_of
 from router.observe.own_view import ANOTHER, own_decision, own_explanation, own_spans
 from router.observe.trace_codec import UNREAD
 

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import CollectorRegistry
 
-from common.clock import ManualClock
-from common.decisions.query import DecisionQuery
-from common.decisions.ring import DecisionRing, record_bytes
-from common.limits import (
+from common.contracts.clock import ManualClock
+from common.contracts.limits import (
     ALIKE_REFUSALS_BURST,
     ALIKE_REFUSALS_PER_SECOND,
     MAX_REFUSAL_GROUPS,
     MAX_REFUSAL_LINES,
     REFUSALS_BURST,
 )
-from common.types import Decision, DecisionKind
-from router.core.refusals import FAULTS, Refusal
+from common.contracts.types import Decision, DecisionKind
+from common.decisions.query import DecisionQuery
+from common.decisions.ring import DecisionRing, record_bytes
+from router.contracts.refusals import FAULTS, Refusal
 from router.observe.metrics import RouterMetrics
 from router.observe.refusals import Refusals
 from router.observe.refused_records import LEFT_OUT, RefusedRecords

@@ -8,9 +8,9 @@ from contextlib import aclosing
 
 import pytest
 
-from common.clock import ManualClock
-from common.errors import Overloaded
-from common.types import BlockHash
+from common.contracts.clock import ManualClock
+from common.contracts.errors import Overloaded
+from common.contracts.types import BlockHash
 from router.observe.request_tap import MAX_WAITING, MAX_WATCHES, EndedSequence, RequestTap, Tapped
 from tests.support.turns import until_blocked
 

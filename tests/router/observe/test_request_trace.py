@@ -6,11 +6,11 @@ import pytest
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 
-from common.clock import SystemClock
+from common.contracts.clock import SystemClock
+from common.contracts.types import Decision, DecisionKind
 from common.telemetry import context_from, span_context_of, traceparent_of
-from common.types import Decision, DecisionKind
-from router.core.events import ValidatedRequest
-from router.core.index_answer import NOTHING_ASKED, IndexAnswer, IndexSaid
+from router.contracts.events import ValidatedRequest
+from router.contracts.index_answer import NOTHING_ASKED, IndexAnswer, IndexSaid
 from router.observe.request_trace import RequestTrace
 from tests.support.router.frontend_harness import request
 from tests.support.spans import CollectedSpans

@@ -7,7 +7,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, Tracer, TraceState, set_span_in_context
 
-from common.limits import CLIENT_TRACES_BURST, CLIENT_TRACES_PER_SECOND
+from common.contracts.limits import CLIENT_TRACES_BURST, CLIENT_TRACES_PER_SECOND
 from common.telemetry import context_from, parent_of, traceparent_of
 from router.observe.sampling import RequestSampler
 from tests.support.spans import CollectedSpans

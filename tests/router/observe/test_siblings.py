@@ -13,12 +13,12 @@ from grpc import aio
 from opentelemetry.trace import Tracer, set_span_in_context
 
 from cli.suite.stack import free_ports
+from common.contracts.types import Decision, DecisionKind
 from common.decisions.ring import DecisionRing
 from common.rpc.server import RpcServer, open_channel
-from common.types import Decision, DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
-from router.grpc_api.decision_servicer import DecisionServicer
+from router.api.grpc.decision_servicer import DecisionServicer
 from router.observe.siblings import Siblings
 from router.observe.trace_store import TraceStore
 from tests.support.spans import tracer_to

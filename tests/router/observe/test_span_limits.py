@@ -5,7 +5,7 @@ from __future__ import annotations
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from common.limits import MAX_ATTRIBUTE_CHARS, MAX_SPAN_BYTES, MAX_SPAN_ITEMS
+from common.contracts.limits import MAX_ATTRIBUTE_CHARS, MAX_SPAN_BYTES, MAX_SPAN_ITEMS
 from router.observe.span_limits import CUT, bounded, has_ids
 from router.observe.trace_codec import from_otlp
 

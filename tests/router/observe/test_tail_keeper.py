@@ -9,21 +9,21 @@ from dataclasses import dataclass, field, replace
 
 from prometheus_client import CollectorRegistry
 
+from common.contracts.errors import Unavailable
+from common.contracts.limits import KEPT_TRACES_BURST, KEPT_TRACES_PER_SECOND, MAX_KEPT_RECORDS, MAX_TRACES_TO_BUILD
+from common.contracts.types import Decision, DecisionKind
 from common.decisions.query import DecisionQuery
 from common.decisions.ring import DecisionRing, record_bytes
-from common.errors import Unavailable
-from common.limits import KEPT_TRACES_BURST, KEPT_TRACES_PER_SECOND, MAX_KEPT_RECORDS, MAX_TRACES_TO_BUILD
 from common.telemetry.spans import RecordedSpan
-from common.types import Decision, DecisionKind
 from common.wire.decision_codec import decision_to_proto
 from quire.decision.v1 import decision_pb2 as pb
-from router.core.diagnosis.outcome import Outcome
-from router.core.record_spans import EndedRequest
-from router.core.tail_rules import Objective, Rule
+from router.observe.diagnosis.outcome import Outcome
 from router.observe.kept_records import KeptRecords
 from router.observe.metrics import RouterMetrics
+from router.observe.record_spans import EndedRequest
 from router.observe.record_trace import TraceHead
 from router.observe.tail_keeper import AskManager, TailKeeper
+from router.observe.tail_rules import Objective, Rule
 from router.observe.trace_codec import UNREAD
 from tests.support.waiting import until
 

@@ -20,16 +20,16 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import Link, SpanContext, StatusCode, Tracer
 
 from bench.lib.decision_records import records_of
+from common.contracts.errors import NotFound
+from common.contracts.types import Decision, DecisionKind
 from common.decisions.ring import DecisionRing
-from common.errors import NotFound
 from common.rpc.server import RpcServer, open_channel
 from common.telemetry.decisions import add_decision
 from common.telemetry.delivery import otlp_request
 from common.telemetry.spans import Origin, RecordedSpan, SpanTracer
-from common.types import Decision, DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
-from router.grpc_api.decision_servicer import DecisionServicer
+from router.api.grpc.decision_servicer import DecisionServicer
 from router.observe.otlp_receiver import add_otlp_receiver, sender_of
 from router.observe.siblings import Siblings
 from router.observe.trace_codec import KeptSpan, from_otlp, from_own

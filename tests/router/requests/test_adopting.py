@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from common.errors import Cancelled, DeadlineExceeded, NotFound, QuireError, Unauthenticated, Unavailable
+from common.contracts.errors import Cancelled, DeadlineExceeded, NotFound, QuireError, Unauthenticated, Unavailable
 from gpuworker.server.router_stream import RouterStream
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
-from router.core.events import GenerateEvent
-from router.ports import CallContext
+from router.contracts.events import GenerateEvent
+from router.contracts.ports import CallContext
 from router.requests import adopting
 from router.requests.resumption import Resumption
 from tests.router.requests.test_resuming import ANA, LONG, World, resume, wanted, world

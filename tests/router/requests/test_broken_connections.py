@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from common.errors import Cancelled, DeadlineExceeded, EngineFailure, Unauthenticated, Unavailable
-from common.types import FinishReason
-from router.core.events import GenerateEvent
-from router.core.suspicion import Breakdown
+from common.contracts.errors import Cancelled, DeadlineExceeded, EngineFailure, Unauthenticated, Unavailable
+from common.contracts.types import FinishReason
+from router.contracts.events import GenerateEvent
 from router.requests import probation
+from router.workers.suspicion import Breakdown
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker
 from tests.support.router.frontend_harness import (
     Harness,

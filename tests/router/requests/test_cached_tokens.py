@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.types import FinishReason
-from router.core.events import Admitted
+from common.contracts.types import FinishReason
+from router.contracts.events import Admitted
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import Harness, ends_of, frontend_over, in_background, request
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import DeadlineExceeded
-from common.types import DecisionKind
-from router.core.admission import ANY_WORKER
-from router.core.diagnosis.causes import Cause
-from router.core.diagnosis.rules import diagnose
-from router.core.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket
-from router.core.first_tokens import TRIED_EVERY_S, FirstTokens
-from router.core.worker_model import Load, WorkerModel, WorkerState
+from common.contracts.errors import DeadlineExceeded
+from common.contracts.types import DecisionKind
+from router.observe.diagnosis.causes import Cause
+from router.observe.diagnosis.rules import diagnose
+from router.placement.admission import ANY_WORKER
+from router.placement.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket
+from router.placement.first_tokens import TRIED_EVERY_S, FirstTokens
+from router.placement.worker_model import Load, WorkerModel, WorkerState
 from router.requests.explainer import Foreseen
 from router.requests.jobs import Job
 from router.requests.reservation import LoadReservation

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from common.clock import ManualClock
-from router.core.worker_model import Capacity, Load, WorkerModel
+from common.contracts.clock import ManualClock
+from router.placement.worker_model import Capacity, Load, WorkerModel
 from router.requests.drain_mover import DrainMover
 from router.requests.jobs import Placement
 from router.requests.placing import Placer

@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from common.types import FinishReason
-from router.core.events import GenerateEvent, ValidatedRequest
-from router.core.worker_model import Load
+from common.contracts.types import FinishReason
+from router.contracts.events import GenerateEvent, ValidatedRequest
+from router.placement.worker_model import Load
 from router.requests.run import Prefix
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker, prompt_of
 from tests.support.router.frontend_harness import (

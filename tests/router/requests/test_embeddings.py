@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import Unsupported
-from common.types import FinishReason, PoolIdentity
-from router.core.events import Admitted, Finished
+from common.contracts.errors import Unsupported
+from common.contracts.types import FinishReason, PoolIdentity
+from router.contracts.events import Admitted, Finished
 from tests.support.router.fake_worker import IDENTITY, FakeWorker
 from tests.support.router.frontend_harness import ends_of, frontend_over, in_background, request, until_nothing_left
 

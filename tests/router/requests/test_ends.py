@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import (
+from common.contracts.errors import (
     Cancelled,
     DeadlineExceeded,
 )
-from common.types import FinishReason
+from common.contracts.types import FinishReason
 from quire.types.v1 import types_pb2
-from router.core.events import Admitted, Finished, Tokens
-from router.core.tenancy import Caller, Tenant
+from router.contracts.events import Admitted, Finished, Tokens
+from router.tenants.tenancy import Caller, Tenant
 from tests.support.deadlines import TooSlow, with_enough_time
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import (

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import Unsupported
-from common.types import DecisionKind
-from router.core.admission import AdmissionLimits
-from router.core.tenancy import Caller, Tenant, TenantLimits
+from common.contracts.errors import Unsupported
+from common.contracts.types import DecisionKind
+from router.placement.admission import AdmissionLimits
 from router.requests.explainer import Explainer, Foreseen
+from router.tenants.tenancy import Caller, Tenant, TenantLimits
 from tests.support.router.fake_worker import IDENTITY, FakeWorker
 from tests.support.router.frontend_harness import (
     CLOCK,

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from common.hashing import block_digests, block_hash_of, narrowed_domain, root_digest
-from common.types import FinishReason, MissReason
+from common.contracts.hashing import block_digests, block_hash_of, narrowed_domain, root_digest
+from common.contracts.types import FinishReason, MissReason
 from quire.types.v1 import types_pb2
-from router.core.events import Admitted, Finished, Tokens
+from router.contracts.events import Admitted, Finished, Tokens
 from router.requests.run import RequestRun
 from tests.support.router.fake_worker import IDENTITY, FakeWorker
 from tests.support.router.frontend_harness import (

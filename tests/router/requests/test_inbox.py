@@ -8,11 +8,11 @@ import weakref
 
 import pytest
 
-from common.errors import Overloaded
-from common.limits import SMALL_OUTPUT_BYTES
-from common.types import FinishReason, TokenLogprobs, Usage
-from router.core.worker_events import Preempted, PromptScored, SequenceFinished, TokensSampled
+from common.contracts.errors import Overloaded
+from common.contracts.limits import SMALL_OUTPUT_BYTES
+from common.contracts.types import FinishReason, TokenLogprobs, Usage
 from router.requests.inbox import WORK_A_TURN, Arrival, Inbox, Turns, work_of
+from router.workers.worker_events import Preempted, PromptScored, SequenceFinished, TokensSampled
 from tests.support.turns import take_turn, until_blocked, until_idle
 from tests.support.waiting import until
 

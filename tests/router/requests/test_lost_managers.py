@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from common.errors import Unavailable
-from common.types import FinishReason
-from router.core.worker_model import WorkerState
+from common.contracts.errors import Unavailable
+from common.contracts.types import FinishReason
+from router.placement.worker_model import WorkerState
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import Harness, frontend_over, in_background, request, tokens_of
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import EngineFailure, InvalidRequest, Unavailable
-from common.hashing import block_digests, little_endian_int32, root_digest
-from common.types import FinishReason
+from common.contracts.errors import EngineFailure, InvalidRequest, Unavailable
+from common.contracts.hashing import block_digests, little_endian_int32, root_digest
+from common.contracts.types import FinishReason
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
-from router.core.events import Admitted, PromptLogprobs
+from router.contracts.events import Admitted, PromptLogprobs
 from tests.support.router.fake_worker import IDENTITY, FakeWorker, prompt_of
 from tests.support.router.frontend_harness import (
     FixedIndex,

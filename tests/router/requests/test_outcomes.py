@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import DeadlineExceeded, QuireError
-from common.types import DecisionKind, FinishReason
+from common.contracts.errors import DeadlineExceeded, QuireError
+from common.contracts.types import DecisionKind, FinishReason
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
-from router.core.admission import AdmissionLimits
-from router.core.diagnosis.causes import Cause
-from router.core.diagnosis.narrative import steps_of
-from router.core.diagnosis.outcome import Outcome, outcome_of
-from router.core.diagnosis.rules import diagnose
-from router.core.diagnosis.story import Story, story_of
-from router.core.events import Admitted
+from router.contracts.events import Admitted
+from router.observe.diagnosis.causes import Cause
+from router.observe.diagnosis.narrative import steps_of
+from router.observe.diagnosis.outcome import Outcome, outcome_of
+from router.observe.diagnosis.rules import diagnose
+from router.observe.diagnosis.story import Story, story_of
+from router.placement.admission import AdmissionLimits
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import (
     CLOCK,

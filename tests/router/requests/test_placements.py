@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from common.errors import QuireError, Unavailable
-from common.turns import BY_AGE
-from common.types import DecisionKind
-from router.core.fair_queue import PASSED_SECONDS
-from router.core.placement import PlacementRequest
-from router.core.worker_model import Capacity, Load, WorkerModel
+from common.contracts.errors import QuireError, Unavailable
+from common.contracts.turns import BY_AGE
+from common.contracts.types import DecisionKind
+from router.placement.fair_queue import PASSED_SECONDS
+from router.placement.placement import PlacementRequest
+from router.placement.worker_model import Capacity, Load, WorkerModel
 from router.requests.jobs import Job
 from router.requests.reservation import LoadReservation
 from router.workers.client import WorkerClient

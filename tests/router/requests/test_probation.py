@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from common.errors import Cancelled, DeadlineExceeded, Unauthenticated
-from common.types import FinishReason
-from router.core.events import GenerateEvent, ValidatedRequest
-from router.core.suspicion import Suspicion
+from common.contracts.errors import Cancelled, DeadlineExceeded, Unauthenticated
+from common.contracts.types import FinishReason
+from router.contracts.events import GenerateEvent, ValidatedRequest
 from router.requests import probation
 from router.requests.probation import Probation, Turn
+from router.workers.suspicion import Suspicion
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker
 from tests.support.router.frontend_harness import (
     Harness,

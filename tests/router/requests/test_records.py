@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Exemplar
 
+from common.contracts.types import FinishReason
 from common.process.logs import fields_of
 from common.process.metrics import exposed
-from common.types import FinishReason
-from router.core.events import Admitted
-from router.core.tail_rules import Objective
+from router.contracts.events import Admitted
+from router.observe.tail_rules import Objective
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import (
     CLOCK,

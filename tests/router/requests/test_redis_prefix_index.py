@@ -11,13 +11,13 @@ from typing import cast
 import pytest
 from redis.asyncio import Redis
 
-from common.clock import ManualClock
-from common.index_format import SlotOwner, pack_entry, prefix_key_root, slot_key
-from common.limits import MAX_INDEX_VALUE_BYTES
+from common.contracts.clock import ManualClock
+from common.contracts.index_format import SlotOwner, pack_entry, prefix_key_root, slot_key
+from common.contracts.limits import MAX_INDEX_VALUE_BYTES
+from common.contracts.types import BlockHash, KvGeometry, PoolIdentity
 from common.process.local_redis import LocalRedis
 from common.process.redis_client import open_redis
-from common.types import BlockHash, KvGeometry, PoolIdentity
-from router.core.breaker import CircuitBreaker
+from router.placement.breaker import CircuitBreaker
 from router.requests.redis_prefix_index import OWNER_SECONDS, PAUSES, NoPrefixIndex, RedisPrefixIndex
 
 IDENTITY = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))

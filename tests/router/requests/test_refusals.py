@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import (
+from common.contracts.errors import (
     AlreadyExists,
     FieldViolation,
     InvalidRequest,
     Overloaded,
     Unavailable,
 )
-from common.types import DecisionKind, FinishReason
-from router.core.admission import AdmissionLimits
+from common.contracts.types import DecisionKind, FinishReason
+from router.placement.admission import AdmissionLimits
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import (
     frontend_over,

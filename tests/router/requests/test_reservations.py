@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from common.clock import ManualClock
-from router.core.fair_queue import Flow
-from router.core.placement import PlacementRequest
-from router.core.worker_model import Capacity, Load, WorkerModel
+from common.contracts.clock import ManualClock
+from router.placement.fair_queue import Flow
+from router.placement.placement import PlacementRequest
+from router.placement.worker_model import Capacity, Load, WorkerModel
 from router.requests.reservation import Reserver
 from tests.support.kvmanager.ledgers import admit, lived, make_ledger, prompt, reserve
 

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import cast
 
-from router.core.events import GenerateEvent
-from router.core.resuming import Continuation, Orphan
+from router.contracts.events import GenerateEvent
 from router.requests.resumption import _Answers
 from router.workers.client import WorkerClient
 from router.workers.orphan_queries import FoundOrphans
 from router.workers.pool import Member
+from router.workers.resuming import Continuation, Orphan
 from tests.router.requests.test_resuming import World, resume, resumed, wanted, world
 from tests.support.gpuworker.worker_harness import IDENTITY
 from tests.support.router.fake_worker import FakeWorker, prompt_of, running

@@ -9,22 +9,22 @@ from dataclasses import dataclass
 
 import pytest
 
-from common.errors import AlreadyExists, InvalidRequest, NotFound, QuireError, Unavailable
+from common.contracts.errors import AlreadyExists, InvalidRequest, NotFound, QuireError, Unavailable
+from common.contracts.types import DecisionKind, FinishReason, SamplingParams
 from common.process.ports import free_ports
-from common.types import DecisionKind, FinishReason, SamplingParams
 from common.wire.identity_codec import identity_to_proto
-from gpuworker.core.batch_plan import StepPlan
+from gpuworker.scheduling.batch_plan import StepPlan
 from gpuworker.server.orphans import Fate
 from gpuworker.server.router_stream import RouterStream
 from gpuworker.server.servicer import Serving
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
 from quire.inference.v1 import inference_pb2 as pb
-from router.core.dialects.parts import Parser
-from router.core.events import Admitted, GenerateEvent, ValidatedRequest
-from router.core.tenancy import Caller, Tenant
-from router.ports import CallContext, TextAssembler
+from router.answers.text.output import OutputText
+from router.contracts.answer_parts import Parser
+from router.contracts.events import Admitted, GenerateEvent, ValidatedRequest
+from router.contracts.ports import CallContext, TextAssembler
 from router.requests.resumption import Resumption
-from router.text.output import OutputText
+from router.tenants.tenancy import Caller, Tenant
 from router.workers import pool as pool_module
 from tests.support.gpuworker.fake_engine_ports import ManualRunner
 from tests.support.gpuworker.worker_harness import IDENTITY, LIMITS, PATIENCE, Served, served

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from common.errors import FieldViolation, InvalidRequest
-from common.lease import LAST_BLOCK, RetainedBlocks, RetainedTokens
-from common.limits import MAX_RETENTION_RANGES
+from common.contracts.errors import FieldViolation, InvalidRequest
+from common.contracts.lease import LAST_BLOCK, RetainedBlocks, RetainedTokens
+from common.contracts.limits import MAX_RETENTION_RANGES
 from quire.inference.v1 import inference_pb2 as pb
-from router.core.events import ValidatedRequest
-from router.core.tenancy import Caller
+from router.contracts.events import ValidatedRequest
+from router.tenants.tenancy import Caller
 from tests.support.router.validation import ACME, CALL, Words, accepted, refused, request, validator
 
 ALL = 30 * 86_400.0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from common.clock import ManualClock
+from common.contracts.clock import ManualClock
+from common.contracts.types import FinishReason, MissReason, SamplingParams, Usage
 from common.process.standstill import Standstill
-from common.types import FinishReason, MissReason, SamplingParams, Usage
-from router.core.events import Finished, Timings, ValidatedRequest
-from router.core.index_answer import NOTHING_ASKED
-from router.core.worker_events import (
+from router.contracts.events import Finished, Timings, ValidatedRequest
+from router.contracts.index_answer import NOTHING_ASKED
+from router.requests.run_log import RunLog
+from router.workers.worker_events import (
     Lost,
     Preempted,
     SequenceAdmitted,
@@ -19,7 +20,6 @@ from router.core.worker_events import (
     TokensSampled,
     WorkerTime,
 )
-from router.requests.run_log import RunLog
 
 # What the worker's clock says when that of the router says 0.
 OTHER_CLOCK = 5000.0

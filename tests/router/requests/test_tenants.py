@@ -7,9 +7,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from common.errors import Overloaded, Unauthenticated
-from common.types import FinishReason
-from router.core.tenancy import Caller, Tenant, TenantLimits
+from common.contracts.errors import Overloaded, Unauthenticated
+from common.contracts.types import FinishReason
+from router.tenants.tenancy import Caller, Tenant, TenantLimits
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import frontend_over, in_background, request, until_nothing_left
 

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, PermissionDenied
-from common.types import SamplingParams
+from common.contracts.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, PermissionDenied
+from common.contracts.types import SamplingParams
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1.types_pb2 import SamplingParams as Sampling
-from router.core.events import ValidatedRequest
-from router.core.tenancy import Caller, Tenant
-from router.ports import CallContext
+from router.contracts.events import ValidatedRequest
+from router.contracts.ports import CallContext
 from router.requests.request_ids import automatic_id
 from router.requests.validate import WatchedValidator, valid_traceparent
+from router.tenants.tenancy import Caller, Tenant
 from tests.support.router.validation import (
     ACME,
     CALL,

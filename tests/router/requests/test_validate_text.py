@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from common.errors import InvalidRequest, Unsupported
-from common.types import Constraint, ConstraintKind
+from common.contracts.errors import InvalidRequest, Unsupported
+from common.contracts.types import Constraint, ConstraintKind
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1.types_pb2 import SamplingParams as Sampling
 from tests.support.router.validation import (

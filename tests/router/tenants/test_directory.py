@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import PermissionDenied, Unauthenticated
-from router.core.tenancy import Caller
+from common.contracts.errors import PermissionDenied, Unauthenticated
 from router.tenants.directory import PeerDirectory, TenantDirectory
 from router.tenants.keys import hash_of, new_key
+from router.tenants.tenancy import Caller
 from tests.support.waiting import until
 
 RED, BLUE = new_key(), new_key()

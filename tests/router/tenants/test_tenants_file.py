@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import InvalidConfig, PermissionDenied
-from router.core.tenancy import Tenant, TenantLimits
+from common.contracts.errors import InvalidConfig, PermissionDenied
 from router.tenants.keys import hash_of
+from router.tenants.tenancy import Tenant, TenantLimits
 from router.tenants.tenants_file import TenantTable, cache_domain, read_server_key, read_tenants
 
 SERVER_KEY = b"k" * 32

@@ -11,7 +11,7 @@ import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 
-from common.errors import InvalidConfig, PermissionDenied, Unauthenticated
+from common.contracts.errors import InvalidConfig, PermissionDenied, Unauthenticated
 from router.tenants.directory import TenantDirectory
 
 SIGNER, OTHER = (generate_private_key(SECP256R1()) for _ in range(2))

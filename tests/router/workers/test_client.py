@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import (
+from common.contracts.errors import (
     AlreadyExists,
     DeadlineExceeded,
     IdentityMismatch,
@@ -16,14 +16,14 @@ from common.errors import (
     ProtocolViolation,
     Unavailable,
 )
-from common.limits import MAX_HANDLE, MAX_SUBMIT_BYTES
-from common.types import FinishReason, MissReason, SamplingParams, TokenLogprobs, Usage
+from common.contracts.limits import MAX_HANDLE, MAX_SUBMIT_BYTES
+from common.contracts.types import FinishReason, MissReason, SamplingParams, TokenLogprobs, Usage
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
-from router.core.worker_events import Lost, Preempted, Refused, SequenceAdmitted, SequenceFinished, TokensSampled
-from router.core.worker_model import Capacity, Load
+from router.placement.worker_model import Capacity, Load
 from router.workers import outbox
 from router.workers.client import Pacing, WorkerClient
+from router.workers.worker_events import Lost, Preempted, Refused, SequenceAdmitted, SequenceFinished, TokensSampled
 from tests.support.router.client_harness import QUICK, SUBMISSION, Inbox, Listener, running_client
 from tests.support.router.fake_worker import IDENTITY, FakeWorker, prompt_of
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from google.rpc import status_pb2
 
-from common.errors import ProtocolViolation
-from common.hashing import little_endian_int32
-from common.types import Constraint, ConstraintKind, SamplingParams
+from common.contracts.errors import ProtocolViolation
+from common.contracts.hashing import little_endian_int32
+from common.contracts.types import Constraint, ConstraintKind, SamplingParams
 from common.wire.sampling_codec import sampling_from_proto
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
-from router.core.worker_events import Lost, PromptScored, Refused, TokensSampled, WorkerTime
-from router.core.worker_model import Load
+from router.placement.worker_model import Load
 from router.workers.codec import Submission, events_of, load_from_proto, refusal_from_proto, submit_to_proto
+from router.workers.worker_events import Lost, PromptScored, Refused, TokensSampled, WorkerTime
 
 FLAGS = ("manager_attached", "draining", "migrating")
 

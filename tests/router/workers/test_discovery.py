@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
-from common.clock import ManualClock
-from common.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_to_value, discovery_key
-from common.limits import MAX_DISCOVERY_ENTRY_AGE_S
+from common.contracts.clock import ManualClock
+from common.contracts.index_format import DISCOVERY_WORKERS_KEY, DiscoveredWorker, discovered_to_value, discovery_key
+from common.contracts.limits import MAX_DISCOVERY_ENTRY_AGE_S
+from common.contracts.types import KvGeometry, PoolIdentity
 from common.process.local_redis import LocalRedis
 from common.process.redis_client import open_redis
-from common.types import KvGeometry, PoolIdentity
-from router.core.identity import UNKNOWN_GEOMETRY
+from router.contracts.identity import UNKNOWN_GEOMETRY
 from router.workers.discovery import Discovery, EntryRules
 
 FULL = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))

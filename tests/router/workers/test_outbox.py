@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from common.errors import InvalidRequest, Overloaded
-from common.limits import MAX_OUTBOX_BYTES, MAX_SUBMIT_BYTES
+from common.contracts.errors import InvalidRequest, Overloaded
+from common.contracts.limits import MAX_OUTBOX_BYTES, MAX_SUBMIT_BYTES
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from router.workers.outbox import Outbox
 from tests.support.turns import until_blocked

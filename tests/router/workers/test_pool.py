@@ -10,11 +10,11 @@ import pytest
 
 from cli.suite.stack import _LAST_REPLIES_SECONDS
 from common.backoff import Backoff
-from common.clock import ManualClock, SystemClock
-from common.errors import Unavailable
+from common.contracts.clock import ManualClock, SystemClock
+from common.contracts.errors import Unavailable
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
-from router.core.worker_model import Capacity, WorkerModel, WorkerState
 from router.draining import _LAST_REPLIES_S
+from router.placement.worker_model import Capacity, WorkerModel, WorkerState
 from router.workers.client import Pacing, RouterIdentity
 from router.workers.codec import WorkerFacts
 from router.workers.pool import LAST_WORDS_S, WorkerPool

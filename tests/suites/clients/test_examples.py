@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from common.types import FinishReason
+from common.contracts.types import FinishReason
 from quire.client import Client, Completion, InvalidRequest, Message
 from tests.suites.clients.served import ROOT, Served, missing
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from common.types import FinishReason
+from common.contracts.types import FinishReason
 from quire.client import (
     AsyncClient,
     Client,

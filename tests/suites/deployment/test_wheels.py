@@ -135,7 +135,7 @@ def test_each_wheel_has_its_packages_and_the_demo_model(wheels: dict[str, Path])
     assert {name.partition("/")[0] for name in client} == {"quire"}
     assert client <= services, "the services contain the client"
     assert "cli/demo_model/checkpoint/model.safetensors" in services
-    assert "router/page/runbook.md" in services
+    assert "router/api/page/runbook.md" in services
     assert not [name for name in services if name.endswith((".o", ".stamp", "/lock", ".pyc"))]
 
 

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 
 from cli.demo_model.prompts import questions, system_text
 from cli.suite.stack import free_ports
-from common import index_format
+from common.contracts import index_format
 from common.process import die_with_parent
 from common.process.python import module_command
 from common.rpc.server import open_channel

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from cli.suite.stack import StackOptions
 from common.checkpoint.gguf.names import gguf_file, served_folder
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from gpuworker.checkpoints.weights import Checkpoint
 from gpuworker.models.hf.loader import make_module, read_config
 from tests.support.gguf_files import reference, write_model

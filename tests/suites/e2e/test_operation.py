@@ -19,10 +19,10 @@ from tokenizers import Tokenizer
 from cli.demo_model import CHECKPOINT
 from cli.suite.programs import metrics_addresses
 from cli.suite.stack import StackOptions
-from common import errors
+from common.contracts import errors
+from common.contracts.types import BlockHash
 from common.rpc.roles import Role
 from common.rpc.server import open_channel
-from common.types import BlockHash
 from common.wire.packing import unpack_hashes
 from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
-from common.index_format import DISCOVERY_WORKERS_KEY
+from common.contracts.index_format import DISCOVERY_WORKERS_KEY
 from tests.support.redis_pair import running_pair
 from tests.support.up_harness import READY_SECONDS, Up
 from tests.support.waiting import until

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from cli.suite.programs import metrics_addresses
-from common.limits import ALIKE_REFUSALS_BURST, ALIKE_REFUSALS_PER_SECOND, MAX_PUBLIC_MESSAGE_BYTES
+from common.contracts.limits import ALIKE_REFUSALS_BURST, ALIKE_REFUSALS_PER_SECOND, MAX_PUBLIC_MESSAGE_BYTES
 from quire.api.status import DETAILS_KEY
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from cli.demo_model import CHECKPOINT
 from cli.demo_model.prompts import questions, system_text
 from cli.suite.stack import StackOptions
-from common import index_format
+from common.contracts import index_format
 from quire.decision.v1 import decision_pb2
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc

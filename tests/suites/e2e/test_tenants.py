@@ -13,7 +13,7 @@ import pytest_asyncio
 from grpc import aio
 from grpc_reflection.v1alpha import reflection_pb2
 
-from common import errors
+from common.contracts import errors
 from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2 as pb

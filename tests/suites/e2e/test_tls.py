@@ -94,7 +94,7 @@ async def test_the_page_asks_the_manager_with_the_routers_certificate(suite: Sui
         "decisions": {"service": "kvmanager"},
         "blocks": worker,
     }
-    # It is the same machine. Others have no certificate to show, and get nothing: tests/router/page/test_site.py.
+    # It is the same machine. Others have no certificate to show, and get nothing: tests/router/api/page/test_site.py.
     answers = {name: await answer_of(url + name, parameters) for name, parameters in questions.items()}
     assert {name: answer.status_code for name, answer in answers.items()} == dict.fromkeys(questions, 200)
     blocks = answers["blocks"].json()

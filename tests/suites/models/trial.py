@@ -14,12 +14,12 @@ from typing import Any, Final
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from common.errors import QuireError, Unsupported
+from common.contracts.errors import QuireError, Unsupported
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.models.hf.loader import refuse_unsupported
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.plane.assembly import ModelPlane, assemble
-from router.text.checkpoint import read_checkpoint
+from router.answers.text.checkpoint import read_checkpoint
 from tests.suites.models.families import Entry
 from tests.support.gpuworker.runner_harness import SLOTS, Driver
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from common.types import SequenceId
-from gpuworker.core.block_states import BlockStates
-from gpuworker.core.departures import Departures
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.partial_copies import PartialCopies
-from gpuworker.core.report_builder import ReportBuilder
-from gpuworker.core.sequence import Sequence
-from gpuworker.core.step_scheduler import StepScheduler
+from common.contracts.types import SequenceId
+from gpuworker.scheduling.block_states import BlockStates
+from gpuworker.scheduling.departures import Departures
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.partial_copies import PartialCopies
+from gpuworker.scheduling.report_builder import ReportBuilder
+from gpuworker.scheduling.sequence import Sequence
+from gpuworker.scheduling.step_scheduler import StepScheduler
 from tests.suites.protocol.scenario import Guesser
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from common.hashing import all_partial_hashes, block_hash_of, little_endian_int32, next_digest
-from common.types import BlockHash
+from common.contracts.hashing import all_partial_hashes, block_hash_of, little_endian_int32, next_digest
+from common.contracts.types import BlockHash
 
 NOTHING = 0
 ROOT_LINK = bytes(32)

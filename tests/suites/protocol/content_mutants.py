@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from gpuworker.core import grant_check
-from gpuworker.core.block_closer import BlockCloser
-from gpuworker.core.block_states import BlockStates
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.partial_copies import PartialCopies
-from gpuworker.core.sequence import Sequence
-from kvmanager.core.config import LedgerConfig
-from kvmanager.core.ledger_state import LedgerState
-from kvmanager.core.partial_index import PartialIndex
-from kvmanager.core.prefix_cache import PrefixCache
+from gpuworker.scheduling import grant_check
+from gpuworker.scheduling.block_closer import BlockCloser
+from gpuworker.scheduling.block_states import BlockStates
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.partial_copies import PartialCopies
+from gpuworker.scheduling.sequence import Sequence
+from kvmanager.cache.partial_index import PartialIndex
+from kvmanager.cache.prefix_cache import PrefixCache
+from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.ledger.ledger_state import LedgerState
 from tests.suites.protocol.manager_rules import (
     ExpectsTheSource,
     KeepsTheSource,

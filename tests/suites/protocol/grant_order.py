@@ -1,4 +1,4 @@
-"""The order of `kvmanager/core/grant_order.py` written a second time, from the outside, to check what a ledger granted.
+"""The order of `kvmanager/ledger/grant_order.py` written a second time, to check what a ledger granted.
 
 It looks at a ledger before a batch, and at what was granted. It uses none of the ledger's policies.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.types import Decision, DecisionKind, SequenceId, SequencePhase
-from kvmanager.core.ledger import Ledger
-from kvmanager.core.sequence import Sequence
+from common.contracts.types import Decision, DecisionKind, SequenceId, SequencePhase
+from kvmanager.contracts.sequence import Sequence
+from kvmanager.ledger.ledger import Ledger
 
 
 class OrderBroken(Exception):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.types import BlockHash
-from kvmanager.core import epochs
-from kvmanager.core.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
+from common.contracts.types import BlockHash
+from kvmanager.contracts import epochs
+from kvmanager.contracts.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
+from kvmanager.contracts.ports import IndexCall
 from kvmanager.index.net_changes import NetChanges
-from kvmanager.ports import IndexCall
 
 ABSENT = -1
 CALL_LIMIT = 2

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from common.errors import ProtocolViolation
-from common.types import TRIMMED, BlockId
-from gpuworker.core.lease_agent import LeaseAgent
-from kvmanager.core.audit import InvariantBroken
-from kvmanager.core.ledger import Ledger
-from kvmanager.core.preemption import running_sequences, seniority
+from common.contracts.errors import ProtocolViolation
+from common.contracts.types import TRIMMED, BlockId
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from kvmanager.ledger.audit import InvariantBroken
+from kvmanager.ledger.ledger import Ledger
+from kvmanager.ledger.preemption import running_sequences, seniority
 from tests.suites.protocol import content
 from tests.suites.protocol.agent_copies import copy_agent
 

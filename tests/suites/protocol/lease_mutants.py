@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from gpuworker.core.block_states import BlockStates
-from gpuworker.core.departures import Departures
-from gpuworker.core.grant_applier import GrantApplier
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.lease_session import LeaseSession
-from gpuworker.core.step_scheduler import StepScheduler
-from kvmanager.core import chunked_grants, epochs, fork, grant_order, rebuild
-from kvmanager.core.config import LedgerConfig
-from kvmanager.core.ledger_state import LedgerState
-from kvmanager.core.manager import Manager
-from kvmanager.core.preemption import Exposure
-from kvmanager.core.prefix_cache import PrefixCache
+from gpuworker.scheduling.block_states import BlockStates
+from gpuworker.scheduling.departures import Departures
+from gpuworker.scheduling.grant_applier import GrantApplier
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.lease_session import LeaseSession
+from gpuworker.scheduling.step_scheduler import StepScheduler
+from kvmanager.cache.prefix_cache import PrefixCache
+from kvmanager.contracts import epochs
+from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.ledger import chunked_grants, fork, grant_order, rebuild
+from kvmanager.ledger.ledger_state import LedgerState
+from kvmanager.ledger.manager import Manager
+from kvmanager.ledger.preemption import Exposure
 from tests.suites.protocol.edge_rules import break_without_loss_of_session, keep_the_generation, no_jump, resume
 from tests.suites.protocol.index import Index
 from tests.suites.protocol.liveness import Liveness

@@ -5,17 +5,17 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import replace
 
-from kvmanager.core.block import Blocks
-from kvmanager.core.block_pool import BlockPool
-from kvmanager.core.decisions import DecisionLog
-from kvmanager.core.eviction.interface import EvictionOrder
-from kvmanager.core.eviction.lru import LeastRecentlyUsed
-from kvmanager.core.ledger import Ledger
-from kvmanager.core.ledger_state import LedgerState
-from kvmanager.core.prefix_cache import PrefixCache
-from kvmanager.core.retention import Retention
-from kvmanager.core.sequence import Sequence
-from kvmanager.core.waiting_queue import WaitingQueue
+from kvmanager.cache.block_pool import BlockPool
+from kvmanager.cache.eviction.interface import EvictionOrder
+from kvmanager.cache.eviction.lru import LeastRecentlyUsed
+from kvmanager.cache.prefix_cache import PrefixCache
+from kvmanager.cache.retention import Retention
+from kvmanager.contracts.block import Blocks
+from kvmanager.contracts.sequence import Sequence
+from kvmanager.ledger.decisions import DecisionLog
+from kvmanager.ledger.ledger import Ledger
+from kvmanager.ledger.ledger_state import LedgerState
+from kvmanager.ledger.waiting_queue import WaitingQueue
 
 
 def copy_ledger(ledger: Ledger) -> Ledger:

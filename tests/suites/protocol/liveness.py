@@ -14,18 +14,18 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 
-from common.clock import ManualClock
-from common.errors import ProtocolViolation
-from common.hashing import block_digests, block_hash_of
-from common.lease import GrantBatch, Inventory, Report
-from common.types import SequenceId
-from gpuworker.core.batch_plan import StepPlan, StepResult
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.outcomes import AgentConfig
-from gpuworker.core.sequence import NewSequence
-from gpuworker.core.stopping import StopRule
-from kvmanager.core.config import LedgerConfig
-from kvmanager.core.ledger import Ledger
+from common.contracts.clock import ManualClock
+from common.contracts.errors import ProtocolViolation
+from common.contracts.hashing import block_digests, block_hash_of
+from common.contracts.lease import GrantBatch, Inventory, Report
+from common.contracts.types import SequenceId
+from gpuworker.scheduling.batch_plan import StepPlan, StepResult
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.outcomes import AgentConfig
+from gpuworker.scheduling.sequence import NewSequence
+from gpuworker.scheduling.stopping import StopRule
+from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.ledger.ledger import Ledger
 from tests.suites.protocol.grant_order import OrderBroken, OrderCheck
 from tests.suites.protocol.invariants import Violation
 from tests.suites.protocol.search import Found

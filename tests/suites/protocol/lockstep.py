@@ -13,17 +13,17 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.clock import ManualClock
-from common.lease import Inventory, Report
-from common.types import SequenceId
-from gpuworker.core.batch_plan import StepPlan, StepResult
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.outcomes import AgentConfig
-from gpuworker.core.sequence import NewSequence
-from gpuworker.core.step_costs import StepCosts
-from gpuworker.core.stopping import StopRule
-from kvmanager.core.config import LedgerConfig
-from kvmanager.core.ledger import Ledger
+from common.contracts.clock import ManualClock
+from common.contracts.lease import Inventory, Report
+from common.contracts.types import SequenceId
+from gpuworker.scheduling.batch_plan import StepPlan, StepResult
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.outcomes import AgentConfig
+from gpuworker.scheduling.sequence import NewSequence
+from gpuworker.scheduling.step_costs import StepCosts
+from gpuworker.scheduling.stopping import StopRule
+from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.ledger.ledger import Ledger
 
 COSTS = StepCosts(base=0.005, decode=20e-6, prefill=20e-6)
 BUDGET = 2048

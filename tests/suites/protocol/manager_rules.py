@@ -7,23 +7,23 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import Any
 
-from common.lease import Admit, AttachOk, Copy, Inventory, blocks_before_window
-from common.types import BlockHash, BlockId, SequenceId
-from kvmanager.core import chunked_grants
-from kvmanager.core.block_granter import BlockGranter
-from kvmanager.core.block_pool import FreeBlocks
-from kvmanager.core.config import LedgerConfig
-from kvmanager.core.grant_order import Turn, next_turn
-from kvmanager.core.grant_record import GrantPlan
-from kvmanager.core.ledger_state import LedgerState
-from kvmanager.core.manager import Manager, WorkerRegistration
-from kvmanager.core.partial_copy import PartialCopy, partial_copy
-from kvmanager.core.policies import LedgerPolicies
-from kvmanager.core.preemption import Exposure, PreemptionPolicy
-from kvmanager.core.prefix_cache import PrefixCache
-from kvmanager.core.rebuild import InventoryLoader
-from kvmanager.core.report_applier import ReportApplier
-from kvmanager.core.sequence import Sequence as ManagerSequence
+from common.contracts.lease import Admit, AttachOk, Copy, Inventory, blocks_before_window
+from common.contracts.types import BlockHash, BlockId, SequenceId
+from kvmanager.cache.block_pool import FreeBlocks
+from kvmanager.cache.prefix_cache import PrefixCache
+from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.contracts.sequence import Sequence as ManagerSequence
+from kvmanager.ledger import chunked_grants
+from kvmanager.ledger.block_granter import BlockGranter
+from kvmanager.ledger.grant_order import Turn, next_turn
+from kvmanager.ledger.grant_record import GrantPlan
+from kvmanager.ledger.ledger_state import LedgerState
+from kvmanager.ledger.manager import Manager, WorkerRegistration
+from kvmanager.ledger.partial_copy import PartialCopy, partial_copy
+from kvmanager.ledger.policies import LedgerPolicies
+from kvmanager.ledger.preemption import Exposure, PreemptionPolicy
+from kvmanager.ledger.rebuild import InventoryLoader
+from kvmanager.ledger.report_applier import ReportApplier
 from tests.suites.protocol.mutant import Patch
 from tests.suites.protocol.state import State
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from common.clock import ManualClock
-from common.lease import Attach, AttachRejected, Inventory, Report
-from kvmanager.core import epochs
-from kvmanager.core.index_events import Cleared
-from kvmanager.core.ledger import Ledger
-from kvmanager.core.manager import Manager, ManagerConfig
+from common.contracts.clock import ManualClock
+from common.contracts.lease import Attach, AttachRejected, Inventory, Report
+from kvmanager.contracts import epochs
+from kvmanager.contracts.index_events import Cleared
+from kvmanager.ledger.ledger import Ledger
+from kvmanager.ledger.manager import Manager, ManagerConfig
 from tests.suites.protocol.index import Replaced, Wiped
 from tests.suites.protocol.state import WORKER, Link, ModelManager, State
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from gpuworker.core.drafting import Speculation
+from gpuworker.scheduling.drafting import Speculation
 from tests.suites.protocol import content
 
 EOS = 9

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from common.lease import Attach, AttachOk, Copy, GrantBatch, Inventory, Report
-from common.types import BlockId, FinishReason, SequenceId
-from gpuworker.core.batch_plan import StepPlan, StepResult
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.lease_session import LeaseSession
-from kvmanager.core.config import EvictionName
-from kvmanager.core.manager import Manager, WorkerRegistration
-from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
+from common.contracts.lease import Attach, AttachOk, Copy, GrantBatch, Inventory, Report
+from common.contracts.types import BlockId, FinishReason, SequenceId
+from gpuworker.scheduling.batch_plan import StepPlan, StepResult
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.lease_session import LeaseSession
+from kvmanager.contracts.ledger_config import EvictionName
+from kvmanager.ledger.manager import Manager, WorkerRegistration
+from kvmanager.ledger.policies import DEFAULT_POLICIES, LedgerPolicies
 from tests.suites.protocol.agent_copies import shallow
 from tests.suites.protocol.content import Device
 from tests.suites.protocol.index import Index, Publisher

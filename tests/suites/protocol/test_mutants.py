@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.types import BlockHash
-from kvmanager.ports import IndexCall
+from common.contracts.types import BlockHash
+from kvmanager.contracts.ports import IndexCall
 from tests.suites.protocol.index import Index
 from tests.suites.protocol.mutant import Mutant, Search
 from tests.suites.protocol.mutants import MUTANTS

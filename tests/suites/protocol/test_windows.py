@@ -7,18 +7,18 @@ from collections import deque
 
 import pytest
 
-from common.clock import ManualClock
-from common.errors import InvalidRequest
-from common.hashing import block_digests, block_hash_of
-from common.lease import Inventory, Report, Reserve, blocks_needed
-from common.types import TRIMMED, SequenceId
-from gpuworker.core.batch_plan import StepPlan, StepResult
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.outcomes import AgentConfig
-from gpuworker.core.sequence import NewSequence
-from gpuworker.core.stopping import StopRule
-from kvmanager.core.config import LedgerConfig
-from kvmanager.core.ledger import Ledger
+from common.contracts.clock import ManualClock
+from common.contracts.errors import InvalidRequest
+from common.contracts.hashing import block_digests, block_hash_of
+from common.contracts.lease import Inventory, Report, Reserve, blocks_needed
+from common.contracts.types import TRIMMED, SequenceId
+from gpuworker.scheduling.batch_plan import StepPlan, StepResult
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.outcomes import AgentConfig
+from gpuworker.scheduling.sequence import NewSequence
+from gpuworker.scheduling.stopping import StopRule
+from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.ledger.ledger import Ledger
 
 SIZE, WINDOW = 4, 8
 ROOT = bytes(32)

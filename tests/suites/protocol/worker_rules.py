@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from common.lease import Admit, Copy, GrantBatch, Inventory
-from common.types import BlockHash, BlockId, SequenceId, SequencePhase
-from gpuworker.core.batch_plan import ScheduledRow
-from gpuworker.core.block_closer import BlockCloser
-from gpuworker.core.block_states import BlockStates, Content
-from gpuworker.core.departures import Departures
-from gpuworker.core.grant_applier import GrantApplier
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.lease_session import LeaseSession
-from gpuworker.core.outcomes import Applied
-from gpuworker.core.partial_copies import PartialCopies
-from gpuworker.core.report_builder import SessionState
-from gpuworker.core.sequence import Sequence as WorkerSequence
-from gpuworker.core.step_scheduler import Composition, StepScheduler
+from common.contracts.lease import Admit, Copy, GrantBatch, Inventory
+from common.contracts.types import BlockHash, BlockId, SequenceId, SequencePhase
+from gpuworker.scheduling.batch_plan import ScheduledRow
+from gpuworker.scheduling.block_closer import BlockCloser
+from gpuworker.scheduling.block_states import BlockStates, Content
+from gpuworker.scheduling.departures import Departures
+from gpuworker.scheduling.grant_applier import GrantApplier
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.lease_session import LeaseSession
+from gpuworker.scheduling.outcomes import Applied
+from gpuworker.scheduling.partial_copies import PartialCopies
+from gpuworker.scheduling.report_builder import SessionState
+from gpuworker.scheduling.sequence import Sequence as WorkerSequence
+from gpuworker.scheduling.step_scheduler import Composition, StepScheduler
 from tests.suites.protocol.world import World
 
 _admit, _inventory, _apply = GrantApplier._admit, LeaseAgent.inventory, LeaseAgent.apply

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from common.hashing import MIN_PARTIAL_BLOCK, block_hash_of
-from common.lease import Attach, AttachOk, Copy, Inventory
-from common.types import TRIMMED, FinishReason, KvGeometry, PoolIdentity, SequenceId
-from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
-from gpuworker.core.drafting import NO_PRICES, Speculation, verified
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.lease_session import LeaseSession
-from gpuworker.core.outcomes import AgentConfig, Completion
-from gpuworker.core.sequence import NewSequence
-from gpuworker.core.stopping import StopRule
+from common.contracts.hashing import MIN_PARTIAL_BLOCK, block_hash_of
+from common.contracts.lease import Attach, AttachOk, Copy, Inventory
+from common.contracts.types import TRIMMED, FinishReason, KvGeometry, PoolIdentity, SequenceId
+from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan, StepResult
+from gpuworker.scheduling.drafting import NO_PRICES, Speculation, verified
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.lease_session import LeaseSession
+from gpuworker.scheduling.outcomes import AgentConfig, Completion
+from gpuworker.scheduling.sequence import NewSequence
+from gpuworker.scheduling.stopping import StopRule
 from tests.suites.protocol import content
 from tests.suites.protocol.content import Device
 from tests.suites.protocol.invariants import Violation

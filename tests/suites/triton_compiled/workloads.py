@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from common.types import KvGeometry
+from common.contracts.types import KvGeometry
 from gpuworker.attention.interface import LayerAttention
 from gpuworker.attention.triton_backend import TritonAttention
 from gpuworker.attention.triton_tuning import Chip

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import Unsupported
+from common.contracts.errors import Unsupported
 from gpuworker.attention.interface import LayerAttention
 from gpuworker.attention.triton_backend import TritonAttention
 from gpuworker.attention.triton_tuning import Chip

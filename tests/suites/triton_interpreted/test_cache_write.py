@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.types import KvGeometry
+from common.contracts.types import KvGeometry
 from gpuworker.kernels.triton_cache import write_kv
 from gpuworker.kernels.triton_rope import QkNorm, rope_and_write, rope_table
 from gpuworker.memory.kv_cache import KvCache

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.types import SamplingParams
+from common.contracts.types import SamplingParams
 from gpuworker.attention.step_inputs import StagedStep, pack_rows
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.attention.triton_backend import TritonAttention

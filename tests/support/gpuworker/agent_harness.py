@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.hashing import block_digests, block_hash_of, root_digest
-from common.lease import Admit, Copy, GrantBatch, Inventory, Preempt, Report
-from common.types import BlockHash, BlockId, SequenceId
-from gpuworker.core.batch_plan import StepPlan, StepResult
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.outcomes import AgentConfig, Applied, Completion
-from gpuworker.core.sequence import NewSequence
-from gpuworker.core.stopping import StopRule
+from common.contracts.hashing import block_digests, block_hash_of, root_digest
+from common.contracts.lease import Admit, Copy, GrantBatch, Inventory, Preempt, Report
+from common.contracts.types import BlockHash, BlockId, SequenceId
+from gpuworker.scheduling.batch_plan import StepPlan, StepResult
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.outcomes import AgentConfig, Applied, Completion
+from gpuworker.scheduling.sequence import NewSequence
+from gpuworker.scheduling.stopping import StopRule
 
 EOS = 99
 

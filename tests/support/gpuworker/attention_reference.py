@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.types import KvGeometry
+from common.contracts.types import KvGeometry
 from gpuworker.attention.interface import AttentionMetadata, LayerAttention
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
 from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES

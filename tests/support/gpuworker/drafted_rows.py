@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gpuworker.core.batch_plan import StepPlan, StepResult
-from gpuworker.core.drafting import Speculation
-from gpuworker.core.outcomes import Completion
+from gpuworker.scheduling.batch_plan import StepPlan, StepResult
+from gpuworker.scheduling.drafting import Speculation
+from gpuworker.scheduling.outcomes import Completion
 from tests.support.gpuworker.agent_harness import Driver
 
 FIRST = 50

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from cli.suite.embedded import EmbeddedChannel
-from common.clock import Clock, SystemClock
-from common.hashing import (
+from common.contracts.clock import Clock, SystemClock
+from common.contracts.hashing import (
     MIN_PARTIAL_BLOCK,
     all_partial_hashes,
     block_digests,
@@ -19,8 +19,8 @@ from common.hashing import (
     little_endian_int32,
     root_digest,
 )
-from common.lease import Attach, LeaseChannel
-from common.types import (
+from common.contracts.lease import Attach, LeaseChannel
+from common.contracts.types import (
     BlockHash,
     FinishReason,
     KvGeometry,
@@ -30,14 +30,14 @@ from common.types import (
     TokenLogprobs,
     Usage,
 )
-from gpuworker.core.batch_plan import StepRunner
-from gpuworker.core.drafting import speculation_of
-from gpuworker.core.lease_agent import LeaseAgent
-from gpuworker.core.outcomes import AgentConfig
-from gpuworker.core.sequence import NewSequence
-from gpuworker.core.stopping import StopRule
 from gpuworker.engine.engine import Engine
 from gpuworker.engine.ports import EngineOutputs, EngineRequest, OutputSink
+from gpuworker.scheduling.batch_plan import StepRunner
+from gpuworker.scheduling.drafting import speculation_of
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.outcomes import AgentConfig
+from gpuworker.scheduling.sequence import NewSequence
+from gpuworker.scheduling.stopping import StopRule
 
 GREEDY = SamplingParams(temperature=0.0)
 PATIENCE = 120.0

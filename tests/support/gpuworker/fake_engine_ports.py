@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from common.errors import EngineFailure
-from common.lease import Attach, Inventory, LeaseEvent, Report
-from common.types import SamplingParams, SequenceId
-from gpuworker.core.batch_plan import StepPlan, StepResult
+from common.contracts.errors import EngineFailure
+from common.contracts.lease import Attach, Inventory, LeaseEvent, Report
+from common.contracts.types import SamplingParams, SequenceId
+from gpuworker.scheduling.batch_plan import StepPlan, StepResult
 from tests.support.gpuworker.engine_harness import PATIENCE
 
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from grpc import aio
 
-from common.lease import Attach, Attached, AttachOk, AttachRejected, Connected, Inventory, LeaseEvent, Report
-from common.types import KvGeometry, PoolIdentity
+from common.contracts.lease import Attach, Attached, AttachOk, AttachRejected, Connected, Inventory, LeaseEvent, Report
+from common.contracts.types import KvGeometry, PoolIdentity
 from common.wire.lease_codec import attach_ok_to_proto
 from gpuworker.engine.lease_client import LeaseClient
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from common.types import KvGeometry
+from common.contracts.types import KvGeometry
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
 from gpuworker.memory.kv_cache import KvCache

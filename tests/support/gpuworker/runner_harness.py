@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from common.types import BlockId, SamplingParams, SequenceId
+from common.contracts.types import BlockId, SamplingParams, SequenceId
 from gpuworker.attention.backends import make_backend
-from gpuworker.core.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.choose import open_native
 from gpuworker.models.hf.loader import ModelSource, load_model
@@ -21,6 +20,7 @@ from gpuworker.models.self_test import self_test
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.native_executor import native_executor
 from gpuworker.runner.thread_executor import thread_executor
+from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan, StepResult
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 
 from grpc import aio
 
-from common.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
-from common.lease import LeaseChannel
+from common.contracts.hashing import block_digests, block_hash_of, little_endian_int32, root_digest
+from common.contracts.lease import LeaseChannel
+from common.contracts.types import KvGeometry, PoolIdentity
 from common.rpc.server import RpcServer, open_channel
 from common.rpc.silence import SILENCE_S
 from common.telemetry.spans import RecordedSpan
-from common.types import KvGeometry, PoolIdentity
 from common.wire.packing import pack_hashes, unpack_u32
-from gpuworker.core.batch_plan import StepRunner
-from gpuworker.core.outcomes import AgentConfig
 from gpuworker.engine.engine import Engine
+from gpuworker.scheduling.batch_plan import StepRunner
+from gpuworker.scheduling.outcomes import AgentConfig
 from gpuworker.server.servicer import GpuWorkerServicer, Serving
 from gpuworker.server.step_spans import StepSpans
 from gpuworker.server.submit_check import SubmitLimits

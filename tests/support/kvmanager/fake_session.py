@@ -8,8 +8,8 @@ from typing import Any
 
 from grpc import aio
 
-from common.lease import Attach, GrantBatch, Inventory, Report
-from common.types import KvGeometry, PoolIdentity
+from common.contracts.lease import Attach, GrantBatch, Inventory, Report
+from common.contracts.types import KvGeometry, PoolIdentity
 from common.wire.inventory_codec import inventory_chunks
 from common.wire.lease_codec import attach_to_proto, batch_from_proto, report_to_proto
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc

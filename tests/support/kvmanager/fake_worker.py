@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.hashing import (
+from common.contracts.hashing import (
     PARTIAL_HASHES,
     PARTIAL_PARTS,
     all_partial_hashes,
@@ -18,9 +18,9 @@ from common.hashing import (
     little_endian_int32,
     next_digest,
 )
-from common.lease import RUNWAY_UNDER_PRESSURE as PART_OF_RUNWAY
-from common.lease import Admit, CachedBlock, Copy, GrantBatch, Inventory, InventorySequence, Report, Reserve
-from common.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase
+from common.contracts.lease import RUNWAY_UNDER_PRESSURE as PART_OF_RUNWAY
+from common.contracts.lease import Admit, CachedBlock, Copy, GrantBatch, Inventory, InventorySequence, Report, Reserve
+from common.contracts.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase
 from tests.support.kvmanager.ledgers import ROOT
 
 WAITING, RUNNING = SequencePhase.WAITING, SequencePhase.RUNNING

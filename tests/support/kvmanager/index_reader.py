@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from common import index_format
-from common.types import BlockHash
+from common.contracts import index_format
+from common.contracts.types import BlockHash
 
 
 async def index_members(redis: Redis, namespace: str, slot: int, generation: int) -> set[BlockHash]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.types import BlockHash
-from kvmanager.core.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
+from common.contracts.types import BlockHash
+from kvmanager.contracts.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
 
 
 class IndexReplica:

@@ -6,13 +6,19 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from common.clock import ManualClock
-from common.hashing import PARTIAL_HASHES, all_partial_hashes, block_digests, block_hash_of, little_endian_int32
-from common.lease import Admit, GrantBatch, Inventory, Report, Reserve
-from common.types import BlockHash, BlockId, FinishReason, SequenceId
-from kvmanager.core.config import LedgerConfig
-from kvmanager.core.ledger import Ledger
-from kvmanager.core.policies import DEFAULT_POLICIES, LedgerPolicies
+from common.contracts.clock import ManualClock
+from common.contracts.hashing import (
+    PARTIAL_HASHES,
+    all_partial_hashes,
+    block_digests,
+    block_hash_of,
+    little_endian_int32,
+)
+from common.contracts.lease import Admit, GrantBatch, Inventory, Report, Reserve
+from common.contracts.types import BlockHash, BlockId, FinishReason, SequenceId
+from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.ledger.ledger import Ledger
+from kvmanager.ledger.policies import DEFAULT_POLICIES, LedgerPolicies
 
 ROOT = b"root of a test's chains".ljust(32, b".")
 EMPTY = Inventory()

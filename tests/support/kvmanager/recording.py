@@ -12,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.clock import ManualClock
-from common.lease import GrantBatch, Report, Reserve
-from common.types import BlockHash, BlockId, FinishReason, SequenceId
-from kvmanager.core.config import LedgerConfig
-from kvmanager.core.ledger import Ledger
+from common.contracts.clock import ManualClock
+from common.contracts.lease import GrantBatch, Report, Reserve
+from common.contracts.types import BlockHash, BlockId, FinishReason, SequenceId
+from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.ledger.ledger import Ledger
 from tests.support.kvmanager.fake_worker import FakeWorker
 from tests.support.kvmanager.ledgers import counted_ids
 

@@ -6,7 +6,7 @@ import random
 
 from grpc import aio
 
-from common.types import FinishReason, PoolIdentity, SequenceId
+from common.contracts.types import FinishReason, PoolIdentity, SequenceId
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.support.kvmanager.fake_session import IDENTITY, RawWorker, attach_of
 from tests.support.kvmanager.fake_worker import FakeWorker

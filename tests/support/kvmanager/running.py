@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.errors import StaleEpoch
+from common.contracts.errors import StaleEpoch
 from kvmanager.config import KvManagerSettings
 from kvmanager.main import ManagerProcess
 

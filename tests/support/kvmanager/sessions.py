@@ -8,8 +8,8 @@ import grpc
 import pytest
 from grpc import aio
 
-from common.lease import Reserve
-from common.types import BlockHash, SequenceId
+from common.contracts.lease import Reserve
+from common.contracts.types import BlockHash, SequenceId
 from common.wire.lease_codec import attach_to_proto
 from quire.kvmanager.v1 import kvmanager_pb2
 from tests.support.kvmanager.fake_session import RawWorker

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.errors import Unauthenticated
-from router.core.tenancy import Caller, Tenant
+from common.contracts.errors import Unauthenticated
+from router.tenants.tenancy import Caller, Tenant
 
 
 class OneCaller:

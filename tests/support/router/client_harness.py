@@ -7,12 +7,12 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from common.backoff import Backoff
-from common.errors import QuireError
-from common.types import SamplingParams
-from router.core.worker_events import SequenceEvent
-from router.core.worker_model import Load
+from common.contracts.errors import QuireError
+from common.contracts.types import SamplingParams
+from router.placement.worker_model import Load
 from router.workers.client import Pacing, RouterIdentity, WorkerClient
 from router.workers.codec import Submission, WorkerFacts
+from router.workers.worker_events import SequenceEvent
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker
 
 QUICK = Pacing(Backoff(first=0.01, longest=0.05, jitter=0.5), hello=PATIENCE_S)

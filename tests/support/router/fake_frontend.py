@@ -7,12 +7,12 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
 
-from common.errors import QuireError
-from common.types import FinishReason, MissReason, TokenLogprobs, Usage
+from common.contracts.errors import QuireError
+from common.contracts.types import FinishReason, MissReason, TokenLogprobs, Usage
 from quire.inference.v1 import inference_pb2 as pb
-from router.core.embedding import packed
-from router.core.events import Admitted, Finished, GenerateEvent, Timings, Tokens, ValidatedRequest
-from router.ports import CallContext, Resumed
+from router.contracts.embedding import packed
+from router.contracts.events import Admitted, Finished, GenerateEvent, Timings, Tokens, ValidatedRequest
+from router.contracts.ports import CallContext, Resumed
 
 TIMINGS = Timings(0.0, 0.1, 0.01, 0.2)
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

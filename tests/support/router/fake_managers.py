@@ -10,7 +10,7 @@ from typing import Any, Self
 import pytest
 from grpc import StatusCode, aio
 
-from common.errors import FieldViolation, InvalidRequest
+from common.contracts.errors import FieldViolation, InvalidRequest
 from common.process.ports import free_ports
 from common.process.supervised import Supervisor
 from common.rpc.server import open_channel
@@ -18,7 +18,7 @@ from common.rpc.status import abort
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
-from router.grpc_api.manager_calls import ManagerCalls
+from router.api.grpc.manager_calls import ManagerCalls
 from tests.support.waiting import until
 
 PATIENCE = 60.0

@@ -11,12 +11,12 @@ from typing import Any
 
 from grpc import aio
 
-from common.errors import IdentityMismatch, QuireError
-from common.hashing import little_endian_int32
+from common.contracts.errors import IdentityMismatch, QuireError
+from common.contracts.hashing import little_endian_int32
+from common.contracts.types import FinishReason, KvGeometry, MissReason, PoolIdentity
 from common.rpc.server import RpcServer
 from common.rpc.status import to_status
 from common.rpc.tls import ServerTls
-from common.types import FinishReason, KvGeometry, MissReason, PoolIdentity
 from common.wire.identity_codec import identity_from_proto, identity_to_proto
 from common.wire.packing import unpack_u32
 from quire.gpuworker.v1 import gpuworker_pb2 as pb

@@ -14,24 +14,24 @@ from opentelemetry.trace import Tracer
 from prometheus_client import CollectorRegistry
 
 from common.backoff import Backoff
-from common.clock import SystemClock
+from common.contracts.clock import SystemClock
+from common.contracts.turns import DEFAULT_MAX_WAIT
+from common.contracts.types import BlockHash, PoolIdentity, SamplingParams
 from common.decisions.ring import DecisionRing
 from common.telemetry.spans import RecordedSpan
-from common.turns import DEFAULT_MAX_WAIT
-from common.types import BlockHash, PoolIdentity, SamplingParams
 from quire.decision.v1.decision_pb2 import ListDecisionsRequest, ListDecisionsResponse
-from router.core.admission import AdmissionLimiter, AdmissionLimits
-from router.core.dialects.parts import Parser
-from router.core.events import Finished, GenerateEvent, Tokens, ValidatedRequest
-from router.core.identity import UNKNOWN_GEOMETRY, UNKNOWN_POOLING
-from router.core.index_answer import IndexAnswer, IndexSaid
-from router.core.routing import Router
-from router.core.tail_rules import Objective
+from router.contracts.answer_parts import Parser
+from router.contracts.events import Finished, GenerateEvent, Tokens, ValidatedRequest
+from router.contracts.identity import UNKNOWN_GEOMETRY, UNKNOWN_POOLING
+from router.contracts.index_answer import IndexAnswer, IndexSaid
+from router.contracts.ports import TextAssembler, TextAssemblers, TextDelta
 from router.observe.kept_records import KeptRecords
 from router.observe.metrics import RouterMetrics
 from router.observe.recorder import Recorder
 from router.observe.tail_keeper import TailKeeper
-from router.ports import TextAssembler, TextAssemblers, TextDelta
+from router.observe.tail_rules import Objective
+from router.placement.admission import AdmissionLimiter, AdmissionLimits
+from router.placement.routing import Router
 from router.requests.dispatcher import Dispatcher
 from router.requests.frontend import RouterFrontend
 from router.workers.client import Pacing, RouterIdentity

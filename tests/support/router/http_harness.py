@@ -12,24 +12,24 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types.chat import ChatCompletionMessageParam
 
 from cli.demo_model import CHECKPOINT
-from common.clock import ManualClock
-from common.types import KvGeometry, PoolIdentity
+from common.contracts.clock import ManualClock
+from common.contracts.types import KvGeometry, PoolIdentity
 from quire.inference.v1 import inference_pb2 as pb
-from router.anthropic.app import add_messages
-from router.constraints.checker import ConstraintChecker
+from router.answers.constraints.checker import ConstraintChecker
+from router.answers.reading import AnswerReader, Dialects
+from router.answers.text.assembler import CheckpointText
+from router.answers.text.checkpoint import read_checkpoint
+from router.api.anthropic.app import add_messages
+from router.api.http.http_server import serve_http
+from router.api.openai.app import create_app
+from router.api.openai.batches.parts import BatchParts
+from router.api.openai.responses.background import BackgroundResponses
+from router.api.openai.responses.parts import ResponseParts
+from router.api.openai.responses.store import MemoryStore, ResponseStore, StoreLimits
+from router.api.openai.service import HttpParts
+from router.contracts.ports import Authenticator, ModelCard
 from router.observe.trace_ids import ChosenTraceIds
-from router.openai.app import create_app
-from router.openai.batches.parts import BatchParts
-from router.openai.responses.background import BackgroundResponses
-from router.openai.responses.parts import ResponseParts
-from router.openai.responses.store import MemoryStore, ResponseStore, StoreLimits
-from router.openai.service import HttpParts
-from router.ports import Authenticator, ModelCard
 from router.requests.validate import Validator
-from router.serving.http_server import serve_http
-from router.serving.reading import AnswerReader, Dialects
-from router.text.assembler import CheckpointText
-from router.text.checkpoint import read_checkpoint
 from tests.support.router.callers import OneCaller
 from tests.support.router.fake_frontend import ScriptedFrontend, ScriptedResumer
 from tests.support.router.fake_worker import PATIENCE_S

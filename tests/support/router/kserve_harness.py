@@ -11,18 +11,18 @@ import grpc
 import pytest
 from grpc import aio
 
-from common.clock import ManualClock
+from common.contracts.clock import ManualClock
+from common.contracts.types import FinishReason, KvGeometry, PoolIdentity, TokenLogprobs
 from common.rpc.server import RpcServer, open_channel
-from common.types import FinishReason, KvGeometry, PoolIdentity, TokenLogprobs
 from quire.kserve.v2 import kserve_pb2 as pb
 from quire.kserve.v2 import kserve_pb2_grpc as rpc
-from router.core.events import ValidatedRequest
-from router.kserve.servicer import KSERVE_SERVICE, KserveServicer
-from router.ports import ModelCard
+from router.answers.text.assembler import CheckpointText
+from router.answers.text.checkpoint import read_checkpoint
+from router.api.kserve.servicer import KSERVE_SERVICE, KserveServicer
+from router.api.shared.call_context import Calls
+from router.contracts.events import ValidatedRequest
+from router.contracts.ports import ModelCard
 from router.requests.validate import Validator
-from router.serving.call_context import Calls
-from router.text.assembler import CheckpointText
-from router.text.checkpoint import read_checkpoint
 from tests.support.router.callers import OneCaller
 from tests.support.router.fake_frontend import ScriptedFrontend, Step, admitted, finished, tokens
 

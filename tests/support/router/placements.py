@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-from common.clock import ManualClock
-from router.core.placement import PlacementRequest
-from router.core.routing import Choice, Router
-from router.core.worker_model import Capacity, Load, WorkerModel
+from common.contracts.clock import ManualClock
+from router.placement.placement import PlacementRequest
+from router.placement.routing import Choice, Router
+from router.placement.worker_model import Capacity, Load, WorkerModel
 
 CAPACITY = Capacity(num_blocks=64, block_size=16, max_num_seqs=4, max_model_len=512)
 STEP, TOKEN = 0.01, 0.001

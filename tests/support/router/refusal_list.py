@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.core.refusals import Refusal
+from router.contracts.refusals import Refusal
 
 _NOW_NS = 7
 

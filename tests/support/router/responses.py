@@ -9,9 +9,9 @@ import httpx
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from common.types import FinishReason
-from router.core.events import ValidatedRequest
-from router.openai.responses import schema
+from common.contracts.types import FinishReason
+from router.api.openai.responses import schema
+from router.contracts.events import ValidatedRequest
 from tests.support.router.fake_frontend import Step, admitted, finished, tokens
 
 Json = dict[str, Any]

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from cli.demo_model import CHECKPOINT
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
-from router.text.checkpoint import read_checkpoint
+from router.answers.text.checkpoint import read_checkpoint
 from tests.support.router.fake_worker import FakeWorker, prompt_of
 
 FACTS = read_checkpoint(CHECKPOINT)

@@ -7,25 +7,25 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.clock import SystemClock
+from common.contracts.clock import SystemClock
 from common.rpc.server import RpcServer, open_channel
 from common.telemetry.server_spans import server_spans
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2
-from router.constraints.checker import ConstraintChecker
-from router.core.admission import AdmissionLimits
-from router.grpc_api.servicer import InferenceServicer, Routers
+from router.answers.constraints.checker import ConstraintChecker
+from router.answers.text.assembler import CheckpointText
+from router.answers.text.checkpoint import read_checkpoint
+from router.answers.text.tokenizer_files import TokenizerFiles
+from router.api.grpc.servicer import InferenceServicer, Routers
+from router.api.shared.call_context import Calls
+from router.contracts.ports import ModelCard
 from router.observe.siblings import Siblings
 from router.observe.status import RouterStatus
-from router.ports import ModelCard
+from router.placement.admission import AdmissionLimits
 from router.requests.resumer import RequestResumer
 from router.requests.resumption import Resumption
 from router.requests.validate import Validator
-from router.serving.call_context import Calls
-from router.text.assembler import CheckpointText
-from router.text.checkpoint import read_checkpoint
-from router.text.tokenizer_files import TokenizerFiles
 from tests.support.router.callers import OneCaller
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker
 from tests.support.router.frontend_harness import Harness, frontend_over

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from common.errors import FieldViolation, InvalidRequest
-from common.types import Constraint
+from common.contracts.errors import FieldViolation, InvalidRequest
+from common.contracts.types import Constraint
 from quire.inference.v1 import inference_pb2 as pb
-from router.core.events import ValidatedRequest
-from router.core.tenancy import Caller, Tenant
-from router.ports import CallContext, ConstraintCheck
+from router.answers.text.checkpoint import Checkpoint
+from router.contracts.events import ValidatedRequest
+from router.contracts.ports import CallContext, ConstraintCheck
 from router.requests.validate import Validator
-from router.text.checkpoint import Checkpoint
+from router.tenants.tenancy import Caller, Tenant
 
 CONTEXT, VOCABULARY, SEED = 32, 100, 4711
 ACME = Caller(Tenant("acme", max_priority=100, cache_domain=b"acme", shared_domains=(("open", b"shared"),)))

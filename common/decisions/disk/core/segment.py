@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from common.limits import MAX_LOG_FRAME_BYTES
+from common.contracts.limits import MAX_LOG_FRAME_BYTES
 
 VERSION: Final = 1
 _MAGIC: Final = b"QUIREd"

@@ -186,7 +186,7 @@ class Submit(_message.Message):
     regex: _builtins.str
     grammar: _builtins.str
     cache_domain: _builtins.bytes
-    """Roots the chain of block hashes (common/hashing.py); 0 to 32 bytes. Sequences share blocks within a domain only."""
+    """Roots the chain of block hashes (common/contracts/hashing.py); 0 to 32 bytes. Sequences share blocks within a domain only."""
     tenant: _builtins.str
     """The tenant and its weight, for the worker's reservation at the KV manager."""
     weight: _builtins.float

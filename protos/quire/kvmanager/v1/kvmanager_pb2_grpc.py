@@ -100,7 +100,7 @@ class KvManagerServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """One stream per worker: the worker sends reports, the manager sends grants. See ARCHITECTURE.md and common/lease.py.
+        """One stream per worker: the worker sends reports, the manager sends grants. See ARCHITECTURE.md and common/contracts/lease.py.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

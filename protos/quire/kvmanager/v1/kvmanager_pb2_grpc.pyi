@@ -17,7 +17,7 @@ GRPC_VERSION: str
 class KvManagerServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_kvmanager_pb2.SessionRequest, _kvmanager_pb2.SessionResponse]
-    """One stream per worker: the worker sends reports, the manager sends grants. See ARCHITECTURE.md and common/lease.py."""
+    """One stream per worker: the worker sends reports, the manager sends grants. See ARCHITECTURE.md and common/contracts/lease.py."""
     WatchLeader: _aio.UnaryStreamMultiCallable[_kvmanager_pb2.WatchLeaderRequest, _kvmanager_pb2.WatchLeaderResponse]
     """Which manager of a group leads, as this one knows it: at once, and after each change. Workers and standbys follow it."""
     Lookup: _aio.UnaryUnaryMultiCallable[_kvmanager_pb2.LookupRequest, _kvmanager_pb2.LookupResponse]
@@ -51,7 +51,7 @@ class KvManagerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_kvmanager_pb2.SessionRequest],
         context: _aio.ServicerContext[_abc.AsyncIterator[_kvmanager_pb2.SessionRequest], _abc.AsyncIterator[_kvmanager_pb2.SessionResponse]],
     ) -> _abc.AsyncIterator[_kvmanager_pb2.SessionResponse]:
-        """One stream per worker: the worker sends reports, the manager sends grants. See ARCHITECTURE.md and common/lease.py."""
+        """One stream per worker: the worker sends reports, the manager sends grants. See ARCHITECTURE.md and common/contracts/lease.py."""
 
     @_abc_1.abstractmethod
     def WatchLeader(

@@ -113,7 +113,7 @@ class PoolIdentity(_message.Message):
     tokenizer_fingerprint: _builtins.str
     block_size: _builtins.int
     hash_version: _builtins.str
-    """Version of the block-hash format; see common/hashing.py."""
+    """Version of the block-hash format; see common/contracts/hashing.py."""
     arithmetic: _builtins.str
     """What determines the bits of a token's logits, if the workers of a pool promise equal bits; else "any"."""
     pooling: _builtins.str

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, ReformerConfig, T5Config
 
 from common.checkpoint.hub import checkpoint_directory
-from common.errors import InvalidConfig, Unsupported
+from common.contracts.errors import InvalidConfig, Unsupported
 from gpuworker.models.hf.loader import (
     ModelSource,
     context_limit,

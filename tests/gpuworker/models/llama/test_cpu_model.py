@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.errors import EngineFailure
-from common.types import KvGeometry
+from common.contracts.errors import EngineFailure
+from common.contracts.types import KvGeometry
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.native_backend import NativeAttention
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device

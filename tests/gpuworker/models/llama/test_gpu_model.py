@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-from common.errors import Unsupported
-from common.types import KvGeometry
+from common.contracts.errors import Unsupported
+from common.contracts.types import KvGeometry
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.kernels import torch_elementwise
 from gpuworker.memory.byte_plan import GIB

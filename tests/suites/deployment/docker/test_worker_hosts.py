@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig
 from common.settings import config as options
 from gpuworker.config import GpuWorkerSettings
 from router.config import RouterSettings

@@ -15,7 +15,7 @@ DOCKER: Final = ROOT / "docker"
 OBSERVABILITY: Final = DOCKER / "observability"
 PROMETHEUS: Final = OBSERVABILITY / "prometheus"
 OPERATING: Final = DOCKER / "OPERATING.md"
-RUNBOOK: Final = ROOT / "router" / "page" / "runbook.md"
+RUNBOOK: Final = ROOT / "router" / "api" / "page" / "runbook.md"
 # The values that Grafana substitutes for its variables, to read a panel's expression without Grafana.
 _VARIABLES: Final = {"$__rate_interval": "1m", "$worker": ".*"}
 

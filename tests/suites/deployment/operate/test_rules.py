@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from common import errors
+from common.contracts import errors
 from common.process.metrics import metrics_port
 from common.settings.config import flag_of
 from gpuworker.config import GpuWorkerSettings

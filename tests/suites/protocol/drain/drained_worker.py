@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 
-from common.hashing import little_endian_int32
-from common.types import FinishReason, SequenceId
+from common.contracts.hashing import little_endian_int32
+from common.contracts.types import FinishReason, SequenceId
 from common.wire.enum_codec import finish_to_proto
 from common.wire.identity_codec import identity_to_proto
 from common.wire.packing import unpack_u32
-from gpuworker.core.outcomes import Completion
+from gpuworker.scheduling.outcomes import Completion
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from tests.suites.protocol.scenario import Scenario
 from tests.suites.protocol.world import World

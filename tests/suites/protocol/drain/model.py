@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from grpc import aio
 
-from common.clock import ManualClock
+from common.contracts.clock import ManualClock
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from tests.suites.protocol.drain.drained_worker import DrainedWorker
 from tests.suites.protocol.drain.memory_stream import MemoryCall, channel_of

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from common.types import FinishReason
-from gpuworker.core.lease_agent import LeaseAgent
-from router.core.worker_events import Lost
-from router.core.worker_model import WorkerModel
+from common.contracts.types import FinishReason
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from router.placement.worker_model import WorkerModel
 from router.requests import drain_mover
 from router.requests.drain_mover import DrainMover
 from router.requests.jobs import Placement
 from router.requests.run import DRAINED, Running
+from router.workers.worker_events import Lost
 from tests.suites.protocol.drain.search import AllMoves, MoveWalks
 from tests.suites.protocol.mutant import Mutant, always
 from tests.suites.protocol.mutants import print_table
 
 if TYPE_CHECKING:
-    from common.types import SequenceId
+    from common.contracts.types import SequenceId
 
 
 def take_back_first(mover: DrainMover) -> None:

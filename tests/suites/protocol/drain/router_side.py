@@ -11,17 +11,17 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from common.backoff import Backoff
-from common.clock import ManualClock
+from common.contracts.clock import ManualClock
+from common.contracts.errors import QuireError
+from common.contracts.types import PoolIdentity, SamplingParams
 from common.decisions.ring import DecisionRing
-from common.errors import QuireError
-from common.types import PoolIdentity, SamplingParams
-from router.core.admission import AdmissionLimiter, AdmissionLimits
-from router.core.events import Finished, GenerateEvent, Tokens, ValidatedRequest
-from router.core.identity import UNKNOWN_GEOMETRY
-from router.core.routing import Router
-from router.core.worker_model import WorkerModel
+from router.contracts.events import Finished, GenerateEvent, Tokens, ValidatedRequest
+from router.contracts.identity import UNKNOWN_GEOMETRY
 from router.observe.metrics import RouterMetrics
 from router.observe.recorder import Recorder
+from router.placement.admission import AdmissionLimiter, AdmissionLimits
+from router.placement.routing import Router
+from router.placement.worker_model import WorkerModel
 from router.requests.dispatcher import Dispatcher
 from router.requests.frontend import RouterFrontend
 from router.requests.run import RequestRun

@@ -1,1 +1,0 @@
-"""Pure decisions of the gpuworker package: standard library and `common` contracts only."""

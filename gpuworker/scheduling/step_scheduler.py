@@ -1,0 +1,331 @@
+"""Composes one step: decodes come first, chunks of prompts fill the rest of one token budget.
+
+A prompt of higher priority than a decode comes before it: the decode waits where the budget is too small for both.
+
+Readiness is a property of blocks: a sequence computes from its first unfilled slot on, whichever sequence filled the
+earlier slots. A shared prefix has no owner, so nothing is lost when one of the sequences that share it ends.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from operator import itemgetter
+
+from common.contracts.lease import RUNWAY_UNDER_PRESSURE
+from common.contracts.types import BlockId, SequenceId
+from gpuworker.scheduling.batch_plan import ScheduledRow, ScoredPart
+from gpuworker.scheduling.block_states import BlockStates
+from gpuworker.scheduling.drafting import (
+    MAX_DRAFTS,
+    MAX_STEP_DRAFTS,
+    DraftModel,
+    DraftPrices,
+    Outlook,
+    outlooks_worth_it,
+)
+from gpuworker.scheduling.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Composition:
+    """The effect of one step on the running sequences.
+
+    `bound` are blocks that sequences took from the pool; `stalled` found none; `deferred` counts those that found no
+    budget and keep their order. `scorable` is how many more positions may score a prompt. `drafts` counts those of all
+    rows, and a draft model took `guessing` seconds for them. `recounted` has the cached tokens of prompts that the step
+    ends, where the grants said other numbers. Prompts that lack blocks leave some to decodes, for `kept_slots` slots.
+    """
+
+    scorable: int
+    rows: list[ScheduledRow] = field(default_factory=list)
+    scored: list[ScoredPart] = field(default_factory=list)
+    bound: list[tuple[SequenceId, BlockId]] = field(default_factory=list)
+    stalled: list[SequenceId] = field(default_factory=list)
+    deferred: int = 0
+    drafts: int = 0
+    guessing: float = 0.0
+    recounted: dict[SequenceId, int] = field(default_factory=dict)
+    kept_slots: int = 0
+
+
+def _room_to_score(sequence: Sequence, scorable: int) -> int:
+    """Return how many positions a row may have, of which at most `scorable` score the prompt."""
+    start = sequence.num_computed_tokens
+    reach = max(start, sequence.score_from) + scorable
+    return len(sequence.tokens) - start if reach >= sequence.score_until else reach - start
+
+
+def _score(sequence: Sequence, start: int, step: Composition) -> None:
+    """Add the scored part of the row that comes next, which begins at `start`."""
+    first, end = max(start, sequence.score_from), min(sequence.num_computed_tokens, sequence.score_until)
+    if first < end:
+        step.scorable -= end - first
+        step.scored.append(ScoredPart(len(step.rows), first, end))
+
+
+def _room(sequence: Sequence) -> int:
+    """Return how many drafts fit before the sequence's limit: a step samples one token more."""
+    return max(0, sequence.limit - len(sequence.tokens) - 1)
+
+
+def _seniority(sequence: Sequence) -> tuple[int, int]:
+    return sequence.seniority
+
+
+class StepScheduler:
+    """The running sequences in seniority order: higher priority first, then earlier arrival."""
+
+    def __init__(
+        self,
+        blocks: BlockStates,
+        block_size: int,
+        budget: int,
+        long_prefill_cap: int,
+        max_scored_tokens: int = 256,
+        draft_model: DraftModel | None = None,
+    ) -> None:
+        self.blocks = blocks
+        self.max_scored_tokens = max_scored_tokens
+        self.block_size = block_size
+        self.shift = block_size.bit_length() - 1
+        self.budget = budget
+        self.long_prefill_cap = long_prefill_cap
+        self.draft_model = draft_model
+        self.decoding: list[Sequence] = []
+        self.prefilling: list[Sequence] = []
+
+    @property
+    def running(self) -> int:
+        return len(self.decoding) + len(self.prefilling)
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.prefilling, sequence, key=_seniority)
+
+    def remove(self, sequence: Sequence) -> None:
+        (self.prefilling if sequence in self.prefilling else self.decoding).remove(sequence)
+
+    def compose(self, prices: DraftPrices | None = None, kept_slots: int = 0) -> Composition:
+        """Compose the next step from every running sequence that can sample its next token or come nearer to it.
+
+        With `prices`, no other step is in flight, and sequences may draft. A prompt that lacks blocks leaves a part of
+        those in the pool that decodes will bind within `kept_slots` slots.
+        """
+        step = Composition(self.max_scored_tokens, kept_slots=kept_slots)
+        urgent = self._urgent_prompts(kept_slots)
+        left = self._compose_decodes(step, self.budget, urgent)
+        if prices is not None:
+            spare = max(0, left - urgent[-1][1]) if urgent else left
+            left += self._compose_drafts(step, spare, prices) - spare
+        self._compose_prefills(step, left)
+        return step
+
+    def wants_to_draft(self, prices: DraftPrices) -> bool:
+        """Whether a step with drafts, which needs all tokens before it, is better than one that is planned now."""
+        drafting = [each for each in self.decoding if each.drafter is not None and _room(each) > 1]
+        outlooks = [each.outlook(each.sampling) for each in drafting]
+        likely = any(each.chance for each in outlooks)
+        return likely and any(outlooks_worth_it(outlooks, len(self.decoding), prices))
+
+    def _compose_drafts(self, step: Composition, left: int, prices: DraftPrices) -> int:
+        """Add drafts to rows of decodes, from the budget and the blocks that the rows leave."""
+        places = {row.sequence: place for place, row in enumerate(step.rows)}
+        drafting = [each for each in self.decoding if each.drafter is not None and each.id in places]
+        outlooks = [each.outlook(0) for each in drafting]
+        counts = outlooks_worth_it(outlooks, len(step.rows), prices, min(left, MAX_STEP_DRAFTS))
+        self._guess(drafting, outlooks, counts, step)
+        for sequence, count in zip(drafting, counts, strict=True):
+            drafts = self._draft(sequence, count, step) if count else ()
+            if drafts:
+                place = places[sequence.id]
+                step.drafts += len(drafts)
+                step.rows[place] = step.rows[place]._replace(blocks=sequence.blocks(), drafts=drafts)
+        return left - step.drafts
+
+    def _guess(self, drafting: list[Sequence], outlooks: list[Outlook], counts: list[int], step: Composition) -> None:
+        """Let the draft model guess, for all sequences at once, where their drafts are not known already."""
+        wanted = [
+            (sequence.drafter, min(count, _room(sequence)))
+            for sequence, outlook, count in zip(drafting, outlooks, counts, strict=True)
+            if count and _room(sequence) and outlook.behind is not None and sequence.drafter is not None
+        ]
+        if wanted and self.draft_model is not None:
+            step.guessing = self.draft_model.guess(wanted)
+
+    def _draft(self, sequence: Sequence, count: int, step: Composition) -> tuple[int, ...]:
+        """Return the drafts for which there are blocks; what prefills may bind in this step stays for them.
+
+        Their slots do not count as filled until the drafts are accepted.
+        """
+        drafts = sequence.propose(min(count, MAX_DRAFTS, _room(sequence)))
+        start, size = sequence.num_computed_tokens, self.block_size
+        while start + len(drafts) > len(sequence.block_table) * size and len(self.blocks.pool) > len(self.prefilling):
+            self._bind(sequence, step)
+        return drafts[: len(sequence.block_table) * size - start]
+
+    def _compose_decodes(self, step: Composition, left: int, urgent: list[tuple[int, int]]) -> int:
+        fill, shift, rows = self.blocks.fill, self.shift, step.rows
+        for sequence in self.decoding:
+            if len(sequence.tokens) + sequence.sampling >= sequence.limit:
+                continue  # its last token is being sampled
+            if not left or (urgent and left <= self._kept_for(urgent, sequence)):
+                step.deferred += 1
+                continue
+            start = sequence.num_computed_tokens
+            index = start >> shift
+            if index == len(sequence.block_table) and not self._bind(sequence, step):
+                continue
+            fill[sequence.block_table[index]] += 1
+            sequence.num_computed_tokens = start + 1
+            sequence.sampling += 1
+            sequence.in_flight += 1
+            blocks = sequence.snapshot or sequence.blocks()
+            rows.append(ScheduledRow(sequence.id, start, 1, blocks, True))
+            left -= 1
+        return left
+
+    def _urgent_prompts(self, kept_slots: int) -> list[tuple[int, int]]:
+        """Return the prompts of higher priority than some decode, the highest first.
+
+        Each comes with minus its priority, and the tokens that it and those before it want of a step.
+        """
+        if not self.prefilling or not self.decoding:
+            return []
+        lowest = self.decoding[-1].seniority[0]
+        found, tokens = [], 0
+        for sequence in self.prefilling:
+            if sequence.seniority[0] >= lowest:
+                break
+            self.advance(sequence)
+            wanted = self._wanted(sequence, kept_slots)
+            if wanted > 0:
+                tokens += wanted
+                found.append((sequence.seniority[0], tokens))
+        return found
+
+    def _wanted(self, sequence: Sequence, kept_slots: int) -> int:
+        """Return how many tokens of a prompt a step could compute: for the others there are no blocks, or no scores."""
+        known, there = len(sequence.tokens), len(sequence.block_table)
+        if there << self.shift < known:
+            there += max(0, len(self.blocks.pool) - self._kept_for_decodes(kept_slots))
+        wanted = min(known, there << self.shift) - sequence.num_computed_tokens
+        if sequence.score_until:
+            wanted = min(wanted, _room_to_score(sequence, self.max_scored_tokens))
+        return min(wanted, self.long_prefill_cap or wanted)
+
+    @staticmethod
+    def _kept_for(urgent: list[tuple[int, int]], decode: Sequence) -> int:
+        """Return the tokens of the budget that prompts of higher priority than a decode want."""
+        place = bisect_left(urgent, decode.seniority[0], key=itemgetter(0))
+        return urgent[place - 1][1] if place else 0
+
+    def _compose_prefills(self, step: Composition, left: int) -> None:
+        cap = self.long_prefill_cap if self.running > 1 else 0
+        done = []
+        for sequence in self.prefilling:
+            self.advance(sequence)
+            start = sequence.num_computed_tokens
+            room = min(left, cap) if cap else left
+            if sequence.score_until:
+                room = min(room, _room_to_score(sequence, step.scorable))
+            if not room:
+                step.deferred += 1
+                continue
+            length = self._take(sequence, room, step)
+            if not length:
+                continue
+            left -= length
+            sequence.count_row(start, start + length)
+            whole = sequence.num_computed_tokens == len(sequence.tokens)
+            samples = whole and len(sequence.tokens) < sequence.limit
+            sequence.in_flight += 1
+            if sequence.score_until:
+                _score(sequence, start, step)
+            step.rows.append(ScheduledRow(sequence.id, start, length, sequence.blocks(), samples))
+            sequence.sampling += samples
+            if whole:
+                done.append(sequence)
+        for sequence in done:
+            hits = sequence.settle_hits()
+            if hits is not None:
+                step.recounted[sequence.id] = hits
+            self.prefilling.remove(sequence)
+            insort(self.decoding, sequence, key=_seniority)
+
+    def advance(self, sequence: Sequence) -> None:
+        """Move past positions that any row has filled; the sequence computes its last token itself."""
+        last, size, fill = len(sequence.tokens) - 1, self.block_size, self.blocks.fill
+        block_table = sequence.block_table
+        while sequence.num_computed_tokens < last:
+            index = sequence.num_computed_tokens >> self.shift
+            filled = index * size + fill[block_table[index]] if index < len(block_table) else 0
+            if filled <= sequence.num_computed_tokens:
+                return
+            sequence.skip(min(filled, last), size)
+
+    def _take(self, sequence: Sequence, room: int, step: Composition) -> int:
+        """Write up to `room` unfilled positions in a row from `num_computed_tokens` on; return how many.
+
+        A prompt that was granted in part may find no block. It is stalled only if no step of it is to be run or in
+        flight: where all layers have a window, such a step lets blocks go that left it.
+        """
+        start, end = sequence.num_computed_tokens, min(sequence.num_computed_tokens + room, len(sequence.tokens))
+        fill, row, size, alone = self.blocks.fill, sequence.block_table, self.block_size, not sequence.in_flight
+        kept = self._kept_for_decodes(step.kept_slots) if len(row) * size < end else 0
+        while sequence.num_computed_tokens < end:
+            index, offset = sequence.num_computed_tokens >> self.shift, sequence.num_computed_tokens & (size - 1)
+            stalls = alone and sequence.num_computed_tokens == start
+            if index == len(row) and not self._bind(sequence, step, stalls, kept):
+                break
+            if fill[row[index]] > offset:
+                break  # another row filled it: a slot is written once; the next step continues after it
+            length = min(size - offset, end - sequence.num_computed_tokens)
+            fill[row[index]] += length
+            sequence.num_computed_tokens += length
+        return sequence.num_computed_tokens - start
+
+    def _kept_for_decodes(self, slots: int) -> int:
+        """Return how many blocks of the pool a prompt leaves to decodes: a part of those that they bind so soon."""
+        return -(-self._wanted_by_decodes(slots) // RUNWAY_UNDER_PRESSURE) if slots else 0
+
+    def _bind(self, sequence: Sequence, step: Composition, stalls: bool = True, kept: int = 0) -> bool:
+        block = self.blocks.bind() if len(self.blocks.pool) > kept else None
+        if block is None:
+            if stalls:
+                step.stalled.append(sequence.id)
+            return False
+        sequence.append_block(block)
+        step.bound.append((sequence.id, block))
+        return True
+
+    def lease_want(self, runway_slots: int) -> int:
+        """Return how many blocks the running sequences will bind within their next `runway_slots` slots.
+
+        A prompt counts from its last token on: its own blocks came with the admission. If they did not, those of its
+        next chunk count. The token that reaches a sequence's limit is never computed, so its slot is never needed. A
+        sequence that drafts needs slots for drafts.
+        """
+        want, shift, round_up = self._wanted_by_decodes(runway_slots), self.shift, self.block_size - 1
+        budget = self.budget
+        for sequence in self.prefilling:
+            known = len(sequence.tokens)
+            slots = max(known, min(known - 1 + runway_slots, sequence.limit - 1))
+            if len(sequence.block_table) << shift < known:
+                chunk = min(budget, known - sequence.num_computed_tokens)
+                budget -= chunk
+                slots = min(slots, sequence.num_computed_tokens + chunk)
+            want += max(0, ((slots + round_up) >> shift) - len(sequence.block_table))
+        return want
+
+    def _wanted_by_decodes(self, runway_slots: int) -> int:
+        """Return how many blocks the decodes will bind within so many slots."""
+        want, shift, round_up = 0, self.shift, self.block_size - 1
+        for sequence in self.decoding:
+            ahead = runway_slots if sequence.drafter is None else runway_slots + MAX_DRAFTS
+            slots, most = sequence.num_computed_tokens + ahead, sequence.limit - 1
+            if slots > most:  # comparisons: this runs for all sequences at each report
+                slots = most
+            missing = ((slots + round_up) >> shift) - len(sequence.block_table)
+            if missing > 0:
+                want += missing
+        return want

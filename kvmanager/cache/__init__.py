@@ -1,0 +1,1 @@
+"""Cached blocks of one worker: prefix matches, windows, retention, pins and eviction. Pure."""

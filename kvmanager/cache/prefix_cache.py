@@ -1,0 +1,345 @@
+"""The prefix cache of one worker: which blocks hold the content of a hash, and which blocks will hold it.
+
+The map is hash -> copies. Every sealed block is registered, even if its hash has a copy. With one block per hash, the
+first copy could be evicted while a sequence holds a private twin. That sequence would then seal a child without a
+registered parent. For the index, a hash is a member while it has a copy: events report the first and the last copy.
+Parent, depth and children of a hash stand in the columns of its first copy (`Blocks`); the depth is its index.
+
+Where every layer of the model has a window, a token reads the blocks of the last slots alone. So a hash stays
+registered when its parent goes: no block counts children, and each one may be evicted.
+
+A copy that no sequence holds is worth its block only while it is the only one. So the copies of a hash are either one
+cached block or blocks in use; `LedgerState` frees every other one. A look-up takes the first copy.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from operator import itemgetter
+
+from common.contracts.errors import ProtocolViolation
+from common.contracts.types import BlockHash, BlockId, MissReason
+from kvmanager.cache.eviction.interface import NO_MARK, Mark
+from kvmanager.cache.partial_index import PartialIndex
+from kvmanager.contracts.block import ROOT, Blocks
+from kvmanager.contracts.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The blocks of a prompt that need not be computed, why there are no more, and the first that was never seen.
+
+    `evicted_for` names the sequence that needed the room of the first evicted block, `retention` says what had become
+    of that block's retention, if it had any.
+    """
+
+    hit_blocks: int
+    miss_reason: MissReason
+    diverged_at: int = 0
+    evicted_for: str = field(default="", compare=False)
+    retention: str = field(default="", compare=False)
+
+
+Ghost = tuple[str, str, *Mark]
+"""What is kept of an evicted hash: who needed the room, the fate of its retention, and the policy's mark.
+
+There are up to four for each block. The garbage collector walks over a plain tuple of texts and numbers once, and over
+an object of a class of its own at each of its rounds.
+"""
+
+
+class PrefixCache:
+    """Registered and pending hashes, the ghosts of evicted ones, and the events that follow from changes."""
+
+    __slots__ = (
+        "_blocks", "_ghost_limit", "_linked", "ambiguous", "copies", "entries", "events", "ghosts", "number",
+        "partials", "pending", "watched",
+    )  # fmt: skip
+
+    def __init__(self, blocks: Blocks, ghost_limit: int, linked: bool = True) -> None:
+        """With `linked`, a hash is registered only while its parent is; else no block has children."""
+        self._blocks, self._linked = blocks, linked
+        self._ghost_limit = ghost_limit
+        # The first copy of each registered hash, and all copies of those that have several.
+        self.entries: dict[BlockHash, BlockId] = {}
+        self.copies: dict[BlockHash, list[BlockId]] = {}
+        self.pending: dict[BlockHash, BlockId] = {}
+        # What is known of the parts of registered hashes.
+        self.partials = PartialIndex()
+        # Hashes that two contents have. They are hits for neither, and nothing more is registered under or after them.
+        self.ambiguous: set[BlockHash] = set()
+        # Hashes whose blocks have not changed since they were given; empty after a change. See `RememberedMatch`.
+        self.watched: frozenset[BlockHash] = frozenset()
+        # Evicted hashes, the oldest first.
+        self.ghosts: OrderedDict[BlockHash, Ghost] = OrderedDict()
+        self.events: list[IndexEvent] = []
+        self.number = 0
+
+    # ------------------------------------------------------------ look-up
+
+    def find(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> BlockId | None:
+        """Return a block with this content, or the block that will have the content.
+
+        Two contents may have one hash of 16 bytes. So a block counts only with the same parent at the same depth, and
+        not once two contents with its hash were seen.
+        """
+        block = self.entries.get(block_hash)
+        if block is None:
+            block = self.pending.get(block_hash)
+            if block is None:
+                return None
+        if self.ambiguous and block_hash in self.ambiguous:
+            return None
+        blocks = self._blocks
+        return block if blocks.index[block] == depth and blocks.parent[block] == parent else None
+
+    def find_registered(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> BlockId | None:
+        """Return what `find` does, and None for a block that is still to be filled."""
+        return self.find(block_hash, parent, depth) if block_hash in self.entries else None
+
+    def has(self, block_hashes: Items[BlockHash], index: int) -> bool:
+        """Return whether this block of a prompt is registered or pending."""
+        return self.find(block_hashes[index], block_hashes[index - 1] if index else ROOT, index) is not None
+
+    def copies_of(self, block_hash: BlockHash) -> list[BlockId]:
+        """Return the blocks that hold a registered hash, the first one first."""
+        return self.copies.get(block_hash) or [self.entries[block_hash]]
+
+    def longest(self, block_hashes: Items[BlockHash], limit: int) -> list[BlockId]:
+        """Return the blocks of the longest prefix of block_hashes[:limit] that is registered or pending."""
+        hits: list[BlockId] = []
+        parent = ROOT
+        for depth, block_hash in enumerate(block_hashes[:limit]):
+            block = self.find(block_hash, parent, depth)
+            if block is None:
+                break
+            hits.append(block)
+            parent = block_hash
+        return hits
+
+    def deepest_run(
+        self,
+        block_hashes: Items[BlockHash],
+        limit: int,
+        unread: Callable[[int], int],
+        missing: list[int] | None = None,
+    ) -> tuple[int, list[BlockId]]:
+        """Return the blocks that are read behind the most hits of block_hashes[:limit], and how many stand before them.
+
+        Of `hits` hits the first `unread(hits)` are not read, so they need not be there. All others must be registered:
+        a sequence that lacks the blocks before a pending one could not compute it, if its filler left. `unread` never
+        falls, so a missing block is read behind all fewer hits down to its place. `missing` gets each such place.
+        """
+        entries, hits = self.entries, limit
+        while hits:
+            begin, run = min(unread(hits), hits - 1), list[BlockId]()
+            for index in range(begin, hits):
+                block_hash, found = block_hashes[index], None
+                if block_hash in entries:
+                    found = self.find(block_hash, block_hashes[index - 1] if index else ROOT, index)
+                if found is None:
+                    break
+                run.append(found)
+            else:
+                return begin, run
+            hits = index
+            if missing is not None:
+                missing.append(index)
+        return 0, []
+
+    def explain(self, block_hashes: Items[BlockHash], num_tokens: int, block_size: int, present: int) -> PrefixMatch:
+        """Return the match of a prompt of `num_tokens` tokens, of whose full blocks the first `present` were found.
+
+        The block that holds the last token is no hit, because that token's logits must be computed.
+        """
+        full = min(num_tokens // block_size, len(block_hashes))
+        if not full:
+            return PrefixMatch(0, MissReason.BELOW_BLOCK)
+        limit = min(full, (num_tokens - 1) // block_size)
+        hits = min(present, limit)
+        if present == full:
+            return PrefixMatch(hits, MissReason.CAPPED if full > limit else MissReason.FULL_HIT)
+        return self._explain_missing(block_hashes, hits, present)
+
+    def _explain_missing(self, block_hashes: Items[BlockHash], hits: int, present: int) -> PrefixMatch:
+        """Return the match of a prompt whose full block `present` was not found."""
+        if not self._linked and self.has(block_hashes, present):
+            return PrefixMatch(hits, MissReason.WINDOWED)
+        ghost = self.ghosts.get(block_hashes[present])
+        if ghost is not None:
+            return PrefixMatch(hits, MissReason.EVICTED, evicted_for=ghost[0], retention=ghost[1])
+        if not present:
+            return PrefixMatch(0, MissReason.NEVER_SEEN)
+        return PrefixMatch(hits, MissReason.DIVERGED_AT, present)
+
+    def was_seen(self, block_hashes: Items[BlockHash], first: int, full: int) -> bool:
+        """Return whether a block from the first one on was cached: then those before it were, and it was forgotten.
+
+        This looks at each block, so it is for records alone.
+        """
+        known, ghosts, pending = self.entries, self.ghosts, self.pending
+        return any(
+            each in ghosts or ((each in known or each in pending) and self.has(block_hashes, first + place))
+            for place, each in enumerate(block_hashes[first:full])
+        )
+
+    # ------------------------------------------------------------ membership
+
+    def register(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> Ghost | None:
+        """Add a copy; `parent` is ROOT or, where hashes are linked, registered. Return what an eviction left."""
+        blocks = self._blocks
+        if blocks.pending[block] is not None:
+            self.forget_pending(block)
+        if self.watched:
+            self.touch(block_hash)
+        blocks.hash[block], blocks.parent[block] = block_hash, parent
+        first = self.entries.get(block_hash)
+        if first is not None:
+            self.copies.setdefault(block_hash, [first]).append(block)
+            return None
+        if parent and self._linked:
+            blocks.children[self.entries[parent]] += 1
+        self.entries[block_hash] = block
+        self.number += 1
+        self.events.append(Stored(self.number, block_hash, blocks.index[block]))
+        return self.ghosts.pop(block_hash, None)
+
+    def forget_ghosts(self, block_hashes: Items[BlockHash]) -> None:
+        """Forget the eviction of those hashes that are registered again."""
+        for block_hash in block_hashes:
+            if block_hash in self.entries:
+                self.ghosts.pop(block_hash, None)
+
+    def depth_after(self, parent: BlockHash) -> int:
+        """Return the depth of a child of `parent`, which is registered or ROOT."""
+        return self._blocks.index[self.entries[parent]] + 1 if parent else 0
+
+    def is_ambiguous(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> bool:
+        """Return whether another content than a child of `parent` at this depth has, or had, this hash; remember that.
+
+        The children of the two could not be told apart: each would count as a child of the registered one. The index
+        does not have such a hash.
+        """
+        if block_hash in self.ambiguous:
+            return True
+        first = self.entries.get(block_hash)
+        if first is None or (self._blocks.parent[first] == parent and self._blocks.index[first] == depth):
+            return False
+        self.ambiguous.add(block_hash)
+        if self.watched:
+            self.touch(block_hash)
+        self._leaves(block_hash, self._blocks.index[first])
+        return True
+
+    def _leaves(self, block_hash: BlockHash, depth: int) -> None:
+        self.number += 1
+        self.events.append(Removed(self.number, block_hash, depth))
+
+    def evict(self, block: BlockId, beneficiary: str = "", mark: Mark = NO_MARK, retention: str = "") -> int:
+        """Drop a copy for a sequence and return its depth; when it was the last, the hash becomes a ghost."""
+        blocks = self._blocks
+        block_hash, depth = blocks.hash[block], blocks.index[block]
+        assert block_hash is not None
+        blocks.hash[block] = None
+        if self.watched:
+            self.touch(block_hash)
+        if block_hash in self.copies:
+            self._drop_copy(block, block_hash)
+            return depth
+        del self.entries[block_hash]
+        self.partials.forget(block_hash)
+        blocks.children[block] = 0
+        parent = blocks.parent[block]
+        if parent and self._linked:
+            above = self.entries.get(parent)
+            if above is None:
+                raise ProtocolViolation(f"block {block} was cached without its parent")
+            blocks.children[above] -= 1
+        if block_hash not in self.ambiguous:
+            self._leaves(block_hash, depth)
+        self.ghosts[block_hash] = (beneficiary, retention, *mark)
+        if len(self.ghosts) > self._ghost_limit:
+            self.ghosts.popitem(last=False)
+        return depth
+
+    def _drop_copy(self, block: BlockId, block_hash: BlockHash) -> None:
+        """Drop one of several copies. If it was the first one, the next one counts the children from now on."""
+        copies, children = self.copies[block_hash], self._blocks.children
+        copies.remove(block)
+        first = copies[0]
+        if self.entries[block_hash] == block:
+            self.entries[block_hash] = first
+            children[first], children[block] = children[block], 0
+        if len(copies) == 1:
+            del self.copies[block_hash]
+
+    def clear(self) -> None:
+        """Forget everything, ghosts included, with one event. The caller frees the blocks."""
+        blocks = self._blocks
+        for block_hash, first in self.entries.items():
+            blocks.children[first] = 0
+            for block in self.copies.get(block_hash, (first,)):
+                blocks.hash[block] = None
+        self.entries.clear()
+        self.partials.clear()
+        self.copies.clear()
+        self.ghosts.clear()
+        self.ambiguous.clear()
+        self.watched = frozenset()
+        self.number += 1
+        self.events.append(Cleared(self.number))
+
+    def rebase(self) -> None:
+        """Start again; the caller clears the blocks. The membership is cleared; event numbers and ghosts are kept."""
+        self.pending.clear()
+        self.partials.clear()
+        self.ambiguous.clear()
+        self.copies.clear()
+        self.watched = frozenset()
+        if self.entries:
+            self.entries.clear()
+            self.number += 1
+            self.events.append(Cleared(self.number))
+
+    # ------------------------------------------------------------ pending
+
+    def expect(self, block: BlockId, block_hash: BlockHash) -> None:
+        """Let others share a block that will hold `block_hash`; the first such block wins."""
+        if block_hash not in self.pending:
+            if self.watched:
+                self.touch(block_hash)
+            self.pending[block_hash] = block
+            self._blocks.pending[block] = block_hash
+
+    def forget_pending(self, block: BlockId) -> None:
+        """Stop the sharing of an unsealed block, because it was sealed or freed."""
+        block_hash = self._blocks.pending[block]
+        if block_hash is not None:
+            if self.watched:
+                self.touch(block_hash)
+            del self.pending[block_hash]
+            self._blocks.pending[block] = None
+
+    # ------------------------------------------------------------ remembered matches
+
+    def touch(self, block_hash: BlockHash) -> None:
+        """Stop watching if the blocks of a watched hash change."""
+        if block_hash in self.watched:
+            self.watched = frozenset()
+
+    # ------------------------------------------------------------ the index
+
+    def drain_events(self) -> tuple[IndexEvent, ...]:
+        """Return the events since the last call, in the order of the changes."""
+        events, self.events = tuple(self.events), []
+        return events
+
+    def snapshot(self) -> IndexSnapshot:
+        """Return the whole membership, parents first."""
+        index, ambiguous = self._blocks.index, self.ambiguous
+        entries = [(key, index[block]) for key, block in self.entries.items() if key not in ambiguous]
+        entries.sort(key=itemgetter(1))
+        return IndexSnapshot(self.number, tuple(entries))

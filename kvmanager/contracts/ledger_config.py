@@ -1,0 +1,132 @@
+"""The configuration of one worker's ledger: the size of the pool and the runway policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from common.contracts.lease import blocks_before_window, blocks_needed
+from common.contracts.turns import DEFAULT_MAX_WAIT, IN_TURN
+
+Runway = Literal["auto", "max"]
+EvictionName = Literal["lru", "frequency", "utility"]
+VictimOrder = Literal["work", "arrival"]
+
+DEFAULT_EVICTION: Final[EvictionName] = "utility"
+"""What `bench.eviction` found to be best."""
+DEFAULT_PREEMPTION: Final[VictimOrder] = "work"
+"""What `bench.preemption` found to be best."""
+DEFAULT_MAX_PREEMPTIONS: Final = 4
+DEFAULT_FIRST_PART: Final = 256
+"""Slots."""
+DEFAULT_RETENTION_SHARE: Final = 0.25
+DEFAULT_PIN_SHARE: Final = 0.25
+DEFAULT_MAX_RETENTION: Final = 3600.0
+"""Seconds."""
+MOST_RETAINED: Final = 0.5
+"""The share of the blocks that all tenants together may retain."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionLimits:
+    """Bounds of a worker's ledger: retained blocks of one tenant, seconds of a duration, and the blocks of all."""
+
+    most_blocks: int
+    longest_seconds: float
+    most_of_all: int
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerConfig:
+    """One worker's pool. `block_size` and `window` are in slots; `runway_slots` and `runway_reach` in slots a sequence.
+
+    `window` is above 0 when every layer is windowed: a cached block then stays when those before it go. `runway` "auto"
+    keeps a pool of leased blocks ahead of need: for `runway_slots` also by evicting, up to `runway_reach` from free
+    blocks alone. "max" gives each sequence all blocks of its max_len at admission. `watermark` is the part of the pool
+    that an admission leaves free for the growth of those that run; `ghosts` bounds the memory of evicted hashes (0:
+    four for each block).
+    `eviction` names the policy of `eviction/choice.py`, `preemption` that of `preemption.py`. A sequence that was
+    preempted `max_preemptions` times is preempted again for higher priorities alone (0: there is no bound).
+    With `chunked_grants`, the next sequence may begin with half of its prompt's blocks, of `first_part` slots at least.
+    With `backfill`, sequences pass one that lacks blocks, for a bounded time. After `in_turn` admissions by priority,
+    one that has waited for `max_wait` seconds is next (0: priority alone decides).
+    Of one tenant, at most `retention_share` of the blocks are retained, of all tenants together at most half, each for
+    at most `max_retention` seconds.
+    """
+
+    num_blocks: int
+    block_size: int
+    prefix_caching: bool = True
+    window: int = 0
+    max_num_seqs: int = 256
+    runway: Runway = "auto"
+    runway_slots: int = 32
+    runway_reach: int = 128
+    watermark: float = 0.01
+    ghosts: int = 0
+    eviction: EvictionName = DEFAULT_EVICTION
+    preemption: VictimOrder = DEFAULT_PREEMPTION
+    max_preemptions: int = DEFAULT_MAX_PREEMPTIONS
+    chunked_grants: bool = True
+    first_part: int = DEFAULT_FIRST_PART
+    backfill: bool = True
+    max_wait: float = DEFAULT_MAX_WAIT
+    in_turn: int = IN_TURN
+    retention_share: float = DEFAULT_RETENTION_SHARE
+    max_retention: float = DEFAULT_MAX_RETENTION
+
+    def admission_blocks(self, num_tokens: int) -> int:
+        """Return the blocks with which a sequence of so many tokens is admitted.
+
+        Where every layer has a window, they are those of the first positions: the sequence binds the others as it goes
+        on, and releases those that left the window.
+        """
+        return blocks_needed(num_tokens, num_tokens, self.block_size, self.window)
+
+    def holds_whole(self, preemptions: int) -> bool:
+        """Return whether a sequence that was preempted so often is admitted with all blocks that it may ever need.
+
+        Not where every layer has a window: it would hold blocks that it needs only when others have left the window.
+        """
+        return not self.window and (self.runway == "max" or preemptions >= self.max_preemptions > 0)
+
+    @property
+    def grants_parts(self) -> bool:
+        """Whether a prompt may begin before all its blocks are free. With windows alone, each one does anyway."""
+        return self.chunked_grants and not self.window and self.runway != "max"
+
+    def hits_of(self, num_tokens: int) -> int:
+        """Return how many leading full blocks of a sequence may be shared: not the one that holds its last token."""
+        return (num_tokens - 1) // self.block_size
+
+    @property
+    def spare_places(self) -> int:
+        """Places that tenants over their share leave free: about one in sixteen, none of very few."""
+        return (self.max_num_seqs + 8) // 16
+
+    @property
+    def caches(self) -> bool:
+        """Whether sealed blocks are kept and published."""
+        return self.prefix_caching
+
+    @property
+    def copies_parts(self) -> bool:
+        """Whether a part of a cached block is copied for a prompt that diverges inside that block.
+
+        Not where every layer has a window: a sequence may lack the blocks before the one that it continues.
+        """
+        return self.prefix_caching and not self.window
+
+    def unread_blocks(self, hits: int) -> int:
+        """Return how many of the first `hits` blocks a sequence never reads that computes from there on."""
+        return blocks_before_window(hits * self.block_size, self.window, self.block_size)
+
+    @property
+    def retention_limits(self) -> RetentionLimits:
+        share, everybody = int(self.retention_share * self.num_blocks), int(MOST_RETAINED * self.num_blocks)
+        return RetentionLimits(share, self.max_retention, everybody)
+
+    @property
+    def watermark_blocks(self) -> int:
+        """Blocks that an admission beside running sequences leaves free."""
+        return int(self.watermark * self.num_blocks)

@@ -1,0 +1,109 @@
+"""One live sequence in the manager: lengths, place in the order, and its block table."""
+
+from __future__ import annotations
+
+from common.contracts.lease import Reserve, blocks_needed
+from common.contracts.types import BlockHash, BlockId, SequenceId, SequencePhase
+
+
+class Sequence:
+    """A sequence of `num_tokens` tokens whose block table may grow to `max_blocks` places, trimmed ones included.
+
+    `block_hashes` has the hashes of the full blocks and grows as blocks are sealed. `cacheable` is False when the
+    client asked that nothing of the sequence be cached; `computes_all` is that of `Reserve`. `computed` is the length
+    that the worker reported last, for records and traces. `recompute` is set by a preemption: the next admission is
+    then not a new query of the prefix cache. `started_at` is the worker's step of its admission (`LedgerState.steps`),
+    `waited` its seconds in the queue before that. A sequence that was admitted `by_age` is not preempted for a higher
+    priority. One that `gave_up` a part of its prompt's blocks, because work stood still, gets all of them at once.
+    `partial_hashes` are those of its reserve. `copy_source` is the block that it holds beside its block table
+    until the worker has reported the copy. `own_from` is the first block that other requests had not computed before
+    its first admission: blocks of the sequence that it was forked from are its own. `forks` names those that were
+    forked from it and wait for their admission. `outranked` counts the admissions of higher priorities before it joined
+    the queue.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_hashes",
+        "block_table",
+        "by_age",
+        "cacheable",
+        "computed",
+        "computes_all",
+        "copy_source",
+        "fork_of",
+        "forks",
+        "gave_up",
+        "id",
+        "max_blocks",
+        "max_len",
+        "n_shared",
+        "num_tokens",
+        "outranked",
+        "own_from",
+        "partial_hashes",
+        "phase",
+        "preemptions",
+        "priority",
+        "queued_at",
+        "recompute",
+        "request_id",
+        "retention",
+        "started_at",
+        "tenant",
+        "traceparent",
+        "trimmed",
+        "waited",
+        "weight",
+    )  # fmt: skip
+
+    def __init__(self, reserve: Reserve, arrival: int, block_size: int, queued_at: float) -> None:
+        self.id: SequenceId = reserve.sequence
+        self.num_tokens = reserve.num_tokens
+        self.max_len = reserve.max_len
+        self.max_blocks = blocks_needed(reserve.num_tokens, reserve.max_len, block_size)
+        self.priority = reserve.priority
+        self.block_hashes: list[BlockHash] = list(reserve.block_hashes)
+        self.cacheable = bool(reserve.block_hashes) or reserve.num_tokens < block_size
+        self.computes_all = reserve.computes_all
+        self.fork_of = reserve.fork_of
+        self.tenant, self.weight = reserve.tenant, reserve.weight
+        self.request_id = reserve.request_id
+        self.retention = reserve.retention
+        self.traceparent = reserve.traceparent
+        self.arrival = arrival
+        self.queued_at, self.waited = queued_at, 0.0
+        self.phase = SequencePhase.WAITING
+        self.block_table: list[BlockId] = []
+        self.partial_hashes = reserve.partial_hashes
+        self.copy_source: BlockId | None = None
+        self.own_from = self.max_blocks
+        self.forks: set[SequenceId] = set()
+        self.n_shared = 0
+        self.trimmed = 0
+        self.computed = self.started_at = 0
+        self.preemptions = self.outranked = 0
+        self.recompute = self.by_age = self.gave_up = False
+
+    @property
+    def name(self) -> str:
+        """The name in records: the request's id if it is known."""
+        return self.request_id or f"sequence {self.id}"
+
+    @property
+    def takes_hits(self) -> bool:
+        return self.cacheable and not self.computes_all
+
+    def lacking(self, block_size: int) -> int:
+        """Return how many blocks its known tokens still need, without the last one, whose block a decode binds."""
+        return max(0, -(-(self.num_tokens - 1) // block_size) - len(self.block_table))
+
+    @property
+    def growth(self) -> int:
+        """Blocks that the sequence may still bind."""
+        return self.max_blocks - len(self.block_table)
+
+    @property
+    def own_blocks(self) -> int:
+        """Blocks that the sequence holds beside those that it shares or has released."""
+        return len(self.block_table) - max(self.n_shared, self.trimmed)

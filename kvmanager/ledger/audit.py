@@ -1,0 +1,210 @@
+"""The ledger's invariants, counted from scratch. A broken one is a bug of the manager or the worker."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from common.contracts.errors import ProtocolViolation
+from common.contracts.lease import DEFAULT_RETENTION_PRIORITY
+from common.contracts.types import TRIMMED, SequencePhase
+from kvmanager.cache.retention import PINNED_PRIORITY
+from kvmanager.contracts.block import ROOT, BlockState
+from kvmanager.ledger.ledger_state import LedgerState
+
+
+class InvariantBroken(ProtocolViolation):
+    """The figures of a ledger disagree with each other; the message names them."""
+
+    reason = "INVARIANT_BROKEN"
+
+
+def audit(state: LedgerState) -> None:
+    """Check everything. Raises InvariantBroken at the first disagreement."""
+    _states(state)
+    _references(state)
+    _prefix_map(state)
+    _pending(state)
+    _remembered(state)
+    _sequences(state)
+    _retention(state)
+
+
+def _check(holds: bool, words: str) -> None:
+    """Raise InvariantBroken unless a check holds. Words that name a block are made where they are needed, in a loop."""
+    if not holds:
+        raise InvariantBroken(words)
+
+
+def _states(state: LedgerState) -> None:
+    """Check that each block has one state: lists and counters agree with the block's own fields."""
+    pool, state_of = state.block_pool, state.blocks.state
+    states = Counter(state_of)
+    free, cached = list(pool.free), list(pool.cached)
+    _check(
+        len(free) == len(pool.free) == states[BlockState.FREE],
+        "the free list's length is not the number of free blocks",
+    )
+    _check(
+        len(cached) == len(pool.cached) == states[BlockState.CACHED],
+        "the eviction order does not hold the cached blocks",
+    )
+    _check(all(state_of[b] is BlockState.FREE for b in free), "a block in the free list is not free")
+    _check(all(state_of[b] is BlockState.CACHED for b in cached), "a block in the eviction order is not cached")
+    _check(pool.leased == states[BlockState.LEASED], "the count of leased blocks is wrong")
+    total = len(free) + len(cached) + pool.leased + pool.in_use
+    _check(total == state.config.num_blocks, f"{total} blocks are accounted for, of {state.config.num_blocks}")
+
+
+def _references(state: LedgerState) -> None:
+    """Check that references count block tables, and the sources of copies that have not run.
+
+    A block without a reference has no hash, unless it is cached.
+    """
+    blocks, refs = state.blocks, [0] * len(state.blocks.refs)
+    for sequence in state.sequences.values():
+        for block_id in sequence.block_table:
+            if block_id != TRIMMED:
+                refs[block_id] += 1
+        if sequence.copy_source is not None:
+            refs[sequence.copy_source] += 1
+    for block, (of, held, key) in enumerate(zip(blocks.state, blocks.refs, blocks.hash, strict=True)):
+        if held != refs[block]:
+            raise InvariantBroken(f"block {block} counts {held} references, block tables hold {refs[block]}")
+        if (of is BlockState.IN_USE) != (held > 0):
+            raise InvariantBroken(f"block {block} is {of.value} with {held} references")
+        if of is not BlockState.IN_USE and (key is None) == (of is BlockState.CACHED):
+            raise InvariantBroken(f"block {block} is {of.value} and has {'no' if key is None else 'a'} hash")
+    _places(state)
+
+
+def _places(state: LedgerState) -> None:
+    """Check that each block of a block table records its place in it."""
+    blocks = state.blocks
+    for sequence in state.sequences.values():
+        for index, block_id in enumerate(sequence.block_table):
+            at = index if block_id == TRIMMED else blocks.index[block_id]
+            if at != index:
+                raise InvariantBroken(f"block {block_id} is at index {index} of {sequence.name} and records index {at}")
+
+
+def _prefix_map(state: LedgerState) -> None:
+    """Check that the map holds exactly the registered blocks and, with each hash, its parent."""
+    blocks, cache = state.blocks, state.cache
+    linked = not state.config.window
+    children = Counter(blocks.parent[first] for first in cache.entries.values() if linked)
+    copies = {block: key for key in cache.entries for block in cache.copies_of(key)}
+    hashes = {block: key for block, key in enumerate(blocks.hash) if key is not None}
+    _check(copies == hashes, "the prefix map and the blocks' hashes disagree")
+    _check(set(cache.copies) <= set(cache.entries), "a hash has copies and is not in the map")
+    first_copies = set(cache.entries.values())
+    _check(
+        not any(count for block, count in enumerate(blocks.children) if block not in first_copies),
+        "a block that is no first copy counts children",
+    )
+    _check(set(cache.partials.parts) <= set(cache.entries), "parts of a content are known that is not registered")
+    for key, first in cache.entries.items():
+        blocks_of = cache.copies_of(key)
+        _check(blocks.children[first] == children[key], "the children of a hash are miscounted")
+        _check(blocks_of[0] == first, "the first copy of a hash is not the first of its copies")
+        alike = {(blocks.index[each], blocks.parent[each]) for each in blocks_of}
+        _check(len(alike) == 1, "the copies of a hash differ in depth or parent")
+        in_use = [blocks.state[each] is BlockState.IN_USE for each in blocks_of]
+        _check(len(in_use) == 1 or all(in_use), "a cached block has the content of another block")
+        over = blocks.parent[first]
+        if linked and over != ROOT:
+            above = cache.entries.get(over) if over is not None else None
+            _check(above is not None, "a hash is in the map without its parent")
+            depth = blocks.index[above] + 1 if above is not None else 0
+            _check(depth == blocks.index[first], "a depth is not its parent's plus one")
+            held = above is not None and blocks.state[above] is BlockState.IN_USE
+            _check(held or not any(in_use), "a child is in use whose parent is not")
+
+
+def _pending(state: LedgerState) -> None:
+    """Check that a pending block is in a block table, not registered, and named by its own hash."""
+    blocks = state.blocks
+    said = {key: block for block, key in enumerate(blocks.pending) if key is not None}
+    _check(said == state.cache.pending, "the pending map and the blocks disagree")
+    for block in state.cache.pending.values():
+        of = blocks.state[block]
+        _check(of is BlockState.IN_USE and blocks.hash[block] is None, f"pending block {block} is {of.value}")
+
+
+def _remembered(state: LedgerState) -> None:
+    """Check that the remembered match is the one that a look-up gives."""
+    sequence = state.sequences.get(state.remembered.sequence) if state.remembered is not None else None
+    found = state.recall(sequence) if sequence is not None else None
+    if sequence is None or found is None:
+        return
+    config, cache, known = state.config, state.cache, sequence.block_hashes
+    hits = cache.longest(known, sequence.num_tokens // config.block_size)[: found.match.hit_blocks]
+    if config.window:
+        limit = min(len(known), config.hits_of(sequence.num_tokens))
+        unread, run = cache.deepest_run(known, limit, config.unread_blocks)
+        _check(found.match.hit_blocks >= unread + len(run), "a remembered match has fewer hits than a look-up")
+        hits = run if found.unread or unread else hits
+    _check(found.hits == hits, "a remembered match has other blocks than a look-up")
+    cached = sum(state.blocks.state[block] is BlockState.CACHED for block in found.hits)
+    _check(found.cached_hits == cached, "a remembered match counts other cached blocks than a look-up")
+
+
+def _sequences(state: LedgerState) -> None:
+    """Check that running totals, queue and preemptions agree with the sequences."""
+    _tenants(state)
+    phases = Counter(sequence.phase for sequence in state.sequences.values())
+    running = [each for each in state.sequences.values() if each.phase is SequencePhase.RUNNING]
+    _check(state.running == len(running), "the count of running sequences is wrong")
+    _check(state.admitted == sum(phases.values()) - phases[SequencePhase.WAITING], "the count of block tables is wrong")
+    _check(state.growth == sum(each.growth for each in running), "the blocks that may still be bound are miscounted")
+    waiting = {each.id for each in state.sequences.values() if each.phase is SequencePhase.WAITING}
+    _check(set(state.queue) == waiting and len(state.queue) == len(waiting), "the queue is not the waiting sequences")
+    if state.config.grants_parts:
+        lacking = {each.id for each in running if each.lacking(state.config.block_size)}
+        _check(lacking <= {state.partial}, f"{lacking} run and lack blocks of their prompts; {state.partial} may")
+    draining = {each.id for each in state.sequences.values() if each.phase is SequencePhase.DRAINING_PREEMPT}
+    _check(state.preempting == draining, "the outstanding preemptions are miscounted")
+    for each in state.sequences.values():
+        if each.growth < 0:
+            raise InvariantBroken(f"{each.name} has more blocks than its longest length needs")
+        if bool(each.block_table) != (each.phase is not SequencePhase.WAITING):
+            raise InvariantBroken(f"{each.name} is {each.phase.value} with {len(each.block_table)} blocks")
+
+
+def _tenants(state: LedgerState) -> None:
+    """Check that what each tenant holds is what its sequences hold."""
+    sequences = state.sequences.values()
+    running = [each for each in sequences if each.phase is SequencePhase.RUNNING]
+    counted = {name: (use.live, use.running, use.blocks) for name, use in state.tenants.items()}
+    live, runs = Counter(each.tenant for each in sequences), Counter(each.tenant for each in running)
+    blocks: Counter[str] = Counter()
+    for each in running:
+        blocks[each.tenant] += each.own_blocks
+    held = {name: (count, runs[name], blocks[name]) for name, count in live.items()}
+    _check(counted == held, "what the tenants hold is miscounted")
+
+
+def _retention(state: LedgerState) -> None:
+    """Check that marks are those of registered contents, and that every marked cached block stands out of the order."""
+    retention, blocks = state.retention, state.blocks
+    _check(set(retention.marks) <= set(state.cache.entries), "a content is marked that is not registered")
+    contents = {block: blocks.hash[block] or ROOT for block in state.block_pool.cached}
+    marks = {block: retention.pinned.get(each) or retention.marks.get(each) for block, each in contents.items()}
+    marked = {block for block, mark in marks.items() if mark is not None and mark.terms}
+    _check(set(retention.held) == marked, "the held blocks are not the marked ones of the cached blocks")
+    raised = Counter(
+        each.mark.tenant
+        for each in retention.held.values()
+        if DEFAULT_RETENTION_PRIORITY < each.priority < PINNED_PRIORITY
+    )
+    for tenant, count in raised.items():
+        _check(retention.count(tenant) == count, f"the retained blocks of {tenant!r} are miscounted")
+        _check(count <= state.config.retention_limits.most_blocks, f"{tenant!r} retains {count} blocks")
+    _check(retention.count() == raised.total(), "the retained blocks are miscounted")
+    most = max(0, state.config.retention_limits.most_of_all - len(retention.pinned))
+    _check(retention.count() <= most, "too many blocks are retained")
+    pinned = {block for block, each in contents.items() if each in retention.pinned}
+    _check(retention.pinned_cached == len(pinned), "the cached blocks that are pinned are miscounted")
+    for block, each in retention.held.items():
+        held_as = each.priority == PINNED_PRIORITY
+        _check(held_as == (block in pinned), f"block {block} is held with priority {each.priority}")
+        _check(blocks.hash[block] == each.hash, f"block {block} is held for another content")

@@ -1,0 +1,283 @@
+"""One worker's ledger: the façade over its state and its policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from functools import partial
+
+from common.contracts.clock import Clock
+from common.contracts.lease import Admit, Copy, GrantBatch, Inventory, Preempt, Report
+from common.contracts.types import BlockHash, BlockId, Decision, DecisionKind, SequenceId
+from kvmanager.cache.pins import Pin, fitting
+from kvmanager.cache.prefix_cache import PrefixMatch
+from kvmanager.cache.window_match import settled
+from kvmanager.contracts.block import ROOT
+from kvmanager.contracts.counts import PoolCounts
+from kvmanager.contracts.index_events import IndexEvent, IndexSnapshot
+from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.contracts.sequence import Sequence
+from kvmanager.ledger import chunked_grants, grant_order, runway
+from kvmanager.ledger.audit import audit
+from kvmanager.ledger.block_map import BlockMap, BlockView, map_of, view_of
+from kvmanager.ledger.block_table import BlockTable, table_of
+from kvmanager.ledger.ledger_state import LedgerState
+from kvmanager.ledger.policies import DEFAULT_POLICIES, LedgerPolicies
+from kvmanager.ledger.preemption import Shortage
+
+
+class Ledger:
+    """Block tables, prefix cache, queue and lease of one worker. Not thread-safe; no method blocks.
+
+    `policies` decide, `state` holds their data.
+    """
+
+    __slots__ = ("policies", "state")
+
+    def __init__(
+        self,
+        config: LedgerConfig,
+        clock: Clock,
+        decision_ids: Callable[[], str],
+        policies: LedgerPolicies = DEFAULT_POLICIES,
+        worker: str = "",
+    ) -> None:
+        """`worker` is the worker's id, for records."""
+        self.state = LedgerState(config, clock, decision_ids, worker)
+        self.policies = policies
+
+    # ------------------------------------------------------------ W -> M
+
+    def rebuild(self, inventory: Inventory) -> None:
+        """Replace the state by the worker's inventory. Raises ProtocolViolation if the inventory contradicts itself."""
+        for _ in self.rebuilding(inventory):
+            pass
+
+    def rebuilding(self, inventory: Inventory) -> Iterator[None]:
+        """Rebuild in steps of some milliseconds; between them nothing else may be called. Raises as `rebuild` does."""
+        return self.policies.loader.load(self.state, inventory)
+
+    def apply(self, report: Report) -> None:
+        """Apply a report. Raises ProtocolViolation; the ledger is then void until the next rebuild."""
+        self.policies.reports.apply(self.state, report)
+
+    # ------------------------------------------------------------ M -> W
+
+    def schedule(self, most: int | None = None) -> GrantBatch | None:
+        """Decide what to grant and order; None when there is nothing to send. Call it after each report and rebuild.
+
+        With `most`, a batch has so many admissions at most, and `has_more` says whether the next batch can follow.
+        """
+        state, granter, pool = self.state, self.policies.granter, self.state.block_pool
+        grant_order.take_turn_by_age(state)
+        terms, stalled = self._runway_terms()
+        refill = runway.is_short(terms, pool.leased, stalled)
+        lease = granter.lease(state, terms.want - pool.leased) if refill else []
+        copies, admits, preempt = self._admit_or_preempt(most)
+        if admits or preempt:
+            terms, _ = self._runway_terms()
+        begun = state.partly_granted()
+        if begun is not None and not state.preempting and not self.has_more:
+            terms = self._terms_of_begun(begun)
+            if runway.is_short(terms, pool.leased, stalled + (begun.id in state.stalled)):
+                lease += granter.lease(state, terms.want - pool.leased)
+        if state.queue:
+            if not preempt:
+                granter.begin(state, copies, admits)
+                granter.backfill(state, copies, admits)
+            granter.explain(state)
+        target = self._target(terms, refill)
+        if refill:
+            lease += granter.lease_further(state, target)
+        cancel, state.refused = tuple(state.refused), []
+        reset = state.resets.take()
+        if target == state.last_sent_target and not (lease or preempt or admits or cancel or reset):
+            return None
+        state.last_sent_target = target
+        return GrantBatch(target, tuple(copies), tuple(admits), tuple(lease), reset, preempt, cancel)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the last batch had enough admissions before the queue was looked through."""
+        return self.state.blocked_by == "batch"
+
+    def _admit_or_preempt(self, most: int | None) -> tuple[list[Copy], list[Admit], tuple[Preempt, ...]]:
+        """Grant what the sequences that wait and those that are stalled need. After most reports there are none."""
+        state, granter = self.state, self.policies.granter
+        if not state.queue and not state.stalled:
+            state.blocked_by = ""
+            return [], [], ()
+        preempt = self.policies.preemption.preempt(state)
+        copies, admits = granter.admit(state, most)
+        return copies, admits, preempt or self._preempt_for_next()
+
+    def _preempt_for_next(self) -> tuple[Preempt, ...]:
+        """Order a preemption for the sequence that is next and cannot be admitted, if it is entitled to one."""
+        state = self.state
+        if state.blocked_by not in ("capacity", "places"):
+            return ()
+        sequence = grant_order.next_turn(state).sequence
+        return self.policies.preemption.preempt_for(state, sequence, partial(self._shortage, sequence))
+
+    def _shortage(self, sequence: Sequence) -> Shortage:
+        """Return what a waiting sequence lacks, where those that run get their runway first."""
+        short = self.policies.granter.shortage(self.state, sequence)
+        due = max(0, self._runway_terms()[0].want - self.state.block_pool.leased)
+        return Shortage(short.missing + due, short.slack + due, short.hits)
+
+    def lease_target(self, refill: bool) -> int:
+        return self._target(self._runway_terms()[0], refill)
+
+    def _target(self, terms: runway.RunwayTerms, refill: bool) -> int:
+        state = self.state
+        pressed = state.blocked_by == "capacity"
+        return runway.next_target(terms, state.last_sent_target, refill, pressed, state.block_pool.leased)
+
+    def _runway_terms(self) -> tuple[runway.RunwayTerms, int]:
+        """Return the bounds of the lease pool, and how many sequences are stalled."""
+        state = self.state
+        stalled = len(state.live_stalled())
+        if (begun := state.partly_granted()) is not None:
+            want = min(max(chunked_grants.left_to_others(state, begun), stalled), state.growth)
+            return runway.RunwayTerms(want, want), stalled
+        growth, pressed = state.growth, state.blocked_by == "capacity"
+        return runway.runway_terms(state.config, state.lease_want, stalled, growth, state.running, pressed), stalled
+
+    def _terms_of_begun(self, begun: Sequence) -> runway.RunwayTerms:
+        """Return the bounds of the lease pool with what a begun prompt may take now."""
+        stalled, growth = len(self.state.live_stalled()), self.state.growth
+        want = min(max(chunked_grants.lease_want(self.state, begun), stalled), growth)
+        return runway.RunwayTerms(want, want)
+
+    # ------------------------------------------------------------ work that stands still
+
+    def _lacking(self) -> list[SequenceId]:
+        """Return the running sequences that can compute nothing before they get a block."""
+        state = self.state
+        begun = state.partly_granted()
+        waits = begun is not None and begun.id in state.stalled
+        return [*state.live_stalled(), *([begun.id] if begun is not None and waits else [])]
+
+    def break_stall(self, why: str) -> GrantBatch | None:
+        """Order the preemption of one sequence that holds blocks and lacks others, because nothing goes on.
+
+        That is the begun prompt, or else the one that any other preemption would take first. None: none of those that
+        run lacks a block, so that no preemption helps.
+        """
+        state = self.state
+        victims = [state.sequences[each] for each in self._lacking()]
+        if not victims or state.preempting:
+            return None
+        preempt = self.policies.preemption.give_up(state, victims, why)
+        state.totals.broken_stalls += 1
+        state.last_sent_target = self.lease_target(refill=False)
+        return GrantBatch(state.last_sent_target, preempt=preempt)
+
+    # ------------------------------------------------------------ operators
+
+    def reset(self) -> bool:
+        """Forget all cached content and publish that. Refused (False) while a sequence holds a block.
+
+        Only this ledger forgets. The worker's next inventory brings back the content that the worker still holds.
+        """
+        if self.state.block_pool.in_use:
+            return False
+        self.policies.granter.drop_cached(self.state)
+        return True
+
+    def reset_cache(self, number: int) -> int:
+        """Drop every cached block that no sequence uses; return how many. Call `schedule` next.
+
+        `number` is the id of the reset, which no other one of this manager has. The worker gets it in the next batch.
+        """
+        self.state.resets.wanted = number
+        return self.policies.granter.drop_cached(self.state)
+
+    def pin(self, pins: Items[Pin], share: float, why: str = "") -> None:
+        """Pin as `pinning` does, in one step."""
+        for _ in self.pinning(pins, share, why):
+            pass
+
+    def pinning(self, pins: Items[Pin], share: float, why: str = "") -> Iterator[None]:
+        """Pin what these pins name, as far as it fits, and nothing else; `why` begins the record, "" makes none.
+
+        A content that is not cached now is kept once a sequence has computed it. Between two steps anything but another
+        change of the pins may happen.
+        """
+        found = fitting(pins, self.state.config.num_blocks, share)
+        retention = self.state.retention
+        if found.contents:
+            yield
+        yield from retention.pinning(found.contents if self.state.caches else {})
+        if why:
+            figures = {"pins": float(len(pins)), "pinned": float(len(found.contents))}
+            figures["cached"] = float(retention.pinned_cached)
+            reasons = (
+                "an operator pins prefixes",
+                *(f"{name} is left out: {what}" for name, what in found.left_out.items()),
+            )
+            self.state.decisions.record(DecisionKind.PIN, why, None, reasons, figures)
+
+    @property
+    def reset_pending(self) -> bool:
+        """Whether the worker has still to confirm the latest reset."""
+        return self.state.resets.pending
+
+    def lookup(self, block_hashes: Items[BlockHash], num_tokens: int) -> PrefixMatch:
+        """Return the hits that a prompt of `num_tokens` tokens would have now, and why there are no more."""
+        cacheable = bool(block_hashes) or num_tokens < self.state.config.block_size
+        cache, config = self.state.cache, self.state.config
+        _, match = self.policies.granter.match(self.state, block_hashes, num_tokens, cacheable)
+        return settled(cache, config, block_hashes, num_tokens, match)
+
+    def leading_blocks(self, block_hashes: Items[BlockHash], first: int = 0, end: int | None = None) -> int:
+        """Return how many leading blocks of block_hashes[first:end] are registered, at these places of a prompt."""
+        find = self.state.cache.find_registered
+        places = range(len(block_hashes))[first:end]
+        for place in places:
+            if find(block_hashes[place], block_hashes[place - 1] if place else ROOT, place) is None:
+                return place - first
+        return len(places)
+
+    def block_table(self, sequence_id: SequenceId) -> BlockTable | None:
+        """Return a sequence's block table; None when the sequence is unknown."""
+        sequence = self.state.sequences.get(sequence_id)
+        return table_of(sequence, self.state.blocks) if sequence else None
+
+    def block_tables(self) -> tuple[BlockTable, ...]:
+        """Return the block table of every live sequence, by arrival."""
+        ordered = sorted(self.state.sequences.values(), key=lambda sequence: sequence.arrival)
+        return tuple(table_of(sequence, self.state.blocks) for sequence in ordered)
+
+    def block_map(self, first_block: int, limit: int, most_sequences: int) -> BlockMap:
+        """Return how `limit` blocks are used, and the sequences with the most blocks."""
+        return map_of(self.state, first_block, limit, most_sequences)
+
+    def block(self, block: BlockId, most_holders: int) -> BlockView | None:
+        """Return everything about one block; None when the pool has no such block."""
+        return view_of(self.state, block, most_holders) if 0 <= block < self.state.config.num_blocks else None
+
+    def pool(self) -> PoolCounts:
+        state, pool, waiting = self.state, self.state.block_pool, len(self.state.queue)
+        state.retention.expire()
+        capacity = 1 if state.blocked_by == "capacity" and waiting else 0
+        return PoolCounts(
+            state.config.num_blocks, len(pool.free), pool.leased, pool.in_use, len(pool.cached), 0, state.running,
+            waiting, len(state.preempting), state.last_sent_target or 0, waiting - capacity, capacity,
+            state.totals.clone(), state.retention.count(), state.retention.pinned_cached, len(self._lacking()),
+        )  # fmt: skip
+
+    def drain_index_events(self) -> tuple[IndexEvent, ...]:
+        """Return the changes of membership since the last call, in their order."""
+        return self.state.cache.drain_events()
+
+    def index_snapshot(self) -> IndexSnapshot:
+        """Return the whole membership, parents first, and the number of the last event that it contains."""
+        return self.state.cache.snapshot()
+
+    def drain_decisions(self) -> tuple[Decision, ...]:
+        return self.state.decisions.drain()
+
+    def check_invariants(self) -> None:
+        """Compare every running total and index with a count from scratch. Raises InvariantBroken with the reason."""
+        audit(self.state)

@@ -1,0 +1,259 @@
+"""All workers of one pool: who may attach, under which epoch, and whose reports count.
+
+Workers fence blocks by the epoch they have accepted, so a manager must not answer an attach with a lower one. Two
+services may exchange blocks only when their pool identities are equal; the first attach fixes the identity unless it
+was configured. It is forgotten when no worker is attached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from common.contracts.clock import Clock
+from common.contracts.errors import IdentityMismatch, NotFound
+from common.contracts.lease import Attach, AttachOk, AttachRejected, Inventory
+from common.contracts.turns import DEFAULT_MAX_WAIT, IN_TURN
+from common.contracts.types import PoolIdentity
+from kvmanager.cache.pins import Pin, PinBook
+from kvmanager.contracts import epochs
+from kvmanager.contracts.ledger_config import (
+    DEFAULT_EVICTION,
+    DEFAULT_FIRST_PART,
+    DEFAULT_MAX_PREEMPTIONS,
+    DEFAULT_MAX_RETENTION,
+    DEFAULT_PIN_SHARE,
+    DEFAULT_PREEMPTION,
+    DEFAULT_RETENTION_SHARE,
+    EvictionName,
+    LedgerConfig,
+    Runway,
+    VictimOrder,
+)
+from kvmanager.ledger.ledger import Ledger
+from kvmanager.ledger.policies import DEFAULT_POLICIES, LedgerPolicies
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerConfig:
+    """The configuration that all ledgers of this manager share. `identity` None: the first attach fixes it.
+
+    `max_blocks` bounds the blocks of all workers together: a ledger has a record for each block.
+    """
+
+    identity: PoolIdentity | None = None
+    runway: Runway = "auto"
+    runway_slots: int = 32
+    runway_reach: int = 128
+    watermark: float = 0.01
+    eviction: EvictionName = DEFAULT_EVICTION
+    preemption: VictimOrder = DEFAULT_PREEMPTION
+    max_preemptions: int = DEFAULT_MAX_PREEMPTIONS
+    chunked_grants: bool = True
+    first_part: int = DEFAULT_FIRST_PART
+    backfill: bool = True
+    max_wait: float = DEFAULT_MAX_WAIT
+    in_turn: int = IN_TURN
+    retention_share: float = DEFAULT_RETENTION_SHARE
+    max_retention: float = DEFAULT_MAX_RETENTION
+    pin_share: float = DEFAULT_PIN_SHARE
+    max_workers: int = 512
+    max_blocks_per_worker: int = 1 << 20
+    max_blocks: int = 1 << 23
+
+
+@dataclass(slots=True)
+class WorkerRegistration:
+    """An attached worker and its ledger. `ready` is set once its inventory is in and its ledger rebuilt."""
+
+    attach: Attach
+    ledger: Ledger
+    ready: bool = False
+    # Those that the rebuild has carried out.
+    pins: tuple[Pin, ...] = ()
+
+    @property
+    def key(self) -> tuple[bytes, int]:
+        """The session's identifier: the worker's incarnation and its count of attaches."""
+        return (self.attach.incarnation, self.attach.session)
+
+
+class Manager:
+    """Sessions by worker id, and the epoch."""
+
+    def __init__(
+        self,
+        config: ManagerConfig,
+        clock: Clock,
+        decision_ids: Callable[[], str],
+        epoch: int = 0,
+        policies: LedgerPolicies = DEFAULT_POLICIES,
+    ) -> None:
+        self._config = config
+        self._policies = policies
+        self._clock = clock
+        self._decision_ids = decision_ids
+        self._registrations: dict[str, WorkerRegistration] = {}
+        self.identity = config.identity
+        self.epoch = epoch
+        self.pins = PinBook(config.pin_share)
+        # The id of the latest reset of the prefix cache; 0: there was none.
+        self.last_reset = 0
+
+    # ------------------------------------------------------------ epoch
+
+    def adopt_epoch(self, epoch: int) -> None:
+        """Answer with this epoch from now on; the epoch never falls."""
+        self.epoch = max(self.epoch, epoch)
+
+    def needs_epoch(self, attach: Attach) -> bool:
+        """Return whether the worker would refuse this manager's epoch."""
+        return epochs.must_rise(self.epoch, attach.epoch_seen)
+
+    # ------------------------------------------------------------ attach
+
+    def attach(self, attach: Attach) -> WorkerRegistration | AttachRejected:
+        """Register a worker whose ledger waits for the inventory, or return why the worker is refused."""
+        rejected = self.refusal(attach)
+        if rejected is not None:
+            return rejected
+        self.identity = self.identity or attach.identity
+        config, worker = self._ledger_config(attach), attach.worker_id
+        ledger = Ledger(config, self._clock, self._decision_ids, self._policies, worker)
+        registration = WorkerRegistration(attach, ledger)
+        self._registrations[attach.worker_id] = registration
+        return registration
+
+    def refusal(self, attach: Attach) -> AttachRejected | None:
+        """Return why a worker may not attach now, or None."""
+        if self.identity is not None:
+            mismatches = self.identity.differences(attach.identity)
+            if mismatches:
+                return AttachRejected(str(IdentityMismatch(mismatches)), mismatches)
+        if attach.num_blocks < 1 or attach.max_num_seqs < 1 or not attach.worker_id:
+            return AttachRejected("an attach needs a worker id, at least one block and at least one sequence")
+        if attach.worker_id in self._registrations:
+            return AttachRejected(f"a session of worker {attach.worker_id} is live", retry=True)
+        return self._too_large(attach)
+
+    def _too_large(self, attach: Attach) -> AttachRejected | None:
+        config, others = self._config, self._registrations.values()
+        if attach.num_blocks > config.max_blocks_per_worker:
+            return _exceeds(f"{attach.num_blocks} blocks", config.max_blocks_per_worker, "--max-blocks-per-worker")
+        if len(others) >= config.max_workers:
+            return _exceeds("one worker more", config.max_workers, "--max-workers", retry=True)
+        blocks = attach.num_blocks + sum(each.attach.num_blocks for each in others)
+        if blocks > config.max_blocks:
+            return _exceeds(f"{blocks} blocks with all other workers", config.max_blocks, "--max-blocks", retry=True)
+        return None
+
+    def _ledger_config(self, attach: Attach) -> LedgerConfig:
+        config = self._config
+        return LedgerConfig(
+            attach.num_blocks,
+            attach.identity.block_size,
+            prefix_caching=attach.prefix_caching,
+            window=attach.identity.kv_geometry.window,
+            max_num_seqs=attach.max_num_seqs,
+            runway=config.runway,
+            runway_slots=config.runway_slots,
+            runway_reach=config.runway_reach,
+            watermark=config.watermark,
+            eviction=config.eviction,
+            preemption=config.preemption,
+            max_preemptions=config.max_preemptions,
+            chunked_grants=config.chunked_grants,
+            first_part=config.first_part,
+            backfill=config.backfill,
+            max_wait=config.max_wait,
+            in_turn=config.in_turn,
+            retention_share=config.retention_share,
+            max_retention=config.max_retention,
+        )
+
+    def complete(self, registration: WorkerRegistration, inventory: Inventory) -> AttachOk:
+        """Rebuild the ledger and return the answer. Call `schedule` next: a worker with nothing to run sends nothing.
+
+        Raises ProtocolViolation when the inventory contradicts itself, ValueError while a higher epoch is needed.
+        """
+        for _ in self.rebuilding(registration, inventory):
+            pass
+        return self.rebuilt(registration)
+
+    def rebuilding(self, registration: WorkerRegistration, inventory: Inventory) -> Iterator[None]:
+        """Rebuild the ledger in steps of some milliseconds, between which other ledgers may be served.
+
+        Call `rebuilt` after the last one. Raises as `complete` does.
+        """
+        if self.needs_epoch(registration.attach):
+            attach = registration.attach
+            raise ValueError(
+                f"worker {attach.worker_id} has accepted epoch {attach.epoch_seen}; take a higher one than {self.epoch}"
+            )
+        registration.pins = self.pins.pins
+        yield from registration.ledger.pinning(registration.pins, self.pins.share)
+        yield from registration.ledger.rebuilding(inventory)
+
+    def rebuilt(self, registration: WorkerRegistration) -> AttachOk:
+        """Count a worker whose ledger is rebuilt as attached, and return the answer."""
+        if self.last_reset and registration.attach.reset != self.last_reset:
+            registration.ledger.reset_cache(self.last_reset)
+        if registration.pins is not self.pins.pins:  # they have changed since the rebuild began
+            registration.ledger.pin(self.pins.pins, self.pins.share)
+        registration.ready = True
+        return AttachOk(self.epoch, registration.ledger.lease_target(refill=False))
+
+    # ------------------------------------------------------------ sessions
+
+    def current(self, registration: WorkerRegistration) -> bool:
+        """Return whether reports of this registration count; reports queued before a break do not."""
+        return self._registrations.get(registration.attach.worker_id) is registration
+
+    def detach(self, registration: WorkerRegistration) -> None:
+        """Forget a registration whose stream broke, unless another one has replaced it."""
+        if self.current(registration):
+            del self._registrations[registration.attach.worker_id]
+
+    def forget_identity(self) -> None:
+        """Let the next attach fix the identity again, unless a worker is registered or the identity was configured."""
+        if not self._registrations:
+            self.identity = self._config.identity
+
+    def reset_cache(self, number: int) -> dict[str, int]:
+        """Drop the cached blocks of all attached workers that no sequence uses; return how many by worker.
+
+        Workers that are away are reset when they attach. `number` is above 0, and no other reset has it.
+        """
+        self.begin_reset(number)
+        return {worker: self.reset_worker(worker) for worker in self.workers()}
+
+    def begin_reset(self, number: int) -> None:
+        """Reset every worker that attaches from now on; call `reset_worker` for those that are attached."""
+        self.last_reset = number
+
+    def reset_worker(self, worker_id: str) -> int:
+        """Carry out the latest reset at one worker, and return how many blocks went. Raises NotFound."""
+        return self.ledger(worker_id).reset_cache(self.last_reset)
+
+    def pinning_at(self, worker_id: str, why: str) -> Iterator[None]:
+        """Let one worker keep what the pins of now name, in steps of some milliseconds. Raises NotFound."""
+        return self.ledger(worker_id).pinning(self.pins.pins, self.pins.share, why)
+
+    def pool_sizes(self) -> dict[str, int]:
+        """Return the number of blocks of each attached worker."""
+        return {worker: each.attach.num_blocks for worker, each in self._registrations.items() if each.ready}
+
+    def ledger(self, worker_id: str) -> Ledger:
+        """Return the ledger of an attached worker. Raises NotFound."""
+        registration = self._registrations.get(worker_id)
+        if registration is None or not registration.ready:
+            raise NotFound(f"no worker {worker_id} is attached")
+        return registration.ledger
+
+    def workers(self) -> tuple[str, ...]:
+        """Return the ids of the attached workers, sorted."""
+        return tuple(sorted(worker for worker, each in self._registrations.items() if each.ready))
+
+
+def _exceeds(what: str, most: int, flag: str, retry: bool = False) -> AttachRejected:
+    return AttachRejected(f"the worker brings {what}; the manager takes at most {most} ({flag})", retry=retry)

@@ -1,0 +1,287 @@
+"""Builds a ledger's state from an inventory: at the start of a session the worker's blocks are the whole truth.
+
+An inventory may have a million cached blocks, and the manager serves other workers meanwhile. So a rebuild is carried
+out in steps of some milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Final
+
+from common.contracts.errors import ProtocolViolation
+from common.contracts.lease import CachedBlocks, Inventory, InventorySequence
+from common.contracts.types import TRIMMED, BlockHash, BlockId, SequencePhase
+from kvmanager.cache.eviction.restored import order_after_rebuild
+from kvmanager.contracts.block import ROOT, BlockState
+from kvmanager.contracts.sequence import Sequence
+from kvmanager.ledger.chunked_grants import partial_of
+from kvmanager.ledger.ledger_state import LedgerState
+
+STEP_BLOCKS: Final = 1 << 13
+"""Blocks of one step."""
+
+
+class InventoryLoader:
+    """The rules by which an inventory becomes a ledger's state. It has no state of its own."""
+
+    def load(self, state: LedgerState, inventory: Inventory) -> Iterator[None]:
+        """Replace the ledger's state, step by step; the state is consistent after the last step alone.
+
+        Raises ProtocolViolation when the inventory contradicts itself.
+        """
+        state.empty()
+        state.block_pool.free.clear()
+        loaded = [(_register(state, entry), entry.block_table) for entry in inventory.sequences]
+        tables = [(sequence, table) for sequence, table in loaded if sequence.phase is not SequencePhase.WAITING]
+        for sequence, table in tables:
+            _restore_table(state, sequence, table)
+        if state.config.grants_parts:
+            state.partial = partial_of((sequence for sequence, _ in tables), state.config.block_size)
+        for block in inventory.pool:
+            _restore_lease(state, block)
+        yield
+        cached: list[BlockId] = []
+        entries = CachedBlocks.of(inventory.cached_blocks)
+        if state.caches:
+            events = len(state.cache.events)
+            restore = _restore_in_window if state.config.window else self._restore_cached_blocks
+            for first in range(0, len(entries), STEP_BLOCKS):
+                restore(state, entries, first, cached)
+                yield
+            if len(entries):
+                # There are no events of a rebuild. A gap in their numbers leads each follower to take a snapshot.
+                del state.cache.events[events:]
+                state.cache.number += 1
+        for sequence, table in tables:
+            _restore_content(state, sequence, table)
+        yield from self._restore_order(state, cached, entries)
+        pinned = list(state.retention.pinned)
+        for first in range(0, len(pinned), STEP_BLOCKS):
+            for block_hash in pinned[first : first + STEP_BLOCKS]:
+                state.retention.hold_pinned(block_hash)
+            yield
+        yield from _restore_free(state)
+        # The worker keeps its present runway until its first report.
+        state.lease_want = len(inventory.pool)
+
+    def adopts(self, state: LedgerState, parent: BlockHash) -> bool:
+        """Return whether a cached block is registered although its parent is not.
+
+        If the parent is not registered, an ancestor may have been granted to another sequence in the meantime.
+        """
+        return False
+
+    def levels(self, by_depth: list[list[BlockId]]) -> Iterable[list[BlockId]]:
+        """Return the restored blocks of each depth in the order of their eviction."""
+        return reversed(by_depth)
+
+    def _restore_cached_blocks(
+        self, state: LedgerState, entries: CachedBlocks, first: int, cached: list[BlockId]
+    ) -> None:
+        """Register the cached blocks of one step whose parent is registered; add those that no block table holds.
+
+        A block that no block table holds stays free when another one has its content.
+        """
+        blocks, cache, hashes = state.blocks, state.cache, entries.hashes
+        states, hash_of, parent_of, depth_of = blocks.state, blocks.hash, blocks.parent, blocks.index
+        registered, ambiguous, children = cache.entries, cache.ambiguous, blocks.children
+        step = slice(first, first + STEP_BLOCKS)
+        columns = zip(entries.blocks[step], hashes[step], entries.parents[step], strict=True)
+        _check_range(state, entries.blocks[step])
+        for number, (block, block_hash, at) in enumerate(columns, start=first):
+            of = states[block]
+            if of is BlockState.LEASED or hash_of[block] is not None:
+                raise ProtocolViolation(f"cached block {block} is leased, or stands twice in the inventory")
+            parent = ROOT if at == -1 else hashes[at] if 0 <= at < number else None
+            if parent is None or not (parent == ROOT or parent in registered or self.adopts(state, parent)):
+                continue
+            if of is not BlockState.FREE or block_hash in registered or ambiguous:
+                if _restore_copy(state, block, block_hash, parent, cache.depth_after(parent)):
+                    cached.append(block)
+                continue
+            # What `PrefixCache.register` does with a new hash, without an event: this is most of the time of a rebuild.
+            if parent:
+                above = registered[parent]
+                depth_of[block] = depth_of[above] + 1
+                children[above] += 1
+            else:
+                depth_of[block] = 0
+            hash_of[block], parent_of[block] = block_hash, parent
+            registered[block_hash] = block
+            cached.append(block)
+        if cache.ghosts:
+            cache.forget_ghosts(hashes[step])
+
+    def _restore_order(self, state: LedgerState, cached: list[BlockId], entries: CachedBlocks) -> Iterator[None]:
+        """Put the registered blocks that no block table holds into the order of their eviction."""
+        if not cached:
+            return
+        by_depth: list[list[BlockId]] = [[]]
+        # With a window any block may be evicted before another one, so all are of one level.
+        sort = _take_registered if state.config.window else _sort_by_depth
+        for first in range(0, len(cached), STEP_BLOCKS):
+            sort(state, cached[first : first + STEP_BLOCKS], by_depth)
+            yield
+        states, last_used = state.blocks.state, [0] * len(state.blocks)
+        for first in range(0, len(entries), STEP_BLOCKS):
+            step = slice(first, first + STEP_BLOCKS)
+            for block, used in zip(entries.blocks[step], entries.last_used[step], strict=True):
+                last_used[block] = used
+            yield
+        due = 0
+        depth_of, windowed = state.blocks.index, state.config.window > 0
+        rank = (lambda block: (last_used[block] << 32) - depth_of[block]) if windowed else last_used.__getitem__
+        for part in order_after_rebuild(self.levels(by_depth), rank):
+            for block in part:
+                states[block] = BlockState.CACHED
+            state.block_pool.cached.restore(part)
+            due += len(part)
+            if due >= STEP_BLOCKS or not part:
+                due = 0
+                yield
+
+
+def _check_range(state: LedgerState, blocks: Iterable[BlockId]) -> None:
+    for block in (min(blocks), max(blocks)):
+        state.block_pool.check(block)
+
+
+def _take_registered(state: LedgerState, cached: list[BlockId], by_depth: list[list[BlockId]]) -> None:
+    """Add cached blocks to the first level; one whose content a block in use has stays free."""
+    hash_of = state.blocks.hash
+    by_depth[0] += [block for block in cached if hash_of[block] is not None]
+
+
+def _sort_by_depth(state: LedgerState, cached: list[BlockId], by_depth: list[list[BlockId]]) -> None:
+    """Add cached blocks to those of their depth; one whose content a block in use has stays free."""
+    depth_of, hash_of = state.blocks.index, state.blocks.hash
+    for block in cached:
+        if hash_of[block] is None:
+            continue
+        depth = depth_of[block]
+        while depth >= len(by_depth):
+            by_depth.append([])
+        by_depth[depth].append(block)
+
+
+def _restore_free(state: LedgerState) -> Iterator[None]:
+    """Put the blocks that nothing holds into the list of free ones."""
+    states, free = state.blocks.state, state.block_pool.free
+    numbers = iter(range(len(states)))
+    while step := list(islice(numbers, STEP_BLOCKS)):
+        for block in step:
+            if states[block] is BlockState.FREE:
+                free.append(BlockId(block))
+        yield
+
+
+def _register(state: LedgerState, entry: InventorySequence) -> Sequence:
+    sequence = state.register(entry.reserve, entry.arrival)
+    # The sequence may have grown since its submission, and then its tokens differ from its parent's.
+    sequence.fork_of = None
+    sequence.phase, sequence.preemptions = entry.phase, _preemptions_of(state, sequence, entry)
+    if entry.phase is SequencePhase.WAITING:
+        state.queue_or_refuse(sequence)
+    return sequence
+
+
+def _preemptions_of(state: LedgerState, sequence: Sequence, entry: InventorySequence) -> int:
+    """Return how often a sequence counts as preempted.
+
+    One that runs without all its blocks may be preempted once more, whatever its count: the bound of its last manager
+    was a higher one, or none. Several such sequences that nobody may preempt would wait for each other's blocks.
+    """
+    most = state.config.max_preemptions
+    lacks = entry.phase is not SequencePhase.WAITING and len(entry.block_table) < sequence.max_blocks
+    return min(entry.preemptions, most - 1) if lacks and most else entry.preemptions
+
+
+def _restore_in_window(state: LedgerState, entries: CachedBlocks, first: int, cached: list[BlockId]) -> None:
+    """Do what `_restore_cached_blocks` does where every layer has a window: each block says itself where it stands."""
+    if len(entries.depths) != len(entries):
+        raise ProtocolViolation("cached blocks of a windowed model came without their depths")
+    step, blocks = slice(first, first + STEP_BLOCKS), state.blocks
+    columns = zip(
+        entries.blocks[step], entries.hashes[step], entries.parent_hashes[step], entries.depths[step], strict=True
+    )
+    _check_range(state, entries.blocks[step])
+    for block, block_hash, before, depth in columns:
+        if blocks.state[block] is BlockState.LEASED or blocks.hash[block] is not None:
+            raise ProtocolViolation(f"cached block {block} is leased, or stands twice in the inventory")
+        if _restore_copy(state, block, block_hash, before if depth else ROOT, depth):
+            cached.append(block)
+    state.cache.forget_ghosts(entries.hashes[step])
+
+
+def _restore_copy(state: LedgerState, block: BlockId, block_hash: BlockHash, parent: BlockHash, depth: int) -> bool:
+    """Register a cached block that is no new hash of a free block, where it may be; return whether no table holds it.
+
+    A block of a block table counts at its own depth alone, and behind the block before it in that table: a worker that
+    has reset its cache may claim this one and no longer that one. Another block with its content stays free.
+    """
+    cache, blocks = state.cache, state.blocks
+    if parent in cache.ambiguous or cache.is_ambiguous(block_hash, parent, depth):
+        return False
+    is_free = blocks.state[block] is BlockState.FREE
+    if is_free and block_hash not in cache.entries:
+        blocks.index[block] = depth
+        cache.register(block, block_hash, parent)
+        return True
+    if not is_free and blocks.index[block] == depth and state.follows(block, parent):
+        cache.register(block, block_hash, parent)
+        first = cache.entries[block_hash]
+        if blocks.state[first] is BlockState.FREE:
+            cache.evict(first)
+    return False
+
+
+def _restore_table(state: LedgerState, sequence: Sequence, table: tuple[BlockId, ...]) -> None:
+    if len(table) > sequence.max_blocks:
+        raise ProtocolViolation(
+            f"sequence {sequence.id} has a block table of {len(table)} blocks; at most {sequence.max_blocks} fit"
+        )
+    blocks = state.blocks
+    for index, block in enumerate(table):
+        if block == TRIMMED:
+            sequence.trimmed = index + 1
+            continue
+        state.block_pool.check(block)
+        if blocks.state[block] is BlockState.FREE:
+            blocks.state[block], blocks.index[block], blocks.owner[block] = BlockState.IN_USE, index, sequence.id
+        elif blocks.index[block] != index:
+            raise ProtocolViolation(
+                f"block {block} has index {blocks.index[block]} in one block table and {index} in another"
+            )
+        blocks.refs[block] += 1
+    sequence.block_table = list(table)
+    # Which of these other requests computed before is not known.
+    sequence.own_from = len(table)
+    state.start(sequence, sequence.phase)
+
+
+def _restore_lease(state: LedgerState, block: BlockId) -> None:
+    state.block_pool.check(block)
+    of = state.blocks.state[block]
+    if of is not BlockState.FREE:
+        raise ProtocolViolation(f"block {block} is in the lease pool although it is {of.value}")
+    state.blocks.state[block] = BlockState.LEASED
+    state.block_pool.leased += 1
+
+
+def _restore_content(state: LedgerState, sequence: Sequence, table: tuple[BlockId, ...]) -> None:
+    """Set the present or future content of a table's blocks; hashes of sealed blocks extend the block hashes."""
+    blocks, block_hashes = state.blocks, sequence.block_hashes
+    for index, block in enumerate(table):
+        if block == TRIMMED:
+            continue
+        block_hash = blocks.hash[block]
+        if blocks.parent[block] is None:
+            state.describe(block, sequence, index)
+        if block_hash is None:
+            state.expect(block, sequence, index)
+        elif index == len(block_hashes):
+            block_hashes.append(block_hash)
+        elif index < len(block_hashes) and block_hashes[index] != block_hash:
+            raise ProtocolViolation(f"block {block} has another hash in the inventory than in its sequence's prompt")

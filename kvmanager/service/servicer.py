@@ -1,0 +1,216 @@
+"""The manager's gRPC service: the session stream, and the calls of operators."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Final
+
+from grpc import aio
+
+from common.contracts.errors import FieldViolation, InvalidRequest, NotFound
+from common.contracts.limits import MAX_LEADER_WATCHERS, MAX_MAPPED_BLOCKS, MAX_MAPPED_SEQUENCES, MAX_SHOWN_HOLDERS
+from common.contracts.types import BlockId, SequenceId
+from common.decisions.watch import WatcherLimit
+from common.rpc.interceptor import send
+from common.rpc.roles import peer_of
+from kvmanager.contracts.ports import LeaderState
+from kvmanager.ledger.block_table import BlockTable
+from kvmanager.ledger.ledger import Ledger
+from kvmanager.service.codec import (
+    block_to_proto,
+    hashes_from_proto,
+    map_to_proto,
+    match_to_proto,
+    pin_from_proto,
+    pinned_to_proto,
+    pool_to_proto,
+    table_to_proto,
+)
+from kvmanager.sessions.attachments import Attachments
+from kvmanager.sessions.handler import DEFAULT_LIMITS, SessionHandler, SessionLimits
+from kvmanager.sessions.kv_event_codec import item_to_proto
+from kvmanager.sessions.kv_events import Position
+from kvmanager.sessions.pins import OperatorPins
+from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
+
+SERVICE = "quire.kvmanager.v1.KvManagerService"
+SESSION_METHOD = f"/{SERVICE}/Session"
+
+_Context = aio.ServicerContext[Any, Any]
+# Seconds within which workers confirm a reset, and the index forgets the blocks.
+_CONFIRM_S: Final = 10.0
+_INDEX_S: Final = 5.0
+_ID_BITS: Final = 63
+
+
+class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
+    """`observe` receives the seconds that each report took; `stalled` says what stands still in a worker's ledger."""
+
+    def __init__(
+        self,
+        attachments: Attachments,
+        observe: Callable[[float], None],
+        pins: OperatorPins,
+        limits: SessionLimits = DEFAULT_LIMITS,
+        stalled: Callable[[str], str] = lambda worker_id: "",
+    ) -> None:
+        self._attachments, self._observe, self._limits, self._stalled = attachments, observe, limits, stalled
+        self._pins = pins
+        self._watchers = WatcherLimit(MAX_LEADER_WATCHERS, "leader")
+
+    # A coroutine that writes, not a generator: gRPC leaves a generator whose RPC is cancelled to the garbage collector.
+    async def Session(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[kvmanager_pb2.SessionRequest], context: _Context
+    ) -> None:
+        """Serve a worker's stream. The headers go first: they show the worker that a manager answers."""
+        await context.send_initial_metadata(())
+        handler = SessionHandler(
+            self._attachments, request_iterator, self._observe, limits=self._limits, peer=peer_of(context)
+        )
+        await handler.serve(partial(send, context))
+
+    async def WatchLeader(
+        self, request: kvmanager_pb2.WatchLeaderRequest, context: _Context
+    ) -> AsyncIterator[kvmanager_pb2.WatchLeaderResponse]:
+        """Send who leads, and again after each change. Raises Overloaded."""
+        with self._watchers:
+            async with aclosing(self._attachments.leading.states()) as states:
+                async for state in states:
+                    yield _leader_to_proto(state, time.monotonic())
+
+    async def Lookup(self, request: kvmanager_pb2.LookupRequest, context: _Context) -> kvmanager_pb2.LookupResponse:
+        """Return the cached prefix of a prompt on each worker. It changes nothing, not even the order of eviction."""
+        await self._attachments.leading.confirmed()
+        block_hashes = hashes_from_proto(request.block_hashes)
+        ledgers = self._attachments.ledgers(request.worker_id)
+        matches = [
+            match_to_proto(worker_id, ledger.lookup(block_hashes, request.num_tokens)) for worker_id, ledger in ledgers
+        ]
+        return kvmanager_pb2.LookupResponse(matches=matches)
+
+    async def GetBlockTable(
+        self, request: kvmanager_pb2.GetBlockTableRequest, context: _Context
+    ) -> kvmanager_pb2.GetBlockTableResponse:
+        """Return the block table of one sequence, of all sequences of a request, or of all sequences of a worker."""
+        await self._attachments.leading.confirmed()
+        found = [
+            table_to_proto(table)
+            for _, ledger in self._attachments.ledgers(request.worker_id)
+            for table in _tables(ledger, request)
+        ]
+        if not found and request.WhichOneof("id"):
+            raise NotFound("no live sequence has this id; give the id of a sequence or request that runs or waits")
+        return kvmanager_pb2.GetBlockTableResponse(tables=found)
+
+    async def GetPool(self, request: kvmanager_pb2.GetPoolRequest, context: _Context) -> kvmanager_pb2.GetPoolResponse:
+        """Return what the blocks of each worker are used for."""
+        await self._attachments.leading.confirmed()
+        ledgers = self._attachments.ledgers(request.worker_id)
+        pools = [pool_to_proto(worker_id, ledger.pool(), self._stalled(worker_id)) for worker_id, ledger in ledgers]
+        return kvmanager_pb2.GetPoolResponse(epoch=self._attachments.index.epoch, pools=pools)
+
+    async def GetBlockMap(
+        self, request: kvmanager_pb2.GetBlockMapRequest, context: _Context
+    ) -> kvmanager_pb2.GetBlockMapResponse:
+        """Return how a page of a worker's blocks is used. It changes nothing."""
+        await self._attachments.leading.confirmed()
+        ledger, limit = self._ledger(request.worker_id), request.limit or MAX_MAPPED_BLOCKS
+        if limit > MAX_MAPPED_BLOCKS:
+            what = f"is {limit}; expected at most {MAX_MAPPED_BLOCKS} blocks a page"
+            raise InvalidRequest(FieldViolation("limit", what))
+        return map_to_proto(ledger.block_map(request.first_block, limit, MAX_MAPPED_SEQUENCES))
+
+    async def GetBlock(
+        self, request: kvmanager_pb2.GetBlockRequest, context: _Context
+    ) -> kvmanager_pb2.GetBlockResponse:
+        """Return everything about one block. It changes nothing."""
+        await self._attachments.leading.confirmed()
+        found = self._ledger(request.worker_id).block(BlockId(request.block), MAX_SHOWN_HOLDERS)
+        if found is None:
+            raise NotFound(f"worker {request.worker_id} has no block {request.block}; GetPool says how many it has")
+        return block_to_proto(found)
+
+    def _ledger(self, worker_id: str) -> Ledger:
+        """Return the ledger of a worker, which must be named. Raises InvalidRequest and NotFound."""
+        if not worker_id:
+            raise InvalidRequest(FieldViolation("worker_id", "is missing; GetPool names the workers that are attached"))
+        return next(ledger for _, ledger in self._attachments.ledgers(worker_id))
+
+    async def ResetPrefixCache(
+        self, request: kvmanager_pb2.ResetPrefixCacheRequest, context: _Context
+    ) -> kvmanager_pb2.ResetPrefixCacheResponse:
+        """Drop the cached blocks that no sequence uses, on every worker, and wait until the index has none of them."""
+        await self._attachments.leading.confirmed()
+        number = secrets.randbits(_ID_BITS) + 1
+        resets = await self._attachments.reset_cache(number, _CONFIRM_S)
+        current = await self._attachments.index.flush(_INDEX_S)
+        return kvmanager_pb2.ResetPrefixCacheResponse(
+            dropped_blocks=sum(each.dropped_blocks for each in resets),
+            workers=[kvmanager_pb2.WorkerReset(**asdict(each)) for each in resets],
+            index_current=current,
+        )
+
+    async def PinPrefix(
+        self, request: kvmanager_pb2.PinPrefixRequest, context: _Context
+    ) -> kvmanager_pb2.PinPrefixResponse:
+        """Keep a prefix cached on every worker that computes it. Raises InvalidRequest beyond a bound."""
+        name, tenant, hashes, seconds = pin_from_proto(request)
+        pin = await self._pins.pin(name, tenant, hashes, request.num_tokens, seconds)
+        (workers,) = await self._pins.at_workers([pin])
+        return kvmanager_pb2.PinPrefixResponse(pin=pinned_to_proto(pin, workers), durable=self._pins.durable)
+
+    async def ListPins(
+        self, request: kvmanager_pb2.ListPinsRequest, context: _Context
+    ) -> kvmanager_pb2.ListPinsResponse:
+        """Return the pins, the oldest first, and what each worker has of them."""
+        pins = await self._pins.pins()
+        found = map(pinned_to_proto, pins, await self._pins.at_workers(pins))
+        return kvmanager_pb2.ListPinsResponse(pins=found, durable=self._pins.durable)
+
+    async def UnpinPrefix(
+        self, request: kvmanager_pb2.UnpinPrefixRequest, context: _Context
+    ) -> kvmanager_pb2.UnpinPrefixResponse:
+        """Let a pinned prefix be evicted as any other. Raises NotFound."""
+        await self._pins.unpin(request.name)
+        return kvmanager_pb2.UnpinPrefixResponse()
+
+    async def SubscribeKvEvents(
+        self, request: kvmanager_pb2.SubscribeKvEventsRequest, context: _Context
+    ) -> AsyncIterator[kvmanager_pb2.SubscribeKvEventsResponse]:
+        """Send each worker's membership, or what came since a position, and then every change."""
+        await self._attachments.leading.confirmed()
+        after = {each.worker_id: Position(each.stream, each.number) for each in request.after}
+        hub = self._attachments.events
+        subscription = hub.subscribe(request.worker_id, after)
+        try:
+            async for item in subscription.items():
+                yield item_to_proto(item)
+        finally:
+            hub.unsubscribe(subscription)
+
+
+def _tables(ledger: Ledger, request: kvmanager_pb2.GetBlockTableRequest) -> list[BlockTable]:
+    match request.WhichOneof("id"):
+        case "sequence":
+            table = ledger.block_table(SequenceId(request.sequence))
+            return [table] if table is not None else []
+        case "request_id":
+            return [table for table in ledger.block_tables() if table.request_id == request.request_id]
+        case _:
+            return list(ledger.block_tables())
+
+
+def _leader_to_proto(state: LeaderState, now: float) -> kvmanager_pb2.WatchLeaderResponse:
+    return kvmanager_pb2.WatchLeaderResponse(
+        owner=state.owner,
+        leads=state.leads,
+        term=state.term,
+        leader=state.leader,
+        state_seconds=max(0.0, now - state.since),
+        group=state.group,
+    )

@@ -1,0 +1,1 @@
+"""What stands between tokens and an answer: text, dialects of calls and thoughts, constraints."""

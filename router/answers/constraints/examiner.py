@@ -1,0 +1,182 @@
+"""The child process that examines constraints, one a line, for `router/answers/constraints/checker.py`.
+
+`python -m router.answers.constraints.examiner TOKENIZER_JSON [EOS_ID ...]` reads lines in JSON: `[number, kind, text]`
+begins an examination, `[number]` ends it. It answers each with `[number, unsupported, wrong, seconds]`: two sentences,
+which may be empty, and processor time. A process of its own examines each constraint. A constraint that takes too much
+processor time or overflows the stack ends this process; llguidance can catch neither. A fork costs a few milliseconds;
+a new process would read the tokenizer again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from llguidance import LLMatcher, LLTokenizer
+
+from common.constraint_grammar import grammar_of, parser_limits, passes_a_limit
+from common.contracts.limits import CONSTRAINT_CPU_SECONDS, CONSTRAINT_SECONDS
+from common.contracts.types import Constraint, ConstraintKind
+from router.answers.constraints.trial import fault_of
+
+_TOO_COMPLEX = "is too complex to be followed; make it smaller"
+_MAX_WORDS = 400
+# Error texts of llguidance, and what a client can do about them. The first match counts.
+_PLAINER = (
+    (r"Unimplemented keys: \[(.*)\]", r"uses keywords that cannot be enforced: \1; leave them out"),
+    (r"Unsatisfiable schema: Regex is empty", "allows no value: a pattern, a format and lengths contradict each other"),
+    (r"Unsatisfiable schema: (.*)", r"allows no value: \1"),
+    (r"min/maxProperties only", "uses minProperties or maxProperties beside optional properties; leave them out"),
+    (r"patternProperty regexes (.*) are not disjoint", r"has patternProperties \1 that overlap; make them differ"),
+    (r"Failed to generate regex for (\w+) range", r"has bounds of a \1 that cannot be enforced; make them smaller"),
+    (r"Resource '(.*?)' is not present", r"refers to another document, \1; put it into $defs"),
+    (r"oneOf constraints are not supported", "uses oneOf whose options may overlap; use anyOf, or make them differ"),
+    (r"NoExtension", "allows no output at all"),
+    (r"(?s)invalid regex (\".*?\") .*^error: (.*?)$", r"is wrong: \2; in the expression \1"),
+    (r"(?s)regex parse error.*^error: (.*?)$", r"is wrong in a pattern: \1"),
+    (r"invalid regex (\".*?\") \(in regex\): (.*?)( in regex.*)?$", r"is wrong: \2; in the expression \1"),
+    (r"increase limits|[Tt]oo complex|TooComplex|grammar size|[Tt]oo many items|max is \d+", _TOO_COMPLEX),
+    (r"recursion limit", "is nested too deeply; make it flatter"),
+    (r"Expecting object schema", 'is no JSON object; expected a schema such as {"type": "object"}'),
+)
+_DEAD_END = "allows outputs that nothing can follow; make its patterns and lengths agree"
+_IN_GRAMMAR = re.compile(r"(?s).*?failed to compile JSON schema: ")
+_LANGUAGE = {
+    ConstraintKind.JSON_SCHEMA: "a JSON schema",
+    ConstraintKind.REGEX: "a regular expression without look-around and back-references",
+    ConstraintKind.GRAMMAR: "a grammar in Lark's notation with the rule `start`",
+}
+
+
+def _tokenizer(path: Path, eos_token_ids: list[int]) -> LLTokenizer | str:
+    """Return the tokenizer, or why it cannot be used."""
+    try:
+        return LLTokenizer(str(path), eos_token=eos_token_ids or None)
+    except ValueError as error:
+        what = f"the tokenizer of this checkpoint cannot be constrained: {error}"
+        return f"{what}; it must spell its tokens as bytes"
+
+
+def _compiled(tokenizer: LLTokenizer, constraint: Constraint) -> LLMatcher:
+    """Compile as the worker does. Raises ValueError."""
+    matcher = LLMatcher(tokenizer, grammar_of(constraint), log_level=0, limits=parser_limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    return matcher
+
+
+def _words(kind: ConstraintKind, message: str) -> str:
+    """Return the mistake as a sentence: one of _PLAINER, else the first line of llguidance's own text.
+
+    A grammar for calls of tools has JSON schemas in it. Who sent these wrote no grammar.
+    """
+    if found := _IN_GRAMMAR.match(message):
+        kind, message = ConstraintKind.JSON_SCHEMA, message[found.end() :]
+    for pattern, words in _PLAINER:
+        if found := re.search(pattern, message, re.MULTILINE):
+            return found.expand(words)[:_MAX_WORDS]
+    first = message.strip().partition("\n")[0][:_MAX_WORDS]
+    return f"is not valid: {first}; expected {_LANGUAGE[kind]}"
+
+
+class Examiner:
+    """Runs a process for each examination. Each answers by itself; this one answers for those that a signal ended."""
+
+    def __init__(self, tokenizer: LLTokenizer | str) -> None:
+        self._tokenizer = tokenizer
+        # The number of the examination that a process does.
+        self._numbers: dict[int, int] = {}
+
+    def begin(self, number: int, kind: str, text: str) -> None:
+        if isinstance(self._tokenizer, str):
+            _answer(number, self._tokenizer, "")
+            return
+        with _no_reaping():
+            if child := os.fork():
+                self._numbers[child] = number
+                return
+        _examine(self._tokenizer, number, Constraint(ConstraintKind(kind), text))
+
+    def end(self, number: int) -> None:
+        """Kill the process of an examination; it needs no answer."""
+        with _no_reaping():
+            for child in [child for child, its in self._numbers.items() if its == number]:
+                del self._numbers[child]
+                os.kill(child, signal.SIGKILL)
+
+    def reap(self, *_: object) -> None:
+        """Take the statuses of processes that have ended."""
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                number = self._numbers.pop(ended[0], None)
+                if number is not None and ended[1]:
+                    _answer(number, "", _TOO_COMPLEX)
+
+
+@contextmanager
+def _no_reaping() -> Iterator[None]:
+    """Hold back the signal of ended processes; it comes afterwards."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+
+
+def _examine(tokenizer: LLTokenizer, number: int, constraint: Constraint) -> NoReturn:
+    """Examine a constraint in a process that ends with it, at the latest by one of its timers."""
+    status = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, CONSTRAINT_CPU_SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, CONSTRAINT_SECONDS)
+        _answer(number, "", *_verdict(tokenizer, constraint))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _verdict(tokenizer: LLTokenizer, constraint: Constraint) -> tuple[str, float]:
+    """Return what is wrong with a constraint, and the seconds of processor time to compile it."""
+    began = time.process_time()
+    try:
+        matcher = _compiled(tokenizer, constraint)
+    except ValueError as error:
+        return _words(constraint.kind, str(error)), time.process_time() - began
+    seconds = time.process_time() - began
+    fault = fault_of(matcher, tokenizer)
+    return ("" if not fault else _TOO_COMPLEX if passes_a_limit(fault) else _DEAD_END), seconds
+
+
+def _answer(number: int, unsupported: str, wrong: str, seconds: float = 0.0) -> None:
+    """Write a line at once; a pipe keeps lines whole that have less than 4096 bytes."""
+    os.write(sys.stdout.fileno(), json.dumps([number, unsupported, wrong, seconds]).encode() + b"\n")
+
+
+def main() -> None:
+    """Examine until the input ends."""
+    examiner = Examiner(_tokenizer(Path(sys.argv[1]), list(map(int, sys.argv[2:]))))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the router ends this process
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, examiner.reap)
+    for line in sys.stdin:
+        number, *constraint = json.loads(line)
+        if constraint:
+            examiner.begin(number, *constraint)
+        else:
+            examiner.end(number)
+
+
+if __name__ == "__main__":
+    main()

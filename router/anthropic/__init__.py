@@ -1,1 +1,0 @@
-"""The face for clients of Anthropic's Messages API: bodies become chats of `router/openai`, answers typed blocks."""

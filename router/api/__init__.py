@@ -1,0 +1,1 @@
+"""The client APIs, the admin plane with its page, and what they share."""

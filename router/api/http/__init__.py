@@ -1,0 +1,1 @@
+"""The HTTP server that the APIs over HTTP share."""

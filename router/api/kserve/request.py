@@ -1,0 +1,205 @@
+"""Reads a ModelInferRequest: Quire's own request, and the form of the answer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from common.contracts.errors import FieldViolation, InvalidRequest
+from quire.inference.v1 import inference_pb2
+from quire.kserve.v2 import kserve_pb2 as pb
+from router.api.kserve.sampling import Sampling, SamplingFields, sampling_of
+from router.api.kserve.tensors import (
+    CUMULATIVE_LOGPROB,
+    INPUT_IDS,
+    LOGPROBS,
+    OUTPUTS,
+    TEXT_INPUT,
+    TEXT_OUTPUT,
+    Tensor,
+    inputs_of,
+)
+from router.contracts.events import ValidatedRequest
+from router.contracts.ports import CallContext, RequestValidator
+
+_EMPTY_FINAL: Final = "triton_enable_empty_final_response"
+# Parameters of the protocol itself; all others are sampling parameters.
+_SETTINGS: Final[dict[str, type]] = {"priority": int, "timeout": int, "traceparent": str, _EMPTY_FINAL: bool}
+# The protocol's priorities count from 1, the most urgent; Quire's from -100 to 100, the most urgent.
+_MIDDLE_PRIORITY, _LAST_PRIORITY = 101, 201
+_MICROSECONDS: Final = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that was read. `violations` are all mistakes that this protocol can find.
+
+    `prefix` precedes the text of every sequence. `raw` tells the form of the tensors. `timeout` is in seconds.
+    """
+
+    generate: inference_pb2.GenerateRequest
+    sampling: Sampling
+    stream: bool
+    prefix: str
+    outputs: tuple[Tensor, ...]
+    raw: bool
+    empty_final: bool
+    timeout: float | None
+    violations: tuple[FieldViolation, ...]
+
+    async def validated(self, validator: RequestValidator, call: CallContext) -> ValidatedRequest:
+        """Return the request that the frontend serves. Raises InvalidRequest with all violations at once."""
+        if self.timeout is not None:
+            deadline = call.arrived + self.timeout
+            call = replace(call, deadline=deadline if call.deadline is None else min(deadline, call.deadline))
+        try:
+            request = await validator.validate(self.generate, call)
+        except InvalidRequest as error:
+            # This class has reported a missing prompt already, with the names of this protocol.
+            more = (self._translated(each) for each in error.violations if each.field != "input")
+            raise InvalidRequest(*self.violations, *more) from None
+        if self.violations:
+            raise InvalidRequest(*self.violations)
+        return request
+
+    def _translated(self, violation: FieldViolation) -> FieldViolation:
+        """Return a violation of Quire's own request with the field's path in the client's request."""
+        field = violation.field.removeprefix("sampling.")
+        if field.startswith("prompt"):
+            rest = field.removeprefix("prompt").removeprefix(".text").removeprefix(".token_ids.ids")
+            field = (TEXT_INPUT if self.generate.prompt.HasField("text") else INPUT_IDS).name + rest
+        name = re.split(r"[.\[]", field, maxsplit=1)[0]
+        ours = {"include_stop": "include_stop_str_in_output"}.get(name, name)
+        if ours in SamplingFields.model_fields:
+            field = self.sampling.path(ours) + field.removeprefix(name)
+        return replace(violation, field=field)
+
+
+class _Reader:
+    def __init__(self, request: pb.ModelInferRequest) -> None:
+        self._request = request
+        self._inputs, self.wrong = inputs_of(request)
+        self._given = {tensor.name for tensor in request.inputs}
+        self.generate = inference_pb2.GenerateRequest()
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        return bool(self._inputs[name][0]) if name in self._inputs else default
+
+    def read_prompt(self) -> None:
+        given = self._given & {TEXT_INPUT.name, INPUT_IDS.name}
+        if len(given) != 1:
+            what = (
+                "is given beside input_ids; expected one of them" if given else "is missing; expected it or input_ids"
+            )
+            self._refuse(TEXT_INPUT.name, what)
+        elif INPUT_IDS.name in self._inputs:
+            self.generate.prompt.token_ids.ids.extend(self._inputs[INPUT_IDS.name])
+        elif TEXT_INPUT.name in self._inputs:
+            self.generate.prompt.text = self._text(TEXT_INPUT.name)
+
+    def read_sampling(self, parameters: dict[str, Any]) -> Sampling:
+        text = self._inputs.get("sampling_parameters", [None])[0]
+        sampling, problems = sampling_of(parameters, text)
+        self.wrong += problems
+        sampling.fields.write(self.generate)
+        return sampling
+
+    def read_parameters(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the protocol's own settings, those that are wrong left out, and the sampling parameters."""
+        settings, others = dict[str, Any](), dict[str, Any]()
+        for name, parameter in self._request.parameters.items():
+            choice = parameter.WhichOneof("parameter_choice")
+            value = getattr(parameter, choice) if choice else None
+            expected = _SETTINGS.get(name)
+            if expected is None:
+                others[name] = value
+            elif type(value) is expected:
+                settings[name] = value
+            else:
+                self._refuse(f"parameters.{name}", f"is {value!r}; expected {expected.__name__}")
+        return settings, others
+
+    def read_priority(self, priority: int) -> None:
+        """Set the priority; 0 is the default."""
+        if 0 <= priority <= _LAST_PRIORITY:
+            self.generate.priority = _MIDDLE_PRIORITY - (priority or _MIDDLE_PRIORITY)
+        else:
+            what = f"is {priority}; expected 1 (first) to {_LAST_PRIORITY}, or 0 for the default of {_MIDDLE_PRIORITY}"
+            self._refuse("parameters.priority", what)
+
+    def timeout(self, microseconds: int) -> float | None:
+        """Return the seconds that the client gives; 0 is no limit."""
+        if microseconds < 0:
+            self._refuse("parameters.timeout", f"is {microseconds}; expected microseconds, or 0 for no limit")
+        return microseconds / _MICROSECONDS if microseconds > 0 else None
+
+    def stream(self, offered: bool) -> bool:
+        stream = self.flag("stream")
+        if stream and not offered:
+            self._refuse("stream", "is true, and ModelInfer answers once; call ModelStreamInfer")
+        return stream
+
+    def prefix(self, stream: bool) -> str:
+        """Return the prompt where the client requests it before the output; that is the default without streaming."""
+        name = "exclude_input_in_output"
+        text = self.generate.prompt.text
+        if self.flag(name, default=stream or not text):
+            return ""
+        if stream:
+            self._refuse(name, "is false, and so the prompt would come again with each response; expected true")
+        elif not text:
+            self._refuse(name, "is false, and there is no text_input to put before the output; expected true")
+        return text
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """Return the outputs of the answer: text_output unless others are named, and those that `return_...` adds."""
+        known = {tensor.name for tensor in OUTPUTS}
+        named = [output.name for output in self._request.outputs]
+        if len(named) > len(OUTPUTS):
+            what = f"names {len(named)} tensors; expected each of the {len(OUTPUTS)} that there are at most once"
+            self._refuse("outputs", what)
+        for place, output in enumerate(self._request.outputs[: len(OUTPUTS)]):
+            if output.name not in known:
+                what = f"is {output.name!r}; expected one of {', '.join(tensor.name for tensor in OUTPUTS)}"
+                self._refuse(f"outputs[{place}].name", what)
+            elif output.parameters:
+                what = f"has {', '.join(sorted(output.parameters))}, which is not offered; expected none"
+                self._refuse(f"outputs[{place}].parameters", what)
+        wanted = {*(named or [TEXT_OUTPUT.name]), *(name for name in known if self.flag(f"return_{name}"))}
+        return tuple([tensor for tensor in OUTPUTS if tensor.name in wanted])
+
+    def _text(self, name: str) -> str:
+        try:
+            return bytes(self._inputs[name][0]).decode()
+        except UnicodeDecodeError as error:
+            self._refuse(name, f"is not UTF-8 at byte {error.start}; expected text")
+            return ""
+
+    def _refuse(self, field: str, what: str) -> None:
+        self.wrong.append(FieldViolation(field, what))
+
+
+def read(request: pb.ModelInferRequest, streaming: bool) -> Asked:
+    """Return the client's request; `streaming` means that the answer may come in parts. Never raises."""
+    reader = _Reader(request)
+    reader.read_prompt()
+    settings, parameters = reader.read_parameters()
+    sampling = reader.read_sampling(parameters)
+    reader.read_priority(settings.get("priority", 0))
+    reader.generate.traceparent = settings.get("traceparent", "")
+    outputs = reader.outputs()
+    if {LOGPROBS, CUMULATIVE_LOGPROB} & set(outputs) and not reader.generate.sampling.HasField("logprobs"):
+        reader.generate.sampling.logprobs = 0
+    stream = reader.stream(streaming)
+    return Asked(
+        generate=reader.generate,
+        sampling=sampling,
+        stream=stream,
+        prefix=reader.prefix(stream),
+        outputs=outputs,
+        raw=bool(request.raw_input_contents) or not any(each.HasField("contents") for each in request.inputs),
+        empty_final=settings.get(_EMPTY_FINAL, False),
+        timeout=reader.timeout(settings.get("timeout", 0)),
+        violations=tuple(reader.wrong),
+    )

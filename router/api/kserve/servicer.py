@@ -1,0 +1,194 @@
+"""The Open Inference Protocol over gRPC: translates calls to the router's ports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Final, TypeAlias
+
+from common.contracts.errors import ModelNotFound, QuireError
+from common.contracts.limits import MAX_REPLY_BYTES
+from common.rpc.call_notes import NOTES
+from common.rpc.interceptor import send
+from common.version import quire_version
+from quire.kserve.v2 import kserve_pb2 as pb
+from quire.kserve.v2 import kserve_pb2_grpc as rpc
+from router.api.kserve.answer import LEAST_ENTRY_BYTES, VERSION, Answer, error_response
+from router.api.kserve.request import read
+from router.api.kserve.tensors import INPUTS, LOGPROBS, OUTPUTS, Tensor
+from router.api.shared.answer_size import AnswerRoom, check_least_size, checked_reply
+from router.api.shared.call_context import Calls, Context, metadata_of
+from router.contracts.events import Tokens
+from router.contracts.ports import CallContext, Frontend, ModelCard, RequestValidator
+from router.requests.request_ids import automatic_id
+from router.tenants.tenancy import Charge
+
+KSERVE_SERVICE: Final = "inference.GRPCInferenceService"
+# Concurrent requests of one stream; further ones wait in the client's own buffers.
+MOST_AT_ONCE: Final = 1024
+_EXTENSIONS: Final = ("model_configuration", "parameters")
+_PLATFORM: Final = "quire"
+
+Responses: TypeAlias = AsyncGenerator[pb.ModelInferResponse, None]
+
+
+class KserveServicer(rpc.GRPCInferenceServiceServicer):
+    """Answers clients of the protocol. `ready` is false until a worker is usable, and while draining."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        validator: RequestValidator,
+        card: ModelCard,
+        ready: Callable[[], bool],
+        calls: Calls,
+    ) -> None:
+        self._frontend, self._validator = frontend, validator
+        self._card, self._ready, self._calls = card, ready, calls
+        self._room = AnswerRoom()
+
+    # ------------------------------------------------------------ what is served
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self._ready())
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+        return pb.ModelReadyResponse(ready=self._ready() and self._serves(request.name, request.version))
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(name="quire", version=quire_version(), extensions=_EXTENSIONS)
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
+        """Return the model's tensors. NOT_FOUND for another model."""
+        self._calls.caller(context)
+        self._check_model(request.name, request.version)
+        return pb.ModelMetadataResponse(
+            name=self._card.name,
+            versions=[VERSION],
+            platform=_PLATFORM,
+            inputs=map(_metadata, INPUTS),
+            outputs=map(_metadata, OUTPUTS),
+        )
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        """Return how to call the model. NOT_FOUND for another one."""
+        self._calls.caller(context)
+        self._check_model(request.name, request.version)
+        config = pb.ModelConfig(
+            name=self._card.name,
+            platform=_PLATFORM,
+            backend=_PLATFORM,
+            model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
+        )
+        for each in INPUTS:
+            config.input.add(name=each.name, data_type=each.datatype.config, dims=[each.length], optional=True)
+        for each in OUTPUTS:
+            config.output.add(name=each.name, data_type=each.datatype.config, dims=[each.length])
+        return pb.ModelConfigResponse(config=config)
+
+    # ------------------------------------------------------------ requests
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+        """Answer one request as a whole. DEADLINE_EXCEEDED when the deadline cut it short."""
+        call = self._calls.context(context)
+        async with aclosing(self._responses(request, call, streaming=False)) as responses:
+            return await anext(responses)
+
+    async def ModelStreamInfer(  # type: ignore[override] # it writes, as several requests answer at once
+        self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
+    ) -> None:
+        """Answer requests as they come, each in a task of its own. All of them end with the call."""
+        stream = _Stream(self._responses, self._calls.context(context), context)
+        places = asyncio.Semaphore(MOST_AT_ONCE)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for request in requests:
+                    await places.acquire()
+                    call = stream.call(self._calls.clock.monotonic())
+                    tasks.create_task(stream.serve(request, call)).add_done_callback(lambda _: places.release())
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+
+    async def _responses(self, request: pb.ModelInferRequest, call: CallContext, streaming: bool) -> Responses:
+        """Yield the responses to one request; the last response is the final one."""
+        self._check_model(request.model_name, request.model_version)
+        asked = read(request, streaming)
+        validated = await asked.validated(self._validator, call)
+        if not asked.stream:
+            entry = LEAST_ENTRY_BYTES if LOGPROBS in asked.outputs else 0
+            check_least_size([validated], 0, entry, MAX_REPLY_BYTES)
+        place = self._room.place(MAX_REPLY_BYTES)
+        answer = Answer(request, asked, validated.sampling.n, _ignore if asked.stream else place.grow)
+        try:
+            async with aclosing(self._frontend.generate(replace(validated, whole=not asked.stream))) as events:
+                async for event in events:
+                    answer.take(event)
+                    if asked.stream and isinstance(event, Tokens):
+                        yield answer.response()
+            # The final response promises that no error follows, so it is sent last.
+            yield checked_reply(answer.response(final=True))
+        finally:
+            place.leave()
+
+    def _serves(self, name: str, version: str) -> bool:
+        return name in self._card.names and version in ("", VERSION)
+
+    def _check_model(self, name: str, version: str) -> None:
+        if not self._serves(name, version):
+            asked = f"{name!r}, version {version!r}," if version else repr(name)
+            what = f"model {asked} is not served here; {self._card.name!r}, version {VERSION!r}, is"
+            raise ModelNotFound(what, name)
+
+
+class _Stream:
+    """One ModelStreamInfer call: serves its requests, and writes one response at a time."""
+
+    def __init__(self, respond: Callable[..., Responses], call: CallContext, context: Context) -> None:
+        self._respond, self._call, self._context = respond, call, context
+        # Triton's clients set this to get a status in place of an error message.
+        self._strict = metadata_of(context, "triton_grpc_error") == "true"
+        self._writing = asyncio.Lock()
+
+    def call(self, now: float) -> CallContext:
+        """Return the context of a request that has just come on this stream."""
+        return replace(self._call, arrived=now, charge=Charge(), request_id=automatic_id())
+
+    async def serve(self, request: pb.ModelInferRequest, call: CallContext) -> None:
+        """Answer one request. Its error goes to the client on the stream, and the stream goes on."""
+        try:
+            async with aclosing(self._respond(request, call, streaming=True)) as responses:
+                async for response in responses:
+                    await self._write(pb.ModelStreamInferResponse(infer_response=response))
+        except QuireError as error:
+            if self._strict:
+                raise
+            if (notes := NOTES.get()) is not None:
+                notes.refused_within(error, call.request_id)
+            await self._write(error_response(request, error, call.request_id))
+
+    async def _write(self, response: pb.ModelStreamInferResponse) -> None:
+        async with self._writing:
+            await send(self._context, response)
+
+
+def _ignore(size: int) -> None:
+    """Count nothing: what is streamed is not collected."""
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error of those that ended a stream."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _metadata(tensor: Tensor) -> pb.ModelMetadataResponse.TensorMetadata:
+    return pb.ModelMetadataResponse.TensorMetadata(
+        name=tensor.name, datatype=tensor.datatype.name, shape=[tensor.length]
+    )

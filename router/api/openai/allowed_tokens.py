@@ -1,0 +1,51 @@
+"""`allowed_token_ids`: the output consists of these tokens, as a grammar of them.
+
+A grammar also lets an output end. A token that ends the text must be allowed by name, so others are made unlikely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final
+
+from common.contracts.errors import FieldViolation, InvalidRequest
+from common.contracts.types import Constraint, ConstraintKind
+from quire.types.v1 import types_pb2
+
+FIELD: Final = "allowed_token_ids"
+# The lowest logit bias that requests may have: e^-100 of a probability.
+_NEVER: Final = -100.0
+
+
+def allowed_tokens(ids: Sequence[int]) -> Constraint:
+    """Return the constraint to any number of these tokens. Raises InvalidRequest without tokens."""
+    if not ids:
+        raise InvalidRequest(FieldViolation(FIELD, "is empty; expected at least one token id"))
+    return Constraint(ConstraintKind.GRAMMAR, f"start: <[{','.join(_ranges(ids))}]>*")
+
+
+def check_allowed(ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidRequest that names the first id which is not in the vocabulary."""
+    for place, token_id in enumerate(ids):
+        if not 0 <= token_id < vocab_size:
+            what = f"is {token_id}; expected a token id, 0 to {vocab_size - 1}"
+            raise InvalidRequest(FieldViolation(f"{FIELD}[{place}]", what))
+
+
+def forbid_other_ends(sampling: types_pb2.SamplingParams, ids: Sequence[int], ends: Collection[int]) -> None:
+    """Let none of `ends` end the output unless it is allowed."""
+    for token_id in set(ends).difference(ids):
+        sampling.logit_bias[token_id] = _NEVER
+
+
+def _ranges(ids: Sequence[int]) -> Iterator[str]:
+    """Yield the ids in order, those that follow each other as first-last."""
+    ordered = sorted(set(ids))
+    first = last = ordered[0]
+    for token_id in [*ordered[1:], None]:
+        if token_id is not None and token_id == last + 1:
+            last = token_id
+            continue
+        yield str(first) if first == last else f"{first}-{last}"
+        if token_id is not None:
+            first = last = token_id

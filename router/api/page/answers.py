@@ -1,0 +1,188 @@
+"""Answers to questions for data: shared for a second, few at once, and few questions of one address."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Final
+
+from common.contracts.clock import Clock
+from common.contracts.errors import InvalidRequest, NotFound, QuireError, Unavailable
+from common.process.small_http import Reply
+from common.process.turns import in_steps
+from router.api.page.loop_share import LoopShare
+from router.api.page.query import Query
+
+# Several tabs and several people share an answer for so long.
+FRESH_S: Final = 1.0
+MOST_KEPT: Final = 64
+# Questions that wait for an answer, of all and of one address.
+MOST_WAITING: Final = 64
+MOST_WAITING_A_PEER: Final = 16
+AT_ONCE: Final = 4
+_STATUSES: Final[tuple[tuple[type[QuireError], HTTPStatus], ...]] = (
+    (InvalidRequest, HTTPStatus.BAD_REQUEST),
+    (NotFound, HTTPStatus.NOT_FOUND),
+    (Unavailable, HTTPStatus.SERVICE_UNAVAILABLE),
+)
+
+Key = tuple[str, tuple[tuple[str, str], ...]]
+"""The name of a source, and the parameters by name."""
+Later = Callable[[float, Callable[[], None]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What answers one path, and the parameters that it takes. `check` raises InvalidRequest for wrong values."""
+
+    answer: Callable[[Query], Awaitable[object]]
+    parameters: frozenset[str] = field(default=frozenset())
+    check: Callable[[Query], object] = lambda _: None
+
+
+@dataclass(slots=True)
+class _Question:
+    """A question and how many readers wait for its answer. `peer` is the address of the first."""
+
+    key: Key
+    peer: str
+    task: asyncio.Task[Reply]
+    readers: int = 0
+
+
+class Answers:
+    """`later` calls a function after some seconds; by default the event loop does."""
+
+    def __init__(self, sources: Mapping[str, Source], clock: Clock, later: Later | None = None) -> None:
+        self._sources, self._later = sources, later
+        self._waiting: dict[Key, _Question] = {}
+        self._by_peer = Counter[str]()
+        self._kept: dict[Key, Reply] = {}
+        self._share, self._turns = LoopShare(clock), asyncio.Semaphore(AT_ONCE)
+
+    @property
+    def kept(self) -> int:
+        """How many answers are kept for those who ask the same."""
+        return len(self._kept)
+
+    async def to(self, name: str, query: str, peer: str) -> Reply:
+        """Answer with what an equal question got within the last second, or is about to get.
+
+        A wrong question is refused at once: it takes no place.
+        """
+        source = self._sources.get(name)
+        if source is None:
+            words = f"there is no data of this name; expected {', '.join(sorted(self._sources))}"
+            return error_of(NotFound(words))
+        try:
+            parameters = Query(query)
+            parameters.allow(source.parameters)
+            source.check(parameters)
+        except InvalidRequest as error:
+            return error_of(error)
+        key = name, parameters.key()
+        if (kept := self._kept.get(key)) is not None:
+            return kept
+        question = self._waiting.get(key)
+        if question is None:
+            if full := self._full(peer):
+                return error_reply(HTTPStatus.TOO_MANY_REQUESTS, f"{full}; ask again in a second", "overloaded")
+            question = self._begin(_Question(key, peer, asyncio.create_task(self._made(source, parameters))))
+        return await self._read(question)
+
+    def _full(self, peer: str) -> str:
+        """Return why a new question gets no place, or ""."""
+        if self._by_peer.total() >= MOST_WAITING:
+            return f"too many questions at once: {MOST_WAITING} wait"
+        if self._by_peer[peer] >= MOST_WAITING_A_PEER:
+            return f"too many questions at once: {MOST_WAITING_A_PEER} of {peer} wait"
+        return ""
+
+    def _begin(self, question: _Question) -> _Question:
+        self._waiting[question.key] = question
+        self._by_peer[question.peer] += 1
+        question.task.add_done_callback(lambda task: self._end(question, task))
+        return question
+
+    def _end(self, question: _Question, task: asyncio.Task[Reply]) -> None:
+        self._drop(question)
+        self._by_peer[question.peer] -= 1
+        if not self._by_peer[question.peer]:
+            del self._by_peer[question.peer]
+        if task.cancelled() or task.exception() is not None:
+            return
+        while len(self._kept) >= MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
+        reply = self._kept[question.key] = task.result()
+        later = self._later or asyncio.get_running_loop().call_later
+        later(FRESH_S, lambda: self._forget(question.key, reply))
+
+    def _drop(self, question: _Question) -> None:
+        """Let nobody join a question."""
+        if self._waiting.get(question.key) is question:
+            del self._waiting[question.key]
+
+    def _forget(self, key: Key, reply: Reply) -> None:
+        if self._kept.get(key) is reply:
+            del self._kept[key]
+
+    async def _read(self, question: _Question) -> Reply:
+        """Wait for the answer. A question without readers is dropped."""
+        question.readers += 1
+        try:
+            return await asyncio.shield(question.task)
+        finally:
+            question.readers -= 1
+            # It counts until it has ended, but nobody joins it any more.
+            if not question.readers and question.task.cancel():
+                self._drop(question)
+
+    async def _made(self, source: Source, parameters: Query) -> Reply:
+        async with self._turns:
+            return await self._share.run(_answered(source, parameters))
+
+
+async def _answered(source: Source, parameters: Query) -> Reply:
+    try:
+        return _reply(HTTPStatus.OK, await json_of(await source.answer(parameters)))
+    except QuireError as error:
+        return error_of(error)
+
+
+async def json_of(value: Any) -> str:
+    """Return an object as JSON, in steps: members that are lists take a few entries in each."""
+    if not isinstance(value, dict):
+        return _dumped(value)
+    members = []
+    for name, member in value.items():
+        long = isinstance(member, list) and not _is_plain(member)
+        text = f"[{','.join(await in_steps(_dumped, member))}]" if long else _dumped(member)
+        members.append(f"{_dumped(name)}:{text}")
+    await asyncio.sleep(0)
+    return f"{{{','.join(members)}}}"
+
+
+def _is_plain(values: Collection[object]) -> bool:
+    """Return whether a list has numbers and texts alone, of which many are written in no time."""
+    return not any(isinstance(each, dict | list) for each in values)
+
+
+def _dumped(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def error_of(error: QuireError) -> Reply:
+    status = next((each for kind, each in _STATUSES if isinstance(error, kind)), HTTPStatus.INTERNAL_SERVER_ERROR)
+    return error_reply(status, str(error), error.reason.lower())
+
+
+def error_reply(status: HTTPStatus, message: str, code: str) -> Reply:
+    return _reply(status, _dumped({"error": {"message": message, "code": code}}))
+
+
+def _reply(status: HTTPStatus, body: str) -> Reply:
+    return Reply(status, "application/json", body.encode(errors="replace"))

@@ -1,0 +1,1 @@
+"""What the client APIs share: the context of a call, charges, sizes of answers, ranges of numbers in JSON."""

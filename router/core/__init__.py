@@ -1,1 +1,0 @@
-"""Pure decisions of the router package: standard library and `common` contracts only."""

@@ -1,0 +1,83 @@
+"""What is asked of a worker: the sequences to place there, and the verdict whether a worker may be chosen for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from common.contracts.lease import blocks_needed
+from router.placement.worker_model import Capacity, WorkerModel
+
+# Sequences at a worker per place in its batch: some wait there, so that the batch stays full between two messages.
+OVERCOMMIT = 2
+# Times as many for tenants below their share: the places of others do not count for them.
+ENTITLED = 2
+TOO_LARGE = "too large"
+"""How the reason begins of a worker that could never hold the request; the request's sizes follow."""
+
+
+class Outcome(StrEnum):
+    PLACED = "placed"
+    WAIT = "wait"
+    NO_WORKER = "no_worker"
+    TOO_LARGE = "too_large"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    """Sequences to place at one worker. `prompt_tokens` include output of an earlier run.
+
+    `max_len` bounds prompt and output of one sequence.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    max_len: int
+    max_tokens: int
+    sequences: int = 1
+    traceparent: str = ""
+    # Whether the tenant is below its share: its sequences may go to a worker whose places others hold.
+    entitled: bool = False
+    # Workers that are not to serve it.
+    avoids: frozenset[str] = frozenset()
+    # Seconds until its deadline.
+    left: float | None = None
+    # Whether it passes what is before it at a worker, so that its own work alone can make it late.
+    passes: bool = False
+
+
+def verdict(worker: WorkerModel, placement: PlacementRequest, now: float) -> tuple[Outcome, str]:
+    """Return PLACED when the worker may be chosen, else the outcome without it and the reason."""
+    if reason := too_large(worker.capacity, placement):
+        return Outcome.TOO_LARGE, reason
+    if worker.worker_id in placement.avoids:
+        return Outcome.NO_WORKER, "another worker is wanted: it has computed the prompt"
+    if trouble := worker.trouble(now):
+        return Outcome.NO_WORKER, f"{trouble[0].value}: {trouble[1]}"
+    limit = max(places_of(worker) * (ENTITLED if placement.entitled else 1), placement.sequences)
+    if worker.sequences + placement.sequences > limit:
+        return Outcome.WAIT, f"over limit: {worker.sequences} sequences of at most {limit}"
+    return Outcome.PLACED, ""
+
+
+def too_large(capacity: Capacity, placement: PlacementRequest) -> str:
+    """Return why a worker of this capacity can never hold the request; "": it can."""
+    if placement.max_len > capacity.max_model_len:
+        return f"{TOO_LARGE}: {placement.max_len} tokens of at most {capacity.max_model_len}"
+    needed = blocks_needed(placement.prompt_tokens, placement.max_len, capacity.block_size, capacity.window)
+    return f"{TOO_LARGE}: {needed} blocks of {capacity.num_blocks} in its pool" if needed > capacity.num_blocks else ""
+
+
+def may_recover(worker: WorkerModel, placement: PlacementRequest) -> bool:
+    """Return whether a worker that is in trouble now may serve the request later."""
+    return worker.worker_id not in placement.avoids and not worker.drains
+
+
+def places_of(worker: WorkerModel) -> int:
+    """Return how many sequences a worker may have, those that wait there included."""
+    return OVERCOMMIT * worker.capacity.max_num_seqs
+
+
+def must_wait(worker: WorkerModel, placement: PlacementRequest, now: float) -> bool:
+    """Return whether a worker could take the request later, and not now: too many sequences are there."""
+    return verdict(worker, placement, now)[0] is Outcome.WAIT

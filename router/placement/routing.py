@@ -1,0 +1,332 @@
+"""The choice of a worker: a continuous cost in predicted seconds, filters with reasons (`placement.py`), and a record.
+
+    cost(w) = queue_delay(w) + prefill(prompt - hit(w)) + decode_pressure(w)
+
+    queue_delay      prompt tokens ahead, the steps in flight, and the wait for a place in the batch or for blocks
+    prefill          uncached prompt tokens, and the step that samples the first token
+    decode_pressure  the steps of the expected output, each as slow as a batch with this request in it
+
+There is no switch between affinity and balance. A hit is worth the prefill that it saves, and a busy worker costs more
+by its queue and its slower steps.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from common.contracts.clock import Clock
+from common.contracts.types import Candidate, Decision, DecisionKind
+from router.placement.least_times import Bounds, LeastTime, LeastTimes
+from router.placement.placement import Outcome, PlacementRequest, may_recover, too_large, verdict
+from router.placement.shortlist import named, shortlist, unnamed
+from router.placement.usual_rates import UsualRates, believed, trust_in
+from router.placement.worker_model import WorkerModel
+from router.placement.worker_wait import departures, steps_ahead, wait_for_room
+
+# Costs closer than this count as equal: signals are no more precise, and a tie must not favour the first worker.
+TIE_SECONDS = 1e-4
+# What was measured longer ago refuses no request for its deadline: a stay of sequences, and rates of an idle worker.
+OLD_S = 30.0
+# Added for a worker without its KV manager, which grants no blocks: about the time of a restart of the manager.
+MANAGER_AWAY_S = 1.0
+TOO_LATE = "too late"
+"""How the reason begins of a worker that would miss the deadline; the seconds follow."""
+_BEST_FIRST = (Outcome.PLACED, Outcome.WAIT, Outcome.NO_WORKER, Outcome.TOO_LARGE)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A routing decision; `worker` is None unless the outcome is PLACED.
+
+    `first_token_s` is in predicted seconds. `least_s` may refuse the request for its deadline: what is known of that at
+    the chosen worker, or, where all with a place would be too late, the least at any worker that may serve it.
+    """
+
+    outcome: Outcome
+    decision: Decision
+    worker: WorkerModel | None = None
+    hit_blocks: int = 0
+    first_token_s: float = 0.0
+    least_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCost:
+    """Predicted seconds. `known_delay` is the part of `queue_delay` that was measured lately.
+
+    An idle worker whose rates are old is `unproven`: it would get no more requests, and so never be measured again, if
+    one bad rate refused them all for their deadlines.
+    """
+
+    worker: WorkerModel
+    hit_blocks: int
+    trust: float
+    queue_delay: float
+    known_delay: float
+    prefill: float
+    decode_pressure: float
+    unproven: bool
+    # Of the prefill, for each token.
+    token_s: float
+
+    @property
+    def work_s(self) -> float:
+        return 0.0 if self.unproven else self.prefill
+
+    @property
+    def known_s(self) -> float:
+        return 0.0 if self.unproven else self.known_delay + self.prefill
+
+    @property
+    def total(self) -> float:
+        return self.queue_delay + self.prefill + self.decode_pressure
+
+    def counted_s(self, passes: bool) -> float:
+        """Return the seconds to the first token that may make the request too late; it may pass what is before it."""
+        return self.work_s if passes else self.known_s
+
+    def too_late(self, left: float, counted: float) -> Candidate:
+        """Return the record of a worker that would miss the deadline where another one keeps it."""
+        reason = f"{TOO_LATE}: {left:.3f} s are left, and the first token is predicted in {counted:.3f} s"
+        figures = (("hit_blocks", float(self.hit_blocks)),) if self.hit_blocks else ()
+        return Candidate(self.worker.worker_id, rejected=reason, figures=figures)
+
+    def candidate(self) -> Candidate:
+        terms = (
+            ("queue_delay", self.queue_delay),
+            ("prefill", self.prefill),
+            ("decode_pressure", self.decode_pressure),
+        )
+        figures = [("hit_blocks", float(self.hit_blocks))]
+        if self.trust < 1.0:
+            figures.append(("trust", self.trust))
+        return Candidate(self.worker.worker_id, self.total, terms, figures=tuple(figures))
+
+
+class Router:
+    """Chooses workers. `seed` breaks ties, and draws the workers to price where there are many (`shortlist.py`).
+
+    With a decision's id it gives the same pick again.
+    """
+
+    def __init__(self, clock: Clock, new_id: Callable[[], str], seed: int) -> None:
+        self._clock, self._new_id, self._seed = clock, new_id, seed
+        self._least = LeastTimes()
+
+    def route(
+        self,
+        placement: PlacementRequest,
+        workers: Sequence[WorkerModel],
+        hits: Mapping[str, int],
+        absent: Collection[tuple[str, str]] = (),
+        decision_id: str = "",
+    ) -> Choice:
+        """Return the choice among `workers`; `hits` are blocks by worker id, `absent` names of others with reasons.
+
+        The decision has the next id, or the one that is given.
+        """
+        now, decision_id = self._clock.monotonic(), decision_id or self._new_id()
+        seen = shortlist(workers, hits, self._drawn(decision_id))
+        found = _Priced.of(placement, seen, hits, now)
+        if not found.costs and len(seen) < len(workers):
+            # Nearly all are full: one of the others may have room, and of many with room a few are enough.
+            verdicts = [verdict(each, placement, now)[0] for each in workers]
+            room = [each for each, outcome in zip(workers, verdicts, strict=True) if outcome is Outcome.PLACED]
+            if room:
+                seen = shortlist(room, hits, self._drawn(decision_id))
+                found = _Priced.of(placement, seen, hits, now)
+            found.verdicts.update(verdicts)
+        least_s: float | None = None
+        if found.costs and not found.has_one_in_time(placement):
+            look = self._look(placement, workers, seen, hits)
+            seen, found, least_s = look.seen, look.priced, look.least_s(placement, placement.passes or bool(absent))
+        found.leave_out_late(placement)
+        best, tied = self._pick(found.costs, decision_id) if found.costs else (None, 0)
+        outcome = next((each for each in _BEST_FIRST if each in found.verdicts), Outcome.NO_WORKER)
+        chosen = best.worker.worker_id if best else outcome.value
+        candidates = [cost.candidate() for cost in found.costs] + found.out
+        kept = (*named(candidates, chosen), *(Candidate(name, rejected=reason) for name, reason in absent))
+        names = {each.name for each in kept}
+        decision = Decision(
+            decision_id=decision_id,
+            kind=DecisionKind.ROUTING,
+            time_ns=self._clock.time_ns(),
+            chosen=chosen,
+            request_id=placement.request_id,
+            candidates=kept,
+            signal_ages=tuple(_ages([worker for worker in seen if worker.worker_id in names], now)),
+            figures=(
+                ("prompt_tokens", float(placement.prompt_tokens)),
+                ("tied", float(tied)),
+                ("seed", float(self._seed)),
+                *unnamed(candidates, kept, len(workers)),
+            ),
+            traceparent=placement.traceparent,
+            worker=best.worker.worker_id if best else "",
+        )
+        if best is None:
+            return Choice(outcome, decision)
+        first_token_s = best.queue_delay + best.prefill
+        least_s = best.counted_s(placement.passes) if least_s is None else least_s
+        return Choice(outcome, decision, best.worker, best.hit_blocks, first_token_s, least_s)
+
+    def soonest_s(
+        self, placement: PlacementRequest, workers: Sequence[WorkerModel], hits: Mapping[str, int], has_room: bool
+    ) -> float:
+        """Return the least known seconds to the first token at a worker that may serve it, now or later; 0: none may.
+
+        `has_room` leaves out what is before it there: what remains is its own work. So does a worker in trouble that
+        may soon be well: when it continues is unknown.
+        """
+        drawn = shortlist(workers, hits, self._drawn(placement.request_id))
+        return self._look(placement, workers, drawn, hits).least_s(placement, has_room)
+
+    def _look(
+        self,
+        placement: PlacementRequest,
+        workers: Sequence[WorkerModel],
+        drawn: Sequence[WorkerModel],
+        hits: Mapping[str, int],
+    ) -> _Look:
+        """Price the drawn workers, and of many those with the lowest bounds too."""
+        now = self._clock.monotonic()
+        if len(drawn) == len(workers):
+            return _Look(workers, _Priced.of(placement, workers, hits, now))
+        if self._least.is_old(len(workers), now):
+            usual, well = UsualRates.of(workers), [each for each in workers if each.trouble(now) is None]
+            away = [each for each in workers if each.trouble(now) is not None]
+            self._least.keep((_least_time(each, usual, now) for each in well), away, len(workers), now)
+        bounds = self._least.bounds(
+            workers, hits, placement.prompt_tokens, placement.avoids, lambda each: not too_large(each, placement)
+        )
+        names = bounds.soonest().union(worker.worker_id for worker in drawn)
+        seen = [worker for worker in workers if worker.worker_id in names]
+        return _Look(seen, _Priced.of(placement, seen, hits, now), bounds, names)
+
+    def _pick(self, costs: list[WorkerCost], decision_id: str) -> tuple[WorkerCost, int]:
+        """Return the cheapest worker, or one of those that tie with it at random, and how many tie."""
+        cheapest = min(cost.total for cost in costs)
+        tied = [cost for cost in costs if cost.total <= cheapest + TIE_SECONDS]
+        return tied[self._drawn(decision_id) % len(tied)], len(tied)
+
+    def _drawn(self, decision_id: str) -> int:
+        """Return a number that is random from one decision to the next, and the same for one decision."""
+        return zlib.crc32(f"{self._seed}:{decision_id}".encode())
+
+
+def _ages(workers: Sequence[WorkerModel], now: float) -> Iterator[tuple[str, float]]:
+    """Yield the age of each signal that enters the costs; assumed rates have no age."""
+    for worker in workers:
+        yield f"{worker.worker_id}.heartbeat", now - worker.heartbeat_at
+        if worker.shown_at > float("-inf"):
+            yield f"{worker.worker_id}.rates", now - worker.shown_at
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """What each worker would cost, or why it is out. Those that are full or away may serve a request `later`."""
+
+    usual: UsualRates
+    now: float
+    costs: list[WorkerCost] = field(default_factory=list)
+    out: list[Candidate] = field(default_factory=list)
+    verdicts: set[Outcome] = field(default_factory=set)
+    later: list[tuple[WorkerModel, int]] = field(default_factory=list)
+    recovering: list[WorkerModel] = field(default_factory=list)
+
+    @staticmethod
+    def of(placement: PlacementRequest, workers: Sequence[WorkerModel], hits: Mapping[str, int], now: float) -> _Priced:
+        found = _Priced(UsualRates.of(workers), now)
+        for worker in workers:
+            outcome, reason = verdict(worker, placement, now)
+            found.verdicts.add(outcome)
+            hit_blocks = hits.get(worker.worker_id, 0)
+            if outcome is Outcome.PLACED:
+                found.costs.append(_cost(worker, placement, hit_blocks, found.usual, now))
+                continue
+            figures = (("hit_blocks", float(hit_blocks)),) if hit_blocks else ()
+            found.out.append(Candidate(worker.worker_id, rejected=reason, figures=figures))
+            recovers = outcome is Outcome.NO_WORKER and may_recover(worker, placement)
+            if recovers or outcome is Outcome.WAIT:
+                found.later.append((worker, hit_blocks))
+            if recovers:
+                found.recovering.append(worker)
+        return found
+
+    def _now_or_later(self, placement: PlacementRequest) -> list[WorkerCost]:
+        return self.costs + [_cost(worker, placement, hits, self.usual, self.now) for worker, hits in self.later]
+
+    def least_s(self, placement: PlacementRequest, has_room: bool) -> float:
+        """Return the least known seconds to the first token, now or later, as `Router.soonest_s` does."""
+        passes = has_room or bool(self.recovering)
+        return min((each.counted_s(passes) for each in self._now_or_later(placement)), default=0.0)
+
+    def has_one_in_time(self, placement: PlacementRequest) -> bool:
+        """Return whether some worker keeps the deadline, as far as that is known."""
+        left, passes = placement.left, placement.passes
+        return left is None or any(each.counted_s(passes) <= left for each in self.costs)
+
+    def leave_out_late(self, placement: PlacementRequest) -> None:
+        """Leave out the workers that would miss the deadline; where all would, those that are not the soonest."""
+        if placement.left is None or not self.costs:
+            return
+        counted = [each.counted_s(placement.passes) for each in self.costs]
+        most = max(placement.left, min(counted))
+        pairs = list(zip(self.costs, counted, strict=True))
+        self.out.extend(each.too_late(placement.left, seconds) for each, seconds in pairs if seconds > most)
+        self.costs[:] = [each for each, seconds in pairs if seconds <= most]
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """The priced workers, and bounds for the others, whose ids are not among the `names`."""
+
+    seen: Sequence[WorkerModel]
+    priced: _Priced
+    bounds: Bounds | None = None
+    names: frozenset[str] = frozenset()
+
+    def least_s(self, placement: PlacementRequest, has_room: bool) -> float:
+        """Return the least known seconds to the first token at any worker, or fewer, as `Router.soonest_s` does."""
+        if self.bounds is None:
+            return self.priced.least_s(placement, has_room)
+        passes = has_room or self.bounds.recovers or bool(self.priced.recovering)
+        return min(self.priced.least_s(placement, passes), self.bounds.least_s(self.names, passes))
+
+
+# What is before this one is before any request.
+_SMALLEST = PlacementRequest("", prompt_tokens=1, max_len=1, max_tokens=1)
+
+
+def _least_time(worker: WorkerModel, usual: UsualRates, now: float) -> LeastTime:
+    cost = _cost(worker, _SMALLEST, 0, usual, now)
+    if cost.unproven:
+        return LeastTime(worker, 0.0, 0.0, 0.0)
+    return LeastTime(worker, cost.known_delay, cost.token_s, cost.prefill - cost.token_s)
+
+
+def _cost(
+    worker: WorkerModel, placement: PlacementRequest, hit_blocks: int, usual: UsualRates, now: float
+) -> WorkerCost:
+    capacity, rates, trust = worker.capacity, worker.rates, trust_in(worker, usual.latest)
+    sequences = worker.sequences + placement.sequences
+    running = min(sequences, capacity.max_num_seqs)
+    per_token = believed(rates.prefill_token.value, usual.prefill_token, trust)
+    usual_step = usual.step * (1.0 + (running - 1) / capacity.max_num_seqs)
+    step = believed(rates.step.predict(running), usual_step, trust)
+    hit_blocks = min(hit_blocks, (placement.prompt_tokens - 1) // capacity.block_size)
+    uncached = placement.prompt_tokens - hit_blocks * capacity.block_size
+    horizon = min(float(placement.max_tokens), usual.output_tokens)
+    leave = departures(worker, usual.output_tokens * step, worker.most_output * step)
+    room = wait_for_room(worker, placement.prompt_tokens, placement.sequences, hit_blocks, leave)
+    known = worker.unplanned_prefill_tokens * per_token
+    delay = worker.pending_prefill_tokens * per_token + room + steps_ahead(worker) * step
+    if rates.sequence.age(now) <= OLD_S:
+        known += room
+    if not worker.load.manager_attached:
+        delay += MANAGER_AWAY_S
+    unproven = not worker.sequences and now - worker.shown_at > OLD_S
+    prefill = uncached * per_token + step
+    return WorkerCost(worker, hit_blocks, trust, delay, known, prefill, horizon * step, unproven, per_token)
