@@ -7,7 +7,7 @@
     python -m bench.load --all --json --plot                all figures, in less than six minutes
 
 Arrivals are a Poisson process, or with --cv above 1 bursts of that coefficient of variation
-(`bench/open_loop/arrivals.py`). Latencies count from when a request was due; a run whose clients fell behind is marked
+(`bench/open_loop/client.py`). Latencies count from when a request was due; a run whose clients fell behind is marked
 invalid. Simulated workers run no model: a step takes the time of --simulate, and every token is checked. Clients,
 routers, manager and workers share the machine's cores unless --pin is given. A router's CPU time per token gives its
 capacity on a core of its own. Requests are not traced unless --trace-sample-ratio is given. With --all or --plot rows

@@ -9,13 +9,13 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import grpc
+from pydantic import Field
 from rich.console import Console
 
 from cli.certificates.folder import CertificateFolder
-from cli.client_config import ClientSettings
 from common.contracts.errors import FieldViolation, InvalidConfig, QuireError, Unavailable, Unsupported
 from common.rpc.roles import Role
 from common.rpc.server import open_channel
@@ -23,11 +23,30 @@ from common.rpc.tls import Identity
 from common.rpc.tls_words import tls_problem
 from common.settings.config import load_or_exit
 from common.settings.exit_status import exit_status
-from common.settings.options import checked_address
+from common.settings.options import Address, TlsSettings, checked_address
 from quire.api.proxy import is_this_machine
 from quire.api.status import error_from_rpc
 from quire.client import AsyncClient
 from quire.client.setup import credentials_of
+
+# Options of the commands that call a router, from flags, environment and a TOML file.
+# They stand apart from those of `quire serve`, which take longer to import than most commands to run.
+
+
+class ClientSettings(TlsSettings):
+    """options of the commands that talk to a router"""
+
+    service: ClassVar[str] = "client"
+
+    address: Address = Field("127.0.0.1:50051", description="HOST:PORT of the router")
+    http_address: Address = Field("127.0.0.1:8000", description="HOST:PORT of the router's HTTP port")
+    ca: Path | None = Field(None, description="PEM file: the CA of the router's public ports; given, TLS is used")
+    api_key: str | None = Field(None, description="API key that calls carry")
+    state_dir: Path = Field(
+        Path(".quire"), description="folder of `quire serve`, whose certs/operator opens the admin plane"
+    )
+    admin_address: Address = Field("127.0.0.1:50050", description="HOST:PORT of the router's admin plane")
+
 
 _PIPED_WIDTH = 140
 # The messages of gRPC servers themselves.

@@ -5,29 +5,121 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import resource
 import signal
+import socket
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import grpc
 import redis.asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.attack.victim import Victim
 from bench.fault_injection.clocks import Clocks
 from bench.fault_injection.failure import InjectionFailed, patience
-from bench.fault_injection.hungry import feed, lacked_memory
-from bench.fault_injection.limits import without_disk, without_files, without_memory
 from bench.fault_injection.plan import CLOCKS, FREEZE_S, FROZEN, JUMP_S, STOP_S, WITHOUT_DISK, Fault, Kind
 from bench.fault_injection.streams import Stream
+from common.contracts.limits import MAX_PUBLIC_MESSAGE_BYTES
 from quire.client import AsyncClient
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
+
+# Calls that need memory in the process that answers them: each carries megabytes.
+
+
+_CALLS: Final = 8
+_PAUSE_S: Final = 0.1
+_HUNGRY_CALL_S: Final = 60.0
+HAD_MEMORY: Final = "NOT_FOUND"
+"""How a call ends for which there was memory."""
+_WORDS: Final = 80  # characters of an error
+# Of a message, for what is not the name.
+_REST_BYTES: Final = 1 << 10
+
+
+async def feed(dial: Callable[[], grpc.aio.Channel], became: Counter[str]) -> None:
+    """Make such calls until cancelled, so many at once; count in `became` how they end, by status and words.
+
+    Each of them has a channel of its own, which `dial` opens.
+    """
+    name = "x" * (MAX_PUBLIC_MESSAGE_BYTES - _REST_BYTES)
+
+    async def one() -> None:
+        # A health check of a service that nobody has: NOT_FOUND where there is memory to read the name.
+        async with dial() as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while True:
+                try:
+                    await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=_HUNGRY_CALL_S)
+                except grpc.aio.AioRpcError as error:
+                    became[f"{error.code().name} ({(error.details() or '-')[:_WORDS]})"] += 1
+                await asyncio.sleep(_PAUSE_S)
+
+    await asyncio.gather(*(one() for _ in range(_CALLS)))
+
+
+def lacked_memory(became: Counter[str]) -> bool:
+    """Return whether any of the calls was refused for want of memory."""
+    return any(not status.startswith(HAD_MEMORY) for status in became)
+
+
+# Limits of a running process that are lowered for a while: no more files, memory, or bytes on disk.
+
+
+_CONNECTIONS: Final = 64
+# Files that the process may still open, so that the first of the connections come through.
+_LEFT: Final = 4
+
+
+@contextmanager
+def lowered(pid: int, limit: int, soft: int) -> Iterator[None]:
+    """Lower a soft limit of a process, and set it back, unless the process has ended."""
+    before = resource.prlimit(pid, limit)
+    resource.prlimit(pid, limit, (soft, before[1]))
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, limit, before)
+
+
+@contextmanager
+def without_files(pid: int, addresses: Sequence[tuple[str, int]]) -> Iterator[None]:
+    """Let a process have almost no file descriptor left, and take those by connections to its ports."""
+    files = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+    with ExitStack() as stack:
+        stack.enter_context(lowered(pid, resource.RLIMIT_NOFILE, files + _LEFT))
+        for address in addresses:
+            for _ in range(_CONNECTIONS):
+                connection = stack.enter_context(socket.socket())
+                connection.setblocking(False)
+                connection.connect_ex(address)
+        yield
+
+
+@contextmanager
+def without_disk(pid: int) -> Iterator[None]:
+    """Let a process write to no file, as on a full disk."""
+    with lowered(pid, resource.RLIMIT_FSIZE, 0):
+        yield
+
+
+@contextmanager
+def without_memory(pid: int) -> Iterator[None]:
+    """Let a process get no further memory from the system: neither its address space nor its data may grow."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    now = {line[0]: int(line[1]) << 10 for line in lines if line[0] in ("VmSize:", "VmData:")}
+    with lowered(pid, resource.RLIMIT_AS, now["VmSize:"]), lowered(pid, resource.RLIMIT_DATA, now["VmData:"]):
+        yield
+
 
 _PATIENCE_S: Final = 120.0
 _POLL_S: Final = 0.05

@@ -6,19 +6,21 @@ import asyncio
 import gc
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+import selectors
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import closing
+from contextvars import Context
 from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeVar, TypeVarTuple
 
-from cli.replay.contents import Contents, chain
 from cli.replay.router import ReplayIndex, ReplayRouter
 from cli.replay.trace import Arrival, Trace
-from cli.replay.virtual_time import VirtualClock, VirtualLoop, run
 from cli.replay.worker import Listener, ReplayWorker, Timing
 from common.contracts.errors import QuireError
-from common.contracts.hashing import root_digest
+from common.contracts.hashing import block_digests, block_hash_of, root_digest
 from common.contracts.lease import Attach
-from common.contracts.types import Decision, KvGeometry, PoolIdentity, SamplingParams, SequenceId
+from common.contracts.types import BlockHash, Decision, KvGeometry, PoolIdentity, SamplingParams, SequenceId
 from gpuworker.engine.ports import EngineOutputs, EngineRequest
 from gpuworker.scheduling.outcomes import AgentConfig
 from gpuworker.scheduling.sequence import NewSequence
@@ -31,6 +33,121 @@ from router.placement.worker_model import Capacity
 from router.requests.jobs import Job
 from router.requests.reservation import LoadReservation
 from router.tenants.tenancy import Tenant
+
+# The tokens of replayed requests: made up, but equal where the recorded blocks were equal.
+
+
+# Tokens of blocks that nothing names begin here: each is of one request alone.
+_NAMELESS = 1 << 30
+
+
+class Contents:
+    """Names of blocks, numbered in the order in which they come; a block's number stands at each of its slots."""
+
+    def __init__(self, block_size: int) -> None:
+        """`block_size` is that of the trace."""
+        self._size = block_size
+        self._numbers: dict[int, int] = {}
+
+    def tokens(self, request: int, arrival: Arrival) -> tuple[int, ...]:
+        """Return the tokens of prompt and output."""
+        total, numbers, found = arrival.prompt_tokens + arrival.output_tokens, self._numbers, list[int]()
+        for name in arrival.blocks:
+            found += [numbers.setdefault(name, len(numbers) % _NAMELESS)] * self._size
+        del found[total:]
+        return (*found, *[_NAMELESS + request % _NAMELESS] * (total - len(found)))
+
+
+def chain(root: bytes, prompt: Sequence[int], block_size: int) -> tuple[tuple[BlockHash, ...], bytes]:
+    """Return the hashes of a prompt's full blocks, and the digest of the last one, or the root."""
+    digests = block_digests(root, prompt, block_size)
+    return tuple([block_hash_of(each) for each in digests]), digests[-1] if digests else root
+
+
+# An asyncio event loop whose time jumps to the next timer, so that hours of waiting take no time.
+# Nothing waits for the outside: the loop is for coroutines and timers alone. Equal programs run equally: callbacks
+# run in the order of their times, and those of one time in the order in which they were scheduled.
+
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+_FEW: Final = 1024
+
+
+class Stuck(RuntimeError):
+    """Every coroutine waits, and no timer would ever wake one."""
+
+
+class _NoWait(selectors.SelectSelector):
+    """Reports no event; instead of waiting it lets the time pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise Stuck("every coroutine waits, and no timer would wake one")
+        self.now += max(0.0, timeout)
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """The loop; its time is in seconds since its beginning."""
+
+    def __init__(self) -> None:
+        self._virtual = _NoWait()
+        # The time of the next timer that is scheduled for a time that others have.
+        self._free: dict[float, float] = {}
+        self._most = _FEW
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.now
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Schedule a call. asyncio's heap keeps no order among equal times, so each timer gets the next float."""
+        due = self._free.get(when, when)
+        self._free[when] = math.nextafter(due, math.inf)
+        if len(self._free) > self._most:
+            self._free = {time: free for time, free in self._free.items() if time >= self.time()}
+            self._most = max(_FEW, 2 * len(self._free))
+        return super().call_at(due, callback, *args, context=context)
+
+
+class VirtualClock:
+    """The `Clock` of a virtual loop."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+
+    def monotonic(self) -> float:
+        return self._loop.time()
+
+    def time_ns(self) -> int:
+        return int(self._loop.time() * 1e9)
+
+
+def run(loop: VirtualLoop, program: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end on the loop. Raises what a callback raised, too."""
+    raised: list[BaseException] = []
+
+    def stop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        raised.append(context.get("exception") or RuntimeError(context["message"]))
+        loop.stop()
+
+    loop.set_exception_handler(stop)
+    task = loop.create_task(program)
+    try:
+        return loop.run_until_complete(task)
+    except RuntimeError:
+        if not raised:
+            raise
+        task.cancel()
+        raise raised[0] from None
+
 
 HEARTBEAT_S = 0.1
 # Objects until the collector looks for cycles: a replay makes few, and the usual 700 cost a fifth of its time.

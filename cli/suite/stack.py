@@ -7,17 +7,22 @@ its port may be another process's, and they would send their passwords there.
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
+import signal
+import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cli.certificates.folder import CertificateFolder
 from cli.suite.ports import picks_ports, with_picked_ports
-from cli.suite.process import Child
 from cli.suite.programs import (
     REDIS,
     Program,
@@ -31,18 +36,203 @@ from cli.suite.programs import (
     worker_ids,
     worker_programs,
 )
-from cli.suite.redis_state import redis_words
-from cli.suite.server_key import ensure_server_key
 from cli.suite.worker_cpus import unused_nodes
 from common.addresses.host_port import joined_address
+from common.addresses.redis_url import is_sentinel_url, redis_addresses
+from common.backoff import Backoff
 from common.contracts.errors import FieldViolation, InvalidConfig, Unavailable
+from common.process import die_with_parent
 from common.process.local_redis import LocalRedis
 from common.process.ports import free_ports
 from common.process.redis_users import RedisUrls, RedisUsers
 from common.process.topology import here
 from common.rpc.roles import Role
 from common.rpc.server import open_channel
+from common.settings.exit_status import PORT_TAKEN_STATUS, REFUSED_STATUS
 from quire.inference.v1 import inference_pb2, inference_pb2_grpc
+
+# One supervised child process: its output is passed on, it restarts with back-off, and it stops by pid.
+
+
+_BACKOFF = Backoff(first=0.5, longest=30.0)  # seconds between restarts
+_STABLE_SECONDS = 30.0
+_KEPT_LINES = 20
+_LONGEST_LINE = 1 << 20
+# What a Redis says whose port another process has; the services end with PORT_TAKEN_STATUS.
+_PORT_TAKEN_WORDS = "Address already in use"
+
+
+class Child:
+    """Keeps one program running until `stop`. `say(name, line)` gets every line and event of it.
+
+    `patience` is the time between SIGTERM and SIGKILL in seconds. A program that ends with REFUSED_STATUS, or before
+    `ready` is set, would end the same way again: `on_failed` is called, and the program is not restarted.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        say: Callable[[str, str], None],
+        patience: float = 10.0,
+        on_failed: Callable[[Child], None] = lambda _: None,
+    ) -> None:
+        self.program = program
+        self._say, self._patience, self._on_failed = say, patience, on_failed
+        self._process: asyncio.subprocess.Process | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._stopping = False
+        self.ready = False
+        self.restarts = 0
+        self.port_taken = False  # whether it ended because another process has its port
+        self.refused = False  # whether it ended because it refuses its options
+        self.last_lines: list[str] = []
+
+    @property
+    def pid(self) -> int | None:
+        """The process id while the program runs."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def start(self) -> None:
+        await self._spawn()
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def stop(self) -> None:
+        """Send SIGTERM so that the program drains, kill it if it does not end, and restart it no more."""
+        self._stopping = True
+        process = self._process
+        if process is not None and process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(self._patience):
+                    await process.wait()
+            except TimeoutError:
+                self._say(self.program.name, f"did not stop within {self._patience:g} s; killing it")
+                self.kill()
+                await process.wait()
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+
+    def kill(self) -> None:
+        """Send SIGKILL, and restart the program no more."""
+        self._stopping = True
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def _spawn(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *die_with_parent.command([*self.program.command, *self.program.flags]),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            limit=_LONGEST_LINE,
+            env=os.environ | self.program.environment,
+            start_new_session=True,
+        )
+
+    async def _keep(self) -> None:
+        failures = 0
+        while True:
+            began = time.monotonic()
+            process = self._process
+            assert process is not None
+            await self._pass_lines_on(process)
+            code = await process.wait()
+            if self._stopping:
+                return
+            self.port_taken = code == PORT_TAKEN_STATUS or any(_PORT_TAKEN_WORDS in line for line in self.last_lines)
+            self.refused = code == REFUSED_STATUS
+            if self.refused or not self.ready:
+                self._say(self.program.name, f"{_ended(code)}; it is not started again")
+                self._on_failed(self)
+                return
+            if time.monotonic() - began > _STABLE_SECONDS:
+                failures = 0
+            failures += 1
+            pause = _BACKOFF.pause(failures)
+            self._say(self.program.name, f"{_ended(code)}; starting it again in {pause:.1f} s")
+            await asyncio.sleep(pause)
+            self.restarts += 1
+            await self._spawn()
+            if self.program.quiet:  # the other programs print READY themselves
+                self._say(self.program.name, f"started again on {self.program.address}")
+
+    async def _pass_lines_on(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        async for raw in process.stdout:
+            line = raw.decode(errors="replace").rstrip()
+            self.last_lines = [*self.last_lines[1 - _KEPT_LINES :], line]
+            if not self.program.quiet:
+                self._say(self.program.name, line)
+
+
+def _ended(code: int) -> str:
+    if code == REFUSED_STATUS:
+        return "refused its options"
+    if code == PORT_TAKEN_STATUS:
+        return "found its port taken"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+
+# Whether somebody listens at a Redis URL, in words for the first line of a suite's start. Standard library only.
+
+
+_PATIENCE_S: Final = 2.0
+
+
+def redis_words(url: str) -> str:
+    """Return the state of the Redis at a URL, "" for none; the URL's login stays out of it."""
+    if not url:
+        return "none; flags name the workers"
+    address = url.rpartition("@")[2].partition("?")[0]
+    of = "the master that Sentinels name, " if is_sentinel_url(url) else ""
+    problem = _problem(url)
+    if problem is None:
+        return f"ready at {of}{address}"
+    return f"nothing answers at {address} ({problem}): prompts are routed without the prefix index until it does"
+
+
+def _problem(url: str) -> str | None:
+    """Return why nobody listens; None when somebody does. One Sentinel is enough."""
+    problem = None
+    try:
+        for address in redis_addresses(url) or (urlsplit(url).path,):
+            try:
+                _connect(address)
+            except OSError as error:
+                problem = (error.strerror or str(error)).lower()
+            else:
+                return None
+    except ValueError as error:
+        return str(error)
+    return problem
+
+
+def _connect(address: tuple[str, int] | str) -> None:
+    if isinstance(address, tuple):
+        socket.create_connection(address, _PATIENCE_S).close()
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_PATIENCE_S)
+        probe.connect(address)
+
+
+# The key of a suite's routers that separates tenants' cached blocks.
+
+
+_RANDOM_BYTES = 32
+
+
+def ensure_server_key(path: Path) -> None:
+    """Write a random key that its owner alone can read, unless there is a file already."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(opened, "w") as file:
+        file.write(secrets.token_hex(_RANDOM_BYTES) + "\n")
+
 
 __all__ = ["Stack", "StackOptions", "free_ports"]
 

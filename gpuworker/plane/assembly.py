@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -35,11 +36,10 @@ from gpuworker.models.threshold_test import beyond_thresholds, tiny_model
 from gpuworker.native.library import NativeUnavailable, use_level
 from gpuworker.plane.checkpoint_facts import eos_token_ids
 from gpuworker.plane.data_plane import DataPlane, Facts, pool_identity
-from gpuworker.plane.draft_model import assemble_draft, load_draft
-from gpuworker.plane.memory import MemoryOptions, plan_memory
-from gpuworker.plane.speculative import refuse_unequal_drafts
+from gpuworker.plane.draft_checks import FLAG, draft_directory, of_draft
+from gpuworker.plane.memory import MemoryOptions, plan_draft, plan_memory
 from gpuworker.runner.cuda_graphs import graph_launcher
-from gpuworker.runner.draft_model import RunnerDraftModel
+from gpuworker.runner.draft_model import DraftLimits, RunnerDraftModel
 from gpuworker.runner.executor import ExecutorFactory
 from gpuworker.runner.launcher import LauncherFactory
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
@@ -47,10 +47,118 @@ from gpuworker.runner.native_executor import native_executor
 from gpuworker.runner.pooling import Pooler
 from gpuworker.runner.pooling_launcher import pooling_launcher
 from gpuworker.runner.thread_executor import thread_executor
-from gpuworker.scheduling.drafting import MAX_STEP_DRAFTS
+from gpuworker.scheduling.draft_store import DraftStore
+from gpuworker.scheduling.drafting import MAX_STEP_DRAFTS, Speculation
 from gpuworker.structured.grammars import GrammarCompiler
 
+# Builds a worker's draft model: loaded and tested as the target is, with a runner and a KV cache of its own.
+
+
 _log = logging.getLogger(__name__)
+_MEASURED = 64  # tokens of the text on which a draft model is timed at start
+Open = Callable[[ModelSource], tuple[TransformersModel | LlamaModel, KvGeometry]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A draft model whose weights are there, and nothing else yet."""
+
+    model: TransformersModel | LlamaModel
+    geometry: KvGeometry
+    directory: Path
+
+
+def load_draft(settings: GpuWorkerSettings, source: ModelSource, open_model: Open) -> LoadedDraft | None:
+    """Load and test the draft model, as `open_model` does; None where the options name none.
+
+    Raises InvalidConfig for one that cannot be served.
+    """
+    if settings.draft_model is None:
+        return None
+    directory = draft_directory(settings)
+    try:
+        model, geometry = open_model(replace(source, model=str(directory)))
+    except InvalidConfig as error:
+        raise InvalidConfig(*of_draft(error)) from error
+    except Unsupported as error:
+        raise InvalidConfig(FieldViolation(FLAG, f"{error}; take another one, or leave it out")) from error
+    return LoadedDraft(model, geometry, directory)
+
+
+def assemble_draft(
+    settings: GpuWorkerSettings,
+    draft: LoadedDraft,
+    target: BytePlan,
+    target_vocab: int,
+    options: MemoryOptions,
+    backend: BackendFactory,
+    executor: ExecutorFactory,
+) -> RunnerDraftModel:
+    """Return the draft model, timed, with memory beside that of the target. Raises InvalidConfig without such room."""
+    model = draft.model
+    memory = plan_draft(target, model, draft.geometry, context_limit(model.config), options)
+    if isinstance(model, LlamaCpuModel):
+        model.reserve(settings.max_num_batched_tokens, memory.max_num_seqs)
+    cache = _cache(draft.geometry, memory)
+    limits = RunnerLimits(memory.max_num_seqs, memory.max_model_len, settings.threads or 0)
+    runner = ModelRunner(model, cache, backend(cache), limits, executor, eos_token_ids(draft.directory))
+    store = DraftStore(memory.num_blocks, memory.block_size, memory.max_num_seqs)
+    tokens = min(settings.max_num_batched_tokens, memory.max_model_len)
+    made = RunnerDraftModel(
+        runner, store, DraftLimits(memory.max_model_len, tokens, model.vocab_size, target_vocab), draft_words(memory)
+    )
+    _time(made, min(_MEASURED, memory.max_model_len // 2))
+    return made
+
+
+def draft_words(memory: BytePlan) -> str:
+    weights, kv = in_words(memory.weights), in_words(memory.kv)
+    return f"draft model: {weights} of weights, {kv} of K/V for {memory.num_blocks * memory.block_size} tokens"
+
+
+def _cache(geometry: KvGeometry, memory: BytePlan) -> KvCache:
+    try:
+        return KvCache(geometry, memory.num_blocks, memory.block_size, torch.device("cpu"))
+    except (MemoryError, OSError, RuntimeError) as error:
+        what = f"{in_words(memory.kv)} for its KV cache cannot be had; lower --kv-memory, or leave it out"
+        raise InvalidConfig(FieldViolation(FLAG, what)) from error
+
+
+def _time(draft: RunnerDraftModel, tokens: int) -> None:
+    """Measure the draft model's steps, the second time: the first one touches memory for the first time."""
+    for _ in range(2):
+        draft.forget_prices()
+        drafter = draft.new_drafter([0] * tokens, Speculation())
+        draft.guess([(drafter, 4)])
+        draft.release(drafter)
+    if draft.failure is not None:
+        raise InvalidConfig(FieldViolation(FLAG, f"its first step failed: {draft.failure}")) from draft.failure
+    _log.info("%s", draft.in_words())
+
+
+# Refuses --speculative where verified drafts could change tokens, or where none is sampled.
+
+
+def refuse_unequal_drafts(kind: str, model: TransformersModel | LlamaModel, pooling: Pooling | None) -> None:
+    """Raise InvalidConfig unless the tokens of a step with drafts are those of steps without."""
+    why = _why_not(model, pooling)
+    if why:
+        raise InvalidConfig(FieldViolation("--speculative", f"is {kind}, and {why}; leave it out"))
+
+
+def _why_not(model: TransformersModel | LlamaModel, pooling: Pooling | None) -> str:
+    if pooling is not None:
+        return "the workers embed prompts: no token is sampled that could be guessed"
+    if model.device.type != "cpu":
+        return f"the device is {model.device}, on which drafts have never been verified; use --device cpu"
+    if isinstance(model, LlamaCpuModel) or model.dtype == torch.float32:
+        return ""
+    return (
+        f"the model runs on transformers' code in {dtype_name(model.dtype)}, where a step of more rows rounds "
+        "otherwise and could sample other tokens; use --dtype float32"
+    )
+
+
 _MAX_NUM_SEQS = {"cuda": 256}
 _MAX_NUM_SEQS_ELSEWHERE = 64
 _MOST_CHARACTERS = 200  # of an error of torch

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 from opentelemetry.trace import Tracer
 
@@ -26,7 +27,14 @@ from common.contracts.errors import (
     QuotaViolation,
     Unsupported,
 )
-from common.contracts.limits import MAX_STREAM_OUTPUT_BYTES, MAX_STREAM_PROMPT_BYTES, MAX_STREAM_SEQUENCES
+from common.contracts.limits import (
+    MAX_ENDED_BYTES,
+    MAX_ENDED_SEQUENCES,
+    MAX_GRAMMARS_WAITING,
+    MAX_STREAM_OUTPUT_BYTES,
+    MAX_STREAM_PROMPT_BYTES,
+    MAX_STREAM_SEQUENCES,
+)
 from common.contracts.types import Constraint, ConstraintKind, FinishReason, SequenceId, Usage
 from common.rpc.status import to_status
 from common.telemetry import context_from, is_sampled
@@ -36,14 +44,139 @@ from gpuworker.engine.ports import EngineOutputs
 from gpuworker.scheduling.outcomes import SequenceFinished
 from gpuworker.scheduling.sequence import NewSequence
 from gpuworker.server.codec import constraint_of, engine_request
-from gpuworker.server.ended_sequences import EndedSequences
-from gpuworker.server.grammar_compile_queue import GrammarCompileQueue
 from gpuworker.server.live_sequence import LiveSequence, gather
 from gpuworker.server.output_buffer import OutputBuffer
 from gpuworker.server.spans import SequenceSpans
 from gpuworker.server.submit_check import SubmitLimits
 from gpuworker.structured.grammars import Grammar, GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
+
+# Sequences that have ended, and whose router may still be sending what they put out: it may die before it has.
+
+
+class EndedSequences:
+    """Those of one stream by handle, bounded: the oldest leave first."""
+
+    def __init__(self) -> None:
+        self._by_handle: dict[int, LiveSequence] = {}
+        self._bytes = 0
+
+    def __iter__(self) -> Iterator[LiveSequence]:
+        return iter(self._by_handle.values())
+
+    def put(self, ended: LiveSequence) -> None:
+        """Keep a sequence, if any router may go on with it."""
+        if not ended.ended:
+            return
+        self.pop(ended.handle)
+        self._by_handle[ended.handle] = ended
+        self._bytes += ended.bytes
+        while len(self._by_handle) > MAX_ENDED_SEQUENCES or self._bytes > MAX_ENDED_BYTES:
+            self.pop(next(iter(self._by_handle)))
+
+    def pop(self, handle: int) -> None:
+        ended = self._by_handle.pop(handle, None)
+        if ended is not None:
+            self._bytes -= ended.bytes
+
+    def clear(self) -> None:
+        self._by_handle.clear()
+        self._bytes = 0
+
+
+# Holds the submits of one router while their constraints are compiled, off the I/O loop.
+
+
+Compiled = Callable[[pb.Submit, float, "Grammar | QuireError"], None]
+_RETRY_S: Final = 1.0
+
+
+class _Key(NamedTuple):
+    """What is compiled once for all submits that wait for it; a tenant waits for its own turn alone."""
+
+    tenant: str
+    constraint: Constraint
+
+
+class GrammarCompileQueue:
+    """Lives on the I/O loop. Calls `compiled` with each submit, its arrival time, and its grammar or the refusal.
+
+    Submits with the same constraint leave in the order of arrival, so a fork follows the sequence that it forks. When
+    all places are taken, the tenant with the most constraints gives up its newest one for a tenant with fewer.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, compiled: Compiled) -> None:
+        self._compiler, self._compiled = compiler, compiled
+        self._waiting: dict[_Key, list[tuple[pb.Submit, float]]] = {}
+        self._work: dict[_Key, Future[Grammar]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def put(self, message: pb.Submit, constraint: Constraint, came: float) -> None:
+        """Compile the constraint, then call `compiled`: at once if the constraint was compiled before."""
+        self._compiler.know_ends(message.eos_token_ids)
+        key = _Key(message.tenant, constraint)
+        if key in self._waiting:
+            self._waiting[key].append((message, came))
+        elif (grammar := self._compiler.compiled(constraint)) is not None:
+            self._compiled(message, came, grammar)
+        elif self._has_room(key.tenant):
+            self._waiting[key] = [(message, came)]
+            work = self._work[key] = self._compiler.compile_soon(constraint, key.tenant)
+            asyncio.wrap_future(work).add_done_callback(lambda done: self._done(key, done))
+        else:
+            self._compiled(message, came, _no_room())
+
+    def withdraw(self, handle: int) -> pb.Submit | None:
+        """Take back a waiting submit; None when none of this handle waits. A compilation without submits ends."""
+        for key, waiting in self._waiting.items():
+            for index, (message, _) in enumerate(waiting):
+                if message.handle == handle:
+                    del waiting[index]
+                    self._cancel_if_unused(key)
+                    return message
+        return None
+
+    def clear(self) -> None:
+        for key in list(self._waiting):
+            self._waiting[key].clear()
+            self._cancel_if_unused(key)
+
+    def _has_room(self, tenant: str) -> bool:
+        """Return whether a constraint of the tenant may wait; make room for it at the cost of the longest line."""
+        if len(self._work) < MAX_GRAMMARS_WAITING:
+            return True
+        held = Counter(key.tenant for key in self._work)
+        longest, most = held.most_common(1)[0]
+        newest = next(key for key in reversed(self._work) if key.tenant == longest)
+        if most <= held[tenant] + 1 or not self._work[newest].cancel():
+            return False
+        del self._work[newest]
+        for message, came in self._waiting.pop(newest):
+            self._compiled(message, came, _no_room())
+        return True
+
+    def _cancel_if_unused(self, key: _Key) -> None:
+        """Cancel a compilation that no submit waits for, unless it has begun."""
+        if not self._waiting[key] and self._work[key].cancel():
+            del self._waiting[key], self._work[key]
+
+    def _done(self, key: _Key, done: asyncio.Future[Grammar]) -> None:
+        if done.cancelled():
+            return
+        del self._work[key]
+        error = done.exception()
+        if error is not None and not isinstance(error, QuireError):
+            error = EngineFailure(f"a constraint could not be compiled: {error!r}")
+        for message, came in self._waiting.pop(key):
+            self._compiled(message, came, error or done.result())
+
+
+def _no_room() -> Overloaded:
+    what = f"{MAX_GRAMMARS_WAITING} of {MAX_GRAMMARS_WAITING} constraints of this router wait to be compiled"
+    return Overloaded(QuotaViolation("gpuworker.grammars", what), _RETRY_S)
+
 
 log = logging.getLogger(__name__)
 _RETRY_SECONDS: Final = 1.0  # until a full stream may have room again

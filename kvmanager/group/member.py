@@ -9,6 +9,9 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
+from typing import Final
+
+from grpc import aio
 
 from common.contracts.clock import Clock
 from common.contracts.errors import StaleEpoch, Unavailable
@@ -16,8 +19,61 @@ from common.process.supervised import Supervisor, cancel_and_wait
 from common.rpc.server import Dial
 from kvmanager.contracts.ports import IndexUnavailable, LeaderState
 from kvmanager.group.leadership import Change, GroupLease, Leadership, Lease
-from kvmanager.group.owner_watch import owner_gone
 from kvmanager.group.processes import has_ended
+from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
+
+# Watches the owner of a lease, and tells for certain that its process has ended.
+# Certain are two observations: nothing listens at the owner's address any more, or another process does. They count
+# only after this owner has answered at that address: else the address may be wrong, or a firewall may refuse it. A
+# connection that breaks or times out is none: the owner may be hung, or the network between may be cut.
+
+
+_PAUSE_S: Final = 0.05
+_CONNECT_S: Final = 1.0
+
+
+async def owner_gone(lease: Lease, dial: Dial, resigned: Callable[[], None]) -> None:
+    """Return once the owner's process has ended for certain. `resigned` is called when the owner stops leading."""
+    met = False
+    while True:
+        answered = await _answered(lease, dial, resigned)
+        met = met or lease.owner in answered
+        if met and (answered - {lease.owner} or await nothing_listens(lease.address)):
+            return
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _answered(lease: Lease, dial: Dial, resigned: Callable[[], None]) -> set[str]:
+    """Follow the process at the owner's address until the stream breaks; return who answered there.
+
+    The stream ends here when another process answers.
+    """
+    answered: set[str] = set()
+    async with dial(lease.address) as channel:
+        call = kvmanager_pb2_grpc.KvManagerServiceStub(channel).WatchLeader(kvmanager_pb2.WatchLeaderRequest())
+        with suppress(aio.AioRpcError):
+            async for response in call:
+                answered.add(response.owner)
+                if response.owner != lease.owner:
+                    break
+                if not response.leads:
+                    resigned()
+    return answered
+
+
+async def nothing_listens(address: str) -> bool:
+    """Return whether the machine at HOST:PORT answers that no process listens there."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False
+
 
 log = logging.getLogger(__name__)
 

@@ -2,25 +2,286 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Final
 
-from common.contracts.lease import Admit, Copy
-from common.contracts.types import TRIMMED, BlockHash, BlockId, MissReason, SequencePhase
+from common.contracts.lease import PARTIAL_REASON, RETENTION_REASON, Admit, Copy
+from common.contracts.turns import BY_AGE
+from common.contracts.types import (
+    TENANT_CANDIDATE,
+    TRIMMED,
+    BlockHash,
+    BlockId,
+    Candidate,
+    DecisionKind,
+    MissReason,
+    SequencePhase,
+    ShortfallReason,
+)
 from kvmanager.cache.prefix_cache import PrefixMatch
 from kvmanager.cache.remembered_match import RememberedMatch
+from kvmanager.cache.retention_terms import Fate
 from kvmanager.cache.window_match import match_in_window, settled
 from kvmanager.contracts.block import CACHED
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger import backfill, chunked_grants, fork, grant_order
 from kvmanager.ledger.backfill import Growth, Reservation
-from kvmanager.ledger.evictor import Evictor
-from kvmanager.ledger.grant_record import GrantPlan, record_grant
 from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.partial_copy import PartialCopy, learn, partial_copy
 from kvmanager.ledger.preemption import Shortage
 from kvmanager.ledger.shares import TenantShares
-from kvmanager.ledger.shortfall import explain_waits
+
+# Makes room: frees cached blocks in the order of eviction, drops their content, and records which went and why.
+
+
+_NAMED: Final = 8
+"""Evicted blocks that a record lists at most; its figures have the total number."""
+
+
+class Evictor:
+    """The rules of eviction. It has no state of its own."""
+
+    def make_free(self, state: LedgerState, count: int, beneficiary: Sequence | None) -> int:
+        """Evict until `count` blocks are free and return how many were evicted. The caller checks that it can."""
+        missing = count - len(state.block_pool.free)
+        if missing <= 0:
+            return 0
+        name, totals = beneficiary.name if beneficiary else "", state.totals
+        retained, pinned = totals.retained_evictions, totals.pinned_evictions
+        evicted, fates = list[Candidate](), dict[Fate, list[str]]()
+        for _ in range(min(missing, _NAMED)):
+            evicted.append(self.evict(state, name))
+            if (found := state.retention.evicted) is not None:
+                fates.setdefault(found.fate, []).append(evicted[-1].name)
+        for _ in range(missing - len(evicted)):
+            self.uncache(state, name)
+        figures = {"evicted": float(missing), "cached": float(len(state.block_pool.cached)), "wanted": float(count)}
+        order = state.block_pool.cached
+        reasons: tuple[str, ...] = ("no block is free", order.reason, f"policy {order.name}")
+        if retained := totals.retained_evictions - retained:
+            figures["retained"] = float(retained)
+        if pinned := totals.pinned_evictions - pinned:
+            figures["pinned"] = float(pinned)
+        reasons += tuple(f"{', '.join(names)}: {fate.value}" for fate, names in fates.items())
+        named = ", ".join(each.name for each in evicted) + (" and more" if missing > _NAMED else "")
+        state.decisions.record(DecisionKind.EVICTION, named, beneficiary, reasons, figures, tuple(evicted))
+        return missing
+
+    def drop_cached(self, state: LedgerState) -> int:
+        """Free every cached block and return how many there were.
+
+        An idle pool forgets all with one event. Otherwise the blocks go leaves first, as in an eviction. Blocks that
+        only copies hold lose their content too; they are free once their copies are reported.
+        """
+        pool = state.block_pool
+        copied = self._only_copied(state)
+        dropped = len(pool.cached) + len(copied)
+        if pool.in_use:
+            # Nothing is learned of their uses: they go for another reason than want of room.
+            for block in sorted((*pool.cached, *copied), key=state.blocks.index.__getitem__, reverse=True):
+                state.cache.evict(block)
+                if block not in copied:
+                    pool.free_cached(block)
+        else:
+            state.cache.clear()
+            pool.free_all_cached()
+        state.retention.forget_cached()
+        state.totals.reset_blocks += dropped
+        figures = {"dropped": float(dropped), "in_use": float(state.block_pool.in_use)}
+        reasons = ("an operator reset the prefix cache", "blocks in use stay")
+        state.decisions.record(DecisionKind.RESET, f"{dropped} cached blocks", None, reasons, figures)
+        return dropped
+
+    def _only_copied(self, state: LedgerState) -> set[BlockId]:
+        """Return the registered sources of copies that no block table holds."""
+        blocks = state.blocks
+        held = Counter(each.copy_source for each in state.sequences.values() if each.copy_source is not None)
+        return {block for block, count in held.items() if blocks.refs[block] == count and blocks.hash[block]}
+
+    def evict(self, state: LedgerState, beneficiary: str = "") -> Candidate:
+        """Free the next block in the order of eviction and drop its content; return the record of the block."""
+        block, depth = self.uncache(state, beneficiary)
+        figures, retention = state.block_pool.cached.why(block), state.retention.evicted
+        if retention is None:
+            return Candidate(f"block {block}", terms=(("depth", float(depth)),), figures=figures)
+        figures += (("retention_priority", float(retention.priority)),)
+        return Candidate(f"block {block}", terms=(("depth", float(depth)),), figures=figures)
+
+    def uncache(self, state: LedgerState, beneficiary: str) -> tuple[BlockId, int]:
+        """Free the next block in the order of eviction; return it and the depth of what it held."""
+        pool, retention, fate = state.block_pool, state.retention, ""
+        retention.evicted = None
+        block = pool.uncache()
+        evicted = retention.evicted
+        if evicted is not None:
+            fate = evicted.fate.value
+            state.totals.retained_evictions += evicted.fate is Fate.RETAINED
+            state.totals.pinned_evictions += evicted.fate is Fate.PINNED
+        state.totals.evictions += 1
+        return block, state.cache.evict(block, beneficiary, pool.cached.mark_of(block), fate)
+
+
+# The record of an admission: which blocks a sequence shares, which are fresh, and why there are no more hits.
+
+
+_PASSES: Final = "passes one that lacks blocks"
+
+
+@dataclass(frozen=True, slots=True)
+class GrantPlan:
+    """How a sequence would be admitted: the blocks that it shares, how many it gets, and why there are no more hits.
+
+    `left` blocks are available then. Its block table begins with `unread` empty places, for hits that left its window.
+    """
+
+    hits: list[BlockId]
+    fresh: int
+    match: PrefixMatch
+    left: int = 0
+    unread: int = 0
+
+    @property
+    def shared(self) -> int:
+        """Blocks that the sequence does not compute: hits, and those before them that it does not read."""
+        return self.unread + len(self.hits)
+
+
+def _await(state: LedgerState, hits: list[BlockId]) -> int:
+    """Leave hits on blocks that are not sealed to be counted once they are; return how many there are."""
+    unsealed = [block for block in hits if state.blocks.hash[block] is None]
+    for block in unsealed:
+        state.blocks.awaited[block] = state.blocks.awaited.get(block, 0) + 1
+    return len(unsealed)
+
+
+def _reasons(
+    sequence: Sequence, plan: GrantPlan, passes: bool, part: PartialCopy | None, lacking: int
+) -> tuple[str, ...]:
+    """Return in words why there are no more hits, and what else is special about a grant that lacks so many blocks."""
+    match = plan.match
+    reasons = [match.miss_reason.value]
+    if match.miss_reason is MissReason.DIVERGED_AT:
+        reasons.append(f"never seen from block {match.diverged_at} on")
+    if plan.unread:
+        reasons.append(f"the first {plan.unread} of the shared blocks left the window and are not needed")
+    if part is not None:
+        reasons.append(f"{PARTIAL_REASON}{part.slots} slots are copied from block {part.source}")
+    if match.retention:
+        reasons.append(f"{RETENTION_REASON}{match.retention}")
+    if passes:
+        reasons.append(_PASSES)
+    elif sequence.by_age:
+        reasons.append(BY_AGE)
+    if lacking:
+        reasons.append(f"begins with a part of its prompt's blocks, and gets {lacking} others as they come free")
+    if sequence.computes_all:
+        reasons.append("computes all its tokens, for their log-probabilities")
+    if sequence.recompute:
+        reasons.append("computed again after a preemption")
+    return tuple(reasons)
+
+
+def record_grant(
+    state: LedgerState, sequence: Sequence, plan: GrantPlan, evicted: int, passes: bool, part: PartialCopy | None
+) -> str:
+    """Count an admission, record it, and return the id of the record."""
+    match, hits = plan.match, plan.shared
+    awaited = _await(state, plan.hits[: match.hit_blocks]) if not sequence.recompute else 0
+    asked = sequence.takes_hits and state.config.caches
+    queried = min(sequence.num_tokens // state.config.block_size, len(sequence.block_hashes)) if asked else 0
+    state.totals.count_admission(queried, match.hit_blocks - awaited, match.miss_reason.value, sequence.recompute)
+    lacking = sequence.lacking(state.config.block_size) if sequence.id == state.partial else 0
+    state.totals.chunked_grants += bool(lacking)
+    if part is not None and not sequence.recompute:
+        state.totals.partial_hits += 1
+        state.totals.partial_hit_tokens += part.slots
+    reasons = _reasons(sequence, plan, passes, part, lacking)
+    passed_by, waited = state.queue.count_admission(sequence), state.clock.monotonic() - sequence.queued_at
+    figures = {
+        "num_tokens": float(sequence.num_tokens),
+        "hit_blocks": float(hits),
+        "fresh_blocks": float(plan.fresh),
+        "evicted": float(evicted),
+        "available": float(state.block_pool.available),
+        "waiting": float(len(state.queue)),
+        "waited_seconds": waited,
+        **({"lacking_blocks": float(lacking)} if lacking else {}),
+        **({"passes": 1.0} if passes else {}),
+        **({"passed_by": float(passed_by)} if passed_by and waited else {}),
+        **({"partial_tokens": float(part.slots)} if part is not None else {}),
+    }
+    chosen = f"{hits} shared and {plan.fresh} fresh blocks"
+    kind = DecisionKind.GRANT
+    return state.decisions.record(kind, chosen, sequence, reasons, figures, beneficiary=match.evicted_for)
+
+
+# The record of a sequence that was not admitted at once: what it lacks, who goes first, who holds the blocks.
+# There is one record for each wait, made when the wait begins. It names at most _REQUESTS requests and _TENANTS
+# tenants.
+
+
+_REQUESTS: Final = 8
+_TENANTS: Final = 4
+
+
+def explain_waits(state: LedgerState, head: Sequence, fresh_blocks: Callable[[Sequence], int]) -> None:
+    """Record why the sequences that have joined the queue wait; `head` is admitted next.
+
+    `fresh_blocks` returns how many blocks a sequence needs beside those that it would share.
+    """
+    waiting = [state.sequences[each] for each in state.queue.unexplained]
+    state.queue.unexplained.clear()
+    if not waiting:
+        return
+    holders, head_needed = _holders(state), fresh_blocks(head)
+    for sequence in waiting:
+        needed = head_needed if sequence is head else fresh_blocks(sequence)
+        figures = {
+            "needed": float(needed),
+            "head_needed": float(head_needed),
+            "available": float(state.block_pool.available),
+            "num_blocks": float(state.config.num_blocks),
+            "running": float(state.admitted),
+            "waiting": float(len(state.queue)),
+        }
+        reason, first = _reason(state, sequence, head)
+        kind = DecisionKind.SHORTFALL
+        state.decisions.record(kind, "waits", sequence, (reason.value,), figures, holders, beneficiary=first)
+
+
+def _reason(state: LedgerState, sequence: Sequence, head: Sequence) -> tuple[ShortfallReason, str]:
+    """Return why a sequence waits, and the name of the one that goes first, unless it is this one."""
+    if sequence is not head:
+        return ShortfallReason.BEHIND, head.name
+    return (ShortfallReason.PLACES if state.blocked_by == "places" else ShortfallReason.BLOCKS), ""
+
+
+def _holders(state: LedgerState) -> tuple[Candidate, ...]:
+    """Return the tenants and the requests that hold the most blocks; a shared block counts for its first sequence."""
+    blocks: dict[str, int] = {}
+    sequences: dict[str, int] = {}
+    requests: dict[str, int] = {}
+    for each in state.sequences.values():
+        if each.phase is SequencePhase.WAITING:
+            continue
+        held = each.own_blocks
+        blocks[each.tenant] = blocks.get(each.tenant, 0) + held
+        sequences[each.tenant] = sequences.get(each.tenant, 0) + 1
+        requests[each.name] = requests.get(each.name, 0) + held
+    tenants = heapq.nlargest(_TENANTS, blocks, key=lambda tenant: (blocks[tenant], tenant))
+    greatest = heapq.nlargest(_REQUESTS, requests, key=lambda name: (requests[name], name))
+    return (
+        *(_tenant(each, blocks[each], sequences[each]) for each in tenants),
+        *(Candidate(each, terms=(("blocks", float(requests[each])),)) for each in greatest),
+    )
+
+
+def _tenant(name: str, blocks: int, sequences: int) -> Candidate:
+    return Candidate(f"{TENANT_CANDIDATE}{name}", terms=(("blocks", float(blocks)), ("sequences", float(sequences))))
 
 
 class BlockGranter(Evictor):

@@ -5,15 +5,19 @@ The policies of `policies.py` decide which change happens when; each of them tak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+import bisect
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeVar
 
 from common.contracts.clock import Clock
 from common.contracts.errors import ProtocolViolation
 from common.contracts.hashing import PARTIAL_HASHES, PARTIAL_PARTS
 from common.contracts.lease import Reserve, blocks_needed
 from common.contracts.limits import MAX_WORKER_SEQUENCES
-from common.contracts.types import BlockHash, BlockId, DecisionKind, SequenceId, SequencePhase
+from common.contracts.types import BlockHash, BlockId, Candidate, Decision, DecisionKind, SequenceId, SequencePhase
 from kvmanager.cache.block_pool import BlockPool
 from kvmanager.cache.eviction.choice import order_of
 from kvmanager.cache.eviction.interface import NO_MARK
@@ -27,9 +31,186 @@ from kvmanager.contracts.index_events import Stored
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger.backfill import Reservation
-from kvmanager.ledger.decisions import DecisionLog
-from kvmanager.ledger.reset import ResetOrder
-from kvmanager.ledger.waiting_queue import WaitingQueue
+
+# Decision records: the manager's choices, their candidates and reasons. The caller provides ids and time.
+
+
+Figures = dict[str, float]
+
+
+class DecisionLog:
+    """Makes records about one worker and keeps them until they are drained."""
+
+    __slots__ = ("_clock", "_ids", "_records", "_worker")
+
+    def __init__(self, clock: Clock, ids: Callable[[], str], worker: str = "") -> None:
+        self._clock = clock
+        self._ids = ids
+        self._worker = worker
+        self._records: list[Decision] = []
+
+    def record(
+        self,
+        kind: DecisionKind,
+        chosen: str,
+        subject: Sequence | None,
+        reasons: tuple[str, ...],
+        figures: Figures,
+        candidates: tuple[Candidate, ...] = (),
+        beneficiary: str = "",
+    ) -> str:
+        """Add a record about `subject` (None: the worker as a whole) and return its id.
+
+        The beneficiary of an eviction is its subject.
+        """
+        return self._add(
+            Decision(
+                self._ids(), kind, self._clock.time_ns(), chosen, subject.request_id if subject else "", candidates,
+                reasons, figures=tuple(figures.items()), traceparent=subject.traceparent if subject else "",
+                beneficiary=subject.name if subject and kind is DecisionKind.EVICTION else beneficiary,
+                worker=self._worker,
+            )
+        )  # fmt: skip
+
+    def preempted(
+        self,
+        victim: Sequence,
+        beneficiary: Sequence | None,
+        reasons: tuple[str, ...],
+        figures: Figures,
+        candidates: tuple[Candidate, ...],
+    ) -> str:
+        return self._add(
+            Decision(
+                self._ids(), DecisionKind.PREEMPTION, self._clock.time_ns(), victim.name, victim.request_id, candidates,
+                reasons, victim=victim.name, beneficiary=beneficiary.name if beneficiary else "",
+                figures=tuple(figures.items()), traceparent=victim.traceparent, worker=self._worker,
+            )
+        )  # fmt: skip
+
+    def _add(self, decision: Decision) -> str:
+        self._records.append(decision)
+        return decision.decision_id
+
+    def drain(self) -> tuple[Decision, ...]:
+        """Return the records since the last call."""
+        records, self._records = tuple(self._records), []
+        return records
+
+
+# The reset of a prefix cache as the worker is to carry it out: ordered, sent, confirmed.
+# The manager forgets at once. The worker still claims the content, and an inventory would bring it back. So the id
+# of a reset is a level: the worker confirms it, keeps it and names it at each attach. A worker that names another
+# id than the manager's latest is reset again.
+
+
+@dataclass(slots=True)
+class ResetOrder:
+    """Ids of resets in one session; 0 is none."""
+
+    wanted: int = 0
+    sent: int = 0
+    confirmed: int = 0
+
+    @property
+    def pending(self) -> bool:
+        """Whether the worker has still to confirm the latest reset."""
+        return self.wanted != self.confirmed
+
+    def take(self) -> int:
+        """Return the id for the next batch; 0 when it was sent already."""
+        if self.sent == self.wanted:
+            return 0
+        self.sent = self.wanted
+        return self.sent
+
+    def key(self) -> tuple[int, int, int]:
+        return self.wanted, self.sent, self.confirmed
+
+
+# Sequences that wait for blocks: a line for each tenant, the highest priority first in it, then by arrival.
+# The grant policy chooses among the heads of the lines. `backfill.py` says who may pass one that does not fit.
+
+
+_Place = tuple[int, int, SequenceId]
+_Arrival = tuple[int, SequenceId]
+Key = TypeVar("Key", _Place, _Arrival)
+
+
+class WaitingQueue:
+    """Sorted lines. A sequence keeps its arrival for life, so a preempted sequence returns to its old place.
+
+    `unexplained` are those whose wait has no decision record yet, in the order in which they joined. `admissions`
+    counts those that got their blocks, by priority.
+    """
+
+    __slots__ = ("_arrivals", "_lines", "admissions", "unexplained")
+
+    def __init__(self) -> None:
+        self._lines: dict[str, list[_Place]] = {}
+        self._arrivals: dict[str, list[_Arrival]] = {}
+        self.unexplained: dict[SequenceId, None] = {}
+        self.admissions: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lines.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def __iter__(self) -> Iterator[SequenceId]:
+        return (place[2] for place in heapq.merge(*self._lines.values()))
+
+    def heads(self) -> list[SequenceId]:
+        """Return the first sequence of each tenant, of those with the highest priority of all that wait."""
+        firsts = [line[0] for line in self._lines.values()]
+        if len(firsts) < 2:
+            return [first[2] for first in firsts]
+        highest = min(first[0] for first in firsts)
+        return [first[2] for first in firsts if first[0] == highest]
+
+    def by_arrival(self) -> list[Iterator[SequenceId]]:
+        """Return the sequences of each tenant in the order of their arrival, whatever their priorities."""
+        return [(place[1] for place in line) for line in self._arrivals.values()]
+
+    def add(self, sequence: Sequence) -> None:
+        bisect.insort(self._lines.setdefault(sequence.tenant, []), _place(sequence))
+        bisect.insort(self._arrivals.setdefault(sequence.tenant, []), _arrival(sequence))
+        self.unexplained[sequence.id] = None
+        sequence.outranked = self._admitted_above(sequence.priority)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it stands. Raises ValueError when it does not wait."""
+        _remove(self._lines, sequence, _place(sequence))
+        _remove(self._arrivals, sequence, _arrival(sequence))
+        self.unexplained.pop(sequence.id, None)
+
+    def count_admission(self, sequence: Sequence) -> int:
+        """Count the admission of a sequence; return how many of a higher priority came before since it joined."""
+        self.admissions[sequence.priority] += 1
+        return self._admitted_above(sequence.priority) - sequence.outranked
+
+    def _admitted_above(self, priority: int) -> int:
+        return sum(count for each, count in self.admissions.items() if each > priority)
+
+
+def _remove(lines: dict[str, list[Key]], sequence: Sequence, key: Key) -> None:
+    line = lines.get(sequence.tenant, [])
+    index = bisect.bisect_left(line, key)
+    if index == len(line) or line[index] != key:
+        raise ValueError(f"{sequence.name} does not wait")
+    del line[index]
+    if not line:
+        del lines[sequence.tenant]
+
+
+def _place(sequence: Sequence) -> _Place:
+    return (-sequence.priority, sequence.arrival, sequence.id)
+
+
+def _arrival(sequence: Sequence) -> _Arrival:
+    return (sequence.arrival, sequence.id)
+
 
 BlockedBy = Literal["", "capacity", "places", "prompt", "deferred", "batch"]
 """Why the next sequence was not admitted: too few blocks, no place, a prompt that lacks blocks comes first, a stall or

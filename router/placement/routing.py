@@ -12,18 +12,250 @@ by its queue and its slower steps.
 
 from __future__ import annotations
 
+import heapq
+import math
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from common.contracts.clock import Clock
 from common.contracts.types import Candidate, Decision, DecisionKind
-from router.placement.least_times import Bounds, LeastTime, LeastTimes
 from router.placement.placement import Outcome, PlacementRequest, may_recover, too_large, verdict
-from router.placement.shortlist import named, shortlist, unnamed
-from router.placement.usual_rates import UsualRates, believed, trust_in
-from router.placement.worker_model import WorkerModel
-from router.placement.worker_wait import departures, steps_ahead, wait_for_room
+from router.placement.shortlist import LOOK_EVERY_S, MOST_PRICED, named, shortlist, unnamed
+from router.placement.worker_model import Capacity, WorkerModel
+
+# Lower bounds of the seconds to a first token, of all of many workers, from one look at them.
+# A deadline that none of the priced workers keeps asks for all the others, and a client may send many such
+# deadlines. To price a worker costs ten microseconds; to compare a bound costs less than one. The look is at no
+# request in particular: what one client asks changes nothing for the others. So the bound has what is before any
+# request, and the request's own work at the worker's rates. A request that needs more places or blocks may have to
+# wait for longer than its bound says.
+
+
+@dataclass(frozen=True, slots=True)
+class LeastTime:
+    """Of the smallest request at one worker: seconds before it, of each prompt token, and of the step that samples."""
+
+    worker: WorkerModel
+    before_s: float
+    token_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Pairs of least seconds to the first token and worker ids: with what is before a request there, and without."""
+
+    full: Sequence[tuple[float, str]]
+    work: Sequence[tuple[float, str]]
+    recovers: bool
+    """Whether a worker in trouble may soon be well, and serve the request."""
+
+    def soonest(self) -> frozenset[str]:
+        """Return the ids of those with the lowest bounds of both kinds."""
+        half = MOST_PRICED // 2
+        return frozenset(name for pairs in (self.full, self.work) for _, name in heapq.nsmallest(half, pairs))
+
+    def least_s(self, but: Collection[str], passes: bool) -> float:
+        """Return the least bound of the other workers; infinity where there is none."""
+        pairs = self.work if passes else self.full
+        return min((seconds for seconds, name in pairs if name not in but), default=math.inf)
+
+
+class LeastTimes:
+    """What the last look at all workers showed. It counts for `LOOK_EVERY_S`."""
+
+    def __init__(self) -> None:
+        self._looked_at, self._workers = float("-inf"), 0
+        self._capacities: list[Capacity] = []
+        # By worker id: seconds before a request, of a prompt token, of a step, and the place of its capacity.
+        self._times: dict[str, tuple[float, float, float, int]] = {}
+        # Those in trouble, and which of them may soon be well.
+        self._away: dict[str, bool] = {}
+
+    def is_old(self, workers: int, now: float) -> bool:
+        """Return whether the last look is too old, or was at fewer workers."""
+        return now - self._looked_at >= LOOK_EVERY_S or workers > self._workers
+
+    def keep(self, times: Iterable[LeastTime], away: Iterable[WorkerModel], workers: int, now: float) -> None:
+        """Keep a look at so many workers. Those that are `away` can serve nothing now."""
+        places = dict[Capacity, int]()
+        self._times = {
+            each.worker.worker_id: (
+                each.before_s,
+                each.token_s,
+                each.step_s,
+                places.setdefault(each.worker.capacity, len(places)),
+            )
+            for each in times
+        }
+        self._away = {each.worker_id: not each.drains for each in away}
+        self._capacities, self._looked_at, self._workers = list(places), now, workers
+
+    def bounds(
+        self,
+        workers: Sequence[WorkerModel],
+        hits: Mapping[str, int],
+        prompt_tokens: int,
+        avoids: Collection[str],
+        fits: Callable[[Capacity], bool],
+    ) -> Bounds:
+        """Return the bounds of a request at those of the workers that it `fits`; 0 for workers that are new."""
+        fitting = [fits(each) for each in self._capacities]
+        sizes = [*(each.block_size for each in self._capacities), 1]  # the last one is of workers that are new
+        full, work = list[tuple[float, str]](), list[tuple[float, str]]()
+        for worker in workers:
+            name = worker.worker_id
+            if name in self._away or name in avoids:
+                continue
+            before_s, token_s, step_s, place = self._times.get(name, _NEW)
+            if place >= 0 and not fitting[place]:
+                continue
+            cached = min(hits.get(name, 0), (prompt_tokens - 1) // sizes[place]) * sizes[place] if hits else 0
+            own = (prompt_tokens - cached) * token_s + step_s
+            work.append((own, name))
+            full.append((before_s + own, name))
+        return Bounds(full, work, self._recovers(workers, avoids, fits))
+
+    def _recovers(
+        self, workers: Sequence[WorkerModel], avoids: Collection[str], fits: Callable[[Capacity], bool]
+    ) -> bool:
+        if not any(self._away.values()):
+            return False
+        return any(
+            self._away.get(each.worker_id) and each.worker_id not in avoids and fits(each.capacity) for each in workers
+        )
+
+
+_NEW = (0.0, 0.0, 0.0, -1)
+
+
+# The rates that are assumed for a worker: its own, those of all workers where they are newer, or priors.
+
+
+# Assumed until the first worker has been measured.
+PRIOR_PREFILL_TOKEN_S = 1e-4
+PRIOR_STEP_S = 0.02
+PRIOR_OUTPUT_TOKENS = 64.0
+# A worker's own rates weigh half when other workers were measured so many seconds later; see `trust_in`.
+TRUST_HALF_LIFE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class UsualRates:
+    """Mean rates of all workers, assumed for a worker that has no measurements, or only old ones."""
+
+    prefill_token: float
+    step: float
+    output_tokens: float
+    latest: float
+
+    @staticmethod
+    def of(workers: Sequence[WorkerModel]) -> UsualRates:
+        latest = max([worker.shown_at for worker in workers], default=float("-inf"))
+        prefill, step, output = _Mean(), _Mean(), _Mean()
+        for worker in workers:
+            rates, trust = worker.rates, trust_in(worker, latest)
+            prefill.add(rates.prefill_token.value, trust)
+            step.add(rates.step.predict(1), trust)
+            output.add(rates.output_tokens.value, trust)
+        return UsualRates(
+            prefill.value(PRIOR_PREFILL_TOKEN_S), step.value(PRIOR_STEP_S), output.value(PRIOR_OUTPUT_TOKENS), latest
+        )
+
+
+def trust_in(worker: WorkerModel, latest: float) -> float:
+    """Return the weight of a worker's own rates against the mean of all workers.
+
+    A worker that was disturbed while it was measured looks slow, gets no requests, and so is never measured again. Its
+    own rates therefore lose half their weight with every TRUST_HALF_LIFE_S by which the latest measurement of any
+    worker is newer. The worker then looks like the others and gets requests again. An idle pool forgets nothing.
+    """
+    if worker.shown_at == latest:
+        return 1.0
+    return math.pow(0.5, (latest - worker.shown_at) / TRUST_HALF_LIFE_S)
+
+
+class _Mean:
+    """A weighted mean of what is known."""
+
+    __slots__ = ("_sum", "_weight")
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    def add(self, value: float | None, weight: float) -> None:
+        if value is not None:
+            self._sum += value * weight
+            self._weight += weight
+
+    def value(self, prior: float) -> float:
+        return self._sum / self._weight if self._weight else prior
+
+
+def believed(shown: float | None, usual: float, trust: float) -> float:
+    """Return a rate between the one that a worker showed, if any, and the usual one."""
+    return usual if shown is None else usual + trust * (shown - usual)
+
+
+# What a request waits for at a worker, beside the prompts before it: steps in flight, a place in the batch, blocks.
+
+
+# The rest of the step that runs, which is half of it in the mean, and the step that is planned while that runs.
+_STEPS_AHEAD: Final = 1.5
+# With a measured stay of 0 s sequences would leave infinitely fast.
+_LEAST_STAY_S: Final = 1e-4
+
+
+def steps_ahead(worker: WorkerModel) -> float:
+    """Return how many steps are before the first one with a new request in it."""
+    return _STEPS_AHEAD if worker.sequences else 0.0
+
+
+def departures(worker: WorkerModel, usual_stay: float, longest_stay: float) -> float:
+    """Return how many sequences leave a worker in a second; infinity where none is there.
+
+    By Little's law, n sequences that stay for t seconds leave at the rate n / t. A stay that was measured includes the
+    wait at the worker, so all that are there count. One that is assumed is that of a sequence in the batch: the usual
+    one, if its greatest output does not make it shorter.
+    """
+    there, measured = worker.sequences, worker.rates.sequence.value
+    if not there:
+        return math.inf
+    if measured is not None:
+        return there / max(measured, _LEAST_STAY_S)
+    return min(there, worker.capacity.max_num_seqs) / max(min(usual_stay, longest_stay), _LEAST_STAY_S)
+
+
+def wait_for_room(worker: WorkerModel, prompt_tokens: int, sequences: int, hit_blocks: int, leave: float) -> float:
+    """Return predicted seconds until so many sequences have places, and blocks for their prompt beside the hits.
+
+    `leave` is how many sequences leave the worker in a second.
+    """
+    capacity, there = worker.capacity, worker.sequences
+    places = there + sequences - capacity.max_num_seqs
+    blocks = capacity.fresh_blocks(prompt_tokens, hit_blocks) - worker.spare_blocks
+    if places <= 0 and blocks <= 0:
+        return 0.0  # most often there is room now
+    return max(0.0, places / leave, _departures_for(blocks, worker) / leave)
+
+
+def _departures_for(blocks: float, worker: WorkerModel) -> float:
+    """Return how many sequences have to leave until so many more blocks are free.
+
+    While sequences wait, one starts for each that leaves: those that run take the other blocks as they grow. So each of
+    the first departures frees what one that waits wants. The later ones free what a sequence holds in the mean. Without
+    sequences of this router there the wanted blocks are unknown; `spare_blocks` leaves them out too.
+    """
+    waiting, wanted = worker.load.waiting, worker.wanted_blocks
+    running = max(1, min(worker.sequences - waiting, worker.capacity.max_num_seqs))
+    freed = max(1.0, (worker.capacity.num_blocks - worker.unheld_blocks) / running)
+    if not waiting or not wanted:
+        return blocks / freed
+    first = min(freed, wanted)
+    return blocks / first if blocks <= waiting * first else waiting + (blocks - waiting * first) / freed
+
 
 # Costs closer than this count as equal: signals are no more precise, and a tie must not favour the first worker.
 TIE_SECONDS = 1e-4

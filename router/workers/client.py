@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from grpc import aio
+from grpc import StatusCode, aio
 
 from common.backoff import Backoff
 from common.contracts.errors import FieldViolation, InvalidRequest, ProtocolViolation, QuireError, Unavailable
@@ -25,12 +25,11 @@ from common.rpc import stream_writes
 from common.rpc.server import Dial, open_channel
 from common.wire.enum_codec import finish_to_proto
 from common.wire.identity_codec import identity_to_proto
-from quire.api.status import error_from_rpc
+from quire.api.status import DETAILS_KEY, code_from_rpc, error_from_rpc
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.gpuworker.v1 import gpuworker_pb2_grpc as rpc
 from router.contracts.identity import is_complete
 from router.placement.worker_model import Load
-from router.workers.call import WorkerCall, found_silent, is_refused, read, write
 from router.workers.codec import (
     Submission,
     WorkerFacts,
@@ -40,13 +39,101 @@ from router.workers.codec import (
     refusal_from_proto,
     submit_to_proto,
 )
-from router.workers.confirmations import Confirmations
 from router.workers.in_flight import InFlight, Sink
-from router.workers.open_breaks import OpenBreaks, is_severed
 from router.workers.orphan_queries import FoundOrphans, OrphanQueries
 from router.workers.outbox import Outbox
 from router.workers.suspicion import Breakdown
 from router.workers.worker_events import Lost, Refused, SequenceEvent, SequenceFinished
+
+# Reads and writes of a call to a worker, and what its errors mean.
+
+
+WorkerCall = aio.StreamStreamCall[pb.StreamRequest, pb.StreamResponse]
+
+
+def is_refused(error: aio.AioRpcError) -> bool:
+    """Return whether a call failed because no process listens at its address: a worker there has ended."""
+    return "Connection refused" in (error.details() or "")
+
+
+def found_silent(error: aio.AioRpcError) -> bool:
+    """Return whether a worker ended a stream because nothing came from this router: no request is to blame."""
+    return error.code() is StatusCode.DEADLINE_EXCEEDED
+
+
+async def read(call: WorkerCall) -> pb.StreamResponse | None:
+    """Return the next message, None at the end of the stream."""
+    response = await call.read()
+    return response if isinstance(response, pb.StreamResponse) else None
+
+
+async def write(call: WorkerCall, outbox: Outbox) -> None:
+    """The one writer of a stream; the end of the stream ends it, and the reader gets the reason."""
+    while (message := await outbox.take()) is not None:
+        if not await stream_writes.write(call, message):
+            return
+    await call.done_writing()
+
+
+# Adoptions that a worker has not answered yet.
+
+
+class Confirmations:
+    """Futures by the handle of the sequence that is to be adopted."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, asyncio.Future[None]] = {}
+
+    def expect(self, handle: int) -> asyncio.Future[None]:
+        answer = self._open[handle] = asyncio.get_running_loop().create_future()
+        return answer
+
+    def settle(self, handle: int, error: QuireError | None = None) -> None:
+        """Answer, with success or an error. A handle that none expects is ignored."""
+        answer = self._open.pop(handle, None)
+        if answer is None or answer.done():
+            return
+        if error is None:
+            answer.set_result(None)
+        else:
+            answer.set_exception(error)
+            answer.exception()  # whoever waited may have left
+
+
+# Breaks of one worker's connection of which it is not known yet whether the worker's process ended.
+
+
+def is_severed(error: aio.AioRpcError) -> bool:
+    """Return whether a connection broke under a call: a worker that ends a call itself says why."""
+    said = any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ())
+    return code_from_rpc(error) is StatusCode.UNAVAILABLE and not said
+
+
+class OpenBreaks:
+    """Settles each break by the next handshake: the same process answers, another one, or nothing listens."""
+
+    def __init__(self) -> None:
+        self._incarnation = b""
+        self._open: list[Breakdown] = []
+
+    def add(self, breakdown: Breakdown) -> None:
+        if not breakdown.settled:
+            self._open.append(breakdown)
+
+    def greeted(self, incarnation: bytes) -> None:
+        """Note which process answers now."""
+        self._settle(lives=incarnation == self._incarnation)
+        self._incarnation = incarnation
+
+    def gone(self) -> None:
+        """Note that the process has ended, or that it is asked no more."""
+        self._settle(lives=False)
+
+    def _settle(self, lives: bool) -> None:
+        settled, self._open = self._open, []
+        for each in settled:
+            each.settle(lives)
+
 
 log = logging.getLogger(__name__)
 

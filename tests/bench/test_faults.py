@@ -12,7 +12,7 @@ import pytest
 
 from bench import faults, soak
 from bench.fault_injection.clocks import compiler, shiftable_clocks
-from bench.fault_injection.limits import without_memory
+from bench.fault_injection.injection import without_memory
 from bench.fault_injection.plan import (
     FREEZE_S,
     FROZEN,

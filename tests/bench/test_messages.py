@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.fault_injection.messages import Messages
+from bench.fault_injection.mixed_load import Messages
 from bench.soak import DEMO
 from gpuworker.simulated.plane import simulated_tokens
 from router.answers.text.tokenizer import Tokenizer

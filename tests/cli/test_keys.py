@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli.commands import keys
-from cli.suite.server_key import ensure_server_key
+from cli.suite.stack import ensure_server_key
 from router.tenants.directory import TenantDirectory
 from router.tenants.tenants_file import read_server_key, read_tenants
 

@@ -9,8 +9,7 @@ import pytest
 
 from cli.certificates.authority import make, wanted
 from cli.certificates.folder import CertificateFolder
-from cli.client import PLAIN, admin_channel, router_client
-from cli.client_config import ClientSettings
+from cli.client import PLAIN, ClientSettings, admin_channel, router_client
 from common.contracts.errors import InvalidConfig, Unavailable
 from common.rpc.roles import Role
 from common.rpc.tls import PublicCertificate

@@ -6,12 +6,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 COLUMNS = 100
-MOST_LINES = {"README.md": 120, "ARCHITECTURE.md": 100}
 # A path in backticks that begins with one of these is a path from the root of the repository.
 TOPS = "bench|cli|common|docker|docs|gpuworker|kvmanager|protos|router|tests"
 
@@ -86,11 +83,6 @@ def test_prose_is_wrapped() -> None:
         return [line for line in prose(document.read_text()) if len(line) > COLUMNS]
 
     assert of_each(long_lines, DOCUMENTS) == {}
-
-
-@pytest.mark.parametrize(("name", "most"), MOST_LINES.items())
-def test_what_a_newcomer_reads_first_is_short(name: str, most: int) -> None:
-    assert len((ROOT / name).read_text().splitlines()) <= most
 
 
 def faults_of_a_decision(page: Path, index: str) -> list[str]:

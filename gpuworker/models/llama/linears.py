@@ -10,18 +10,285 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from gpuworker.checkpoints.quantised import QuantisedLinear
-from gpuworker.models.llama.accepted_losses import by_error, by_type
-from gpuworker.models.llama.linear_choice import LinearShape, choose
-from gpuworker.models.llama.quantise import int4_by_group, int8_by_output, rounding_error
 from gpuworker.models.llama.weights import FusedLinear, TensorOf
-from gpuworker.native.linear import IntegerWeight, Kind, Rows
+from gpuworker.native import library as native
+from gpuworker.native.linear import IntegerWeight, Kind, LinearStruct, Memory, Rows, Store, declared
+
+# Which quantisations `--quantization auto` may take: those that lose at most 1 % of perplexity. Pure functions.
+# The losses are measured on a real model (`bench.quality`). The loss of another model is predicted from how its
+# weights round: the power of the noise in a product grows with the square of the error, and the loss is taken to
+# grow so too. What rounding activations loses depends on their outliers, which weights do not show.
+
+
+MOST_LOST: Final = 1.01
+_WHERE: Final = "SmolLM2-135M"
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a quantisation lost: `ratio` is its perplexity over that of bf16.
+
+    `error` is that of the measured model's weights (`quantise.rounding_error`), of the linear in the middle of all.
+    """
+
+    ratio: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a quantisation may be taken, and why, for the log."""
+
+    accepted: bool
+    why: str
+
+
+# bench.quality on SmolLM2-135M-Instruct, 12,264 tokens, AVX-512 bf16 (bench/RESULTS.md).
+MEASURED: Final[Mapping[str, Loss]] = {
+    "int8": Loss(1.0011, 0.011),
+    "w8a8": Loss(1.0342, 0.011),
+    "int4": Loss(1.4052, 0.134),
+}
+
+
+def by_type(name: str, measured: Mapping[str, Loss] = MEASURED) -> Verdict:
+    """Return whether "auto" considers a quantisation at all; one that was not measured loses too much."""
+    loss = measured.get(name)
+    if loss is None:
+        return Verdict(False, f"{name}: its loss is not measured")
+    lost = f"{name}: {loss.ratio:.4f} of bf16's perplexity on {_WHERE}"
+    if loss.ratio <= MOST_LOST:
+        return Verdict(True, lost)
+    return Verdict(False, f"{lost}, more than {MOST_LOST:g}")
+
+
+def by_error(name: str, error: float, measured: Mapping[str, Loss] = MEASURED) -> Verdict:
+    """Return whether a linear whose weights round with this relative error may be held so."""
+    considered = by_type(name, measured)
+    if not considered.accepted:
+        return considered
+    loss = measured[name]
+    expected = 1 + max(0.0, loss.ratio - 1) * (error / loss.error) ** 2
+    words = f"{name}: weights round with an error of {error:.2%}, those of {_WHERE} with {loss.error:.2%}"
+    return Verdict(expected <= MOST_LOST, f"{words}; {expected:.4f} of bf16's perplexity expected")
+
+
+# The fastest kind of packed weight for a shape on this machine, measured briefly at start.
+# Reading decides at few rows and arithmetic at many, and both differ from machine to machine. So the kinds are
+# timed, on memory of the packed size whose content does not matter, large enough that no cache holds it.
+
+
+# Calls read weights in turn from so much memory that no cache keeps a weight until its next use.
+_BYTES: Final = 128 << 20
+# The fastest call of each kind counts, among at least so many calls in at least so many seconds.
+_TURNS: Final = 6
+_SECONDS: Final = 0.006
+_FILL: Final = 0x3C  # makes small numbers of bytes, halves and floats alike
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """A weight [n, k]; `group` inputs share a scale in the int4 kinds."""
+
+    n: int
+    k: int
+    group: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class LinearChoice:
+    """The kind that takes the least time, and the seconds of each kind for each number of rows."""
+
+    shape: LinearShape
+    kind: Kind
+    rows: tuple[int, ...]
+    seconds: Mapping[Kind, tuple[float, ...]]
+
+    def __str__(self) -> str:
+        timed = (
+            f"{kind.name} {'/'.join(f'{second * 1e6:.0f}' for second in seconds)}"
+            for kind, seconds in self.seconds.items()
+        )
+        rows = "/".join(map(str, self.rows))
+        return f"linear {self.shape.n} x {self.shape.k}: {self.kind.name} (us for {rows} rows: {', '.join(timed)})"
+
+
+def choose(
+    shapes: Sequence[LinearShape],
+    kinds: Sequence[Kind],
+    threads: int,
+    rows: tuple[int, ...] = (1, 8, 64),
+    library: ctypes.CDLL | None = None,
+) -> list[LinearChoice]:
+    """Return the choice for each shape: the kind with the least geometric mean of the times over `rows`.
+
+    Raises NativeUnavailable without a library, ValueError for a shape that a kind cannot serve.
+    """
+    found = declared(library or native.best())
+    memory = Memory(_BYTES)
+    ctypes.memset(memory.address, _FILL, memory.nbytes)
+    choices = []
+    for shape in shapes:
+        timed = [_seconds(found, memory, [_struct(shape, kind) for kind in kinds], count, threads) for count in rows]
+        seconds = dict(zip(kinds, zip(*timed, strict=True), strict=True))
+        best = min((math.prod(each), kind) for kind, each in seconds.items())[1]
+        choices.append(LinearChoice(shape, best, rows, seconds))
+    return choices
+
+
+def _struct(shape: LinearShape, kind: Kind) -> LinearStruct:
+    group = shape.group if kind in (Kind.I4_F32, Kind.I4_BF16) else 0
+    return LinearStruct(kind, group, False, False, False, 0, shape.n, shape.k, None)
+
+
+def _seconds(
+    library: ctypes.CDLL, memory: Memory, linears: Sequence[LinearStruct], rows: int, threads: int
+) -> list[float]:
+    """Return the seconds of a call for each; calls take turns, so that a disturbance affects all alike."""
+    calls = [_Call(library, memory, linear, rows, threads) for linear in linears]
+    best, until, turn = [math.inf] * len(calls), time.perf_counter() + _SECONDS * len(calls), 0
+    while turn <= _TURNS or time.perf_counter() < until:
+        for place, call in enumerate(calls):
+            began = time.perf_counter()
+            call(turn)
+            if turn:  # the first call warms up
+                best[place] = min(best[place], time.perf_counter() - began)
+        turn += 1
+    return [second * call.parts for second, call in zip(best, calls, strict=True)]
+
+
+class _Call:
+    """A product whose weights come from another place of the memory at each call."""
+
+    def __init__(self, library: ctypes.CDLL, memory: Memory, linear: LinearStruct, rows: int, threads: int) -> None:
+        nbytes = int(library.quire_linear_bytes(ctypes.byref(linear)))
+        if not nbytes:
+            raise ValueError(f"no native linear of kind {Kind(linear.kind).name}, {linear.n} x {linear.k}")
+        self.parts = 1
+        while nbytes > memory.nbytes // 2:  # a part of so many outputs shows the same
+            self.parts *= 2
+            linear.n = max(1, linear.n // 2)
+            nbytes = int(library.quire_linear_bytes(ctypes.byref(linear)))
+        halves = linear.kind in (Kind.BF16, Kind.I8_BF16, Kind.I4_BF16)
+        self._x = torch.ones(rows, linear.k, dtype=torch.bfloat16 if halves else torch.float32)
+        self._out = torch.empty(rows, linear.n)
+        self._scratch = Memory(int(library.quire_linear_scratch(ctypes.byref(linear), rows)))
+        self._linear, self._run = linear, library.quire_linear_run
+        self._places = range(memory.address, memory.address + memory.nbytes - nbytes + 1, -(-nbytes // 64) * 64)
+        target = (self._out.data_ptr(), linear.n, int(Store.F32), self._scratch.address, threads)
+        self._arguments = (self._x.data_ptr(), int(halves), linear.k, rows, *target)
+
+    def __call__(self, turn: int) -> None:
+        self._linear.memory = self._places[turn % len(self._places)]
+        self._run(ctypes.byref(self._linear), *self._arguments)
+
+
+# Integers for a float weight: 8 bits for each output, or 4 bits for each group of inputs, to nearest.
+# For 4 bits the largest number need not be kept: a range clipped to what gives the least squared error is better.
+
+
+# Rows are quantised this many numbers at a time: what is in between stays small beside the weight.
+_AT_ONCE: Final = 4 << 20
+_CLIPS: Final = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+
+
+def int8_by_output(weight: torch.Tensor) -> IntegerWeight:
+    """Return a weight [N, K] as int8 in [-127, 127], one scale for each output: the largest number there is 127."""
+    parts = [_symmetric(rows[:, None], 127)[:2] for rows in _slices(weight)]
+    return _joined([(values, scales, None) for values, scales in parts], weight)
+
+
+def int8_by_group(weight: torch.Tensor, group: int) -> IntegerWeight:
+    """Return a weight [N, K] as int8 in [-127, 127], one scale for each `group` inputs of an output."""
+    parts = [_symmetric(_grouped(rows, group), 127)[:2] for rows in _slices(weight)]
+    return _joined([(values, scales, None) for values, scales in parts], weight)
+
+
+def int4_by_group(weight: torch.Tensor, group: int, *, zeros: bool = False) -> IntegerWeight:
+    """Return a weight [N, K] as integers in [-8, 7], one scale (and zero) for each `group` inputs of an output.
+
+    Of several ranges, from that of the group's numbers to 0.7 of it, each group takes the one of least squared error.
+    """
+    return _joined([_least_squares(_grouped(rows, group), zeros) for rows in _slices(weight)], weight)
+
+
+def rounding_error(weight: torch.Tensor, rounded: IntegerWeight) -> float:
+    """Return the root mean square of what rounding changed, over the mean magnitude of a weight [N, K].
+
+    The mean is less than the root mean square where a few large numbers make the steps of all others coarse. Integers
+    with zeros are not expected; a weight of zeros has no error.
+    """
+    lost, whole, begin = 0.0, 0.0, 0
+    for rows in _slices(weight):
+        values, scales = (part[begin : begin + len(rows)] for part in (rounded.values, rounded.scales))
+        found = _grouped(values.float(), weight.shape[1] // scales.shape[1]) * scales[..., None]
+        lost += float((found.view(rows.shape) - rows).square().sum())
+        whole, begin = whole + float(rows.abs().sum()), begin + len(rows)
+    count = weight.numel()
+    return (lost / count) ** 0.5 / (whole / count) if whole else 0.0
+
+
+_Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # values [R, G, group], scales and zeros [R, G]
+
+
+def _least_squares(groups: torch.Tensor, zeros: bool) -> _Part:
+    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    least = torch.full(groups.shape[:2], torch.inf)
+    for clip in _CLIPS:
+        values, scales, zero = _asymmetric(groups, clip) if zeros else _symmetric(groups, 7, clip)
+        error = ((values - zero[..., None]) * scales[..., None] - groups).square().sum(-1)
+        if best is None:
+            best, least = (values, scales, zero), error
+            continue
+        better = error < least
+        least = torch.where(better, error, least)
+        best[0][better], best[1][better], best[2][better] = values[better], scales[better], zero[better]
+    assert best is not None
+    return best[0], best[1], best[2] if zeros else None
+
+
+def _symmetric(groups: torch.Tensor, most: int, clip: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return values [R, G, group] in [-most, most] and scales [R, G]; zeros are 0."""
+    largest = groups.abs().amax(-1) * clip
+    scales = torch.where(largest > 0, largest / most, 1.0)
+    values = (groups / scales[..., None]).round().clamp(-most, most)
+    return values, scales, torch.zeros_like(scales)
+
+
+def _asymmetric(groups: torch.Tensor, clip: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return values in [-8, 7], scales, and whole zeros in [-8, 7], so that 0 is exact."""
+    low, high = groups.amin(-1).clamp(max=0) * clip, groups.amax(-1).clamp(min=0) * clip
+    scales = torch.where(high > low, (high - low) / 15, 1.0)
+    zero = (-8 - low / scales).round().clamp(-8, 7)
+    values = (groups / scales[..., None] + zero[..., None]).round().clamp(-8, 7)
+    return values, scales, zero
+
+
+def _grouped(rows: torch.Tensor, group: int) -> torch.Tensor:
+    if rows.shape[1] % group:
+        raise ValueError(f"{rows.shape[1]} inputs cannot be cut into groups of {group}")
+    return rows.view(len(rows), -1, group)
+
+
+def _slices(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    at_once = max(1, _AT_ONCE // max(1, weight.shape[1]))
+    return (weight[begin : begin + at_once].float() for begin in range(0, len(weight), at_once))
+
+
+def _joined(parts: list[_Part], weight: torch.Tensor) -> IntegerWeight:
+    values = torch.cat([part[0].to(torch.int8) for part in parts]).view(weight.shape)
+    zeros = [part[2] for part in parts if part[2] is not None]
+    return IntegerWeight(values, torch.cat([part[1] for part in parts]), torch.cat(zeros) if zeros else None)
+
 
 KINDS: Final = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
 _INT8: Final = {torch.float32: Kind.I8_F32, torch.bfloat16: Kind.I8_BF16}

@@ -10,17 +10,192 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import ClassVar, Final
 
 from common.contracts.types import BlockHash, BlockId
-from kvmanager.cache.eviction.classes import CLASSES, MOST_USES, class_of
 from kvmanager.cache.eviction.interface import Mark, no_leaf
-from kvmanager.cache.eviction.leaves import LeafSet
-from kvmanager.cache.eviction.lifetimes import Lifetimes, bucket_of
 from kvmanager.contracts.block import Blocks
+
+# The classes of blocks whose reuse a policy learns apart.
+# A block counts its uses. A new block that extends a chain whose last block ended a request inherits the count of
+# that block: the next turn of a conversation is as likely as that of its earlier blocks. Any other new block begins
+# at one. Blocks of one use are told apart by how often the block before them was used, the others by the mean time
+# between uses.
+
+
+MOST_USES: Final = 127
+_USES: Final = (2, 4, 9, MOST_USES)
+_ORIGINS: Final = (0, 2, 8, MOST_USES)
+_PACES: Final = 12
+CLASSES: Final = len(_ORIGINS) + len(_USES) * _PACES
+
+
+def _steps(bounds: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(next(k for k, most in enumerate(bounds) if uses <= most) for uses in range(MOST_USES + 1))
+
+
+_ORIGIN_OF: Final = _steps(_ORIGINS)
+_USES_OF: Final = tuple(len(_ORIGINS) + step * _PACES for step in _steps(_USES))
+
+
+def class_of(uses: int, origin: int, span: int) -> int:
+    """Return the class of a block. `origin` counts the uses of the block before it when it was registered (0: none).
+
+    `span` is the time between the first and the last use.
+    """
+    if uses == 1:
+        return _ORIGIN_OF[origin]
+    return _USES_OF[uses] + min(_PACES - 1, (span // (uses - 1)).bit_length() >> 1)
+
+
+# A set of blocks from which some can be picked at random, in O(1) each.
+
+
+_ABSENT: Final = -1
+_MASK = (1 << 64) - 1
+
+
+class LeafSet:
+    """The blocks of an array without gaps, and the place of each. The picks are the same in every run."""
+
+    __slots__ = ("_blocks", "_place", "_random")
+
+    def __init__(self, num_blocks: int) -> None:
+        self._blocks: list[BlockId] = []
+        self._place = [_ABSENT] * num_blocks
+        self._random = 1
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, block: BlockId) -> bool:
+        return self._place[block] != _ABSENT
+
+    def add(self, block: BlockId) -> None:
+        """Add a block that is not in the set."""
+        self._place[block] = len(self._blocks)
+        self._blocks.append(block)
+
+    def remove(self, block: BlockId) -> None:
+        """Remove a block of the set; the last one takes its place."""
+        last = self._blocks.pop()
+        if last != block:
+            self._blocks[self._place[block]] = last
+            self._place[last] = self._place[block]
+        self._place[block] = _ABSENT
+
+    def pick(self, count: int) -> list[BlockId]:
+        """Return `count` blocks, some perhaps twice; all blocks when the set has no more than twice as many.
+
+        The numbers come from Knuth's linear congruential generator for 64 bits.
+        """
+        blocks = self._blocks
+        if len(blocks) <= 2 * count:
+            return list(blocks)
+        found, random = [], self._random
+        for _ in range(count):
+            random = (random * 6364136223846793005 + 1442695040888963407) & _MASK
+            found.append(blocks[(random >> 33) % len(blocks)])
+        self._random = random
+        return found
+
+
+# What a policy learns of reuse: after how long blocks of a class are used again, and what a block is worth by its
+# age.
+# The age of a block is the number of blocks that were released since it was. Ages fall into buckets of half an
+# octave. A block that waits costs its place for so long; it pays when it is used again. The worth of a block of age
+# a is the greatest ratio, over all later ages b, of the chance to be used between a and b to the expected wait
+# until the use or b: the index of Gittins. To evict the block of the least worth is best when blocks are
+# independent of each other.
+
+
+_BUCKETS = 2 * 33
+_DECAY = 0.9
+_FLAT = 1.0
+"""Blocks that are assumed to be used again in each bucket before anything was learned."""
+_POOLED = 60.0
+"""Blocks that are assumed to have the lifetimes of all classes together."""
+
+
+def bucket_of(age: int) -> int:
+    """Return the bucket of an age: two for each power of two, and the last for all that is older."""
+    bits = age.bit_length()
+    if bits < 2:
+        return bits + 1
+    bucket = 2 * bits + (age >> (bits - 2) & 1)
+    return bucket if bucket < _BUCKETS else _BUCKETS - 1
+
+
+def _first_age(bucket: int) -> int:
+    bits, upper = divmod(bucket, 2)
+    return (2 + upper) << (bits - 2) if bits > 1 else max(0, bucket - 1)
+
+
+_FIRST = [_first_age(bucket) for bucket in range(_BUCKETS + 1)]
+
+
+class Lifetimes:
+    """Uses by class and age. `worth[klass][bucket]` is current after each `learn`.
+
+    Callers add 1 to `evicted[klass]` for each block that was evicted, as one that is never used.
+    """
+
+    __slots__ = ("_reused", "evicted", "worth")
+
+    def __init__(self, classes: int) -> None:
+        self._reused = [[0.0] * _BUCKETS for _ in range(classes)]
+        self.evicted = [0.0] * classes
+        self.worth = [[0.0] * _BUCKETS for _ in range(classes)]
+        self.learn()
+
+    def reuse(self, klass: int, age: int) -> None:
+        """Count a cached block that was used at this age."""
+        self._reused[klass][bucket_of(age)] += 1.0
+
+    def regret(self, klass: int, age: int) -> None:
+        """Count an evicted block whose content was wanted at this age after all."""
+        self.evicted[klass] -= 1.0
+        self._reused[klass][bucket_of(age)] += 1.0
+
+    def learn(self) -> None:
+        """Compute the worth of all classes and ages anew, and let what was counted fade."""
+        pooled = [_FLAT + sum(column) for column in zip(*self._reused, strict=True)]
+        never = _FLAT + sum(self.evicted)
+        weight = _POOLED / (never + sum(pooled))
+        prior = [each * weight for each in pooled]
+        unknown = _worths(prior, never * weight)
+        for klass, reused in enumerate(self._reused):
+            evicted = max(0.0, self.evicted[klass])
+            if evicted + sum(reused) < 1.0:
+                self.worth[klass] = unknown
+                continue
+            self.worth[klass] = _worths([a + b for a, b in zip(reused, prior, strict=True)], evicted + never * weight)
+            self._reused[klass] = [each * _DECAY for each in reused]
+            self.evicted[klass] = evicted * _DECAY
+
+
+def _worths(reused: list[float], never: float) -> list[float]:
+    """Return the worth by age: slopes of the concave hull over (place-time spent, uses) from each age on."""
+    alive, spent, uses = sum(reused) + never, 0.0, 0.0
+    points = []
+    for bucket, count in enumerate(reused):
+        points.append((spent, uses))
+        width = _FIRST[bucket + 1] - _FIRST[bucket]
+        spent += width * (alive - count / 2)
+        alive -= count
+        uses += count
+    hull = [(spent, uses)]
+    worths = [0.0] * len(reused)
+    for bucket in range(len(points) - 1, -1, -1):
+        x, y = points[bucket]
+        while len(hull) > 1 and (hull[-2][1] - y) * (hull[-1][0] - x) >= (hull[-1][1] - y) * (hull[-2][0] - x):
+            hull.pop()
+        worths[bucket] = (hull[-1][1] - y) / (hull[-1][0] - x) if hull[-1][0] > x else 0.0
+        hull.append((x, y))
+    return worths
+
 
 _PICKED: Final = 32
 _KEPT: Final = 32
 _FIRST_LESSON: Final = 256
 _LESSON: Final = 4096
-_ABSENT: Final = -1
 
 
 class PredictedUtility:

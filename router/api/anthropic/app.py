@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
 
-from common.contracts.errors import QuireError
+from common.contracts.errors import CONTEXT_LENGTH_EXCEEDED, InvalidRequest, Overloaded, QuireError, RateLimited
 from common.contracts.limits import MAX_ANSWER_BYTES
 from router.api.anthropic.answer import (
     PING,
@@ -27,20 +28,171 @@ from router.api.anthropic.answer import (
     usage_of,
 )
 from router.api.anthropic.content_blocks import ContentBlocks, Step
-from router.api.anthropic.errors import error_body, in_this_form
 from router.api.anthropic.request import Asked, asked
-from router.api.anthropic.schema import AnswerMessage, MessageEvent, MessagesError, TokenCount, answers
 from router.api.anthropic.types import CountRequest, MessagesRequest
 from router.api.http.event_stream import EventStream
 from router.api.openai import errors, schema
 from router.api.openai.answer import Answer, Form, Piece
+from router.api.openai.errors import body_of, status_of
 from router.api.openai.response import WholeResponse
+from router.api.openai.schema import REFUSALS
 from router.api.openai.service import Events, HttpParts, Service, answer_headers, in_words_of, unless_gone
 from router.api.shared.answer_size import AnswerPlace
 from router.contracts.answer_parts import Words
 from router.contracts.events import ValidatedRequest
 from router.contracts.ports import CallContext
 from router.tenants.tenancy import Charge
+
+# Errors in the form of Anthropic's API, for the paths of this face.
+
+
+# Not 503: clients of this API know a server that is busy or not ready by this status.
+OVERLOADED: Final = 529
+_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
+
+
+def in_this_form(status: int, body: Json, error: QuireError | None) -> tuple[int, Json]:
+    """Return status and body for those of the OpenAI-compatible API; `error` is what they were made of, if anything."""
+    if status == 503 or (isinstance(error, Overloaded) and not isinstance(error, RateLimited)):
+        status = OVERLOADED
+    kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return status, {"type": "error", "error": {"type": kind, "message": _message(body, error)}}
+
+
+def error_body(error: QuireError) -> Json:
+    return in_this_form(status_of(error), body_of(error), error)[1]
+
+
+def _message(body: Json, error: QuireError | None) -> str:
+    """Return the message; that of a prompt which the context cannot hold begins as clients know it."""
+    message = str(body["error"]["message"])
+    violations = error.violations if isinstance(error, InvalidRequest) else ()
+    too_long = any(each.reason == CONTEXT_LENGTH_EXCEEDED for each in violations)
+    return f"prompt is too long: {message}" if too_long else message
+
+
+# The answers of the Messages API as /openapi.json describes them; tests compare them with real ones.
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class _Exact(BaseModel):
+    """A body without undescribed fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class MessagesErrorDetail(_Exact):
+    """What went wrong."""
+
+    type: str = Field(..., description="invalid_request_error, authentication_error, overloaded_error, ...")
+    message: str
+
+
+class MessagesError(_Exact):
+    """Body of every answer that is not 2xx, and of an event `error`."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+
+
+class TextBlock(_Exact):
+    """A part of the answer that the user reads."""
+
+    type: Literal["text"]
+    text: str
+    citations: None
+
+
+class ThinkingBlock(_Exact):
+    """A thought. Clients send it back with its signature, which is not verified."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(_Exact):
+    """A tool that the client is to run."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessagesUsage(_Exact):
+    """Token counts; the tokens of the prompt are input_tokens and cache_read_input_tokens together."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnswerMessage(_Exact):
+    """Answer of POST /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class MessageEvent(BaseModel):
+    """One event of a streamed message; `type` is the name of the event and says which other fields it has."""
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "ping",
+        "error",
+    ]
+    message: AnswerMessage | None = Field(None, description="of message_start")
+    index: int | None = Field(None, description="the place of the block")
+    content_block: TextBlock | ThinkingBlock | ToolUseBlock | None = None
+    delta: dict[str, Any] | None = Field(None, description="text_delta, thinking_delta, signature_delta, ...")
+    usage: MessagesUsage | None = Field(None, description="of message_delta")
+    error: MessagesErrorDetail | None = None
+
+
+class TokenCount(_Exact):
+    """Answer of POST /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+# What the statuses of a refusal mean, where they differ from OpenAI's.
+_REFUSALS: Final = {
+    **{status: what for status, what in REFUSALS.items() if status != "503"},
+    "429": "a limit of the key is reached; Retry-After says when to try again",
+    "529": "the queue is full, no worker is there, or the router drains; Retry-After says when to try again",
+}
+
+
+def answers(whole: type[BaseModel], event: type[BaseModel] | None = None) -> dict[int | str, dict[str, Any]]:
+    """Return what a route may answer, for FastAPI's `responses`; `event` is one event of its stream."""
+    return schema.answers(whole, event, MessagesError, _REFUSALS)
+
 
 PATH: Final = "/v1/messages"
 _END_TURN: Final = Stop("end_turn")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from fastapi import Request
 from opentelemetry.trace import NoOpTracer, Tracer
@@ -22,7 +22,6 @@ from router.api.openai import errors
 from router.api.openai.answer import Answer
 from router.api.openai.batches.parts import BatchParts
 from router.api.openai.identification import Ids
-from router.api.openai.merge import merged
 from router.api.openai.request import Order, of_conversation
 from router.api.openai.responses.parts import ResponseParts
 from router.api.shared.answer_size import AnswerRoom
@@ -42,7 +41,51 @@ from router.contracts.ports import (
 from router.requests.request_ids import correlation_id
 from router.tenants.tenancy import Charge
 
+# Merges several streams of events, for requests of several prompts. All end when one fails or the reader stops.
+
+
 T = TypeVar("T")
+
+# Events that wait for the reader. Further ones wait in their streams, whose own bounds then count.
+_MOST_WAITING: Final = 16
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield (number of the stream, event) as events come. Raises the error of the first failing stream."""
+    if len(streams) == 1:
+        # The common case: without a task, and without reading ahead of the client.
+        async with aclosing(streams[0]) as stream:
+            async for event in stream:
+                yield 0, event
+        return
+    ready: asyncio.Queue[tuple[int, T] | asyncio.Task[None]] = asyncio.Queue()
+    places = asyncio.Semaphore(_MOST_WAITING)
+
+    async def pump(number: int, stream: AsyncGenerator[T, None]) -> None:
+        async with aclosing(stream):
+            async for event in stream:
+                await places.acquire()
+                ready.put_nowait((number, event))
+
+    pumps = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    for task in pumps:
+        task.add_done_callback(ready.put_nowait)
+    try:
+        running = len(pumps)
+        while running:
+            item = await ready.get()
+            if isinstance(item, asyncio.Task):
+                item.result()
+                running -= 1
+            else:
+                places.release()
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
 Events = AsyncGenerator[tuple[int, GenerateEvent], None]
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from bench.lib.slopes import Life, slope
+from bench.lib.memory_watch import Life, slope
 
 
 def line(steepness: float, intercept: float, count: int = 60, start: int = 0) -> Life:

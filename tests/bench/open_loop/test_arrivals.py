@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from bench.open_loop.arrivals import arrivals, paced
+from bench.open_loop.client import arrivals, paced
 
 
 def test_a_seed_decides_every_arrival() -> None:

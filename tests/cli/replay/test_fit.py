@@ -8,8 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from cli.replay.fit import costs_of, errors, fit, slope
-from cli.replay.regression import Stream, least_squares, nonnegative, nonnegative_median, step_costs
+from cli.replay.fit import (
+    Stream,
+    costs_of,
+    errors,
+    fit,
+    least_squares,
+    nonnegative,
+    nonnegative_median,
+    slope,
+    step_costs,
+)
 from cli.replay.simulation import ReplayOptions, replay
 from cli.replay.trace import Arrival, Measured, Trace
 from cli.replay.worker import Timing

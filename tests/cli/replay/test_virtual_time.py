@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from cli.replay.virtual_time import Stuck, VirtualClock, VirtualLoop, run
+from cli.replay.simulation import Stuck, VirtualClock, VirtualLoop, run
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ import pytest
 from cli.demo_model import CHECKPOINT
 from cli.suite.ports import picks_ports, with_picked_ports
 from cli.suite.programs import StackOptions
-from cli.suite.redis_state import redis_words
-from cli.suite.stack import Stack, free_ports
+from cli.suite.stack import Stack, free_ports, redis_words
 from common.contracts.errors import Unavailable
 from common.process import local_redis
 

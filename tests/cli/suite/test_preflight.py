@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cli.certificates.folder import CertificateFolder, Leaf
-from cli.client_config import ClientSettings
+from cli.client import ClientSettings
 from cli.config import UpSettings
 from cli.demo_model import CHECKPOINT
 from cli.suite.preflight import suite_options

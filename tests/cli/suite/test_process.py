@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from cli.suite.process import Child
 from cli.suite.programs import Program
+from cli.suite.stack import Child
 
 SECONDS = 120.0
 IGNORES_SIGTERM = (

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.views.decisions import duration
-from cli.views.trace import render_trace
+from cli.views.trace import duration, render_trace
 from common.contracts.types import Candidate, Decision, DecisionKind
 from common.telemetry.decisions import EVENT, attributes_of
 from quire.decision.v1 import decision_pb2 as pb

@@ -8,7 +8,7 @@ import pytest
 
 from common.checkpoint.gguf.folder import gguf_folder
 from common.checkpoint.gguf.memory import KEPT_BITS, weight_memory
-from gpuworker.checkpoints.gguf_blocks import TYPES
+from gpuworker.checkpoints.gguf import TYPES
 from tests.support.gguf_files import model_of, write_model
 
 

@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from common.process.open_files import OpenFiles
+from common.process.watchdog import OpenFiles
 
 # Takes every descriptor that the process may have, looks three times, gives them back, and looks twice.
 REAL = """
 import logging, os, resource
 logging.basicConfig(format="%(levelname)s %(message)s")
-from common.process.open_files import OpenFiles
+from common.process.watchdog import OpenFiles
 files, taken = OpenFiles(), []
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 files.look()

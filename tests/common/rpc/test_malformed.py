@@ -17,7 +17,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest as Request
 from opentelemetry.sdk.trace import TracerProvider
 
 from common.contracts.errors import NotFound
-from common.rpc.malformed import MessageCheck, TolerantDecoder
+from common.rpc.interceptor import MessageCheck, TolerantDecoder
 from common.rpc.server import RpcServer, open_channel
 from common.telemetry.server_spans import server_spans
 
@@ -113,7 +113,7 @@ async def test_a_handler_may_read_nothing_of_its_stream(channel: Any, sent: asyn
 FULL = """
 import resource
 from pathlib import Path
-from common.rpc.malformed import NotDecoded, TolerantDecoder
+from common.rpc.interceptor import NotDecoded, TolerantDecoder
 from quire.inference.v1 import inference_pb2 as pb
 body = pb.GenerateRequest(prompt=pb.Prompt(token_ids=pb.TokenIds(ids=range(3_000_000)))).SerializeToString()
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -10,8 +10,7 @@ from fastapi import FastAPI
 from cli.batch.runner import Runner, Target
 from cli.certificates.authority import make, wanted
 from cli.certificates.folder import CertificateFolder
-from cli.client import admin_channel, router_client
-from cli.client_config import ClientSettings
+from cli.client import ClientSettings, admin_channel, router_client
 from common.contracts.errors import Unavailable
 from common.rpc.roles import Role
 from common.rpc.tls import PublicCertificate

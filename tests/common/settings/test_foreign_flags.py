@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cli.config import UpSettings
-from common.settings.config import flag_of
-from common.settings.foreign_flags import FOREIGN, OURS, advice
+from common.settings.config import FOREIGN, OURS, advice, flag_of
 from router.config import RouterSettings
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpuworker.attention.shared_prefixes import SharedPrefix, shared_prefixes
+from gpuworker.attention.work_list import SharedPrefix, shared_prefixes
 
 BLOCK = 4
 

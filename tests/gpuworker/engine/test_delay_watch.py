@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.contracts.types import SequenceId
-from gpuworker.engine.delay_watch import DelayWatch
+from gpuworker.engine.engine import DelayWatch
 from gpuworker.engine.ports import Delayed
 
 A, B = SequenceId(1), SequenceId(2)

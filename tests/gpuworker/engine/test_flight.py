@@ -8,7 +8,7 @@ import pytest
 
 from common.contracts.clock import ManualClock
 from common.contracts.types import BlockId, SequenceId
-from gpuworker.engine.flight import Flight
+from gpuworker.engine.engine import Flight
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan, StepResult
 
 BLOCKS = (BlockId(0),)

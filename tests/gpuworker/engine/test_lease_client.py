@@ -27,9 +27,8 @@ from common.contracts.lease import (
 )
 from common.contracts.types import BlockHash, BlockId
 from common.wire.lease_codec import attach_from_proto, attach_ok_to_proto, batch_to_proto, rejected_to_proto
-from gpuworker.engine import lease_connection
-from gpuworker.engine.lease_client import LeaseClient
-from gpuworker.engine.lease_connection import Connection
+from gpuworker.engine import lease_client
+from gpuworker.engine.lease_client import Connection, LeaseClient
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from tests.support.gpuworker.lease_harness import TIMEOUT_S, Rig, Stream, attach, soon
 
@@ -249,7 +248,7 @@ async def test_violation_by_the_manager_ends_the_session(rig: Rig, gap: bool) ->
 
 
 async def test_manager_that_does_not_answer_is_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_connection, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(lease_client, "ANSWER_TIMEOUT_S", 0.05)
     await rig.event(Connected)
     stream = await rig.stream()
     await rig.attach(1)

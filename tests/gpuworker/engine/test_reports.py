@@ -9,7 +9,7 @@ import pytest
 from common.contracts.clock import ManualClock
 from common.contracts.lease import Admit, Attached, AttachOk, Connected, GrantBatch, Granted, Report
 from common.contracts.types import BlockId, FinishReason, SequenceId
-from gpuworker.engine.report_pace import GATHER_SECONDS, ReportPace
+from gpuworker.engine.engine import GATHER_SECONDS, ReportPace
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
 from gpuworker.scheduling.outcomes import AgentConfig
 from tests.support.gpuworker.engine_harness import EngineDriver

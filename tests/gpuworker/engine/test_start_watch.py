@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from common.contracts.types import BlockId, SequenceId
+from gpuworker.engine.engine import StartWatch
 from gpuworker.engine.ports import Started
-from gpuworker.engine.start_watch import StartWatch
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
 
 A, B, C = SequenceId(1), SequenceId(2), SequenceId(3)

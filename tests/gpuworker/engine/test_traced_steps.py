@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from common.contracts.types import BlockId, SequenceId
+from gpuworker.engine.engine import TracedSteps
 from gpuworker.engine.ports import Chunk
-from gpuworker.engine.traced_steps import TracedSteps
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
 
 FIRST, SECOND = SequenceId(1), SequenceId(2)

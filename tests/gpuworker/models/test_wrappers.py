@@ -23,9 +23,8 @@ from common.contracts.errors import InvalidConfig
 from common.settings.options import ModelImpl
 from gpuworker.attention.backends import make_backend
 from gpuworker.models.choose import open_native
-from gpuworker.models.hf.loader import ModelSource, context_limit, load_model
+from gpuworker.models.hf.loader import ModelSource, context_limit, load_model, unwrapped
 from gpuworker.models.hf.tiny import tiny_config
-from gpuworker.models.hf.wrapped import unwrapped
 from gpuworker.models.kinds import known_kinds, why_not_served
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.models.self_test import self_test

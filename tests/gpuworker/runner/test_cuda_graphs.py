@@ -19,8 +19,14 @@ from gpuworker.models.hf.loader import read_config
 from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import fused_weights
 from gpuworker.models.llama.spec import llama_spec
-from gpuworker.runner.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
-from gpuworker.runner.graph_inputs import GraphInputs, graph_sizes, padded_size
+from gpuworker.runner.cuda_graphs import (
+    GraphInputs,
+    GraphLauncher,
+    GraphParts,
+    RepeatingRecorder,
+    graph_sizes,
+    padded_size,
+)
 from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.thread_executor import thread_executor

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.contracts.types import TRIMMED, BlockId, SamplingParams, SequenceId
-from gpuworker.runner.input_batch import InputBatch
+from gpuworker.runner.model_runner import InputBatch
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.scheduling.batch_plan import ScheduledRow
 

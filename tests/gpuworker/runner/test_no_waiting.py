@@ -16,8 +16,7 @@ from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.llama.gpu_weights import fused_weights
-from gpuworker.runner.cuda_graphs import GraphLauncher, GraphParts, RepeatingRecorder
-from gpuworker.runner.graph_inputs import GraphInputs
+from gpuworker.runner.cuda_graphs import GraphInputs, GraphLauncher, GraphParts, RepeatingRecorder
 from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, StepLauncher
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch

@@ -13,10 +13,9 @@ import torch
 
 from common.contracts.types import SamplingParams
 from gpuworker.sampling import sampler
-from gpuworker.sampling.rows import SampledRow, SampledTokens
+from gpuworker.sampling.rows import SampledRow, SampledTokens, uniforms
 from gpuworker.sampling.sampler import SamplingBatch, token_logprobs
 from gpuworker.sampling.truncation import Truncation, sample_truncated
-from gpuworker.sampling.uniforms import uniforms
 
 CPU = torch.device("cpu")
 VOCAB = 50

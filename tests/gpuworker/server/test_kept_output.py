@@ -10,11 +10,10 @@ from common.wire.packing import unpack_u32
 from gpuworker.scheduling.outcomes import SequenceFinished
 from gpuworker.scheduling.sequence import NewSequence
 from gpuworker.scheduling.stopping import StopRule
-from gpuworker.server import ended_sequences, kept_output
-from gpuworker.server.ended_sequences import EndedSequences
-from gpuworker.server.kept_output import KeptLogprobs, KeptOutput
-from gpuworker.server.live_sequence import LiveSequence
+from gpuworker.server import live_sequence, router_stream
+from gpuworker.server.live_sequence import KeptLogprobs, KeptOutput, LiveSequence
 from gpuworker.server.output_buffer import OutputBuffer
+from gpuworker.server.router_stream import EndedSequences
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
 ADMIT = Admit(SequenceId(1), (BlockId(3),), 0, 4, MissReason.NEVER_SEEN, 0, "d1")
@@ -60,7 +59,7 @@ def test_a_long_output_is_replayed_in_parts() -> None:
 
 
 def test_log_probabilities_are_bounded_and_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_output, "MAX_KEPT_LOGPROBS_BYTES", 1000)
+    monkeypatch.setattr(live_sequence, "MAX_KEPT_LOGPROBS_BYTES", 1000)
     kept = KeptOutput()
     for token in range(10):
         kept.sampled([token], [entry(token)], now=1.0)
@@ -72,7 +71,7 @@ def test_log_probabilities_are_bounded_and_keep_their_places(monkeypatch: pytest
 
 
 def test_an_entry_larger_than_the_bound_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_output, "MAX_KEPT_LOGPROBS_BYTES", 100)
+    monkeypatch.setattr(live_sequence, "MAX_KEPT_LOGPROBS_BYTES", 100)
     kept = KeptLogprobs()
     kept.extend([entry(1)])
     assert (kept.bytes, kept.dropped) == (0, 1)
@@ -90,7 +89,7 @@ def ended(handle: int, resumable: bool = True) -> LiveSequence:
 
 @pytest.mark.parametrize(("name", "most"), [("MAX_ENDED_SEQUENCES", 2), ("MAX_ENDED_BYTES", 250)])
 def test_the_oldest_of_the_ended_leave_first(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ended_sequences, name, most)
+    monkeypatch.setattr(router_stream, name, most)
     kept = EndedSequences()
     for handle in range(1, 5):
         kept.put(ended(handle))

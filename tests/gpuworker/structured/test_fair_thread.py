@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 
-from gpuworker.structured.fair_thread import FairThread, Turns
+from gpuworker.structured.grammars import FairThread, Turns
 
 PATIENCE = 120.0
 

@@ -10,8 +10,8 @@ import pytest
 from common.contracts.types import Constraint, ConstraintKind, FinishReason, SamplingParams, ThoughtBudget
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.scheduling.thought import ThoughtFollower
-from gpuworker.structured.followed import Followed
 from gpuworker.structured.grammars import GrammarCompiler
+from gpuworker.structured.mask_thread import Followed
 from gpuworker.structured.sequence import COMPLETE, Constrained
 from tests.support.checkpoints import EOS, VOCAB_SIZE, checkpoint, tokenizer
 

@@ -178,7 +178,7 @@ async def test_a_constraint_that_no_sequence_waits_for_is_not_compiled_and_may_c
 
 
 async def test_constraints_that_wait_for_compilation_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuworker.server.grammar_compile_queue.MAX_GRAMMARS_WAITING", 2)
+    monkeypatch.setattr("gpuworker.server.router_stream.MAX_GRAMMARS_WAITING", 2)
     async with slowly_compiling(InstantRunner()) as (_, router, compiler):
         await router.send(*(submit(handle, PROMPT, 4, regex="a" * handle) for handle in (1, 2, 3)))
         assert "2 of 2 constraints of this router wait to be compiled" in (await refusal(router, 3)).message
@@ -188,7 +188,7 @@ async def test_constraints_that_wait_for_compilation_are_bounded(monkeypatch: py
 
 
 async def test_in_a_full_queue_the_longest_line_of_a_tenant_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuworker.server.grammar_compile_queue.MAX_GRAMMARS_WAITING", 3)
+    monkeypatch.setattr("gpuworker.server.router_stream.MAX_GRAMMARS_WAITING", 3)
     async with slowly_compiling(InstantRunner()) as (_, router, compiler):
         await router.send(*(submit(handle, PROMPT, 4, regex="a" * handle, tenant="many") for handle in (1, 2, 3)))
         await router.send(submit(4, PROMPT, 4, regex="b", tenant="few"))

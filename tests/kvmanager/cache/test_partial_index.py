@@ -6,7 +6,7 @@ from random import Random
 
 from common.contracts.hashing import partial_hashes
 from common.contracts.types import BlockHash
-from kvmanager.cache.partial_index import PartialIndex
+from kvmanager.cache.prefix_cache import PartialIndex
 
 SIZE = 64
 

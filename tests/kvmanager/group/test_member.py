@@ -17,8 +17,7 @@ from common.process.supervised import Supervisor
 from common.rpc.server import open_channel
 from kvmanager.contracts.ports import IndexUnavailable
 from kvmanager.group.leadership import Attempt, Leadership, Lease
-from kvmanager.group.member import GroupMember
-from kvmanager.group.owner_watch import owner_gone
+from kvmanager.group.member import GroupMember, owner_gone
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2_grpc as rpc
 from tests.support.turns import until_blocked

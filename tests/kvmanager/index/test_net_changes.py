@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from common.contracts.types import BlockHash
 from kvmanager.contracts.ports import IndexCall
-from kvmanager.index.net_changes import NetChanges
+from kvmanager.index.worker_feed import NetChanges
 
 
 def key(number: int) -> BlockHash:

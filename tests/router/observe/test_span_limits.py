@@ -6,8 +6,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from common.contracts.limits import MAX_ATTRIBUTE_CHARS, MAX_SPAN_BYTES, MAX_SPAN_ITEMS
-from router.observe.span_limits import CUT, bounded, has_ids
-from router.observe.trace_codec import from_otlp
+from router.observe.trace_codec import CUT, bounded, from_otlp, has_ids
 
 
 def span(**fields: object) -> trace_pb2.Span:

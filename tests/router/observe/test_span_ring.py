@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.observe.span_ring import Key, SpanRing
+from router.observe.trace_store import Key, SpanRing
 
 
 def key(number: int) -> Key:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from router.placement.least_times import Bounds, LeastTime, LeastTimes
+from router.placement.routing import Bounds, LeastTime, LeastTimes
 from router.placement.shortlist import LOOK_EVERY_S, MOST_PRICED
 from router.placement.worker_model import Capacity, Load, WorkerModel
 

@@ -14,7 +14,7 @@ from gpuworker.server.router_stream import RouterStream
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
 from router.contracts.events import GenerateEvent
 from router.contracts.ports import CallContext
-from router.requests import adopting
+from router.requests import frontend
 from router.requests.resumption import Resumption
 from tests.router.requests.test_resuming import ANA, LONG, World, resume, wanted, world
 from tests.support.gpuworker.worker_harness import PATIENCE
@@ -97,7 +97,7 @@ async def silent(sequences: int = 1, lets_pass: int = 0, seconds: float | None =
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router's own bound ends nothing."""
-    monkeypatch.setattr(adopting, "CONFIRM_SECONDS", LONG)
+    monkeypatch.setattr(frontend, "CONFIRM_SECONDS", LONG)
 
 
 @pytest.mark.usefixtures("patient")
@@ -149,7 +149,7 @@ async def test_the_deadline_ends_it() -> None:
 
 async def test_a_worker_that_says_nothing_is_not_waited_for_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be of a version that never answers: the client is told to try again, and nothing runs on for nobody."""
-    monkeypatch.setattr(adopting, "CONFIRM_SECONDS", 0.05)
+    monkeypatch.setattr(frontend, "CONFIRM_SECONDS", 0.05)
     async with silent() as held:
         error = await held.error()
         assert isinstance(error, Unavailable)

@@ -9,7 +9,7 @@ import pytest
 
 from common.contracts.clock import ManualClock
 from router.placement.worker_model import Capacity, Load, WorkerModel
-from router.requests.drain_mover import DrainMover
+from router.requests.frontend import DrainMover
 from router.requests.jobs import Placement
 from router.requests.placing import Placer
 from router.requests.run import RequestRun, Running

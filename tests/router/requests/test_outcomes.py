@@ -12,9 +12,8 @@ from common.contracts.types import DecisionKind, FinishReason
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from router.contracts.events import Admitted
 from router.observe.diagnosis.causes import Cause
-from router.observe.diagnosis.narrative import steps_of
 from router.observe.diagnosis.outcome import Outcome, outcome_of
-from router.observe.diagnosis.rules import diagnose
+from router.observe.diagnosis.rules import diagnose, steps_of
 from router.observe.diagnosis.story import Story, story_of
 from router.placement.admission import AdmissionLimits
 from tests.support.router.fake_worker import FakeWorker

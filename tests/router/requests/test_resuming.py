@@ -19,7 +19,7 @@ from gpuworker.server.router_stream import RouterStream
 from gpuworker.server.servicer import Serving
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
 from quire.inference.v1 import inference_pb2 as pb
-from router.answers.text.output import OutputText
+from router.answers.text.assembler import OutputText
 from router.contracts.answer_parts import Parser
 from router.contracts.events import Admitted, GenerateEvent, ValidatedRequest
 from router.contracts.ports import CallContext, TextAssembler

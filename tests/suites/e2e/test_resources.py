@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from redis.asyncio import Redis
 
-from bench.fault_injection.limits import without_disk, without_files
+from bench.fault_injection.injection import without_disk, without_files
 from cli.demo_model import CHECKPOINT
 from cli.suite.stack import StackOptions
 from common.process.local_redis import LocalRedis

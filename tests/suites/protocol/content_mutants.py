@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from gpuworker.scheduling import grant_check
-from gpuworker.scheduling.block_closer import BlockCloser
+from gpuworker.scheduling import lease_agent
 from gpuworker.scheduling.block_states import BlockStates
-from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.lease_agent import BlockCloser, LeaseAgent
 from gpuworker.scheduling.partial_copies import PartialCopies
 from gpuworker.scheduling.sequence import Sequence
-from kvmanager.cache.partial_index import PartialIndex
-from kvmanager.cache.prefix_cache import PrefixCache
+from kvmanager.cache.prefix_cache import PartialIndex, PrefixCache
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.ledger.ledger_state import LedgerState
 from tests.suites.protocol.manager_rules import (
@@ -136,7 +134,7 @@ CONTENT_MUTANTS = (
     Mutant(
         "47",
         "a look-up takes the window to begin a token later, and the worker does not compare",
-        ((LedgerConfig, "unread_blocks", reach_back_too_little), (grant_check, "_check_window", take_any_table)),
+        ((LedgerConfig, "unread_blocks", reach_back_too_little), (lease_agent, "_check_window", take_any_table)),
         Exhaustive("window_reuse"),
         ("I3",),
     ),
@@ -150,7 +148,7 @@ CONTENT_MUTANTS = (
     Mutant(
         "49",
         "blocks behind empty places need not be sealed",
-        ((PrefixCache, "deepest_run", run_of_any_blocks), (grant_check, "_check_window", take_any_table)),
+        ((PrefixCache, "deepest_run", run_of_any_blocks), (lease_agent, "_check_window", take_any_table)),
         Walks("window_reuse"),
         ("I3", "I10"),
     ),

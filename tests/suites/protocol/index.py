@@ -11,7 +11,7 @@ from common.contracts.types import BlockHash
 from kvmanager.contracts import epochs
 from kvmanager.contracts.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
 from kvmanager.contracts.ports import IndexCall
-from kvmanager.index.net_changes import NetChanges
+from kvmanager.index.worker_feed import NetChanges
 
 ABSENT = -1
 CALL_LIMIT = 2

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from gpuworker.scheduling.block_states import BlockStates
 from gpuworker.scheduling.departures import Departures
-from gpuworker.scheduling.grant_applier import GrantApplier
-from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.lease_agent import GrantApplier, LeaseAgent
 from gpuworker.scheduling.lease_session import LeaseSession
 from gpuworker.scheduling.step_scheduler import StepScheduler
 from kvmanager.cache.prefix_cache import PrefixCache

@@ -12,10 +12,8 @@ from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.cache.retention import Retention
 from kvmanager.contracts.block import Blocks
 from kvmanager.contracts.sequence import Sequence
-from kvmanager.ledger.decisions import DecisionLog
 from kvmanager.ledger.ledger import Ledger
-from kvmanager.ledger.ledger_state import LedgerState
-from kvmanager.ledger.waiting_queue import WaitingQueue
+from kvmanager.ledger.ledger_state import DecisionLog, LedgerState, WaitingQueue
 
 
 def copy_ledger(ledger: Ledger) -> Ledger:

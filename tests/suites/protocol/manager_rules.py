@@ -14,9 +14,8 @@ from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence as ManagerSequence
 from kvmanager.ledger import chunked_grants
-from kvmanager.ledger.block_granter import BlockGranter
+from kvmanager.ledger.block_granter import BlockGranter, GrantPlan
 from kvmanager.ledger.grant_order import Turn, next_turn
-from kvmanager.ledger.grant_record import GrantPlan
 from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.manager import Manager, WorkerRegistration
 from kvmanager.ledger.partial_copy import PartialCopy, partial_copy

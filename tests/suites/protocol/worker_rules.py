@@ -8,11 +8,9 @@ from dataclasses import replace
 from common.contracts.lease import Admit, Copy, GrantBatch, Inventory
 from common.contracts.types import BlockHash, BlockId, SequenceId, SequencePhase
 from gpuworker.scheduling.batch_plan import ScheduledRow
-from gpuworker.scheduling.block_closer import BlockCloser
 from gpuworker.scheduling.block_states import BlockStates, Content
 from gpuworker.scheduling.departures import Departures
-from gpuworker.scheduling.grant_applier import GrantApplier
-from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.lease_agent import BlockCloser, GrantApplier, LeaseAgent
 from gpuworker.scheduling.lease_session import LeaseSession
 from gpuworker.scheduling.outcomes import Applied
 from gpuworker.scheduling.partial_copies import PartialCopies

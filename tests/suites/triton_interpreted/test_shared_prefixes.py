@@ -12,8 +12,7 @@ import torch
 from gpuworker.attention import triton_backend as triton_attention
 from gpuworker.attention.interface import DeviceTables
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
-from gpuworker.attention.triton_backend import TritonAttention
-from gpuworker.attention.triton_plan import Launches
+from gpuworker.attention.triton_backend import Launches, TritonAttention
 from gpuworker.kernels import triton_cache
 from gpuworker.memory.kv_cache import KvCache
 from tests.suites.triton_interpreted.attention_cases import OPTIONS, PLAIN, attend, quantised, small

@@ -7,20 +7,28 @@ import json
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from common.contracts.errors import FieldViolation, InvalidRequest, QuireError, Unavailable
+from common.contracts.errors import (
+    CONTEXT_LENGTH_EXCEEDED,
+    FieldViolation,
+    InvalidRequest,
+    Overloaded,
+    QuireError,
+    Unavailable,
+)
 from common.contracts.limits import BACKGROUND_SECONDS, MAX_ANSWER_BYTES, MAX_RESPONSE_BYTES
+from common.contracts.types import FinishReason
 from common.process.supervised import cancel_and_wait
 from router.api.http.event_stream import EventStream
-from router.api.openai.answer import Answer, Form
+from router.api.openai.answer import Answer, Bill, Form, Piece
+from router.api.openai.logprobs import ChoiceLogprobs
 from router.api.openai.request import Order
 from router.api.openai.response import WholeResponse
-from router.api.openai.responses.asked import Asked, first_body, is_too_long, size_of, without_oldest
 from router.api.openai.responses.background import Job
 from router.api.openai.responses.conversations import SHORTER, Conversations, conversation_routes, with_referenced
 from router.api.openai.responses.events import (
@@ -46,14 +54,150 @@ from router.api.openai.responses.records import (
     not_found,
     with_ids,
 )
-from router.api.openai.responses.request import check, conversation, in_its_words, order_of
+from router.api.openai.responses.request import check, conversation, format_body, in_its_words, order_of, tool_bodies
 from router.api.openai.responses.schema import Deleted, InputTokens, ItemList, ResponseBody, StreamEvent
-from router.api.openai.responses.tool_kinds import tool_kinds
+from router.api.openai.responses.tool_kinds import ToolKinds, tool_kinds
 from router.api.openai.responses.types import Json, ResponsesRequest
 from router.api.openai.schema import answers, refused
 from router.api.openai.service import Events, Service, answer_headers, in_words_of, unless_gone
+from router.api.shared.answer_size import AnswerPlace
+from router.contracts.answer_parts import CallBegun, Part, Words
 from router.contracts.events import ValidatedRequest
 from router.contracts.ports import CallContext
+
+# The tokens of a response, those of its thought apart.
+
+
+def usage_body(bill: Bill) -> Json:
+    output = bill.output_tokens
+    return {
+        "input_tokens": bill.prompt_tokens,
+        # Writing to the cache costs nothing here, so it is not counted.
+        "input_tokens_details": {"cached_tokens": bill.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": output,
+        "output_tokens_details": {"reasoning_tokens": min(bill.reasoning_tokens or 0, output)},
+        "total_tokens": bill.prompt_tokens + output,
+    }
+
+
+# One response from its body to its end: what was asked, how its answer is read, and what is kept of it.
+
+
+_SYSTEM = ("system", "developer")
+
+
+@dataclass(slots=True)
+class Asked:
+    """A validated response that is to be made, or is being made. `given` are the items of its own input."""
+
+    tenant: str
+    name: str
+    store: bool
+    # The conversation that gets its items.
+    conversation: str | None
+    earlier: list[Item]
+    given: list[Item]
+    order: Order
+    request: ValidatedRequest
+    answer: Answer
+    builder: ResponseBuilder
+    kinds: ToolKinds
+    # The room that a whole answer takes, or the log-probabilities of a streamed one.
+    place: AnswerPlace
+    _ran_out: bool = False
+    _logprobs: ChoiceLogprobs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._logprobs = ChoiceLogprobs(self.answer.form.codec, chat=True)
+
+    def take(self, piece: Piece) -> str:
+        """Take an addition to the answer; return the lines of its events."""
+        self._ran_out |= piece.finish_reason == FinishReason.LENGTH
+        entries = self._logprobs.columns(piece.logprobs)["content"] if piece.logprobs else ""
+        self.place.grow(len(entries))
+        return self.builder.add(parts_of(piece), entries)
+
+    def finish(self) -> str:
+        return self.builder.finish(usage_body(self.answer.bill), self._ran_out)
+
+    def fail(self, error: QuireError) -> str:
+        code = "server_error"
+        if isinstance(error, Overloaded):
+            code = "rate_limit_exceeded"
+        elif isinstance(error, InvalidRequest):
+            code = "invalid_prompt"
+        return self.builder.fail(code, str(error))
+
+    def record(self) -> Record:
+        return Record(self.builder.body(), [*self.earlier, *self.given])
+
+    @property
+    def own_items(self) -> list[Item]:
+        """The items that a conversation gets: what was asked and what is answered."""
+        return [*self.given, *self.builder.body()["output"]]
+
+
+def parts_of(piece: Piece) -> Sequence[Part]:
+    return piece.parts or ([Words(piece.text)] if piece.text else ())
+
+
+def size_of(piece: Piece) -> int:
+    """Return the bytes of an addition, about."""
+    return sum(len(part.name if isinstance(part, CallBegun) else part.text) for part in parts_of(piece))
+
+
+def first_body(body: ResponsesRequest, name: str, model: str, created: int, request: ValidatedRequest) -> Json:
+    """Return the fields of a response that are known before its answer; `created` is in Unix seconds."""
+    sampling, options = request.sampling, body.reasoning
+    return {
+        "id": name,
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress",
+        "background": bool(body.background),
+        "completed_at": None,
+        "conversation": {"id": body.conversation_id} if body.conversation_id else None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": options.effort if options else None, "summary": None},
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": sampling.temperature,
+        "text": {"format": format_body(body)},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": tool_bodies(body),
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+    }
+
+
+def is_too_long(error: InvalidRequest) -> bool:
+    return any(each.reason == CONTEXT_LENGTH_EXCEEDED for each in error.violations)
+
+
+def without_oldest(items: Sequence[Item]) -> list[Item] | None:
+    """Return the conversation without about the older half of it; None where nothing is left to leave out.
+
+    Leading system messages stay, and the rest begins with a user's message, so that no call loses its output.
+    """
+    first = next((place for place, each in enumerate(items) if each.get("role") not in _SYSTEM), len(items))
+    turns = [place for place, each in enumerate(items) if place > first and each.get("role") == "user"]
+    if not turns:
+        return None
+    middle = (first + len(items)) // 2
+    cut = next((place for place in turns if place >= middle), turns[-1])
+    return [*items[:first], *items[cut:]]
+
 
 # Seconds between two looks for the wish, expressed at another router, to cancel a background response.
 LOOK_S: Final = 1.0

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from gpuworker.models.hf import prepacked
+from gpuworker.models.hf import loader
+from gpuworker.models.hf.loader import PrepackedLinear, prepack, why_not
 from gpuworker.models.hf.model import TransformersModel
-from gpuworker.models.hf.prepacked import PrepackedLinear, prepack, why_not
 from gpuworker.plane.memory import weight_bytes
 from tests.support.checkpoints import SERVED, checkpoint
 
@@ -92,7 +92,7 @@ def test_it_is_not_copied_where_memory_is_short(
 ) -> None:
     model = plain("gpt2")
     embedding: Any = model.module.get_input_embeddings()
-    monkeypatch.setattr(prepacked, "free_bytes", lambda _: 4 * embedding.weight.nbytes - 1)
+    monkeypatch.setattr(loader, "free_bytes", lambda _: 4 * embedding.weight.nbytes - 1)
     with caplog.at_level("INFO"):
         assert prepack(model).layers == 0
     assert type(model.module.get_output_embeddings()) is nn.Linear

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuworker.models.llama.accepted_losses import MEASURED, MOST_LOST, Loss, by_error, by_type
+from gpuworker.models.llama.linears import MEASURED, MOST_LOST, Loss, by_error, by_type
 
 TABLE = {"int8": Loss(1.002, 0.01), "w8a8": Loss(1.011, 0.01), "int4": Loss(0.999, 0.1)}
 

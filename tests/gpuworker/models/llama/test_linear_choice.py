@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gpuworker.models.llama.linear_choice import LinearChoice, LinearShape, choose
+from gpuworker.models.llama.linears import LinearChoice, LinearShape, choose
 from gpuworker.native import library as native
 from gpuworker.native.linear import Kind
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpuworker.models.llama.quantise import int4_by_group, int8_by_group, int8_by_output, rounding_error
+from gpuworker.models.llama.linears import int4_by_group, int8_by_group, int8_by_output, rounding_error
 from gpuworker.native.linear import IntegerWeight
 
 
@@ -73,5 +73,5 @@ def test_the_error_of_rounding_counts_groups_and_all_slices(monkeypatch: pytest.
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
     found = int4_by_group(weight, 32)
     expected = float((_back(found) - weight).square().mean().sqrt() / weight.abs().mean())
-    monkeypatch.setattr("gpuworker.models.llama.quantise._AT_ONCE", 1000)
+    monkeypatch.setattr("gpuworker.models.llama.linears._AT_ONCE", 1000)
     assert rounding_error(weight, found) == pytest.approx(expected, rel=1e-4)

@@ -19,8 +19,7 @@ from gpuworker.models.hf.loader import ModelSource
 from gpuworker.models.llama import linears
 from gpuworker.models.llama import reference as llama_reference
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
-from gpuworker.models.llama.linear_choice import LinearChoice, LinearShape
-from gpuworker.models.llama.linears import LinearReader
+from gpuworker.models.llama.linears import LinearChoice, LinearReader, LinearShape
 from gpuworker.models.llama.pack import pack_model
 from gpuworker.models.llama.weights import FusedLinear
 from gpuworker.native import library as native

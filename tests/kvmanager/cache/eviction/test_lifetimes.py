@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.contracts.types import BlockId
-from kvmanager.cache.eviction.classes import CLASSES, MOST_USES, class_of
-from kvmanager.cache.eviction.leaves import LeafSet
-from kvmanager.cache.eviction.lifetimes import Lifetimes, bucket_of
+from kvmanager.cache.eviction.utility import CLASSES, MOST_USES, LeafSet, Lifetimes, bucket_of, class_of
 
 
 def learned(klass_ages: dict[int, list[int]], evicted: dict[int, int]) -> Lifetimes:

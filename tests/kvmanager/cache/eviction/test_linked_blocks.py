@@ -7,7 +7,7 @@ import random
 import pytest
 
 from common.contracts.types import BlockId
-from kvmanager.cache.eviction.linked_blocks import LinkedBlocks
+from kvmanager.cache.eviction.lru import LinkedBlocks
 
 
 def ids(*blocks: int) -> list[BlockId]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.answers.constraints.peer_queue import PeerQueue
+from router.answers.constraints.checker import PeerQueue
 
 
 def queue(*items: str) -> PeerQueue[str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.answers.dialects.reader import reader
-from router.answers.dialects.tool_calls import FORMS, tool_parser
+from router.answers.dialects.reader import FORMS, reader, tool_parser
 from router.contracts.answer_parts import CallBegun, Words
 from tests.router.answers.dialects.reading import TOOLS, read, text_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from router.answers.dialects.reader import FORMS, tool_parser
 from router.answers.dialects.tape import MOST_HELD
-from router.answers.dialects.tool_calls import FORMS, tool_parser
 from router.contracts.answer_parts import CallArguments, CallBegun, Part, Words
 from tests.router.answers.dialects.reading import TOOLS, call, pieces, read
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from common.contracts.types import SamplingParams
 from router.answers.dialects.reader import reader
 from router.answers.stop_matcher import StopMatcher
+from router.answers.text.assembler import AnswerText, NoText, OutputText
 from router.answers.text.detokenizer import detokenizers
-from router.answers.text.output import AnswerText, NoText, OutputText
 from router.contracts.ports import TextDelta
 from tests.support.router.tokenizers import byte_level
 

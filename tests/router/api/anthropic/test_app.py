@@ -12,7 +12,7 @@ import pytest
 from common.contracts import limits
 from common.contracts.errors import Overloaded, QuireError, QuotaViolation, RateLimited, Unauthenticated, Unavailable
 from common.contracts.types import FinishReason
-from router.api.anthropic.schema import AnswerMessage, MessageEvent, MessagesError, TokenCount
+from router.api.anthropic.app import AnswerMessage, MessageEvent, MessagesError, TokenCount
 from router.tenants.tenancy import ANYONE, Caller
 from tests.support.router.fake_frontend import TRACE_ID, admitted, finished, tokens
 from tests.support.router.http_harness import DEADLINE_S, FACTS, Api, served_api

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.contracts.errors import InvalidRequest, Unsupported
-from router.api.anthropic.conversation import Conversation, conversation
+from router.api.anthropic.request import Conversation, conversation
 from router.api.anthropic.types import MessageBody
 
 CALL: dict[str, Any] = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}

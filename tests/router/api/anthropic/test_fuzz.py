@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from router.api.anthropic.schema import MessagesError
+from router.api.anthropic.app import MessagesError
 from tests.support.router.http_harness import Api
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

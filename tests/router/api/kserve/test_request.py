@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from common.contracts.errors import InvalidRequest
 from quire.kserve.v2 import kserve_pb2 as pb
-from router.api.kserve.answer import error_response
-from router.api.kserve.request import Asked, read
-from router.api.kserve.sampling import SamplingFields
+from router.api.kserve.request import Asked, SamplingFields, read
+from router.api.kserve.servicer import error_response
 from tests.support.router.kserve_messages import add_input, infer
 
 NAMES = [

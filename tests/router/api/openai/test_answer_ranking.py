@@ -13,8 +13,7 @@ import pytest_asyncio
 from common.contracts.errors import Overloaded, QuotaViolation
 from common.contracts.limits import MAX_EMBEDDINGS_AT_ONCE
 from common.contracts.types import FinishReason, TokenLogprobs
-from router.api.openai.answer_ranking import yes_probability
-from router.api.openai.scores import Ranking, Scores
+from router.api.openai.scores import Ranking, Scores, yes_probability
 from router.contracts.events import ValidatedRequest
 from tests.support.router.fake_frontend import admitted, finished, tokens
 from tests.support.router.http_harness import FACTS, Api, served_api

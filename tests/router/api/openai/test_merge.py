@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from router.api.openai.merge import merged
+from router.api.openai.service import merged
 from tests.support.turns import until_idle
 
 

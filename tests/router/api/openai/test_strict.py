@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.api.openai.constraint import constraint_of
+from router.api.openai.request import constraint_of
 from router.api.openai.types import ChatRequest
 
 INNER: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}}

@@ -10,7 +10,7 @@ import pytest
 
 from common.contracts.clock import ManualClock
 from common.process.turns import A_STEP, in_steps
-from router.api.page.loop_share import IDLE, MOST_PAUSE_S, LoopShare
+from router.api.page.answers import IDLE, MOST_PAUSE_S, LoopShare
 from tests.support.turns import counted_turns, take_turn
 from tests.support.waiting import until
 

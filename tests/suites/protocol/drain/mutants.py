@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from common.contracts.types import FinishReason
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from router.placement.worker_model import WorkerModel
-from router.requests import drain_mover
-from router.requests.drain_mover import DrainMover
+from router.requests import frontend
+from router.requests.frontend import DrainMover
 from router.requests.jobs import Placement
 from router.requests.run import DRAINED, Running
 from router.workers.worker_events import Lost
@@ -55,7 +55,7 @@ MUTANTS = (
     Mutant(
         "56",
         "the draining worker ends a sequence before another place is booked",
-        ((DrainMover, "_move", take_back_first), (drain_mover, "_takes", always)),
+        ((DrainMover, "_move", take_back_first), (frontend, "_takes", always)),
         MoveWalks("full"),
         ("D4",),
     ),

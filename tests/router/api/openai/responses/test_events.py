@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from router.api.openai.answer import Bill
+from router.api.openai.answer import Bill, ThoughtTokens
 from router.api.openai.responses.events import QUEUED, ResponseBuilder
-from router.api.openai.responses.usage import usage_body
-from router.api.openai.thought_tokens import ThoughtTokens
+from router.api.openai.responses.routes import usage_body
 from router.contracts.answer_parts import CallArguments, CallBegun, Part, Thought, Words
 from tests.support.router.responses import events_of
 

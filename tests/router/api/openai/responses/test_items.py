@@ -8,8 +8,8 @@ import pytest
 
 from common.contracts.errors import InvalidRequest, QuireError, Unsupported
 from common.contracts.limits import MAX_CHAT_MESSAGES
-from router.api.openai.responses.asked import without_oldest
 from router.api.openai.responses.items import items_of, messages_of
+from router.api.openai.responses.routes import without_oldest
 
 Item = dict[str, Any]
 USER: Item = {"role": "user", "content": "Hi"}
