@@ -36,7 +36,7 @@ _HOLD_S: Final = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Faces:
+class Servers:
     """What listens. `http` is None before it does."""
 
     rpc: RpcServer
@@ -45,7 +45,7 @@ class Faces:
 
 
 async def drain(
-    faces: Faces,
+    servers: Servers,
     frontend: RouterFrontend,
     seconds: float,
     shared: bool,
@@ -56,44 +56,44 @@ async def drain(
     `shared`: other routers may listen on the same ports. `requests_ended` is awaited before the last connections end.
     """
     frontend.leaving = True
-    servers = faces.rpc, faces.admin.rpc
-    await asyncio.gather(*(each.health.drain() for each in servers))
+    both = servers.rpc, servers.admin.rpc
+    await asyncio.gather(*(each.health.drain() for each in both))
     left, closing = seconds, None
     if shared:
-        left -= await _leave_to_others(faces, frontend, seconds)
-        closing = asyncio.create_task(_send_away(faces, left))
+        left -= await _leave_to_others(servers, frontend, seconds)
+        closing = asyncio.create_task(_send_away(servers, left))
     if not await frontend.drain(left):
         log.warning("stopping although some requests have not finished")
     await requests_ended()
     # Time for the last statuses to leave; health watchers are not waited for.
-    await asyncio.gather(*(each.end_connections(_LAST_REPLIES_S) for each in servers))
-    await _close(faces, _LAST_REPLIES_S)
+    await asyncio.gather(*(each.end_connections(_LAST_REPLIES_S) for each in both))
+    await _close(servers, _LAST_REPLIES_S)
     if closing is not None:
         await closing
 
 
-async def _leave_to_others(faces: Faces, frontend: RouterFrontend, seconds: float) -> float:
+async def _leave_to_others(servers: Servers, frontend: RouterFrontend, seconds: float) -> float:
     """Let the clients go to the other routers; return the seconds that it took."""
     loop = asyncio.get_running_loop()
     began, step = loop.time(), min(_STEP_S, _STEP_SHARE * seconds)
-    leaving = {asyncio.create_task(faces.rpc.leave_to_others(step))}
-    if faces.http is not None:
-        leaving.add(asyncio.create_task(faces.http.stop()))
+    leaving = {asyncio.create_task(servers.rpc.leave_to_others(step))}
+    if servers.http is not None:
+        leaving.add(asyncio.create_task(servers.http.stop()))
         # Connections without a request have ended then, and others end after it: none brings one that is refused.
-        await faces.http.leaving.wait()
+        await servers.http.leaving.wait()
     await asyncio.wait(leaving, timeout=step)
     frontend.draining = True
-    await faces.rpc.leave_to_others(step)
+    await servers.rpc.leave_to_others(step)
     return loop.time() - began
 
 
-async def _send_away(faces: Faces, grace: float) -> None:
-    await asyncio.gather(faces.rpc.send_away(grace, min(_HOLD_S, _STEP_SHARE * grace)), faces.admin.stop(grace))
+async def _send_away(servers: Servers, grace: float) -> None:
+    await asyncio.gather(servers.rpc.send_away(grace, min(_HOLD_S, _STEP_SHARE * grace)), servers.admin.stop(grace))
 
 
-async def _close(faces: Faces, grace: float) -> None:
+async def _close(servers: Servers, grace: float) -> None:
     """Stop listening, on HTTP first; running calls have `grace` seconds."""
-    stops = [faces.rpc.stop(grace), faces.admin.stop(grace)]
-    if faces.http is not None:
-        stops.insert(0, faces.http.stop())
+    stops = [servers.rpc.stop(grace), servers.admin.stop(grace)]
+    if servers.http is not None:
+        stops.insert(0, servers.http.stop())
     await asyncio.gather(*stops)

@@ -72,7 +72,7 @@ from router.api.shared.metering import Meter, MeteredValidator
 from router.config import RouterSettings
 from router.contracts.ports import PrefixIndex
 from router.contracts.refusals import wrong_request_record
-from router.draining import Faces, drain
+from router.draining import Servers, drain
 from router.from_settings import (
     authenticator_of,
     batches_of,
@@ -400,12 +400,12 @@ class RouterProcess:
 
     async def stop(self) -> None:
         """Refuse new requests, let running ones finish for `drain_timeout`, then stop."""
-        faces = Faces(self._server, self._admin, self._http)
+        servers = Servers(self._server, self._admin, self._http)
         if self._batching is not None:
             await cancel_and_wait(self._batching)  # another router goes on with them, or this one when it is back
         if self._http is not None:
             self.supervisor.forget(self._http.task)
-        await drain(faces, self.frontend, self.settings.drain_timeout, self._shares, self._background.aclose)
+        await drain(servers, self.frontend, self.settings.drain_timeout, self._shares, self._background.aclose)
         await self.supervisor.aclose()
         await self.pool.aclose()
         for client in self._clients or ():

@@ -10,7 +10,7 @@ from common.contracts.limits import MAX_LISTED_DECISIONS
 from common.contracts.types import DecisionKind
 from quire.decision.v1 import decision_pb2 as pb
 
-# What the HTTP faces put before the id of a request.
+# What the HTTP APIs put before the id of a request.
 _PREFIXES: Final = ("chatcmpl-", "cmpl-", "msg_")
 # Of a request that runs the router has placements alone.
 _KINDS: Final = (DecisionKind.OUTCOME, DecisionKind.REJECTION, DecisionKind.ROUTING)

@@ -181,7 +181,7 @@ OUTPUT_STALL_SECONDS: Final = 60.0
 
 # Bytes of one answer in JSON: 64 sequences of 500 tokens with 20 log-probabilities have 50 MB.
 MAX_ANSWER_BYTES: Final = 64 << 20
-# Bytes of all such answers of a face that are collected or sent; beyond it the next one ends that has more than
+# Bytes of all such answers of an API that are collected or sent; beyond it the next one ends that has more than
 # SMALL_ANSWER_BYTES.
 MAX_ALL_ANSWER_BYTES: Final = 96 << 20
 SMALL_ANSWER_BYTES: Final = 64 << 10

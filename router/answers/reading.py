@@ -1,6 +1,6 @@
 """How the answers of a chat are read: thoughts, words and calls of tools, and what the request must ask for that.
 
-A face passes a chat, its tools and its constraint. It gets the constraint to send, the special tokens that the text
+An API passes a chat, its tools and its constraint. It gets the constraint to send, the special tokens that the text
 must keep, and a parser for each sequence.
 """
 

@@ -23,7 +23,7 @@ class CallContext:
     deadline: float | None = None
     traceparent: str = ""
     caller: Caller = ANYONE
-    # For a request that names none of its own: the id that the face made, and the trace that begins with it.
+    # For a request that names none of its own: the id that the API made, and the trace that begins with it.
     request_id: str = ""
     trace_id: str = ""
     # The client's name for one or several requests.
@@ -97,7 +97,7 @@ class Frontend(Protocol):
 class Resumed:
     """A request that another router began. `events` goes on with it, as `Frontend.generate` does with a new one.
 
-    It takes the request, in which the face has said how its client reads the output.
+    It takes the request, in which the API has said how its client reads the output.
     """
 
     request: ValidatedRequest

@@ -21,7 +21,7 @@ _CANCELLED: Final = "CANCELLED"
 
 
 class Refusals:
-    """All faces call this with what they have answered; `new_id` makes ids of records."""
+    """All APIs call this with what they have answered; `new_id` makes ids of records."""
 
     def __init__(
         self,

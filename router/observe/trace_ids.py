@@ -1,4 +1,4 @@
-"""Ids of traces: a face may choose that of the trace that a request begins, to name it in answers of every kind."""
+"""Ids of traces: an API may choose that of the trace that a request begins, to name it in answers of every kind."""
 
 from __future__ import annotations
 

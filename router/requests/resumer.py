@@ -1,4 +1,4 @@
-"""Goes on with a request that another router began, for the faces."""
+"""Goes on with a request that another router began, for the APIs."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Received:
     request_id: str
     tokens: tuple[int, ...] = ()
     prompt_logprobs: int = 0
-    # Whether what the client has is given once more, for a face that makes its events of whole outputs.
+    # Whether what the client has is given once more, for an API that makes its events of whole outputs.
     again: bool = field(default=False)
 
     def of(self, index: int) -> int:

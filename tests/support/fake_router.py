@@ -1,4 +1,4 @@
-"""A router's side of the public API over real gRPC that plays scripts, and both clients behind one face."""
+"""A router's side of the public API over real gRPC that plays scripts, and both clients behind one API."""
 
 from __future__ import annotations
 

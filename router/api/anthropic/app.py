@@ -1,4 +1,4 @@
-"""The routes of Anthropic's Messages API. Validation and admission are those of all faces."""
+"""The routes of Anthropic's Messages API. Validation and admission are those of all APIs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from router.contracts.events import ValidatedRequest
 from router.contracts.ports import CallContext
 from router.tenants.tenancy import Charge
 
-# Errors in the form of Anthropic's API, for the paths of this face.
+# Errors in the form of Anthropic's API, for the paths of this API.
 
 
 # Not 503: clients of this API know a server that is busy or not ready by this status.

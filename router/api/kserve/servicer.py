@@ -94,7 +94,7 @@ class Answer:
                 if not event.index:
                     self._cached_tokens = event.usage.cached_tokens
             case PromptLogprobs():
-                pass  # this face has no parameter that asks for them
+                pass  # this API has no parameter that asks for them
 
     def response(self, final: bool = False) -> pb.ModelInferResponse:
         response = pb.ModelInferResponse(id=self._id, model_name=self._model, model_version=VERSION)

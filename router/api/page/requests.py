@@ -23,7 +23,7 @@ from router.observe.diagnosis.story import story_of
 from router.observe.diagnosis.verdict import Diagnosis, advised
 
 Json = dict[str, Any]
-# What the HTTP faces put before the id of a request.
+# What the HTTP APIs put before the id of a request.
 _PREFIXES: Final = ("chatcmpl-", "cmpl-", "msg_")
 _MOST_SPANS: Final = 500
 _ID_CHARS: Final = MAX_ID_CHARS + max(map(len, _PREFIXES))

@@ -43,7 +43,7 @@ def check_least_size(
 
 
 class AnswerRoom:
-    """The bytes of all whole answers of one face. Each answer takes room as it grows, and leaves."""
+    """The bytes of all whole answers of one API. Each answer takes room as it grows, and leaves."""
 
     def __init__(self, most: int = MAX_ALL_ANSWER_BYTES) -> None:
         self.taken, self._most = 0, most

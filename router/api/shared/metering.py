@@ -1,6 +1,6 @@
 """Charges the router's work for texts to the rates of its tenants: before the work, by what it is expected to be.
 
-All faces call this. What a prompt costs is known when its tokens are made; until then it is taken for the usual number
+All APIs call this. What a prompt costs is known when its tokens are made; until then it is taken for the usual number
 of bytes a token. So the router works only where a rate has room, and a request that it refuses later has been paid.
 """
 

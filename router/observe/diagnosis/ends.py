@@ -47,7 +47,7 @@ _WRONG: Final = {
     CONTEXT_LENGTH: (Cause.TOO_LARGE, "it does not fit the context of the model"),
     WRONG_FIELDS: (Cause.WRONG_REQUEST, "fields of it are wrong"),
 }
-# By the reason with which a face refused it; any other one is a mistake of the client.
+# By the reason with which an API refused it; any other one is a mistake of the client.
 _BY_FAULT: Final = {
     "CONTEXT_LENGTH_EXCEEDED": Cause.TOO_LARGE,
     "RATE_LIMITED": Cause.RATE_LIMITED,

@@ -1,4 +1,4 @@
-"""A face chooses the id of the trace that a request begins."""
+"""An API chooses the id of the trace that a request begins."""
 
 from __future__ import annotations
 

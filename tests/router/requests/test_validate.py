@@ -63,8 +63,8 @@ async def test_a_wrong_request_is_told_by_its_id() -> None:
         with pytest.raises(InvalidRequest):
             await by.validate(pb.GenerateRequest(prompt=long, request_id=request_id), CALL)
     with pytest.raises(InvalidRequest):
-        await by.validate(pb.GenerateRequest(prompt=long), replace(CALL, request_id="of-the-face"))
-    assert told == [("mine", "acme", TOO_LONG), ("of-the-face", "acme", TOO_LONG)]
+        await by.validate(pb.GenerateRequest(prompt=long), replace(CALL, request_id="of-the-API"))
+    assert told == [("mine", "acme", TOO_LONG), ("of-the-API", "acme", TOO_LONG)]
 
 
 async def test_every_field_arrives() -> None:

@@ -32,7 +32,7 @@ def test_no_count_is_none() -> None:
 
 @pytest.mark.parametrize(("has", "again"), [(3, False), (4, True)])
 def test_log_probabilities_that_the_client_lacks_must_be_there(has: int, again: bool) -> None:
-    """A face that reads the whole output again needs all of them."""
+    """An API that reads the whole output again needs all of them."""
     dropped = orphan(logprobs_dropped=4)
     Received("r1", (4,)).check([dropped], logprobs=True)
     Received("r1", (has,), again=again).check([dropped], logprobs=False)

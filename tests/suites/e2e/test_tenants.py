@@ -1,4 +1,4 @@
-"""Keys on every face of a running router: who is refused and how, who sees what, limits, and keys that are revoked."""
+"""Keys on every API of a running router: who is refused and how, who sees what, limits, and keys that are revoked."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class ScriptedResumer:
         self.refuses: QuireError | None = None
 
     async def resumed(self, request: pb.GenerateRequest, call: CallContext, again: bool = False) -> Resumed:
-        assert again, "a face of events reads the whole output"
+        assert again, "an API of events reads the whole output"
         self.asked.append(request.resume)
         if self.refuses is not None:
             raise self.refuses

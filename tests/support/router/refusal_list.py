@@ -1,4 +1,4 @@
-"""A watch that keeps what faces report to it."""
+"""A watch that keeps what APIs report to it."""
 
 from __future__ import annotations
 

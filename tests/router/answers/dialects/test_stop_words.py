@@ -18,15 +18,15 @@ CALLS = 'I ask.<tool_call>\n{"name": "f", "arguments": {"s": "Oslo"}}\n</tool_ca
 def stopped_at(output: str, *stops: str, includes: bool = False) -> tuple[str, str, str | None]:
     """Return the thought and the words of an output that ends at the first stop text."""
     router = StopWords(reader("deepseek_r1", "hermes", TOOLS), stops)
-    face = StopWords(reader("deepseek_r1", "hermes", TOOLS), stops)
+    words = StopWords(reader("deepseek_r1", "hermes", TOOLS), stops)
     parts = list[Part]()
     for character in output:
         router.feed(character)
-        parts += face.feed(character)
+        parts += words.feed(character)
         if router.complete is not None:
-            parts += face.stopped(router.complete, includes)
+            parts += words.stopped(router.complete, includes)
             return text_of(parts, Thought), text_of(parts, Words), router.complete
-    parts += face.finish()
+    parts += words.finish()
     return text_of(parts, Thought), text_of(parts, Words), None
 
 
