@@ -37,7 +37,7 @@ from router.placement.fair_queue import ONE_FLOW
 from router.placement.placement import PlacementRequest
 from router.placement.routing import Router
 from router.placement.worker_model import Capacity, Load
-from router.requests.jobs import Job
+from router.requests.dispatcher import Job
 
 PROMPT, OUTPUT, SHARED_BLOCKS = 64, 64, 3
 _CAPACITY: Final = Capacity(4096, 16, 256, 1 << 20)

@@ -30,8 +30,7 @@ from router.placement.fair_queue import Flow
 from router.placement.placement import PlacementRequest
 from router.placement.routing import Router
 from router.placement.worker_model import Capacity
-from router.requests.jobs import Job
-from router.requests.reservation import LoadReservation
+from router.requests.dispatcher import Job, LoadReservation
 from router.tenants.tenancy import Tenant
 
 # The tokens of replayed requests: made up, but equal where the recorded blocks were equal.

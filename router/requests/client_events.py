@@ -11,7 +11,7 @@ from router.observe.recorder import Recorder
 from router.requests.inbox import Aborted, Arrival, Expired, Interruption, Revoked, Stopped
 from router.requests.output_stream import EXPIRED, STOPPED, OutputStream
 from router.requests.resumption import Resumable
-from router.requests.run import DRAINED, RequestRun, Running
+from router.requests.run import DRAINED, Phase, RequestRun, Running
 from router.requests.run_log import DEADLINE_WORDS
 from router.workers.worker_events import (
     Lost,
@@ -45,7 +45,7 @@ class ClientEvents:
             yield from self._interrupt(run, event)
             return
         running = run.sequences[arrival.index]
-        if arrival.attempt != running.attempt or running.done:
+        if arrival.attempt != running.attempt or running.phase is Phase.FINISHED:
             return
         now = self._clock.monotonic()
         match event:
@@ -116,7 +116,7 @@ class ClientEvents:
         output, metrics = running.output, self._recorder.metrics.of(run.trace.owner)
         if (known := running.received - len(output.tokens)) > 0:
             yield from self._repeated(run, running, sampled.part(0, known), now)
-            if running.done or len(sampled.token_ids) <= known:
+            if running.phase is Phase.FINISHED or len(sampled.token_ids) <= known:
                 return
             sampled = sampled.part(known, len(sampled.token_ids))
         if output.first_token_at is None:
@@ -180,8 +180,7 @@ class ClientEvents:
 
     def finish(self, run: RequestRun, running: Running, ended: SequenceFinished, now: float) -> Finished:
         """End a sequence for the client: give up its worker, and record what it cost."""
-        running.leave(ended.reason)
-        running.done = True
+        running.finish(ended.reason)
         self._count_hits(run, running.output)
         run.expired |= ended.reason is FinishReason.DEADLINE
         event = running.output.finished(ended, now)

@@ -5,30 +5,201 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from common.contracts.clock import Clock
 from common.contracts.errors import DeadlineExceeded, QuireError, Unavailable
 from common.contracts.turns import BY_AGE, DEFAULT_MAX_WAIT
-from common.contracts.types import DecisionKind, PoolIdentity
+from common.contracts.types import BlockHash, Decision, DecisionKind, PoolIdentity
 from router.contracts.identity import is_complete
-from router.contracts.index_answer import NOTHING_ASKED
+from router.contracts.index_answer import NOTHING_ASKED, IndexAnswer
 from router.contracts.ports import DecisionSink, PrefixIndex
 from router.contracts.refusals import too_large, waiting_record
 from router.placement.admission import ANY_WORKER, check_deadline, too_late_words
 from router.placement.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_at
 from router.placement.first_tokens import FirstTokens, Foretold
 from router.placement.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
-from router.placement.place_shares import Shares
+from router.placement.place_shares import PlaceShares, Shares
 from router.placement.placement import Outcome, PlacementRequest, must_wait, places_of, verdict
 from router.placement.routing import Choice, Router
 from router.placement.watchdog import waits_for_a_place
 from router.placement.worker_model import WorkerModel
-from router.requests.jobs import Foresight, Job, Placement, WaitingJob
-from router.requests.reservation import LoadReservation, Reserver
 from router.workers.client import WorkerClient
 from router.workers.pool import WorkerPool
+
+# The load that the router counts for sequences at a worker, from their placement until they leave.
+
+
+class LoadReservation:
+    """One sequence, its prefill tokens and its blocks, counted in a worker's model until `release`."""
+
+    __slots__ = (
+        "_blocks", "_clock", "_held", "_measured", "_model", "_most_output", "_on_release", "_placed_at",
+        "_prefill_tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        model: WorkerModel,
+        prefill_tokens: int,
+        blocks: int,
+        clock: Clock,
+        on_release: Callable[[], None],
+        measured: bool = True,
+        most_output: int = 0,
+    ) -> None:
+        """Count the load at once. `on_release` is called when the load no longer counts.
+
+        A sequence that began elsewhere is not `measured`: its duration here tells nothing. `most_output` is how many
+        tokens it may sample; 0: that is not known.
+        """
+        self._model, self._clock, self._on_release = model, clock, on_release
+        self._prefill_tokens, self._blocks, self._measured = prefill_tokens, blocks, measured
+        self._placed_at, self._held, self._most_output = clock.monotonic(), True, most_output
+        model.placed(1, prefill_tokens, blocks, most_output)
+
+    @property
+    def model(self) -> WorkerModel:
+        """The worker at which the load counts, as of the connection of that time."""
+        return self._model
+
+    def prefilled(self) -> None:
+        """Stop counting the prefill tokens: the prompt is computed. Idempotent."""
+        if self._held and self._prefill_tokens:
+            self._model.placed(0, -self._prefill_tokens, 0)
+            self._prefill_tokens = 0
+
+    def complete(self, output_tokens: int) -> None:
+        """Release the load of a sequence that ran to its end; its duration and length enter the worker's rates."""
+        if self._held and self._measured:
+            now = self._clock.monotonic()
+            self._model.rates.finished(now - self._placed_at, output_tokens, now)
+        self.release()
+
+    def release(self) -> None:
+        """Stop counting the load: the sequence has left the worker. Idempotent."""
+        if self._held:
+            self._held = False
+            self._model.placed(-1, -self._prefill_tokens, -self._blocks, -self._most_output)
+            self._on_release()
+
+
+class Reserver:
+    """Reserves load at workers, and counts the places of each tenant there.
+
+    `on_release` is called for each sequence that leaves.
+    """
+
+    def __init__(self, clock: Clock, on_release: Callable[[], None]) -> None:
+        self._clock, self._on_release = clock, on_release
+        self.in_use = PlaceShares()
+
+    def reserve(
+        self, worker: WorkerModel, request: PlacementRequest, hit_blocks: int, flow: Flow
+    ) -> tuple[LoadReservation, ...]:
+        """Count the sequences of a request at a worker that has so many blocks of its prompt."""
+        capacity = worker.capacity
+        uncached = request.prompt_tokens - hit_blocks * capacity.block_size
+        blocks = capacity.fresh_blocks(request.prompt_tokens, hit_blocks)
+        fork = capacity.fork_load(request.prompt_tokens, hit_blocks)
+        loads = [(uncached, blocks), *[fork] * (request.sequences - 1)]
+        most, released = request.max_tokens, self._taken(flow, len(loads))
+        return tuple([LoadReservation(worker, *load, self._clock, released, most_output=most) for load in loads])
+
+    def adopt(self, worker: WorkerModel, flow: Flow) -> LoadReservation:
+        """Count a sequence that runs at a worker already, whose heartbeats show its load."""
+        return LoadReservation(worker, 0, 0, self._clock, self._taken(flow, 1), measured=False)
+
+    def _taken(self, flow: Flow, places: int) -> Callable[[], None]:
+        """Count places of a tenant; return what takes back one of them."""
+
+        def released() -> None:
+            self.in_use.release(flow)
+            self._on_release()
+
+        for _ in range(places):
+            self.in_use.take(flow)
+        return released
+
+
+# Sequences that want a worker: what they ask for, how they wait, and the place that they get.
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Sequences with the same tokens, to be placed at one worker.
+
+    `moved_because` says why they left their previous worker; it is empty for a new request. `owner` is that of the
+    caller.
+    """
+
+    request: PlacementRequest
+    block_hashes: Sequence[BlockHash]
+    priority: int
+    deadline: float | None
+    moved_because: str = ""
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A worker for a job, with the load of each sequence reserved there; the caller submits them at once.
+
+    Every reservation must be released. `foretold` is to learn when the first token comes. `looked_up_ns` is when the
+    prefix lookup ended, and `index` what it said.
+    """
+
+    worker_id: str
+    client: WorkerClient
+    reservations: tuple[LoadReservation, ...]
+    decision: Decision
+    looked_up_ns: int
+    index: IndexAnswer = NOTHING_ASKED
+    foretold: Foretold | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """What would happen to a job that came now. It `leads` if it is served before the `before` jobs that wait.
+
+    `soonest_s` are predicted seconds to its first token that may refuse it for its deadline where it has to wait.
+    """
+
+    choice: Choice
+    leads: bool
+    before: int
+    index_answered: bool
+    soonest_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class WaitingJob:
+    """A job in the queue, what the prefix index said of it, and the future of its placement.
+
+    `foretold` is the prediction at its arrival, if it had one. It is `tried` although it is predicted to be late.
+    """
+
+    job: Job
+    index: IndexAnswer
+    looked_up_ns: int
+    foretold: Foretold | None = None
+    tried: bool = False
+    placed: asyncio.Future[Placement] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.placed = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: Exception) -> None:
+        if not self.placed.done():
+            self.placed.set_exception(error)
+
+    def discard(self) -> None:
+        """Release the placement; the caller is gone."""
+        if self.placed.done() and not self.placed.cancelled() and self.placed.exception() is None:
+            for reservation in self.placed.result().reservations:
+                reservation.release()
+
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +231,7 @@ class Dispatcher:
         self.first_tokens = FirstTokens()
         self._queue: FairQueue[WaitingJob] = FairQueue(clock, max_wait)
         self._reserver = Reserver(clock, self._serve_queue)
-        self._starving: asyncio.TimerHandle | None = None
+        self._patience_timer: asyncio.TimerHandle | None = None
         # The last choice by which a job had to wait: no worker could take it.
         self._blocked: Choice | None = None
         # What has to wait at the head of the queue, as of the last attempt, where the workers are full.
@@ -242,7 +413,7 @@ class Dispatcher:
                 self._head = head
                 return
             self._head = None
-        self._fed()
+        self._end_patience()
 
     def _attempt(self, entry: tuple[Ticket, WaitingJob], shares: Shares) -> bool:
         """Place one job, or end it; return False when it has to wait."""
@@ -261,9 +432,9 @@ class Dispatcher:
         choice = self._choose(waiting.job, request, waiting.index.hits)
         if choice.outcome is Outcome.NO_WORKER:
             self._blocked = choice
-            self._starve()
+            self._begin_patience()
             return False
-        self._fed()
+        self._end_patience()
         if choice.outcome is Outcome.WAIT:
             self._blocked, self._head = choice, request
             return False
@@ -413,18 +584,18 @@ class Dispatcher:
 
     # ------------------------------------------------------------ without a worker
 
-    def _starve(self) -> None:
-        if self._starving is None:
-            self._starving = asyncio.get_running_loop().call_later(self._patience, self._give_up)
+    def _begin_patience(self) -> None:
+        if self._patience_timer is None:
+            self._patience_timer = asyncio.get_running_loop().call_later(self._patience, self._give_up)
 
-    def _fed(self) -> None:
-        if self._starving is not None:
-            self._starving.cancel()
-            self._starving = None
+    def _end_patience(self) -> None:
+        if self._patience_timer is not None:
+            self._patience_timer.cancel()
+            self._patience_timer = None
 
     def _give_up(self) -> None:
         """Fail the jobs in the queue that no worker may take: none has been usable for too long."""
-        self._starving = None
+        self._patience_timer = None
         for ticket, waiting in list(self._queue):
             choice = self._choose(waiting.job, waiting.job.request, waiting.index.hits)
             if choice.outcome is Outcome.NO_WORKER:

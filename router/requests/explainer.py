@@ -16,8 +16,7 @@ from router.contracts.refusals import reasons_against
 from router.placement.admission import AdmissionLimiter, check_deadline
 from router.placement.placement import Outcome
 from router.placement.routing import TIE_SECONDS, Choice
-from router.requests.dispatcher import Dispatcher
-from router.requests.jobs import Foresight, Job
+from router.requests.dispatcher import Dispatcher, Foresight, Job
 from router.requests.run import Prefix, placement_of
 
 

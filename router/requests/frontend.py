@@ -32,7 +32,7 @@ from router.requests.output_stream import EXPIRED, OutputStream, StopTokens
 from router.requests.placing import Placer
 from router.requests.request_ids import automatic_id
 from router.requests.resumption import Resumable
-from router.requests.run import RequestRun, Running
+from router.requests.run import Phase, RequestRun, Running
 from router.requests.run_log import DEADLINE_WORDS, GONE_WORDS
 from router.tenants.tenancy import Caller
 from router.workers.pool import WorkerPool
@@ -169,7 +169,7 @@ class DrainMover:
         leaving = self._pool.migrating()
         for run in tuple(self._runs):
             for running in run.unfinished():
-                if running.client in leaving and running.booked is None and not running.ended:
+                if running.client in leaving and running.phase is Phase.AT_WORKER:
                     yield run, running
 
 

@@ -12,11 +12,19 @@ from router.placement.admission import AdmissionLimiter
 from router.placement.domains_seen import DomainsSeen
 from router.placement.fair_queue import Ticket
 from router.placement.prompt_heads import PromptHeads
-from router.requests.dispatcher import Dispatcher
-from router.requests.jobs import Job, Placement
+from router.requests.dispatcher import Dispatcher, Job, Placement
 from router.requests.output_stream import EXPIRED
 from router.requests.probation import Probation
-from router.requests.run import DRAINED, Prefix, RequestRun, Running, of_sequence, placement_request_of, submission_of
+from router.requests.run import (
+    DRAINED,
+    Phase,
+    Prefix,
+    RequestRun,
+    Running,
+    of_sequence,
+    placement_request_of,
+    submission_of,
+)
 from router.workers.worker_events import Lost
 
 # Moves of one sequence; after these it fails, even if it sampled tokens at each worker before that was lost.
@@ -137,8 +145,8 @@ class Placer:
 
         Raises EngineFailure when that happens too often, or when the request may have broken its workers itself.
         """
-        for running in [each for each in run.sequences if each.lost and not each.done]:
-            reason, running.lost = running.lost, ""
+        for running in [each for each in run.sequences if each.phase is Phase.LOST]:
+            reason = running.take_loss()
             guilty = await self._probation.is_guilty(run.suspicion, run.inbox.interrupted)
             if run.inbox.interrupted.is_set():
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from common.contracts.clock import Clock
 from common.contracts.errors import Unavailable
@@ -18,11 +19,10 @@ from router.observe.request_trace import RequestTrace
 from router.placement.fair_queue import Ticket
 from router.placement.first_tokens import Foretold
 from router.placement.placement import PlacementRequest
+from router.requests.dispatcher import LoadReservation, Placement
 from router.requests.inbox import Aborted, Expired, Inbox, Revoked, Stopped, Turns
-from router.requests.jobs import Placement
 from router.requests.output_stream import OutputStream
 from router.requests.probation import Turn
-from router.requests.reservation import LoadReservation
 from router.requests.run_log import RunLog
 from router.workers.client import WorkerClient
 from router.workers.codec import Submission
@@ -48,20 +48,41 @@ DRAINED = "drain: its worker hands its sequences over"
 _GOES_ON = (SequenceAdmitted, SequenceStarted, SequenceDelayed, PromptScored, TokensSampled, Preempted)
 
 
+class Phase(Enum):
+    """Where a sequence is.
+
+      WAITING --begin_run--> AT_WORKER --move_to--> LEAVING
+         ^                       |                     |
+         |                       +------ end_run ------+
+         |                                  |
+    take_loss                               v
+         |                                ENDED    the worker is done with it; the client may not have read that
+         |                                  |
+         +------------- LOST <-- lose ------+
+                                            |
+                     FINISHED <-- finish ---+      also from every other phase: a stop string, a deadline, a cancel
+    """
+
+    WAITING = "waiting for a place"
+    AT_WORKER = "at a worker"
+    LEAVING = "at a draining worker, with a place booked elsewhere"
+    ENDED = "ended by its worker"
+    LOST = "to be placed again"
+    FINISHED = "finished"
+
+
 @dataclass(slots=True)
 class Running:
-    """One sequence, and its place at a worker while it has one. `attempt` counts its runs."""
+    """One sequence, its phase, and its place at a worker while it has one. `attempt` counts its runs."""
 
     output: OutputStream
     client: WorkerClient | None = None
     handle: int = 0
     reservation: LoadReservation | None = None
+    phase: Phase = Phase.WAITING
     attempt: int = 0
-    done: bool = False
-    # Whether its worker ended the last run; the client may not have read that yet.
-    ended: bool = False
-    # Why the last run ended early, until the next one begins.
-    lost: str = ""
+    # Why the last run ended early, in the phase LOST.
+    loss: str = ""
     # The place at which it goes on when its draining worker has ended it, and how often it went to one.
     booked: Placement | None = None
     drained: int = 0
@@ -69,6 +90,12 @@ class Running:
     received: int = 0
     # The places of this run and of those before it, whose workers may still keep what they put out.
     _places: list[tuple[WorkerClient, int]] = field(default_factory=list)
+
+    def begin_run(self) -> int:
+        """Begin the next run, at the worker that gets the sequence now; return its number."""
+        self.attempt += 1
+        self.phase = Phase.AT_WORKER
+        return self.attempt
 
     def place(self, client: WorkerClient, handle: int) -> None:
         """Take a place at a worker."""
@@ -110,7 +137,8 @@ class Running:
 
         The client may not have read the earlier events.
         """
-        self.ended = True
+        if self.phase is not Phase.FINISHED:
+            self.phase = Phase.ENDED
         _release(self.reservation, event)
         if not _hands_over(event):
             self._unbook()
@@ -118,13 +146,23 @@ class Running:
     def lose(self, reason: str) -> None:
         """Give up the place after the worker ended the sequence; one that was booked is kept."""
         self.leave(None)
-        self.lost = reason
+        self.phase, self.loss = Phase.LOST, reason
+
+    def take_loss(self) -> str:
+        """Return why the sequence was lost; it waits for its next place from now on."""
+        self.phase = Phase.WAITING
+        return self.loss
 
     def move_to(self, booked: Placement) -> None:
         """Let the worker end the sequence, to go on at another place."""
         assert self.client is not None
-        self.booked = booked
+        self.phase, self.booked = Phase.LEAVING, booked
         self.client.take_back(self.handle, DRAINED)
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the sequence for its client: give up its worker."""
+        self.leave(reason)
+        self.phase = Phase.FINISHED
 
 
 class RequestRun:
@@ -173,13 +211,11 @@ class RequestRun:
         return bool(self.unfinished())
 
     def unfinished(self) -> list[Running]:
-        return [sequence for sequence in self.sequences if not sequence.done]
+        return [each for each in self.sequences if each.phase is not Phase.FINISHED]
 
     def sink(self, running: Running) -> Sink:
         """Return the sink for a worker's events of the next run of a sequence. The last event releases the load."""
-        running.attempt += 1
-        running.ended = False
-        index, attempt = running.output.index, running.attempt
+        index, attempt = running.output.index, running.begin_run()
         self.log.submitted(index)
 
         def sink(event: SequenceEvent) -> None:

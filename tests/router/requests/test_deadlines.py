@@ -16,9 +16,8 @@ from router.placement.admission import ANY_WORKER
 from router.placement.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket
 from router.placement.first_tokens import TRIED_EVERY_S, FirstTokens
 from router.placement.worker_model import Load, WorkerModel, WorkerState
+from router.requests.dispatcher import Job, LoadReservation
 from router.requests.explainer import Foreseen
-from router.requests.jobs import Job
-from router.requests.reservation import LoadReservation
 from tests.router.requests.test_explainer import explainer_of
 from tests.router.requests.test_outcomes import outcome, story
 from tests.router.requests.test_placements import full, job

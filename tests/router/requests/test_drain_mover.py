@@ -9,10 +9,10 @@ import pytest
 
 from common.contracts.clock import ManualClock
 from router.placement.worker_model import Capacity, Load, WorkerModel
+from router.requests.dispatcher import Placement
 from router.requests.frontend import DrainMover
-from router.requests.jobs import Placement
 from router.requests.placing import Placer
-from router.requests.run import RequestRun, Running
+from router.requests.run import Phase, RequestRun, Running
 from router.workers.pool import WorkerPool
 
 PLACES = 2
@@ -59,7 +59,9 @@ class World:
         self.draining = WorkerModel("w0", capacity, Load(running=PLACES, draining=True, migrating=True), 100.0)
         self.other = WorkerModel("w1", capacity, Load(), 100.0)
         self.pool = Pool([self.draining, self.other], {client})
-        running = [Running(cast("Any", None), cast("Any", client)) for _ in range(self.sequences)]
+        running = [
+            Running(cast("Any", None), cast("Any", client), phase=Phase.AT_WORKER) for _ in range(self.sequences)
+        ]
         self.lists = 0
 
         def unfinished() -> list[Running]:

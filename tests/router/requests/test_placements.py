@@ -14,8 +14,7 @@ from common.contracts.types import DecisionKind
 from router.placement.fair_queue import PASSED_SECONDS
 from router.placement.placement import PlacementRequest
 from router.placement.worker_model import Capacity, Load, WorkerModel
-from router.requests.jobs import Job
-from router.requests.reservation import LoadReservation
+from router.requests.dispatcher import Job, LoadReservation
 from router.workers.client import WorkerClient
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import (

@@ -11,8 +11,8 @@ from common.contracts.types import FinishReason
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from router.placement.worker_model import WorkerModel
 from router.requests import frontend
+from router.requests.dispatcher import Placement
 from router.requests.frontend import DrainMover
-from router.requests.jobs import Placement
 from router.requests.run import DRAINED, Running
 from router.workers.worker_events import Lost
 from tests.suites.protocol.drain.search import AllMoves, MoveWalks

@@ -24,7 +24,7 @@ from router.placement.routing import Router
 from router.placement.worker_model import WorkerModel
 from router.requests.dispatcher import Dispatcher
 from router.requests.frontend import RouterFrontend
-from router.requests.run import RequestRun
+from router.requests.run import Phase, RequestRun
 from router.workers.client import Pacing, RouterIdentity
 from router.workers.pool import WorkerPool
 from tests.suites.protocol.scenario import EOS, Request
@@ -129,7 +129,7 @@ class RouterSide:
         """Return whether the mover may find a place for a sequence at its next chance."""
         leaving = self.pool.migrating()
         places = [each for run in self.runs() for each in run.unfinished()]
-        return any(each.client in leaving and each.booked is None and not each.ended for each in places)
+        return any(each.client in leaving and each.phase is Phase.AT_WORKER for each in places)
 
     def waiting(self) -> list[str]:
         """Return why each job in the queue left its worker, "" for a new one."""
@@ -163,7 +163,7 @@ def _run_key(run: RequestRun) -> tuple[object, ...]:
         (
             each.client.address if each.client else "",
             each.handle,
-            (each.attempt, each.drained, each.done, each.ended, each.lost),
+            (each.attempt, each.drained, each.phase, each.loss),
             each.booked.worker_id if each.booked else "",
             tuple(each.output.tokens),
         )
