@@ -10,7 +10,7 @@ import secrets
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Final
 
 from google.protobuf.json_format import MessageToDict
@@ -46,11 +46,11 @@ from quire.kserve.v2 import kserve_pb2_grpc
 from router.answers.constraints.checker import ConstraintChecker
 from router.answers.reading import AnswerReader
 from router.answers.text.assembler import CheckpointText
-from router.answers.text.checkpoint import Checkpoint, read_checkpoint
+from router.answers.text.checkpoint import read_checkpoint
 from router.answers.text.tokenizer_files import TokenizerFiles
 from router.api.anthropic.app import add_messages
 from router.api.grpc.admin import DECISIONS, INFERENCE, AdminPlane
-from router.api.grpc.decision_servicer import DecisionServicer, PublicDecisionServicer
+from router.api.grpc.decision_servicer import DecisionServicer, PublicDecisionServicer, RecordSources
 from router.api.grpc.explanation import Explanations
 from router.api.grpc.manager_calls import ManagerCalls
 from router.api.grpc.pins import PinParts, Pins
@@ -106,7 +106,7 @@ from router.requests.validate import Validator, WatchedValidator, random_seed
 from router.tenants.directory import TenantDirectory
 from router.tenants.tenancy import Caller, TenantQuotas
 from router.workers.client import RouterIdentity
-from router.workers.discovery import Discovery
+from router.workers.discovery import Discovery, DiscoveryState
 from router.workers.pool import WorkerPool
 from router.workers.readiness import Readiness
 
@@ -125,80 +125,94 @@ _ASIDE: Final = frozenset({_DISCOVERY, _HISTORY, _BATCHES})
 
 
 class RouterProcess:
-    """One router, from opening its ports to closing its last stream."""
+    """One router, from opening its ports to closing its last stream.
+
+    Its parts are built from the inside out: text, records, workers, requests, and the APIs over them.
+    """
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings, self._clock = settings, SystemClock()
-        self._tls = Identity.of(settings)
-        self._public_tls = PublicCertificate.of(settings.public_tls_cert, settings.public_tls_key)
-        checkpoint = read_checkpoint(served_folder(settings.model), settings.tokenizer)
-        folder = settings.tokenizer or checkpoint.directory
-        self._text = CheckpointText.load(
-            folder, checkpoint.max_model_len, settings.chat_template, settings.chat_control_tokens
-        )
-        checkpoint = replace(checkpoint, ends=self._text.ends(checkpoint.ends, checkpoint.vocab_size))
-        self._ends = checkpoint.ends
-        self._vocabulary = self._text.check_vocabulary(checkpoint.vocab_size)
-        self._constraints = ConstraintChecker.load(folder, checkpoint.eos_token_ids)
-        name, incarnation = f"router-{secrets.token_hex(4)}", secrets.token_bytes(16)
-        self._registry, most, began = new_registry(), settings.decision_ring, self._clock.time_ns()
-        self._new_id = _ids(name)
-        self._ring = DecisionRing(most, settings.decision_ring_bytes, name, began)
-        self._refused = RefusedRecords(self._ring, round(REFUSED_RECORDS_SHARE * settings.decision_ring_bytes))
-        self._metrics = RouterMetrics(self._registry, name_of(settings), settings.metrics_tenants)
-        self._refusals = Refusals(self._metrics, self._refused, self._clock, self._new_id)
-        self._log = opened_log(settings, self._clock)
-        LogMetrics(self._registry, self._log)
-        self._store = TraceStore(settings.span_ring, settings.span_ring_bytes)
-        sampler = RequestSampler(settings.trace_sample_ratio)
-        ids = ChosenTraceIds()
-        self._telemetry = setup_telemetry("router", settings, self._store.add_own, sampler=sampler, ids=ids)
-        self._clients = self._redis_clients()
-        self._card = card_of(settings, checkpoint, identity_of(settings, checkpoint), self._text)
-        router, dial = RouterIdentity(name, incarnation), dialer(self._tls, Role.WORKER)
-        self.pool = WorkerPool(
-            router, self._card.identity, self._clock, dial=dial, manager_patience=settings.manager_patience
-        )
-        tracer = self._telemetry.tracer
-        self._server = RpcServer(
-            [INFERENCE, DECISIONS, KSERVE_SERVICE],
-            [RefusedCalls(self._refusals), server_spans(tracer, _UNTRACED)],
-            self._shares,
-            replace(CLIENTS, most_calls=settings.grpc_calls_per_connection),
-            tls=self._public_tls,
-        )
-        self._admin = AdminPlane(settings, self._registry, self._why_not_ready, [server_spans(tracer)], self._tls)
         self.supervisor = Supervisor(self._report_failing)
-        self._siblings = Siblings(settings.sibling, dialer(self._tls, Role.ROUTER), settings.sibling_timeout)
-        self._discovery = self._new_discovery()
-        self.readiness = Readiness(self.pool, self._server.health, self._admin.rpc.health)
-        self._context = lambda: self.pool.context(checkpoint.max_model_len)
-        validator = Validator(
-            self._text,
-            checkpoint,
-            self._text.has_tokenizer,
-            draw_seed=random_seed if settings.seed is None else partial(int, settings.seed),
-            context=self._context,
-            constraints=self._constraints,
-            open_schemas=settings.open_schemas,
-        )
-        self._validator = WatchedValidator(validator, self._record_wrong_request)
-        self._authenticator = authenticator_of(settings, self._card.name)
-        self._serve_requests(name, checkpoint)
-        self._http: HttpServer | None = None
-        self._background = BackgroundResponses()
-        self._batches = batches_of(settings, self._authenticator, self._clock, checkpoint.max_model_len)
-        self._batching: asyncio.Task[None] | None = None
         self._turns = LoopTurns() if settings.debug_loop_turns else None
+        self._http: HttpServer | None = None
+        self._batching: asyncio.Task[None] | None = None
+        name, incarnation = f"router-{secrets.token_hex(4)}", secrets.token_bytes(16)
+        self._new_id = _ids(name)
+        self._load_text()
+        self._keep_records(name)
+        self._find_workers(RouterIdentity(name, incarnation))
+        self._serve_requests()
+        self._serve_grpc()
+        self._serve_operators()
+        self._background = BackgroundResponses()
+        self._batches = batches_of(settings, self._authenticator, self._clock, self._checkpoint.max_model_len)
 
-    @property
-    def _shares(self) -> bool:
-        """Whether other routers may listen on the same ports."""
-        return self.settings.own_port is not None
+    def _load_text(self) -> None:
+        """Read the checkpoint's text: tokenizer, template, ends; and begin to check constraints."""
+        settings = self.settings
+        checkpoint = read_checkpoint(served_folder(settings.model), settings.tokenizer)
+        self._folder = settings.tokenizer or checkpoint.directory
+        self._text = CheckpointText.load(
+            self._folder, checkpoint.max_model_len, settings.chat_template, settings.chat_control_tokens
+        )
+        ends = self._text.ends(checkpoint.ends, checkpoint.vocab_size)
+        self._checkpoint = replace(checkpoint, ends=ends)
+        self._vocabulary = self._text.check_vocabulary(checkpoint.vocab_size)
+        self._constraints = ConstraintChecker.load(self._folder, checkpoint.eos_token_ids)
+        self._card = card_of(settings, self._checkpoint, identity_of(settings, self._checkpoint), self._text)
 
-    def _record_wrong_request(self, request_id: str, caller: Caller, error: InvalidRequest) -> None:
-        now_ns = self._clock.time_ns()
-        self._refused.record(wrong_request_record(self._new_id(), now_ns, request_id, caller.owner, error))
+    def _keep_records(self, name: str) -> None:
+        """Keep decisions, refusals, spans and metrics."""
+        settings, clock = self.settings, self._clock
+        self._registry, most_bytes = new_registry(), settings.decision_ring_bytes
+        ring = DecisionRing(settings.decision_ring, most_bytes, name, clock.time_ns())
+        refused = self._refused = RefusedRecords(ring, round(REFUSED_RECORDS_SHARE * most_bytes))
+        kept = KeptRecords(round(KEPT_RECORDS_SHARE * most_bytes))
+        self._metrics = RouterMetrics(self._registry, name_of(settings), settings.metrics_tenants)
+        self._refusals = Refusals(self._metrics, refused, clock, self._new_id)
+        self._log = opened_log(settings, clock)
+        LogMetrics(self._registry, self._log)
+        store = TraceStore(settings.span_ring, settings.span_ring_bytes)
+        self._telemetry = setup_telemetry(
+            "router",
+            settings,
+            store.add_own,
+            sampler=RequestSampler(settings.trace_sample_ratio),
+            ids=ChosenTraceIds(),
+        )
+        self._manager_calls = ManagerCalls(settings.manager, dialer(self._tls, Role.MANAGER))
+        emit, decisions = self._telemetry.emit, self._manager_calls.all_decisions
+        self._tail = TailKeeper(settings.objective, ring, kept, self._metrics, emit, decisions)
+        self._recorder = Recorder(
+            self._metrics, refused, self._telemetry.tracer, clock, self._new_id, self._tail, self._card.name
+        )
+        self._records = RecordSources(ring, store, kept, refused, self._recorder.tap)
+
+    @cached_property
+    def _tls(self) -> Identity | None:
+        return Identity.of(self.settings)
+
+    def _find_workers(self, router: RouterIdentity) -> None:
+        """Look for workers in Redis, and keep a stream to each."""
+        settings, clock = self.settings, self._clock
+        self.pool = WorkerPool(
+            router,
+            self._card.identity,
+            clock,
+            dial=dialer(self._tls, Role.WORKER),
+            manager_patience=settings.manager_patience,
+        )
+        self._clients = self._redis_clients()
+        self._discovery: Discovery | None = None
+        self._index: PrefixIndex = NoPrefixIndex()
+        if self._clients is not None:
+            for_lookups, for_discovery = self._clients
+            rules = entry_rules_of(settings)
+            self._discovery = Discovery(for_discovery, self.pool, clock, settings.lease_ttl, rules)
+            count = self._metrics.looked_up
+            self._index = RedisPrefixIndex(for_lookups, self.pool, clock, settings.index_timeout, count=count)
+        self._redis = DiscoveryState(self._discovery, self.supervisor, _DISCOVERY)
+        self._metrics.watch_workers(self.pool, self._redis)
 
     def _redis_clients(self) -> tuple[QuireRedis, QuireRedis] | None:
         """Return one client for lookups, with a short timeout, and one for discovery."""
@@ -207,20 +221,102 @@ class RouterProcess:
             return None
         return open_redis(url, self.settings.index_timeout, ca), open_redis(url, _DISCOVERY_TIMEOUT_S, ca)
 
-    def _new_discovery(self) -> Discovery | None:
-        if self._clients is None:
-            return None
-        rules = entry_rules_of(self.settings)
-        return Discovery(self._clients[1], self.pool, self._clock, self.settings.lease_ttl, rules)
+    def _serve_requests(self) -> None:
+        """Admit, place and follow requests, of whichever API."""
+        settings, clock, checkpoint = self.settings, self._clock, self._checkpoint
+        limits, quotas = AdmissionLimits(settings.max_queued_requests, settings.max_tokens_in_flight), TenantQuotas()
+        self._admission = AdmissionLimiter(limits, quotas)
+        chooser = Router(clock, self._new_id, settings.routing_seed)
+        self._dispatcher = Dispatcher(
+            self.pool, chooser, self._index, self._records.ring, clock, max_wait=settings.max_wait
+        )
+        self.frontend = RouterFrontend(
+            self._dispatcher, self._admission, self._text, self._recorder, checkpoint.eos_token_ids
+        )
+        context = partial(self.pool.context, checkpoint.max_model_len)
+        validator = Validator(
+            self._text,
+            checkpoint,
+            self._text.has_tokenizer,
+            draw_seed=random_seed if settings.seed is None else partial(int, settings.seed),
+            context=context,
+            constraints=self._constraints,
+            open_schemas=settings.open_schemas,
+        )
+        self._validator = WatchedValidator(validator, self._record_wrong_request)
+        self._meter = Meter(quotas, clock, context, checkpoint.max_new_tokens, self.frontend.refuse)
+        self._metered = MeteredValidator(self._validator, self._meter)
+        self._authenticator = authenticator_of(settings, self._card.name)
+        self._calls = Calls(clock, self._authenticator, self._meter)
+        self.status = RouterStatus(
+            self._card, self.pool, self._admission, self._redis, self.frontend, self._manager_calls, clock
+        )
 
-    def _redis_connected(self) -> bool:
-        return self._discovery is not None and self._discovery.connected and not self._discovery_fails()
+    def _record_wrong_request(self, request_id: str, caller: Caller, error: InvalidRequest) -> None:
+        now_ns = self._clock.time_ns()
+        self._refused.record(wrong_request_record(self._new_id(), now_ns, request_id, caller.owner, error))
 
-    def _discovery_fails(self) -> bool:
-        return _DISCOVERY in self.supervisor.failing
+    def _serve_grpc(self) -> None:
+        """Build the public port: Quire's API, KServe's and the decisions of a caller's own requests."""
+        settings, clock, tracer = self.settings, self._clock, self._telemetry.tracer
+        self._public_tls = PublicCertificate.of(settings.public_tls_cert, settings.public_tls_key)
+        self._server = RpcServer(
+            [INFERENCE, DECISIONS, KSERVE_SERVICE],
+            [RefusedCalls(self._refusals), server_spans(tracer, _UNTRACED)],
+            self._shares,
+            replace(CLIENTS, most_calls=settings.grpc_calls_per_connection),
+            tls=self._public_tls,
+        )
+        siblings = Siblings(settings.sibling, dialer(self._tls, Role.ROUTER), settings.sibling_timeout)
+        self._resumer = RequestResumer.over(self.pool, self.frontend, clock)
+        self._routers = Routers(self.frontend.abort, siblings, self._resumer)
+        files = TokenizerFiles(self._folder, settings.chat_template)
+        service = InferenceServicer(
+            self.frontend, self._metered, self._text, self.status, self._calls, self._routers, files
+        )
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, self._server.server)
+        kserve = KserveServicer(self.frontend, self._metered, self._card, self._is_ready, self._calls)
+        kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, self._server.server)
+        explanations = Explanations(
+            Explainer(self._dispatcher, self._admission, self.frontend, clock), self._validator, clock
+        )
+        self._decisions = DecisionServicer(
+            self._records, siblings, self._manager_calls, explanations, self._authenticator
+        )
+        public = PublicDecisionServicer(self._decisions, self._calls)
+        decision_pb2_grpc.add_DecisionServiceServicer_to_server(public, self._server.server)
 
-    def _serving_fails(self) -> bool:
-        return bool({*self.supervisor.failing} - _ASIDE)
+    def _serve_operators(self) -> None:
+        """Build the admin plane: its gRPC and HTTP ports, the page, and what watches the router."""
+        settings, clock, manager = self.settings, self._clock, self._manager_calls
+        spans = [server_spans(self._telemetry.tracer)]
+        self._admin = AdminPlane(settings, self._registry, self._why_not_ready, spans, self._tls)
+        parts = PinParts(self.frontend, self._validator, self._text, self._authenticator, self.pool, clock)
+        store = self._records.store
+        self._admin.add(self._decisions, store, self.status, self._routers, manager, Pins(parts, manager))
+        shown = pages(settings, self._folder, self.status)
+        self._admin.http.add(shown)
+        self._tokenizer_info = json.dumps(shown["/tokenizer_info"]()).encode() if settings.tokenizer_info else None
+        self._history = history_of(Sampler(self._metrics, self.frontend, self.status), clock)
+        from_elsewhere = self._tls is None
+        site = site_of(self._decisions, manager, self.status, self._routers, self._history, clock, from_elsewhere)
+        self._admin.http.add_site(PREFIX, site.answer)
+        self.readiness = Readiness(self.pool, self._server.health, self._admin.rpc.health)
+        self._watchdog = Watchdog(
+            settings.stall_timeout,
+            self._work,
+            self._report_stall,
+            self._registry,
+            standstill=self.frontend.standstill,
+        )
+
+    @property
+    def _shares(self) -> bool:
+        """Whether other routers may listen on the same ports."""
+        return self.settings.own_port is not None
+
+    def _work(self) -> dict[str, Work]:
+        return {"": Work(*self._dispatcher.waits())}
 
     async def _report_failing(self, failing: tuple[str, ...]) -> None:
         await self._server.health.failing(tuple([name for name in failing if name not in _ASIDE]))
@@ -229,67 +325,13 @@ class RouterProcess:
         for health in (self._server.health, self._admin.rpc.health):
             await health.stalled(reason)
 
-    def _serve_requests(self, name: str, checkpoint: Checkpoint) -> None:
-        settings, clock = self.settings, self._clock
-        metrics = self._metrics
-        metrics.watch_workers(lambda: len(self.pool.models()), self._redis_connected)
-        index: PrefixIndex = NoPrefixIndex()
-        if self._clients:
-            identity, timeout = lambda: self.pool.identity, settings.index_timeout
-            index = RedisPrefixIndex(self._clients[0], identity, clock, timeout, count=metrics.looked_up)
-        limits, quotas = AdmissionLimits(settings.max_queued_requests, settings.max_tokens_in_flight), TenantQuotas()
-        admission = AdmissionLimiter(limits, quotas)
-        new_id = self._new_id
-        chooser = Router(clock, new_id, settings.routing_seed)
-        dispatcher = Dispatcher(self.pool, chooser, index, self._ring, clock, max_wait=settings.max_wait)
-        self._watchdog = Watchdog(
-            settings.stall_timeout, lambda: {"": Work(*dispatcher.waits())}, self._report_stall, self._registry
-        )
-        manager = ManagerCalls(settings.manager, dialer(self._tls, Role.MANAGER))
-        kept = KeptRecords(round(KEPT_RECORDS_SHARE * settings.decision_ring_bytes))
-        slo, emit = settings.objective, self._telemetry.emit
-        self._tail = TailKeeper(slo, self._ring, kept, metrics, emit, manager.all_decisions)
-        recorder = Recorder(metrics, self._refused, self._telemetry.tracer, clock, new_id, self._tail, self._card.name)
-        self.frontend = RouterFrontend(dispatcher, admission, self._text, recorder, checkpoint.eos_token_ids)
-        self._meter = Meter(quotas, clock, self._context, checkpoint.max_new_tokens, self.frontend.refuse)
-        self._metered = MeteredValidator(self._validator, self._meter)
-        self._watchdog.standstill = self.frontend.standstill
-        self.status = RouterStatus(
-            self._card, self.pool, admission, self._redis_connected, lambda: self.frontend.leaving, clock
-        )
-        self._manager_calls, self.status.managers = manager, manager.managers
-        self.status.discovery_problem = lambda: self._discovery.problem if self._discovery else ""
-        calls = Calls(clock, self._authenticator, self._meter)
-        self._server.health.guard = calls.caller
-        folder = settings.tokenizer or checkpoint.directory
-        self._resumer = RequestResumer.over(self.pool, self.frontend, clock)
-        routers = Routers(self.frontend.abort, self._siblings, self._resumer)
-        files = TokenizerFiles(folder, settings.chat_template)
-        service = InferenceServicer(self.frontend, self._metered, self._text, self.status, calls, routers, files)
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, self._server.server)
-        kserve = KserveServicer(self.frontend, self._metered, self._card, self._is_ready, calls)
-        kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, self._server.server)
-        decisions = DecisionServicer(self._ring, self._store, self._siblings, manager, recorder.tap)
-        decisions.keeps(kept, self._refused)
-        explainer = Explainer(dispatcher, admission, lambda: self.pool.identity, lambda: self.frontend.draining, clock)
-        decisions.explains(Explanations(explainer, self._validator, clock), self._authenticator.named)
-        public = PublicDecisionServicer(decisions, calls)
-        decision_pb2_grpc.add_DecisionServiceServicer_to_server(public, self._server.server)
-        named, identity, able = self._authenticator.named, lambda: self.pool.identity, lambda: len(self.pool.models())
-        parts = PinParts(self.frontend, self._validator, self._text, named, identity, able, clock)
-        self._admin.add(decisions, self._store, self.status, routers, manager, Pins(parts, manager))
-        shown = pages(settings, folder, self.status.model, self.status.status)
-        self._admin.http.add(shown)
-        self._tokenizer_info = json.dumps(shown["/tokenizer_info"]()).encode() if settings.tokenizer_info else None
-        self._history = history_of(Sampler(metrics, self.frontend, self.status), clock)
-        site = site_of(decisions, manager, self.status, routers, self._history, clock, self._tls is None)
-        self._admin.http.add_site(PREFIX, site.answer)
-
     def remarks(self) -> Sequence[str]:
         """Return what an operator should know of the checkpoint's text."""
         others = [*([self._vocabulary] if self._vocabulary else []), *self._text.remarks()]
-        names = {each: self._text.token_name(each) if self._text.has_tokenizer else "" for each in self._ends}
-        ends = [f"{each} {names[each]} ({', '.join(why)})" for each, why in self._ends.items()]
+        names = {
+            each: self._text.token_name(each) if self._text.has_tokenizer else "" for each in self._checkpoint.ends
+        }
+        ends = [f"{each} {names[each]} ({', '.join(why)})" for each, why in self._checkpoint.ends.items()]
         return [f"an answer ends with: {'; '.join(ends) or 'no token'}", *others]
 
     def debug_state(self) -> dict[str, object]:
@@ -312,7 +354,7 @@ class RouterProcess:
         """Return why no request can be served now; "" if they can."""
         if self.frontend.leaving:
             return "the router is draining"
-        if self._serving_fails():
+        if {*self.supervisor.failing} - _ASIDE:
             return "a part of the router has failed and begins anew; its log has the details"
         if self._watchdog.reason:
             return self._watchdog.reason
@@ -323,7 +365,7 @@ class RouterProcess:
         settings = self.settings
         if self._clients:
             await refuse_unfit(self._clients[1])
-        port = await self._server.start(settings.host, settings.grpc_port, flag="--grpc-port")
+        port = await self._server.start(settings.host, settings.grpc_port, flag="--grpc-port", guard=self._calls.caller)
         admin = await self._admin.start()
         parts = HttpParts(
             frontend=self.frontend,
@@ -365,7 +407,7 @@ class RouterProcess:
             connections=connections,
         )
         if self._log is not None:
-            self._log.start(self._ring)
+            self._log.start(self._records.ring)
         for address in settings.worker:
             self.pool.add(address)
         self.supervisor.watch("HTTP server", self._http.task)
@@ -378,10 +420,10 @@ class RouterProcess:
         if self._discovery is not None:
             self.supervisor.run(_DISCOVERY, self._discovery.run)
         if (batches := self._batches) is not None:
-            self._batching = self.supervisor.run(_BATCHES, lambda: batches.runner.run(app))
+            self._batching = self.supervisor.run(_BATCHES, partial(batches.runner.run, app))
         if isinstance(self._authenticator, TenantDirectory):
             directory = self._authenticator
-            self.supervisor.run("file of tenants", lambda: directory.watch(self._end_revoked))
+            self.supervisor.run("file of tenants", partial(directory.watch, self._end_revoked))
         if self._turns is not None:
             self._turns.start()
         http = joined_address(settings.host, self._http.port)
@@ -458,4 +500,4 @@ async def _any_of(*events: asyncio.Event) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     one_arena()
     settings = load_or_exit(RouterSettings, argv, prog="quire-router")
-    return run_service("router", settings, lambda: serve(settings))
+    return run_service("router", settings, partial(serve, settings))

@@ -134,7 +134,9 @@ class Watchdog:
         report: Callable[[str], Awaitable[None]],
         registry: CollectorRegistry,
         last_resort: LastResort | None = None,
+        standstill: Standstill | None = None,
     ) -> None:
+        """`standstill` is told of each late timer: an idle process has no other."""
         self._bound, self._look, self._report, self.last_resort = bound, look, report, last_resort
         self._clocks: dict[str, StallClock] = {}
         self._files = OpenFiles()
@@ -145,8 +147,7 @@ class Watchdog:
             buckets=_LAGS,
         )
         self._stalled = Gauge("quire:stalled", "1 while work waits and nothing goes on.", registry=registry)
-        self.standstill: Standstill | None = None
-        """What is told of each late timer: an idle process has no other."""
+        self.standstill = standstill
         self.reason = ""
         self.reasons: Mapping[str, str] = {}
 

@@ -92,6 +92,10 @@ class _ListingServicer(health.aio.HealthServicer):  # type: ignore[misc]  # grpc
         return health_pb2.HealthListResponse(statuses=statuses)
 
 
+def anybody(context: Any) -> None:
+    """Let every caller pass."""
+
+
 class Health:
     """The health of one server as a whole (service name "") and of each of its services; all change together.
 
@@ -102,16 +106,14 @@ class Health:
     def __init__(self, services: Sequence[str]) -> None:
         self._names = ("", *services)
         self._servicer = _ListingServicer()
-        # By default reflection answers everybody.
-        self.guard: Guard = lambda context: None
         self._ready = self._failing = self._stalled = self._serves_on = False
 
-    async def add_to(self, server: aio.Server) -> None:
-        """Register health and reflection; every service is NOT_SERVING from the first moment."""
+    async def add_to(self, server: aio.Server, guard: Guard = anybody) -> None:
+        """Register health, and reflection for callers who pass the guard; every service is NOT_SERVING at first."""
         await self._set(well=False, works=False)
         await self._servicer.set(LIVE, _STATUS.SERVING)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-        add_reflection((*self._names[1:], health.SERVICE_NAME), server, self.guard)
+        add_reflection((*self._names[1:], health.SERVICE_NAME), server, guard)
 
     async def ready(self) -> None:
         """Set SERVING, as soon as no background task is failing."""

@@ -14,7 +14,7 @@ from common.addresses.host_port import joined_address
 from common.contracts.errors import PortTaken
 from common.rpc.connections import Calls, leave, shut_down
 from common.rpc.gone_clients import log_no_gone_clients
-from common.rpc.health import Health
+from common.rpc.health import Guard, Health, anybody
 from common.rpc.interceptor import AroundInterceptor, ErrorsToStatuses
 from common.rpc.options import SERVICES, UNMEASURED, Callers, server_options
 from common.rpc.roles import ChecksRole, Role
@@ -63,13 +63,15 @@ class RpcServer:
         self.health = Health(services)
         self.port = self.own_port = 0
 
-    async def start(self, host: str, port: int, own_port: int | None = None, flag: str = "--port") -> int:
+    async def start(
+        self, host: str, port: int, own_port: int | None = None, flag: str = "--port", guard: Guard = anybody
+    ) -> int:
         """Listen, NOT_SERVING yet, and return the port (a free one for 0). Raises PortTaken.
 
         The server also answers on `own_port`: where others share `port`, that one reaches this process for certain.
-        `flag` is the option that names the port.
+        `flag` is the option that names the port. Reflection answers callers who pass the `guard`.
         """
-        await self.health.add_to(self.server)
+        await self.health.add_to(self.server, guard)
         self.port = self._listen(host, port, flag, self._tls)
         if own_port is not None:
             self.own_port = self._listen(host, own_port, "--own-port", self._own_tls)

@@ -12,6 +12,7 @@ from router.contracts.answer_parts import Parser
 from router.contracts.events import GenerateEvent, ValidatedRequest
 from router.contracts.index_answer import IndexAnswer
 from router.contracts.refusals import Refusal
+from router.placement.worker_model import WorkerModel
 from router.tenants.tenancy import ANYONE, Caller, Charge
 
 
@@ -62,6 +63,42 @@ class ModelCard:
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
+
+
+class KnownPool(Protocol):
+    """The pool of workers, as far as this router knows it now."""
+
+    @property
+    def identity(self) -> PoolIdentity:
+        """What workers share; parts that none has reported yet are empty or zero."""
+        ...
+
+    def models(self) -> Sequence[WorkerModel]:
+        """Return the workers with an open stream."""
+        ...
+
+
+class RedisState(Protocol):
+    """Whether Redis answers this router, and what of its answers is passed over ("": nothing)."""
+
+    @property
+    def connected(self) -> bool: ...
+
+    @property
+    def problem(self) -> str: ...
+
+
+class Leaving(Protocol):
+    """A router that is `leaving` takes no new clients; one that is `draining` takes no new requests either."""
+
+    leaving: bool
+    draining: bool
+
+
+class NamedCallers(Protocol):
+    def named(self, tenant: str) -> Caller:
+        """Return a caller of this tenant, for an operator's question. Raises InvalidRequest when there is none."""
+        ...
 
 
 class Authenticator(Protocol):

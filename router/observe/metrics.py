@@ -23,6 +23,7 @@ from common.contracts.errors import (
 )
 from common.contracts.types import FinishReason
 from router.contracts.events import Finished
+from router.contracts.ports import KnownPool, RedisState
 from router.observe.diagnosis.outcome import Outcome, Phase
 from router.observe.tail_rules import Rule
 
@@ -110,11 +111,11 @@ class RouterMetrics:
         ):
             Gauge(f"quire:{name}", help_, registry=self._of_requests).set_function(read)
 
-    def watch_workers(self, connected: Callable[[], float], index_connected: Callable[[], float]) -> None:
+    def watch_workers(self, pool: KnownPool, redis: RedisState) -> None:
         """Read these gauges whenever metrics are exposed."""
         for name, help_, read in (
-            ("workers_connected", "workers with an open stream", connected),
-            ("prefix_index_connected", "1 while Redis answers, asked every second", index_connected),
+            ("workers_connected", "workers with an open stream", lambda: len(pool.models())),
+            ("prefix_index_connected", "1 while Redis answers, asked every second", lambda: redis.connected),
         ):
             Gauge(f"quire:{name}", help_, registry=self._registry).set_function(read)
 

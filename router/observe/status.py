@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from common.contracts.clock import Clock
 from common.contracts.errors import NotFound
 from common.group.leader_watch import ManagerState
 from common.version import quire_version
 from quire.inference.v1 import inference_pb2 as pb
-from router.contracts.ports import ModelCard
+from router.contracts.ports import Leaving, ModelCard, RedisState
 from router.placement.admission import AdmissionLimiter
 from router.workers.pool import Member, WorkerPool
+
+
+class KnownManagers(Protocol):
+    def managers(self) -> tuple[ManagerState, ...]:
+        """Return each KV manager, and whether it leads."""
+        ...
 
 
 class RouterStatus:
@@ -21,14 +27,13 @@ class RouterStatus:
         card: ModelCard,
         pool: WorkerPool,
         admission: AdmissionLimiter,
-        redis_connected: Callable[[], bool],
-        draining: Callable[[], bool],
+        redis: RedisState,
+        router: Leaving,
+        managers: KnownManagers,
         clock: Clock,
     ) -> None:
         self._card, self._pool, self._admission = card, pool, admission
-        self._redis_connected, self._draining, self._clock = redis_connected, draining, clock
-        self.discovery_problem: Callable[[], str] = lambda: ""
-        self.managers: Callable[[], tuple[ManagerState, ...]] = tuple
+        self._redis, self._router, self._managers, self._clock = redis, router, managers, clock
 
     def model(self) -> ModelCard:
         """Return the served model, with the parts of its identity that workers have reported."""
@@ -39,10 +44,10 @@ class RouterStatus:
         return pb.GetStatusResponse(
             queued_requests=self._admission.queued,
             running_requests=self._admission.running,
-            redis_connected=self._redis_connected(),
-            discovery_problem=self.discovery_problem(),
-            draining=self._draining(),
-            managers=[self._manager(each) for each in self.managers()],
+            redis_connected=self._redis.connected,
+            discovery_problem=self._redis.problem,
+            draining=self._router.leaving,
+            managers=[self._manager(each) for each in self._managers.managers()],
             workers=[self._worker(member) for member in self._pool.members()],
             version=quire_version(),
         )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from common.contracts.clock import Clock
 from common.contracts.errors import DeadlineExceeded, Overloaded
-from common.contracts.types import PoolIdentity
 from router.contracts.embedding import check_kind
 from router.contracts.events import ValidatedRequest
 from router.contracts.identity import is_complete
+from router.contracts.ports import Leaving
 from router.contracts.refusals import reasons_against
 from router.placement.admission import AdmissionLimiter, check_deadline
 from router.placement.placement import Outcome
@@ -61,16 +60,14 @@ class Explainer:
         self,
         dispatcher: Dispatcher,
         admission: AdmissionLimiter,
-        identity: Callable[[], PoolIdentity],
-        draining: Callable[[], bool],
+        router: Leaving,
         clock: Clock,
     ) -> None:
-        self._dispatcher, self._admission, self._identity = dispatcher, admission, identity
-        self._draining, self._clock = draining, clock
+        self._dispatcher, self._admission, self._router, self._clock = dispatcher, admission, router, clock
 
     async def explain(self, request: ValidatedRequest, seconds: float | None = None) -> Explanation:
         """Return what would happen now; `seconds` is what the client would allow. Raises Unsupported as `generate`."""
-        identity = self._identity()
+        identity = self._dispatcher.pool.identity
         prefix = Prefix(request.prompt, (), b"", b"")
         if is_complete(identity):
             check_kind(request.embeds, identity.pooling)
@@ -83,7 +80,7 @@ class Explainer:
         return Explanation(outcome, reason, foresight, request, identity.block_size, len(hashes) * identity.block_size)
 
     def _refusal(self, request: ValidatedRequest) -> tuple[Foreseen, str] | None:
-        if self._draining():
+        if self._router.draining:
             return Foreseen.REFUSED, "this router is draining; another one takes new requests"
         try:
             now = self._clock.monotonic()

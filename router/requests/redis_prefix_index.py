@@ -32,6 +32,7 @@ from common.contracts.index_format import (
 from common.contracts.limits import MAX_INDEX_OWNER_BYTES, MAX_INDEX_VALUE_BYTES
 from common.contracts.types import BlockHash, PoolIdentity
 from router.contracts.index_answer import IndexAnswer, IndexSaid
+from router.contracts.ports import KnownPool
 from router.observe.diagnosis.words import duration
 from router.placement.breaker import CircuitBreaker
 from router.placement.prefix_match import PrefixMatch, windows
@@ -76,18 +77,18 @@ class RedisPrefixIndex:
     def __init__(
         self,
         redis: Redis,
-        identity: Callable[[], PoolIdentity],
+        pool: KnownPool,
         clock: Clock,
         timeout: float,
         breaker: CircuitBreaker | None = None,
         count: Callable[[str], None] = lambda outcome: None,
     ) -> None:
-        """`identity` returns the known parts of the pool's identity; without a model there is no lookup.
+        """Without a known model of the `pool` there is no lookup.
 
         `timeout` is the limit of a lookup in seconds. `count` gets each lookup's outcome: answered, cut at the limit,
         failed, or skipped after many failures.
         """
-        self._redis, self._identity, self._clock, self._timeout = redis, identity, clock, timeout
+        self._redis, self._pool, self._clock, self._timeout = redis, pool, clock, timeout
         self._breaker, self._count = breaker or CircuitBreaker(PAUSES.pause), count
         self._owners: dict[int, SlotOwner] = {}
         self._looked: dict[int, float] = {}
@@ -102,7 +103,7 @@ class RedisPrefixIndex:
 
     async def lookup(self, block_hashes: Sequence[BlockHash]) -> IndexAnswer:
         """Return hit blocks by worker id; no hits when Redis does not answer, or the index has no worker."""
-        identity, began = self._identity(), self._clock.monotonic()
+        identity, began = self._pool.identity, self._clock.monotonic()
         if not identity.model_fingerprint:
             return IndexAnswer(None, IndexSaid.OFF)
         if not self._breaker.allows(began):

@@ -34,6 +34,7 @@ from common.contracts.limits import (
     MAX_NAMED_ENTRIES,
 )
 from common.contracts.types import PoolIdentity
+from common.process.supervised import Supervisor
 from router.contracts.identity import differences
 from router.workers.worker_networks import LOOPBACK, WorkerNetworks
 
@@ -244,6 +245,22 @@ class Discovery:
             log.info("worker %s serves another pool", worker_id, extra={"reason": why})
         self._passed_over = others
         return [worker for worker in workers if worker.worker_id not in others]
+
+
+class DiscoveryState:
+    """Implements RedisState over a discovery that a supervisor runs by its name; None: the router has no Redis."""
+
+    def __init__(self, discovery: Discovery | None, supervisor: Supervisor, name: str) -> None:
+        self._discovery, self._supervisor, self._name = discovery, supervisor, name
+
+    @property
+    def connected(self) -> bool:
+        found = self._discovery
+        return found is not None and found.connected and self._name not in self._supervisor.failing
+
+    @property
+    def problem(self) -> str:
+        return self._discovery.problem if self._discovery is not None else ""
 
 
 def _kind(why: str) -> str:

@@ -6,8 +6,9 @@ Where callers have keys the request must be one of the caller's tenant; a tenant
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from grpc import aio
@@ -22,6 +23,7 @@ from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from router.api.grpc.explanation import Explanations
 from router.api.grpc.manager_calls import ManagerCalls
 from router.api.shared.call_context import Calls
+from router.contracts.ports import NamedCallers
 from router.observe.decision_watch import DecisionWatch
 from router.observe.kept_records import KeptRecords
 from router.observe.own_view import concerned_ids, own_decision, own_explanation, own_spans
@@ -34,32 +36,33 @@ from router.tenants.tenancy import ANYONE, Caller
 Context = aio.ServicerContext[Any, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class RecordSources:
+    """What a router keeps of its decisions: all of late, those of kept and of refused requests, spans, a recording."""
+
+    ring: DecisionRing
+    store: TraceStore
+    kept: KeptRecords | None = None
+    refused: RefusedRecords | None = None
+    tap: RequestTap | None = None
+
+
 class DecisionServicer(decision_pb2_grpc.DecisionServiceServicer):
     """Answers from this process's ring and store, and from those of its siblings unless a sibling asks."""
 
     def __init__(
         self,
-        ring: DecisionRing,
-        store: TraceStore,
+        records: RecordSources,
         siblings: Siblings,
         manager: ManagerCalls | None = None,
-        tap: RequestTap | None = None,
+        explanations: Explanations | None = None,
+        callers: NamedCallers | None = None,
     ) -> None:
-        self._ring, self._store, self._siblings = ring, store, siblings
-        self._manager, self._tap = manager, tap
-        self._watch = DecisionWatch(ring, siblings)
-        self._explanations: Explanations | None = None
-        self._kept: KeptRecords | None = None
-        self._refused: RefusedRecords | None = None
-        self._named: Callable[[str], Caller] = lambda tenant: ANYONE
-
-    def explains(self, explanations: Explanations, named: Callable[[str], Caller]) -> None:
-        """Answer `Explain` too; `named` returns the caller for whom an operator asks."""
-        self._explanations, self._named = explanations, named
-
-    def keeps(self, kept: KeptRecords, refused: RefusedRecords | None = None) -> None:
-        """Answer with the records of kept requests, and of refused ones, too."""
-        self._kept, self._refused = kept, refused
+        """It answers `Explain` by `explanations`. `callers` names the caller for whom an operator asks."""
+        self._ring, self._store, self._siblings, self._manager = records.ring, records.store, siblings, manager
+        self._tap, self._kept, self._refused = records.tap, records.kept, records.refused
+        self._watch = DecisionWatch(records.ring, siblings)
+        self._explanations, self._callers = explanations, callers
 
     async def ListDecisions(
         self, request: decision_pb2.ListDecisionsRequest, context: Context
@@ -115,7 +118,9 @@ class DecisionServicer(decision_pb2_grpc.DecisionServiceServicer):
         """Return what would happen to a request of a caller, or (None) of the tenant that is named."""
         if self._explanations is None:
             raise Unsupported("this service explains no requests; ask the router")
-        return await self._explanations.answer(request, self._named(request.tenant) if caller is None else caller)
+        if caller is None:
+            caller = ANYONE if self._callers is None else self._callers.named(request.tenant)
+        return await self._explanations.answer(request, caller)
 
     async def decisions(
         self, request: decision_pb2.ListDecisionsRequest, alone: bool = False

@@ -7,7 +7,7 @@ of the tenant; that one is made with the server's key.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Final
@@ -15,7 +15,6 @@ from typing import Final
 from common.contracts.clock import Clock
 from common.contracts.errors import FieldViolation, InvalidRequest, QuireError, Unavailable
 from common.contracts.limits import MAX_PRIORITY
-from common.contracts.types import PoolIdentity
 from common.wire.packing import pack_hashes
 from quire.inference.v1 import inference_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2
@@ -24,23 +23,21 @@ from router.api.grpc.manager_calls import ManagerCalls
 from router.api.shared.call_context import Context
 from router.contracts.events import Admitted, ValidatedRequest
 from router.contracts.identity import is_complete
-from router.contracts.ports import CallContext, Frontend, RequestValidator, TextCodec
+from router.contracts.ports import CallContext, Frontend, KnownPool, NamedCallers, RequestValidator, TextCodec
 from router.requests.run import Prefix
-from router.tenants.tenancy import Caller
 
 _NAMED_BYTES: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
 class PinParts:
-    """What pins need of the router. `workers` returns how many could compute a prompt now."""
+    """What pins need of the router."""
 
     frontend: Frontend
     validator: RequestValidator
     codec: TextCodec
-    named: Callable[[str], Caller]
-    identity: Callable[[], PoolIdentity]
-    workers: Callable[[], int]
+    callers: NamedCallers
+    pool: KnownPool
     clock: Clock
 
 
@@ -54,7 +51,7 @@ class Pins:
     async def pin(self, request: pb.PinRequest, context: Context | None = None) -> pb.PinResponse:
         """Raises InvalidRequest, Unavailable without a worker or a KV manager, and what the manager answers."""
         async with self._one:
-            identity = self._parts.identity()
+            identity = self._parts.pool.identity
             if not is_complete(identity):
                 raise Unavailable("no worker has been there yet, so that the pool is unknown; try again when one is")
             prompt = await self._validated(request)
@@ -87,7 +84,7 @@ class Pins:
         """Return the prompt as a request of the tenant for one token."""
         if request.cache.no_cache:
             raise InvalidRequest(FieldViolation("cache.no_cache", "is set; expected a prompt that may be cached"))
-        call = CallContext(self._parts.clock.monotonic(), caller=self._parts.named(request.tenant))
+        call = CallContext(self._parts.clock.monotonic(), caller=self._parts.callers.named(request.tenant))
         tokens = await self._tokens(request.prompt)
         asked = pb.GenerateRequest(
             prompt=pb.Prompt(token_ids=pb.TokenIds(ids=tokens)),
@@ -114,7 +111,7 @@ class Pins:
         done = list[str]()
         try:
             while len(done) < wanted:
-                if len(done) >= self._parts.workers():
+                if len(done) >= len(self._parts.pool.models()):
                     return done, f"there are {len(done)} workers"
                 done.append(await self._computed_by_another(prompt, frozenset(done)))
         except QuireError as error:

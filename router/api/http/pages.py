@@ -17,6 +17,7 @@ from quire.inference.v1 import inference_pb2 as pb
 from router.answers.text.checkpoint import read_json
 from router.config import RouterSettings
 from router.contracts.ports import ModelCard
+from router.observe.status import RouterStatus
 
 Json = dict[str, Any]
 Page = Callable[[], object]
@@ -27,17 +28,12 @@ _OPTIONS: Final = (
 )
 
 
-def pages(
-    settings: RouterSettings,
-    tokenizer: Path,
-    model: Callable[[], ModelCard],
-    status: Callable[[], pb.GetStatusResponse],
-) -> Mapping[str, Page]:
+def pages(settings: RouterSettings, tokenizer: Path, router: RouterStatus) -> Mapping[str, Page]:
     """Return what each path answers; `tokenizer` is the folder of the tokenizer in use."""
     return {
-        "/server_info": lambda: _server_info(settings, model(), status()),
-        "/load": lambda: _load(status()),
-        "/tokenizer_info": lambda: _tokenizer_info(tokenizer, settings.chat_template, model()),
+        "/server_info": lambda: _server_info(settings, router.model(), router.status()),
+        "/load": lambda: _load(router.status()),
+        "/tokenizer_info": lambda: _tokenizer_info(tokenizer, settings.chat_template, router.model()),
     }
 
 

@@ -26,7 +26,7 @@ from common.decisions.ring import DecisionRing
 from common.rpc.server import RpcServer, open_channel
 from common.wire.decision_codec import decision_to_proto
 from quire.decision.v1 import decision_pb2_grpc as rpc
-from router.api.grpc.decision_servicer import DecisionServicer
+from router.api.grpc.decision_servicer import DecisionServicer, RecordSources
 from router.api.grpc.manager_calls import ManagerCalls
 from router.observe.diagnosis.outcome import Outcome, figures_of, texts_of
 from router.observe.siblings import Siblings
@@ -53,7 +53,9 @@ async def live(stack: AsyncExitStack, made: Sequence[Decision]) -> grpc.aio.Chan
     server, ring = RpcServer([]), DecisionRing(10_000, began_ns=1)
     for each in made:
         ring.record(each)
-    servicer = DecisionServicer(ring, TraceStore(8), Siblings(), ManagerCalls(["127.0.0.1:1"], open_channel))
+    servicer = DecisionServicer(
+        RecordSources(ring, TraceStore(8)), Siblings(), ManagerCalls(["127.0.0.1:1"], open_channel)
+    )
     rpc.add_DecisionServiceServicer_to_server(servicer, server.server)
     port = await server.start("127.0.0.1", 0)
     stack.push_async_callback(server.stop, 0.0)

@@ -18,7 +18,7 @@ from common.decisions.ring import DecisionRing
 from common.rpc.server import RpcServer, open_channel
 from kvmanager.service.decision_servicer import DecisionServicer as ManagerServicer
 from quire.decision.v1 import decision_pb2_grpc as rpc
-from router.api.grpc.decision_servicer import DecisionServicer
+from router.api.grpc.decision_servicer import DecisionServicer, RecordSources
 from router.api.grpc.manager_calls import ManagerCalls
 from router.observe.diagnosis.outcome import Outcome, figures_of, texts_of
 from router.observe.siblings import Siblings
@@ -51,7 +51,7 @@ async def planes() -> AsyncIterator[Planes]:
         rpc.add_DecisionServiceServicer_to_server(ManagerServicer(made.manager_ring), manager.server)
         port = await manager.start("127.0.0.1", 0)
         calls = ManagerCalls([f"127.0.0.1:{port}"], open_channel)
-        servicer = DecisionServicer(made.ring, made.store, Siblings(), calls)
+        servicer = DecisionServicer(RecordSources(made.ring, made.store), Siblings(), calls)
         rpc.add_DecisionServiceServicer_to_server(servicer, router.server)
         port = await router.start("127.0.0.1", 0)
         stack.push_async_callback(router.stop, 0.0)

@@ -17,7 +17,7 @@ from common.decisions.ring import DecisionRing
 from common.rpc.server import RpcServer, open_channel
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
-from router.api.grpc.decision_servicer import DecisionServicer
+from router.api.grpc.decision_servicer import DecisionServicer, RecordSources
 from router.api.grpc.manager_calls import ManagerCalls
 from router.observe.siblings import Siblings
 from router.observe.trace_store import TraceStore
@@ -34,7 +34,7 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
             ring.record(Decision(f"d{number}", DecisionKind.ROUTING, number, "w0", f"r{number}", worker="w0"))
         calls = ManagerCalls(["127.0.0.1:1"], open_channel)
         rpc.add_DecisionServiceServicer_to_server(
-            DecisionServicer(ring, TraceStore(8), Siblings(), calls), server.server
+            DecisionServicer(RecordSources(ring, TraceStore(8)), Siblings(), calls), server.server
         )
         port = await server.start("127.0.0.1", 0)
         stack.push_async_callback(server.stop, 0.0)

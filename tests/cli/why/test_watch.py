@@ -17,7 +17,7 @@ from common.rpc.server import RpcServer, open_channel
 from kvmanager.service.decision_servicer import DecisionServicer as ManagerServicer
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
-from router.api.grpc.decision_servicer import DecisionServicer
+from router.api.grpc.decision_servicer import DecisionServicer, RecordSources
 from router.api.grpc.manager_calls import ManagerCalls
 from router.observe.siblings import Siblings
 from router.observe.trace_store import TraceStore
@@ -33,7 +33,9 @@ def decision(number: int) -> Decision:
 async def router(ring: DecisionRing, port: int, manager: str = "") -> RpcServer:
     server = RpcServer([])
     calls = ManagerCalls([manager], open_channel) if manager else None
-    rpc.add_DecisionServiceServicer_to_server(DecisionServicer(ring, TraceStore(8), Siblings(), calls), server.server)
+    rpc.add_DecisionServiceServicer_to_server(
+        DecisionServicer(RecordSources(ring, TraceStore(8)), Siblings(), calls), server.server
+    )
     await server.start("127.0.0.1", port)
     return server
 

@@ -26,6 +26,7 @@ from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
 from router.api.openai.responses.store import RedisStore, StoreLimits
 from router.requests.redis_prefix_index import RedisPrefixIndex
 from tests.support.debian_redis import INSTALLED, NOT_INSTALLED, DebianRedis, redis_leaf
+from tests.support.router.known_router import KnownRouter
 
 IDENTITY = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))
 HASH = BlockHash(bytes(16))
@@ -56,7 +57,7 @@ def ca_of(server: LocalRedis) -> Path | None:
 async def test_each_service_can_do_its_work(server: LocalRedis) -> None:
     store = RedisIndexStore(open_redis(server.urls.manager, TIMEOUT_S, ca_of(server)), IDENTITY.namespace, 60.0, 5.0)
     client = open_redis(server.urls.router, PATIENCE_S, ca_of(server))
-    index = RedisPrefixIndex(client, lambda: IDENTITY, SystemClock(), PATIENCE_S)
+    index = RedisPrefixIndex(client, KnownRouter(IDENTITY), SystemClock(), PATIENCE_S)
     try:
         epoch = await store.acquire(1, 0)
         slot = await store.register(epoch, WorkerEntry("w0", "00", "127.0.0.1:1", 7))

@@ -17,7 +17,7 @@ from common.decisions.ring import DecisionRing
 from common.rpc.server import RpcServer, open_channel
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
-from router.api.grpc.decision_servicer import DecisionServicer
+from router.api.grpc.decision_servicer import DecisionServicer, RecordSources
 from router.observe.siblings import Siblings
 from router.observe.trace_store import TraceStore
 
@@ -72,7 +72,9 @@ async def routers() -> AsyncIterator[list[Shared]]:
 async def _one(stack: AsyncExitStack, port: int, others: list[int]) -> Shared:
     ring, server = DecisionRing(6, source=f"router-{port}"), RpcServer([])
     siblings = Siblings([f"127.0.0.1:{other}" for other in others])
-    rpc.add_DecisionServiceServicer_to_server(DecisionServicer(ring, TraceStore(8), siblings), server.server)
+    rpc.add_DecisionServiceServicer_to_server(
+        DecisionServicer(RecordSources(ring, TraceStore(8)), siblings), server.server
+    )
     await server.start("127.0.0.1", port)
     stack.push_async_callback(server.stop, 0.0)
     channel = await stack.enter_async_context(open_channel(f"127.0.0.1:{port}"))
@@ -197,7 +199,9 @@ async def test_the_watch_of_a_sibling_that_came_back_goes_on_where_it_stopped(ro
     await watch.until(lost=1)
     lost.decide(2)
     back = RpcServer([])
-    rpc.add_DecisionServiceServicer_to_server(DecisionServicer(lost.ring, TraceStore(8), Siblings()), back.server)
+    rpc.add_DecisionServiceServicer_to_server(
+        DecisionServicer(RecordSources(lost.ring, TraceStore(8)), Siblings()), back.server
+    )
     await back.start("127.0.0.1", int(lost.ring.source.rpartition("-")[2]))
     await watch.until(records=2)
     assert watch.ids == [f"{lost.ring.source}-1", f"{lost.ring.source}-2"]

@@ -17,6 +17,8 @@ from router.api.page.parts import buckets_of, total_of
 from router.contracts.events import Finished, Timings
 from router.observe.metrics import RouterMetrics
 from router.observe.vllm_names import Held, VllmNames
+from tests.support.router.fake_worker import IDENTITY
+from tests.support.router.known_router import KnownRouter
 
 PROMTOOL = shutil.which("promtool")
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -56,7 +58,8 @@ def test_figures_of_requests_name_the_model_and_no_tenant_unless_asked() -> None
     (success,) = [each for each in labels_of(registry, "quire:request_success_total") if each[1]]
     assert success == ({"model_name": "small", "finished_reason": "length"}, 3.0)
     assert labels_of(registry, "quire:workers_connected") == []
-    metrics.watch_workers(lambda: 2, lambda: 1)
+    known = KnownRouter(IDENTITY, workers=2, connected=True)
+    metrics.watch_workers(known, known)
     assert labels_of(registry, "quire:workers_connected") == [({}, 2.0)]
 
 

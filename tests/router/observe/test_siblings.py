@@ -18,7 +18,7 @@ from common.decisions.ring import DecisionRing
 from common.rpc.server import RpcServer, open_channel
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
-from router.api.grpc.decision_servicer import DecisionServicer
+from router.api.grpc.decision_servicer import DecisionServicer, RecordSources
 from router.observe.siblings import Siblings
 from router.observe.trace_store import TraceStore
 from tests.support.spans import tracer_to
@@ -46,7 +46,7 @@ async def routers() -> AsyncIterator[list[Shared]]:
 async def _one(stack: AsyncExitStack, port: int, others: list[int]) -> Shared:
     ring, store = DecisionRing(8), TraceStore(8)
     siblings, server = Siblings([f"127.0.0.1:{other}" for other in others], timeout=PATIENCE_S), RpcServer([])
-    rpc.add_DecisionServiceServicer_to_server(DecisionServicer(ring, store, siblings), server.server)
+    rpc.add_DecisionServiceServicer_to_server(DecisionServicer(RecordSources(ring, store), siblings), server.server)
     await server.start("127.0.0.1", port)
     stack.push_async_callback(server.stop, 0.0)
     channel = await stack.enter_async_context(open_channel(f"127.0.0.1:{port}"))

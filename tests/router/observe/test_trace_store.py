@@ -29,7 +29,7 @@ from common.telemetry.delivery import otlp_request
 from common.telemetry.spans import Origin, RecordedSpan, SpanTracer
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc
-from router.api.grpc.decision_servicer import DecisionServicer
+from router.api.grpc.decision_servicer import DecisionServicer, RecordSources
 from router.observe.otlp_receiver import add_otlp_receiver, sender_of
 from router.observe.siblings import Siblings
 from router.observe.trace_codec import KeptSpan, from_otlp, from_own
@@ -290,7 +290,7 @@ class Served:
 async def served(store: TraceStore) -> AsyncIterator[Served]:
     server, ring = RpcServer(["quire.decision.v1.DecisionService"]), DecisionRing(8)
     add_otlp_receiver(store, server.server)
-    rpc.add_DecisionServiceServicer_to_server(DecisionServicer(ring, store, Siblings()), server.server)
+    rpc.add_DecisionServiceServicer_to_server(DecisionServicer(RecordSources(ring, store), Siblings()), server.server)
     port = await server.start("127.0.0.1", 0)
     async with open_channel(f"127.0.0.1:{port}") as channel:
         yield Served(f"127.0.0.1:{port}", store, ring, rpc.DecisionServiceStub(channel))

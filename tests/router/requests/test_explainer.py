@@ -24,9 +24,7 @@ from tests.support.router.frontend_harness import (
 
 
 def explainer_of(harness: Harness) -> Explainer:
-    return Explainer(
-        harness.dispatcher, harness.admission, lambda: harness.pool.identity, lambda: harness.frontend.draining, CLOCK
-    )
+    return Explainer(harness.dispatcher, harness.admission, harness.frontend, CLOCK)
 
 
 async def test_hits_costs_and_worker_are_those_of_the_decision_that_follows() -> None:

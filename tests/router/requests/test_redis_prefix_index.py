@@ -19,6 +19,7 @@ from common.process.local_redis import LocalRedis
 from common.process.redis_client import open_redis
 from router.placement.breaker import CircuitBreaker
 from router.requests.redis_prefix_index import OWNER_SECONDS, PAUSES, NoPrefixIndex, RedisPrefixIndex
+from tests.support.router.known_router import KnownRouter
 
 IDENTITY = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))
 NAMESPACE = IDENTITY.namespace
@@ -35,7 +36,7 @@ def clock() -> ManualClock:
 @pytest.fixture
 async def index(redis_url: str, clock: ManualClock) -> AsyncIterator[RedisPrefixIndex]:
     client = open_redis(redis_url, PATIENT_S)
-    yield RedisPrefixIndex(client, lambda: IDENTITY, clock, PATIENT_S)
+    yield RedisPrefixIndex(client, KnownRouter(IDENTITY), clock, PATIENT_S)
     await client.aclose()
 
 
@@ -132,7 +133,7 @@ async def test_without_a_model_nothing_is_asked(redis_url: str, clock: ManualClo
     await redis_client.config_resetstat()
     unknown = PoolIdentity("", "t" * 32, 16, IDENTITY.kv_geometry)
     async with open_redis(redis_url, PATIENT_S) as client:
-        assert (await RedisPrefixIndex(client, lambda: unknown, clock, PATIENT_S).lookup(CHAIN[:1])).hits is None
+        assert (await RedisPrefixIndex(client, KnownRouter(unknown), clock, PATIENT_S).lookup(CHAIN[:1])).hits is None
     assert (await redis_client.info("commandstats")).get("cmdstat_eval_ro") is None
 
 
@@ -140,7 +141,7 @@ async def test_a_redis_that_is_down_is_left_alone_and_used_again_when_it_is_back
     server = await asyncio.to_thread(_started)
     client = open_redis(server.url, PATIENT_S)
     breaker, came = CircuitBreaker(PAUSES.pause, threshold=2), list[str]()
-    index = RedisPrefixIndex(client, lambda: IDENTITY, clock, PATIENT_S, breaker, came.append)
+    index = RedisPrefixIndex(client, KnownRouter(IDENTITY), clock, PATIENT_S, breaker, came.append)
     try:
         await own(client, 0, "w0", 11)
         await publish(client, CHAIN[:2], (0, 11))
@@ -171,7 +172,7 @@ async def test_a_redis_that_does_not_answer_costs_its_timeout_and_no_more(clock:
 
     listener = await asyncio.start_server(never_answer, "127.0.0.1", 0)
     client = open_redis(f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}", 0.02)
-    index = RedisPrefixIndex(client, lambda: IDENTITY, clock, 0.02, CircuitBreaker(PAUSES.pause, threshold=1))
+    index = RedisPrefixIndex(client, KnownRouter(IDENTITY), clock, 0.02, CircuitBreaker(PAUSES.pause, threshold=1))
     async with listener:
         began = asyncio.get_running_loop().time()
         assert (await index.lookup(CHAIN[:1])).words == "late: 20 ms"
@@ -208,7 +209,7 @@ async def test_a_lookup_ends_at_its_limit_with_what_is_known_and_is_no_failure(
     """One long prompt after the other would else open the breaker for everybody."""
     identity = replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, window=window))
     came, chain = list[str](), [BlockHash(number.to_bytes(16, "big")) for number in range(8192)]
-    index = RedisPrefixIndex(slow, lambda: identity, clock, 10.0, count=came.append)
+    index = RedisPrefixIndex(slow, KnownRouter(identity), clock, 10.0, count=came.append)
     root = prefix_key_root(identity.namespace)
     owner = SlotOwner("w0", "00", "127.0.0.1:1", 11)
     await redis_client.hset(slot_key(identity.namespace, 0), mapping=asdict(owner))  # type: ignore[arg-type]
@@ -228,7 +229,7 @@ async def test_where_every_layer_has_a_window_few_keys_are_read(
 ) -> None:
     """A window of 4,096 slots covers 256 blocks: 32k tokens need 8 keys, or the blocks around the deepest hit."""
     identity = replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, window=4096))
-    index = RedisPrefixIndex(slow, lambda: identity, clock, 1000.0)
+    index = RedisPrefixIndex(slow, KnownRouter(identity), clock, 1000.0)
     chain = [BlockHash(number.to_bytes(16, "big")) for number in range(2048)]
     assert (await index.lookup(chain)).hits is None
     assert slow.asked == [8]
@@ -246,7 +247,7 @@ async def test_hits_of_known_owners_stay_when_the_limit_comes_with_a_new_owner(
     slow: _SlowRedis, redis_client: Redis, clock: ManualClock, window: int
 ) -> None:
     identity = replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, window=window))
-    index = RedisPrefixIndex(slow, lambda: identity, clock, 10.0)
+    index = RedisPrefixIndex(slow, KnownRouter(identity), clock, 10.0)
     root, chain = prefix_key_root(identity.namespace), CHAIN[:20]
     for slot in (0, 1):
         owner = SlotOwner(f"w{slot}", "00", "127.0.0.1:1", 11)
@@ -283,7 +284,7 @@ async def test_an_answer_that_does_not_come_leaves_the_hits_before_it(
     await redis_client.hset(slot_key(identity.namespace, 0), mapping=asdict(owner))  # type: ignore[arg-type]
     await redis_client.mset({root + block: pack_entry(0, 11) for block in chain})
     client = cast("Silent", Silent.from_url(redis_url))
-    index = RedisPrefixIndex(client, lambda: identity, clock, 600.0, count=came.append)
+    index = RedisPrefixIndex(client, KnownRouter(identity), clock, 600.0, count=came.append)
     try:
         await index.lookup(chain[:1])
         client.answers = 1
@@ -302,7 +303,7 @@ async def test_half_an_answer_is_a_failure(redis_url: str, clock: ManualClock) -
             return answers[: numkeys // 2]
 
     client, came = HalfRedis.from_url(redis_url), list[str]()
-    index = RedisPrefixIndex(client, lambda: IDENTITY, clock, PATIENT_S, count=came.append)
+    index = RedisPrefixIndex(client, KnownRouter(IDENTITY), clock, PATIENT_S, count=came.append)
     try:
         assert (await index.lookup(CHAIN[:4])).words == "failed: it answered with an error"
         assert came == ["failed"]
@@ -360,7 +361,7 @@ async def test_a_busy_event_loop_does_not_lengthen_a_look_up(clock: ManualClock)
             raise TimeoutError
 
     async with LateRedis() as client:
-        found = await RedisPrefixIndex(client, lambda: IDENTITY, clock, 0.02).lookup(CHAIN[:1])
+        found = await RedisPrefixIndex(client, KnownRouter(IDENTITY), clock, 0.02).lookup(CHAIN[:1])
     assert (found.words, found.seconds) == ("late: 20 ms", 0.02)
 
 
@@ -376,7 +377,7 @@ async def test_where_every_layer_has_a_window_hits_need_no_first_blocks(
     """A window of 32 slots covers two blocks of 16; the index is read to its end, beyond windows without any hit."""
     client = open_redis(redis_url, PATIENT_S)
     windowed = replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, window=32))
-    index = RedisPrefixIndex(client, lambda: windowed, clock, PATIENT_S)
+    index = RedisPrefixIndex(client, KnownRouter(windowed), clock, PATIENT_S)
     try:
         root = prefix_key_root(windowed.namespace)
         for slot, generation in ((0, 11), (1, 22)):

@@ -29,6 +29,7 @@ from router.requests.validate import Validator
 from tests.support.router.callers import OneCaller
 from tests.support.router.fake_worker import PATIENCE_S, FakeWorker
 from tests.support.router.frontend_harness import Harness, frontend_over
+from tests.support.router.known_router import KnownRouter
 
 CHECKPOINT = Path(__file__).resolve().parents[3] / "cli" / "demo_model" / "checkpoint"
 
@@ -40,6 +41,7 @@ class Service:
     harness: Harness
     stub: rpc.InferenceServiceStub
     status: RouterStatus
+    known: KnownRouter
 
 
 @asynccontextmanager
@@ -49,9 +51,8 @@ async def served(*workers: FakeWorker, limits: AdmissionLimits | None = None) ->
     text = CheckpointText.load(CHECKPOINT, checkpoint.max_model_len)
     async with frontend_over(*workers, limits=limits, patience=0.1) as harness:
         card = ModelCard("demo", harness.pool.identity, 4096, checkpoint.vocab_size, checkpoint.eos_token_ids, True)
-        status = RouterStatus(
-            card, harness.pool, harness.admission, lambda: False, lambda: harness.frontend.draining, clock
-        )
+        known = KnownRouter(harness.pool.identity)
+        status = RouterStatus(card, harness.pool, harness.admission, known, harness.frontend, known, clock)
         constraints = ConstraintChecker.load(CHECKPOINT, checkpoint.eos_token_ids)
         validator = Validator(text, checkpoint, constraints=constraints)
         resumer = RequestResumer(Resumption(harness.pool, clock, search_seconds=0.5), harness.frontend)
@@ -62,7 +63,7 @@ async def served(*workers: FakeWorker, limits: AdmissionLimits | None = None) ->
         rpc.add_InferenceServiceServicer_to_server(servicer, server.server)
         port = await server.start("127.0.0.1", 0)
         async with open_channel(f"127.0.0.1:{port}") as channel:
-            yield Service(harness, rpc.InferenceServiceStub(channel), status)
+            yield Service(harness, rpc.InferenceServiceStub(channel), status, known)
         await server.server.stop(None)
         text.close()
         if constraints is not None:

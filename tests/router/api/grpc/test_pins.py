@@ -24,6 +24,7 @@ from router.contracts.identity import UNKNOWN_GEOMETRY
 from router.requests.validate import Validator
 from router.tenants.tenancy import Caller, Tenant
 from tests.support.router.fake_frontend import ScriptedFrontend, admitted, finished, tokens
+from tests.support.router.known_router import KnownRouter
 
 IDENTITY = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))
 TEXT = CheckpointText.load(CHECKPOINT, read_checkpoint(CHECKPOINT, None).max_model_len, None)
@@ -52,7 +53,7 @@ class Desk:
         self.requests: list[ValidatedRequest] = []
         validator = Validator(TEXT, read_checkpoint(CHECKPOINT, None))
         parts = PinParts(
-            cast("Any", self.frontend), validator, TEXT, self.named, lambda: identity, lambda: workers, SystemClock()
+            cast("Any", self.frontend), validator, TEXT, self, KnownRouter(identity, workers), SystemClock()
         )
         self.pins = Pins(parts, cast("ManagerCalls", self.manager))
         self.full = False

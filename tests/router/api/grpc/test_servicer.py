@@ -41,7 +41,7 @@ async def test_the_status_names_the_managers_of_a_group_and_since_when() -> None
         now = time.monotonic()
         first = ManagerState("a:1", True, leads=True, term=7, since=now - 1e6, group="g")
         states = first, ManagerState("b:1", since=now + 1e6)
-        service.status.managers = lambda: states
+        service.known.states = states
         assert not (await service.stub.GetStatus(pb.GetStatusRequest())).managers  # clients see no addresses
         leader, lost = service.status.status().managers
         assert (leader.address, leader.reachable, leader.leads, leader.term) == ("a:1", True, True, 7)

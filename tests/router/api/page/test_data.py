@@ -16,7 +16,7 @@ from common.wire.decision_codec import decision_to_proto
 from quire.decision.v1 import decision_pb2
 from quire.inference.v1 import inference_pb2
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
-from router.api.grpc.decision_servicer import DecisionServicer
+from router.api.grpc.decision_servicer import DecisionServicer, RecordSources
 from router.api.page.answers import json_of
 from router.api.page.blocks import Blocks
 from router.api.page.overview import columns, hits, slowest, troubles
@@ -71,7 +71,7 @@ class Suite:
 
     def __init__(self, manager: Manager | None = None) -> None:
         self.ring, self.manager = DecisionRing(1_000), manager or Manager([])
-        servicer = DecisionServicer(self.ring, TraceStore(100), Siblings())
+        servicer = DecisionServicer(RecordSources(self.ring, TraceStore(100)), Siblings())
         given: Any = self.manager
         self.records, self.blocks = Records(servicer, given), Blocks(given)
         self.requests = Requests(self.records, servicer)
