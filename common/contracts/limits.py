@@ -141,7 +141,7 @@ MAX_METRICS_CONNECTIONS_A_PEER: Final = 32
 # Those of them that a site beside the metrics may have; the others are for probes and scrapers.
 MAX_SITE_CONNECTIONS: Final = 64
 MAX_SITE_CONNECTIONS_A_PEER: Final = 24
-# Bytes of a body; docs/decisions/0044 has what parsing costs.
+# Bytes of a body; docs/decisions/0048 has what parsing costs.
 MAX_HTTP_BODY_BYTES: Final = 4 << 20
 # The same of a conversation, whose images do not reach the model; the rest of it has at most MAX_HTTP_BODY_BYTES.
 MAX_HTTP_CHAT_BYTES: Final = 16 << 20

@@ -77,7 +77,7 @@ BODY: Final = Shape(
     limits.MAX_HTTP_BODY_CONTAINERS,
     limits.MAX_HTTP_BODY_DEPTH,
 )
-"""What a client may send at once: it takes at most 20 ms to parse (docs/decisions/0044)."""
+"""What a client may send at once: it takes at most 20 ms to parse (docs/decisions/0048)."""
 
 
 def _is_deeper(brackets: bytes, most: int) -> bool:

@@ -57,7 +57,7 @@ def levels_of(flags: frozenset[str]) -> tuple[str, ...]:
 def best_last(levels: tuple[str, ...], flags: frozenset[str]) -> tuple[str, ...]:
     """Return the levels that can be used on a processor, given from the plainest to the best, so that the best is last.
 
-    Processors with AMX take longer for dot products of bf16 than for as many multiplications of floats (decision 0167).
+    Processors with AMX take longer for dot products of bf16 than for as many multiplications of floats (decision 0036).
     So where the matrix unit cannot be used, a level without dot products of bf16 is the best.
     """
     if "amx" in levels or "avx512_bf16" not in levels or not flags >= _AMX:

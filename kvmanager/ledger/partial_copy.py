@@ -1,6 +1,6 @@
 """Copy-on-write of a part of a cached block, where a prompt diverges inside that block.
 
-A copy of the whole block costs far less than the computation of a quarter of its slots: decision 0130 has the figures.
+A copy of the whole block costs far less than the computation of a quarter of its slots: decision 0011 has the figures.
 So every part that has a hash is copied. The sequence computes its last known token itself, for the logits.
 
 The copy's source is held until the worker has reported the copy, or until a sequence lacks blocks. So a copy takes

@@ -297,7 +297,7 @@ class Dispatcher:
         The prediction has what is at the workers by now where their sequences were measured lately: it goes first
         unless the job has a higher priority than most, or its tenant less than its share. A worker that is away may
         come back at any moment, without anything before the job. A wait in the queue is not in it, and under load it
-        is too short: what it refuses would hardly have been in time (docs/decisions/0136).
+        is too short: what it refuses would hardly have been in time (docs/decisions/0015).
         """
         job = waiting.job
         if job.deadline is None or job.moved_because:

@@ -1,7 +1,7 @@
 """Reads the bodies of requests, within bounds, before anything parses them.
 
 The application gets a body that is whole, in UTF-8, and of a shape that takes at most 20 ms to parse, or 60 with
-images (docs/decisions/0044). All other bodies are refused.
+images (docs/decisions/0048). All other bodies are refused.
 """
 
 from __future__ import annotations
