@@ -35,7 +35,7 @@ def is_town(found: dict[str, Any]) -> bool:
     return found.keys() == {"name", "big"} and found["name"] in ("Lyon", "Basel") and isinstance(found["big"], bool)
 
 
-def test_an_answer_is_that_of_the_openai_compatible_face(got: dict[str, Any], served: Served) -> None:
+def test_an_answer_is_that_of_the_openai_compatible_api(got: dict[str, Any], served: Served) -> None:
     body = {"messages": QUESTION, "max_tokens": 24, "temperature": 0}
     chat = httpx.post(f"{served.http_url}/v1/chat/completions", json=body, timeout=120).json()
     answer = got["text"]
