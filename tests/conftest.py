@@ -53,7 +53,7 @@ _NEEDS = {
         attacks/test_worker_streams.py attacks/test_worker_submissions.py
         bench/gpu bench/test_constraints.py bench/test_cpu_attention.py bench/test_engine.py bench/test_phases.py
         bench/test_prefix.py bench/test_split.py
-        cli/demo_model cli/suite/test_preflight.py cli/suite/test_served_folder.py cli/test_bench.py
+        bench/demo_model cli/suite/test_preflight.py cli/suite/test_served_folder.py cli/test_bench.py
         cli/test_commands.py cli/test_text_options.py common/checkpoint
         gpuworker/attention gpuworker/checkpoints gpuworker/memory gpuworker/models gpuworker/native gpuworker/plane
         gpuworker/runner gpuworker/sampling gpuworker/structured gpuworker/engine/test_determinism.py
@@ -99,7 +99,7 @@ _NEEDS = {
         attacks/test_cache_oracle.py attacks/test_fake_worker.py attacks/test_http2_floods.py
         attacks/test_internal_ports.py attacks/test_log_lines.py attacks/test_sampling.py attacks/test_starvation.py
         attacks/test_traces.py bench
-        cli/demo_model/test_training.py cli/suite/test_ports.py cli/test_bench.py cli/test_folders.py
+        cli/suite/test_ports.py cli/test_bench.py cli/test_folders.py
         cli/test_text_options.py kvmanager/group/test_processes.py suites/clients
         suites/deployment/operate/test_probes.py suites/deployment/operate/test_rules.py
         suites/deployment/operate/test_traces.py suites/deployment/test_page.py suites/e2e/test_batch.py

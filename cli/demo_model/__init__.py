@@ -1,4 +1,4 @@
-"""The demo model: a small checkpoint that ships with the repository, and the code that makes and evaluates it."""
+"""The demo model: a small checkpoint that ships with the repository, and prompts that suit it (`bench/demo_model` made it)."""
 
 from pathlib import Path
 from typing import Final

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from cli.demo_model import grammar, words, world
+from bench.demo_model import grammar
+from cli.demo_model import words, world
 from cli.demo_model.world import Fact, World
 
 

@@ -1,6 +1,6 @@
 """Measures the abilities of a checkpoint of the demo model; README.md has the figures of the one that ships.
 
-    python -m cli.demo_model.evaluate [CHECKPOINT] [--probes 100]
+    python -m bench.demo_model.evaluate [CHECKPOINT] [--probes 100]
 
 Prints recall of held-out facts by distance, density and kind, and the share of well-formed answers by length of
 context. It also prints whether bfloat16 answers as float32 does, and the recall with a wrong block in the KV cache.
@@ -18,9 +18,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import DynamicCache, PreTrainedModel, Qwen3ForCausalLM
 
-from cli.demo_model import CHECKPOINT, grammar, probes, prompts, words, world
-from cli.demo_model.probes import Probe
-from cli.demo_model.tokenizer import ASSISTANT, END, USER, Encoder
+from bench.demo_model import grammar, probes
+from bench.demo_model.probes import Probe
+from bench.demo_model.tokenizer import ASSISTANT, END, USER, Encoder
+from cli.demo_model import CHECKPOINT, prompts, words, world
 
 DISTANCES: Final = (32, 64, 128, 256, 512, 1024, 1900)
 DENSITIES: Final = (0.25, 1.0)

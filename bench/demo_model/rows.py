@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from bench.demo_model.tokenizer import ASSISTANT, BOS, END, SYSTEM, USER, WORD_LISTS, Encoder
 from cli.demo_model import words, world
-from cli.demo_model.tokenizer import ASSISTANT, BOS, END, SYSTEM, USER, WORD_LISTS, Encoder
 from cli.demo_model.world import Fact, World
 
 CONTEXT_WEIGHT: Final = 0.1

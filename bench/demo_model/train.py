@@ -1,6 +1,6 @@
 """Trains the demo model from nothing on the processor, in a fixed time, on text it generates itself.
 
-    python -m cli.demo_model.train OUT_DIR --minutes 48 --processes 2
+    python -m bench.demo_model.train OUT_DIR --minutes 48 --processes 2
 
 Matrices learn with Muon, the rest with AdamW; processes average their gradients over gloo.
 """
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 from transformers import Qwen3ForCausalLM
 
-from cli.demo_model import network, rows, tokenizer
+from bench.demo_model import network, rows, tokenizer
 
 LENGTHS: Final = (128, 256, 512, 1024, 2048)
 FORCED_AT: Final = (0.0, 0.05, 0.1, 0.2, 0.3)

@@ -4,8 +4,8 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
+from bench.demo_model.tokenizer import ASSISTANT, BOS, END, SYSTEM, USER, Encoder
 from cli.demo_model import world
-from cli.demo_model.tokenizer import ASSISTANT, BOS, END, SYSTEM, USER, Encoder
 from cli.demo_model.world import Fact, World
 
 LEAD_IN: Final = 40

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cli.demo_model.tokenizer import MAX_LENGTH
+from bench.demo_model.tokenizer import MAX_LENGTH
 
 HIDDEN: Final = 192
 HEAD_DIM: Final = 64

@@ -1,6 +1,6 @@
 """Makes the demo model's tokenizer: byte-level BPE in which every word of the world is one token, digits apart.
 
-python -m cli.demo_model.tokenizer OUT_DIR
+python -m bench.demo_model.tokenizer OUT_DIR
 """
 
 import argparse

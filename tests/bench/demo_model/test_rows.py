@@ -6,8 +6,9 @@ import re
 import pytest
 from tokenizers import Tokenizer
 
-from cli.demo_model import CHECKPOINT, probes, rows, words, world
-from cli.demo_model.tokenizer import Encoder
+from bench.demo_model import probes, rows
+from bench.demo_model.tokenizer import Encoder
+from cli.demo_model import CHECKPOINT, words, world
 from cli.demo_model.world import Fact
 
 

@@ -6,8 +6,9 @@ import random
 import pytest
 import torch
 
-from cli.demo_model import CHECKPOINT, evaluate, probes, prompts
-from cli.demo_model.evaluate import Judge
+from bench.demo_model import evaluate, probes
+from bench.demo_model.evaluate import Judge
+from cli.demo_model import CHECKPOINT, prompts
 
 MEGABYTE = 10**6
 

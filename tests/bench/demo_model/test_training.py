@@ -8,9 +8,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
-from cli.demo_model import CHECKPOINT, network, rows
-from cli.demo_model.tokenizer import Encoder
-from cli.demo_model.train import LENGTHS, Curriculum, Options, Trainer
+from bench.demo_model import network, rows
+from bench.demo_model.tokenizer import Encoder
+from bench.demo_model.train import LENGTHS, Curriculum, Options, Trainer
+from cli.demo_model import CHECKPOINT
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from cli.demo_model import CHECKPOINT, rows, tokenizer
+from bench.demo_model import rows, tokenizer
+from cli.demo_model import CHECKPOINT
 
 
 @pytest.fixture(scope="module")
