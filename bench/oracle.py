@@ -11,11 +11,25 @@ answer whether the victim had sent its prompt. The area under the ROC curve says
 from __future__ import annotations
 
 import asyncio
+import bisect
 import random
+from collections.abc import Sequence
 
 from bench.lib.harness import parser, progress, report
-from bench.lib.separability import auc
 from bench.lib.tenants import Answer, Prompts, Tenant, tenants_on_suite
+
+# How well one figure separates two kinds of request.
+
+
+def auc(higher: Sequence[float], lower: Sequence[float]) -> float:
+    """Return the chance that a sample of `higher` exceeds one of `lower`; ties count half. 0.5 separates nothing.
+
+    That is the area under the ROC curve (Mann and Whitney's U over the number of pairs).
+    """
+    ordered = sorted(lower)
+    wins = sum(bisect.bisect_left(ordered, each) + bisect.bisect_right(ordered, each) for each in higher)
+    return wins / (2 * len(higher) * len(ordered))
+
 
 PROMPT_TOKENS = 320
 _BLOCKS = 131_072

@@ -21,8 +21,7 @@ from common.rpc.roles import Role
 from common.rpc.server import open_channel
 from common.rpc.tls import Identity
 from common.rpc.tls_words import tls_problem
-from common.settings.config import load_or_exit
-from common.settings.exit_status import exit_status
+from common.settings.config import exit_status, load_or_exit
 from common.settings.options import Address, TlsSettings, checked_address
 from quire.api.proxy import is_this_machine
 from quire.api.status import error_from_rpc

@@ -12,8 +12,7 @@ from common.contracts.errors import InvalidConfig, QuireError
 from common.process.debug import stacks_on_signal
 from common.process.logs import setup_logging
 from common.rpc import event_loop
-from common.settings.config import ENV_PREFIX, refuse
-from common.settings.exit_status import FAILED_STATUS
+from common.settings.config import ENV_PREFIX, FAILED_STATUS, refuse
 from common.settings.options import ServiceSettings
 from common.settings.service_links import in_words, service_links
 

@@ -41,7 +41,7 @@ from gpuworker.engine.ports import EngineLoad
 from gpuworker.plane import preflight
 from gpuworker.plane.data_plane import DataPlane, default_worker_id
 from gpuworker.scheduling.lease_agent import LeaseAgent
-from gpuworker.scheduling.manager_absence import ManagerAbsence
+from gpuworker.scheduling.manager_silence import ManagerAbsence
 from gpuworker.scheduling.watchdog import waits_for_a_step
 from gpuworker.server.metrics import EngineCollector, MaskCollector, OrphanCollector, lease_round_trips
 from gpuworker.server.servicer import GpuWorkerServicer, Serving

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from common.addresses.redis_url import redis_addresses
+from common.addresses.host_port import redis_addresses
 from common.contracts.errors import FieldViolation
 from common.contracts.turns import DEFAULT_MAX_WAIT
 from common.decisions.ring import DEFAULT_RING_BYTES

@@ -14,8 +14,7 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import Final
 
-from common.addresses.host_port import joined_address
-from common.addresses.redis_url import SERVER_PORT, redis_addresses, without_login
+from common.addresses.host_port import SERVER_PORT, joined_address, redis_addresses, without_login
 from common.checkpoint.fingerprint import model_fingerprint, tokenizer_fingerprint
 from common.checkpoint.gguf.names import served_folder
 from common.contracts.clock import SystemClock

@@ -15,8 +15,7 @@ from router.answers.reading import Dialects
 from router.answers.text.assembler import CheckpointText
 from router.answers.text.checkpoint import Checkpoint
 from router.api.openai.batches.folder import BatchFolder
-from router.api.openai.batches.parts import BatchParts
-from router.api.openai.batches.runner import BatchRunner
+from router.api.openai.batches.runner import BatchParts, BatchRunner
 from router.api.openai.batches.uploads import Uploads
 from router.config import RouterSettings
 from router.contracts.identity import UNKNOWN_ARITHMETIC, UNKNOWN_GEOMETRY, UNKNOWN_POOLING

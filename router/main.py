@@ -24,9 +24,8 @@ from common.contracts.limits import KEPT_RECORDS_SHARE, REFUSED_RECORDS_SHARE
 from common.decisions.disk.metrics import LogMetrics
 from common.decisions.disk.writer import opened as opened_log
 from common.decisions.ring import DecisionRing
-from common.process.allocator import one_arena
 from common.process.debug import dumps_on_signal
-from common.process.garbage import collect_rarely
+from common.process.garbage import collect_rarely, one_arena
 from common.process.loop_turns import LoopTurns
 from common.process.metrics import new_registry
 from common.process.redis_client import QuireRedis, open_redis, refuse_unfit
@@ -61,8 +60,7 @@ from router.api.http.pages import pages
 from router.api.kserve.servicer import KSERVE_SERVICE, KserveServicer
 from router.api.openai.app import create_app
 from router.api.openai.public_metrics import PublicMetrics
-from router.api.openai.responses.background import BackgroundResponses
-from router.api.openai.responses.parts import ResponseParts
+from router.api.openai.responses.background import BackgroundResponses, ResponseParts
 from router.api.openai.responses.store import MemoryStore, NoStore, RedisStore, ResponseStore, StoreLimits
 from router.api.openai.service import HttpParts
 from router.api.page.parts import Sampler, history_of, site_of
@@ -88,11 +86,10 @@ from router.observe.metrics import RouterMetrics
 from router.observe.recorder import Recorder
 from router.observe.refusals import Refusals
 from router.observe.refused_records import RefusedRecords
-from router.observe.sampling import RequestSampler
+from router.observe.sampling import ChosenTraceIds, RequestSampler
 from router.observe.siblings import Siblings
 from router.observe.status import RouterStatus
 from router.observe.tail_keeper import TailKeeper
-from router.observe.trace_ids import ChosenTraceIds
 from router.observe.trace_store import TraceStore
 from router.observe.vllm_names import Held, VllmNames
 from router.placement.admission import AdmissionLimiter, AdmissionLimits

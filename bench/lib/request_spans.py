@@ -33,8 +33,7 @@ from kvmanager.sessions.reserve_spans import ReserveSpans
 from router.contracts.events import Finished, Timings, ValidatedRequest
 from router.contracts.index_answer import IndexAnswer, IndexSaid
 from router.observe.request_trace import RequestTrace
-from router.observe.sampling import RequestSampler
-from router.observe.trace_ids import ChosenTraceIds
+from router.observe.sampling import ChosenTraceIds, RequestSampler
 from router.observe.trace_store import TraceStore
 
 SERVICES = ROUTER, WORKER, MANAGER = "router", "gpuworker", "kvmanager"

@@ -16,8 +16,7 @@ import httpx
 
 from common.backoff import Backoff
 from common.batch.lines import Item
-from common.batch.results import Result
-from common.batch.retries import AGAIN, BACKOFF, asked_pause
+from common.batch.results import AGAIN, BACKOFF, Result, asked_pause
 from common.contracts.errors import (
     FieldViolation,
     InvalidConfig,

@@ -22,7 +22,7 @@ from cli.client import add_http_address, add_json, failed, http_target, path_of,
 from common.batch.lines import checked_ids, items
 from common.batch.results import Result, ResultFile
 from common.contracts.errors import FieldViolation, InvalidRequest, QuireError
-from common.settings.exit_status import exit_status
+from common.settings.config import exit_status
 
 _MOST_AT_ONCE: Final = 1024
 

@@ -20,8 +20,7 @@ from cli.client import add_json, command_console, failed, path_of, print_json
 from cli.plots import plot_problems
 from cli.replay.figures import Interval, figures_of, over_seeds, recorded_figures
 from cli.replay.fit import MOST_REQUESTS, Fit, fit
-from cli.replay.policies import POLICIES, with_policies
-from cli.replay.routers import ROUTERS
+from cli.replay.policies import POLICIES, ROUTERS, with_policies
 from cli.replay.screen import drawn
 from cli.replay.simulation import ReplayOptions, replay
 from cli.replay.trace import Trace, lines_of, mooncake_lines, read_trace

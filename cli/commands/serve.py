@@ -19,8 +19,7 @@ from rich.text import Text
 from cli.suite.preflight import suite_options
 from cli.suite.stack import Stack, StackOptions
 from common.contracts.errors import InvalidConfig, QuireError
-from common.settings.config import refuse
-from common.settings.exit_status import REFUSED_STATUS, exit_status
+from common.settings.config import REFUSED_STATUS, exit_status, refuse
 
 _COLOURS = {"redis": "red", "kvmanager": "magenta", "router": "cyan"}
 KILLED_STATUS = 130

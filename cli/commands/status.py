@@ -9,7 +9,7 @@ from dataclasses import asdict
 from rich.console import Console
 
 from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command
-from cli.top.pools import pools_of, stalled
+from cli.top.snapshot import pools_of, stalled
 from cli.views.status import Ledgers, StatusView
 from quire.client import Model, Status
 from quire.inference.v1 import inference_pb2 as pb

@@ -1,4 +1,4 @@
-"""The demo model: a small checkpoint that ships with the repository, and prompts that suit it (`bench/demo_model` made it)."""
+"""The demo model: a small checkpoint that ships with the command line, and prompts that suit it."""
 
 from pathlib import Path
 from typing import Final

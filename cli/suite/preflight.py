@@ -31,7 +31,7 @@ from common.process.topology import here
 from common.settings.config import Reading, flag_of, load, read, validate
 from common.settings.decision_log import DecisionLogSettings
 from common.settings.options import Settings
-from common.untrusted.redaction import redacted
+from common.untrusted.rare_lines import redacted
 from gpuworker.config import EngineSettings, GpuWorkerSettings
 from gpuworker.models.kinds import known_kinds, why_not_served
 from gpuworker.plane.preflight import Machine

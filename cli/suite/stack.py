@@ -37,8 +37,7 @@ from cli.suite.programs import (
     worker_programs,
 )
 from cli.suite.worker_cpus import unused_nodes
-from common.addresses.host_port import joined_address
-from common.addresses.redis_url import is_sentinel_url, redis_addresses
+from common.addresses.host_port import is_sentinel_url, joined_address, redis_addresses
 from common.backoff import Backoff
 from common.contracts.errors import FieldViolation, InvalidConfig, Unavailable
 from common.process import die_with_parent
@@ -48,7 +47,7 @@ from common.process.redis_users import RedisUrls, RedisUsers
 from common.process.topology import here
 from common.rpc.roles import Role
 from common.rpc.server import open_channel
-from common.settings.exit_status import PORT_TAKEN_STATUS, REFUSED_STATUS
+from common.settings.config import PORT_TAKEN_STATUS, REFUSED_STATUS
 from quire.inference.v1 import inference_pb2, inference_pb2_grpc
 
 # One supervised child process: its output is passed on, it restarts with back-off, and it stops by pid.

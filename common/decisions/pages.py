@@ -11,7 +11,7 @@ from common.contracts.types import DecisionKind
 from common.decisions.query import DecisionQuery
 from common.decisions.ring import DecisionRing, Numbered, Passed
 from common.decisions.watch import watched
-from common.process.turns import in_steps
+from common.process.loop_turns import in_steps
 from common.wire.decision_codec import decision_to_proto
 from quire.decision.v1 import decision_pb2 as pb
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, TextIO
 
-from common.untrusted.redaction import redacted
+from common.untrusted.rare_lines import redacted
 
 # The attributes of every record; all others came by `extra`.
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}

@@ -14,7 +14,28 @@ import asyncio
 import math
 import time
 from collections import Counter
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import Final, TypeVar
+
+# Long work on the event loop in short steps, between which other tasks have their turns.
+
+
+# Records that one step turns into a message, into JSON, or into text: some 50 microseconds each.
+A_STEP: Final = 8
+
+ItemT = TypeVar("ItemT")
+MadeT = TypeVar("MadeT")
+
+
+async def in_steps(make: Callable[[ItemT], MadeT], items: Iterable[ItemT]) -> list[MadeT]:
+    """Return what `make` returns for each item; other tasks have a turn after every few."""
+    made = list[MadeT]()
+    for number, item in enumerate(items, 1):
+        made.append(make(item))
+        if number % A_STEP == 0:
+            await asyncio.sleep(0)
+    return made
+
 
 _PERIOD_S: Final = 0.001
 # A shorter interval held no turn but the timer's own.

@@ -19,7 +19,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ClusterDownError, MasterDownError, MovedError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from common.addresses.redis_url import is_sentinel_url, sentinel_url, without_login
+from common.addresses.host_port import is_sentinel_url, sentinel_url, without_login
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.own_thread import in_own_thread
 

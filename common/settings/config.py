@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import functools
 import importlib
 import os
+import reprlib
 import sys
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,13 +29,50 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from common.contracts.errors import FieldViolation, InvalidConfig
-from common.settings.exit_status import exit_status
+from common.contracts.errors import FieldViolation, InvalidConfig, InvalidRequest, PortTaken, QuireError
 from common.settings.options import Settings
-from common.settings.pydantic_words import expectation
 from common.settings.service_links import service_links
-from common.untrusted.redaction import redacted
+from common.untrusted.rare_lines import redacted
 from common.version import quire_version
+
+# The exit statuses of all programs: 2 for wrong usage, 1 for what failed (docs/usage.md).
+
+
+FAILED_STATUS: Final = 1
+# Options or files are refused: the call itself must change.
+REFUSED_STATUS: Final = 2
+# Another process has the port.
+PORT_TAKEN_STATUS: Final = errno.EADDRINUSE
+
+
+def exit_status(error: QuireError) -> int:
+    """Return the exit status of a program that ends with an error."""
+    if isinstance(error, PortTaken):
+        return PORT_TAKEN_STATUS
+    return REFUSED_STATUS if isinstance(error, InvalidRequest) else FAILED_STATUS
+
+
+# Pydantic's errors in the words of all other errors: the value that was given, and what was expected.
+
+
+def mistake(problem: Mapping[str, Any]) -> str:
+    """Return the words of one of pydantic's `ErrorDetails`; a long value is cut."""
+    if problem["type"] == "missing":
+        return "is missing"
+    if problem["type"] == "extra_forbidden":
+        return "is not known; expected nothing of this name"
+    return f"is {reprlib.repr(problem['input'])}; {expectation(problem)}"
+
+
+def expectation(problem: Mapping[str, Any]) -> str:
+    """Return what was expected, without pydantic's own phrases."""
+    if problem["type"] == "too_short":
+        return "expected at least one"
+    if problem["type"] == "model_type":
+        return "expected an object"
+    words = str(problem["msg"]).removeprefix("Value error, ").replace("Input should be", "expected")
+    return words.partition(", unable to ")[0]
+
 
 # The flags of other engines: Quire's option of the same meaning, or why there is none.
 # The names are those of vLLM, SGLang, text-generation-inference and llama.cpp's server, as of 2026. A flag that

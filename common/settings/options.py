@@ -11,8 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from common.addresses.host_port import bare_host
-from common.addresses.redis_url import checked_redis_url, is_tls_url
+from common.addresses.host_port import bare_host, checked_redis_url, is_tls_url
 from common.contracts.errors import FieldViolation
 from common.contracts.limits import MAX_METRICS_TENANTS
 from common.cpu_list import cpus_of

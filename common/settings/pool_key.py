@@ -6,7 +6,7 @@ from typing import Final
 
 from pydantic import Field, SecretStr
 
-from common.addresses.redis_url import redis_addresses
+from common.addresses.host_port import redis_addresses
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.settings.options import ServiceSettings, is_loopback
 

@@ -22,7 +22,6 @@ import torch
 
 from common.contracts.types import TokenLogprobs
 from gpuworker.memory.devices import sent
-from gpuworker.sampling.best import best_tokens
 from gpuworker.sampling.masks import GrammarBitmask
 from gpuworker.sampling.native_sampler import NativeRows, NativeSample, RowFollower, native_rows
 from gpuworker.sampling.rows import (
@@ -34,6 +33,7 @@ from gpuworker.sampling.rows import (
     SampledTokens,
     SamplePoint,
 )
+from gpuworker.sampling.scoring import best_tokens
 from gpuworker.sampling.truncation import Truncation, invert, sample_truncated
 
 # Forbids tokens that would complete a bad word, on any device and without waiting for it.

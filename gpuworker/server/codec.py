@@ -8,8 +8,7 @@ from common.contracts.types import Constraint, ConstraintKind, SamplingParams, S
 from common.wire.lease_codec import valid_weight
 from common.wire.packing import unpack_u32
 from common.wire.retention_codec import tokens_from_proto
-from common.wire.sampling_codec import sampling_from_proto
-from common.wire.thought_codec import thought_from_proto
+from common.wire.sampling_codec import sampling_from_proto, thought_from_proto
 from gpuworker.engine.ports import EngineLoad, EngineRequest
 from gpuworker.scheduling.drafting import speculation_of
 from gpuworker.scheduling.sequence import NewSequence

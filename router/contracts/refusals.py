@@ -21,6 +21,15 @@ from common.contracts.errors import (
 from common.contracts.types import Candidate, Decision, DecisionKind
 from router.placement.placement import TOO_LARGE, PlacementRequest
 
+# Words for requests that the context cannot hold: clients recognise them, and shorten the conversation.
+
+
+def beyond_context(field: str, context: int, what: str) -> FieldViolation:
+    """Return the violation of a field; `what` follows the context's length, and says what to do."""
+    words = f"This model's maximum context length is {context} tokens. However, {what}"
+    return FieldViolation(field, words, CONTEXT_LENGTH_EXCEEDED)
+
+
 # What the record of a wrong request says that it was refused by.
 CONTEXT_LENGTH = "context length"
 WRONG_FIELDS = "wrong fields"

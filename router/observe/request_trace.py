@@ -33,7 +33,7 @@ from router.contracts.events import Finished, ValidatedRequest
 from router.contracts.index_answer import IndexAnswer, IndexSaid
 from router.observe.gen_ai import Value, request_attributes, response_attributes, span_name
 from router.observe.record_trace import TraceHead, parent_span
-from router.observe.trace_ids import beginning
+from router.observe.sampling import beginning
 
 _NS: Final = 1_000_000_000
 # Service graphs of today know the peer by the second name.

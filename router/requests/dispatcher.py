@@ -21,9 +21,8 @@ from router.placement.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_a
 from router.placement.first_tokens import FirstTokens, Foretold
 from router.placement.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
 from router.placement.place_shares import PlaceShares, Shares
-from router.placement.placement import Outcome, PlacementRequest, must_wait, places_of, verdict
+from router.placement.placement import Outcome, PlacementRequest, must_wait, places_of, verdict, waits_for_a_place
 from router.placement.routing import Choice, Router
-from router.placement.watchdog import waits_for_a_place
 from router.placement.worker_model import WorkerModel
 from router.workers.client import WorkerClient
 from router.workers.pool import WorkerPool

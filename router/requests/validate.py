@@ -39,16 +39,16 @@ from common.contracts.limits import (
 )
 from common.contracts.types import Constraint, ConstraintKind, SamplingParams, ThoughtBudget
 from common.telemetry import span_context_of
-from common.wire.thought_codec import thought_from_proto
+from common.wire.sampling_codec import thought_from_proto
 from quire.inference.v1 import inference_pb2
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2
 from router.answers.constraints.closing import closed_text
-from router.answers.context_length import beyond_context
 from router.answers.text.checkpoint import Checkpoint
 from router.answers.tools import quoted
 from router.contracts.events import ValidatedRequest
 from router.contracts.ports import CallContext, ConstraintCheck, RequestValidator, TextCodec
+from router.contracts.refusals import beyond_context
 from router.requests.request_ids import AUTOMATIC_PREFIX
 from router.requests.violations import RANGES, Range, Report
 from router.tenants.tenancy import Caller

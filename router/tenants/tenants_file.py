@@ -33,7 +33,7 @@ from pydantic_core import ErrorDetails
 from common.contracts.errors import FieldViolation, InvalidConfig, Unauthenticated
 from common.contracts.lease import MAX_RETENTION_PRIORITY
 from common.contracts.limits import MAX_TENANT_CHARS
-from common.settings.pydantic_words import expectation, mistake
+from common.settings.config import expectation, mistake
 from router.tenants.keys import check_hash
 from router.tenants.tenancy import Tenant, TenantLimits
 

@@ -27,8 +27,7 @@ from common.wire.identity_codec import identity_from_proto
 from common.wire.output_codec import logprobs_from_proto, usage_from_proto
 from common.wire.packing import pack_hashes, unpack_u32
 from common.wire.retention_codec import tokens_to_proto
-from common.wire.sampling_codec import sampling_to_proto
-from common.wire.thought_codec import thought_to_proto
+from common.wire.sampling_codec import sampling_to_proto, thought_to_proto
 from quire.api.status import error_from_status
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2

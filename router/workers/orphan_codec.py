@@ -7,8 +7,7 @@ from dataclasses import replace
 from common.contracts.types import Constraint, ConstraintKind, SamplingParams
 from common.wire.output_codec import usage_from_proto, usage_to_proto
 from common.wire.packing import unpack_u32
-from common.wire.sampling_codec import sampling_from_proto
-from common.wire.thought_codec import thought_from_proto
+from common.wire.sampling_codec import sampling_from_proto, thought_from_proto
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from router.workers.resuming import Continuation, Orphan
 

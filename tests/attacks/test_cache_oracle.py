@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from bench.lib.separability import auc
+from bench.oracle import auc
 from quire.inference.v1 import inference_pb2 as pb
 from tests.support.tenants import TenantSuite, random_prompts, tenant_suite
 

@@ -13,7 +13,7 @@ from common.decisions.pages import bounds_of, page_of, query_of
 from common.decisions.query import DecisionQuery
 from common.decisions.ring import DecisionRing
 from common.decisions.watch import WatcherLimit, watched
-from common.process.turns import A_STEP
+from common.process.loop_turns import A_STEP
 from quire.decision.v1 import decision_pb2 as pb
 from tests.support.turns import take_turn, until_blocked
 

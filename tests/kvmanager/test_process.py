@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from common.rpc.server import open_channel
-from common.settings.exit_status import PORT_TAKEN_STATUS
+from common.settings.config import PORT_TAKEN_STATUS
 from kvmanager.main import REPLACED_STATUS
 from tests.kvmanager.conftest import ChannelTo
 from tests.kvmanager.index.test_end_to_end import indexed

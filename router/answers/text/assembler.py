@@ -10,7 +10,6 @@ from common.contracts.errors import FieldViolation, InvalidConfig, InvalidReques
 from common.contracts.limits import SHORT_TEXT_BYTES
 from common.contracts.types import SamplingParams
 from quire.inference.v1 import inference_pb2
-from router.answers.context_length import beyond_context
 from router.answers.dialects.stop_words import StopWords
 from router.answers.stop_matcher import StopMatcher
 from router.answers.text.chat import ChatTemplate, PromptTooLong
@@ -21,6 +20,7 @@ from router.answers.text.tokenizer import Tokenizer
 from router.answers.tools import UNSEEN_TOOLS
 from router.contracts.answer_parts import Parser
 from router.contracts.ports import TextAssembler, TextDelta
+from router.contracts.refusals import beyond_context
 
 # Text of one sequence's output: whole characters, and stop strings that may span tokens.
 # Text that may still become a stop string is held back. The stop string that completes first ends the output; of

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.contracts import limits
-from router.api.shared.numbers import Float32, Int32, Int64
+from router.api.shared.field_names import Float32, Int32, Int64
 
 # Values that have no effect.
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from common.contracts.errors import FieldViolation, InvalidRequest
-from common.settings.pydantic_words import mistake
+from common.settings.config import mistake
 from common.untrusted import json_shape
 from quire.inference.v1 import inference_pb2
 from quire.kserve.v2 import kserve_pb2 as pb
@@ -26,8 +26,7 @@ from router.api.kserve.tensors import (
     Tensor,
     inputs_of,
 )
-from router.api.shared.numbers import Float32, Int32, Int64
-from router.api.shared.retention import CacheRetention
+from router.api.shared.field_names import CacheRetention, Float32, Int32, Int64
 from router.contracts.events import ValidatedRequest
 from router.contracts.ports import CallContext, RequestValidator
 

@@ -24,7 +24,7 @@ from router.api.openai.service import Service, unless_gone
 from router.api.openai.types import Texts, TokenIds, TruncationSide, truncation_side_of
 from router.api.shared.answer_size import AnswerPlace
 from router.api.shared.embedding import Embedder, Embedding, usage_of
-from router.api.shared.numbers import Int32
+from router.api.shared.field_names import Int32
 from router.contracts.embedding import numbers_of
 
 

@@ -15,7 +15,7 @@ from starlette.types import Scope
 
 from common.contracts import errors
 from common.rpc.status import no_memory
-from common.settings.pydantic_words import mistake
+from common.settings.config import mistake
 from router.contracts.refusals import fault_of, fault_of_status, fault_words
 
 Json = dict[str, Any]

@@ -19,7 +19,7 @@ from common.telemetry.conventions import ERROR_TYPE
 from router.api.openai.authentication import OPEN_PATHS
 from router.api.openai.identification import Ids
 from router.api.openai.refused import NO_ROUTE, route_of
-from router.observe.trace_ids import beginning
+from router.observe.sampling import beginning
 
 # A method that the conventions do not know would be a name that a client chose.
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH", "QUERY"})

@@ -31,7 +31,7 @@ from router.api.openai.request import Order
 from router.api.openai.service import Service, unless_gone
 from router.api.openai.types import Texts
 from router.api.shared.embedding import Embedder, Embedding, each_of, usage_of
-from router.api.shared.numbers import Int32
+from router.api.shared.field_names import Int32
 from router.contracts.embedding import cosine, numbers_of
 from router.contracts.events import Admitted, Finished, Tokens, ValidatedRequest
 from router.contracts.ports import CallContext

@@ -20,10 +20,10 @@ from router.answers.reading import AnswerReader, Reading
 from router.answers.tools import NOTE_HEADER
 from router.api.openai import errors
 from router.api.openai.answer import Answer
-from router.api.openai.batches.parts import BatchParts
+from router.api.openai.batches.runner import BatchParts
 from router.api.openai.identification import Ids
 from router.api.openai.request import Order, of_conversation
-from router.api.openai.responses.parts import ResponseParts
+from router.api.openai.responses.background import ResponseParts
 from router.api.shared.answer_size import AnswerRoom
 from router.api.shared.metering import UNLIMITED, Meter
 from router.contracts.events import GenerateEvent, ValidatedRequest

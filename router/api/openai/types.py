@@ -14,8 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from common.contracts import limits
 from quire.inference.v1 import inference_pb2 as pb
 from router.api.openai import foreign_fields
-from router.api.shared.numbers import Float32, Int32, Int64
-from router.api.shared.retention import CacheRetention
+from router.api.shared.field_names import CacheRetention, Float32, Int32, Int64
 from router.contracts.media import medium_of, stand_in
 
 # Long lists report the first wrong entry alone. `bodies.py` bounds the values of a whole body.

@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from common.contracts.clock import Clock
 from common.contracts.errors import InvalidRequest, NotFound, QuireError, Unavailable
+from common.process.loop_turns import in_steps
 from common.process.small_http import Reply
-from common.process.turns import in_steps
 from router.api.page.query import Query
 
 # A small share of the event loop for work that is not urgent: one step at a time, and a pause after each.

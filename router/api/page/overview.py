@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from common.contracts.errors import QuireError
-from common.process.turns import in_steps
+from common.process.loop_turns import in_steps
 from quire.inference.v1 import inference_pb2
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from router.api.grpc.manager_calls import ManagerCalls

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from common.contracts.types import Decision
 from common.decisions.pages import bounds_of, query_of
-from common.process.turns import in_steps
+from common.process.loop_turns import in_steps
 from common.wire.decision_codec import decision_from_proto
 from quire.decision.v1 import decision_pb2 as pb
 from router.api.grpc.decision_servicer import DecisionServicer

@@ -10,7 +10,7 @@ from typing import Any, Final
 from common.contracts.errors import NotFound, QuireError
 from common.contracts.limits import MAX_ID_CHARS
 from common.contracts.types import DecisionKind
-from common.process.turns import in_steps
+from common.process.loop_turns import in_steps
 from common.untrusted.ids import ID_WORDS, is_id
 from quire.decision.v1 import decision_pb2 as pb
 from router.api.grpc.decision_servicer import DecisionServicer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.contracts.types import DecisionKind
-from common.process.turns import in_steps
+from common.process.loop_turns import in_steps
 from quire.decision.v1 import decision_pb2 as pb
 from router.api.page.query import Query
 from router.api.page.records import MOST, ROUTER, Records, known_or_none, record_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.lib.separability import auc
+from bench.oracle import auc
 
 CASES = [
     ([2, 3], [0, 1], 1.0),

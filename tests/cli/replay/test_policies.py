@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cli.replay.policies import POLICIES, with_policies
-from cli.replay.routers import LeastLoaded
+from cli.replay.policies import POLICIES, LeastLoaded, with_policies
 from cli.replay.simulation import ReplayOptions
 from common.contracts.errors import InvalidConfig
 

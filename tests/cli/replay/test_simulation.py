@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cli.replay.figures import figures_of
-from cli.replay.routers import LeastLoaded, RoundRobin
+from cli.replay.policies import LeastLoaded, RoundRobin
 from cli.replay.simulation import Replay, ReplayOptions, replay
 from cli.replay.trace import Arrival, Trace
 from cli.replay.worker import Timing

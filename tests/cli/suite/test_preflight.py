@@ -20,8 +20,7 @@ from cli.suite.preflight import suite_options
 from cli.suite.stack import free_ports
 from common.contracts.errors import InvalidConfig
 from common.rpc.roles import Role
-from common.settings.config import installed_settings, load
-from common.settings.exit_status import PORT_TAKEN_STATUS
+from common.settings.config import PORT_TAKEN_STATUS, installed_settings, load
 from common.settings.options import ServiceSettings
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.scheduling.step_costs import DEFAULT_COSTS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.addresses.redis_url import SentinelUrl, checked_redis_url, redis_addresses, sentinel_url, without_login
+from common.addresses.host_port import SentinelUrl, checked_redis_url, redis_addresses, sentinel_url, without_login
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 THREADS = """
 import ctypes, sys, threading
-from common.process.allocator import one_arena
+from common.process.garbage import one_arena
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.untrusted.redaction import redacted
+from common.untrusted.rare_lines import redacted
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ import torch
 from common.contracts.types import BlockId, SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.native.library import best
 from gpuworker.runner.model_runner import ModelRunner
-from gpuworker.sampling.best import best_tokens
 from gpuworker.sampling.rows import PromptScores
-from gpuworker.sampling.scoring import ScoredSequence, ScoredTokens, score
+from gpuworker.sampling.scoring import ScoredSequence, ScoredTokens, best_tokens, score
 from gpuworker.scheduling.batch_plan import ScheduledRow, ScoredPart, StepPlan
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy, reference_model
 from tests.support.gpuworker.runner_harness import GREEDY, queued_on, runner_on, transformers_model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuworker.scheduling.manager_absence import ManagerAbsence
+from gpuworker.scheduling.manager_silence import ManagerAbsence
 
 LOST = "the worker has had no KV manager for 4 s (--manager-patience)"
 

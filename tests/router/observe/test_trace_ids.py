@@ -6,7 +6,7 @@ import secrets
 
 from opentelemetry.trace import Span, set_span_in_context
 
-from router.observe.trace_ids import ChosenTraceIds, beginning
+from router.observe.sampling import ChosenTraceIds, beginning
 from tests.support.spans import tracer_to
 
 

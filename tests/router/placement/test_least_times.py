@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from router.placement.routing import Bounds, LeastTime, LeastTimes
-from router.placement.shortlist import LOOK_EVERY_S, MOST_PRICED
+from router.placement.routing import LOOK_EVERY_S, MOST_PRICED, Bounds, LeastTime, LeastTimes
 from router.placement.worker_model import Capacity, Load, WorkerModel
 
 LARGE = Capacity(num_blocks=64, block_size=16, max_num_seqs=8, max_model_len=1024)

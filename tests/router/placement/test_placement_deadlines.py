@@ -13,8 +13,7 @@ from common.contracts.clock import ManualClock
 from router.placement import routing
 from router.placement.placement import PlacementRequest
 from router.placement.rates import StepLine
-from router.placement.routing import Router, WorkerCost
-from router.placement.shortlist import LOOK_EVERY_S, MOST_PRICED
+from router.placement.routing import LOOK_EVERY_S, MOST_PRICED, Router, WorkerCost
 from router.placement.worker_model import Load, WorkerModel
 from tests.support.router.placements import CAPACITY, STEP, TOKEN, chosen, placement, rejected, router, step_of, worker
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from common.contracts.types import Candidate
-from router.placement.shortlist import (
+from router.placement.routing import (
     MOST_HOLDERS,
     MOST_NAMED,
     MOST_PRICED,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from router.placement.placement import PlacementRequest
-from router.placement.watchdog import waits_for_a_place
+from router.placement.placement import PlacementRequest, waits_for_a_place
 from router.placement.worker_model import Capacity, Load, WorkerModel
 
 NOW = 100.0

@@ -22,13 +22,12 @@ from router.answers.text.checkpoint import read_checkpoint
 from router.api.anthropic.app import add_messages
 from router.api.http.http_server import serve_http
 from router.api.openai.app import create_app
-from router.api.openai.batches.parts import BatchParts
-from router.api.openai.responses.background import BackgroundResponses
-from router.api.openai.responses.parts import ResponseParts
+from router.api.openai.batches.runner import BatchParts
+from router.api.openai.responses.background import BackgroundResponses, ResponseParts
 from router.api.openai.responses.store import MemoryStore, ResponseStore, StoreLimits
 from router.api.openai.service import HttpParts
 from router.contracts.ports import Authenticator, ModelCard
-from router.observe.trace_ids import ChosenTraceIds
+from router.observe.sampling import ChosenTraceIds
 from router.requests.validate import Validator
 from tests.support.router.callers import OneCaller
 from tests.support.router.fake_frontend import ScriptedFrontend, ScriptedResumer

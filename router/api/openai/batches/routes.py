@@ -17,8 +17,8 @@ from common.contracts.errors import Cancelled, FieldViolation, InvalidRequest, N
 from router.api.openai import errors
 from router.api.openai.batches.form import PURPOSE
 from router.api.openai.batches.multipart import boundary_of
-from router.api.openai.batches.parts import BatchParts
 from router.api.openai.batches.records import Batch, StoredFile, is_id, new_id, not_found, seconds_of
+from router.api.openai.batches.runner import BatchParts
 from router.api.openai.batches.uploads import on_disk
 from router.api.openai.responses.types import Label, Note
 from router.api.openai.schema import answers, refused

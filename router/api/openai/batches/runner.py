@@ -11,19 +11,17 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Any, Final
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message
 
 from common.batch.lines import BadLine, Item, parsed
-from common.batch.results import Result, ResultFile
-from common.batch.retries import AGAIN, BACKOFF, asked_pause
+from common.batch.results import AGAIN, BACKOFF, Result, ResultFile, asked_pause
 from common.contracts import limits
 from common.contracts.errors import QuireError
 from common.process.supervised import cancel_and_wait
-from router.api.openai.batches.asking import Answer, asked
 from router.api.openai.batches.folder import BatchFolder, Claim
 from router.api.openai.batches.records import (
     CANCELLED,
@@ -35,8 +33,84 @@ from router.api.openai.batches.records import (
     Batch,
     StoredFile,
 )
-from router.api.openai.batches.uploads import on_disk
+from router.api.openai.batches.uploads import Uploads, on_disk
 from router.tenants.tenancy import Caller
+
+# What the routes of files and batches use; there is none where the router has no folder for them.
+
+
+@dataclass(frozen=True, slots=True)
+class BatchParts:
+    """`now` are Unix seconds."""
+
+    folder: BatchFolder
+    uploads: Uploads
+    runner: BatchRunner
+    now: Callable[[], float]
+
+
+# Asks the router's own HTTP application, without a connection: a line of a batch is a request like any other.
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What the application answered; a status of 500 where it failed before it could."""
+
+    status: int = 500
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+    parts: list[bytes] = field(default_factory=list)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.parts)
+
+    def header(self, name: bytes) -> str:
+        return self.headers.get(name, b"").decode("latin-1")
+
+    async def take(self, message: Message) -> None:
+        """Take a part, as a server would send it."""
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], dict(message["headers"])
+        elif message.get("body"):
+            self.parts.append(bytes(message["body"]))
+
+
+async def asked(app: ASGIApp, caller: Caller, path: str, body: bytes, correlation: str) -> Answer:
+    """Return the answer to a POST of JSON by a caller who was recognised before. A cancellation ends the request."""
+    headers = {"content-type": "application/json", "content-length": str(len(body)), "x-request-id": correlation}
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": None,
+        "server": None,
+        "state": {"caller": caller},
+    }
+    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    gone = asyncio.Event()
+
+    async def receive() -> Message:
+        if not whole:
+            await gone.wait()  # this client stays until it has its answer
+        return whole.pop()
+
+    answer = Answer()
+    try:
+        await app(scope, receive, answer.take)
+    except Exception:  # the application has answered before it raises
+        log.exception("a request of a batch failed")
+    return answer
+
 
 # One batch on its way: its lines are sent, some at once, and each answer is written as it comes.
 #     lines --> workers, each with one request --> results --> writer --> files of answers and of errors
@@ -311,8 +385,6 @@ async def _all_of(lines: Lines) -> AsyncIterator[Item]:
     while (item := await lines.next()) is not None:
         yield item
 
-
-log = logging.getLogger(__name__)
 
 KnownCaller = Callable[[str, str], Caller | None]
 # Seconds between two looks for batches that no router runs, and after a failure of the disk.

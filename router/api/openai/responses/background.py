@@ -5,10 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Final
 
 from common.contracts import limits
 from common.contracts.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation
+from router.api.openai.responses.store import ResponseStore
+
+# The parts of the Responses API that the process makes, and closes at its end.
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseParts:
+    """Where responses are kept, and those that a router makes in the background."""
+
+    store: ResponseStore
+    background: BackgroundResponses
+
 
 _RETRY_S: Final = 5.0
 # Bytes of a text in Python, beyond its characters.

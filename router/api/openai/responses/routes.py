@@ -29,7 +29,7 @@ from router.api.openai.answer import Answer, Bill, Form, Piece
 from router.api.openai.logprobs import ChoiceLogprobs
 from router.api.openai.request import Order
 from router.api.openai.response import WholeResponse
-from router.api.openai.responses.background import Job
+from router.api.openai.responses.background import Job, ResponseParts
 from router.api.openai.responses.conversations import SHORTER, Conversations, conversation_routes, with_referenced
 from router.api.openai.responses.events import (
     CANCELLED,
@@ -42,7 +42,6 @@ from router.api.openai.responses.events import (
 )
 from router.api.openai.responses.items import Item, as_texts, items_of
 from router.api.openai.responses.listing import ItemPage, page_of
-from router.api.openai.responses.parts import ResponseParts
 from router.api.openai.responses.records import (
     Record,
     check_id,

@@ -8,8 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from common.contracts import limits
 from router.api.openai.types import Texts
-from router.api.shared.numbers import Float32, Int32, Int64
-from router.api.shared.retention import CacheRetention
+from router.api.shared.field_names import CacheRetention, Float32, Int32, Int64
 
 Json = dict[str, Any]
 # Values that have no effect.

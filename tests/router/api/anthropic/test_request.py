@@ -9,8 +9,7 @@ import pytest
 
 from common.contracts.errors import FieldViolation, InvalidRequest, Unsupported
 from router.answers.dialects.grammar import ToolChoice
-from router.api.anthropic.cache_control import PRIORITY
-from router.api.anthropic.request import Asked, asked
+from router.api.anthropic.request import PRIORITY, Asked, asked
 from router.api.anthropic.types import CountRequest, MessagesRequest
 
 HI = [{"role": "user", "content": "Hi"}]

@@ -11,7 +11,7 @@ import pytest
 from common.contracts.errors import InvalidRequest, NotFound, Unavailable
 from common.contracts.types import Candidate, Decision, DecisionKind
 from common.decisions.ring import DecisionRing
-from common.process.turns import A_STEP
+from common.process.loop_turns import A_STEP
 from common.wire.decision_codec import decision_to_proto
 from quire.decision.v1 import decision_pb2
 from quire.inference.v1 import inference_pb2

@@ -9,7 +9,7 @@ from types import coroutine
 import pytest
 
 from common.contracts.clock import ManualClock
-from common.process.turns import A_STEP, in_steps
+from common.process.loop_turns import A_STEP, in_steps
 from router.api.page.answers import IDLE, MOST_PAUSE_S, LoopShare
 from tests.support.turns import counted_turns, take_turn
 from tests.support.waiting import until

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from router.api.openai.batches.asking import asked
+from router.api.openai.batches.runner import asked
 from router.tenants.tenancy import Caller, Tenant
 
 CALLER = Caller(Tenant("red"), "key")

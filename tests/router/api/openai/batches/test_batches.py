@@ -20,8 +20,7 @@ from common.contracts import limits
 from common.contracts.errors import Overloaded, QuotaViolation, Unavailable
 from common.process.supervised import cancel_and_wait
 from router.api.openai.batches.folder import BatchFolder
-from router.api.openai.batches.parts import BatchParts
-from router.api.openai.batches.runner import BatchRunner
+from router.api.openai.batches.runner import BatchParts, BatchRunner
 from router.api.openai.batches.uploads import Uploads
 from router.contracts.events import ValidatedRequest
 from router.tenants.tenancy import Caller, Tenant, TenantLimits
