@@ -48,7 +48,7 @@ def calls(nobody: str) -> dict[str, tuple[list[str], int, str]]:
         "explain": (["quire", "explain", "Why?", *admin], 1, NOBODY),
         "decisions": (["quire", "decisions", *admin], 1, NOBODY),
         "calibration": (["quire", "calibration", *admin], 1, NOBODY),
-        "top": (["quire", "top", "--once", *admin], 1, NOBODY),
+        "status --watch": (["quire", "status", "--watch", *admin], 1, NOBODY),
         "record": (["quire", "record", "log.jsonl", *admin], 1, NOBODY),
         "replay": (["quire", "replay", "nowhere"], 2, "cannot be read"),
         "keys": (["quire", "keys", "acme"], 0, "shown once"),

@@ -1,4 +1,4 @@
-"""What `quire top` knows at one moment: status and loads of the routers, pools of the manager, ends of requests."""
+"""What a screen of the suite knows at one moment: status and loads of routers, pools of the manager, ended requests."""
 
 from __future__ import annotations
 

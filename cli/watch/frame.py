@@ -9,8 +9,8 @@ from typing import Final
 
 from rich.text import Text
 
-from cli.top.snapshot import WINDOW_S, Ended, Snapshot, WorkerRow
 from cli.views.cutting import cut, cut_line
+from cli.watch.snapshot import WINDOW_S, Ended, Snapshot, WorkerRow
 from router.observe.diagnosis.words import count, duration, listed, percent
 
 KEYS: Final = "q quit   s sort workers   r sort requests   up/down select   enter why"

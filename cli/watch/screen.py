@@ -1,12 +1,10 @@
-"""`quire top`: watches the suite on one screen: workers, blocks, hit rate with reasons, queues and slow requests."""
+"""The screen of `quire status --watch`, and its keys."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
 import grpc
@@ -14,43 +12,16 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command
-from cli.top.frame import REQUEST_SORTS, WORKER_SORTS, Choice, frame, settled
-from cli.top.keys import DOWN, ENTER, UP, pressed
-from cli.top.snapshot import Snapshot, taken
 from cli.views.why import WhyView
+from cli.watch.frame import REQUEST_SORTS, WORKER_SORTS, Choice, frame, settled
+from cli.watch.keys import DOWN, ENTER, UP, pressed
+from cli.watch.snapshot import Snapshot, taken
 from cli.why.gather import Gatherer
 from cli.why.runbook import runbook_at
-from common.contracts.errors import FieldViolation, InvalidConfig, QuireError
+from common.contracts.errors import QuireError
 from router.observe.diagnosis.rules import diagnose
 
-_EVERY_S: Final = 2.0
 _BACK: Final = Text("\nany key: back", "dim")
-
-
-def main(argv: Sequence[str]) -> int:
-    flags = argparse.ArgumentParser("quire top", description=__doc__)
-    flags.add_argument(
-        "--every", type=float, default=_EVERY_S, metavar="SECONDS", help="seconds between looks (default %(default)g)"
-    )
-    flags.add_argument("--once", action="store_true", help="print one screen, and end")
-    add_admin_address(flags)
-    add_json(flags)
-    args = flags.parse_args(argv)
-
-    async def body(console: Console) -> None:
-        if not args.every > 0:
-            raise InvalidConfig(FieldViolation("--every", f"is {args.every:g}; expected more than 0"))
-        async with admin_channel(args.admin_address, args.state_dir) as channel:
-            first = await taken(channel)
-            if args.json:
-                print_json(asdict(first))
-            elif args.once or not (console.is_terminal and sys.stdin.isatty()):
-                print_frame(console, first)
-            else:
-                await _Screen(channel, args.admin_address, console, first).run(args.every)
-
-    return run_command(body)
 
 
 def print_frame(console: Console, snapshot: Snapshot) -> None:
@@ -58,7 +29,7 @@ def print_frame(console: Console, snapshot: Snapshot) -> None:
         console.print(line)
 
 
-class _Screen:
+class Screen:
     """The screen of one terminal; keys change what it shows at once, new figures come every few seconds."""
 
     def __init__(self, channel: grpc.aio.Channel, address: str, console: Console, first: Snapshot) -> None:

@@ -1,4 +1,4 @@
-"""`quire top` on a pseudo-terminal, with keys, against a router's admin plane with a KV manager behind it."""
+"""`quire status --watch` on a pseudo-terminal, with keys, against a router and a KV manager."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ async def command(tmp_path: Path) -> AsyncIterator[list[str]]:
     decisions_rpc.add_DecisionServiceServicer_to_server(Decisions(), server)  # type: ignore[abstract]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    yield [*module_command("cli.main", "top"), "--admin-address", f"127.0.0.1:{port}", "--state-dir", str(tmp_path)]
+    words = module_command("cli.main", "status", "--watch")
+    yield [*words, "--admin-address", f"127.0.0.1:{port}", "--state-dir", str(tmp_path)]
     await server.stop(None)
 
 
@@ -113,7 +114,7 @@ async def test_one_screen_and_json_for_programs(command: list[str]) -> None:
         assert (process.returncode, err) == (0, b"")
         return out.decode()
 
-    screen, whole = await asyncio.gather(run("--once"), run("--json"))
+    screen, whole = await asyncio.gather(run(), run("--json"))
     assert "slow-1" in screen
     first, second = json.loads(whole)["workers"]
     assert (first["in_use"], first["runway"], first["cached"], first["free"]) == (41, 7, 13, 3)

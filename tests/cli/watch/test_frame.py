@@ -1,6 +1,6 @@
-"""One screen of `quire top` at 80x24 against a golden one, and what keys and sizes change of it.
+"""One screen of `quire status --watch` at 80x24 against a golden one, and what keys and sizes change of it.
 
-A screen that is meant to change: `GOLDEN=write pytest tests/cli/top/test_frame.py` writes the file again.
+A screen that is meant to change: `GOLDEN=write pytest tests/cli/watch/test_frame.py` writes the file again.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.top.frame import KEYS, REQUEST_SORTS, WORKER_SORTS, Choice, frame, settled
-from cli.top.keys import DOWN, ENTER, ESCAPE, UP, keys_of
-from cli.top.snapshot import Ended, Snapshot, WorkerRow
+from cli.watch.frame import KEYS, REQUEST_SORTS, WORKER_SORTS, Choice, frame, settled
+from cli.watch.keys import DOWN, ENTER, ESCAPE, UP, keys_of
+from cli.watch.snapshot import Ended, Snapshot, WorkerRow
 from router.observe.diagnosis.outcome import Outcome
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "top_80.txt"

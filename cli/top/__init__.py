@@ -1,1 +1,0 @@
-"""`quire top`: what the suite does now, on one screen that is drawn again every two seconds."""

@@ -1,0 +1,1 @@
+"""`quire status --watch`: what the suite does now, on one screen that is drawn again every two seconds."""
