@@ -12,6 +12,7 @@ from common.contracts.errors import InvalidConfig, QuireError
 from common.process.debug import stacks_on_signal
 from common.process.logs import setup_logging
 from common.rpc import event_loop
+from common.rpc.grpc_internals import missing_words
 from common.settings.config import ENV_PREFIX, FAILED_STATUS, refuse
 from common.settings.options import ServiceSettings
 from common.settings.service_links import in_words, service_links
@@ -29,6 +30,8 @@ def run_service(name: str, settings: ServiceSettings, serve: Callable[[], Corout
     """
     stacks_on_signal()
     setup_logging(name, settings.log_level, settings.log_format)
+    if missing := missing_words():
+        log.warning("%s", missing)
     if links := service_links(os.environ, ENV_PREFIX):
         log.info("%s", in_words(links))
     try:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import uvloop
-from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+from common.rpc.grpc_internals import is_completion_reader
 
 ResultT = TypeVar("ResultT")
 
@@ -23,14 +24,9 @@ class Loop(uvloop.Loop):
     """uvloop's loop, which recognises gRPC's reader; a reader of another shape (a later gRPC) is left as it is."""
 
     def add_reader(self, fd: Any, callback: Callable[..., object], *args: object) -> None:
-        if isinstance(fd, socket.socket) and _is_grpc_reader(callback):
+        if isinstance(fd, socket.socket) and is_completion_reader(callback):
             callback = functools.partial(_take_all_but_one, fd, callback)
         super().add_reader(fd, callback, *args)
-
-
-def _is_grpc_reader(callback: Callable[..., object]) -> bool:
-    inner = callback.func if isinstance(callback, functools.partial) else callback
-    return isinstance(getattr(inner, "__self__", None), cygrpc.PollerCompletionQueue)
 
 
 def _take_all_but_one(wakes: socket.socket, reader: Callable[[], object]) -> None:

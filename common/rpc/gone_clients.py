@@ -9,9 +9,9 @@ import asyncio
 import logging
 from typing import Final
 
-from grpc._cython import cygrpc  # type: ignore[attr-defined]
+from common.rpc.grpc_internals import LOG, is_failed_batch
 
-_GRPC_LOG: Final = logging.getLogger("grpc._cython.cygrpc")
+_GRPC_LOG: Final = logging.getLogger(LOG)
 # How the text begins for a batch that gRPC took, but whose call ended first. Other batches are bugs.
 _CALL_ENDED: Final = 'Failed "execute_batch"'
 
@@ -32,4 +32,4 @@ def log_no_gone_clients() -> None:
 
 def _is_no_gone_client(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
-    return not (isinstance(error, cygrpc.ExecuteBatchError) and str(error).startswith(_CALL_ENDED))
+    return not (is_failed_batch(error) and str(error).startswith(_CALL_ENDED))

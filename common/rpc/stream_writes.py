@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 from google.protobuf.message import Message
 from grpc import aio
 
+from common.rpc.grpc_internals import core_of
+
 StreamCall: TypeAlias = "aio.StreamStreamCall[Any, Any]"
 
 
@@ -24,8 +26,7 @@ async def write(call: StreamCall, message: Message) -> bool:
         if call.done():
             return False
         await call.wait_for_connection()
-        # An intercepted call has no core of its own.
-        core = getattr(call, "_cython_call", None)
+        core = core_of(call)
         if core is None:
             await call.write(message)
         else:
