@@ -110,7 +110,7 @@ async def decision_us(workers: int, times: int) -> float:
     router, found = _router(workers, load), list[int]()
     for number in range(times):
         began = time.thread_time_ns()
-        placement = await router.dispatcher.place(_job(number), router.dispatcher.ticket(0, ONE_FLOW))
+        placement = await router.dispatcher.place_job(_job(number), router.dispatcher.ticket(0, ONE_FLOW))
         placement.reservations[0].release()
         found.append(time.thread_time_ns() - began)
     return statistics.median(found) / 1e3
@@ -120,7 +120,7 @@ async def full_us(workers: int, times: int) -> tuple[float, float]:
     """Return the medians of CPU microseconds while a request waits: of an attempt to place it, and of a heartbeat."""
     load = Load(running=256, waiting=768, steps=1, decode_step_seconds=0.01)
     router, tries, beats = _router(workers, load), list[int](), list[int]()
-    waits = asyncio.create_task(router.dispatcher.place(_job(0), router.dispatcher.ticket(0, ONE_FLOW)))
+    waits = asyncio.create_task(router.dispatcher.place_job(_job(0), router.dispatcher.ticket(0, ONE_FLOW)))
     await asyncio.sleep(0)
     for number in range(times):
         began = time.thread_time_ns()

@@ -1,6 +1,6 @@
 """A mixed load on a running suite: good requests whose tokens are compared, and among them all kinds of others.
 
-Of ten requests eight are good streams. The others go to /v1/messages (`messages.py`); are cancelled, refused or no
+Of ten requests eight are good streams. The others go to /v1/messages; are cancelled, refused or no
 messages at all; come over HTTP or on a connection of their own, hang up in the middle, bring a new constraint, or ask
 the admin plane.
 

@@ -3,7 +3,7 @@
 Each value is taken while no request runs and none is sent, so that the values of a process are of comparable states. It
 is the memory that the process and its children share with no other process (USS), without clean pages of files: those
 of a library are private or shared as other processes begin and end, which moved a router by 6 MiB. `settled_s` is the
-age of a process from which its values count: before that, tables grow to their bounds. `slopes.py` has the slope.
+age of a process from which its values count: before that, tables grow to their bounds.
 """
 
 from __future__ import annotations

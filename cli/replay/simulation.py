@@ -383,7 +383,7 @@ class _Simulation:
         wanted = PlacementRequest(name, arrival.prompt_tokens, len(tokens), max(1, arrival.output_tokens))
         job = Job(wanted, hashes if self._options.prefix_caching else (), arrival.priority, None)
         ticket = router.dispatcher.ticket(arrival.priority, Flow(arrival.tenant))
-        placement = await router.dispatcher.place(job, ticket)
+        placement = await router.dispatcher.place_job(job, ticket)
         router.admission.start(name, self._loop.time(), arrival.tenant)
         replayed.worker = placement.worker_id
         sequence = SequenceId(next(self._sequences))

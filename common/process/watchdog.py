@@ -1,6 +1,6 @@
 """Notices that a service's work stands still although nothing explains it, and measures the lag of its event loop.
 
-It also looks whether the process has file descriptors left (`open_files.py`).
+It also looks whether the process has file descriptors left.
 
 Each service says in a pure file what waits (`*/watchdog.py`). One task here looks once in a while, and reports a
 reason to health when the same work has waited for too long. It reports "" as soon as anything went on.

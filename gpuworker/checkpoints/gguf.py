@@ -1,6 +1,6 @@
 """The weights of a GGUF file, by the index in the folder that stands for it (common/checkpoint/gguf/folder.py).
 
-The types of gguf_blocks.py are read as integers; the others are floats.
+The types of `TYPES` are read as integers; the others are floats.
 """
 
 from __future__ import annotations

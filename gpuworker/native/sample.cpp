@@ -168,7 +168,7 @@ void score_row(const quire_score& score, int64_t index) {
 
 // ------------------------------------------------------------------ sampling
 
-// A number in [0, 1) with 53 random bits for (seed, position): splitmix64, keyed twice, as `uniforms` in uniforms.py.
+// A number in [0, 1) with 53 random bits for (seed, position): splitmix64, keyed twice, as `uniforms` in rows.py.
 uint64_t mix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 CALL_HASHES: Final = 256
 QUEUE_HASHES: Final = 65_536
-# Changes of a few steps travel in one call; meanwhile routers use their memory of their own choices (OptimisticIndex).
+# Changes of a few steps travel in one call; meanwhile routers use their memory of their own choices (RoutedPrefixes).
 LINGER_S: Final = 0.01
 _LOST: Final = {
     Loss.TAKEN: "another group of KV managers has taken the slot of",

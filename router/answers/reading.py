@@ -23,7 +23,7 @@ from router.answers.dialects.lark import whole_tokens
 from router.answers.dialects.names import reasoning_dialect, tool_dialect
 from router.answers.dialects.offered import OfferedTool
 from router.answers.dialects.reader import GPT_OSS, kept_tokens, reader, thought_end, thought_marks
-from router.answers.tools import UNSEEN_TOOLS
+from router.answers.requested_tools import UNSEEN_TOOLS
 from router.contracts.answer_parts import Parser
 from router.contracts.ports import ChatRenderer
 

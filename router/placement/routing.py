@@ -60,12 +60,12 @@ def named(candidates: Sequence[Candidate], chosen: str) -> tuple[Candidate, ...]
     priced = [each for each in candidates if each.cost is not None]
     out = [each for each in candidates if each.cost is None]
     kept = {each.name for each in heapq.nsmallest(MOST_NAMED, priced, key=lambda each: each.cost or 0.0)}
-    kept |= {each.name for each in heapq.nlargest(MOST_NAMED, out, key=_hits)}
-    kept |= {chosen, max(candidates, key=_hits).name}
+    kept |= {each.name for each in heapq.nlargest(MOST_NAMED, out, key=_hit_blocks)}
+    kept |= {chosen, max(candidates, key=_hit_blocks).name}
     return tuple([each for each in candidates if each.name in kept])
 
 
-def _hits(candidate: Candidate) -> float:
+def _hit_blocks(candidate: Candidate) -> float:
     return dict(candidate.figures).get("hit_blocks", 0.0)
 
 
@@ -393,7 +393,7 @@ class WorkerCost:
 
 
 class Router:
-    """Chooses workers. `seed` breaks ties, and draws the workers to price where there are many (`shortlist.py`).
+    """Chooses workers. `seed` breaks ties, and draws the workers to price where there are many.
 
     With a decision's id it gives the same pick again.
     """

@@ -17,7 +17,7 @@ from operator import or_
 from typing import Final, TypeAlias
 
 from common.contracts.lease import blocks_before_window
-from router.placement.prefix_match import WINDOWS, Entry
+from router.placement.prefix_holders import WINDOWS, Entry
 
 _NOBODY: Final = ("", -1)
 _MOST: Final = WINDOWS[-1]

@@ -60,9 +60,9 @@ class ClientEvents:
             case SequenceFinished() as ended:
                 yield from self._finished(run, running, ended, now)
             case Refused(error):
-                running.lose(_words_of(error))
+                running.note_loss(_words_of(error))
             case Lost(reason):
-                running.lose(reason)
+                running.note_loss(reason)
 
     def earlier(self, run: RequestRun, resumable: Resumable | None) -> Iterator[GenerateEvent]:
         """Yield what resumed sequences put out at earlier workers, after the admission that came before it."""
@@ -156,7 +156,9 @@ class ClientEvents:
         self, run: RequestRun, running: Running, ended: SequenceFinished, now: float
     ) -> Iterator[GenerateEvent]:
         if ended.reason is FinishReason.CANCELLED:  # the worker shuts down
-            running.lose((DRAINED if running.booked else ended.message) or f"the worker ended it: {ended.reason.value}")
+            running.note_loss(
+                (DRAINED if running.booked else ended.message) or f"the worker ended it: {ended.reason.value}"
+            )
             return
         rest = running.output.rest()
         if rest is not None:

@@ -19,9 +19,9 @@ from router.contracts.refusals import too_large, waiting_record
 from router.placement.admission import ANY_WORKER, check_deadline, too_late_words
 from router.placement.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_at
 from router.placement.first_tokens import FirstTokens, Foretold
-from router.placement.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
 from router.placement.place_shares import PlaceShares, Shares
 from router.placement.placement import Outcome, PlacementRequest, must_wait, places_of, verdict, waits_for_a_place
+from router.placement.routed_prefixes import BURST_SECONDS, MEMORY_SECONDS, RoutedPrefixes
 from router.placement.routing import Choice, Router
 from router.placement.worker_model import WorkerModel
 from router.workers.client import WorkerClient
@@ -226,7 +226,7 @@ class Dispatcher:
         self.pool = self._pool = pool
         self._router, self._index, self._decisions = router, index, decisions
         self._clock, self._patience = clock, patience
-        self._memory = OptimisticIndex()
+        self._memory = RoutedPrefixes()
         self.first_tokens = FirstTokens()
         self._queue: FairQueue[WaitingJob] = FairQueue(clock, max_wait)
         self._reserver = Reserver(clock, self._serve_queue)
@@ -259,13 +259,13 @@ class Dispatcher:
         """Return a place in the order of waiting requests; a request keeps it for all its jobs."""
         return self._queue.ticket(priority, flow, sequences, due_at(self._clock.monotonic(), deadline))
 
-    def refuse(self, ticket: Ticket, error: QuireError) -> None:
-        """Let `place` raise an error for a request that waits; nothing happens when it does not wait."""
+    def refuse_job(self, ticket: Ticket, error: QuireError) -> None:
+        """Let `place_job` raise an error for a request that waits; nothing happens when it does not wait."""
         waiting = self._queue.leave(ticket)
         if waiting is not None:
             waiting.fail(error)
 
-    async def place(self, job: Job, ticket: Ticket) -> Placement:
+    async def place_job(self, job: Job, ticket: Ticket) -> Placement:
         """Return a placement whose load is reserved.
 
         Raises InvalidRequest when no pool can hold the job, DeadlineExceeded when its deadline cannot be met, and
@@ -346,8 +346,8 @@ class Dispatcher:
             await asyncio.wait([waiting.placed], timeout=left if late else max(left - soonest.seconds, _LEAST_WAIT_S))
         return waiting.placed.result()
 
-    async def foresee(self, job: Job, flow: Flow) -> Foresight:
-        """Return what `place` would do with a job now. Nothing is queued, reserved, remembered or recorded."""
+    async def foresee_job(self, job: Job, flow: Flow) -> Foresight:
+        """Return what `place_job` would do with a job now. Nothing is queued, reserved, remembered or recorded."""
         index = await self._index.lookup(job.block_hashes) if job.block_hashes else NOTHING_ASKED
         due = due_at(self._clock.monotonic(), job.deadline)
         ticket = Ticket(job.priority, 0, flow, job.request.sequences, due)
@@ -533,10 +533,10 @@ class Dispatcher:
 
     # ------------------------------------------------------------ sequences of draining workers
 
-    def book(self, job: Job, flow: Flow) -> Placement | None:
+    def book_place(self, job: Job, flow: Flow) -> Placement | None:
         """Reserve a place for sequences that run elsewhere; None where they would have to wait for it.
 
-        Nothing is looked up or recorded: `take_up` does that, because the sequences may end before they move.
+        Nothing is looked up or recorded: `take_booked_place` does that, because the sequences may end before they move.
         """
         choice = self._choose(job, job.request, None, among=self._with_batch_place(job.request))
         if choice.worker is None:
@@ -544,7 +544,7 @@ class Dispatcher:
         return self._placement(job, choice.worker, self._pool.client(choice.worker), choice, flow)
 
     def has_batch_place(self, request: PlacementRequest) -> bool:
-        """Return whether `book` would find a place."""
+        """Return whether `book_place` would find a place."""
         return bool(self._with_batch_place(request))
 
     def _with_batch_place(self, request: PlacementRequest) -> list[WorkerModel]:
@@ -553,7 +553,7 @@ class Dispatcher:
         roomy = [each for each in self._pool.models() if each.has_batch_place(request.sequences)]
         return [each for each in roomy if verdict(each, request, now)[0] is Outcome.PLACED]
 
-    def take_up(self, placement: Placement, job: Job) -> Placement | None:
+    def take_booked_place(self, placement: Placement, job: Job) -> Placement | None:
         """Record the move to a booked place; None, with the place released, where its worker may not get it."""
         if not self.may_take(placement):
             for reservation in placement.reservations:
@@ -576,7 +576,7 @@ class Dispatcher:
             return False
         return placement.client.ready and model.trouble(self._clock.monotonic()) is None
 
-    def adopted(self, client: WorkerClient, flow: Flow) -> LoadReservation | None:
+    def count_running(self, client: WorkerClient, flow: Flow) -> LoadReservation | None:
         """Count a sequence that runs at a worker already, whose heartbeats show its load; None without the worker."""
         model = self._pool.model_of(client)
         return None if model is None else self._reserver.adopt(model, flow)
@@ -598,7 +598,7 @@ class Dispatcher:
         for ticket, waiting in list(self._queue):
             choice = self._choose(waiting.job, waiting.job.request, waiting.index.hits)
             if choice.outcome is Outcome.NO_WORKER:
-                self.refuse(ticket, self._no_worker())
+                self.refuse_job(ticket, self._no_worker())
         self._serve_queue()
 
     def _no_worker(self) -> Unavailable:

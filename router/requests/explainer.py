@@ -75,7 +75,7 @@ class Explainer:
         hashes = prefix.block_hashes if request.takes_hits else ()
         deadline = None if seconds is None else self._clock.monotonic() + seconds
         job = Job(placement_of(request, len(prefix.tokens), request.sampling.n), hashes, request.priority, deadline)
-        foresight = await self._dispatcher.foresee(job, request.flow)
+        foresight = await self._dispatcher.foresee_job(job, request.flow)
         outcome, reason = self._refusal(request) or self._outcome(foresight, seconds)
         return Explanation(outcome, reason, foresight, request, identity.block_size, len(hashes) * identity.block_size)
 

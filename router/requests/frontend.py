@@ -29,11 +29,11 @@ from router.requests.client_events import ClientEvents, error_of
 from router.requests.dispatcher import Dispatcher
 from router.requests.inbox import Aborted, Revoked, Stopped, Turns, work_of
 from router.requests.output_stream import EXPIRED, OutputStream, StopTokens
-from router.requests.placing import Placer
 from router.requests.request_ids import automatic_id
 from router.requests.resumption import Resumable
 from router.requests.run import Phase, RequestRun, Running
 from router.requests.run_log import DEADLINE_WORDS, GONE_WORDS
+from router.requests.submitter import Submitter
 from router.tenants.tenancy import Caller
 from router.workers.pool import WorkerPool
 
@@ -76,9 +76,9 @@ class Adopter:
             running.received = resumable.received.of(found.orphan.index)
             running.output.resume(found.orphan, now)
         for running, found in places:
-            running.reservation = self._dispatcher.adopted(found.client, run.request.flow)
+            running.reservation = self._dispatcher.count_running(found.client, run.request.flow)
             handle, confirmed = found.client.adopt(found.orphan.sequence, run.sink(running), left)
-            running.place(found.client, handle)
+            running.take_place(found.client, handle)
             if not await _confirmed(confirmed, run):
                 return
         # From here on a worker that drains may hand the sequences over.
@@ -136,8 +136,8 @@ _PERIOD_S: Final = 0.1
 class DrainMover:
     """Implements PoolListener over the requests inside."""
 
-    def __init__(self, pool: WorkerPool, placer: Placer, runs: Collection[RequestRun], clock: Clock) -> None:
-        self._pool, self._placer, self._runs, self._clock = pool, placer, runs, clock
+    def __init__(self, pool: WorkerPool, submitter: Submitter, runs: Collection[RequestRun], clock: Clock) -> None:
+        self._pool, self._submitter, self._runs, self._clock = pool, submitter, runs, clock
         self._tried, self._next = 0, float("-inf")
 
     def cache_lost(self, worker_id: str) -> None:
@@ -158,7 +158,7 @@ class DrainMover:
         waiting = deque(self._waiting())
         waiting.rotate(-self._tried)
         for run, running in islice(waiting, _AT_ONCE):
-            place = self._placer.book(run, running)
+            place = self._submitter.book_place(run, running)
             if place is not None:
                 running.move_to(place)
             else:
@@ -200,12 +200,12 @@ class RouterFrontend:
         self._dispatcher, self._admission, self._new_id = dispatcher, admission, new_id
         self._assemblers, self._recorder, self._eos_token_ids = assemblers, recorder, eos_token_ids
         self._clock = recorder.clock
-        self._turns, self._placer = Turns(), Placer(dispatcher, admission, recorder, eos_token_ids)
+        self._turns, self._submitter = Turns(), Submitter(dispatcher, admission, recorder, eos_token_ids)
         self._adopter, self._events = Adopter(dispatcher, admission, recorder), ClientEvents(recorder)
         self._runs: set[RequestRun] = set()
         self.standstill = Standstill(lambda: bool(self._runs))
         """When this router did not run."""
-        dispatcher.pool.listen(DrainMover(dispatcher.pool, self._placer, self._runs, self._clock))
+        dispatcher.pool.listen(DrainMover(dispatcher.pool, self._submitter, self._runs, self._clock))
         self.leaving = self.draining = False
         """A router that is leaving takes no new clients. One that drains takes no new requests either."""
         self._idle = asyncio.Event()
@@ -245,7 +245,7 @@ class RouterFrontend:
                             run.log.taken()
                         await self._turns.pace(work_of(part))
                 run.inbox.sent()
-                await self._placer.move_lost(run)
+                await self._submitter.move_lost_sequences(run)
             failure = DEADLINE_WORDS if run.expired else ""
         except (asyncio.CancelledError, GeneratorExit):
             failure = self._interrupted(run)
@@ -320,7 +320,7 @@ class RouterFrontend:
     def _end(self, run: RequestRun, why: Revoked | Aborted | Stopped) -> None:
         run.interrupt(why)
         if run.ticket is not None:
-            self._dispatcher.refuse(run.ticket, error_of(why))
+            self._dispatcher.refuse_job(run.ticket, error_of(why))
 
     async def drain(self, seconds: float) -> bool:
         """Refuse new requests; return whether all requests inside have ended within so many seconds.
@@ -392,6 +392,6 @@ class RouterFrontend:
             run.expire_in(request.deadline - self._clock.monotonic())
         if resumable is None:
             run.log.read()
-            await self._placer.place(run, run.sequences)
+            await self._submitter.submit_sequences(run, run.sequences)
         else:
             await self._adopter.adopt(run, resumable)

@@ -35,7 +35,7 @@ from router.contracts.index_answer import IndexAnswer, IndexSaid
 from router.contracts.ports import KnownPool
 from router.observe.diagnosis.words import duration
 from router.placement.breaker import CircuitBreaker
-from router.placement.prefix_match import PrefixMatch, windows
+from router.placement.prefix_holders import PrefixHolders, windows
 from router.placement.run_search import RunSearch
 
 log = logging.getLogger(__name__)
@@ -175,8 +175,8 @@ class RedisPrefixIndex:
     def _live(self) -> dict[int, tuple[str, int]]:
         return {slot: (owner.worker_id, owner.generation) for slot, owner in self._owners.items()}
 
-    async def _match(self, lookup: _Lookup, block_hashes: Sequence[BlockHash]) -> PrefixMatch:
-        match = PrefixMatch(self._live(), unpack_entries)
+    async def _match(self, lookup: _Lookup, block_hashes: Sequence[BlockHash]) -> PrefixHolders:
+        match = PrefixHolders(self._live(), unpack_entries)
         for window in windows(len(block_hashes)):
             values = await lookup.read([block_hashes[place] for place in window])
             if values is None or not match.feed(values):

@@ -58,7 +58,7 @@ class Phase(Enum):
     take_loss                               v
          |                                ENDED    the worker is done with it; the client may not have read that
          |                                  |
-         +------------- LOST <-- lose ------+
+         +------------- LOST <- note_loss --+
                                             |
                      FINISHED <-- finish ---+      also from every other phase: a stop string, a deadline, a cancel
     """
@@ -97,16 +97,16 @@ class Running:
         self.phase = Phase.AT_WORKER
         return self.attempt
 
-    def place(self, client: WorkerClient, handle: int) -> None:
+    def take_place(self, client: WorkerClient, handle: int) -> None:
         """Take a place at a worker."""
         self.client, self.handle = client, handle
         self._places.append((client, handle))
 
-    def taken(self) -> None:
+    def forget_earlier_runs(self) -> None:
         """Let the workers of earlier runs forget the sequence: the present one has it."""
         self._acknowledge(self._places[:-1])
 
-    def acknowledge(self) -> None:
+    def forget_all_runs(self) -> None:
         """Let all workers forget the sequence: its request leaves the router."""
         self._acknowledge(self._places)
 
@@ -115,7 +115,7 @@ class Running:
             client.acknowledge(handle)
         self._places = self._places[len(places) :]
 
-    def leave(self, reason: FinishReason | None) -> None:
+    def leave_worker(self, reason: FinishReason | None) -> None:
         """Give up the place at the worker; with a reason, cancel the sequence there."""
         client, reservation = self.client, self.reservation
         self.client, self.reservation = None, None
@@ -143,9 +143,9 @@ class Running:
         if not _hands_over(event):
             self._unbook()
 
-    def lose(self, reason: str) -> None:
+    def note_loss(self, reason: str) -> None:
         """Give up the place after the worker ended the sequence; one that was booked is kept."""
-        self.leave(None)
+        self.leave_worker(None)
         self.phase, self.loss = Phase.LOST, reason
 
     def take_loss(self) -> str:
@@ -161,7 +161,7 @@ class Running:
 
     def finish(self, reason: FinishReason) -> None:
         """End the sequence for its client: give up its worker."""
-        self.leave(reason)
+        self.leave_worker(reason)
         self.phase = Phase.FINISHED
 
 
@@ -223,7 +223,7 @@ class RequestRun:
                 running.end_run(event)
             if attempt == running.attempt:
                 if isinstance(event, SequenceAdmitted):
-                    running.taken()
+                    running.forget_earlier_runs()
                 self.log.follow(index, event)
                 self._follow(event)
             if not isinstance(event, SequenceStarted | SequenceDelayed):  # nothing that the stream sends
@@ -314,14 +314,14 @@ class RequestRun:
         self.inbox.close()
         self._leave(reason)
         for running in self.sequences:
-            running.acknowledge()
+            running.forget_all_runs()
 
     def _leave(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         heard = [each.client.heard_at(each.handle) for each in self.sequences if each.client is not None]
         if latest := max(heard, default=0.0):
             self.log.silent_since(latest)
         for running in self.sequences:
-            running.leave(reason)
+            running.leave_worker(reason)
 
 
 def _hands_over(event: SequenceEvent) -> bool:

@@ -44,8 +44,8 @@ from quire.inference.v1 import inference_pb2
 from quire.inference.v1 import inference_pb2 as pb
 from quire.types.v1 import types_pb2
 from router.answers.constraints.closing import closed_text
+from router.answers.requested_tools import quoted
 from router.answers.text.checkpoint import Checkpoint
-from router.answers.tools import quoted
 from router.contracts.events import ValidatedRequest
 from router.contracts.ports import CallContext, ConstraintCheck, RequestValidator, TextCodec
 from router.contracts.refusals import beyond_context

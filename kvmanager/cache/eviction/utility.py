@@ -1,4 +1,4 @@
-"""Predicted utility: the leaf goes that is worth the least by its class and age (`classes.py`, `lifetimes.py`).
+"""Predicted utility: the leaf goes that is worth the least by its class and age.
 
 The best of all leaves is not searched. Some leaves are picked at random, those of the least worth among them are kept
 for the next choice, and the blocks before an evicted leaf follow it while they have its class and age.
@@ -201,7 +201,7 @@ _LESSON: Final = 4096
 class PredictedUtility:
     """Time is counted in blocks that were released; all blocks of one release have one time.
 
-    `uses` and `tip` are explained in `classes.py`: a tip is the last block of a chain that nothing has extended.
+    `uses` and `tip` are explained at `class_of`: a tip is the last block of a chain that nothing has extended.
     """
 
     __slots__ = (

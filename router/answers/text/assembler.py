@@ -11,13 +11,13 @@ from common.contracts.limits import SHORT_TEXT_BYTES
 from common.contracts.types import SamplingParams
 from quire.inference.v1 import inference_pb2
 from router.answers.dialects.stop_words import StopWords
+from router.answers.requested_tools import UNSEEN_TOOLS
 from router.answers.stop_matcher import StopMatcher
 from router.answers.text.chat import ChatTemplate, PromptTooLong
 from router.answers.text.chat_input import characters, chat_input, check_messages
 from router.answers.text.control_texts import NO_TEXTS, ControlTexts
 from router.answers.text.detokenizer import Detokenizer
 from router.answers.text.tokenizer import Tokenizer
-from router.answers.tools import UNSEEN_TOOLS
 from router.contracts.answer_parts import Parser
 from router.contracts.ports import TextAssembler, TextDelta
 from router.contracts.refusals import beyond_context

@@ -21,7 +21,7 @@ from common.contracts.limits import (
 )
 from common.untrusted import json_shape
 from quire.inference.v1 import inference_pb2 as pb
-from router.answers.tools import tools_of
+from router.answers.requested_tools import tools_of
 
 # A template may build control tokens from the role ("<|" + role + "|>"); a plain word cannot inject another token.
 _ROLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,31}")

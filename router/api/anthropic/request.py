@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from common.contracts.errors import FieldViolation, InvalidRequest, Unsupported
 from common.contracts.limits import MAX_CHAT_MESSAGES, MAX_RETENTION_MESSAGE_RANGES, MAX_TOOL_CALLS
-from router.answers.tools import quoted
+from router.answers.requested_tools import quoted
 from router.api.anthropic.types import (
     Block,
     CacheControl,
@@ -24,7 +24,7 @@ from router.api.anthropic.types import (
     ToolBody,
 )
 from router.api.openai.request import Order, chat_order
-from router.api.openai.tools import left_out_note
+from router.api.openai.requested_tools import left_out_note
 from router.api.openai.types import (
     CallBody,
     CalledFunction,

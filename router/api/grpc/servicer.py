@@ -15,8 +15,8 @@ from common.rpc.call_notes import NOTES
 from common.untrusted.ids import ID_WORDS, is_id
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
+from router.answers.requested_tools import NOTE_HEADER, UNSEEN_TOOLS
 from router.answers.text.tokenizer_files import TokenizerFiles
-from router.answers.tools import NOTE_HEADER, UNSEEN_TOOLS
 from router.api.grpc.codec import (
     LEAST_ENTRY_BYTES,
     LEAST_TOKEN_BYTES,

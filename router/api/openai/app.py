@@ -22,7 +22,7 @@ from common.contracts.errors import FieldViolation, InvalidRequest, Overloaded, 
 from common.contracts.limits import MAX_ANSWER_BYTES, MAX_REQUEST_ID_CHARS, MAX_SEQUENCES
 from common.version import quire_version
 from quire.inference.v1 import inference_pb2 as pb
-from router.answers.tools import NOTE_HEADER
+from router.answers.requested_tools import NOTE_HEADER
 from router.api.http.event_stream import EventStream
 from router.api.openai import errors, schema
 from router.api.openai.allowed_tokens import check_allowed, forbid_other_ends

@@ -8,8 +8,8 @@ from typing import Any
 
 from common.contracts.errors import FieldViolation, InvalidRequest, Unsupported
 from quire.inference.v1 import inference_pb2 as pb
-from router.answers.tools import quoted
-from router.api.openai.tools import AskedTools
+from router.answers.requested_tools import quoted
+from router.api.openai.requested_tools import AskedTools
 from router.api.openai.types import CalledFunction, ChatFields, Message
 from router.contracts.media import medium_of
 

@@ -18,7 +18,7 @@ from router.api.openai import allowed_tokens
 from router.api.openai.allowed_tokens import FIELD
 from router.api.openai.chat_prompt import chat_prompt, media_in
 from router.api.openai.errors import UnsupportedField
-from router.api.openai.tools import AskedTools, asked_tools
+from router.api.openai.requested_tools import AskedTools, asked_tools
 from router.api.openai.types import (
     ChatBatchRequest,
     ChatOptions,

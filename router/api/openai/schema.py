@@ -1,6 +1,6 @@
 """The answers of the OpenAI-compatible API as /openapi.json describes them.
 
-The code does not build answers from these classes: `response.py` and `stream.py` write them, and tests compare both.
+The code does not build answers from these classes: `response.py` and `app.py` write them, and tests compare both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """POST /v1/rerank and /v1/score, in the forms of vLLM, Jina and Cohere.
 
 The score of two texts is the cosine of their vectors, -1 to 1, as vLLM has it for models that embed. Of a model that
-ranks by its answer it is the probability of yes (`answer_ranking.py`).
+ranks by its answer it is the probability of yes.
 """
 
 from __future__ import annotations

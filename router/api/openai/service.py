@@ -17,7 +17,7 @@ from common.contracts.limits import MAX_HTTP_BODY_BYTES
 from common.version import quire_version
 from quire.inference.v1 import inference_pb2 as pb
 from router.answers.reading import AnswerReader, Reading
-from router.answers.tools import NOTE_HEADER
+from router.answers.requested_tools import NOTE_HEADER
 from router.api.openai import errors
 from router.api.openai.answer import Answer
 from router.api.openai.batches.runner import BatchParts

@@ -14,9 +14,9 @@ from common.contracts.errors import FieldViolation, InvalidRequest
 from common.contracts.limits import MAX_TOKENIZE_CHARS
 from quire.inference.v1 import inference_pb2 as pb
 from router.api.openai.chat_prompt import chat_prompt
+from router.api.openai.requested_tools import asked_tools
 from router.api.openai.schema import answers
 from router.api.openai.service import unless_gone
-from router.api.openai.tools import asked_tools
 from router.api.openai.types import ChatFields, Messages, TokenIds
 from router.api.shared.metering import UNLIMITED, Meter
 from router.contracts.ports import ModelCard, RequestValidator, TextCodec

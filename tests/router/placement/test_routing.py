@@ -8,11 +8,11 @@ import pytest
 
 from common.contracts.clock import ManualClock
 from common.contracts.types import Decision
-from router.placement.optimistic import OptimisticIndex
 from router.placement.placement import Outcome, too_large
+from router.placement.routed_prefixes import RoutedPrefixes
 from router.placement.routing import TIE_SECONDS, Router
 from router.placement.worker_model import Capacity, Load, WorkerModel
-from tests.router.placement.test_optimistic import block_hashes
+from tests.router.placement.test_routed_prefixes import block_hashes
 from tests.support.router.placements import CAPACITY, TOKEN, chosen, placement, rejected, router, worker
 
 
@@ -163,7 +163,7 @@ def test_a_thousand_requests_with_one_prefix_do_not_pile_up_on_one_worker() -> N
     """Requests come faster than a worker serves them; all share 6 of their 7 blocks, remembered optimistically."""
     capacity = Capacity(num_blocks=4096, block_size=16, max_num_seqs=64, max_model_len=512)
     workers = [worker(f"w{n}", capacity=capacity) for n in range(4)]
-    memory, choose, served = OptimisticIndex(), router(), Counter[str]()
+    memory, choose, served = RoutedPrefixes(), router(), Counter[str]()
     running: list[WorkerModel] = []
     for number in range(1000):
         keys = block_hashes("shared" + chr(ord("A") + number % 26))
@@ -183,7 +183,7 @@ def test_a_thousand_requests_with_one_prefix_do_not_pile_up_on_one_worker() -> N
 
 def test_a_quiet_trickle_with_one_prefix_stays_on_one_worker() -> None:
     workers = [worker(f"w{n}") for n in range(4)]
-    memory, choose, served = OptimisticIndex(), router(), Counter[str]()
+    memory, choose, served = RoutedPrefixes(), router(), Counter[str]()
     for _ in range(50):
         keys = block_hashes("shared")
         choice = choose.route(placement(prompt=100), workers, memory.lookup(keys, now=0.0))

@@ -62,7 +62,7 @@ def stayed(harness: Harness, seconds: float, ago: float = 0.0) -> WorkerModel:
 async def waits(harness: Harness, wanted: Job, reservation: LoadReservation) -> None:
     """Demand that a job is not refused at its arrival: it gets the place that is then released."""
     before = len(harness.decisions.find(kind=DecisionKind.QUEUED))
-    waiting = asyncio.create_task(harness.dispatcher.place(wanted, harness.dispatcher.ticket(wanted.priority)))
+    waiting = asyncio.create_task(harness.dispatcher.place_job(wanted, harness.dispatcher.ticket(wanted.priority)))
     await harness.until(lambda: waiting.done() or len(harness.decisions.find(kind=DecisionKind.QUEUED)) > before)
     reservation.release()
     await waiting
@@ -75,7 +75,7 @@ async def test_a_request_that_must_wait_too_long_is_refused_at_arrival_with_the_
         reservation = await full(harness)
         stayed(harness, 1000.0)
         with pytest.raises(DeadlineExceeded, match=r"s are left, and the first token is predicted in \d{4}"):
-            await harness.dispatcher.place(due(100.0), harness.dispatcher.ticket(0))
+            await harness.dispatcher.place_job(due(100.0), harness.dispatcher.ticket(0))
         assert len(harness.decisions.find(kind=DecisionKind.QUEUED)) == 0, "it did not wait"
         await waits(harness, due(1e6), reservation)
 
@@ -95,15 +95,15 @@ async def test_a_place_behind_a_sequence_whose_stay_is_assumed_refuses_nobody() 
     """The overcommit lets it wait at the worker."""
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
         measured(harness, prefill=1e-6, step=100.0)
-        await harness.dispatcher.place(job(), harness.dispatcher.ticket(0))
+        await harness.dispatcher.place_job(job(), harness.dispatcher.ticket(0))
         assert (await explainer_of(harness).explain(request(), 500.0)).outcome is Foreseen.PLACED
-        assert len((await harness.dispatcher.place(due(500.0), harness.dispatcher.ticket(0))).reservations) == 1
+        assert len((await harness.dispatcher.place_job(due(500.0), harness.dispatcher.ticket(0))).reservations) == 1
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
         measured(harness, prefill=1e-6)
-        await harness.dispatcher.place(job(), harness.dispatcher.ticket(0))
+        await harness.dispatcher.place_job(job(), harness.dispatcher.ticket(0))
         stayed(harness, 10_000.0)
         with pytest.raises(DeadlineExceeded):
-            await harness.dispatcher.place(due(500.0), harness.dispatcher.ticket(0))
+            await harness.dispatcher.place_job(due(500.0), harness.dispatcher.ticket(0))
 
 
 async def test_another_worker_than_the_cheapest_keeps_a_deadline() -> None:
@@ -115,9 +115,9 @@ async def test_another_worker_than_the_cheapest_keeps_a_deadline() -> None:
         for model, step in ((cheap, 0.01), (other, 400.0)):
             load = Load(unheld_blocks=64, decode_step_seconds=step, prefill_seconds_per_token=1e-6, steps=9)
             model.heartbeat(load, CLOCK.monotonic())
-        assert (await harness.dispatcher.foresee(job(), ONE_FLOW)).choice.worker is cheap
+        assert (await harness.dispatcher.foresee_job(job(), ONE_FLOW)).choice.worker is cheap
         assert (await explainer_of(harness).explain(request(), 950.0)).outcome is Foreseen.PLACED
-        placement = await harness.dispatcher.place(due(950.0), harness.dispatcher.ticket(0))
+        placement = await harness.dispatcher.place_job(due(950.0), harness.dispatcher.ticket(0))
         assert placement.worker_id == other.worker_id
         assert "too late" in {each.name: each for each in placement.decision.candidates}[cheap.worker_id].rejected
 
@@ -131,11 +131,11 @@ async def test_a_full_worker_that_would_be_in_time_keeps_a_request_from_its_refu
         load = Load(unheld_blocks=64, decode_step_seconds=0.01, prefill_seconds_per_token=1e-6, steps=9)
         quick.heartbeat(load, CLOCK.monotonic())
         free.heartbeat(replace(load, prefill_seconds_per_token=1000.0), CLOCK.monotonic())
-        placement = await harness.dispatcher.place(due(500.0), harness.dispatcher.ticket(0))
+        placement = await harness.dispatcher.place_job(due(500.0), harness.dispatcher.ticket(0))
         assert placement.worker_id == free.worker_id
         quick.rates.finished(1e6, 3, CLOCK.monotonic())
         with pytest.raises(DeadlineExceeded):
-            await harness.dispatcher.place(due(500.0), harness.dispatcher.ticket(0))
+            await harness.dispatcher.place_job(due(500.0), harness.dispatcher.ticket(0))
 
 
 def hang(monkeypatch: pytest.MonkeyPatch, hangs: WorkerModel) -> None:
@@ -153,13 +153,13 @@ async def test_while_a_worker_hangs_only_the_work_itself_refuses_a_request(monke
             model.rates.finished(10_000.0, 3, CLOCK.monotonic())
         assert {each.model.worker_id for each in held} == {slow.worker_id, hangs.worker_id}
         hang(monkeypatch, hangs)
-        waiting = asyncio.create_task(harness.dispatcher.place(due(500.0), harness.dispatcher.ticket(0)))
+        waiting = asyncio.create_task(harness.dispatcher.place_job(due(500.0), harness.dispatcher.ticket(0)))
         await harness.until(lambda: waiting.done() or bool(harness.decisions.find(kind=DecisionKind.QUEUED)))
         await until_blocked(waiting)
         assert not waiting.done()
         monkeypatch.undo()
         with pytest.raises(DeadlineExceeded):
-            await harness.dispatcher.place(due(500.0), harness.dispatcher.ticket(0))
+            await harness.dispatcher.place_job(due(500.0), harness.dispatcher.ticket(0))
         waiting.cancel()
 
 
@@ -169,7 +169,7 @@ async def test_while_a_worker_is_away_only_the_work_itself_refuses_a_request(mon
         reservation = await full(harness)
         stayed(harness, 10_000.0)
         monkeypatch.setattr(harness.pool, "absent", lambda: [("w-1", "connecting: refused")])
-        waiting = asyncio.create_task(harness.dispatcher.place(due(500.0), harness.dispatcher.ticket(0)))
+        waiting = asyncio.create_task(harness.dispatcher.place_job(due(500.0), harness.dispatcher.ticket(0)))
         await harness.until(lambda: waiting.done() or bool(harness.decisions.find(kind=DecisionKind.QUEUED)))
         assert not waiting.done()
         waiting.cancel()
@@ -181,13 +181,13 @@ async def test_a_bad_rate_of_long_ago_refuses_no_request_at_an_idle_worker() -> 
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
         model = measured(harness, prefill=100.0, running=0)
         with pytest.raises(DeadlineExceeded, match="is predicted in 1000"):
-            await harness.dispatcher.place(due(10.0), harness.dispatcher.ticket(0))
+            await harness.dispatcher.place_job(due(10.0), harness.dispatcher.ticket(0))
         assert (await explainer_of(harness).explain(request(), 10.0)).outcome is Foreseen.TOO_LATE
         model.shown_at -= 3600.0
         assert (await explainer_of(harness).explain(request(), 10.0)).outcome is Foreseen.PLACED
-        placement = await harness.dispatcher.place(due(10.0), harness.dispatcher.ticket(0))
+        placement = await harness.dispatcher.place_job(due(10.0), harness.dispatcher.ticket(0))
         with pytest.raises(DeadlineExceeded):  # one measures it; more would be late together
-            await harness.dispatcher.place(due(10.0), harness.dispatcher.ticket(0))
+            await harness.dispatcher.place_job(due(10.0), harness.dispatcher.ticket(0))
         placement.reservations[0].release()
 
 
@@ -204,15 +204,15 @@ async def test_a_tenant_below_its_share_is_not_refused_for_what_one_above_its_ow
     red, blue = Flow("red"), Flow("blue")
     async with frontend_over(FakeWorker(max_num_seqs=2)) as harness:
         measured(harness, prefill=1e-6, running=0)
-        held = [await harness.dispatcher.place(job(), harness.dispatcher.ticket(0, red)) for _ in range(3)]
+        held = [await harness.dispatcher.place_job(job(), harness.dispatcher.ticket(0, red)) for _ in range(3)]
         stayed(harness, 1000.0)
-        assert (await harness.dispatcher.foresee(due(100.0), blue)).choice.least_s < 100.0
-        placement = await harness.dispatcher.place(due(100.0), harness.dispatcher.ticket(0, blue))
+        assert (await harness.dispatcher.foresee_job(due(100.0), blue)).choice.least_s < 100.0
+        placement = await harness.dispatcher.place_job(due(100.0), harness.dispatcher.ticket(0, blue))
         held[0].reservations[0].release()
         with pytest.raises(DeadlineExceeded):  # what is there is its own, or within the share of the other one
-            await harness.dispatcher.place(due(100.0), harness.dispatcher.ticket(0, red))
+            await harness.dispatcher.place_job(due(100.0), harness.dispatcher.ticket(0, red))
         with pytest.raises(DeadlineExceeded):
-            await harness.dispatcher.place(due(100.0), harness.dispatcher.ticket(0, blue))
+            await harness.dispatcher.place_job(due(100.0), harness.dispatcher.ticket(0, blue))
         for each in (*held, placement):
             each.reservations[0].release()
 
@@ -262,7 +262,7 @@ async def test_a_prediction_that_improves_keeps_the_request(monkeypatch: pytest.
             return looks[-1]
 
         monkeypatch.setattr(harness.dispatcher, "_soonest", soonest)
-        waiting = asyncio.create_task(harness.dispatcher.place(due(FAR), harness.dispatcher.ticket(0)))
+        waiting = asyncio.create_task(harness.dispatcher.place_job(due(FAR), harness.dispatcher.ticket(0)))
         await harness.until(lambda: len(looks) == 3)
         reservation.release()
         assert len((await waiting).reservations) == 1
@@ -356,10 +356,10 @@ async def test_a_request_that_waits_is_tried_too_and_what_it_waited_in_vain_coun
         stayed(harness, 1.0)
         learnt, allowed = harness.dispatcher.first_tokens, 0.3
         with pytest.raises(DeadlineExceeded, match="is predicted in"):
-            await harness.dispatcher.place(due(allowed), harness.dispatcher.ticket(0))
+            await harness.dispatcher.place_job(due(allowed), harness.dispatcher.ticket(0))
         long_ago(learnt)
         with pytest.raises(DeadlineExceeded, match="while the request waited"):
-            await harness.dispatcher.place(due(allowed), harness.dispatcher.ticket(0))
+            await harness.dispatcher.place_job(due(allowed), harness.dispatcher.ticket(0))
         (in_vain,) = learnt.about(1.0).measured
         assert (in_vain.came, in_vain.actual_s >= 0.95 * allowed) == (False, True)
         reservation.release()
@@ -377,8 +377,8 @@ async def test_a_request_that_is_refused_at_its_turn_pays_nothing(monkeypatch: p
         measured(harness, prefill=100.0, running=0)
         ticket = harness.dispatcher.ticket(0, sequences=8)
         with pytest.raises(DeadlineExceeded):
-            await harness.dispatcher.place(due(10.0), ticket)
+            await harness.dispatcher.place_job(due(10.0), ticket)
         assert (served, ticket.cost) == ([], 8)
-        placement = await harness.dispatcher.place(job(), ticket)
+        placement = await harness.dispatcher.place_job(job(), ticket)
         assert (served, ticket.cost) == ([ticket], 0)
         placement.reservations[0].release()

@@ -11,8 +11,8 @@ from common.contracts.clock import ManualClock
 from router.placement.worker_model import Capacity, Load, WorkerModel
 from router.requests.dispatcher import Placement
 from router.requests.frontend import DrainMover
-from router.requests.placing import Placer
 from router.requests.run import Phase, RequestRun, Running
+from router.requests.submitter import Submitter
 from router.workers.pool import WorkerPool
 
 PLACES = 2
@@ -36,11 +36,11 @@ class Pool:
 
 @dataclass
 class Places:
-    """A placer without room that counts the attempts."""
+    """A submitter without room that counts the attempts."""
 
     attempts: int = 0
 
-    def book(self, run: RequestRun, running: Running) -> Placement | None:
+    def book_place(self, run: RequestRun, running: Running) -> Placement | None:
         self.attempts += 1
         return None
 
@@ -50,7 +50,7 @@ class World:
     """One worker that drains with sequences, and one other."""
 
     clock: ManualClock = field(default_factory=lambda: ManualClock(100.0))
-    placer: Places = field(default_factory=Places)
+    submitter: Places = field(default_factory=Places)
     sequences: int = 3
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class World:
             return running
 
         run = cast("RequestRun", type("Run", (), {"unfinished": staticmethod(unfinished)})())
-        self.mover = DrainMover(cast("WorkerPool", self.pool), cast("Placer", self.placer), {run}, self.clock)
+        self.mover = DrainMover(cast("WorkerPool", self.pool), cast("Submitter", self.submitter), {run}, self.clock)
 
 
 @pytest.fixture
@@ -82,10 +82,10 @@ def test_heartbeats_within_a_tenth_of_a_second_are_one_chance(world: World) -> N
         world.mover.capacity_changed(world.other)
         world.mover.capacity_changed(world.draining)
         world.mover.capacity_changed()
-    assert (world.placer.attempts, world.lists) == (world.sequences, 1)
+    assert (world.submitter.attempts, world.lists) == (world.sequences, 1)
     world.clock.advance(0.11)
     world.mover.capacity_changed(world.draining)
-    assert (world.placer.attempts, world.lists) == (2 * world.sequences, 2)
+    assert (world.submitter.attempts, world.lists) == (2 * world.sequences, 2)
 
 
 def test_a_heartbeat_of_a_full_worker_is_no_chance(world: World) -> None:
@@ -93,7 +93,7 @@ def test_a_heartbeat_of_a_full_worker_is_no_chance(world: World) -> None:
     for _ in range(10):
         world.mover.capacity_changed(world.other)
         world.clock.advance(1.0)
-    assert (world.pool.looks, world.lists, world.placer.attempts) == (0, 0, 0)
+    assert (world.pool.looks, world.lists, world.submitter.attempts) == (0, 0, 0)
 
 
 def test_where_all_others_are_full_no_list_of_sequences_is_made(world: World) -> None:
@@ -102,7 +102,7 @@ def test_where_all_others_are_full_no_list_of_sequences_is_made(world: World) ->
         world.mover.capacity_changed(world.draining)
         world.mover.capacity_changed()
         world.clock.advance(1.0)
-    assert (world.lists, world.placer.attempts) == (0, 0)
+    assert (world.lists, world.submitter.attempts) == (0, 0)
 
 
 def test_a_place_at_another_draining_worker_is_none(world: World) -> None:
@@ -120,7 +120,7 @@ def test_without_a_draining_worker_nothing_is_looked_at(world: World) -> None:
 def test_of_many_sequences_few_are_tried_at_once_and_all_in_their_turn() -> None:
     world = World(sequences=20)
     for _ in range(5):
-        before = world.placer.attempts
+        before = world.submitter.attempts
         world.mover.capacity_changed(world.other)
-        assert world.placer.attempts - before == 8
+        assert world.submitter.attempts - before == 8
         world.clock.advance(0.2)

@@ -38,12 +38,12 @@ def job(sequences: int = 1) -> Job:
 async def test_a_low_priority_gets_the_eighth_place_in_a_flood_of_higher_ones(max_wait: float) -> None:
     async with frontend_over(FakeWorker(max_num_seqs=1), max_wait=max_wait) as harness:
         dispatcher, order = harness.dispatcher, list[str]()
-        held = [await dispatcher.place(job(), dispatcher.ticket(0)) for _ in range(2)]
+        held = [await dispatcher.place_job(job(), dispatcher.ticket(0)) for _ in range(2)]
 
         async def wait(name: str, priority: int) -> None:
             wanted = job()
             wanted = replace(wanted, request=replace(wanted.request, request_id=name), priority=priority)
-            placement = await dispatcher.place(wanted, dispatcher.ticket(priority))
+            placement = await dispatcher.place_job(wanted, dispatcher.ticket(priority))
             order.append(name)
             placement.reservations[0].release()
 
@@ -68,16 +68,18 @@ async def test_an_old_job_without_a_worker_keeps_no_other_one_from_its_place() -
     """As an operator's pin of a low priority, which goes to the one worker that has not computed its prompt yet."""
     async with frontend_over(FakeWorker(max_num_seqs=8), max_wait=0.001) as harness:
         dispatcher = harness.dispatcher
-        held = [await dispatcher.place(job(), dispatcher.ticket(0)) for _ in range(7)]
+        held = [await dispatcher.place_job(job(), dispatcher.ticket(0)) for _ in range(7)]
         (worker,) = {each.worker_id for each in held}
         barred = replace(job(), request=replace(job().request, avoids=frozenset({worker})), priority=-10)
-        pin = asyncio.create_task(dispatcher.place(barred, dispatcher.ticket(-10)))
+        pin = asyncio.create_task(dispatcher.place_job(barred, dispatcher.ticket(-10)))
         await harness.until(lambda: len(harness.decisions.find(kind=DecisionKind.QUEUED)) == 1)
         began = CLOCK.monotonic()
         await harness.until(lambda: CLOCK.monotonic() - began > 0.001)
-        held.append(await dispatcher.place(job(), dispatcher.ticket(0)))
-        held += [await dispatcher.place(job(), dispatcher.ticket(0)) for _ in range(8)]  # as many again may wait there
-        waits = asyncio.create_task(dispatcher.place(job(), dispatcher.ticket(0)))
+        held.append(await dispatcher.place_job(job(), dispatcher.ticket(0)))
+        held += [
+            await dispatcher.place_job(job(), dispatcher.ticket(0)) for _ in range(8)
+        ]  # as many again may wait there
+        waits = asyncio.create_task(dispatcher.place_job(job(), dispatcher.ticket(0)))
         await harness.until(lambda: len(harness.decisions.find(kind=DecisionKind.QUEUED)) > 1)
         dispatcher._give_up()  # as after the patience
         with pytest.raises(Unavailable):
@@ -137,7 +139,7 @@ async def test_a_worker_that_is_lost_between_choice_and_submit_costs_no_sequence
 async def test_a_placement_is_reserved_before_it_is_returned() -> None:
     async with frontend_over(FakeWorker(max_num_seqs=2)) as harness:
         (model,) = harness.pool.models()
-        placement = await harness.dispatcher.place(job(sequences=2), harness.dispatcher.ticket(0))
+        placement = await harness.dispatcher.place_job(job(sequences=2), harness.dispatcher.ticket(0))
         # Ten tokens in blocks of four, and one of each that the second sequence may have to compute again.
         assert (model.outstanding, model.pending_prefill_tokens, model.unheld_blocks) == (2, 11, 64 - 4)
         for reservation in placement.reservations:
@@ -147,14 +149,14 @@ async def test_a_placement_is_reserved_before_it_is_returned() -> None:
 
 async def full(harness: Harness) -> LoadReservation:
     """Fill the only worker (one place, so two with the overcommit); return one of its two reservations."""
-    placement = await harness.dispatcher.place(job(sequences=2), harness.dispatcher.ticket(0))
+    placement = await harness.dispatcher.place_job(job(sequences=2), harness.dispatcher.ticket(0))
     return placement.reservations[0]
 
 
 async def test_releasing_a_reservation_serves_the_queue() -> None:
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
         reservation = await full(harness)
-        waiting = asyncio.create_task(harness.dispatcher.place(job(), harness.dispatcher.ticket(0)))
+        waiting = asyncio.create_task(harness.dispatcher.place_job(job(), harness.dispatcher.ticket(0)))
         await until_blocked(waiting)
         assert not waiting.done()
         reservation.release()
@@ -166,7 +168,7 @@ async def test_news_of_a_worker_that_is_still_full_tries_nothing_again(monkeypat
         (model,), tries = harness.pool.models(), list[int]()
         reservation = await full(harness)
         model.heartbeat(Load(running=8), model.heartbeat_at)  # sequences of other routers
-        waiting = asyncio.create_task(harness.dispatcher.place(job(), harness.dispatcher.ticket(0)))
+        waiting = asyncio.create_task(harness.dispatcher.place_job(job(), harness.dispatcher.ticket(0)))
         await until_blocked(waiting)
         monkeypatch.setattr(harness.dispatcher, "_serve_queue", lambda: tries.append(1))
         harness.dispatcher.capacity_changed(model)
@@ -183,7 +185,7 @@ async def test_news_of_a_worker_that_has_room_places_what_waits() -> None:
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
         (model,) = harness.pool.models()
         model.heartbeat(Load(running=8), model.heartbeat_at)
-        waiting = asyncio.create_task(harness.dispatcher.place(job(), harness.dispatcher.ticket(0)))
+        waiting = asyncio.create_task(harness.dispatcher.place_job(job(), harness.dispatcher.ticket(0)))
         await until_blocked(waiting)
         model.heartbeat(Load(unheld_blocks=64), model.heartbeat_at)
         harness.dispatcher.capacity_changed(model)
@@ -194,7 +196,7 @@ async def test_news_of_a_worker_that_has_room_places_what_waits() -> None:
 async def test_a_placement_that_comes_together_with_a_cancellation_is_released() -> None:
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
         reservation, (model,) = await full(harness), harness.pool.models()
-        waiting = asyncio.create_task(harness.dispatcher.place(job(), harness.dispatcher.ticket(0)))
+        waiting = asyncio.create_task(harness.dispatcher.place_job(job(), harness.dispatcher.ticket(0)))
         await until_blocked(waiting)
         reservation.release()
         assert model.outstanding == 2
@@ -207,9 +209,9 @@ async def test_a_placement_that_comes_together_with_a_cancellation_is_released()
 async def test_a_job_that_leaves_the_head_of_the_queue_lets_the_next_one_pass() -> None:
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
         reservation = await full(harness)
-        large = asyncio.create_task(harness.dispatcher.place(job(sequences=2), harness.dispatcher.ticket(0)))
+        large = asyncio.create_task(harness.dispatcher.place_job(job(sequences=2), harness.dispatcher.ticket(0)))
         await until_blocked(large)
-        small = asyncio.create_task(harness.dispatcher.place(job(), harness.dispatcher.ticket(0)))
+        small = asyncio.create_task(harness.dispatcher.place_job(job(), harness.dispatcher.ticket(0)))
         await until_blocked(small)
         reservation.release()
         await until_idle()
@@ -221,10 +223,10 @@ async def test_a_job_that_leaves_the_head_of_the_queue_lets_the_next_one_pass() 
 async def test_of_those_that_wait_the_earliest_deadline_is_placed_first() -> None:
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
         reservation, dispatcher = await full(harness), harness.dispatcher
-        patient = asyncio.create_task(dispatcher.place(job(), dispatcher.ticket(0)))
+        patient = asyncio.create_task(dispatcher.place_job(job(), dispatcher.ticket(0)))
         await until_blocked(patient)
         deadline = CLOCK.monotonic() + PASSED_SECONDS / 2
-        urgent = asyncio.create_task(dispatcher.place(job(), dispatcher.ticket(0, deadline=deadline)))
+        urgent = asyncio.create_task(dispatcher.place_job(job(), dispatcher.ticket(0, deadline=deadline)))
         await until_blocked(urgent)
         reservation.release()
         assert len((await urgent).reservations) == 1
@@ -264,7 +266,7 @@ async def test_a_refused_job_reserves_nothing() -> None:
         (model,) = harness.pool.models()
         large = Job(PlacementRequest("r", prompt_tokens=10, max_len=1000, max_tokens=990), (), 0, None)
         with pytest.raises(QuireError, match="fit no worker"):
-            await harness.dispatcher.place(large, harness.dispatcher.ticket(0))
+            await harness.dispatcher.place_job(large, harness.dispatcher.ticket(0))
         assert model.outstanding == 0
 
 

@@ -65,7 +65,7 @@ async def waiting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         dying, other = FakeWorker("w0"), FakeWorker("w1")
         harness = await stack.enter_async_context(frontend_over(dying))
         stack.push_async_callback(other.kill)
-        harness.frontend._placer._probation._seconds = LONG
+        harness.frontend._submitter._probation._seconds = LONG
         tasks = []
         for number in (1, 2):
             wanted = _wanted(f"r{number}")

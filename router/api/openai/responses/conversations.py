@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 
 from common.contracts.errors import FieldViolation, InvalidRequest, NotFound, Unavailable, Unsupported
 from common.contracts.limits import MAX_CHAT_MESSAGES, MAX_REFERENCED_RESPONSES, MAX_RESPONSE_BYTES
-from router.answers.tools import quoted
+from router.answers.requested_tools import quoted
 from router.api.openai.chat_prompt import media_in
 from router.api.openai.responses.items import Item, as_texts, items_of, messages_of
 from router.api.openai.responses.listing import ItemPage, list_of, listed, page_of

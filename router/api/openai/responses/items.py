@@ -7,7 +7,7 @@ from typing import Any, Final, NoReturn
 
 from common.contracts.errors import FieldViolation, InvalidRequest, Unsupported
 from common.contracts.limits import MAX_CHAT_MESSAGES
-from router.answers.tools import quoted
+from router.answers.requested_tools import quoted
 from router.api.openai.responses.tool_kinds import FUNCTION, ToolName, arguments_of
 from router.api.openai.types import CallBody, CalledFunction, ContentPart, Message
 from router.contracts.media import medium_of, stand_in

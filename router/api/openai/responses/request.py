@@ -9,10 +9,10 @@ from typing import Any, Final, NoReturn
 
 from common.contracts.errors import FieldViolation, InvalidRequest, Unsupported
 from router.api.openai.request import Order, chat_order
+from router.api.openai.requested_tools import left_out_note
 from router.api.openai.responses.items import Item, messages_of
 from router.api.openai.responses.tool_kinds import FUNCTION, ToolKinds, choice_of
 from router.api.openai.responses.types import Json, ResponsesRequest
-from router.api.openai.tools import left_out_note
 from router.api.openai.types import ChatRequest, JsonSchemaFormat, Message, ResponseFormat
 from router.api.shared.field_names import FieldNames, in_words_by
 

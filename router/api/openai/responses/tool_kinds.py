@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 from common.contracts.errors import FieldViolation, InvalidRequest, Unsupported
 from common.contracts.limits import MAX_TOOL_GRAMMARS_BYTES, MAX_TOOL_NAME_CHARS, MAX_TOOLS
 from router.answers.dialects.quoted_lark import quoted_lark
-from router.answers.tools import quoted
+from router.answers.requested_tools import quoted
 
 Json = dict[str, Any]
 FUNCTION, CUSTOM, NAMESPACE = "function", "custom", "namespace"

@@ -17,7 +17,7 @@ from router.answers.dialects.json_text import quoted
 from router.answers.dialects.lark import whole_tokens
 from router.answers.dialects.offered import OfferedTool
 from router.answers.dialects.reader import kept_tokens, reader
-from router.answers.tools import tools_of
+from router.answers.requested_tools import tools_of
 from router.api.openai.responses.tool_kinds import tool_kinds
 from router.contracts.answer_parts import CallArguments, Part, Thought, Words
 from tests.router.answers.dialects.reading import read, text_of

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from common.contracts.errors import InvalidRequest, Unsupported
+from router.api.openai.requested_tools import left_out_note
 from router.api.openai.responses.items import items_of
 from router.api.openai.responses.request import conversation, order_of
 from router.api.openai.responses.tool_kinds import ToolKinds, ToolName, arguments_of, choice_of, input_of, tool_kinds
 from router.api.openai.responses.types import ResponsesRequest
-from router.api.openai.tools import left_out_note
 
 IDS = {"id": "fc_1", "call_id": "call_1"}
 GRAMMAR: dict[str, Any] = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}

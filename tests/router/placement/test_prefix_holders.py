@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.contracts.index_format import pack_entry, unpack_entries
-from router.placement.prefix_match import PrefixMatch, windows
+from router.placement.prefix_holders import PrefixHolders, windows
 
 LIVE = {0: ("w0", 100), 1: ("w1", 200)}
 
@@ -15,8 +15,8 @@ def value(*slots: int, generations: tuple[int, ...] = (100, 200)) -> bytes:
     return b"".join(pack_entry(slot, generations[slot]) for slot in slots)
 
 
-def matcher() -> PrefixMatch:
-    return PrefixMatch(LIVE, unpack_entries)
+def matcher() -> PrefixHolders:
+    return PrefixHolders(LIVE, unpack_entries)
 
 
 def test_windows_grow_and_then_repeat() -> None:
@@ -92,6 +92,6 @@ def test_the_entries_of_a_block_are_not_scanned_for_each_worker() -> None:
         def __contains__(self, entry: object) -> bool:
             raise AssertionError(f"scanned for {entry}")
 
-    match = PrefixMatch(LIVE, lambda value: Entries(unpack_entries(value)))
+    match = PrefixHolders(LIVE, lambda value: Entries(unpack_entries(value)))
     assert match.feed([value(0, 1), value(1, 0), value(1)])
     assert match.hits() == {"w0": 2, "w1": 3}

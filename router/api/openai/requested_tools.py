@@ -12,7 +12,7 @@ from common.contracts.errors import FieldViolation, InvalidRequest
 from router.answers.dialects.grammar import ToolChoice
 from router.answers.dialects.offered import OfferedTool
 from router.answers.reading import ToolUse
-from router.answers.tools import quoted, tools_of
+from router.answers.requested_tools import quoted, tools_of
 from router.api.openai.types import ChatFields
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ def windows(length: int) -> Iterator[range]:
         start, number = start + size, number + 1
 
 
-class PrefixMatch:
+class PrefixHolders:
     """Collects values window by window. `live` gives (worker id, generation) by slot; other entries do not count."""
 
     def __init__(self, live: Mapping[int, tuple[str, int]], unpack: Callable[[bytes], Sequence[Entry]]) -> None:

@@ -31,7 +31,7 @@ from router.workers.worker_events import Lost
 MAX_MOVES = 3
 
 
-class Placer:
+class Submitter:
     """Sends sequences to workers; from then on their run owns the reservations."""
 
     def __init__(
@@ -46,8 +46,8 @@ class Placer:
         self._probation, self._domains = Probation(), DomainsSeen(secrets.token_bytes(16))
         self._heads = PromptHeads()
 
-    async def place(self, run: RequestRun, sequences: Sequence[Running], moved_because: str = "") -> None:
-        """Place sequences with the same tokens at one worker. Raises as `Dispatcher.place` does.
+    async def submit_sequences(self, run: RequestRun, sequences: Sequence[Running], moved_because: str = "") -> None:
+        """Place sequences with the same tokens at one worker. Raises as `Dispatcher.place_job` does.
 
         A suspect that is interrupted while it waits is not placed: its stream finds the reason in its inbox.
         """
@@ -81,7 +81,7 @@ class Placer:
         """Place a job, and count who goes first meanwhile, also where the job is given up."""
         before = self._dispatcher.placed_above(job.priority)
         try:
-            return await self._dispatcher.place(job, ticket)
+            return await self._dispatcher.place_job(job, ticket)
         finally:
             run.log.passed_by += self._dispatcher.placed_above(job.priority) - before
 
@@ -91,9 +91,9 @@ class Placer:
         if booked is None:
             return None
         sequences[0].drained += 1
-        return self._dispatcher.take_up(booked, job)
+        return self._dispatcher.take_booked_place(booked, job)
 
-    def book(self, run: RequestRun, running: Running) -> Placement | None:
+    def book_place(self, run: RequestRun, running: Running) -> Placement | None:
         """Reserve a place for a sequence that runs; None without room, and while the pool is unknown."""
         request, output = run.request, running.output.tokens
         wanted = placement_request_of(run, len(request.prompt) + len(output), 1)
@@ -102,7 +102,7 @@ class Placer:
             return None
         hashes = Prefix.of(request, run.identity, output).block_hashes if request.takes_hits else ()
         job = Job(wanted, hashes, request.priority, request.deadline, DRAINED)
-        return self._dispatcher.book(job, request.flow)
+        return self._dispatcher.book_place(job, request.flow)
 
     async def _may_be_tried(self, run: RequestRun, placement: Placement) -> bool:
         """Let a suspect wait; return False when its worker may not get it any more, or it was interrupted.
@@ -135,10 +135,10 @@ class Placer:
                 # The worker was lost after it was chosen: the sequence moves on like any other of that worker.
                 sink(Lost(str(gone)))
                 continue
-            running.place(placement.client, handle)
+            running.take_place(placement.client, handle)
             first = handle if first is None else first
 
-    async def move_lost(self, run: RequestRun) -> None:
+    async def move_lost_sequences(self, run: RequestRun) -> None:
         """Send sequences that lost their worker to another one.
 
         Return early when the request is interrupted: its stream then finds the reason in its inbox.
@@ -160,7 +160,7 @@ class Placer:
             self._recorder.metrics.migrations.inc()
             run.trace.lost()
             try:
-                await self.place(run, [running], moved_because=reason)
+                await self.submit_sequences(run, [running], moved_because=reason)
             except DeadlineExceeded:
                 if not run.admitted:
                     raise

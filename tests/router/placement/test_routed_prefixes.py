@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.contracts.types import BlockHash
-from router.placement.optimistic import BURST_SECONDS, MEMORY_SECONDS, OptimisticIndex
+from router.placement.routed_prefixes import BURST_SECONDS, MEMORY_SECONDS, RoutedPrefixes
 
 
 def block_hashes(text: str) -> list[BlockHash]:
@@ -12,20 +12,20 @@ def block_hashes(text: str) -> list[BlockHash]:
 
 
 def test_a_prompt_like_one_that_was_routed_hits_as_far_as_it_is_equal() -> None:
-    index = OptimisticIndex()
+    index = RoutedPrefixes()
     index.remember("w0", block_hashes("abcd"), now=0.0)
     assert index.lookup(block_hashes("abxy"), now=1.0) == {"w0": 2}
 
 
 def test_each_worker_has_its_own_depth() -> None:
-    index = OptimisticIndex()
+    index = RoutedPrefixes()
     index.remember("w0", block_hashes("abcd"), now=0.0)
     index.remember("w1", block_hashes("abc"), now=0.0)
     assert index.lookup(block_hashes("abcd"), now=0.0) == {"w0": 4, "w1": 3}
 
 
 def test_it_counts_for_a_burst_and_is_remembered_for_longer() -> None:
-    index = OptimisticIndex()
+    index = RoutedPrefixes()
     index.remember("w0", block_hashes("ab"), now=0.0)
     later = BURST_SECONDS + 1.0
     assert index.lookup(block_hashes("ab"), now=later) == {}
@@ -33,14 +33,14 @@ def test_it_counts_for_a_burst_and_is_remembered_for_longer() -> None:
 
 
 def test_routing_it_again_renews_it() -> None:
-    index = OptimisticIndex()
+    index = RoutedPrefixes()
     index.remember("w0", block_hashes("abcd"), now=0.0)
     index.remember("w0", block_hashes("ab"), now=4.0)
     assert index.lookup(block_hashes("abcd"), now=BURST_SECONDS + 1.0) == {"w0": 2}
 
 
 def test_the_least_recently_routed_leaves_first_and_its_deepest_block_before_its_root() -> None:
-    index = OptimisticIndex(max_blocks=5)
+    index = RoutedPrefixes(max_blocks=5)
     index.remember("w0", block_hashes("abc"), now=0.0)
     index.remember("w0", block_hashes("xyz"), now=1.0)
     assert len(index) == 5
@@ -49,7 +49,7 @@ def test_the_least_recently_routed_leaves_first_and_its_deepest_block_before_its
 
 
 def test_what_nobody_asks_for_any_more_leaves_as_others_come() -> None:
-    index = OptimisticIndex()
+    index = RoutedPrefixes()
     index.remember("w0", block_hashes("abcdef"), now=0.0)
     index.remember("w0", block_hashes("ab"), now=1.0)
     later = MEMORY_SECONDS + 1.0
@@ -61,13 +61,13 @@ def test_what_nobody_asks_for_any_more_leaves_as_others_come() -> None:
 
 
 def test_a_chain_longer_than_the_index_is_kept_from_its_root() -> None:
-    index = OptimisticIndex(max_blocks=3)
+    index = RoutedPrefixes(max_blocks=3)
     index.remember("w0", block_hashes("abcde"), now=0.0)
     assert index.lookup(block_hashes("abcde"), now=0.0) == {"w0": 3}
 
 
 def test_a_worker_that_lost_its_cache_is_forgotten() -> None:
-    index = OptimisticIndex()
+    index = RoutedPrefixes()
     index.remember("w0", block_hashes("ab"), now=0.0)
     index.remember("w1", block_hashes("a"), now=0.0)
     index.forget("w0")

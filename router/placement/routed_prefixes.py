@@ -18,7 +18,7 @@ MAX_BLOCKS = 200_000
 _FRESH_SECONDS = 0.5
 
 
-class OptimisticIndex:
+class RoutedPrefixes:
     """When each block was sent to each worker; blocks that were not routed for MEMORY_SECONDS are dropped.
 
     Above `max_blocks` blocks the least recently routed ones are dropped too.
