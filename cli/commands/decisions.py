@@ -10,10 +10,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import grpc
-from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 
 from cli.client import add_admin_address, add_json, admin_channel, print_json, run_command
@@ -26,6 +25,7 @@ from cli.why.source import LogSource, Source, add_log, opened
 from cli.why.watch import Watched, Watcher
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.types import DecisionKind
+from common.wire.decision_json import plain
 from quire.decision.v1 import decision_pb2 as pb
 
 _MANAGER, _ROUTER = "manager", "router"
@@ -131,7 +131,7 @@ def _unread(source: Source) -> Iterator[str]:
 
 def show(console: Console, found: Listed, args: argparse.Namespace) -> None:
     if args.json and not args.follow:
-        records = [{"service": service, **_plain(record)} for service, record in found.records]
+        records = [{"service": service, **plain(record)} for service, record in found.records]
         print_json({"decisions": records, "missing": list(found.missing)})
         return
     for service, record in found.records:
@@ -180,7 +180,7 @@ async def _pump(service: str, watcher: Watcher, arrivals: asyncio.Queue[_Arrival
 
 def print_record(console: Console, record: pb.DecisionRecord, service: str, as_json: bool, dated: bool = False) -> None:
     if as_json:
-        sys.stdout.write(json.dumps({"service": service, **_plain(record)}) + "\n")
+        sys.stdout.write(json.dumps({"service": service, **plain(record)}) + "\n")
         return
     line = decision_line(record, service, dated)
     if console.is_terminal:
@@ -201,7 +201,3 @@ def _print_lost(console: Console, response: pb.WatchDecisionsResponse, service: 
         print_json({"service": service, "source": source, "lost": response.lost, "because": response.lost_because})
     else:
         console.print(lost_line(response, service), soft_wrap=True)
-
-
-def _plain(record: pb.DecisionRecord) -> dict[str, Any]:
-    return MessageToDict(record, preserving_proto_field_name=True)
