@@ -20,8 +20,8 @@ from common.checkpoint.gguf.names import served_folder
 from common.contracts.clock import SystemClock
 from common.contracts.errors import StaleEpoch
 from common.contracts.types import PoolIdentity
-from common.decisions.disk.metrics import LogMetrics
-from common.decisions.disk.writer import opened as opened_log
+from common.decisions.log_metrics import LogMetrics
+from common.decisions.log_writer import opened as opened_log
 from common.decisions.ring import DecisionRing
 from common.process.advertise import reachable_address
 from common.process.debug import dumps_on_signal

@@ -21,8 +21,8 @@ from common.checkpoint.gguf.names import served_folder
 from common.contracts.clock import SystemClock
 from common.contracts.errors import InvalidRequest
 from common.contracts.limits import KEPT_RECORDS_SHARE, REFUSED_RECORDS_SHARE
-from common.decisions.disk.metrics import LogMetrics
-from common.decisions.disk.writer import opened as opened_log
+from common.decisions.log_metrics import LogMetrics
+from common.decisions.log_writer import opened as opened_log
 from common.decisions.ring import DecisionRing
 from common.process.debug import dumps_on_signal
 from common.process.garbage import collect_rarely, one_arena

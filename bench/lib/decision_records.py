@@ -14,9 +14,9 @@ from bench.manager_load.reporter import BLOCK_SIZE, Reporter
 from common.contracts.clock import ManualClock
 from common.contracts.lease import Inventory
 from common.contracts.types import Decision, DecisionKind
-from common.decisions.disk.core.retention import Bounds
-from common.decisions.disk.folder import LogFolder
-from common.decisions.disk.writer import DecisionLogWriter
+from common.decisions.log_files import Bounds
+from common.decisions.log_folder import LogFolder
+from common.decisions.log_writer import DecisionLogWriter
 from common.decisions.ring import DecisionRing
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.ledger.ledger import Ledger
@@ -141,7 +141,7 @@ def _logged(records: Sequence[Decision], a_flush: int) -> tuple[float, float, fl
     with TemporaryDirectory() as folder:
         log, write = DecisionLogWriter(LogFolder.claimed(Path(folder), "router", _BOUNDS, 0)), 0.0
         keep = seconds_to_keep(records, log)
-        queued, log = log, DecisionLogWriter(log.segments)
+        queued, log = log, DecisionLogWriter(log.files)
         for at in range(0, len(records), a_flush):
             for number, each in enumerate(records[at : at + a_flush]):
                 log.add(number, each, 1)
@@ -149,8 +149,8 @@ def _logged(records: Sequence[Decision], a_flush: int) -> tuple[float, float, fl
             log.flush()
             write += time.thread_time() - began
         assert queued.counts.dropped == log.counts.dropped == 0
-        size = log.segments.size
-        log.segments.close()
+        size = log.files.size
+        log.files.close()
     return keep, write / len(records), size / len(records)
 
 

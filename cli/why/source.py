@@ -12,7 +12,7 @@ import grpc
 from cli.client import admin_channel, path_of
 from cli.why.runbook import INSTALLED, runbook_at
 from common.contracts.errors import NotFound, Unavailable
-from common.decisions.disk.reader import LogReader
+from common.decisions.log_reader import LogReader
 from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2 as pb
 from quire.decision.v1 import decision_pb2_grpc as rpc

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from common.settings.options import Bytes, Duration, Settings
 
-# Segments of less would end after a few frames each.
+# Files of less would end after a few flushes each.
 _SMALLEST: Final = 1 << 20
 _SHORTEST_S: Final = 60.0
 _AGE_S: Final = 7 * 86_400.0

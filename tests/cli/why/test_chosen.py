@@ -18,13 +18,12 @@ from cli.why.gather import Gatherer
 from cli.why.source import LogSource, Source
 from common.contracts.errors import NotFound
 from common.contracts.types import Decision, DecisionKind
-from common.decisions.disk.core.retention import Bounds
-from common.decisions.disk.core.segment import frame_of
-from common.decisions.disk.folder import LogFolder
-from common.decisions.disk.reader import LogReader
+from common.decisions.log_files import Bounds, member_of
+from common.decisions.log_folder import LogFolder
+from common.decisions.log_reader import LogReader
 from common.decisions.ring import DecisionRing
 from common.rpc.server import RpcServer, open_channel
-from common.wire.decision_codec import decision_to_proto
+from common.wire.decision_json import line_of
 from quire.decision.v1 import decision_pb2_grpc as rpc
 from router.api.grpc.decision_servicer import DecisionServicer, RecordSources
 from router.api.grpc.manager_calls import ManagerCalls
@@ -65,8 +64,8 @@ async def live(stack: AsyncExitStack, made: Sequence[Decision]) -> grpc.aio.Chan
 def on_disk(root: Path, made: Sequence[Decision]) -> LogSource:
     times = [each.time_ns for each in made]
     folder = LogFolder.claimed(root, "router", Bounds(1 << 24, 10**18), max(times))
-    timed = [(each.time_ns, decision_to_proto(each).SerializeToString()) for each in made]
-    folder.append(frame_of(timed), min(times), max(times), max(times))
+    timed = [(each.time_ns, line_of(1, each)) for each in made]
+    folder.append(member_of(timed), min(times), max(times), max(times))
     folder.close()
     return LogSource(LogReader([root]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
 import os
 import subprocess
@@ -12,10 +13,9 @@ import pytest
 
 from common.contracts.clock import ManualClock
 from common.contracts.types import Decision, DecisionKind
-from common.decisions.disk.core.retention import Bounds
-from common.decisions.disk.core.segment import contents_of
-from common.decisions.disk.folder import LogFolder, numbers_in, segment_path
-from common.decisions.disk.writer import DecisionLogWriter
+from common.decisions.log_files import Bounds, members_in
+from common.decisions.log_folder import LogFolder, file_path, numbers_in
+from common.decisions.log_writer import DecisionLogWriter
 from kvmanager.index.state_file import EpochFile
 
 BOUNDS = Bounds(1 << 24, 10**18)
@@ -72,13 +72,10 @@ def test_a_decision_log_drops_records_until_there_is_room(small: Path, caplog: p
     assert writer.counts.not_written == dropped
     lines = [record.getMessage() for record in caplog.records if "decision log" in record.getMessage()]
     assert ["No space left on device" in line for line in lines] == [True, False]
-    frames = [
-        frame
-        for number in numbers_in(folder.path)
-        for frame in contents_of(segment_path(folder.path, number).read_bytes()).frames
-    ]
-    assert sum(frame.count for frame in frames) == writer.counts.written == 60 - dropped
-    assert sum(frame.dropped for frame in frames) == dropped
+    files = [file_path(folder.path, number).read_bytes() for number in numbers_in(folder.path)]
+    records = gzip.decompress(b"".join(files)).splitlines()
+    assert len(records) == writer.counts.written == 60 - dropped
+    assert sum(member.dropped for data in files for member in members_in(data)) == dropped
     folder.close()
 
 

@@ -9,11 +9,12 @@ import pytest
 
 from common.contracts.errors import InvalidConfig, InvalidRequest
 from common.contracts.types import Candidate, Decision, DecisionKind
-from common.decisions.disk.core.retention import Bounds
-from common.decisions.disk.core.segment import frame_of, head
-from common.decisions.disk.folder import LogFolder, segment_path
-from common.decisions.disk.reader import LogReader
-from common.wire.decision_codec import decision_from_proto, decision_to_proto
+from common.decisions import log_reader
+from common.decisions.log_files import Bounds, Member, body_of, member_of, members_in
+from common.decisions.log_folder import LogFolder, file_path
+from common.decisions.log_reader import LogReader
+from common.wire.decision_codec import decision_from_proto
+from common.wire.decision_json import line_of
 from quire.decision.v1 import decision_pb2 as pb
 
 BOUNDS = Bounds(1 << 20, 10**18)
@@ -28,18 +29,18 @@ def decision(number: int, request: str = "r", kind: DecisionKind = DecisionKind.
     return Decision(f"d{number}", kind, number, "w0", request, **more)  # type: ignore[arg-type]
 
 
-def write(root: Path, *frames: list[Decision], service: str = "router", bounds: Bounds = BOUNDS) -> LogFolder:
+def write(root: Path, *flushes: list[Decision], service: str = "router", bounds: Bounds = BOUNDS) -> LogFolder:
     """Write a log of one process; it goes on holding its folder."""
     folder = LogFolder.claimed(root, service, bounds, 0)
-    for each in frames:
+    for each in flushes:
         append(folder, *each)
     return folder
 
 
 def append(folder: LogFolder, *decisions: Decision, dropped: int = 0) -> None:
     times = [each.time_ns for each in decisions]
-    timed = [(each.time_ns, decision_to_proto(each).SerializeToString()) for each in decisions]
-    folder.append(frame_of(timed, dropped), min(times), max(times), max(times))
+    timed = [(each.time_ns, line_of(1, each)) for each in decisions]
+    folder.append(member_of(timed, dropped), min(times), max(times), max(times))
 
 
 def ids(reader: LogReader, service: str = "router", **filters: object) -> list[str]:
@@ -75,10 +76,10 @@ def test_all_filters_of_a_live_service_hold(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 100])
 def test_pages_over_several_folders_have_each_record_once_by_time(tmp_path: Path, limit: int) -> None:
-    small = Bounds(16 * 150, 10**18)  # a few records a segment
+    small = Bounds(16 * 400, 10**18)  # a few records a file
     first = write(tmp_path, *([decision(number)] for number in range(0, 20, 2)), bounds=small)
     write(tmp_path, *([decision(number), decision(number + 2)] for number in range(1, 20, 4)), bounds=small)
-    assert len(list(first.path.glob("*.log"))) > 2
+    assert len(list(first.path.glob("*.jsonl.gz"))) > 2
     reader, asked, found = LogReader([tmp_path]), pb.ListDecisionsRequest(limit=limit), list[str]()
     while True:
         page = reader.page("router", asked)
@@ -112,16 +113,16 @@ def test_logs_of_two_volumes_are_told_apart_by_their_devices(tmp_path: Path, mon
 
 def test_files_that_are_no_regular_ones_are_not_read(tmp_path: Path) -> None:
     folder = write(tmp_path, [decision(1)])
-    os.mkfifo(segment_path(folder.path, 2))
-    segment_path(folder.path, 3).symlink_to(segment_path(folder.path, 1))
-    segment_path(folder.path, 4).mkdir()
+    os.mkfifo(file_path(folder.path, 2))
+    file_path(folder.path, 3).symlink_to(file_path(folder.path, 1))
+    file_path(folder.path, 4).mkdir()
     (tmp_path / "router-7").symlink_to(folder.path)
     reader = LogReader([tmp_path])
     assert ids(reader) == ["d1"]
     assert sorted(line.removeprefix(f"{folder.path}/") for line in reader.faults) == [
-        "00000002.log cannot be read: it is no regular file",
-        "00000003.log cannot be read: it is a link",
-        "00000004.log cannot be read: it is no regular file",
+        "00000002.jsonl.gz cannot be read: it is no regular file",
+        "00000003.jsonl.gz cannot be read: it is a link",
+        "00000004.jsonl.gz cannot be read: it is no regular file",
     ]
 
 
@@ -129,37 +130,73 @@ def test_a_log_is_complete_since_its_first_record_or_since_what_has_left(tmp_pat
     folder = write(tmp_path, [decision(7)])
     write(tmp_path, [decision(9)])
     assert LogReader([tmp_path]).page("router", pb.ListDecisionsRequest()).complete_since_unix_nano == 7
-    segment_path(folder.path, 1).rename(segment_path(folder.path, 2))
+    file_path(folder.path, 1).rename(file_path(folder.path, 2))
     assert LogReader([tmp_path]).page("router", pb.ListDecisionsRequest()).complete_since_unix_nano == 7
     append(write(tmp_path), decision(12))
-    segment_path(tmp_path / "router-2", 1).rename(segment_path(tmp_path / "router-2", 5))
+    file_path(tmp_path / "router-2", 1).rename(file_path(tmp_path / "router-2", 5))
     assert LogReader([tmp_path]).page("router", pb.ListDecisionsRequest()).complete_since_unix_nano == 12
 
 
 def test_records_are_read_while_their_service_writes(tmp_path: Path) -> None:
     folder = write(tmp_path, [decision(1)])
-    path = segment_path(folder.path, 1)
-    path.write_bytes(path.read_bytes() + frame_of([(2, b"half")])[:-2])
+    path = file_path(folder.path, 1)
+    path.write_bytes(path.read_bytes() + member_of([(2, b"half\n")])[:-2])
     reader = LogReader([tmp_path])
     assert (ids(reader), reader.faults) == (["d1"], [])
 
 
 def test_what_cannot_be_read_is_said_and_the_rest_is_read(tmp_path: Path) -> None:
-    folder = write(tmp_path, [decision(1)], [decision(2)])
-    path = segment_path(folder.path, 1)
+    folder = write(tmp_path, [decision(1)], [decision(2)], [decision(3)])
+    path = file_path(folder.path, 1)
     data = bytearray(path.read_bytes())
-    data[60] ^= 1
+    second, third = (each.start for each in members_in(bytes(data))[1:])
+    data[second + 40] ^= 1  # among the lines
+    data[third] ^= 1  # of the head
     path.write_bytes(data)
-    segment_path(folder.path, 2).write_bytes(b"QUIREd\x07\0")
-    segment_path(folder.path, 3).write_bytes(head() + frame_of([(3, b"half")])[:-2])
-    segment_path(folder.path, 4).write_bytes(head() + frame_of([(4, b"\xff no message")]))
+    half = member_of([(3, b"half\n")])[:-2]
+    file_path(folder.path, 2).write_bytes(b"the diary of somebody else")
+    file_path(folder.path, 3).write_bytes(half)
+    file_path(folder.path, 4).write_bytes(half[:12])
+    file_path(folder.path, 5).write_bytes(member_of([(4, b"no JSON\n"), (5, b"[1]\n"), (6, b'{"kind": 7}\n')]))
     reader = LogReader([tmp_path])
-    assert ids(reader) == ["d2"]
-    assert sorted(line.removeprefix(f"{folder.path}/") for line in reader.faults) == [
-        "00000001.log is corrupt at byte 8: 1 of its records are not read",
-        "00000002.log has version 7 of the format, and this Quire reads version 1; use the Quire that wrote it",
-        "00000003.log is corrupt at byte 8: it ends within a frame",
+    assert ids(reader) == ["d1"]
+    damaged, *others = sorted(line.removeprefix(f"{folder.path}/") for line in reader.faults)
+    assert damaged.startswith(f"00000001.jsonl.gz is corrupt at byte {second}: a gzip member cannot be decompressed: ")
+    assert others == [
+        "00000002.jsonl.gz is no file of a decision log; remove it if it is in the wrong folder",
+        f"00000003.jsonl.gz is corrupt at byte 0: {len(half)} bytes are not read",
+        "00000004.jsonl.gz is corrupt at byte 0: 12 bytes are not read",
     ]
+
+
+def test_members_of_other_times_are_not_decompressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, *([decision(number)] for number in range(100)), bounds=Bounds(16 * 1_000, 10**18))
+    assert len([*tmp_path.glob("*/*.gz")]) > 5
+    read = list[Member]()
+
+    def noted(data: bytes, member: Member) -> tuple[bytes, int]:
+        read.append(member)
+        return body_of(data, member)
+
+    monkeypatch.setattr(log_reader, "body_of", noted)
+    assert ids(LogReader([tmp_path]), since_unix_nano=40, until_unix_nano=42) == ["d40", "d41"]
+    assert [each.first_ns for each in read] == [41, 40]
+
+
+def test_a_page_goes_on_before_the_records_of_the_former_one(tmp_path: Path) -> None:
+    """Also within a member, and while more is written."""
+    folder = write(tmp_path, [decision(number) for number in range(5)])
+    page = LogReader([tmp_path]).page("router", pb.ListDecisionsRequest(limit=2))
+    append(folder, decision(5))
+    assert ids(LogReader([tmp_path]), page_token=page.next_page_token) == ["d0", "d1", "d2"]
+
+
+def test_files_of_the_former_format_are_said_in_a_line(tmp_path: Path) -> None:
+    folder = write(tmp_path, [decision(1)])
+    (folder.path / "00000001.log").write_bytes(b"QUIREd\x01\0")
+    reader = LogReader([tmp_path])
+    assert ids(reader) == ["d1"]
+    assert [each for each in reader.faults if "1 file(s) of an older format" in each] == reader.faults != []
 
 
 def test_records_that_a_disk_did_not_take_are_counted(tmp_path: Path) -> None:

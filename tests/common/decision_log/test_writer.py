@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import logging
 import os
 import resource
@@ -19,13 +20,13 @@ from prometheus_client import CollectorRegistry
 
 from common.contracts.clock import ManualClock
 from common.contracts.types import Decision, DecisionKind
-from common.decisions.disk.core.retention import Bounds
-from common.decisions.disk.core.segment import body_of, contents_of, head, records_of
-from common.decisions.disk.folder import LogFolder, numbers_in, segment_path
-from common.decisions.disk.metrics import LogMetrics
-from common.decisions.disk.reader import LogReader
-from common.decisions.disk.writer import DecisionLogWriter
+from common.decisions.log_files import Bounds, end_of, members_in
+from common.decisions.log_folder import LogFolder, file_path, numbers_in
+from common.decisions.log_metrics import LogMetrics
+from common.decisions.log_reader import LogReader
+from common.decisions.log_writer import DecisionLogWriter
 from common.decisions.ring import DecisionRing
+from common.wire.decision_json import record_of
 from quire.decision.v1 import decision_pb2 as pb
 
 PATIENCE_S = 60.0
@@ -36,22 +37,22 @@ class Disk:
     """Holds what is appended. `fails` raises that error; while `held`, an append waits."""
 
     def __init__(self) -> None:
-        self.frames: list[bytes] = []
+        self.members: list[bytes] = []
         self.fails: OSError | None = None
         self.reached, self.let_go = threading.Event(), threading.Event()
         self.held, self.closed = False, False
 
     @property
     def size(self) -> int:
-        return sum(map(len, self.frames))
+        return sum(map(len, self.members))
 
-    def append(self, frame: bytes, first_ns: int, last_ns: int, now_ns: int) -> None:
+    def append(self, member: bytes, first_ns: int, last_ns: int, now_ns: int) -> None:
         if self.held:
             self.reached.set()
             self.let_go.wait(PATIENCE_S)
         if self.fails is not None:
             raise self.fails
-        self.frames.append(frame)
+        self.members.append(member)
 
     def retain(self, now_ns: int, more: int = 0) -> None: ...
 
@@ -59,12 +60,10 @@ class Disk:
         self.closed = True
 
     def records(self) -> list[pb.DecisionRecord]:
-        data = head() + b"".join(self.frames)
-        frames = contents_of(data).frames
-        return [pb.DecisionRecord.FromString(each) for frame in frames for each in records_of(body_of(data, frame))]
+        return [record_of(line) for each in self.members for line in gzip.decompress(each).splitlines()]
 
     def dropped(self) -> int:
-        return sum(each.dropped for each in contents_of(head() + b"".join(self.frames)).frames)
+        return sum(each.dropped for each in members_in(b"".join(self.members)))
 
 
 def decision(number: int, text: str = "w0") -> Decision:
@@ -85,7 +84,7 @@ def disk() -> Disk:
     return Disk()
 
 
-def test_records_are_written_in_order_with_their_numbers_in_frames_of_64_kib(disk: Disk) -> None:
+def test_records_are_written_in_order_with_their_numbers_in_members_of_128_kib(disk: Disk) -> None:
     ring, writer = DecisionRing(4), DecisionLogWriter(disk, ManualClock(), flush_s=PATIENCE_S)
     writer.start(ring)
     record(ring, range(3_000))
@@ -94,7 +93,7 @@ def test_records_are_written_in_order_with_their_numbers_in_frames_of_64_kib(dis
     assert ids(found) == [f"d{number}" for number in range(3_000)]
     assert [each.sequence for each in found] == list(range(1, 3_001))
     assert (disk.closed, writer.counts.written, writer.counts.dropped) == (True, 3_000, 0)
-    assert 1 < len(disk.frames) < 20
+    assert 1 < len(disk.members) < 20
 
 
 def test_a_slow_disk_costs_records_and_never_the_service(disk: Disk) -> None:
@@ -104,7 +103,7 @@ def test_a_slow_disk_costs_records_and_never_the_service(disk: Disk) -> None:
     ring.record(decision(0))
     assert disk.reached.wait(PATIENCE_S)
     record(ring, range(1, 31))  # the disk still has the first one, and 10 wait
-    assert (len(ring), writer.counts.queue_full, disk.frames) == (31, 20, [])
+    assert (len(ring), writer.counts.queue_full, disk.members) == (31, 20, [])
     disk.held = False
     disk.let_go.set()
     writer.close(PATIENCE_S)
@@ -137,7 +136,7 @@ def test_a_disk_that_does_not_answer_is_left_behind_at_the_end(disk: Disk, caplo
 def test_a_failing_disk_is_logged_once_and_written_again_when_it_can(
     disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "common.decisions.disk.writer")
+    caplog.set_level(logging.INFO, "common.decisions.log_writer")
     writer = DecisionLogWriter(disk, ManualClock())
     disk.fails = OSError(errno.ENOSPC, "No space left on device")
     for number in range(3):
@@ -188,25 +187,24 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_leaves_whole_frames_alone(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_whole_members_alone(tmp_path: Path) -> None:
     folder = LogFolder.claimed(tmp_path, "router", BOUNDS, 0)
     writer = DecisionLogWriter(folder, ManualClock(1.0))
     with files_of_at_most(1_000):
         for number in range(40):
             writer.add(number, decision(number, os.urandom(40).hex()), 1)
             writer.flush()
-    path = segment_path(folder.path, 1)
-    contents = contents_of(path.read_bytes())
+    data = file_path(folder.path, 1).read_bytes()
     assert writer.counts.not_written > 0
-    assert contents.end == path.stat().st_size <= 1_000
-    assert sum(each.count for each in contents.frames) == writer.counts.written > 0
+    assert end_of(data) == len(data) <= 1_000
+    assert len(gzip.decompress(data).splitlines()) == writer.counts.written > 0
 
 
 _WRITES = """
 import sys
 import time
 from pathlib import Path
-from common.decisions.disk.writer import opened
+from common.decisions.log_writer import opened
 from common.decisions.ring import DecisionRing
 from common.contracts.clock import SystemClock
 from common.contracts.types import Decision, DecisionKind
@@ -248,7 +246,7 @@ def test_a_killed_process_loses_no_record_that_was_written_and_the_next_goes_on(
     assert len(found) > 2_000
     again = LogFolder.claimed(tmp_path, "kvmanager", BOUNDS, 0)
     assert again.path == folder
-    assert all("ended within a frame" in each for each in again.faults)
+    assert all("ended within a gzip member" in each for each in again.faults)
     assert numbers_in(folder)
 
 

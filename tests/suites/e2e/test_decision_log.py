@@ -14,8 +14,8 @@ import pytest
 from cli.demo_model import CHECKPOINT
 from cli.suite.stack import StackOptions
 from common.contracts.errors import InvalidConfig
-from common.decisions.disk.folder import numbers_in
-from common.decisions.disk.reader import LogReader
+from common.decisions.log_folder import numbers_in
+from common.decisions.log_reader import LogReader
 from common.process.python import module_command
 from quire.decision.v1 import decision_pb2 as pb
 from tests.support.load import kill

@@ -1,11 +1,11 @@
-"""The folder of one process in the directory of a decision log: its lock, and its segments.
+"""The folder of one process in the directory of a decision log: its lock, and its files.
 
-    DIR/router-0/lock           held while a process writes there
-    DIR/router-0/00000001.log   segments, oldest first
+    DIR/router-0/lock                held while a process writes there
+    DIR/router-0/00000001.jsonl.gz   records, oldest first
 
 A process takes the first folder of its service that no other process holds, so a service that restarts goes on in its
-own. Files are for their owner alone: records hold names of tenants. What is no regular file that begins as a segment
-is another's: it is neither read nor counted nor removed, and no link is followed.
+own. Files are for their owner alone: records hold names of tenants. What is no regular file that begins as ours do is
+another's: it is neither read nor counted nor removed, and no link is followed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,21 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from common.contracts.errors import FieldViolation, InvalidConfig
-from common.contracts.limits import MAX_LOG_FOLDERS, MAX_LOG_SEGMENT_BYTES
-from common.decisions.disk.core.retention import Bounds, Segment, expired, is_full, times_of
-from common.decisions.disk.core.segment import HEAD_BYTES, Contents, contents_of, head, is_head
+from common.contracts.limits import MAX_LOG_FILE_BYTES, MAX_LOG_FOLDERS
+from common.decisions.log_files import (
+    MARK_BYTES,
+    Bounds,
+    LogFile,
+    end_of,
+    expired,
+    is_full,
+    is_ours,
+    members_in,
+    times_of,
+)
 
-_NAME: Final = re.compile(r"(\d{8})\.log")
+_NAME: Final = re.compile(r"(\d{8})\.jsonl\.gz")
+_FORMER: Final = re.compile(r"\d{8}\.log")
 _FOLDER: Final = re.compile(r"([a-z]+)-(\d{1,3})")
 _LOCK: Final = "lock"
 _OPEN: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -35,14 +45,21 @@ _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FLAG: Final = "--decision-log"
 
 
-def segment_path(folder: Path, number: int) -> Path:
-    return folder / f"{number:08}.log"
+def file_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:08}.jsonl.gz"
 
 
 def numbers_in(folder: Path) -> list[int]:
-    """Return the numbers of the files in a folder that have names of segments, oldest first."""
+    """Return the numbers of the files in a folder that have names of ours, oldest first."""
     found = (_NAME.fullmatch(each.name) for each in folder.iterdir())
     return sorted(int(match[1]) for match in found if match)
+
+
+def former_in(folder: Path) -> list[str]:
+    """Return in a line that a folder has files of the format before this one."""
+    names = sorted(each.name for each in folder.iterdir() if _FORMER.fullmatch(each.name))
+    what = "file(s) of an older format, which are not read"
+    return [f"{folder} has {len(names):,} {what}: {names[0]} is one; remove them"] if names else []
 
 
 def service_of(folder: Path) -> str:
@@ -52,11 +69,11 @@ def service_of(folder: Path) -> str:
 
 
 def contents_in(path: Path) -> bytes:
-    """Return the bytes of a segment. Raises OSError, also for one that is far larger than any of ours."""
+    """Return the bytes of a file. Raises OSError, also for one that is far larger than any of ours."""
     with _opened(path) as file:
-        data = file.read(MAX_LOG_SEGMENT_BYTES + 1)
-    if len(data) > MAX_LOG_SEGMENT_BYTES:
-        raise OSError(errno.EFBIG, f"has more than {MAX_LOG_SEGMENT_BYTES >> 20} MiB")
+        data = file.read(MAX_LOG_FILE_BYTES + 1)
+    if len(data) > MAX_LOG_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"has more than {MAX_LOG_FILE_BYTES >> 20} MiB")
     return data
 
 
@@ -74,29 +91,29 @@ def _opened(path: Path) -> BinaryIO:
     return os.fdopen(number, "rb")
 
 
-def _segment(folder: Path, number: int) -> Segment | None:
-    """Return a segment, or None for a file of others; its last write came at most a second after its newest record."""
+def _file(folder: Path, number: int) -> LogFile | None:
+    """Return a file, or None for one of others; its last write came at most a second after its newest record."""
     try:
-        with _opened(segment_path(folder, number)) as file:
+        with _opened(file_path(folder, number)) as file:
             found = os.fstat(file.fileno())
-            return Segment(number, found.st_size, found.st_mtime_ns) if is_head(file.read(HEAD_BYTES)) else None
+            return LogFile(number, found.st_size, found.st_mtime_ns) if is_ours(file.read(MARK_BYTES)) else None
     except OSError:
         return None
 
 
-def _segments_in(folder: Path) -> list[Segment]:
-    return [found for number in numbers_in(folder) if (found := _segment(folder, number)) is not None]
+def _files_in(folder: Path) -> list[LogFile]:
+    return [found for number in numbers_in(folder) if (found := _file(folder, number)) is not None]
 
 
 def _remove(folder: Path, number: int) -> None:
-    """Remove a segment, unless another file has taken its place. Raises OSError."""
-    if _segment(folder, number) is not None:
-        segment_path(folder, number).unlink(missing_ok=True)
+    """Remove a file, unless one of others has taken its place. Raises OSError."""
+    if _file(folder, number) is not None:
+        file_path(folder, number).unlink(missing_ok=True)
 
 
 @dataclass(slots=True)
 class _Open:
-    """The segment that grows: its file, its length, and the times of its first and last record."""
+    """The file that grows: its descriptor, its length, and the times of its first and last record."""
 
     number: int
     file: int
@@ -106,14 +123,14 @@ class _Open:
 
 
 class LogFolder:
-    """`claimed` takes a folder. `faults` says in a line each what of its last segment was cut, or cannot be read."""
+    """`claimed` takes a folder. `faults` says in a line each what of its last file was cut, or cannot be read."""
 
     def __init__(self, path: Path, lock: int, bounds: Bounds, now_ns: int) -> None:
         self.path, self._lock, self._bounds = path, lock, bounds
-        self._complete = _segments_in(path)
+        self._complete = _files_in(path)
         numbers = numbers_in(path)
         self._last = numbers[-1] if numbers else 0
-        self.faults = _others(path, numbers, self._complete)
+        self.faults = [*former_in(path), *_others(path, numbers, self._complete)]
         self._open: _Open | None = None
         if self._complete:
             self._go_on(self._complete[-1])
@@ -139,27 +156,29 @@ class LogFolder:
 
     @property
     def size(self) -> int:
-        """Bytes of all segments."""
+        """Bytes of all files."""
         return sum(each.size for each in self._complete) + (self._open.size if self._open is not None else 0)
 
-    def append(self, frame: bytes, first_ns: int, last_ns: int, now_ns: int) -> None:
-        """Write a frame as a whole or not at all; older segments leave for it. Raises OSError."""
-        if HEAD_BYTES + len(frame) > self._bounds.max_bytes:
-            raise OSError(errno.EFBIG, "a frame is larger than --decision-log-size")
+    def append(self, member: bytes, first_ns: int, last_ns: int, now_ns: int) -> None:
+        """Write a gzip member as a whole or not at all; older files leave for it. Raises OSError."""
+        if len(member) > self._bounds.max_bytes:
+            raise OSError(errno.EFBIG, "records of one flush are larger than --decision-log-size")
         grown = self._open
-        if grown is not None and is_full(grown.size, len(frame), grown.began_ns, grown.newest_ns, self._bounds, now_ns):
+        if grown is not None and is_full(
+            grown.size, len(member), grown.began_ns, grown.newest_ns, self._bounds, now_ns
+        ):
             self._complete_open()
-        self.retain(now_ns, len(frame))
+        self.retain(now_ns, len(member))
         if self._open is None:
             self._open = self._begun(first_ns)
-        self._write(self._open, frame)
+        _write(self._open, member)
         self._open.newest_ns = max(self._open.newest_ns, last_ns)
 
     def retain(self, now_ns: int, more: int = 0) -> None:
-        """Remove the segments that are beyond the bounds once `more` bytes are written. Raises OSError."""
+        """Remove the files that are beyond the bounds once `more` bytes are written. Raises OSError."""
         if self._open is not None and now_ns - self._open.newest_ns > self._bounds.max_age_ns:
             self._complete_open()
-        size = self._open.size if self._open is not None else HEAD_BYTES
+        size = self._open.size if self._open is not None else 0
         for number in expired(self._complete, size + more, self._bounds, now_ns):
             _remove(self.path, number)
             self._complete = [each for each in self._complete if each.number != number]
@@ -170,73 +189,62 @@ class LogFolder:
             self._complete_open()
         os.close(self._lock)
 
-    def _go_on(self, last: Segment) -> None:
-        """Open the last segment, without what a process that was killed left of a frame."""
-        path = segment_path(self.path, last.number)
+    def _go_on(self, last: LogFile) -> None:
+        """Open the last file to go on in it, without what a process that was killed left of a member."""
+        path = file_path(self.path, last.number)
         try:
-            contents = contents_of(contents_in(path))
+            data = contents_in(path)
         except OSError as error:
-            contents = Contents(faults=(f"cannot be read: {error.strerror}",))
-        self.faults += [f"{path} {each}" for each in contents.faults]
-        if contents.end is None:
+            self.faults.append(f"{path} cannot be read: {error.strerror}")
+            return
+        end = end_of(data)
+        if end is None:
+            self.faults.append(f"{path} is corrupt at its end: the next records go into a new file")
             return
         file = os.open(path, _OPEN, 0o600)
-        if contents.end < last.size:
-            os.ftruncate(file, contents.end)
-            what = f"ended within a frame: its last {last.size - contents.end:,} bytes are cut off"
+        if end < len(data):
+            os.ftruncate(file, end)
+            what = f"ended within a gzip member: its last {len(data) - end:,} bytes are cut off"
             self.faults.append(f"{path} {what}")
-        end = max(contents.end, _write_at(file, head(), 0) if contents.end < HEAD_BYTES else 0)
-        began = contents.frames[0].first_ns if contents.frames else last.newest_ns
-        newest = max((each.last_ns for each in contents.frames), default=last.newest_ns)
+        members = members_in(data[:end])
+        began = members[0].first_ns if members else last.newest_ns
+        newest = max((each.last_ns for each in members), default=last.newest_ns)
         self._complete.pop()
         self._open = _Open(last.number, file, end, began, newest)
 
     def _begun(self, first_ns: int) -> _Open:
         self._last += 1
-        file = os.open(segment_path(self.path, self._last), _OPEN | os.O_EXCL, 0o600)
-        begun = _Open(self._last, file, 0, first_ns, first_ns)
-        try:
-            self._write(begun, head())
-        except OSError:
-            os.close(file)
-            segment_path(self.path, self._last).unlink(missing_ok=True)
-            raise
-        return begun
+        file = os.open(file_path(self.path, self._last), _OPEN | os.O_EXCL, 0o600)
+        return _Open(self._last, file, 0, first_ns, first_ns)
 
     def _complete_open(self) -> None:
         grown, self._open = self._open, None
         assert grown is not None
         os.close(grown.file)
-        self._complete.append(Segment(grown.number, grown.size, grown.newest_ns))
-
-    def _write(self, grown: _Open, data: bytes) -> None:
-        try:
-            grown.size = _write_at(grown.file, data, grown.size)
-        except OSError:
-            # The next frame takes the place of what there is of this one.
-            os.ftruncate(grown.file, grown.size)
-            raise
+        self._complete.append(LogFile(grown.number, grown.size, grown.newest_ns))
 
 
-def _write_at(file: int, data: bytes, at: int) -> int:
-    """Write all of `data`, and return where it ends."""
-    left = memoryview(data)
-    while left:
-        written = os.pwrite(file, left, at)
-        left, at = left[written:], at + written
-    return at
+def _write(grown: _Open, data: bytes) -> None:
+    """Write all of `data` to the end of the file, or nothing. Raises OSError."""
+    left, at = memoryview(data), grown.size
+    try:
+        while left:
+            written = os.pwrite(grown.file, left, at)
+            left, at = left[written:], at + written
+    except OSError:
+        os.ftruncate(grown.file, grown.size)
+        raise
+    grown.size = at
 
 
-def _others(folder: Path, numbers: Sequence[int], segments: Sequence[Segment]) -> list[str]:
-    """Return in a line which files are no segments although they have names of such."""
-    others = sorted({*numbers} - {each.number for each in segments})
+def _others(folder: Path, numbers: Sequence[int], files: Sequence[LogFile]) -> list[str]:
+    """Return in a line which files are not ours although they have names of such."""
+    others = sorted({*numbers} - {each.number for each in files})
     if not others:
         return []
-    name = segment_path(folder, others[0]).name
-    if len(others) == 1:
-        return [f"{folder} has a file that is no segment of a decision log: {name}; remove it"]
-    what = f"{len(others):,} files that are no segments of a decision log: {name} is one; remove them"
-    return [f"{folder} has {what}"]
+    name = file_path(folder, others[0]).name
+    what = "file(s) that are not of a decision log"
+    return [f"{folder} has {len(others):,} {what}: {name} is one; remove them"]
 
 
 def _locked(folder: Path) -> int | None:
@@ -264,7 +272,7 @@ def folders_in(roots: Iterable[Path]) -> Iterator[Path]:
 
 
 def remove_aged(root: Path, service: str, bounds: Bounds, now_ns: int) -> None:
-    """Remove aged segments from folders that no process holds, as of former replicas; others' folders are let be."""
+    """Remove aged files from folders that no process holds, as of former replicas; others' folders are let be."""
     for path in folders_in([root]):
         if service_of(path) == service:
             with suppress(OSError):
@@ -275,8 +283,8 @@ def _remove_aged(path: Path, bounds: Bounds, now_ns: int) -> None:
     if (lock := _locked(path)) is None:
         return
     try:
-        segments = _segments_in(path)
-        for each, newest_ns in zip(segments, times_of(segments, now_ns), strict=True):
+        files = _files_in(path)
+        for each, newest_ns in zip(files, times_of(files, now_ns), strict=True):
             if now_ns - newest_ns > bounds.max_age_ns:
                 _remove(path, each.number)
     finally:

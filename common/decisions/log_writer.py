@@ -1,6 +1,6 @@
 """Writes decision records to disk on a thread of its own. A slow or full disk costs records, and nothing else.
 
-The caller's part is an append to a queue. The thread makes messages, compresses and writes them twice a second. After
+The caller's part is an append to a queue. The thread makes lines, compresses and writes them twice a second. After
 each few records it lets other threads run: a thread that computes would else hold the event loop for 5 ms.
 """
 
@@ -15,36 +15,35 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from common.contracts.clock import Clock, SystemClock
-from common.contracts.limits import MAX_LOG_FRAME_BYTES, MAX_LOG_QUEUE, MAX_LOG_QUEUE_BYTES
+from common.contracts.limits import MAX_LOG_MEMBER_BYTES, MAX_LOG_QUEUE, MAX_LOG_QUEUE_BYTES
 from common.contracts.types import Decision
-from common.decisions.disk.core.retention import Bounds
-from common.decisions.disk.core.segment import Timed, frame_of, packed
-from common.decisions.disk.folder import LogFolder, remove_aged
+from common.decisions.log_files import Bounds, Timed, member_of, packed
+from common.decisions.log_folder import LogFolder, remove_aged
 from common.decisions.ring import DecisionRing
 from common.settings.decision_log import DecisionLogSettings
-from common.wire.decision_codec import decision_to_proto
+from common.wire.decision_json import line_of
 
 log = logging.getLogger(__name__)
 
 FLUSH_S: Final = 0.5
-_FRAME_BYTES: Final = 64 << 10
+_MEMBER_BYTES: Final = 128 << 10
 # Records of 30 microseconds each.
 _AT_A_TIME: Final = 8
 _YIELD_S: Final = 1e-4
-# Seconds between two looks at the age of segments.
+# Seconds between two looks at the age of files.
 _RETAIN_S: Final = 60.0
 _CLOSE_S: Final = 2.0
 
 _Queued = tuple[int, Decision, int]
 
 
-class Segments(Protocol):
+class Files(Protocol):
     """What the thread writes to (`LogFolder`)."""
 
     @property
     def size(self) -> int: ...
 
-    def append(self, frame: bytes, first_ns: int, last_ns: int, now_ns: int) -> None: ...
+    def append(self, member: bytes, first_ns: int, last_ns: int, now_ns: int) -> None: ...
 
     def retain(self, now_ns: int, more: int = 0) -> None: ...
 
@@ -70,7 +69,7 @@ class LogCounts:
 class DecisionLogWriter:
     """Takes records with `add`, on any one thread, from `start` to `close`."""
 
-    segments: Segments
+    files: Files
     clock: Clock = field(default_factory=SystemClock)
     tidy: Callable[[], None] = lambda: None
     flush_s: float = FLUSH_S
@@ -88,7 +87,7 @@ class DecisionLogWriter:
     def start(self, ring: DecisionRing) -> None:
         """Write what a ring keeps from now on."""
         ring.copy_to(self.add)
-        self.counts.bytes = self.segments.size
+        self.counts.bytes = self.files.size
         self._thread = threading.Thread(target=self._run, name="decision-log", daemon=True)
         self._thread.start()
 
@@ -116,44 +115,44 @@ class DecisionLogWriter:
         retained = self.clock.monotonic()
         while not self._stop.is_set():
             if self._queued.wait(max(0.0, retained + _RETAIN_S - self.clock.monotonic())):
-                self._stop.wait(self.flush_s)  # what comes meanwhile goes in the same frame
+                self._stop.wait(self.flush_s)  # what comes meanwhile goes in the same member
                 self._queued.clear()  # before the queue is read: later records set it again
                 self.flush()
             if self.clock.monotonic() - retained >= _RETAIN_S:
                 retained = self.clock.monotonic()
                 self._tried(self._retain)
         self.flush()
-        self._tried(self.segments.close)
+        self._tried(self.files.close)
 
     def _retain(self) -> None:
-        self.segments.retain(self.clock.time_ns())
-        self.counts.bytes = self.segments.size
+        self.files.retain(self.clock.time_ns())
+        self.counts.bytes = self.files.size
         self.tidy()
 
     def flush(self) -> None:
         """Write what is queued now."""
         left = len(self._queue)
         while left:
-            records, taken = self._messages(left)
+            records, taken = self._lines(left)
             left -= taken
-            for group in packed(records, _FRAME_BYTES):
+            for group in packed(records, _MEMBER_BYTES):
                 self._write(group)
 
     def _write(self, group: list[Timed]) -> None:
         dropped = self.counts.dropped
         times = [time_ns for time_ns, _ in group]
-        frame = frame_of(group, dropped - self._told)
-        if self._tried(lambda: self.segments.append(frame, min(times), max(times), self.clock.time_ns())):
+        member = member_of(group, dropped - self._told)
+        if self._tried(lambda: self.files.append(member, min(times), max(times), self.clock.time_ns())):
             self.counts.written += len(group)
             self._told = dropped
         else:
             self.counts.not_written += len(group)
-        self.counts.bytes = self.segments.size
+        self.counts.bytes = self.files.size
 
-    def _messages(self, most: int) -> tuple[list[Timed], int]:
-        """Return the next records as bytes, of a frame or so, and how many left the queue."""
+    def _lines(self, most: int) -> tuple[list[Timed], int]:
+        """Return the lines of the next records, of a member or so, and how many left the queue."""
         found, taken, size = list[Timed](), 0, 0
-        while taken < most and size < _FRAME_BYTES:
+        while taken < most and size < _MEMBER_BYTES:
             number, decision, memory = self._queue.popleft()
             self._taken_bytes += memory
             taken += 1
@@ -166,17 +165,15 @@ class DecisionLogWriter:
         return found, taken
 
     def _encoded(self, number: int, decision: Decision) -> Iterator[bytes]:
-        """Yield the message of a record, unless it has none (a text that is no Unicode) or it is far too large."""
+        """Yield the line of a record, unless it has none (a text that is no Unicode) or it is far too large."""
         try:
-            message = decision_to_proto(decision)
-            message.sequence = number
-            encoded = message.SerializeToString()
+            line = line_of(number, decision)
         except (ValueError, TypeError) as error:
             log.warning("a decision record cannot be written: %s", error, extra={"decision_id": decision.decision_id})
             self.counts.not_written += 1
             return
-        if len(encoded) < MAX_LOG_FRAME_BYTES // 2:
-            yield encoded
+        if len(line) < MAX_LOG_MEMBER_BYTES // 2:
+            yield line
         else:
             self.counts.not_written += 1
 
@@ -199,7 +196,7 @@ class DecisionLogWriter:
 def opened(settings: DecisionLogSettings, clock: Clock) -> DecisionLogWriter | None:
     """Return a writer to a folder of its own; None where no log is wanted. Raises InvalidConfig.
 
-    What is wrong with its last segment is logged in a line each.
+    What is wrong with its files is logged in a line each.
     """
     root, service = settings.decision_log, settings.service
     if root is None:

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from common.decisions.disk.writer import DecisionLogWriter, LogCounts
+from common.decisions.log_writer import DecisionLogWriter, LogCounts
 
 
 class LogMetrics(Collector):
