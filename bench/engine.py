@@ -66,14 +66,16 @@ class TimedRunner:
         if self._native is not None:
             self._native.seconds = {}
 
-    def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
-        self._runner.add(sequence, tokens, sampling, prompt_tokens)
+    def add_sequence(
+        self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int
+    ) -> None:
+        self._runner.add_sequence(sequence, tokens, sampling, prompt_tokens)
 
     def remove(self, sequence: SequenceId) -> None:
         self._runner.remove(sequence)
 
-    def submit(self, plan: StepPlan) -> Future[StepResult]:
-        done = self._runner.submit(plan)
+    def submit_step(self, plan: StepPlan) -> Future[StepResult]:
+        done = self._runner.submit_step(plan)
         done.add_done_callback(self._count)
         return done
 

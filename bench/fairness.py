@@ -97,7 +97,7 @@ def serve(arrivals: Sequence[Arrival], horizon: int, *, fair: bool) -> Waits:
     upcoming = next(coming, None)
     for step in range(horizon):
         while upcoming is not None and upcoming[1].step <= step:
-            agent.submit(_sequence(*upcoming))
+            agent.submit_sequence(_sequence(*upcoming))
             upcoming = next(coming, None)
         if (said := agent.take_report()) is not None:
             ledger.apply(said)
@@ -105,7 +105,7 @@ def serve(arrivals: Sequence[Arrival], horizon: int, *, fair: bool) -> Waits:
                 for admit in batch.admit:
                     index = int(admit.sequence) - 1
                     waits.steps.setdefault(index, step - arrivals[index].step)
-                agent.apply(batch)
+                agent.apply_grant(batch)
         plan = agent.plan()
         if plan is not None:
             agent.complete(StepResult(plan.step, {row.sequence: (1,) for row in plan.rows if row.samples}))
@@ -184,10 +184,10 @@ def in_time(requests: Sequence[Timed], *, earliest: bool, refuse: bool) -> float
             heapq.heappop(running)
         while coming and coming[0].at <= now:
             each = coming.popleft()
-            queue.join(queue.ticket(0, due=due_at(now, each.deadline if earliest else None)), each)
+            queue.join_queue(queue.ticket(0, due=due_at(now, each.deadline if earliest else None)), each)
         while queue and len(running) < QUEUED_PLACES:
             ticket, each = queue.head()
-            queue.serve(ticket)
+            queue.serve_ticket(ticket)
             late = now + each.holds > each.deadline
             kept += not late
             if not (late and refuse):

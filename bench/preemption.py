@@ -84,7 +84,7 @@ class Server:
         coming = 0
         while left:
             while coming < len(arrivals) and arrivals[coming].at <= run.seconds:
-                self.agent.submit(arrivals[coming].sequence(coming))
+                self.agent.submit_sequence(arrivals[coming].sequence(coming))
                 coming += 1
             self._exchange()
             plan = self.agent.plan()
@@ -104,7 +104,7 @@ class Server:
         self.ledger.drain_decisions()
         self.ledger.drain_index_events()
         if batch is not None:
-            self.agent.apply(batch)
+            self.agent.apply_grant(batch)
 
     def _step(self, plan: StepPlan, left: dict[int, int]) -> float:
         """Run a step, and return its seconds."""

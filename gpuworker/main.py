@@ -140,12 +140,12 @@ class Worker:
             loop.add_signal_handler(number, self._stop.set)
         for line in plane.start_lines():
             log.info("%s", line)
-        self._supervisor.run("watchdog", self._watchdog.run)
+        self._supervisor.run_task("watchdog", self._watchdog.run)
         await self._serve(plane, port)
         await self._until_attached()
         if not self._stop.is_set():
             await self._look_for_manager()
-            self._supervisor.run("readiness", self._follow_manager)
+            self._supervisor.run_task("readiness", self._follow_manager)
             self._servicer.beat()  # for routers that connected during the attach
             took = time.monotonic() - began
             print(f"READY {self._address} {plane.facts.device_words}, loaded in {took:.1f} s", flush=True)  # noqa: T201

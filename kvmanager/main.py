@@ -181,13 +181,13 @@ class ManagerProcess:
                 await refuse_unfit(redis)
         port = await self.server.start(settings.host, settings.port)
         metrics = await self.metrics.start(settings.host, metrics_port(settings.metrics_port, settings.port))
-        self.supervisor.run("watchdog", self.watchdog.run)
-        self.supervisor.run("pins", self.pins.run)
+        self.supervisor.run_task("watchdog", self.watchdog.run)
+        self.supervisor.run_task("pins", self.pins.run)
         self.leading.address = settings.group_address or joined_address(settings.host, port)
         if self.member is not None:
             # In the member's task: Redis's name may be unknown for long, and a signal has to end the process meanwhile.
             self.member.start(self.supervisor, lambda: self._announced(port))
-            self.supervisor.run("readiness", partial(self._ready_while_settled, self.member))
+            self.supervisor.run_task("readiness", partial(self._ready_while_settled, self.member))
         else:
             await self.server.ready()
         if self._log is not None:

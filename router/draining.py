@@ -62,7 +62,7 @@ async def drain(
     if shared:
         left -= await _leave_to_others(servers, frontend, seconds)
         closing = asyncio.create_task(_send_away(servers, left))
-    if not await frontend.drain(left):
+    if not await frontend.drain_requests(left):
         log.warning("stopping although some requests have not finished")
     await requests_ended()
     # Time for the last statuses to leave; health watchers are not waited for.

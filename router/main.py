@@ -241,7 +241,7 @@ class RouterProcess:
             open_schemas=settings.open_schemas,
         )
         self._validator = WatchedValidator(validator, self._record_wrong_request)
-        self._meter = Meter(quotas, clock, context, checkpoint.max_new_tokens, self.frontend.refuse)
+        self._meter = Meter(quotas, clock, context, checkpoint.max_new_tokens, self.frontend.refuse_unread)
         self._metered = MeteredValidator(self._validator, self._meter)
         self._authenticator = authenticator_of(settings, self._card.name)
         self._calls = Calls(clock, self._authenticator, self._meter)
@@ -266,7 +266,7 @@ class RouterProcess:
         )
         siblings = Siblings(settings.sibling, dialer(self._tls, Role.ROUTER), settings.sibling_timeout)
         self._resumer = RequestResumer.over(self.pool, self.frontend, clock)
-        self._routers = Routers(self.frontend.abort, siblings, self._resumer)
+        self._routers = Routers(self.frontend.abort_request, siblings, self._resumer)
         files = TokenizerFiles(self._folder, settings.chat_template)
         service = InferenceServicer(
             self.frontend, self._metered, self._text, self.status, self._calls, self._routers, files
@@ -406,21 +406,21 @@ class RouterProcess:
         if self._log is not None:
             self._log.start(self._records.ring)
         for address in settings.worker:
-            self.pool.add(address)
-        self.supervisor.watch("HTTP server", self._http.task)
-        self.supervisor.run("readiness", self.readiness.run)
+            self.pool.add_worker(address)
+        self.supervisor.watch_task("HTTP server", self._http.task)
+        self.supervisor.run_task("readiness", self.readiness.run)
         self._manager_calls.start(self.supervisor)
-        self.supervisor.run("watch of hung workers", self.pool.watch)
-        self.supervisor.run("watchdog", self._watchdog.run)
-        self.supervisor.run(_HISTORY, self._history.run)
-        self.supervisor.run("traces of kept requests", self._tail.run)
+        self.supervisor.run_task("watch of hung workers", self.pool.watch_workers)
+        self.supervisor.run_task("watchdog", self._watchdog.run)
+        self.supervisor.run_task(_HISTORY, self._history.run)
+        self.supervisor.run_task("traces of kept requests", self._tail.run)
         if self._discovery is not None:
-            self.supervisor.run(_DISCOVERY, self._discovery.run)
+            self.supervisor.run_task(_DISCOVERY, self._discovery.run)
         if (batches := self._batches) is not None:
-            self._batching = self.supervisor.run(_BATCHES, partial(batches.runner.run, app))
+            self._batching = self.supervisor.run_task(_BATCHES, partial(batches.runner.run, app))
         if isinstance(self._authenticator, TenantDirectory):
             directory = self._authenticator
-            self.supervisor.run("file of tenants", partial(directory.watch, self._end_revoked))
+            self.supervisor.run_task("file of tenants", partial(directory.watch, self._end_revoked))
         if self._turns is not None:
             self._turns.start()
         http = joined_address(settings.host, self._http.port)
@@ -443,7 +443,7 @@ class RouterProcess:
         if self._batching is not None:
             await cancel_and_wait(self._batching)  # another router goes on with them, or this one when it is back
         if self._http is not None:
-            self.supervisor.forget(self._http.task)
+            self.supervisor.forget_task(self._http.task)
         await drain(servers, self.frontend, self.settings.drain_timeout, self._shares, self._background.aclose)
         await self.supervisor.aclose()
         await self.pool.aclose()

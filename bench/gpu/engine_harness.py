@@ -77,7 +77,7 @@ class EngineDriver:
         self._open = set(names)
         self._done.clear()
         for request in requests:
-            self._engine.submit(request)
+            self._engine.submit_request(request)
         finished = self._done.wait(_PATIENCE)
         if self._failure or not finished or self._engine.ended.done():
             raise EngineFailure(self._failure or "the engine ended, or took too long")

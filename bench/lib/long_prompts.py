@@ -102,7 +102,7 @@ class Server:
         coming, tokens = 0, 0
         while any(left.values()):
             while coming < len(arrivals) and arrivals[coming].at <= self.now:
-                self.agent.submit(arrivals[coming].sequence(coming))
+                self.agent.submit_sequence(arrivals[coming].sequence(coming))
                 coming += 1
             self._exchange()
             plan = self.agent.plan()
@@ -126,7 +126,7 @@ class Server:
         batch = self.ledger.schedule()
         self.ledger.drain_decisions()
         if batch is not None:
-            self.agent.apply(batch)
+            self.agent.apply_grant(batch)
 
     def _step(self, plan: StepPlan, left: dict[int, int]) -> list[int]:
         """Run a step, and return who got a token."""

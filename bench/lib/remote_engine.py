@@ -129,9 +129,9 @@ class _Host:
         while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
             message = pickle.loads(stream.read(*_LENGTH.unpack(head)))
             if isinstance(message, EngineRequest):
-                self._engine.submit(message)
+                self._engine.submit_request(message)
             else:
-                self._engine.cancel(*message)
+                self._engine.cancel_request(*message)
         self._engine.stop()
 
 

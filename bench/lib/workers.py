@@ -186,7 +186,7 @@ class BenchWorker:
             self._buffer.finished(end.sequence, end)
             self._end(end)
         if self._buffer:
-            self._buffer.take().SerializeToString()
+            self._buffer.take_outputs().SerializeToString()
         if not self._live:
             self._done.set()
 
@@ -240,7 +240,7 @@ class BenchWorker:
             record = Record(request, time.perf_counter())
             self._live[each.new.sequence] = self._run.records[request.rid] = record
         for each in made:
-            self.engine.submit(each)
+            self.engine.submit_request(each)
 
     def _request(self, request: Request) -> EngineRequest:
         extra = [("salt", self._salt)] if self._salt else []

@@ -115,7 +115,7 @@ def _served(block_size: int, requests: Sequence[Lengths], blocks: int, delay: in
     agent.inventory()
     agent.attached(0)
     for index, lengths in enumerate(requests, start=1):
-        agent.submit(_sequence(index, lengths))
+        agent.submit_sequence(_sequence(index, lengths))
     waste, pressed, reports = Waste(), Waste(), deque[tuple[int, Report]]()
     while agent.has_work:
         if (said := agent.take_report()) is not None:
@@ -123,7 +123,7 @@ def _served(block_size: int, requests: Sequence[Lengths], blocks: int, delay: in
         while reports and reports[0][0] <= waste.steps:
             ledger.apply(reports.popleft()[1])
             if (batch := ledger.schedule()) is not None:
-                agent.apply(batch)
+                agent.apply_grant(batch)
         plan = agent.plan()
         waste.steps += 1
         if plan is not None:

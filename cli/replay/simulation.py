@@ -364,7 +364,7 @@ class _Simulation:
         router = self._routers[number % len(self._routers)]
         try:
             total = arrival.prompt_tokens + arrival.output_tokens
-            router.admission.enter(name, total, tenant, self._loop.time())
+            router.admission.admit_request(name, total, tenant, self._loop.time())
         except QuireError as refused:
             replayed.refused = type(refused).__name__
             return
@@ -373,7 +373,7 @@ class _Simulation:
         except QuireError as refused:
             replayed.refused = type(refused).__name__
         finally:
-            router.admission.leave(name, arrival.tenant)
+            router.admission.release_request(name, arrival.tenant)
 
     async def _place(self, router: ReplayRouter, number: int, name: str, replayed: Replayed) -> None:
         arrival = replayed.arrival
@@ -384,7 +384,7 @@ class _Simulation:
         job = Job(wanted, hashes if self._options.prefix_caching else (), arrival.priority, None)
         ticket = router.dispatcher.ticket(arrival.priority, Flow(arrival.tenant))
         placement = await router.dispatcher.place_job(job, ticket)
-        router.admission.start(name, self._loop.time(), arrival.tenant)
+        router.admission.start_request(name, self._loop.time(), arrival.tenant)
         replayed.worker = placement.worker_id
         sequence = SequenceId(next(self._sequences))
         new = NewSequence(

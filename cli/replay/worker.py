@@ -51,13 +51,15 @@ class _Runner:
         self.tokens: dict[SequenceId, tuple[int, ...]] = {}
         self._due = 0.0
 
-    def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
+    def add_sequence(
+        self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int
+    ) -> None:
         """The tokens are known since the submission."""
 
     def remove(self, sequence: SequenceId) -> None:
         """They are forgotten when the sequence has finished."""
 
-    def submit(self, plan: StepPlan) -> Future[StepResult]:
+    def submit_step(self, plan: StepPlan) -> Future[StepResult]:
         tokens = self.tokens
         sampled = {row.sequence: (tokens[row.sequence][row.start + row.length],) for row in plan.rows if row.samples}
         seconds = self._costs.of(len(sampled), plan.prefilled)
@@ -95,7 +97,7 @@ class ReplayWorker:
     def submit(self, request: EngineRequest, tokens: tuple[int, ...]) -> None:
         """Run a sequence; `tokens` are those of its prompt and of its output."""
         self._runner.tokens[request.new.sequence] = tokens
-        self._engine.submit(request)
+        self._engine.submit_request(request)
         self._turn_soon()
 
     def forget(self, sequence: SequenceId) -> None:
@@ -147,7 +149,7 @@ class ReplayWorker:
     def attach(self, attach: Attach, inventory: Inventory) -> None:
         self._loop.call_later(self._timing.message, self._on_attach, attach, inventory)
 
-    def send(self, session: int, report: Report) -> None:
+    def send_report(self, session: int, report: Report) -> None:
         self._loop.call_later(self._timing.message, self._on_report, session, report)
 
     def reconnect(self) -> None:

@@ -48,7 +48,7 @@ class EmbeddedChannel:
         )
         self._answer(attach.session)
 
-    def send(self, session: int, report: Report) -> None:
+    def send_report(self, session: int, report: Report) -> None:
         """Apply a report and queue the grants that follow from it."""
         assert self.ledger is not None
         self.ledger.apply(report)

@@ -414,7 +414,7 @@ class LeaseChannel(Protocol):
         """Open a session; the answer comes as Attached, or as Detached."""
         ...
 
-    def send(self, session: int, report: Report) -> None:
+    def send_report(self, session: int, report: Report) -> None:
         """Queue a report of the session; dropped silently when that session is gone."""
         ...
 

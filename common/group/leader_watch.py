@@ -134,7 +134,8 @@ class LeaderWatch:
         """Begin to follow the managers. Call `close` at the end."""
         self._look_ends, self._supervisor = time.monotonic() + _FIRST_LOOK_S, supervisor
         self._resolving = [
-            supervisor.run(f"addresses of {name}", partial(self._resolve_name, name)) for name in self._names.to_resolve
+            supervisor.run_task(f"addresses of {name}", partial(self._resolve_name, name))
+            for name in self._names.to_resolve
         ]
         if not self._unresolved:
             self._named.set()
@@ -167,7 +168,7 @@ class LeaderWatch:
         for address in wanted:
             self._states.setdefault(address, ManagerState(address, since=time.monotonic()))
             if self._supervisor is not None and address not in self._following:
-                task = self._supervisor.run(f"watch of {address}", partial(self._follow, address))
+                task = self._supervisor.run_task(f"watch of {address}", partial(self._follow, address))
                 self._following[address] = task
         self._look_ended()
         self._find_leader()

@@ -67,16 +67,16 @@ class Supervisor:
         """The names of the tasks that have ended, until they have run for a while again."""
         return tuple(self._failing)
 
-    def run(self, name: str, begin: Begin) -> asyncio.Task[None]:
+    def run_task(self, name: str, begin: Begin) -> asyncio.Task[None]:
         """Keep `begin()` running until `aclose`, or until the returned task is cancelled. It is not meant to return."""
         return self._keep(asyncio.create_task(self._again_and_again(name, begin), name=f"supervised {name}"))
 
-    def watch(self, name: str, task: asyncio.Task[Any]) -> None:
+    def watch_task(self, name: str, task: asyncio.Task[Any]) -> None:
         """Set `lost` when a task ends that cannot be begun again. Its owner calls `forget` before it ends the task."""
         self._watched.add(task)
         task.add_done_callback(lambda ended: self._watched_ended(name, ended))
 
-    def forget(self, task: asyncio.Task[Any]) -> None:
+    def forget_task(self, task: asyncio.Task[Any]) -> None:
         """Watch a task no longer."""
         self._watched.discard(task)
 

@@ -430,12 +430,12 @@ class Engine:
         if failure is not None:
             raise EngineFailure(f"the engine ended early: {failure!r}") from failure
 
-    def submit(self, request: EngineRequest) -> None:
+    def submit_request(self, request: EngineRequest) -> None:
         """Queue a sequence; its outputs, or a finish with reason ERROR, come through the sink."""
         self._commands.append(request)
         self.wake()
 
-    def cancel(self, sequence: SequenceId, reason: FinishReason) -> None:
+    def cancel_request(self, sequence: SequenceId, reason: FinishReason) -> None:
         """End a sequence early, in any state; unknown ones are ignored."""
         self._commands.append((sequence, reason))
         self.wake()
@@ -497,7 +497,7 @@ class Engine:
         said = self._lease.take_report()
         if said is None:
             return False
-        self._channel.send(*said)
+        self._channel.send_report(*said)
         return True
 
     # ------------------------------------------------------------ requests
@@ -518,11 +518,11 @@ class Engine:
         if reason is None:
             self._agent.hand_over(sequence)
         else:
-            self._agent.cancel(sequence, reason)
+            self._agent.cancel_sequence(sequence, reason)
 
     def _take_request(self, request: EngineRequest) -> None:
         try:
-            self._agent.submit(request.new)
+            self._agent.submit_sequence(request.new)
         except QuireError as refused:
             usage = Usage(prompt_tokens=len(request.new.tokens))
             self._finish_with_error(request.new.sequence, str(refused), usage)
@@ -563,10 +563,10 @@ class Engine:
                 if applied is not None:
                     self._seat(applied)
             case Detached(session):
-                self._lease.lose(session)
+                self._lease.note_loss(session)
 
     def _leave_session(self) -> None:
-        self._lease.leave()
+        self._lease.leave_session()
         self._channel.reconnect()
 
     def _seat(self, applied: Applied) -> None:
@@ -580,7 +580,7 @@ class Engine:
             self._starts.admitted(admit.sequence, now)
             self._in_runner.add(admit.sequence)
             try:
-                self._runner.add(admit.sequence, tokens, request.sampling, request.prompt_tokens)
+                self._runner.add_sequence(admit.sequence, tokens, request.sampling, request.prompt_tokens)
             except Exception as error:
                 log.exception("the runner refuses sequence %d, which ends", admit.sequence)
                 self._end_with_error(admit.sequence, f"the sequence cannot be run: {error!r}")
@@ -588,7 +588,7 @@ class Engine:
 
     def _end_with_error(self, sequence: SequenceId, message: str) -> None:
         """End one sequence for a reason that is its own."""
-        self._agent.cancel(sequence, FinishReason.ERROR)
+        self._agent.cancel_sequence(sequence, FinishReason.ERROR)
         left = self._agent.departures()
         ends = [replace(end, message=message) if end.sequence == sequence else end for end in left.finished]
         self._settle(replace(left, finished=tuple(ends)))
@@ -602,7 +602,7 @@ class Engine:
         if plan is None:
             return False
         try:
-            result = self._runner.submit(plan)
+            result = self._runner.submit_step(plan)
         except StepNotBuilt as failure:
             self._leave_out(failure)
             return True

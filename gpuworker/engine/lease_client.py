@@ -219,7 +219,7 @@ class LeaseClient:
         """Begin to connect. Call `close` at the end."""
         self._loop = asyncio.get_running_loop()
         self._watch.start(self._supervisor)
-        self._task = self._supervisor.run("lease client", self._run)
+        self._task = self._supervisor.run_task("lease client", self._run)
 
     async def close(self) -> None:
         """End the session and stop; the engine gets Detached."""
@@ -246,7 +246,7 @@ class LeaseClient:
         """Answer the Connected that `poll` returned last."""
         self._on_loop(self._offer, self._polled, attach, inventory)
 
-    def send(self, session: int, report: Report) -> None:
+    def send_report(self, session: int, report: Report) -> None:
         """Queue a report of the session; dropped silently when that session is gone."""
         self._on_loop(self._report, session, report)
 

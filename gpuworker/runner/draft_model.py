@@ -141,7 +141,7 @@ class RunnerDraftModel:
         assert seat is not None
         if new:
             sampling = _plain(drafter.sampling or SamplingParams(temperature=0.0), self._limits.vocab_size)
-            self._runner.add(seat.sequence, tokens, sampling, drafter.prompt_tokens)
+            self._runner.add_sequence(seat.sequence, tokens, sampling, drafter.prompt_tokens)
         elif seat.written < len(tokens):
             self._runner.rewrite(seat.sequence, seat.written, tokens[seat.written :])
         seat.written = len(tokens)
@@ -187,7 +187,7 @@ class RunnerDraftModel:
 
     def _submit(self, rows: list[ScheduledRow]) -> Future[StepResult]:
         self._steps += 1
-        return self._runner.submit(StepPlan(self._steps, tuple(rows)))
+        return self._runner.submit_step(StepPlan(self._steps, tuple(rows)))
 
     def _take(self, flight: Future[StepResult], turns: list[_Turn]) -> None:
         sampled = flight.result().sampled

@@ -173,7 +173,9 @@ class ModelRunner:
 
     # ------------------------------------------------------------ the port
 
-    def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
+    def add_sequence(
+        self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int
+    ) -> None:
         """Implement `StepRunner`.
 
         Raises ValueError for three mistakes of the caller: no batch index is free, the tokens do not fit, or the
@@ -213,7 +215,7 @@ class ModelRunner:
         if not self._batch and self._failures.failed(self._generation):
             self._generation += 1
 
-    def submit(self, plan: StepPlan) -> Future[StepResult]:
+    def submit_step(self, plan: StepPlan) -> Future[StepResult]:
         """Implement `StepRunner`."""
         try:
             step = self._repeated(self._frames, plan) if self._frames and only_decodes(plan) else self._lay_out(plan)

@@ -121,7 +121,9 @@ class StepRunner(Protocol):
     KV cache is then unknown.
     """
 
-    def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
+    def add_sequence(
+        self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int
+    ) -> None:
         """Take over an admitted sequence with all its tokens, of which the first `prompt_tokens` are prompt."""
         ...
 
@@ -129,7 +131,7 @@ class StepRunner(Protocol):
         """Forget a sequence; no unfinished step contains it. An unknown one is ignored."""
         ...
 
-    def submit(self, plan: StepPlan) -> Future[StepResult]:
+    def submit_step(self, plan: StepPlan) -> Future[StepResult]:
         """Start a step, or queue it behind the running one. Raises StepNotBuilt, and then runs nothing of it."""
         ...
 

@@ -204,7 +204,7 @@ class GrantApplier:
             sequence.skip(empty * self._block_size, self._block_size)
         self._blocks.hold(admit.block_table)
         self._uncover_last_known(sequence, admit.n_shared)
-        self._scheduler.add(sequence)
+        self._scheduler.add_sequence(sequence)
         return True
 
     def _uncover_last_known(self, sequence: Sequence, n_shared: int) -> None:
@@ -337,7 +337,7 @@ class LeaseAgent:
 
     # ------------------------------------------------------------ requests of clients
 
-    def submit(self, new: NewSequence) -> None:
+    def submit_sequence(self, new: NewSequence) -> None:
         """Queue a sequence for blocks. Raises InvalidRequest with the numbers when it could never run."""
         self._check_id(new.sequence)
         hashed = self.config.prefix_caching and not new.no_cache
@@ -363,7 +363,7 @@ class LeaseAgent:
         if sequence <= self._last_sequence:
             raise AlreadyExists(f"sequence {sequence}: ids rise, and {self._last_sequence} was used already")
 
-    def cancel(self, sequence: SequenceId, reason: FinishReason = FinishReason.CANCELLED) -> None:
+    def cancel_sequence(self, sequence: SequenceId, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End a sequence in any phase; nothing when it is unknown or has ended already."""
         self._departures.cancel(sequence, reason, self._next_step - 1)
 
@@ -373,7 +373,7 @@ class LeaseAgent:
 
     # ------------------------------------------------------------ what the manager grants and orders
 
-    def apply(self, batch: GrantBatch) -> Applied:
+    def apply_grant(self, batch: GrantBatch) -> Applied:
         """Apply a batch of the current session by columns. Raises ProtocolViolation, with nothing applied, when a grant
         names a block that the worker still holds, or leaves a sequence nothing to compute.
         """
@@ -385,7 +385,7 @@ class LeaseAgent:
         planned = self._next_step - 1
         preempting = tuple([order for order in batch.preempt if self._departures.preempt(order.sequence, planned)])
         for sequence in batch.cancel:
-            self.cancel(sequence)
+            self.cancel_sequence(sequence)
         self._report.applied()
         if admitted:
             self._want = self._scheduler.lease_want(self.config.runway_slots)
@@ -552,7 +552,7 @@ class LeaseAgent:
         if self._report.state is not SessionState.OPEN:
             return None
         self._want = self._scheduler.lease_want(self.config.runway_slots)
-        return self._report.take(self._want)
+        return self._report.take_report(self._want)
 
     # ------------------------------------------------------------ levels
 

@@ -41,7 +41,7 @@ class LeaseSession:
         if not self.is_current(session):
             return False
         if not self.accepts_epoch(ok.epoch):
-            self.lose(session)
+            self.note_loss(session)
             return False
         self.epoch_seen = max(self.epoch_seen, ok.epoch)
         self.open = True
@@ -52,15 +52,15 @@ class LeaseSession:
         """Apply a batch of the current session; None for any other, also one that was buffered before a break."""
         if not self.open or not self.is_current(session):
             return None
-        return self.agent.apply(batch)
+        return self.agent.apply_grant(batch)
 
-    def lose(self, session: int) -> None:
+    def note_loss(self, session: int) -> None:
         """Handle the loss of a session; nothing when it is not the current one."""
         if self.is_current(session):
             self.open = False
             self.agent.detach()
 
-    def leave(self) -> None:
+    def leave_session(self) -> None:
         """Give up the current session from this side: a reply in flight for it is ignored."""
         self.session += 1
         self.open = False

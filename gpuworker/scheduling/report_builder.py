@@ -134,7 +134,7 @@ class ReportBuilder:
             or (self.stalled and self._applied)
         )
 
-    def take(self, lease_want: int) -> Report | None:
+    def take_report(self, lease_want: int) -> Report | None:
         """Return the next report, with the level `lease_want`; None without content or without a session.
 
         Reserves beyond `RESERVE_BYTES` are left for further reports, and all other columns come with the last reserve:

@@ -99,7 +99,7 @@ class StepScheduler:
     def running(self) -> int:
         return len(self.decoding) + len(self.prefilling)
 
-    def add(self, sequence: Sequence) -> None:
+    def add_sequence(self, sequence: Sequence) -> None:
         insort(self.prefilling, sequence, key=_seniority)
 
     def remove(self, sequence: Sequence) -> None:

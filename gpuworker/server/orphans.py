@@ -121,7 +121,7 @@ class Orphans:
         """Return whether the sequences of a router are kept when it is lost. `router` is its incarnation."""
         return self._grace > 0 and len(router) == _INCARNATION_BYTES
 
-    def take(self, router: bytes, left: Sequence[LiveSequence]) -> None:
+    def take_sequence(self, router: bytes, left: Sequence[LiveSequence]) -> None:
         """Keep what a lost router left; `router` is b"" for one that stood still.
 
         The clients of that one may have left it, and be on their way to another router when it is here again.

@@ -175,7 +175,7 @@ class OutputBuffer:
         )
         self._grow(_EVENT_BYTES + len(end.embedding) + 4 * min(len(end.message), _MESSAGE_CHARS))
 
-    def take(self) -> pb.StepOutputs:
+    def take_outputs(self) -> pb.StepOutputs:
         """Return what was gathered first, as one message, and forget it."""
         if not self._sealed:
             self._seal()

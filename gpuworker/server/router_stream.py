@@ -313,11 +313,11 @@ class RouterStream:
         if message.HasField("timeout_seconds"):
             self._set_deadline(live, came + message.timeout_seconds - time.monotonic())
         self._take_over(live)
-        self._engine.submit(request)
+        self._engine.submit_request(request)
 
     def _set_deadline(self, live: LiveSequence, seconds: float) -> None:
         left = max(0.0, min(seconds, _LONGEST_SECONDS))
-        cancel, loop = self._engine.cancel, asyncio.get_running_loop()
+        cancel, loop = self._engine.cancel_request, asyncio.get_running_loop()
         live.deadline = loop.call_later(left, cancel, live.id, FinishReason.DEADLINE)
 
     def _take_over(self, live: LiveSequence) -> None:
@@ -366,7 +366,7 @@ class RouterStream:
         if sequence is not None and message.hands_over:
             self._engine.hand_over(sequence)
         elif sequence is not None:
-            self._engine.cancel(sequence, reason)
+            self._engine.cancel_request(sequence, reason)
         elif self._compile_queue is not None and (waited := self._compile_queue.withdraw(message.handle)) is not None:
             self._give_room(message.handle)
             usage = Usage(prompt_tokens=len(waited.prompt_token_ids) // 4)
@@ -454,7 +454,7 @@ class RouterStream:
         if self._compile_queue is not None:
             self._compile_queue.clear()
         for sequence in list(self._live):
-            self._engine.cancel(sequence, FinishReason.CANCELLED)
+            self._engine.cancel_request(sequence, FinishReason.CANCELLED)
 
     def fail(self, failure: QuireError) -> None:
         """End the stream with an error, and forget what the router has not read.
@@ -503,7 +503,7 @@ class RouterStream:
             heartbeat, self._heartbeat = self._heartbeat, None
             return heartbeat
         if self._outputs:
-            return pb.StreamResponse(outputs=self._outputs.take())
+            return pb.StreamResponse(outputs=self._outputs.take_outputs())
         self.ready.clear()
         return None
 

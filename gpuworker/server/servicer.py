@@ -239,7 +239,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
         for live in left:
             if not live.ended:
                 self._owner[live.id] = None
-        self.orphans.take(b"" if stood_still else router, left)
+        self.orphans.take_sequence(b"" if stood_still else router, left)
 
     def _end(self, stream: RouterStream, router: bytes, done: asyncio.Task[None]) -> None:
         """End a stream with one of its tasks: quietly when the router has gone, else with the error.
@@ -258,7 +258,7 @@ class GpuWorkerServicer(rpc.GpuWorkerServiceServicer):
             stream.fail(EngineFailure("a task of the stream failed; the worker's log has the details"))
 
     def _cancel(self, sequence: SequenceId, reason: FinishReason) -> None:
-        self._loaded().engine.cancel(sequence, reason)
+        self._loaded().engine.cancel_request(sequence, reason)
 
     def _adopt(self, stream: RouterStream, message: pb.Adopt) -> None:
         if not stream.takes(message):

@@ -29,7 +29,9 @@ class SimulatedRunner:
         self._due = 0.0
         self._thread = SerialThread("simulated-step")
 
-    def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
+    def add_sequence(
+        self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int
+    ) -> None:
         self._phases[sequence] = self._tokens.phase(sampling.seed)
         if sampling.logprobs is not None:
             self._telling.add(sequence)
@@ -41,7 +43,7 @@ class SimulatedRunner:
         self._telling.discard(sequence)
         self._prompts.pop(sequence, None)
 
-    def submit(self, plan: StepPlan) -> Future[StepResult]:
+    def submit_step(self, plan: StepPlan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
         future.set_running_or_notify_cancel()
         sampled = self._sample(plan)

@@ -160,7 +160,7 @@ class GroupMember:
             self.address = await find_address()
             await self._run()
 
-        supervisor.run("group lease", run)
+        supervisor.run_task("group lease", run)
 
     def doubt(self, error: StaleEpoch) -> None:
         """Note that the index has a newer manager; the lease tells whether it is the new leader."""

@@ -218,7 +218,7 @@ class IndexWriter:
             if (past := self.publisher or self._past) is not None:
                 publisher.counts = past.counts  # a counter must not fall
             namespace.publisher = publisher
-            namespace.task = self._supervisor.run("prefix-publisher", partial(self._publish, namespace, publisher))
+            namespace.task = self._supervisor.run_task("prefix-publisher", partial(self._publish, namespace, publisher))
         return namespace
 
     def _leave(self, namespace: _Namespace) -> None:

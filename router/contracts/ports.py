@@ -172,7 +172,7 @@ class RequestValidator(Protocol):
 
 
 class ConstraintCheck(Protocol):
-    async def check(self, constraint: Constraint, peer: str) -> None:
+    async def check_constraint(self, constraint: Constraint, peer: str) -> None:
         """Raise InvalidRequest for a wrong constraint, Unsupported if none can be enforced here, or Overloaded.
 
         `peer` is the tenant or the address that sent it.
@@ -295,11 +295,11 @@ class RefusalWatch(Protocol):
         """Return the time, as records have it."""
         ...
 
-    def saw(self, refusal: Refusal, since_ns: int) -> None:
+    def note_refusal(self, refusal: Refusal, since_ns: int) -> None:
         """Count, log and record an answer to a request that came at a time."""
         ...
 
-    def counted(self, refusal: Refusal) -> None:
+    def count_refusal(self, refusal: Refusal) -> None:
         """Count alone what a probe was answered."""
         ...
 
@@ -308,10 +308,10 @@ class _Unwatched:
     def now_ns(self) -> int:
         return 0
 
-    def saw(self, refusal: Refusal, since_ns: int) -> None:
+    def note_refusal(self, refusal: Refusal, since_ns: int) -> None:
         pass
 
-    def counted(self, refusal: Refusal) -> None:
+    def count_refusal(self, refusal: Refusal) -> None:
         pass
 
 

@@ -38,20 +38,20 @@ class Refusals:
     def now_ns(self) -> int:
         return self._clock.time_ns()
 
-    def saw(self, refusal: Refusal, since_ns: int) -> None:
+    def note_refusal(self, refusal: Refusal, since_ns: int) -> None:
         """Count, log and record an answer to a request that came at a time; what has a record keeps that one alone."""
-        self.counted(refusal)
+        self.count_refusal(refusal)
         self._log(refusal)
         if not self._records.has_end(refusal.request_id, since_ns):
             record = refusal_record(refusal, self._new_id(), self.now_ns())
             if refusal.reason == _CANCELLED:
-                self._records.keep(record)
+                self._records.keep_record(record)
             else:
                 self._records.record(record)
         if refusal.client_id:
             self._records.name(refusal.client_id, refusal.request_id, since_ns)
 
-    def counted(self, refusal: Refusal) -> None:
+    def count_refusal(self, refusal: Refusal) -> None:
         """Count alone what a probe was answered."""
         self._metrics.refusals.labels(refusal.api, refusal.method, refusal.code, refusal.reason).inc()
 

@@ -47,7 +47,7 @@ class RefusedRecords:
         if decision.kind is not DecisionKind.REJECTION:
             self._ring.record(decision)
             return
-        alike = self.keep(decision)
+        alike = self.keep_record(decision)
         if alike.allowance.take() and self._all.take():
             left_out, alike.left_out = alike.left_out, 0
             more = ((LEFT_OUT, float(left_out)),) if left_out else ()
@@ -55,7 +55,7 @@ class RefusedRecords:
         else:
             alike.left_out += 1
 
-    def keep(self, decision: Decision) -> _Alike:
+    def keep_record(self, decision: Decision) -> _Alike:
         """Keep the record of a refused request beside the ring alone."""
         alike = self._alike(decision)
         alike.records.add(decision.request_id, (decision,))

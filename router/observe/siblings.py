@@ -88,7 +88,7 @@ class Siblings:
             status.queued_requests += other.queued_requests
             status.running_requests += other.running_requests
 
-    async def abort(self, request: inference_pb2.AbortRequest) -> int:
+    async def abort_elsewhere(self, request: inference_pb2.AbortRequest) -> int:
         """Return how many requests the siblings ended."""
 
         def ask(channel: aio.Channel) -> Awaitable[inference_pb2.AbortResponse]:

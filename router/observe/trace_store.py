@@ -144,18 +144,18 @@ class TraceStore:
         """About the memory of the spans."""
         return self._ring.bytes
 
-    def add(self, spans: Iterable[KeptSpan], sender: str = OWN) -> int:
+    def add_span(self, spans: Iterable[KeptSpan], sender: str = OWN) -> int:
         """Keep spans; return how many were refused. A span that its sender sent twice replaces the first."""
         with self._lock:
             return sum(not self._add(span, sender) for span in spans)
 
     def add_own(self, span: RecordedSpan) -> None:
         """Keep a span of the router itself."""
-        self.add((from_own(span),))
+        self.add_span((from_own(span),))
 
     def add_otlp(self, request: trace_service_pb2.ExportTraceServiceRequest, sender: str) -> int:
         """Keep the spans of a request of another service; return how many were refused."""
-        return self.add(list(from_otlp(request)), sender)
+        return self.add_span(list(from_otlp(request)), sender)
 
     def trace(self, trace_id: str = "", request_id: str = "", tenant: str = "") -> decision_pb2.GetTraceResponse:
         """Return the known spans of a trace, named by its id or by a request in it, in the order of their start.

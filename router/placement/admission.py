@@ -57,7 +57,7 @@ class AdmissionLimiter:
     def running(self) -> int:
         return len(self._inside) - self.queued
 
-    def enter(
+    def admit_request(
         self, request_id: str, tokens: int, tenant: Tenant, now: float, sequences: int = 1, paid: int | None = None
     ) -> None:
         """Take a request into the queue. Raises AlreadyExists or Overloaded; then nothing was counted.
@@ -77,12 +77,12 @@ class AdmissionLimiter:
         self._queue(tenant, 1)
         self.tokens_in_flight += tokens
 
-    def check(self, tokens: int, tenant: Tenant, now: float, sequences: int = 1) -> None:
+    def check_room(self, tokens: int, tenant: Tenant, now: float, sequences: int = 1) -> None:
         """Raise Overloaded as `enter` would; nothing is counted."""
         self._check_limits(tokens, tenant, now)
-        self._quotas.check(tenant, tokens, sequences, now)
+        self._quotas.check_quota(tenant, tokens, sequences, now)
 
-    def start(self, request_id: str, now: float, tenant: str = "") -> None:
+    def start_request(self, request_id: str, now: float, tenant: str = "") -> None:
         inside = self._inside[tenant, request_id]
         if inside.queued:
             inside.queued = False
@@ -98,14 +98,14 @@ class AdmissionLimiter:
             inside.queued = True
             self._queue(inside.tenant, 1)
 
-    def leave(self, request_id: str, tenant: str = "", used_tokens: int | None = None) -> None:
+    def release_request(self, request_id: str, tenant: str = "", used_tokens: int | None = None) -> None:
         """Stop counting a request. The tenant's rate is charged for `used_tokens` of its tokens; None: for all."""
         inside = self._inside.pop((tenant, request_id))
         if inside.queued:
             self._queue(inside.tenant, -1)
         self.tokens_in_flight -= inside.tokens
         unused = 0 if used_tokens is None else max(0, inside.tokens - used_tokens)
-        self._quotas.leave(inside.tenant, unused, inside.sequences)
+        self._quotas.release_request(inside.tenant, unused, inside.sequences)
 
     def retry_after(self, now: float) -> float:
         """Return seconds until a place is likely: the mean gap between starts, or the current gap if it is longer."""

@@ -174,7 +174,7 @@ class FairQueue(Generic[ItemT]):
         """Return a new ticket, which is not in the queue yet."""
         return Ticket(priority, next(self._arrivals), flow, sequences, due)
 
-    def join(self, ticket: Ticket, item: ItemT) -> None:
+    def join_queue(self, ticket: Ticket, item: ItemT) -> None:
         """Queue an item at the place of its ticket; a ticket in the queue keeps its item."""
         if ticket.queued:
             return
@@ -189,7 +189,7 @@ class FairQueue(Generic[ItemT]):
         ticket.since = self._clock.monotonic() - ticket.waited_s
         bisect.insort(self._ages.setdefault(ticket.flow.tenant, []), ticket, key=lambda each: each.age)
 
-    def leave(self, ticket: Ticket) -> ItemT | None:
+    def leave_queue(self, ticket: Ticket) -> ItemT | None:
         """Remove a ticket without its being served, and return its item; None when it is not in the queue."""
         if not ticket.queued:
             return None
@@ -289,7 +289,7 @@ class FairQueue(Generic[ItemT]):
         old = sum(ticket.priority < priority and is_old(now - ticket.since, self._max_wait) for ticket in tickets)
         return ahead + min(old, (min(self._in_turn, IN_TURN) + ahead) // IN_TURN)
 
-    def serve(self, ticket: Ticket) -> None:
+    def serve_ticket(self, ticket: Ticket) -> None:
         """Remove the head, which got its place: its tenant pays, and each waiting tenant earns the turns until then."""
         lines = self._rounds[ticket.priority]
         line = lines[ticket.flow.tenant]
@@ -300,7 +300,7 @@ class FairQueue(Generic[ItemT]):
         line.pay(ticket)
         self._in_turn = 0 if ticket.by_age else self._in_turn + ticket.sequences
         lines[ticket.flow.tenant] = lines.pop(ticket.flow.tenant)
-        self.leave(ticket)
+        self.leave_queue(ticket)
         ticket.cost = 0
 
 

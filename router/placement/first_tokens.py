@@ -73,7 +73,7 @@ class FirstTokens:
         # When something of a size was last measured or tried, or first refused without either.
         self._latest: dict[int, float] = {}
 
-    def add(self, happened: Happened, now: float) -> None:
+    def note_first_token(self, happened: Happened, now: float) -> None:
         """Add what happened after a prediction."""
         if happened.predicted_s < _LEAST_S:
             return
@@ -108,13 +108,13 @@ class Foretold:
 
     def came(self, now: float) -> None:
         """Note that the first token came."""
-        self._log.add(Happened(self._predicted_s, now - self._began), now)
+        self._log.note_first_token(Happened(self._predicted_s, now - self._began), now)
 
     def ended(self, now: float) -> None:
         """Note the end without a first token. One long before the deadline says nothing."""
         allowed = 0.0 if self._deadline is None else self._deadline - self._began
         if allowed > 0.0 and now - self._began >= _ALL_OF_IT * allowed:
-            self._log.add(Happened(self._predicted_s, now - self._began, came=False), now)
+            self._log.note_first_token(Happened(self._predicted_s, now - self._began, came=False), now)
 
 
 def _times(error: float) -> str:

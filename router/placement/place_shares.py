@@ -38,12 +38,12 @@ class PlaceShares:
         """Return the other tenants that hold places."""
         return [each for each in self._flows.values() if each.tenant != flow.tenant]
 
-    def take(self, flow: Flow) -> None:
+    def take_place(self, flow: Flow) -> None:
         """Count one more sequence."""
         self._used[flow.tenant] = self.used(flow) + 1
         self._flows[flow.tenant] = flow
 
-    def release(self, flow: Flow) -> None:
+    def release_place(self, flow: Flow) -> None:
         """Count one sequence less."""
         left = self.used(flow) - 1
         if left:

@@ -114,11 +114,11 @@ class Reserver:
         """Count places of a tenant; return what takes back one of them."""
 
         def released() -> None:
-            self.in_use.release(flow)
+            self.in_use.release_place(flow)
             self._on_release()
 
         for _ in range(places):
-            self.in_use.take(flow)
+            self.in_use.take_place(flow)
         return released
 
 
@@ -261,7 +261,7 @@ class Dispatcher:
 
     def refuse_job(self, ticket: Ticket, error: QuireError) -> None:
         """Let `place_job` raise an error for a request that waits; nothing happens when it does not wait."""
-        waiting = self._queue.leave(ticket)
+        waiting = self._queue.leave_queue(ticket)
         if waiting is not None:
             waiting.fail(error)
 
@@ -274,7 +274,7 @@ class Dispatcher:
         index = await self._index.lookup(job.block_hashes) if job.block_hashes else NOTHING_ASKED
         waiting = WaitingJob(job, index, self._clock.time_ns())
         ticket.sequences = job.request.sequences
-        self._queue.join(ticket, waiting)
+        self._queue.join_queue(ticket, waiting)
         self._serve_queue()
         try:
             if not waiting.placed.done():
@@ -282,7 +282,7 @@ class Dispatcher:
                 self._record_wait(job, ticket)
             return await self._placed_in_time(waiting)
         except BaseException:
-            self._queue.leave(ticket)
+            self._queue.leave_queue(ticket)
             if waiting.foretold is not None:
                 waiting.foretold.ended(self._clock.monotonic())
             # A placement may have come together with the timeout or the cancellation.
@@ -422,7 +422,7 @@ class Dispatcher:
         # Broad: this runs for other requests too, and a job that fails by a bug must neither stop them nor wait on.
         except Exception as error:
             log.exception("unexpected error while a request was placed")
-            self._queue.leave(ticket)
+            self._queue.leave_queue(ticket)
             waiting.fail(error)
             return True
 
@@ -439,9 +439,9 @@ class Dispatcher:
             return False
         refused = self._refusal(waiting, choice)
         if refused is None:
-            self._queue.serve(ticket)
+            self._queue.serve_ticket(ticket)
         else:  # it takes no place, so its tenant pays for none
-            self._queue.leave(ticket)
+            self._queue.leave_queue(ticket)
         self._settle(waiting, choice, ticket, refused)
         return True
 

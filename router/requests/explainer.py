@@ -84,7 +84,7 @@ class Explainer:
             return Foreseen.REFUSED, "this router is draining; another one takes new requests"
         try:
             now = self._clock.monotonic()
-            self._admission.check(request.tokens, request.caller.tenant, now, request.sampling.n)
+            self._admission.check_room(request.tokens, request.caller.tenant, now, request.sampling.n)
         except Overloaded as refused:
             return Foreseen.REFUSED, f"{refused.violation.subject}: {refused.violation.description}"
         return None

@@ -83,7 +83,7 @@ class Adopter:
                 return
         # From here on a worker that drains may hand the sequences over.
         run.identity = self._dispatcher.pool.identity
-        self._admission.start(run.request_id, now, run.request.tenant)
+        self._admission.start_request(run.request_id, now, run.request.tenant)
         self._recorder.metrics.resumed.inc()
 
     def _record(self, run: RequestRun, resumable: Resumable) -> None:
@@ -237,7 +237,7 @@ class RouterFrontend:
             for event in self._events.earlier(run, resumable):
                 yield event
             while run.live:
-                for arrival in await run.inbox.take():
+                for arrival in await run.inbox.take_arrivals():
                     for part in arrival.parts():
                         for event in self._events.of(run, arrival, part):
                             run.log.hands_over()
@@ -266,7 +266,7 @@ class RouterFrontend:
             run.close(FinishReason.CANCELLED)
         finally:
             self._runs.discard(run)
-            self._admission.leave(run.request_id, run.request.tenant, run.used_tokens)
+            self._admission.release_request(run.request_id, run.request.tenant, run.used_tokens)
             if self.draining and not self._admission.inside:
                 self._idle.set()
             outcome = run.outcome(failure)
@@ -310,7 +310,7 @@ class RouterFrontend:
             if not is_live(run.request.caller):
                 self._end(run, Revoked())
 
-    def abort(self, request_id: str, tenant: str = "") -> int:
+    def abort_request(self, request_id: str, tenant: str = "") -> int:
         """End the requests with an id, of one tenant or ("") of any; return how many there were."""
         named = [run for run in self._runs if run.request_id == request_id and tenant in ("", run.request.tenant)]
         for run in named:
@@ -322,7 +322,7 @@ class RouterFrontend:
         if run.ticket is not None:
             self._dispatcher.refuse_job(run.ticket, error_of(why))
 
-    async def drain(self, seconds: float) -> bool:
+    async def drain_requests(self, seconds: float) -> bool:
         """Refuse new requests; return whether all requests inside have ended within so many seconds.
 
         Those that have not are ended then with the reason: their calls would only be cancelled.
@@ -346,13 +346,15 @@ class RouterFrontend:
             raise Unavailable("the router is draining; another one takes new requests")
         limiter, now, figures = self._admission, self._clock.monotonic(), self._figures(request.tokens)
         try:
-            limiter.enter(request_id, request.tokens, request.caller.tenant, now, request.sampling.n, request.paid)
+            limiter.admit_request(
+                request_id, request.tokens, request.caller.tenant, now, request.sampling.n, request.paid
+            )
         except Overloaded as refused:
             self._reject(trace, request_id, refused, figures)
             raise
         self._recorder.decided(trace, DecisionKind.ADMISSION, request_id, "admitted", figures, request.notes)
 
-    def refuse(self, call: CallContext, request_id: str, tokens: int, refused: Overloaded) -> None:
+    def refuse_unread(self, call: CallContext, request_id: str, tokens: int, refused: Overloaded) -> None:
         """Record a request of about so many tokens that was refused before it was read."""
         unread = ValidatedRequest(
             prompt=(),

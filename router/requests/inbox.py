@@ -212,7 +212,7 @@ class Inbox:
         self.interrupted = asyncio.Event()
         """Set when something other than a worker ends the request: `take` then returns it, or raises."""
 
-    def put(self, index: int, attempt: int, event: SequenceEvent | Interruption) -> None:
+    def put_event(self, index: int, attempt: int, event: SequenceEvent | Interruption) -> None:
         """Add an event, and wake the stream. A request whose client was too slow gets nothing more."""
         if self._closed:
             return
@@ -238,7 +238,7 @@ class Inbox:
             self._turns.wake(self._waiter, first=not self._shown)
             self._waiter = None
 
-    async def take(self) -> list[Arrival]:
+    async def take_arrivals(self) -> list[Arrival]:
         """Return all arrivals, once there are any and the stream has its turn.
 
         Raises Overloaded when the client left too much output unread; then its sequences have ended.

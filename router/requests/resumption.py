@@ -181,7 +181,7 @@ class Resumption:
     async def _answer(self, member: Member, request_id: str, tenant: str) -> FoundOrphans | None:
         try:
             async with asyncio.timeout(self._answer_seconds):
-                return await member.client.find(request_id, tenant)
+                return await member.client.find_request(request_id, tenant)
         except (TimeoutError, QuireError):
             return None
 

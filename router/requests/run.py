@@ -121,7 +121,7 @@ class Running:
         self.client, self.reservation = None, None
         if reason is not None:
             if client is not None:
-                client.cancel(self.handle, reason)
+                client.cancel_sequence(self.handle, reason)
             self._unbook()
         if reservation is not None:
             reservation.release()
@@ -227,7 +227,7 @@ class RequestRun:
                 self.log.follow(index, event)
                 self._follow(event)
             if not isinstance(event, SequenceStarted | SequenceDelayed):  # nothing that the stream sends
-                self.inbox.put(index, attempt, event)
+                self.inbox.put_event(index, attempt, event)
 
         return sink
 
@@ -263,11 +263,11 @@ class RequestRun:
     def expire_in(self, seconds: float) -> None:
         """Let Expired arrive after so many seconds."""
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(max(0.0, seconds), self.inbox.put, -1, 0, Expired())
+        self._timer = loop.call_later(max(0.0, seconds), self.inbox.put_event, -1, 0, Expired())
 
     def interrupt(self, why: Revoked | Aborted | Stopped) -> None:
         """End the sequences at their workers at once, and let `why` arrive, however slowly the client reads."""
-        self.inbox.put(-1, 0, why)
+        self.inbox.put_event(-1, 0, why)
         self._leave()
 
     def outcome(self, failure: str) -> Outcome:

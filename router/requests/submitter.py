@@ -73,7 +73,7 @@ class Submitter:
         run.log.placed(placement.index)
         run.trace.placed(placement.decision, began_ns, placement.looked_up_ns, placement.index)
         self._submit(run, sequences, prefix, placement)
-        self._admission.start(run.request_id, self._clock.monotonic(), request.tenant)
+        self._admission.start_request(run.request_id, self._clock.monotonic(), request.tenant)
         self._recorder.metrics.routing.observe(self._clock.monotonic() - began)
         run.decision_id = placement.decision.decision_id
 
@@ -130,7 +130,7 @@ class Submitter:
         for running in sequences:
             sink = run.sink(running)
             try:
-                handle = placement.client.submit(of_sequence(submission, running.output), sink, first)
+                handle = placement.client.submit_sequence(of_sequence(submission, running.output), sink, first)
             except Unavailable as gone:
                 # The worker was lost after it was chosen: the sequence moves on like any other of that worker.
                 sink(Lost(str(gone)))
@@ -165,4 +165,4 @@ class Submitter:
                 if not run.admitted:
                     raise
                 # The sequence ends with the tokens it has; those of its siblings are still to be sent.
-                run.inbox.put(running.output.index, running.attempt, EXPIRED)
+                run.inbox.put_event(running.output.index, running.attempt, EXPIRED)

@@ -445,7 +445,7 @@ class Validator:
         try:
             if report.fits(kind, len(constraint.text), MAX_CONSTRAINT_BYTES, "characters"):
                 constraint = self._closed(constraint)
-                await self._constraints.check(constraint, peer)
+                await self._constraints.check_constraint(constraint, peer)
         except InvalidRequest as error:
             report.violations += error.violations
         return constraint

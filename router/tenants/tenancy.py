@@ -185,7 +185,7 @@ class TenantQuotas:
         """Return the number of tenants of whom something is kept."""
         return len(self._uses)
 
-    def charge(self, tenant: Tenant, tokens: int, now: float, requests: int = 1, later: int = 0) -> None:
+    def charge_tokens(self, tenant: Tenant, tokens: int, now: float, requests: int = 1, later: int = 0) -> None:
         """Charge the rates for work that the router is about to do, whatever becomes of it.
 
         Raises RateLimited where these tokens and those to be charged `later` are not there; then nothing was charged.
@@ -217,14 +217,14 @@ class TenantQuotas:
         use.sequences += sequences
         _take(tenant, use, tokens, requests)
 
-    def check(self, tenant: Tenant, tokens: int, sequences: int, now: float) -> None:
+    def check_quota(self, tenant: Tenant, tokens: int, sequences: int, now: float) -> None:
         """Raise as `enter` would; nothing is counted."""
         if tenant.limits.are_set:
             use = self._uses.get(tenant.name) or _Use()
             self._check_places(tenant, use, sequences)
             self._check_rates(tenant, use, tokens, now, 1)
 
-    def leave(self, tenant: Tenant, unused_tokens: int, sequences: int) -> None:
+    def release_request(self, tenant: Tenant, unused_tokens: int, sequences: int) -> None:
         """Stop counting a request, and give back the tokens that it did not use."""
         use = self._uses.get(tenant.name)
         if use is None or not tenant.limits.are_set:

@@ -217,7 +217,7 @@ class WorkerClient:
     def ready(self) -> bool:
         return self._outbox is not None
 
-    def submit(self, submission: Submission, sink: Sink, fork_of: int | None = None) -> int:
+    def submit_sequence(self, submission: Submission, sink: Sink, fork_of: int | None = None) -> int:
         """Send a sequence and return its handle; its events go to `sink`.
 
         Raises Unavailable without a stream, InvalidRequest for a submission that is too large for it, and Overloaded
@@ -231,7 +231,7 @@ class WorkerClient:
         self._last_handle = handle
         return handle
 
-    def find(self, request_id: str, tenant: str) -> asyncio.Future[FoundOrphans]:
+    def find_request(self, request_id: str, tenant: str) -> asyncio.Future[FoundOrphans]:
         """Ask for the orphans of a tenant's request. Raises Unavailable without a stream; so does the future."""
         if self._outbox is None:
             raise Unavailable(f"worker at {self.address} is not connected")
@@ -265,7 +265,7 @@ class WorkerClient:
             handle = handle % MAX_HANDLE + 1
         return handle
 
-    def cancel(self, handle: int, reason: FinishReason) -> None:
+    def cancel_sequence(self, handle: int, reason: FinishReason) -> None:
         """Cancel a sequence at the worker; its sink gets no further event. Idempotent."""
         if self._in_flight.pop(handle, None) is not None and self._outbox is not None:
             self._confirmations.settle(handle, Unavailable("the sequence was cancelled before the worker gave it"))
@@ -325,7 +325,7 @@ class WorkerClient:
         # Broad: an exception would break the stream for all sequences of the worker.
         except Exception:
             log.exception("unexpected error in the sink of a sequence at %s", self.address)
-            self.cancel(handle, FinishReason.CANCELLED)
+            self.cancel_sequence(handle, FinishReason.CANCELLED)
             with suppress(Exception):
                 to.sink(Lost("internal error; the router's log has the details"))
 

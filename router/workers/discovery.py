@@ -56,7 +56,7 @@ class Members(Protocol):
     @property
     def identity(self) -> PoolIdentity: ...
 
-    def add(self, address: str) -> None: ...
+    def add_worker(self, address: str) -> None: ...
 
     def remove(self, address: str) -> None: ...
 
@@ -229,7 +229,7 @@ class Discovery:
             if worker.address not in self._found:
                 log.info("worker %s found", worker.worker_id, extra={"address": worker.address})
             self._found[worker.address] = _Found(worker, now)
-            self._members.add(worker.address)
+            self._members.add_worker(worker.address)
         for address, found in list(self._found.items()):
             if now - found.seen >= self._lease and not self._members.is_connected(address):
                 log.info("worker %s is gone", found.worker.worker_id, extra={"address": address})

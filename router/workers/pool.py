@@ -94,7 +94,7 @@ class WorkerPool:
 
     # ------------------------------------------------------------ membership
 
-    def add(self, address: str) -> None:
+    def add_worker(self, address: str) -> None:
         """Begin to use the worker at HOST:PORT. Idempotent."""
         if address not in self._members:
             client = WorkerClient(address, self._router, self, self._pacing, self._dial)
@@ -210,7 +210,7 @@ class WorkerPool:
 
     # ------------------------------------------------------------ watching
 
-    async def watch(self) -> None:
+    async def watch_workers(self) -> None:
         """Check for hung workers until this task is cancelled."""
         while True:
             began = self._clock.monotonic()

@@ -61,7 +61,7 @@ async def test_handles_of_a_stream_do_not_end_with_signed_32_bits(connected: Con
             handles = []
             for _ in range(8):
                 end = End()
-                handles.append(client.submit(SUBMISSION, end))
+                handles.append(client.submit_sequence(SUBMISSION, end))
                 ended = await end.came
                 assert isinstance(ended, SequenceFinished), ended
                 assert ended.reason is FinishReason.LENGTH

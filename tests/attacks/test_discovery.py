@@ -28,7 +28,7 @@ class Pool:
         self.identity = IDENTITY
         self.addresses: list[str] = []
 
-    def add(self, address: str) -> None:
+    def add_worker(self, address: str) -> None:
         if address not in self.addresses:
             self.addresses.append(address)
 

@@ -109,7 +109,7 @@ async def test_requests_that_were_only_lost_beside_a_poison_are_not_refused_with
         async with in_background(harness, request(prompt=POISON)) as poison:
             await worker.until(lambda: len(worker.submits) == INNOCENTS + 1)
             await other.start()
-            harness.pool.add(other.address)
+            harness.pool.add_worker(other.address)
             await harness.connected(2)
             await worker.kill()
             with pytest.raises(EngineFailure, match="2 workers broke with this request"):
@@ -204,12 +204,12 @@ async def test_a_failure_in_the_placing_of_one_request_is_its_own(monkeypatch: p
             for handle in (1, 2):
                 worker.step({handle: [1]}, admitted={handle: 0}, finished={handle: FinishReason.LENGTH})
             await asyncio.gather(first, second)
-        assert await harness.frontend.drain(60.0)
+        assert await harness.frontend.drain_requests(60.0)
         await until_nothing_left(harness)
 
 
 async def test_a_failure_in_the_sink_of_one_sequence_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    put, faulty = Inbox.put, [0]
+    put, faulty = Inbox.put_event, [0]
 
     def fails(self: Inbox, index: int, attempt: int, event: Any) -> None:
         if index == 1 and not faulty[0]:
@@ -217,7 +217,7 @@ async def test_a_failure_in_the_sink_of_one_sequence_costs_the_others_nothing(mo
             raise ZeroDivisionError("a bug")
         put(self, index, attempt, event)
 
-    monkeypatch.setattr(Inbox, "put", fails)
+    monkeypatch.setattr(Inbox, "put_event", fails)
     worker = FakeWorker(automatic=True)
     async with frontend_over(worker) as harness:
         events = await harness.events(request(n=3))

@@ -42,9 +42,9 @@ class WireChannel(EmbeddedChannel):
         assert whole is not None
         super().attach(attach_from_proto(packed.attach, packed.session), whole)
 
-    def send(self, session: int, report: Report) -> None:
+    def send_report(self, session: int, report: Report) -> None:
         packed = self._enveloped(session, kvmanager_pb2.SessionRequest(report=report_to_proto(report)))
-        super().send(packed.session, report_from_proto(packed.report))
+        super().send_report(packed.session, report_from_proto(packed.report))
 
     def poll(self) -> list[LeaseEvent]:
         return [self._over_the_wire(event) for event in super().poll()]

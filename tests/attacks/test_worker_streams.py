@@ -108,10 +108,12 @@ async def test_a_reader_that_fails_ends_its_stream_with_an_error(monkeypatch: py
 class Unseating(InstantRunner):
     """A runner that cannot take over sequences of one seed."""
 
-    def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
+    def add_sequence(
+        self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int
+    ) -> None:
         if sampling.seed == HOSTILE:
             raise ArithmeticError("a bug")
-        super().add(sequence, tokens, sampling, prompt_tokens)
+        super().add_sequence(sequence, tokens, sampling, prompt_tokens)
 
     def remove(self, sequence: SequenceId) -> None:
         self.num_tokens.pop(sequence, None)

@@ -58,8 +58,8 @@ def test_a_run_counts_every_token_of_every_sequence() -> None:
 
 def test_a_simulated_step_takes_its_time() -> None:
     runner = SimulatedRunner(StepCosts(base=0.02), TOKENS, held=0.005)
-    runner.add(SequenceId(1), [1, 2], SamplingParams(), 2)
-    result = runner.submit(StepPlan(step=3, rows=(), copies=())).result(60.0)
+    runner.add_sequence(SequenceId(1), [1, 2], SamplingParams(), 2)
+    result = runner.submit_step(StepPlan(step=3, rows=(), copies=())).result(60.0)
     runner.remove(SequenceId(1))
     runner.close()
     assert (result.step, result.sampled) == (3, {})

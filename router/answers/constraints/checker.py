@@ -174,7 +174,7 @@ class ConstraintChecker:
         """The child's process id; None while there is none."""
         return None if self._child is None else self._child.pid
 
-    async def check(self, constraint: Constraint, peer: str = "") -> None:
+    async def check_constraint(self, constraint: Constraint, peer: str = "") -> None:
         """Raise InvalidRequest for a wrong constraint, Unsupported if none can be enforced here, or Overloaded.
 
         `peer` is the tenant or the address that sent it.

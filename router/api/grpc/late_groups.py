@@ -106,7 +106,7 @@ class LateGroups:
         log.warning("the managers at %s will not get the end of %s: too many changes wait", names, oldest.what)
         del self._changes[oldest.what]
 
-    def keep(
+    def keep_change(
         self,
         what: str,
         ask: Ask,

@@ -55,7 +55,7 @@ class ManagerCalls:
     def start(self, supervisor: Supervisor) -> None:
         """Begin to follow the managers; the supervisor ends that."""
         self._groups.start(supervisor)
-        supervisor.run("changes for managers that come late", self._late.run)
+        supervisor.run_task("changes for managers that come late", self._late.run)
 
     async def _change(
         self,
@@ -72,7 +72,7 @@ class ManagerCalls:
         async with self._late.changing(what):
             self._late.make_room(what)
             answers = await self._groups.all(ask)
-            self._late.keep(what, later or ask, answers, removes_from, recheck)
+            self._late.keep_change(what, later or ask, answers, removes_from, recheck)
             return answers
 
     async def reset(

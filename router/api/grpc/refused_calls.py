@@ -91,7 +91,7 @@ class _Arrival:
         method = self._details.method.lstrip("/")
         code = grpc.StatusCode.RESOURCE_EXHAUSTED.name
         refusal = Refusal(_api_of(method), method, code, "NOT_RECEIVED", automatic_id(), client_id)
-        self._refusals.saw(refusal, self._since_ns)
+        self._refusals.note_refusal(refusal, self._since_ns)
 
 
 _ARRIVAL: Final[ContextVar[_Arrival | None]] = ContextVar("arrival of a request", default=None)
@@ -140,6 +140,6 @@ def _report(
     ids = request_id, notes.recorded_id, notes.owner
     refusal = Refusal(_api_of(method), method, code.name, reason, *ids, words)
     if method.startswith(_PROBES):
-        refusals.counted(refusal)
+        refusals.count_refusal(refusal)
     else:
-        refusals.saw(refusal, since_ns)
+        refusals.note_refusal(refusal, since_ns)

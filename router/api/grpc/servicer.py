@@ -69,7 +69,7 @@ class Routers:
         """Raises InvalidRequest for what is no id, and NotFound where no request has it."""
         if not is_id(request.request_id):
             raise InvalidRequest(FieldViolation("request_id", f"is not {ID_WORDS}"))
-        aborted = self.abort_here(request) + await self._siblings.abort(request)
+        aborted = self.abort_here(request) + await self._siblings.abort_elsewhere(request)
         if not aborted:
             raise NotFound(f"no request {request.request_id} of this caller runs or waits; it may have ended by itself")
         return pb.AbortResponse(aborted=aborted)

@@ -219,7 +219,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         # The request has got no ids, and its own are not read: this one names the answer alone.
         request_id = secrets.token_hex(16)
         refusal = Refusal("http", "connection", str(status), fault_of_status(status), request_id, words=(message,))
-        self._refusals.saw(refusal, self._refusals.now_ns())
+        self._refusals.note_refusal(refusal, self._refusals.now_ns())
         return _answer(status, message, request_id)
 
     # ------------------------------------------------------------ a slow reader

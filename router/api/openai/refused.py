@@ -62,9 +62,9 @@ class RefusalsSeen:
             words=words,
         )
         if scope["path"] in OPEN_PATHS:
-            self._refusals.counted(refusal)
+            self._refusals.count_refusal(refusal)
         else:
-            self._refusals.saw(refusal, since_ns)
+            self._refusals.note_refusal(refusal, since_ns)
 
 
 def _fault_of(scope: Scope, status: int) -> str:

@@ -57,7 +57,7 @@ class Meter:
         answers = call.charge.answers and not embeds
         later = sum(self._output_tokens(asked, tokens) for tokens in each) if answers else 0
         try:
-            self._quotas.charge(tenant, sum(each), self._clock.monotonic(), len(each), later)
+            self._quotas.charge_tokens(tenant, sum(each), self._clock.monotonic(), len(each), later)
         except Overloaded as error:
             self._refused(call, asked.request_id or call.request_id, sum(each) + later, error)
             raise
@@ -75,7 +75,7 @@ class Meter:
     async def encoded(self, codec: TextCodec, prompt: pb.Prompt, special: bool, tenant: Tenant) -> list[int]:
         """Return the tokens of a prompt, for a client that wants no more than these. Raises Overloaded."""
         expected = self._prompt_tokens(prompt) if tenant.limits.are_set else 0
-        self._quotas.charge(tenant, expected, self._clock.monotonic())
+        self._quotas.charge_tokens(tenant, expected, self._clock.monotonic())
         try:
             ids = await codec.encode(prompt, special)
         except Overloaded:
@@ -86,15 +86,15 @@ class Meter:
 
     def asks(self, tenant: Tenant) -> None:
         """Charge a tenant for a request without a prompt. Raises Overloaded."""
-        self._quotas.charge(tenant, 0, self._clock.monotonic())
+        self._quotas.charge_tokens(tenant, 0, self._clock.monotonic())
 
     def wrong(self, tenant: Tenant) -> None:
         """Charge a tenant for a request that cannot be read. Raises Overloaded."""
-        self._quotas.charge(tenant, 0, self._clock.monotonic())
+        self._quotas.charge_tokens(tenant, 0, self._clock.monotonic())
 
     def decodes(self, token_ids: Sequence[int], tenant: Tenant) -> None:
         """Charge a tenant for the text of tokens. Raises Overloaded."""
-        self._quotas.charge(tenant, min(len(token_ids), self._context()), self._clock.monotonic())
+        self._quotas.charge_tokens(tenant, min(len(token_ids), self._context()), self._clock.monotonic())
 
     def _prompt_tokens(self, prompt: pb.Prompt) -> int:
         """Return how many tokens a prompt probably has; of one that does not fit the context no more are made."""
@@ -117,7 +117,7 @@ class Meter:
 class _NoQuotas(TenantQuotas):
     """Quotas of a server that holds nobody to limits."""
 
-    def charge(self, tenant: Tenant, tokens: int, now: float, requests: int = 1, later: int = 0) -> None:
+    def charge_tokens(self, tenant: Tenant, tokens: int, now: float, requests: int = 1, later: int = 0) -> None:
         """Charge nothing."""
 
 

@@ -42,7 +42,7 @@ class RecordingRunner(SimulatedRunner):
         self.steps: list[Future[StepResult]] = []
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
-        self.steps.append(super().submit(plan))
+        self.steps.append(super().submit_step(plan))
         return self.steps[-1]
 
 

@@ -62,7 +62,7 @@ def test_both_queues_serve_one_tenant_in_the_same_order(steps: list[tuple[float,
         for priority in priorities:
             number += 1
             reserves.append(reserve(number, prompt(60, start=100 * number), priority=priority))
-            queue.join(queue.ticket(priority), number)
+            queue.join_queue(queue.ticket(priority), number)
         ended = ((SequenceId(runs), FinishReason.STOP),) if runs else ()
         batch = play(ledger, reserve=tuple(reserves), finished=ended)
         served = [each.sequence for each in batch.admit] if batch else []
@@ -70,5 +70,5 @@ def test_both_queues_serve_one_tenant_in_the_same_order(steps: list[tuple[float,
         runs = served[0] if served else 0
         if queue:
             ticket, head = queue.head()
-            queue.serve(ticket)
+            queue.serve_ticket(ticket)
             assert head == runs

@@ -55,7 +55,7 @@ async def test_a_task_that_raises_is_logged_reported_and_begun_again(caplog: pyt
         await asyncio.Event().wait()
 
     async with supervising(reports, SOON_SOUND) as supervisor:
-        supervisor.run("watch", fails_once)
+        supervisor.run_task("watch", fails_once)
         await reports.until(lambda: reports.seen == [("watch",), ()])
         assert begun == [2]
         assert not supervisor.lost.is_set()
@@ -72,7 +72,7 @@ async def test_a_task_that_fails_again_and_again_is_failing_all_the_time() -> No
         raise ValueError
 
     async with supervising(reports, NEVER_SOUND) as supervisor:
-        supervisor.run("poll", fails)
+        supervisor.run_task("poll", fails)
         async with asyncio.timeout(PATIENCE_S):
             for _ in range(5):
                 await begun.acquire()
@@ -92,7 +92,7 @@ async def test_a_task_that_ends_without_a_bug_of_its_own_is_begun_again(how: str
             await future
 
     async with supervising(reports, NEVER_SOUND) as supervisor:
-        supervisor.run("poll", ends)
+        supervisor.run_task("poll", ends)
         async with asyncio.timeout(PATIENCE_S):
             for _ in range(3):
                 await begun.acquire()
@@ -107,7 +107,7 @@ async def test_a_task_that_cannot_be_begun_again_is_lost() -> None:
 
     async with supervising(reports, NEVER_SOUND) as supervisor:
         task = asyncio.create_task(ends())
-        supervisor.watch("http", task)
+        supervisor.watch_task("http", task)
         async with asyncio.timeout(PATIENCE_S):
             await supervisor.lost.wait()
         await reports.until(lambda: reports.seen == [("http",)])
@@ -119,8 +119,8 @@ async def test_a_watched_task_that_its_owner_ends_is_not_lost() -> None:
     reports = Reports()
     async with supervising(reports, NEVER_SOUND) as supervisor:
         task = asyncio.create_task(asyncio.Event().wait())
-        supervisor.watch("http", task)
-        supervisor.forget(task)
+        supervisor.watch_task("http", task)
+        supervisor.forget_task(task)
         task.cancel()
         await asyncio.wait([task])  # the watch hears of its end first: it was there before
         assert not supervisor.lost.is_set()
@@ -138,8 +138,8 @@ async def test_closing_ends_the_tasks_and_reports_nothing() -> None:
 
     async with supervising(reports, NEVER_SOUND) as supervisor:
         watched = asyncio.create_task(asyncio.Event().wait())
-        supervisor.watch("http", watched)
-        await until_blocked(supervisor.run("watch", runs))
+        supervisor.watch_task("http", watched)
+        await until_blocked(supervisor.run_task("watch", runs))
     watched.cancel()
     await asyncio.wait([watched])
     assert ended.is_set()
@@ -160,7 +160,7 @@ async def test_closing_cancels_again_a_task_that_lost_its_cancellation() -> None
 
     async with asyncio.timeout(PATIENCE_S):
         async with supervising(reports, NEVER_SOUND) as supervisor:
-            task = supervisor.run("publisher", loses_one)
+            task = supervisor.run_task("publisher", loses_one)
             await until_blocked(task)
         assert lost.is_set()
         assert task.cancelled()
@@ -174,7 +174,7 @@ async def test_a_task_that_its_owner_cancels_is_not_failing() -> None:
         raise ValueError
 
     async with supervising(reports, NEVER_SOUND) as supervisor:
-        task = supervisor.run("worker w0", fails)
+        task = supervisor.run_task("worker w0", fails)
         await reports.until(lambda: reports.seen == [("worker w0",)])
         task.cancel()
         await reports.until(lambda: reports.seen[-1] == ())
@@ -193,7 +193,7 @@ async def test_a_report_that_fails_does_not_end_the_supervision(caplog: pytest.L
         raise RuntimeError("a bug in the report")
 
     supervisor = Supervisor(report, NEVER_SOUND)
-    supervisor.run("poll", fails)
+    supervisor.run_task("poll", fails)
     async with asyncio.timeout(PATIENCE_S):
         for _ in range(3):
             await begun.acquire()

@@ -65,7 +65,7 @@ def test_a_cancelled_sequence_is_in_no_later_plan_and_its_blocks_return_within_t
         victim = driver.submit([1, 2, 3], 40)
         other = driver.submit([4, 5, 6], 40)
         runner.await_submissions(2)
-        driver.engine.cancel(victim, FinishReason.CANCELLED)
+        driver.engine.cancel_request(victim, FinishReason.CANCELLED)
         while driver.results[victim].reason is None:
             driver.take()
         assert driver.results[victim].reason is FinishReason.CANCELLED
@@ -77,7 +77,7 @@ def test_a_cancelled_sequence_is_in_no_later_plan_and_its_blocks_return_within_t
         assert [row.sequence for row in later.rows] == [other]
         assert in_flight <= 2
         assert victim not in runner.num_tokens
-        driver.engine.cancel(other, FinishReason.CANCELLED)
+        driver.engine.cancel_request(other, FinishReason.CANCELLED)
         while runner.num_tokens:
             if runner.submitted:
                 runner.step()
@@ -139,10 +139,10 @@ class FaultyLayout(ManualRunner):
         self._culprit, self._known = culprit, known
         self.release()
 
-    def submit(self, plan: StepPlan) -> Future[StepResult]:
+    def submit_step(self, plan: StepPlan) -> Future[StepResult]:
         if any(row.sequence == self._culprit and row.start >= _PROMPT + 2 for row in plan.rows):
             raise StepNotBuilt([SequenceId(self._culprit)] if self._known else [], "a row is wrong")
-        return super().submit(plan)
+        return super().submit_step(plan)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -317,7 +317,7 @@ def test_stop_takes_the_cancels_before_it_and_waits_for_no_manager(
     sequences = [driver.submit([1, 2, 3], 4) for _ in range(3)]
     driver.engine.start()
     for sequence in sequences:
-        driver.engine.cancel(sequence, FinishReason.CANCELLED)
+        driver.engine.cancel_request(sequence, FinishReason.CANCELLED)
     driver.engine.stop()
     assert [result.reason for result in driver.finish()] == [FinishReason.CANCELLED] * 3
 

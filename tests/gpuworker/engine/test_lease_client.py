@@ -84,7 +84,7 @@ async def test_reports_keep_their_order(rig: Rig) -> None:
 
     def engine() -> None:
         for step in range(200):
-            rig.client.send(1, Report(step=step))
+            rig.client.send_report(1, Report(step=step))
 
     await asyncio.to_thread(engine)
     requests = [await stream.next() for _ in range(200)]
@@ -317,7 +317,7 @@ async def test_calls_after_the_loop_is_gone_are_harmless() -> None:
     thread = threading.Thread(target=run)
     thread.start()
     await asyncio.to_thread(thread.join)
-    client.send(1, Report())
+    client.send_report(1, Report())
     assert client.poll() == []
 
 

@@ -49,7 +49,7 @@ def worker() -> Iterator[Worker]:
     made = Worker(leased=10)
     made.reports()
     yield made
-    made.driver.engine.cancel(made.sequence, FinishReason.CANCELLED)
+    made.driver.engine.cancel_request(made.sequence, FinishReason.CANCELLED)
     while made.runner.num_tokens:
         made.driver.engine.turn()
         if made.runner.submitted:
@@ -101,7 +101,7 @@ def test_what_others_wait_for_goes_at_once_with_all_that_waited(worker: Worker) 
     assert report.seal
     worker.step()
     assert not worker.reports()
-    worker.driver.engine.cancel(other, FinishReason.CANCELLED)
+    worker.driver.engine.cancel_request(other, FinishReason.CANCELLED)
     worker.driver.engine.turn()
     (report,) = worker.reports()
     assert report.finished == ((SequenceId(other), FinishReason.CANCELLED),)

@@ -127,13 +127,13 @@ def test_a_block_that_the_cache_does_not_have_fails_the_step_before_it_begins(wh
     blocks, copies, length = HOSTILE_ROWS[what]
     prompt = [3 + n % 200 for n in range(length)]
     runner = queued_on(checkpoint("llama"))
-    runner.add(A, prompt, SamplingParams(temperature=0.0), length)
+    runner.add_sequence(A, prompt, SamplingParams(temperature=0.0), length)
     row = ScheduledRow(A, 0, length, tuple(map(BlockId, blocks)), True)
     with pytest.raises(EngineFailure, match=r"has a block that the cache does not know|int32"):
-        runner.submit(StepPlan(1, (row,), copies)).result(timeout=60)
+        runner.submit_step(StepPlan(1, (row,), copies)).result(timeout=60)
     runner.remove(A)
-    runner.add(A, prompt, SamplingParams(temperature=0.0), length)
+    runner.add_sequence(A, prompt, SamplingParams(temperature=0.0), length)
     sound = ScheduledRow(A, 0, length, (BlockId(0), BlockId(1)), True)
-    (token,) = runner.submit(StepPlan(2, (sound,))).result(timeout=60).sampled[A]
+    (token,) = runner.submit_step(StepPlan(2, (sound,))).result(timeout=60).sampled[A]
     runner.close()
     assert [token] == hf_greedy(checkpoint("llama"), prompt, 1)

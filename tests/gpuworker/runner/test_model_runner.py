@@ -122,9 +122,9 @@ def test_trimmed_blocks_are_not_read() -> None:
     """Every layer of mistral slides over eight positions: a decode at 39 needs nothing before block 2."""
     runner = runner_on(transformers_model(checkpoint("mistral")))
     (prompt,) = prompts(39)
-    runner.add(A, prompt, GREEDY, len(prompt))
-    runner.submit(StepPlan(1, (prefill(A, 0, 39, [5, 3, 8]),))).result(timeout=60)
-    result = runner.submit(StepPlan(2, (decode(A, 39, [TRIMMED, TRIMMED, 8]),))).result(timeout=60)
+    runner.add_sequence(A, prompt, GREEDY, len(prompt))
+    runner.submit_step(StepPlan(1, (prefill(A, 0, 39, [5, 3, 8]),))).result(timeout=60)
+    result = runner.submit_step(StepPlan(2, (decode(A, 39, [TRIMMED, TRIMMED, 8]),))).result(timeout=60)
     runner.close()
     assert result.sampled == {A: (hf_greedy(checkpoint("mistral"), prompt, 2)[1],)}
 
@@ -135,9 +135,9 @@ def test_trimmed_blocks_are_not_read() -> None:
 def test_a_step_that_samples_nothing_draws_nothing(llama_runner: NewRunner) -> None:
     runner = llama_runner()
     (prompt,) = prompts(9)
-    runner.add(A, prompt, GREEDY, len(prompt))
+    runner.add_sequence(A, prompt, GREEDY, len(prompt))
     row = ScheduledRow(A, 0, 4, (BlockId(0),), samples=False)
-    result = runner.submit(StepPlan(7, (row,))).result(timeout=60)
+    result = runner.submit_step(StepPlan(7, (row,))).result(timeout=60)
     runner.close()
     assert (result.step, result.sampled, result.logprobs) == (7, {}, {})
 
@@ -145,10 +145,10 @@ def test_a_step_that_samples_nothing_draws_nothing(llama_runner: NewRunner) -> N
 def test_a_step_may_consist_of_copies_alone(llama_runner: NewRunner) -> None:
     runner = llama_runner()
     (prompt,) = prompts(9)
-    runner.add(A, prompt, GREEDY, len(prompt))
-    first = runner.submit(StepPlan(1, (prefill(A, 0, 9, [0]),))).result(timeout=60)
-    runner.submit(StepPlan(2, (), (Copy(BlockId(0), BlockId(4), 8),))).result(timeout=60)
-    again = runner.submit(StepPlan(3, (decode(A, 8, [4]),))).result(timeout=60)
+    runner.add_sequence(A, prompt, GREEDY, len(prompt))
+    first = runner.submit_step(StepPlan(1, (prefill(A, 0, 9, [0]),))).result(timeout=60)
+    runner.submit_step(StepPlan(2, (), (Copy(BlockId(0), BlockId(4), 8),))).result(timeout=60)
+    again = runner.submit_step(StepPlan(3, (decode(A, 8, [4]),))).result(timeout=60)
     runner.close()
     assert again.sampled == first.sampled
 
@@ -159,12 +159,12 @@ def test_a_step_that_cannot_be_laid_out_names_the_sequences_that_fail_alone_and_
     """The runner does not know B. Without it the same step runs, and nothing was written or drawn before."""
     runner = llama_runner()
     (first,) = prompts(9)
-    runner.add(A, first, GREEDY, len(first))
+    runner.add_sequence(A, first, GREEDY, len(first))
     innocent = prefill(A, 0, 9, [0])
     with pytest.raises(StepNotBuilt) as refused:
-        runner.submit(StepPlan(1, (innocent, prefill(B, 0, 21, [1]))))
+        runner.submit_step(StepPlan(1, (innocent, prefill(B, 0, 21, [1]))))
     assert refused.value.culprits == {B}
-    result = runner.submit(StepPlan(2, (innocent,))).result(timeout=60)
+    result = runner.submit_step(StepPlan(2, (innocent,))).result(timeout=60)
     runner.close()
     assert result.sampled == {A: (hf_greedy(checkpoint(LLAMA), first, 1)[0],)}
 
@@ -172,11 +172,11 @@ def test_a_step_that_cannot_be_laid_out_names_the_sequences_that_fail_alone_and_
 def test_copies_come_before_the_rows_of_their_step(llama_runner: NewRunner) -> None:
     runner = llama_runner()
     (prompt,) = prompts(9)
-    runner.add(A, prompt, GREEDY, len(prompt))
-    first = runner.submit(StepPlan(1, (prefill(A, 0, 9, [0]),))).result(timeout=60)
-    runner.add(B, prompt, GREEDY, len(prompt))
+    runner.add_sequence(A, prompt, GREEDY, len(prompt))
+    first = runner.submit_step(StepPlan(1, (prefill(A, 0, 9, [0]),))).result(timeout=60)
+    runner.add_sequence(B, prompt, GREEDY, len(prompt))
     plan = StepPlan(2, (decode(B, 8, [4]),), (Copy(BlockId(0), BlockId(4), 8),))
-    assert runner.submit(plan).result(timeout=60).sampled == {B: first.sampled[A]}
+    assert runner.submit_step(plan).result(timeout=60).sampled == {B: first.sampled[A]}
     runner.close()
 
 
@@ -185,11 +185,11 @@ def test_a_sequence_that_comes_back_brings_its_tokens(llama_runner: NewRunner) -
     runner = llama_runner()
     (prompt,) = prompts(21)
     expected = hf_greedy(checkpoint(LLAMA), prompt, 6)
-    runner.add(A, prompt, GREEDY, len(prompt))
-    runner.submit(StepPlan(1, (prefill(A, 0, 21, [0, 1]),))).result(timeout=60)
+    runner.add_sequence(A, prompt, GREEDY, len(prompt))
+    runner.submit_step(StepPlan(1, (prefill(A, 0, 21, [0, 1]),))).result(timeout=60)
     runner.remove(A)
-    runner.add(A, [*prompt, *expected[:5]], GREEDY, len(prompt))
-    result = runner.submit(StepPlan(2, (prefill(A, 0, 26, [7, 9]),))).result(timeout=60)
+    runner.add_sequence(A, [*prompt, *expected[:5]], GREEDY, len(prompt))
+    result = runner.submit_step(StepPlan(2, (prefill(A, 0, 26, [7, 9]),))).result(timeout=60)
     runner.close()
     assert result.sampled == {A: (expected[5],)}
 
@@ -214,9 +214,9 @@ def test_draws_do_not_depend_on_the_batch(llama_runner: NewRunner) -> None:
 def test_log_probabilities_come_with_the_tokens_that_asked(llama_runner: NewRunner) -> None:
     runner = llama_runner()
     (prompt,) = prompts(11)
-    runner.add(A, prompt, GREEDY, len(prompt))
-    runner.add(B, prompt, SamplingParams(temperature=0.0, logprobs=3), len(prompt))
-    result = runner.submit(StepPlan(1, (prefill(A, 0, 11, [0]), prefill(B, 0, 11, [1])))).result(timeout=60)
+    runner.add_sequence(A, prompt, GREEDY, len(prompt))
+    runner.add_sequence(B, prompt, SamplingParams(temperature=0.0, logprobs=3), len(prompt))
+    result = runner.submit_step(StepPlan(1, (prefill(A, 0, 11, [0]), prefill(B, 0, 11, [1])))).result(timeout=60)
     runner.close()
     ((found,),) = result.logprobs.values()
     assert list(result.logprobs) == [B]
@@ -244,11 +244,11 @@ def test_samplers_are_made_once_for_each_number_of_drafts(
     monkeypatch.setattr("gpuworker.runner.model_runner.SamplingBatch", Counted)
     runner = llama_runner()
     (prompt,) = prompts(11)
-    runner.add(A, prompt, GREEDY, len(prompt))
-    runner.submit(StepPlan(1, (prefill(A, 0, 11, [0]),))).result(timeout=60)
+    runner.add_sequence(A, prompt, GREEDY, len(prompt))
+    runner.submit_step(StepPlan(1, (prefill(A, 0, 11, [0]),))).result(timeout=60)
     for step, drafts in enumerate([(), (1, 2), (), (3, 4)], start=2):
         row = decode(A, 11, [0])._replace(drafts=drafts)
-        runner.submit(StepPlan(step, (row,), drafts=len(drafts))).result(timeout=60)
+        runner.submit_step(StepPlan(step, (row,), drafts=len(drafts))).result(timeout=60)
     runner.close()
     assert made == [1, 3]
 
@@ -257,9 +257,9 @@ def test_the_models_own_end_is_forbidden_before_min_tokens(llama_runner: NewRunn
     runner = llama_runner(eos=(EOS,))
     (prompt,) = prompts(11)
     wants_end = ((EOS, 100.0),)
-    runner.add(A, prompt, SamplingParams(temperature=0.0, logit_bias=wants_end, min_tokens=2), len(prompt))
-    sampled = [runner.submit(StepPlan(1, (prefill(A, 0, 11, [0]),)))]
-    sampled += [runner.submit(StepPlan(2 + n, (decode(A, 11 + n, [0]),))) for n in range(2)]
+    runner.add_sequence(A, prompt, SamplingParams(temperature=0.0, logit_bias=wants_end, min_tokens=2), len(prompt))
+    sampled = [runner.submit_step(StepPlan(1, (prefill(A, 0, 11, [0]),)))]
+    sampled += [runner.submit_step(StepPlan(2 + n, (decode(A, 11 + n, [0]),))) for n in range(2)]
     tokens = [future.result(timeout=60).sampled[A][0] for future in sampled]
     runner.close()
     assert [token == EOS for token in tokens] == [False, False, True]
@@ -310,7 +310,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def two_steps(runner: ModelRunner) -> list[StepPlan]:
     (prompt,) = prompts(9)
-    runner.add(A, prompt, GREEDY, len(prompt))
+    runner.add_sequence(A, prompt, GREEDY, len(prompt))
     return [StepPlan(1, (prefill(A, 0, 9, [0]),)), StepPlan(2, (decode(A, 9, [0]),))]
 
 
@@ -318,7 +318,7 @@ def test_a_failed_step_fails_those_behind_it(broken: list[bool]) -> None:
     runner = thread_runner()
     plans = two_steps(runner)
     broken.append(True)
-    first, second = (runner.submit(plan) for plan in plans)
+    first, second = (runner.submit_step(plan) for plan in plans)
     with pytest.raises(EngineFailure, match="the device is gone"):
         first.result(timeout=60)
     broken.clear()
@@ -331,16 +331,16 @@ def test_a_queued_step_that_fails_fails_those_behind_it_until_its_sequences_are_
     if best() is None:
         pytest.skip("the native library was not built")
     runner = queue_runner()
-    runner.add(A, [VOCAB_SIZE + 5] * 9, GREEDY, 9)
-    futures = [runner.submit(StepPlan(n, (prefill(A, 0, 9, [0]),))) for n in (1, 2)]
+    runner.add_sequence(A, [VOCAB_SIZE + 5] * 9, GREEDY, 9)
+    futures = [runner.submit_step(StepPlan(n, (prefill(A, 0, 9, [0]),))) for n in (1, 2)]
     with pytest.raises(EngineFailure, match="has a token that the model does not know"):
         futures[0].result(timeout=60)
-    late = runner.submit(StepPlan(3, (prefill(A, 0, 9, [0]),)))
+    late = runner.submit_step(StepPlan(3, (prefill(A, 0, 9, [0]),)))
     for future in (futures[1], late):
         with pytest.raises(EngineFailure, match="before this one"):
             future.result(timeout=60)
     runner.remove(A)
-    tokens = [runner.submit(plan).result(timeout=60).sampled[A][0] for plan in two_steps(runner)]
+    tokens = [runner.submit_step(plan).result(timeout=60).sampled[A][0] for plan in two_steps(runner)]
     runner.close()
     assert tokens == hf_greedy(checkpoint(LLAMA), prompts(9)[0], 2)
 
@@ -349,11 +349,11 @@ def test_the_runner_goes_on_once_every_sequence_of_the_failure_is_removed(broken
     runner = thread_runner()
     plans = two_steps(runner)
     broken.append(True)
-    futures = [runner.submit(plan) for plan in plans]
+    futures = [runner.submit_step(plan) for plan in plans]
     assert all(isinstance(future.exception(timeout=60), EngineFailure) for future in futures)
     broken.clear()
     runner.remove(A)
-    tokens = [runner.submit(plan).result(timeout=60).sampled[A][0] for plan in two_steps(runner)]
+    tokens = [runner.submit_step(plan).result(timeout=60).sampled[A][0] for plan in two_steps(runner)]
     runner.close()
     assert tokens == hf_greedy(checkpoint(LLAMA), prompts(9)[0], 2)
 
@@ -361,5 +361,5 @@ def test_the_runner_goes_on_once_every_sequence_of_the_failure_is_removed(broken
 def test_more_tokens_than_a_seat_holds_are_the_callers_mistake(llama_runner: NewRunner) -> None:
     runner = llama_runner(max_model_len=8)
     with pytest.raises(ValueError, match="has 9 tokens; 8 fit"):
-        runner.add(A, prompts(9)[0], GREEDY, 9)
+        runner.add_sequence(A, prompts(9)[0], GREEDY, 9)
     runner.close()

@@ -137,14 +137,14 @@ def test_a_preempted_sum_begins_again(path: str) -> None:
 
     def step(number: int, start: int, length: int) -> bytes | None:
         row = ScheduledRow(one, start, length, blocks, samples=start + length == len(prompt))
-        ended = runner.submit(StepPlan(number, (row,))).result(timeout=60).ended
+        ended = runner.submit_step(StepPlan(number, (row,))).result(timeout=60).ended
         return ended[one].embedding if ended else None
 
     sampling = SamplingParams(max_tokens=1)
-    runner.add(one, prompt, sampling, len(prompt))
+    runner.add_sequence(one, prompt, sampling, len(prompt))
     assert step(1, 0, 30) is None
     runner.remove(one)
-    runner.add(one, prompt, sampling, len(prompt))
+    runner.add_sequence(one, prompt, sampling, len(prompt))
     assert step(2, 0, 25) is None
     vector = step(3, 25, 15)
     runner.close()

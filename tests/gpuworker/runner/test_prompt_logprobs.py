@@ -59,17 +59,17 @@ WAYS = [("thread", "llama"), ("thread", "gemma2"), pytest.param("queue", "llama"
 def test_prompts_are_scored_in_chunks_beside_decodes_and_other_prompts(way: str, kind: str) -> None:
     runner = runner_of(way, kind)
     scored, plain = tokens(30, 1), tokens(20, 2)
-    runner.add(A, scored, SamplingParams(temperature=0.0, prompt_logprobs=3), len(scored))
-    runner.add(B, plain, GREEDY, len(plain))
-    runner.add(C, scored[:5], SamplingParams(temperature=0.0, prompt_logprobs=0), 5)
+    runner.add_sequence(A, scored, SamplingParams(temperature=0.0, prompt_logprobs=3), len(scored))
+    runner.add_sequence(B, plain, GREEDY, len(plain))
+    runner.add_sequence(C, scored[:5], SamplingParams(temperature=0.0, prompt_logprobs=0), 5)
     rows = [ScheduledRow(A, 0, 12, blocks(0, 1), False), ScheduledRow(B, 0, 20, blocks(4, 5), True)]
-    first = runner.submit(StepPlan(1, tuple(rows), (), (ScoredPart(0, 0, 12),)))
+    first = runner.submit_step(StepPlan(1, tuple(rows), (), (ScoredPart(0, 0, 12),)))
     rows = [
         ScheduledRow(B, 20, 1, blocks(4, 5), True),
         ScheduledRow(A, 12, 18, blocks(0, 1), True),
         ScheduledRow(C, 0, 5, blocks(7), True),
     ]
-    second = runner.submit(StepPlan(2, tuple(rows), (), (ScoredPart(1, 12, 29), ScoredPart(2, 2, 4))))
+    second = runner.submit_step(StepPlan(2, tuple(rows), (), (ScoredPart(1, 12, 29), ScoredPart(2, 2, 4))))
     results = [first.result(timeout=60), second.result(timeout=60)]
     runner.close()
     of_a = results[0].prompt_logprobs[A] + results[1].prompt_logprobs[A]
@@ -84,9 +84,9 @@ def test_prompts_are_scored_in_chunks_beside_decodes_and_other_prompts(way: str,
 def test_a_step_may_score_and_sample_nothing(way: str, kind: str) -> None:
     runner = runner_of(way, kind)
     prompt = tokens(9, 3)
-    runner.add(A, prompt, SamplingParams(max_tokens=0, prompt_logprobs=1), len(prompt))
+    runner.add_sequence(A, prompt, SamplingParams(max_tokens=0, prompt_logprobs=1), len(prompt))
     plan = StepPlan(1, (ScheduledRow(A, 0, 9, blocks(3), False),), (), (ScoredPart(0, 0, 8),))
-    result = runner.submit(plan).result(timeout=60)
+    result = runner.submit_step(plan).result(timeout=60)
     runner.close()
     assert_scores(result.prompt_logprobs[A], prompt, reference(kind, prompt), 1)
     assert result.sampled == {}

@@ -33,7 +33,7 @@ def test_what_another_sequence_computed_is_cached() -> None:
 
 def test_what_a_sequence_computes_for_one_that_left_is_not_cached() -> None:
     worker = two_sharers()
-    worker.agent.cancel(ONE)
+    worker.agent.cancel_sequence(ONE)
     done = worker.step()
     assert done.recounted == {TWO: 0}
     assert worker.agent.usage(TWO).cached_tokens == 0
@@ -42,7 +42,7 @@ def test_what_a_sequence_computes_for_one_that_left_is_not_cached() -> None:
 def test_what_one_that_left_had_computed_is_cached() -> None:
     worker = two_sharers(max_num_batched_tokens=4)
     worker.step()
-    worker.agent.cancel(ONE)
+    worker.agent.cancel_sequence(ONE)
     assert worker.step().recounted == {}, "the prompt is not computed yet"
     assert worker.step().recounted == {TWO: 4}
 
@@ -75,7 +75,7 @@ def hit_of_32(max_num_batched_tokens: int = 16) -> Driver:
     worker.admit(0, [0, 1, 2])
     for _ in range(-(-33 // max_num_batched_tokens)):
         worker.step()
-    worker.agent.cancel(ONE)
+    worker.agent.cancel_sequence(ONE)
     worker.submit(1, range(65), max_tokens=9)
     worker.admit(1, [0, 1, 5, 6, 7], shared=2)
     worker.step()
@@ -164,7 +164,7 @@ def test_a_token_is_cached_or_computed_before_the_first_output_and_each_further_
     before, every, there = set[int](), list[int](), 4
     for operation in [*operations, *["step"] * 20]:
         if operation == "cancel":
-            worker.agent.cancel(ONE)
+            worker.agent.cancel_sequence(ONE)
             there = 0
         elif isinstance(operation, int):
             shared = min(operation, there)
@@ -184,9 +184,9 @@ def test_a_token_is_cached_or_computed_before_the_first_output_and_each_further_
 
 def test_the_end_of_a_sequence_says_what_was_cached() -> None:
     worker = two_sharers()
-    worker.agent.cancel(ONE)
+    worker.agent.cancel_sequence(ONE)
     worker.agent.departures()
     worker.step()
-    worker.agent.cancel(TWO, FinishReason.STOP)
+    worker.agent.cancel_sequence(TWO, FinishReason.STOP)
     (end,) = worker.agent.departures().finished
     assert end.usage.cached_tokens == 0

@@ -141,7 +141,7 @@ def test_a_cancelled_sequence_counts_no_draft() -> None:
     worker, _ = drafting(7, 8, 9)
     begun(worker, 0, 5, [3, 4])
     plan = worker.plan()
-    worker.agent.cancel(SequenceId(0))
+    worker.agent.cancel_sequence(SequenceId(0))
     completion = sampled(worker, plan, 7, 8, 9, 1)
     assert (completion.tokens, completion.accepted) == ({}, 0)
     assert not worker.agent.has_work
@@ -209,7 +209,7 @@ def test_a_reset_and_a_break_while_drafts_are_in_flight_lose_nothing() -> None:
     inventory = worker.agent.inventory()
     assert inventory.sequences[0].block_table == blocks([3, 4, 6])
     worker.agent.attached(4)
-    worker.agent.apply(GrantBatch(4, reset=1))
+    worker.agent.apply_grant(GrantBatch(4, reset=1))
     assert sampled(worker, plan, 7, 1).tokens == {0: (7, 1)}
 
 

@@ -26,7 +26,7 @@ def test_a_sequence_that_is_not_to_be_cached_has_no_chain_and_seals_nothing() ->
     worker.admit(0, [0, 1])
     assert report_of(worker).reserve[0].block_hashes == ()
     worker.step()
-    worker.agent.cancel(SequenceId(0))
+    worker.agent.cancel_sequence(SequenceId(0))
     report = report_of(worker)
     assert (len(report.finished), report.seal) == (1, ())
 
@@ -36,7 +36,7 @@ def test_shared_blocks_keep_their_content_and_fresh_ones_lose_it() -> None:
     worker.submit(0, range(8))
     worker.admit(0, [0, 1])
     worker.step()
-    worker.agent.cancel(SequenceId(0))
+    worker.agent.cancel_sequence(SequenceId(0))
     worker.submit(1, [*range(4), 70, 71])
     worker.admit(1, [0, 1], shared=1)
     assert worker.agent.inventory().cached_blocks == (CachedBlock(BlockId(0), keys(range(4), 4)[0], -1, 1),)
@@ -48,7 +48,7 @@ def test_a_dropped_admission_resets_its_fresh_blocks_all_the_same() -> None:
     worker.submit(0, range(8))
     worker.admit(0, [0, 1])
     worker.step()
-    worker.agent.cancel(SequenceId(0))
+    worker.agent.cancel_sequence(SequenceId(0))
     applied = worker.admit(1, [0, 1])  # the cancel of sequence 1 had not reached the manager
     assert (applied.admitted, applied.dropped) == ((), (1,))
     worker.submit(2, [*range(40, 44), 70])
@@ -61,7 +61,7 @@ def test_a_lease_drops_the_claim_at_once_and_the_fill_when_bound() -> None:
     worker.submit(0, range(8))
     worker.admit(0, [0, 1])
     worker.step()
-    worker.agent.cancel(SequenceId(0))
+    worker.agent.cancel_sequence(SequenceId(0))
     worker.lease([0])
     inventory = worker.agent.inventory()
     assert (inventory.pool, inventory.cached_blocks) == ((0,), ())
@@ -72,7 +72,7 @@ def test_a_claim_without_its_parents_claim_is_left_out() -> None:
     worker.submit(0, range(12))
     worker.admit(0, [0, 1, 2])
     worker.step()
-    worker.agent.cancel(SequenceId(0))
+    worker.agent.cancel_sequence(SequenceId(0))
     first, second, third = keys(range(12), 4)
     assert worker.agent.inventory().cached_blocks == (
         CachedBlock(BlockId(0), first, -1, 1),
@@ -151,7 +151,7 @@ def test_a_grant_of_a_block_that_is_still_held_is_a_protocol_violation(batch: Gr
     worker.admit(0, [0])
     before = agent_key(worker.agent)
     with pytest.raises(ProtocolViolation, match="still holds it"):
-        worker.agent.apply(batch)
+        worker.agent.apply_grant(batch)
     assert agent_key(worker.agent) == before, "nothing of the batch was applied"
 
 
@@ -168,7 +168,7 @@ def test_an_admission_must_leave_a_token_to_compute() -> None:
 def test_columns_of_a_batch_take_effect_in_their_order() -> None:
     worker = Driver()
     worker.submit(0, range(4))
-    both = worker.agent.apply(
+    both = worker.agent.apply_grant(
         GrantBatch(0, admit=(worker.admission(0, [2]),), cancel=(SequenceId(0),)),
     )
     assert [admit.sequence for admit in both.admitted] == [0]
@@ -183,7 +183,7 @@ def test_an_inventory_has_waiting_running_and_draining_sequences() -> None:
         worker.admit(sequence, [2 * sequence, 2 * sequence + 1])
     worker.plan()
     worker.preempt(1)
-    worker.agent.cancel(SequenceId(2))
+    worker.agent.cancel_sequence(SequenceId(2))
     found = {s.reserve.sequence: (s.phase, s.arrival, s.block_table) for s in worker.agent.inventory().sequences}
     assert found == {
         0: (SequencePhase.RUNNING, 0, (0, 1)),
@@ -242,7 +242,7 @@ def test_a_worker_that_is_still_stalled_after_a_batch_says_so() -> None:
     worker.step()
     worker.agent.plan()
     report_of(worker)
-    worker.agent.apply(GrantBatch(0))
+    worker.agent.apply_grant(GrantBatch(0))
     worker.agent.plan()
     assert report_of(worker).stalled is None, "the set is as it was reported; only the report is new"
     assert worker.agent.take_report() is None

@@ -63,7 +63,7 @@ def again(window: int, table: list[int], n_shared: int, **more: Any) -> Driver:
     worker.submit(0, range(10))
     worker.admit(0, [0, 1, 2])
     worker.step()
-    worker.agent.cancel(SequenceId(0))
+    worker.agent.cancel_sequence(SequenceId(0))
     worker.submit(1, range(10), **more)
     worker.admit(1, table, n_shared)
     worker.agent.check_invariants()

@@ -43,7 +43,7 @@ def grant_a_copy(made: Driver, number: int, row: list[int], shared: int, slots: 
     """Admit a sequence with a copy of the leading slots of a block, behind its shared blocks."""
     granted = Admit(SequenceId(number), blocks(row), shared, shared * SIZE + slots)
     part = Copy(BlockId(src), BlockId(row[shared]), shared * SIZE + slots)
-    made.agent.apply(GrantBatch(made.lease_target, copy=(part,), admit=(granted,)))
+    made.agent.apply_grant(GrantBatch(made.lease_target, copy=(part,), admit=(granted,)))
 
 
 FIRST = list(range(20))
@@ -165,7 +165,7 @@ def test_a_sequence_that_is_preempted_before_its_copy_reports_no_copy() -> None:
 def test_a_sequence_that_was_cancelled_before_the_grant_reports_no_copy() -> None:
     made = one_is_computed()
     submit(made, 1, SECOND)
-    made.agent.cancel(TWO)
+    made.agent.cancel_sequence(TWO)
     taken(made)
     grant_a_copy(made, 1, [0, 4, 5], shared=1, slots=6, src=1)
     made.step()
@@ -181,10 +181,10 @@ def test_a_grant_that_counts_more_as_cached_than_it_shares_and_copies_is_no_fail
     taken(made)
     whole = Admit(TWO, blocks([0, 1]), 2, 10_000)
     with pytest.raises(ProtocolViolation, match="all of its tokens"):
-        made.agent.apply(GrantBatch(0, admit=(whole,)))
+        made.agent.apply_grant(GrantBatch(0, admit=(whole,)))
     short = Admit(TWO, blocks([0]), 1, 10_000)
     other = Admit(SequenceId(2), blocks([0, 4, 5]), 1, SIZE)
-    made.agent.apply(GrantBatch(0, copy=(Copy(BlockId(1), BlockId(4), SIZE + 6),), admit=(short, other)))
+    made.agent.apply_grant(GrantBatch(0, copy=(Copy(BlockId(1), BlockId(4), SIZE + 6),), admit=(short, other)))
     made.step()
     assert made.agent.usage(TWO).cached_tokens == SIZE
     assert taken(made).copied == ()
@@ -228,7 +228,7 @@ def test_reserves_that_are_too_large_for_one_message_come_in_several_reports_in_
         builder.reserve(Reserve(SequenceId(number), 131072, 131073, 0, many[:2048], partial_hashes=many[:6144]))
     builder.finished(SequenceId(199), FinishReason.CANCELLED)
     reports = []
-    while (report := builder.take(3)) is not None:
+    while (report := builder.take_report(3)) is not None:
         reports.append(report)
     assert [each.sequence for report in reports for each in report.reserve] == list(range(200))
     assert [len(report.finished) for report in reports] == [0] * (len(reports) - 1) + [1]

@@ -15,7 +15,7 @@ def decode_and_prompt(pool: int, **config: int) -> Driver:
     assert plan is not None
     worker.submit(2, range(50, 70), max_tokens=4)
     worker.admit(2, [1])
-    worker.agent.apply(GrantBatch(8, lease=blocks(list(range(8, 8 + pool)))))
+    worker.agent.apply_grant(GrantBatch(8, lease=blocks(list(range(8, 8 + pool)))))
     return worker
 
 

@@ -121,7 +121,7 @@ def test_a_cancelled_sequence_gets_no_scores_any_more() -> None:
     worker = Driver()
     scoring(worker, 6, [0, 1])
     plan = worker.plan()
-    worker.agent.cancel(ONE, FinishReason.CANCELLED)
+    worker.agent.cancel_sequence(ONE, FinishReason.CANCELLED)
     assert worker.complete(plan).scored == ()
 
 

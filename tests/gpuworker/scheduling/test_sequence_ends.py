@@ -80,7 +80,7 @@ def test_behaviour_10_nothing_past_a_stop_is_sealed() -> None:
     worker.submit(0, range(7), max_tokens=8)
     worker.admit(0, [0, 1])
     first, second = worker.plan(), worker.plan()  # the second writes slot 7, the token that the first is drawing
-    worker.agent.cancel(ONE)
+    worker.agent.cancel_sequence(ONE)
     worker.complete(first)
     worker.complete(second)
     report = worker.agent.take_report()
@@ -103,7 +103,7 @@ def test_a_block_that_ends_with_the_stop_token_is_sealed() -> None:
 
 def test_behaviour_17_a_sequence_released_before_its_prefill_ran_publishes_nothing() -> None:
     worker = running()
-    worker.agent.cancel(ONE)
+    worker.agent.cancel_sequence(ONE)
     assert worker.agent.departures().forgotten == (0,)
     report = worker.agent.take_report()
     assert report is not None
@@ -191,7 +191,7 @@ def test_behaviour_28_a_cancel_is_idempotent_in_every_phase(reach: Callable[[Dri
     worker.agent.take_report()
     finished = 0
     for _ in range(2):
-        worker.agent.cancel(ONE, FinishReason.DEADLINE)
+        worker.agent.cancel_sequence(ONE, FinishReason.DEADLINE)
         finished += len(worker.agent.departures().finished)
     while worker.agent.steps_in_flight:
         plan = worker.agent._in_flight[0]
@@ -208,8 +208,8 @@ def test_behaviour_28_a_cancel_is_idempotent_in_every_phase(reach: Callable[[Dri
 
 def test_behaviour_28_orders_for_unknown_sequences_do_nothing() -> None:
     worker = Driver()
-    worker.agent.cancel(SequenceId(7))
-    worker.agent.apply(GrantBatch(0, cancel=(SequenceId(8),)))
+    worker.agent.cancel_sequence(SequenceId(7))
+    worker.agent.apply_grant(GrantBatch(0, cancel=(SequenceId(8),)))
     applied = worker.preempt(9)
     assert applied.preempting == ()
     worker.agent.check_invariants()
@@ -326,7 +326,7 @@ def test_an_end_with_an_error_says_its_words() -> None:
 def test_a_sequence_that_was_cancelled_meanwhile_does_not_end_twice() -> None:
     worker = running()
     plan = worker.plan()
-    worker.agent.cancel(ONE)
+    worker.agent.cancel_sequence(ONE)
     (end,) = worker.agent.complete(StepResult(plan.step, {ONE: (51,)}, ended={ONE: COMPLETE})).finished
     assert end.reason is FinishReason.CANCELLED
 

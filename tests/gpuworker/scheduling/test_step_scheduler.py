@@ -169,7 +169,7 @@ class TestInFlightSharing:
             computed += worker.step().computed
         plan = worker.plan() if in_flight else None
         first = plan.rows[0].sequence if plan else SequenceId(0)
-        worker.agent.cancel(first)
+        worker.agent.cancel_sequence(first)
         finished += len(worker.agent.departures().finished)
         if plan:
             computed += worker.complete(plan).computed

@@ -100,5 +100,5 @@ def test_a_sequence_that_ends_is_released_and_a_preempted_one_is_not() -> None:
     begun(worker, 0, 5, [3, 4])
     worker.preempt(0)
     assert model.released == []
-    worker.agent.cancel(SequenceId(0))
+    worker.agent.cancel_sequence(SequenceId(0))
     assert model.released == model.made

@@ -27,7 +27,7 @@ def replayed(kept: KeptOutput) -> pb.StepOutputs:
     buffer, whole = OutputBuffer(), pb.StepOutputs()
     kept.replay(9, buffer)
     while buffer:
-        whole.MergeFrom(buffer.take())
+        whole.MergeFrom(buffer.take_outputs())
     return whole
 
 

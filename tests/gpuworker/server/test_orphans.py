@@ -261,7 +261,7 @@ async def test_orphans_wait_for_the_first_router_that_comes_whatever_it_took_to_
     """The grace is for clients that can find a router."""
     timers, ended, connected = Timers(monkeypatch), list[SequenceId](), list[str]()
     orphans = Orphans(GRACE, lambda name, _: ended.append(name), lambda: bool(connected))
-    orphans.take(FIRST, [live(1)])
+    orphans.take_sequence(FIRST, [live(1)])
     timers.pass_seconds(ORPHANS_ALONE * GRACE - 1.0)
     assert not ended, "no router was there that could have taken it"
     connected.append("the router that took so long to start")
@@ -275,7 +275,7 @@ async def test_orphans_wait_for_the_first_router_that_comes_whatever_it_took_to_
 async def test_orphans_end_though_no_router_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     timers, ended = Timers(monkeypatch), list[SequenceId]()
     orphans = Orphans(GRACE, lambda name, _: ended.append(name), lambda: False)
-    orphans.take(FIRST, [live(1)])
+    orphans.take_sequence(FIRST, [live(1)])
     timers.pass_seconds(ORPHANS_ALONE * GRACE - 1.0)
     assert not ended
     timers.pass_seconds(1.0)

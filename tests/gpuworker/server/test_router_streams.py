@@ -298,13 +298,13 @@ async def test_a_fork_shares_the_blocks_of_its_parent_and_draws_what_the_prompt_
 def recorded(worker: Served) -> list[StepPlan]:
     """Return the list to which every plan is added that the worker's runner gets from now on."""
     plans: list[StepPlan] = []
-    submit_to_runner = worker.driver.runner.submit
+    submit_to_runner = worker.driver.runner.submit_step
 
     def record(plan: StepPlan) -> Future[StepResult]:
         plans.append(plan)
         return submit_to_runner(plan)
 
-    worker.driver.runner.submit = record  # type: ignore[method-assign]
+    worker.driver.runner.submit_step = record  # type: ignore[method-assign]
     return plans
 
 

@@ -65,9 +65,9 @@ def test_a_step_costs_its_base_its_draws_and_what_it_prefills() -> None:
     costs = StepCosts(base=0.004, decode=0.001, prefill=0.0001)
     runner = SimulatedRunner(costs, SimulatedTokens([3, 4]))
     for sequence in (1, 2):
-        runner.add(SequenceId(sequence), [7] * 11, SamplingParams(), 11)
+        runner.add_sequence(SequenceId(sequence), [7] * 11, SamplingParams(), 11)
     plan = StepPlan(1, (row(1, 11, 1, True), row(2, 0, 11, True)))
-    assert runner.submit(plan).result(60.0).seconds == pytest.approx(0.004 + 2 * 0.001 + 10 * 0.0001)
+    assert runner.submit_step(plan).result(60.0).seconds == pytest.approx(0.004 + 2 * 0.001 + 10 * 0.0001)
     runner.close()
 
 
@@ -76,10 +76,12 @@ def test_a_token_follows_from_seed_and_position_alone() -> None:
     expected = {seed: tokens.expected(seed, 4, 3) for seed in (1, 2**63)}
     runner = SimulatedRunner(StepCosts(), tokens)
     for sequence, seed in ((1, 1), (2, 2**63), (9, 1)):
-        runner.add(SequenceId(sequence), [7] * 4, SamplingParams(seed=seed), 4)
-    first = runner.submit(StepPlan(1, (row(1, 0, 4, True), row(2, 0, 4, True)))).result(60.0).sampled
+        runner.add_sequence(SequenceId(sequence), [7] * 4, SamplingParams(seed=seed), 4)
+    first = runner.submit_step(StepPlan(1, (row(1, 0, 4, True), row(2, 0, 4, True)))).result(60.0).sampled
     second = (
-        runner.submit(StepPlan(2, (row(1, 4, 1, True), row(2, 4, 1, True), row(9, 0, 5, True)))).result(60.0).sampled
+        runner.submit_step(StepPlan(2, (row(1, 4, 1, True), row(2, 4, 1, True), row(9, 0, 5, True))))
+        .result(60.0)
+        .sampled
     )
     assert first == {1: expected[1][:1], 2: expected[2**63][:1]}
     assert second == {1: expected[1][1:2], 2: expected[2**63][1:2], 9: expected[1][1:2]}
@@ -88,31 +90,31 @@ def test_a_token_follows_from_seed_and_position_alone() -> None:
 
 def test_a_chunk_of_a_prompt_draws_nothing() -> None:
     runner = SimulatedRunner(StepCosts(), SimulatedTokens([3]))
-    runner.add(SequenceId(1), [7] * 9, SamplingParams(), 9)
-    assert runner.submit(StepPlan(1, (row(1, 0, 4, False),))).result(60.0).sampled == {}
+    runner.add_sequence(SequenceId(1), [7] * 9, SamplingParams(), 9)
+    assert runner.submit_step(StepPlan(1, (row(1, 0, 4, False),))).result(60.0).sampled == {}
     runner.close()
 
 
 def test_who_asks_for_log_probabilities_gets_those_of_a_sure_draw() -> None:
     runner = SimulatedRunner(StepCosts(), SimulatedTokens([3]))
-    runner.add(SequenceId(1), [7], SamplingParams(logprobs=1), 1)
-    runner.add(SequenceId(2), [7], SamplingParams(), 1)
-    result = runner.submit(StepPlan(1, (row(1, 0, 1, True), row(2, 0, 1, True)))).result(60.0)
+    runner.add_sequence(SequenceId(1), [7], SamplingParams(logprobs=1), 1)
+    runner.add_sequence(SequenceId(2), [7], SamplingParams(), 1)
+    result = runner.submit_step(StepPlan(1, (row(1, 0, 1, True), row(2, 0, 1, True)))).result(60.0)
     assert result.logprobs == {1: (TokenLogprobs(3, 0.0, ((3, 0.0),)),)}
     runner.close()
 
 
 def test_every_token_of_a_scored_prompt_is_sure() -> None:
     runner = SimulatedRunner(StepCosts(), SimulatedTokens([3]))
-    runner.add(SequenceId(1), [7, 8, 9, 5], SamplingParams(prompt_logprobs=0), 3)
-    result = runner.submit(StepPlan(1, (row(1, 0, 4, True),), (), (ScoredPart(0, 1, 2),))).result(60.0)
+    runner.add_sequence(SequenceId(1), [7, 8, 9, 5], SamplingParams(prompt_logprobs=0), 3)
+    result = runner.submit_step(StepPlan(1, (row(1, 0, 4, True),), (), (ScoredPart(0, 1, 2),))).result(60.0)
     assert result.prompt_logprobs == {1: (TokenLogprobs(9, 0.0, ((9, 0.0),), rank=1),)}
     runner.close()
 
 
 def test_a_step_queued_behind_another_is_done_after_it() -> None:
     runner = SimulatedRunner(StepCosts(base=0.02), SimulatedTokens([3]))
-    first, second = runner.submit(StepPlan(1, ())), runner.submit(StepPlan(2, ()))
+    first, second = runner.submit_step(StepPlan(1, ())), runner.submit_step(StepPlan(2, ()))
     assert not second.done()
     assert (second.result(60.0).step, first.done()) == (2, True)
     runner.close()

@@ -205,7 +205,7 @@ def test_a_runner_that_follows_no_constraints_takes_none(path: ModelImpl) -> Non
     assert isinstance(engine.runner, ModelRunner)
     engine.runner._masks = None
     with pytest.raises(ValueError, match="has no grammars"):
-        engine.runner.add(SequenceId(1), prompts()[0], SAMPLINGS[0], 9)
+        engine.runner.add_sequence(SequenceId(1), prompts()[0], SAMPLINGS[0], 9)
     engine.runner.close()
 
 
@@ -220,7 +220,7 @@ def test_cancelled_sequences_hold_up_nobody_and_leave_nothing(path: ModelImpl) -
             started = [engine.submit(prompts()[n], COUNT, SAMPLINGS[n], eos=[EOS]) for n in (0, 2)]
             while len(engine.results[cancelled].tokens) < at:
                 engine.take()
-            engine.engine.cancel(cancelled, FinishReason.CANCELLED)
+            engine.engine.cancel_request(cancelled, FinishReason.CANCELLED)
             engine.finish()
             assert engine.results[cancelled].reason is FinishReason.CANCELLED
             assert [engine.results[sequence].tokens for sequence in started] == alone
@@ -237,7 +237,7 @@ def test_an_engine_stops_amid_constrained_sequences(path: ModelImpl) -> None:
         while not engine.results[sequences[0]].tokens:
             engine.take()
         for sequence in sequences:
-            engine.engine.cancel(sequence, FinishReason.CANCELLED)
+            engine.engine.cancel_request(sequence, FinishReason.CANCELLED)
 
 
 def test_a_failed_step_opens_the_masks_of_the_next_one(path: ModelImpl, monkeypatch: pytest.MonkeyPatch) -> None:

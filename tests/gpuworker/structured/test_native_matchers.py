@@ -351,7 +351,7 @@ def outcomes(engine: EngineDriver, natively: bool, monkeypatch: pytest.MonkeyPat
         started.append(engine.submit(prompt, 48, sampling, eos=[EOS]))
         if number % 4 == 3:
             cancelled = engine.submit(prompt, 48, sampling, eos=[EOS])
-            engine.engine.cancel(cancelled, FinishReason.CANCELLED)
+            engine.engine.cancel_request(cancelled, FinishReason.CANCELLED)
     engine.finish()
     engine.assert_all_free()
     monkeypatch.undo()

@@ -45,7 +45,7 @@ class Watched:
         return f"d{self.made}"
 
     def refuse(self, request_id: str, reason: str = "INVALID_FIELD", owner: str = "", client_id: str = "") -> None:
-        self.watch.saw(refusal(request_id, reason, owner, client_id), self.watch.now_ns())
+        self.watch.note_refusal(refusal(request_id, reason, owner, client_id), self.watch.now_ns())
 
     def ids(self, name: str) -> list[str]:
         return [each.request_id for each in self.records.find(DecisionQuery(name))]
@@ -174,7 +174,7 @@ def test_a_client_that_left_is_found_by_its_id_and_in_no_list() -> None:
 
 def test_a_probe_is_counted_alone() -> None:
     watched = Watched()
-    watched.watch.counted(refusal("probe", "UNAVAILABLE"))
+    watched.watch.count_refusal(refusal("probe", "UNAVAILABLE"))
     assert watched.counted("UNAVAILABLE") == 1
     assert watched.ids("probe") == []
     assert len(watched.ring) == 0

@@ -241,20 +241,20 @@ def kept(span_id: str, request_id: str = "") -> KeptSpan:
 
 def test_a_span_that_is_sent_again_under_another_request_leaves_no_name_behind(store: TraceStore) -> None:
     for number in range(1_000):
-        store.add((kept("s1", f"r{number}"),), "worker")
+        store.add_span((kept("s1", f"r{number}"),), "worker")
     assert (len(store), store.names) == (1, 1)
     assert (store.trace_of("r998"), store.trace_of("r999")) == ("", "t1")
 
 
 def test_a_span_that_another_sender_has_too_stays_as_it_came_and_is_not_refused(store: TraceStore) -> None:
-    assert store.add((kept("1" * 16, "r1"),)) == 0
-    assert store.add((kept("1" * 16, "r2"), kept("2" * 16)), "collector") == 0
+    assert store.add_span((kept("1" * 16, "r1"),)) == 0
+    assert store.add_span((kept("1" * 16, "r2"), kept("2" * 16)), "collector") == 0
     assert (len(store), store.trace_of("r1"), store.trace_of("r2")) == (2, kept("1" * 16).trace_id, "")
 
 
 def test_a_trace_that_goes_on_for_ever_forgets_the_senders_of_the_spans_that_left(store: TraceStore) -> None:
     for number in range(1_000):
-        store.add((kept(f"s{number}"),), f"worker-{number}")
+        store.add_span((kept(f"s{number}"),), f"worker-{number}")
     assert store.senders("t1") == 4
 
 

@@ -12,20 +12,20 @@ from router.tenants.tenancy import ANYONE, Tenant, TenantLimits
 
 def test_a_request_is_queued_then_runs_then_is_gone() -> None:
     limiter = AdmissionLimiter(AdmissionLimits())
-    limiter.enter("r", 10, ANYONE.tenant, now=0.0)
+    limiter.admit_request("r", 10, ANYONE.tenant, now=0.0)
     assert (limiter.queued, limiter.running, limiter.tokens_in_flight) == (1, 0, 10)
-    limiter.start("r", now=0.0)
+    limiter.start_request("r", now=0.0)
     assert (limiter.queued, limiter.running, limiter.tokens_in_flight) == (0, 1, 10)
-    limiter.leave("r")
+    limiter.release_request("r")
     assert (limiter.queued, limiter.running, limiter.tokens_in_flight) == (0, 0, 0)
 
 
 def test_a_full_queue_refuses_with_its_numbers() -> None:
     limiter = AdmissionLimiter(AdmissionLimits(max_queued=2))
     for name in ("a", "b"):
-        limiter.enter(name, 1, ANYONE.tenant, now=0.0)
+        limiter.admit_request(name, 1, ANYONE.tenant, now=0.0)
     with pytest.raises(Overloaded) as refused:
-        limiter.enter("c", 1, ANYONE.tenant, now=0.0)
+        limiter.admit_request("c", 1, ANYONE.tenant, now=0.0)
     assert refused.value.violation == QuotaViolation("router.queue", "2 requests wait; at most 2")
     assert refused.value.retry_after_s == 1.0
     assert limiter.queued == 2
@@ -33,35 +33,35 @@ def test_a_full_queue_refuses_with_its_numbers() -> None:
 
 def test_running_requests_leave_room_in_the_queue() -> None:
     limiter = AdmissionLimiter(AdmissionLimits(max_queued=1))
-    limiter.enter("a", 1, ANYONE.tenant, now=0.0)
-    limiter.start("a", now=0.0)
-    limiter.enter("b", 1, ANYONE.tenant, now=0.0)
+    limiter.admit_request("a", 1, ANYONE.tenant, now=0.0)
+    limiter.start_request("a", now=0.0)
+    limiter.admit_request("b", 1, ANYONE.tenant, now=0.0)
     assert (limiter.queued, limiter.running) == (1, 1)
 
 
 def test_tokens_in_flight_are_bounded() -> None:
     limiter = AdmissionLimiter(AdmissionLimits(max_tokens_in_flight=100))
-    limiter.enter("a", 60, ANYONE.tenant, now=0.0)
+    limiter.admit_request("a", 60, ANYONE.tenant, now=0.0)
     with pytest.raises(Overloaded, match="60 tokens in flight and 41 more requested; at most 100"):
-        limiter.enter("b", 41, ANYONE.tenant, now=0.0)
-    limiter.enter("c", 40, ANYONE.tenant, now=0.0)
+        limiter.admit_request("b", 41, ANYONE.tenant, now=0.0)
+    limiter.admit_request("c", 40, ANYONE.tenant, now=0.0)
     assert limiter.tokens_in_flight == 100
 
 
 def test_an_id_in_use_is_refused_until_its_request_left() -> None:
     limiter = AdmissionLimiter(AdmissionLimits())
-    limiter.enter("r", 1, ANYONE.tenant, now=0.0)
+    limiter.admit_request("r", 1, ANYONE.tenant, now=0.0)
     with pytest.raises(AlreadyExists):
-        limiter.enter("r", 1, ANYONE.tenant, now=0.0)
-    limiter.leave("r")
-    limiter.enter("r", 1, ANYONE.tenant, now=0.0)
+        limiter.admit_request("r", 1, ANYONE.tenant, now=0.0)
+    limiter.release_request("r")
+    limiter.admit_request("r", 1, ANYONE.tenant, now=0.0)
 
 
 def test_retry_after_is_the_mean_gap_between_starts() -> None:
     limiter = AdmissionLimiter(AdmissionLimits(max_queued=0 + 3))
     for at, name in ((0.0, "a"), (4.0, "b")):
-        limiter.enter(name, 1, ANYONE.tenant, now=at)
-        limiter.start(name, now=at)
+        limiter.admit_request(name, 1, ANYONE.tenant, now=at)
+        limiter.start_request(name, now=at)
     assert limiter.retry_after(now=5.0) == 4.0
     assert limiter.retry_after(now=10.0) == 6.0
     assert limiter.retry_after(now=1000.0) == 30.0
@@ -69,9 +69,9 @@ def test_retry_after_is_the_mean_gap_between_starts() -> None:
 
 def test_a_request_that_lost_its_worker_comes_back_into_a_full_queue() -> None:
     limiter = AdmissionLimiter(AdmissionLimits(max_queued=1))
-    limiter.enter("a", 1, ANYONE.tenant, now=0.0)
-    limiter.start("a", now=0.0)
-    limiter.enter("b", 1, ANYONE.tenant, now=0.0)
+    limiter.admit_request("a", 1, ANYONE.tenant, now=0.0)
+    limiter.start_request("a", now=0.0)
+    limiter.admit_request("b", 1, ANYONE.tenant, now=0.0)
     limiter.requeue("a")
     assert (limiter.queued, limiter.running) == (2, 0)
 
@@ -79,23 +79,23 @@ def test_a_request_that_lost_its_worker_comes_back_into_a_full_queue() -> None:
 def test_a_tenant_at_its_limit_does_not_stop_another() -> None:
     limiter = AdmissionLimiter(AdmissionLimits())
     red, blue = (Tenant(name, limits=TenantLimits(sequences=2)) for name in ("red", "blue"))
-    limiter.enter("a", 40, red, now=0.0, sequences=2)
+    limiter.admit_request("a", 40, red, now=0.0, sequences=2)
     with pytest.raises(Overloaded, match=r"tenant red\.sequences: 2 sequences are open and 1 more wanted; at most 2"):
-        limiter.enter("b", 20, red, now=0.0)
+        limiter.admit_request("b", 20, red, now=0.0)
     assert (limiter.queued, limiter.tokens_in_flight) == (1, 40)
-    limiter.enter("c", 20, blue, now=0.0)
-    limiter.leave("a", "red")
-    limiter.enter("d", 20, red, now=0.0)
+    limiter.admit_request("c", 20, blue, now=0.0)
+    limiter.release_request("a", "red")
+    limiter.admit_request("d", 20, red, now=0.0)
 
 
 def test_ids_of_one_tenant_are_no_matter_of_another() -> None:
     limiter = AdmissionLimiter(AdmissionLimits())
     for name in ("red", "blue"):
-        limiter.enter("same", 1, Tenant(name), now=0.0)
+        limiter.admit_request("same", 1, Tenant(name), now=0.0)
     with pytest.raises(AlreadyExists, match="request same is running, sent with the same request_id"):
-        limiter.enter("same", 1, Tenant("red"), now=0.0)
-    limiter.start("same", 0.0, "red")
-    limiter.leave("same", "red")
+        limiter.admit_request("same", 1, Tenant("red"), now=0.0)
+    limiter.start_request("same", 0.0, "red")
+    limiter.release_request("same", "red")
     assert (limiter.queued, limiter.running) == (1, 0)
 
 
@@ -103,24 +103,24 @@ def test_a_queue_that_one_tenant_filled_has_room_for_another() -> None:
     limiter = AdmissionLimiter(AdmissionLimits(max_queued=4))
     red, blue = Tenant("red"), Tenant("blue")
     for number in range(4):
-        limiter.enter(f"red {number}", 1, red, now=0.0)
+        limiter.admit_request(f"red {number}", 1, red, now=0.0)
     for number in range(2):
-        limiter.enter(f"blue {number}", 1, blue, now=0.0)
+        limiter.admit_request(f"blue {number}", 1, blue, now=0.0)
     for tenant in (red, blue):
         with pytest.raises(Overloaded, match="6 requests wait; at most 4"):
-            limiter.enter("late", 1, tenant, now=0.0)
-    limiter.start("blue 0", now=0.0, tenant="blue")
-    limiter.enter("blue 2", 1, blue, now=0.0)
+            limiter.admit_request("late", 1, tenant, now=0.0)
+    limiter.start_request("blue 0", now=0.0, tenant="blue")
+    limiter.admit_request("blue 2", 1, blue, now=0.0)
 
 
 def test_many_tenants_queue_twice_the_bound_at_most() -> None:
     limiter = AdmissionLimiter(AdmissionLimits(max_queued=4))
     for number in range(4):
-        limiter.enter(f"red {number}", 1, Tenant("red"), now=0.0)
+        limiter.admit_request(f"red {number}", 1, Tenant("red"), now=0.0)
     entered = 4
     for number in range(20):
         try:
-            limiter.enter(f"{number}", 1, Tenant(f"other {number}"), now=0.0)
+            limiter.admit_request(f"{number}", 1, Tenant(f"other {number}"), now=0.0)
             entered += 1
         except Overloaded:
             pass
@@ -130,12 +130,12 @@ def test_many_tenants_queue_twice_the_bound_at_most() -> None:
 def test_a_request_is_charged_for_the_tokens_that_it_used() -> None:
     limiter = AdmissionLimiter(AdmissionLimits())
     tenant = Tenant("red", limits=TenantLimits(tokens_per_minute=100))
-    limiter.enter("a", 100, tenant, now=0.0)
-    limiter.leave("a", "red", used_tokens=30)
-    limiter.enter("b", 70, tenant, now=0.0)
-    limiter.leave("b", "red")
+    limiter.admit_request("a", 100, tenant, now=0.0)
+    limiter.release_request("a", "red", used_tokens=30)
+    limiter.admit_request("b", 70, tenant, now=0.0)
+    limiter.release_request("b", "red")
     with pytest.raises(Overloaded, match=r"tenant red\.tokens_per_minute: 10 tokens wanted; at most 100") as refused:
-        limiter.enter("c", 10, tenant, now=0.0)
+        limiter.admit_request("c", 10, tenant, now=0.0)
     assert refused.value.retry_after_s == pytest.approx(6.0)
 
 

@@ -44,14 +44,14 @@ def order(queue: FairQueue[str]) -> list[str]:
     while queue:
         ticket, name = queue.head()
         names.append(name)
-        queue.serve(ticket)
+        queue.serve_ticket(ticket)
     return names
 
 
 def join(queue: FairQueue[str], *items: tuple[str, int], flow: Flow = RED, sequences: int = 1) -> dict[str, Ticket]:
     tickets = {name: queue.ticket(priority, flow, sequences) for name, priority in items}
     for name, ticket in tickets.items():
-        queue.join(ticket, name)
+        queue.join_queue(ticket, name)
     return tickets
 
 
@@ -62,7 +62,7 @@ def test_equal_priorities_go_by_arrival() -> None:
 
 
 def wait(queue: FairQueue[str], name: str, now: float, deadline: float | None = None, priority: int = 0) -> None:
-    queue.join(queue.ticket(priority, RED, due=due_at(now, deadline)), name)
+    queue.join_queue(queue.ticket(priority, RED, due=due_at(now, deadline)), name)
 
 
 def test_the_earliest_deadline_goes_first_within_a_priority() -> None:
@@ -100,9 +100,9 @@ def test_nobody_passes_a_request_that_has_waited_for_so_long(arrivals: list[tupl
 def test_a_tenants_deadlines_do_not_put_it_before_others() -> None:
     queue: FairQueue[str] = FairQueue(ManualClock())
     for name in ("a", "b"):
-        queue.join(queue.ticket(0, RED, due=due_at(0.0, None)), name)
+        queue.join_queue(queue.ticket(0, RED, due=due_at(0.0, None)), name)
     for name in ("x", "y"):
-        queue.join(queue.ticket(0, BLUE, due=due_at(0.0, 1.0)), name)
+        queue.join_queue(queue.ticket(0, BLUE, due=due_at(0.0, 1.0)), name)
     assert order(queue) == ["a", "x", "b", "y"]
 
 
@@ -115,8 +115,8 @@ def test_higher_priority_goes_first() -> None:
 def test_an_item_that_left_the_middle_is_skipped() -> None:
     queue: FairQueue[str] = FairQueue(ManualClock())
     tickets = join(queue, ("a", 0), ("b", 0), ("c", 0))
-    assert queue.leave(tickets["b"]) == "b"
-    assert queue.leave(tickets["b"]) is None
+    assert queue.leave_queue(tickets["b"]) == "b"
+    assert queue.leave_queue(tickets["b"]) is None
     assert len(queue) == 2
     assert order(queue) == ["a", "c"]
 
@@ -125,19 +125,19 @@ def test_a_ticket_that_rejoins_goes_before_later_arrivals_and_costs_nothing() ->
     queue: FairQueue[str] = FairQueue(ManualClock())
     ticket = join(queue, ("a", 0), ("b", 0), sequences=9)["a"]
     join(queue, ("other", 0), flow=BLUE)
-    queue.leave(join(queue, ("gone", 0), flow=BLUE)["gone"])
+    queue.leave_queue(join(queue, ("gone", 0), flow=BLUE)["gone"])
     assert queue.head()[1] == "other"
-    queue.serve(queue.head()[0])
-    queue.serve(ticket)
+    queue.serve_ticket(queue.head()[0])
+    queue.serve_ticket(ticket)
     join(queue, ("another", 0), flow=BLUE)
-    queue.join(ticket, "a again")
+    queue.join_queue(ticket, "a again")
     assert order(queue) == ["a again", "another", "b"]
 
 
 def test_joining_twice_is_one_place() -> None:
     queue: FairQueue[str] = FairQueue(ManualClock())
     ticket = join(queue, ("a", 0))["a"]
-    queue.join(ticket, "a again")
+    queue.join_queue(ticket, "a again")
     assert len(queue) == 1
     assert order(queue) == ["a"]
     assert len(queue) == 0
@@ -181,7 +181,7 @@ def test_a_tenant_over_its_share_goes_after_the_others_and_saves_up_one_request_
     for _ in range(6):
         ticket, name = queue.head(Over(RED))
         served.append(name)
-        queue.serve(ticket)
+        queue.serve_ticket(ticket)
     assert served == [f"blue {number}" for number in range(6)]
     assert order(queue)[:4] == ["red 0", "blue 6", "red 1", "blue 7"]
 
@@ -206,7 +206,7 @@ def test_a_tenant_that_is_passed_by_a_large_request_saves_up_as_much() -> None:
     queue: FairQueue[str] = FairQueue(ManualClock())
     join(queue, *((f"red {number}", 0) for number in range(20)))
     join(queue, ("blue 0", 0), ("blue 1", 0), flow=BLUE, sequences=8)
-    queue.serve(queue.head(Over(RED))[0])
+    queue.serve_ticket(queue.head(Over(RED))[0])
     assert order(queue).index("blue 1") == 8 + 7, "what it saved up, and its turns until then"
 
 
@@ -221,11 +221,11 @@ def test_tenants_that_wait_get_sequences_by_weight(sizes: list[list[int]], weigh
     queue: FairQueue[tuple[int, int]] = FairQueue(ManualClock())
     for tenant, requests in enumerate(sizes):
         for size in requests:
-            queue.join(queue.ticket(0, Flow(str(tenant), weights[tenant]), size), (tenant, size))
+            queue.join_queue(queue.ticket(0, Flow(str(tenant), weights[tenant]), size), (tenant, size))
     served, left = [0.0] * len(sizes), list(map(len, sizes))
     while all(left):
         ticket, (tenant, size) = queue.head()
-        queue.serve(ticket)
+        queue.serve_ticket(ticket)
         served[tenant] += size / weights[tenant]
         left[tenant] -= 1
         most = [max(requests) / weight for requests, weight in zip(sizes, weights, strict=False)]
@@ -244,7 +244,7 @@ def test_a_request_within_its_share_passes_a_head_that_lacks_places_of_a_tenant_
     head = queue.head(held)[0]
     assert queue.passing(head, Holds(BLUE)) is None, "the tenant of the head is not beyond its share"
     assert queue.passing(head, Over(FLOWS["green"])) is None
-    queue.serve(passing[0])
+    queue.serve_ticket(passing[0])
     assert order(queue) == ["large"]
 
 
@@ -255,9 +255,9 @@ def rise(queue: FairQueue[str], count: int) -> list[str]:
     """Serve so many, while another one of a high priority comes before each; return who was served."""
     served = []
     for _ in range(count):
-        queue.join(queue.ticket(5), "high")
+        queue.join_queue(queue.ticket(5), "high")
         ticket, name = queue.head()
-        queue.serve(ticket)
+        queue.serve_ticket(ticket)
         served.append(name)
     return served
 
@@ -302,7 +302,7 @@ def test_a_head_by_age_that_has_to_wait_stays_the_head_and_nobody_goes_before_it
         assert (name, ticket.by_age) == ("large", True)
         assert not queue.leads(queue.ticket(99))
         clock.advance(10.0)
-    queue.serve(ticket)
+    queue.serve_ticket(ticket)
     assert order(queue) == ["high"]
 
 
@@ -313,10 +313,10 @@ def test_a_tenant_at_its_share_has_no_place_by_age_while_others_wait() -> None:
     join(queue, ("blue", -10), flow=BLUE)
     rise(queue, 7)
     clock.advance(30.0)
-    queue.join(queue.ticket(5), "high")
+    queue.join_queue(queue.ticket(5), "high")
     assert (queue.head()[1], queue.head(Over(RED))[1], queue.head(Over(BLUE))[1]) == ("red", "blue", "red")
-    queue.leave(queue.head(Over(RED))[0])
-    queue.leave(queue.head()[0])
+    queue.leave_queue(queue.head(Over(RED))[0])
+    queue.leave_queue(queue.head()[0])
     join(queue, ("red again", -10))
     clock.advance(30.0)
     assert queue.head(Over(RED))[1] == "high", "the tenant of the high priority waits too"
@@ -331,7 +331,7 @@ def test_the_least_load_goes_first_by_age_then_the_first_arrival() -> None:
     clock.advance(30.0)
     counts = PlaceShares()
     assert queue.head(counts.among(8, queue.flows()))[1] == "red"
-    counts.take(RED)
+    counts.take_place(RED)
     assert queue.head(counts.among(8, queue.flows()))[1] == "blue"
 
 
@@ -340,10 +340,10 @@ def test_the_time_at_a_worker_is_no_wait_and_the_wait_before_it_counts() -> None
     queue: FairQueue[str] = FairQueue(clock, max_wait=30.0)
     ticket = join(queue, ("low", -10))["low"]
     clock.advance(20.0)
-    queue.serve(ticket)
+    queue.serve_ticket(ticket)
     clock.advance(1000.0)
     rise(queue, 7)
-    queue.join(ticket, "low again")
+    queue.join_queue(ticket, "low again")
     clock.advance(9.0)
     assert rise(queue, 1) == ["high"]
     clock.advance(1.0)
@@ -364,14 +364,14 @@ def test_nobody_who_is_old_waits_for_more_than_its_turns(steps: list[tuple[float
     joined, allowed = dict[int, float](), dict[int, int]()
     for number, (seconds, tenant, priority, serves) in enumerate(steps):
         clock.advance(seconds)
-        queue.join(queue.ticket(priority, Flow(tenant)), number)
+        queue.join_queue(queue.ticket(priority, Flow(tenant)), number)
         joined[number] = clock.now
         for _ in range(min(serves, len(queue))):
             for place, each in enumerate(joined):
                 if clock.now - joined[each] >= 30.0:
                     allowed.setdefault(each, 8 * (place + 1))
             ticket, served = queue.head()
-            queue.serve(ticket)
+            queue.serve_ticket(ticket)
             del joined[served]
             allowed.pop(served, None)
             for each in allowed:
@@ -406,15 +406,15 @@ def test_a_ticket_leads_exactly_when_it_would_be_the_head_or_pass_it(
     clock = ManualClock()
     queue: FairQueue[str] = FairQueue(clock)
     for place, (name, level, size, its_due) in enumerate(waiting):
-        queue.join(queue.ticket(level, FLOWS[name], size, its_due), str(place))
+        queue.join_queue(queue.ticket(level, FLOWS[name], size, its_due), str(place))
     for _ in range(min(served, len(waiting))):
-        queue.serve(queue.head()[0])
+        queue.serve_ticket(queue.head()[0])
     clock.advance(30.0)
     asked, length = Ticket(priority, 0, FLOWS[tenant], sequences, due), len(queue)
     leads = queue.leads(asked, held)
     assert len(queue) == length
     ticket = queue.ticket(priority, FLOWS[tenant], sequences, due)
-    queue.join(ticket, "new")
+    queue.join_queue(ticket, "new")
     passing = queue.passing(queue.head(held)[0], held)
     assert leads == (queue.head(held)[0] is ticket or (passing is not None and passing[0] is ticket))
 

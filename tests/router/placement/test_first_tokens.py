@@ -13,7 +13,7 @@ def after(*pairs: tuple[float, float]) -> FirstTokens:
     """Return what was learnt from pairs of predicted and actual seconds."""
     found = FirstTokens()
     for predicted, actual in pairs:
-        found.add(Happened(predicted, actual), 0.0)
+        found.note_first_token(Happened(predicted, actual), 0.0)
     return found
 
 
@@ -94,7 +94,7 @@ def test_nobody_is_tried_while_such_predictions_are_measured() -> None:
     learnt = FirstTokens()
     assert not learnt.may_try(4.0, 0.0)
     for now in range(100):
-        learnt.add(Happened(5.0, 5.0), float(now))
+        learnt.note_first_token(Happened(5.0, 5.0), float(now))
         assert not learnt.may_try(4.0, float(now))
 
 
@@ -109,5 +109,5 @@ def test_once_one_was_tried_a_constant_error_refuses_only_those_that_would_be_la
             assert not learnt.about(4.0).measured or 4.0 * left < actual
             continue
         came = actual <= 4.0 * left
-        learnt.add(Happened(4.0, actual if came else 4.0 * left, came), float(now))
+        learnt.note_first_token(Happened(4.0, actual if came else 4.0 * left, came), float(now))
     assert learnt.about(4.0).measured, "one of the first 31 is tried, or none was refused"

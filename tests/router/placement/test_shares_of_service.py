@@ -58,7 +58,7 @@ class Service:
         self.served, self.most = [0] * len(weights), [0] * len(weights)
 
     def ask(self, tenant: int) -> None:
-        self.queue.join(self.queue.ticket(0, self.flows[tenant], self.rng.randint(*self.sizes[tenant])), tenant)
+        self.queue.join_queue(self.queue.ticket(0, self.flows[tenant], self.rng.randint(*self.sizes[tenant])), tenant)
 
     def serve(self) -> bool:
         """Give the head its places, or who passes it; return False when both have to wait."""
@@ -74,11 +74,11 @@ class Service:
         limit = self.places * (1 if shares.exceeded_by(ticket) else ENTITLED)
         if len(self.running) + ticket.sequences > max(limit, ticket.sequences):
             return False
-        self.queue.serve(ticket)
+        self.queue.serve_ticket(ticket)
         self.ask(tenant)
         for _ in range(ticket.sequences):
             heapq.heappush(self.running, (self.now + self.seconds[tenant] * self.rng.expovariate(1.0), tenant))
-            self.counts.take(self.flows[tenant])
+            self.counts.take_place(self.flows[tenant])
         self.served[tenant] += ticket.sequences
         self.most[tenant] = max(self.most[tenant], self.counts.used(self.flows[tenant]))
         return True
@@ -92,7 +92,7 @@ class Service:
             if not self.serve():
                 self.now, tenant = heapq.heappop(self.running)
                 self.clock.now = self.now
-                self.counts.release(self.flows[tenant])
+                self.counts.release_place(self.flows[tenant])
 
     def entitled(self) -> list[float]:
         """Return the sequences of each tenant by its weight."""

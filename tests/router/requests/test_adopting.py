@@ -103,14 +103,14 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("patient")
 async def test_an_abort_ends_it() -> None:
     async with silent() as held:
-        assert held.router.frontend.abort("r1", "ana") == 1
+        assert held.router.frontend.abort_request("r1", "ana") == 1
         assert isinstance(await held.error(), Cancelled)
 
 
 @pytest.mark.usefixtures("patient")
 async def test_an_abort_ends_the_sequence_that_was_adopted_already_too() -> None:
     async with silent(sequences=2, lets_pass=1) as held:
-        held.router.frontend.abort("r1", "ana")
+        held.router.frontend.abort_request("r1", "ana")
         assert isinstance(await held.error(), Cancelled)
 
 
@@ -120,7 +120,7 @@ async def test_an_abort_together_with_the_workers_answer_ends_it() -> None:
     async with silent(sequences=2) as held:
         (member,) = held.router.pool.members()
         member.client._confirmations.settle(held.adoption.handle)
-        held.router.frontend.abort("r1", "ana")
+        held.router.frontend.abort_request("r1", "ana")
         assert isinstance(await held.error(), Cancelled)
         assert member.client._last_handle == held.adoption.handle
 
@@ -135,7 +135,7 @@ async def test_a_revoked_key_ends_it() -> None:
 @pytest.mark.usefixtures("patient")
 async def test_the_end_of_a_drain_ends_it() -> None:
     async with silent() as held:
-        assert not await held.router.frontend.drain(0.0)
+        assert not await held.router.frontend.drain_requests(0.0)
         error = await held.error()
         assert isinstance(error, Unavailable)
         assert "the router stops" in str(error)

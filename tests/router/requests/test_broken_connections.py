@@ -166,7 +166,7 @@ async def waiting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Waiting]:
 
 async def test_a_request_that_waits_for_a_verdict_may_be_aborted(waiting: Waiting) -> None:
     whole, task = waiting
-    assert whole.harness.frontend.abort("r1") == 1
+    assert whole.harness.frontend.abort_request("r1") == 1
     with pytest.raises(Cancelled):
         await task
 
@@ -180,7 +180,7 @@ async def test_a_request_that_waits_for_a_verdict_ends_when_its_key_is_revoked(w
 
 async def test_a_request_that_waits_for_a_verdict_ends_when_the_router_stops(waiting: Waiting) -> None:
     whole, task = waiting
-    assert not await whole.harness.frontend.drain(0.0)
+    assert not await whole.harness.frontend.drain_requests(0.0)
     with pytest.raises(Unavailable, match="the router stops"):
         await task
 

@@ -366,13 +366,13 @@ async def test_a_request_that_waits_is_tried_too_and_what_it_waited_in_vain_coun
 
 
 async def test_a_request_that_is_refused_at_its_turn_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    served, real = list[Ticket](), FairQueue.serve
+    served, real = list[Ticket](), FairQueue.serve_ticket
 
     def serve(self: FairQueue[object], ticket: Ticket) -> None:
         served.append(ticket)
         real(self, ticket)
 
-    monkeypatch.setattr(FairQueue, "serve", serve)
+    monkeypatch.setattr(FairQueue, "serve_ticket", serve)
     async with frontend_over(FakeWorker()) as harness:
         measured(harness, prefill=100.0, running=0)
         ticket = harness.dispatcher.ticket(0, sequences=8)

@@ -29,7 +29,7 @@ async def _add(harness: Harness, worker: FakeWorker) -> None:
     """Start a worker, and wait until the router uses it."""
     connected = len(harness.pool.models())
     await worker.start()
-    harness.pool.add(worker.address)
+    harness.pool.add_worker(worker.address)
     await harness.connected(connected + 1)
 
 

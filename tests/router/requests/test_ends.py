@@ -221,14 +221,14 @@ async def test_an_abort_ends_the_request_of_its_tenant_at_the_worker_and_no_othe
     async with frontend_over(worker) as harness, in_background(harness, mine) as first:
         async with in_background(harness, other) as second:
             await worker.until(lambda: len(worker.submits) == 2)
-            assert harness.frontend.abort("r", "green") == 0
-            assert harness.frontend.abort("x", "red") == 0
-            assert harness.frontend.abort("r", "red") == 1
+            assert harness.frontend.abort_request("r", "green") == 0
+            assert harness.frontend.abort_request("x", "red") == 0
+            assert harness.frontend.abort_request("r", "red") == 1
             with pytest.raises(Cancelled, match="aborted by another call"):
                 await first
             await worker.until(lambda: len(worker.cancels) == 1)
             assert not second.done()
-            assert harness.frontend.abort("r") == 1
+            assert harness.frontend.abort_request("r") == 1
             with pytest.raises(Cancelled):
                 await second
         await until_nothing_left(harness)
@@ -240,7 +240,7 @@ async def test_an_abort_ends_a_request_that_waits_for_a_worker() -> None:
         await worker.until(lambda: len(worker.submits) == 2)
         async with in_background(harness, request(request_id="waits")) as task:
             await harness.until(lambda: harness.admission.queued == 1)
-            assert harness.frontend.abort("waits") == 1
+            assert harness.frontend.abort_request("waits") == 1
             with pytest.raises(Cancelled):
                 await task
         assert (harness.admission.queued, harness.admission.running) == (0, 1)

@@ -24,70 +24,70 @@ def _turns(wakes: int = 16) -> Turns:
 
 
 async def _told(inbox: Inbox) -> list[tuple[int, int, object]]:
-    return [(each.index, each.attempt, part) for each in await inbox.take() for part in each.parts()]
+    return [(each.index, each.attempt, part) for each in await inbox.take_arrivals() for part in each.parts()]
 
 
 async def test_one_event_is_taken_as_it_came() -> None:
     inbox = Inbox(_turns())
-    inbox.put(0, 1, TokensSampled((7,)))
+    inbox.put_event(0, 1, TokensSampled((7,)))
     assert await _told(inbox) == [(0, 1, TokensSampled((7,)))]
 
 
 async def test_tokens_that_gathered_come_as_one_event() -> None:
     inbox = Inbox(_turns())
     entries = [TokenLogprobs(token, -1.0) for token in (7, 8, 9)]
-    inbox.put(0, 1, TokensSampled((7,), (entries[0],)))
-    inbox.put(0, 1, TokensSampled((8, 9), (entries[1], entries[2])))
-    inbox.put(0, 1, END)
+    inbox.put_event(0, 1, TokensSampled((7,), (entries[0],)))
+    inbox.put_event(0, 1, TokensSampled((8, 9), (entries[1], entries[2])))
+    inbox.put_event(0, 1, END)
     assert await _told(inbox) == [(0, 1, TokensSampled((7, 8, 9), tuple(entries))), (0, 1, END)]
 
 
 async def test_tokens_of_several_sequences_gather_apart() -> None:
     inbox = Inbox(_turns())
     for token in (1, 2):
-        inbox.put(0, 1, TokensSampled((token,)))
-        inbox.put(1, 1, TokensSampled((10 * token,)))
+        inbox.put_event(0, 1, TokensSampled((token,)))
+        inbox.put_event(1, 1, TokensSampled((10 * token,)))
     assert await _told(inbox) == [(0, 1, TokensSampled((1, 2))), (1, 1, TokensSampled((10, 20)))]
 
 
 async def test_nothing_overtakes_another_event_of_its_sequence() -> None:
     inbox = Inbox(_turns())
     for event in (TokensSampled((1,)), Preempted(), TokensSampled((2,))):
-        inbox.put(0, 1, event)
+        inbox.put_event(0, 1, event)
     assert await _told(inbox) == [(0, 1, TokensSampled((1,))), (0, 1, Preempted()), (0, 1, TokensSampled((2,)))]
 
 
 async def test_tokens_of_two_runs_are_kept_apart() -> None:
     inbox = Inbox(_turns())
-    inbox.put(0, 1, TokensSampled((1,)))
-    inbox.put(0, 2, TokensSampled((2,)))
+    inbox.put_event(0, 1, TokensSampled((1,)))
+    inbox.put_event(0, 2, TokensSampled((2,)))
     assert await _told(inbox) == [(0, 1, TokensSampled((1,))), (0, 2, TokensSampled((2,)))]
 
 
 async def test_what_was_taken_is_joined_by_nothing() -> None:
     inbox = Inbox(_turns())
-    inbox.put(0, 1, TokensSampled((1,)))
-    (first,) = await inbox.take()
-    inbox.put(0, 1, TokensSampled((2,)))
+    inbox.put_event(0, 1, TokensSampled((1,)))
+    (first,) = await inbox.take_arrivals()
+    inbox.put_event(0, 1, TokensSampled((2,)))
     assert first == Arrival(0, 1, None, [1])
     assert await _told(inbox) == [(0, 1, TokensSampled((2,)))]
 
 
 async def test_a_waiting_stream_gets_all_that_comes_before_it_runs() -> None:
     inbox = Inbox(_turns())
-    taking = asyncio.create_task(inbox.take())
+    taking = asyncio.create_task(inbox.take_arrivals())
     await until_blocked(taking)
     for token in (1, 2, 3):
-        inbox.put(0, 1, TokensSampled((token,)))
+        inbox.put_event(0, 1, TokensSampled((token,)))
     assert [part for arrival in await taking for part in arrival.parts()] == [TokensSampled((1, 2, 3))]
 
 
 async def test_what_comes_for_a_stream_that_was_just_cancelled_disturbs_nobody() -> None:
     inbox = Inbox(_turns())
-    taking = asyncio.create_task(inbox.take())
+    taking = asyncio.create_task(inbox.take_arrivals())
     await until_blocked(taking)
     taking.cancel()
-    inbox.put(0, 1, TokensSampled((1,)))  # the task has not run since, and still waits
+    inbox.put_event(0, 1, TokensSampled((1,)))  # the task has not run since, and still waits
     with pytest.raises(asyncio.CancelledError):
         await taking
 
@@ -97,7 +97,7 @@ async def test_a_patient_stream_is_woken_for_the_first_token_of_each_sequence_an
 
     async def stream() -> None:
         while not taken or END not in taken[-1]:
-            taken.append([part for arrival in await inbox.take() for part in arrival.parts()])
+            taken.append([part for arrival in await inbox.take_arrivals() for part in arrival.parts()])
 
     running = asyncio.create_task(stream())
     for index, event in (
@@ -107,7 +107,7 @@ async def test_a_patient_stream_is_woken_for_the_first_token_of_each_sequence_an
         (0, TokensSampled((4,))),
         (0, END),
     ):
-        inbox.put(index, 1, event)
+        inbox.put_event(index, 1, event)
         await until_idle()
     await running
     assert taken == [[TokensSampled((1,))], [TokensSampled((2,)), TokensSampled((3,))], [TokensSampled((4,)), END]]
@@ -118,13 +118,13 @@ async def test_a_turn_of_the_loop_wakes_so_many_streams_and_no_more() -> None:
     inboxes = [Inbox(turns) for _ in range(5)]
 
     async def stream(number: int) -> None:
-        await inboxes[number].take()
+        await inboxes[number].take_arrivals()
         woken.append(number)
 
     tasks = [asyncio.create_task(stream(number)) for number in range(5)]
     await until_blocked(*tasks)
     for inbox in inboxes:
-        inbox.put(0, 1, TokensSampled((1,)))
+        inbox.put_event(0, 1, TokensSampled((1,)))
     await take_turn()
     assert woken == [0, 1]
     await asyncio.gather(*tasks)
@@ -135,17 +135,17 @@ async def test_a_stream_without_tokens_so_far_overtakes_also_after_its_admission
     turns, woken = _turns(1), list[str]()
     old, new, other = Inbox(turns), Inbox(turns), Inbox(turns)
     for inbox, event in ((old, TokensSampled((0,))), (other, TokensSampled((0,))), (new, Preempted())):
-        inbox.put(0, 1, event)
-        await inbox.take()
+        inbox.put_event(0, 1, event)
+        await inbox.take_arrivals()
 
     async def stream(name: str, inbox: Inbox) -> None:
-        await inbox.take()
+        await inbox.take_arrivals()
         woken.append(name)
 
     tasks = [asyncio.create_task(stream(*each)) for each in (("other", other), ("old", old), ("new", new))]
     await until_blocked(*tasks)
     for inbox in (other, old, new):
-        inbox.put(0, 1, TokensSampled((1,)))
+        inbox.put_event(0, 1, TokensSampled((1,)))
     await asyncio.gather(*tasks)
     assert woken == ["other", "new", "old"]
 
@@ -155,15 +155,15 @@ async def test_a_stream_that_is_always_behind_waits_for_its_turn_too() -> None:
     busy, quiet = Inbox(turns), Inbox(turns)
 
     async def stream(name: str, inbox: Inbox) -> None:
-        await inbox.take()
+        await inbox.take_arrivals()
         woken.append(name)
 
     waiting = asyncio.create_task(stream("quiet", quiet))
     await until_blocked(waiting)
-    busy.put(0, 1, TokensSampled((1,)))
+    busy.put_event(0, 1, TokensSampled((1,)))
     await stream("busy", busy)
-    quiet.put(0, 1, TokensSampled((5,)))
-    busy.put(0, 1, TokensSampled((2,)))
+    quiet.put_event(0, 1, TokensSampled((5,)))
+    busy.put_event(0, 1, TokensSampled((2,)))
     await asyncio.gather(stream("busy again", busy), waiting)
     assert woken == ["busy", "quiet", "busy again"]
 
@@ -171,10 +171,10 @@ async def test_a_stream_that_is_always_behind_waits_for_its_turn_too() -> None:
 async def test_a_cancelled_stream_uses_up_nobodys_turn() -> None:
     turns = _turns(1)
     inboxes = [Inbox(turns) for _ in range(3)]
-    tasks = [asyncio.create_task(inbox.take()) for inbox in inboxes]
+    tasks = [asyncio.create_task(inbox.take_arrivals()) for inbox in inboxes]
     await until_blocked(*tasks)
     for inbox in inboxes:
-        inbox.put(0, 1, END)
+        inbox.put_event(0, 1, END)
     tasks[1].cancel()
     with pytest.raises(asyncio.CancelledError):
         await tasks[1]
@@ -195,15 +195,15 @@ def much(tokens: int) -> TokensSampled:
 async def test_output_that_a_client_leaves_unread_ends_its_sequences_once() -> None:
     turns, ended = _turns(), list[str]()
     inbox = Inbox(turns, too_slow=lambda: ended.append("ended"))
-    inbox.put(0, 1, much(1))
-    await inbox.take()
+    inbox.put_event(0, 1, much(1))
+    await inbox.take_arrivals()
     for _ in range(40):
-        inbox.put(0, 1, much(100))
-    inbox.put(0, 1, END)
+        inbox.put_event(0, 1, much(100))
+    inbox.put_event(0, 1, END)
     assert (ended, turns.output_bytes) == (["ended"], 0)
     assert inbox.interrupted.is_set()
     with pytest.raises(Overloaded, match="the client reads too slowly"):
-        await inbox.take()
+        await inbox.take_arrivals()
     inbox.close()
 
 
@@ -211,8 +211,8 @@ async def test_a_stream_that_waits_for_its_turn_is_not_slow() -> None:
     turns, ended = _turns(), list[str]()
     inbox = Inbox(turns, too_slow=lambda: ended.append("ended"))
     for _ in range(40):
-        inbox.put(0, 1, much(100))
-    (arrival,) = await inbox.take()
+        inbox.put_event(0, 1, much(100))
+    (arrival,) = await inbox.take_arrivals()
     assert (len(arrival.token_ids), ended) == (4000, [])
     inbox.sent()
     assert turns.output_bytes == 0
@@ -221,9 +221,9 @@ async def test_a_stream_that_waits_for_its_turn_is_not_slow() -> None:
 async def test_what_a_stream_took_counts_until_it_was_sent() -> None:
     turns = _turns()
     inbox = Inbox(turns)
-    inbox.put(0, 1, much(10))
+    inbox.put_event(0, 1, much(10))
     waiting = turns.output_bytes
-    await inbox.take()
+    await inbox.take_arrivals()
     assert waiting == turns.output_bytes > 20_000
     inbox.close()
     assert turns.output_bytes == 0
@@ -235,14 +235,14 @@ async def test_a_cancelled_stream_leaves_nothing_to_the_collector() -> None:
     async def stream(inbox: Inbox) -> None:
         try:
             while True:
-                await inbox.take()
+                await inbox.take_arrivals()
         finally:
             inbox.close()
 
     async def cancelled() -> weakref.ref[Inbox]:
         inbox = Inbox(_turns())
         streaming = asyncio.create_task(stream(inbox))
-        inbox.put(0, 1, TokensSampled((7,)))
+        inbox.put_event(0, 1, TokensSampled((7,)))
         await until_blocked(streaming)
         streaming.cancel()
         await asyncio.wait({streaming})
@@ -263,23 +263,23 @@ async def test_when_all_requests_have_too_much_those_with_little_stay(monkeypatc
     large = [Inbox(turns, too_slow=lambda: ended.append("large")) for _ in range(2)]
     small = Inbox(turns, too_slow=lambda: ended.append("small"))
     for inbox in (*large, small):
-        inbox.put(0, 1, much(1))
-        await inbox.take()
+        inbox.put_event(0, 1, much(1))
+        await inbox.take_arrivals()
     for inbox in large:
-        inbox.put(0, 1, much(30))
-    small.put(0, 1, much(1))
+        inbox.put_event(0, 1, much(30))
+    small.put_event(0, 1, much(1))
     assert ended == ["large"]
-    assert [len(each.token_ids) for each in await small.take()] == [1]
+    assert [len(each.token_ids) for each in await small.take_arrivals()] == [1]
 
 
 async def test_a_patient_stream_wakes_before_its_output_is_too_much() -> None:
     inbox = Inbox(_turns(), patient=True)
-    inbox.put(0, 1, much(1))
-    await inbox.take()
-    taking = asyncio.create_task(inbox.take())
+    inbox.put_event(0, 1, much(1))
+    await inbox.take_arrivals()
+    taking = asyncio.create_task(inbox.take_arrivals())
     await until_blocked(taking)
     for _ in range(8):
-        inbox.put(0, 1, much(100))
+        inbox.put_event(0, 1, much(100))
     (arrival,) = await taking
     assert 700 <= len(arrival.token_ids) <= 800
 
@@ -289,8 +289,8 @@ async def test_what_is_too_much_for_a_turn_comes_in_parts(likely: int | None, pa
     inbox = Inbox(_turns())
     ids = tuple(range(600))
     entries = () if likely is None else tuple(TokenLogprobs(each, -1.0, ((each, -1.0),) * likely) for each in ids)
-    inbox.put(0, 1, TokensSampled(ids, entries))
-    (arrival,) = await inbox.take()
+    inbox.put_event(0, 1, TokensSampled(ids, entries))
+    (arrival,) = await inbox.take_arrivals()
     found = [part for part in arrival.parts() if isinstance(part, TokensSampled)]
     assert [len(each.token_ids) for each in found] == parts
     assert tuple(token for each in found for token in each.token_ids) == ids
@@ -331,13 +331,13 @@ async def test_a_stream_that_is_cancelled_while_it_is_paced_holds_up_nobody() ->
 async def test_log_probabilities_of_a_prompt_come_in_parts_before_the_tokens_and_wake_no_patient_stream() -> None:
     inbox = Inbox(Turns(), patient=True, whole=True)
     entries = tuple(TokenLogprobs(token, -1.0, LIKELY) for token in range(70))
-    taking = asyncio.create_task(inbox.take())
+    taking = asyncio.create_task(inbox.take_arrivals())
     await until_blocked(taking)
-    inbox.put(0, 1, PromptScored(entries[:40]))
+    inbox.put_event(0, 1, PromptScored(entries[:40]))
     await until_idle()
     assert not taking.done()
-    inbox.put(0, 1, PromptScored(entries[40:]))
-    inbox.put(0, 1, TokensSampled((1,)))
+    inbox.put_event(0, 1, PromptScored(entries[40:]))
+    inbox.put_event(0, 1, TokensSampled((1,)))
     (arrival,) = await taking
     *prompt, tokens = arrival.parts()
     assert tokens == TokensSampled((1,))
@@ -349,10 +349,10 @@ async def test_log_probabilities_of_a_prompt_come_in_parts_before_the_tokens_and
 async def test_log_probabilities_of_a_prompt_count_against_the_bound_of_a_slow_reader() -> None:
     ended = []
     inbox = Inbox(Turns(), too_slow=lambda: ended.append(True))
-    inbox.put(0, 1, Preempted())
-    await inbox.take()
+    inbox.put_event(0, 1, Preempted())
+    await inbox.take_arrivals()
     entries = tuple(TokenLogprobs(token, -1.0, LIKELY) for token in range(1_000))
     while not ended:
-        inbox.put(0, 1, PromptScored(entries))
+        inbox.put_event(0, 1, PromptScored(entries))
     with pytest.raises(Overloaded, match="reads too slowly"):
-        await inbox.take()
+        await inbox.take_arrivals()

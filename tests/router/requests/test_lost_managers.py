@@ -59,7 +59,7 @@ async def test_a_silent_stream_goes_to_another_worker_also_when_its_own_drains()
             await alone.until(lambda: len(alone.submits) == 1)
             await other.start()
             alone.step({1: [100]}, admitted={1: 0})
-            harness.pool.add(other.address)
+            harness.pool.add_worker(other.address)
             await harness.connected(2)
             alone.heartbeat(manager_attached=False, draining=True)
             assert tokens_of(await task) == [100, 101, 102]
@@ -74,7 +74,7 @@ async def test_a_silent_stream_goes_on_at_a_worker_that_has_a_manager() -> None:
             await alone.until(lambda: len(alone.submits) == 1)
             await other.start()
             alone.step({1: [100]}, admitted={1: 0})
-            harness.pool.add(other.address)
+            harness.pool.add_worker(other.address)
             await harness.connected(2)
             alone.heartbeat(manager_attached=False)
             assert tokens_of(await task) == [100, 101, 102]

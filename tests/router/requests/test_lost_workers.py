@@ -32,7 +32,7 @@ async def test_a_sequence_whose_worker_dies_goes_on_at_another_without_losing_or
         await dying.until(lambda: bool(dying.submits))
         dying.step({1: [100, 101]}, admitted={1: 4})
         await other.start()
-        harness.pool.add(other.address)
+        harness.pool.add_worker(other.address)
         await harness.connected(2)
         await dying.kill()
         events = await task
@@ -65,7 +65,7 @@ async def test_log_probabilities_of_a_prompt_go_on_where_the_lost_worker_ended()
         dying.step(admitted={1: 0})
         dying.step(prompt_logprobs=_scores(2, 4), prompt_logprob_handles=little_endian_int32([1] * 4))
         await other.start()
-        harness.pool.add(other.address)
+        harness.pool.add_worker(other.address)
         await harness.connected(2)
         await dying.kill()
         await other.until(lambda: bool(other.submits))
@@ -148,7 +148,7 @@ async def test_a_worker_that_is_removed_loses_its_sequences_to_another() -> None
     async with frontend_over(leaving) as harness, in_background(harness, request()) as task:
         await leaving.until(lambda: bool(leaving.submits))
         await staying.start()
-        harness.pool.add(staying.address)
+        harness.pool.add_worker(staying.address)
         await harness.connected(2)
         harness.pool.remove(leaving.address)
         assert tokens_of(await task) == [100, 101, 102]
@@ -200,7 +200,7 @@ async def test_a_hung_worker_loses_its_sequences_to_another() -> None:
         hung.step({1: [100]}, admitted={1: 0})
         hung.heartbeat(step_age_seconds=6.0, step_predicted_seconds=0.01)
         await other.start()
-        harness.pool.add(other.address)
+        harness.pool.add_worker(other.address)
         await harness.connected(2)
         await harness.until(lambda: harness.pool.models()[0].load.step_age_seconds > 0)
         harness.pool.check()
@@ -228,7 +228,7 @@ async def test_a_worker_that_is_not_there_yet_is_told_once_and_one_that_was_lost
     async with frontend_over() as harness:
         await worker.start()
         worker.refuses = Unavailable("the worker is loading its model")
-        harness.pool.add(worker.address)
+        harness.pool.add_worker(worker.address)
         await worker.until(lambda: len(worker.hellos) >= 3)
         worker.refuses, worker.greets = None, True
         await harness.connected(1)

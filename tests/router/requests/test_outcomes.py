@@ -272,7 +272,7 @@ async def test_a_client_that_leaves_and_a_call_that_aborts_are_told_apart() -> N
         assert diagnose(story(harness)).verdict.cause is Cause.CLIENT_GONE
         async with in_background(harness, request(request_id="r2")) as task:
             await worker.until(lambda: len(worker.submits) == 2)
-            assert harness.frontend.abort("r2") == 1
+            assert harness.frontend.abort_request("r2") == 1
             with pytest.raises(QuireError):
                 await task
         assert diagnose(story(harness, "r2")).verdict.cause is Cause.ABORTED

@@ -93,7 +93,7 @@ async def test_an_old_job_without_a_worker_keeps_no_other_one_from_its_place() -
 
 def failing_submit(monkeypatch: pytest.MonkeyPatch, error: Exception, call: int) -> None:
     """Let one call of WorkerClient.submit raise, counted from 1."""
-    real, calls = WorkerClient.submit, [0]
+    real, calls = WorkerClient.submit_sequence, [0]
 
     def submit(self: WorkerClient, *args: Any) -> int:
         calls[0] += 1
@@ -101,7 +101,7 @@ def failing_submit(monkeypatch: pytest.MonkeyPatch, error: Exception, call: int)
             raise error
         return real(self, *args)
 
-    monkeypatch.setattr(WorkerClient, "submit", submit)
+    monkeypatch.setattr(WorkerClient, "submit_sequence", submit)
 
 
 @pytest.mark.parametrize("call", [1, 2])

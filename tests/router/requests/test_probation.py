@@ -74,7 +74,7 @@ async def waiting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         dying.step({2: [100]} if request.param == "those that go first" else {}, admitted={1: 0, 2: 0})
         await harness.until(lambda: sum(each.admitted for each in harness.frontend._runs) == len(tasks))
         await other.start()
-        harness.pool.add(other.address)
+        harness.pool.add_worker(other.address)
         await harness.connected(2)
         await dying.kill()
         await harness.until(lambda: len(suspects) == len(tasks))
@@ -92,7 +92,7 @@ def _wanted(request_id: str) -> ValidatedRequest:
 
 async def test_it_may_be_aborted(waiting: Waiting) -> None:
     harness, task = waiting.harness, waiting.task
-    assert harness.frontend.abort("r2") == 1
+    assert harness.frontend.abort_request("r2") == 1
     with pytest.raises(Cancelled):
         await task
 
@@ -118,7 +118,7 @@ async def test_it_goes_to_another_worker_when_its_own_drains_by_then(waiting: Wa
     harness, other, third = waiting.harness, waiting.other, FakeWorker("w2", automatic=True)
     await third.start()
     try:
-        harness.pool.add(third.address)
+        harness.pool.add_worker(third.address)
         await harness.connected(2)
         other.heartbeat(draining=True)
         await harness.until(lambda: any(each.load.draining for each in harness.pool.models()))

@@ -97,7 +97,7 @@ async def test_what_a_drain_does_not_wait_for_ends_with_the_reason() -> None:
         await worker.until(lambda: len(worker.submits) == 1)
         async with in_background(harness, request()) as waiting:
             await harness.until(lambda: len(harness.frontend._runs) == 2)
-            assert not await harness.frontend.drain(0.05)
+            assert not await harness.frontend.drain_requests(0.05)
             for task in (running, waiting):
                 with pytest.raises(Unavailable, match="the router stops"):
                     await task
@@ -116,6 +116,6 @@ async def test_a_worker_that_comes_in_time_is_waited_for() -> None:
     worker = FakeWorker(automatic=True)
     async with frontend_over() as harness, in_background(harness, request()) as task:
         await worker.start()
-        harness.pool.add(worker.address)
+        harness.pool.add_worker(worker.address)
         assert tokens_of(await task) == [100, 101, 102]
         await worker.kill()

@@ -31,7 +31,7 @@ async def test_a_resumed_request_leaves_a_worker_that_drains() -> None:
         try:
             runs = second.frontend._runs
             await second.until(lambda: any(each.client for run in runs for each in run.sequences))
-            second.pool.add(other.address)
+            second.pool.add_worker(other.address)
             await second.connected(2)
             whole.worker.servicer.drain(migrate=True)
             models = second.pool.models
@@ -67,7 +67,7 @@ async def moving() -> AsyncIterator[Moving]:
     async with running(other), world() as whole:
         first, second = await whole.router(), await whole.router()
         seen = await whole.begun(first, wanted(), 4)
-        first.pool.add(other.address)
+        first.pool.add_worker(other.address)
         await first.connected(2)
         whole.worker.servicer.drain(migrate=True)
         await whole.step_until(first, lambda: bool(other.submits))
@@ -81,7 +81,7 @@ async def test_a_router_that_dies_while_a_drained_sequence_moves_loses_nothing()
         second = scene.second
         third = FakeWorker("w2", identity=IDENTITY, num_blocks=16, max_model_len=64, automatic=True)
         async with running(third):
-            second.pool.add(third.address)
+            second.pool.add_worker(third.address)
             await second.connected(2)
             await scene.whole.dies(scene.first)
             assert scene.places() == 1
@@ -105,7 +105,7 @@ async def test_the_first_worker_forgets_a_sequence_once_another_one_has_it() -> 
 
 async def test_a_request_that_leaves_meanwhile_is_forgotten() -> None:
     async with moving() as scene:
-        assert scene.first.frontend.abort("r1") == 1
+        assert scene.first.frontend.abort_request("r1") == 1
         await scene.whole.worker.until(lambda: not scene.places())
 
 

@@ -364,7 +364,7 @@ class Adoptions:
         """Hold the first adoption of each router, and what it sends at once with it; then let all pass."""
         await self._worker.until(lambda: len({id(stream) for stream, _ in self._held}) == len(routers))
         # The worker answers in order: by then it has read all that a router sends without an answer.
-        questions = [each.client.find("another", "") for router in routers for each in router.pool.members()]
+        questions = [each.client.find_request("another", "") for router in routers for each in router.pool.members()]
         await asyncio.wait_for(asyncio.gather(*questions), PATIENCE)
         self._worker.servicer._adopt = self._pass  # type: ignore[method-assign]
         first = self._held.pop(0)
@@ -408,7 +408,7 @@ async def test_a_router_that_stops_leaves_no_orphans_at_a_worker_that_reads_late
 async def test_a_dead_address_does_not_hold_up_the_answer_to_an_unknown_request() -> None:
     async with world() as whole:
         router, port = await whole.router(), free_ports(1)[0]
-        router.pool.add(f"127.0.0.1:{port}")
+        router.pool.add_worker(f"127.0.0.1:{port}")
         await router.until(lambda: any(member.client.refused for member in router.pool.members()))
         with pytest.raises(NotFound, match=f"no request r9 .* no worker listens at 127.0.0.1:{port}"):
             await resumed(router, resume(request_id="r9"), search_seconds=PATIENCE)
@@ -418,7 +418,7 @@ async def test_a_worker_that_cannot_be_asked_leaves_it_open() -> None:
     silent = FakeWorker(worker_id="w1", greets=False)
     async with world() as whole, running(silent):
         router = await whole.router()
-        router.pool.add(silent.address)
+        router.pool.add_worker(silent.address)
         assert isinstance(await refused(router, resume()), Unavailable)
 
 

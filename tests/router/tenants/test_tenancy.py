@@ -55,7 +55,7 @@ def test_places_are_counted_until_requests_leave() -> None:
     assert over(quotas, tenant, 10, 2, 0.0) == ("tenant red.sequences", 1.0)
     quotas.enter(tenant, 10, 1, 0.0)
     assert over(quotas, tenant, 10, 1, 0.0) == ("tenant red.streams", 1.0)
-    quotas.leave(tenant, 0, 3)
+    quotas.release_request(tenant, 0, 3)
     quotas.enter(tenant, 10, 3, 0.0)
 
 
@@ -80,9 +80,9 @@ def test_tokens_that_were_not_used_come_back() -> None:
     quotas, tenant = TenantQuotas(), Tenant("red", limits=TenantLimits(tokens_per_minute=60))
     quotas.enter(tenant, 60, 1, 0.0)
     assert over(quotas, tenant, 30, 1, 0.0) == ("tenant red.tokens_per_minute", 30.0)
-    quotas.leave(tenant, 40, 1)
+    quotas.release_request(tenant, 40, 1)
     quotas.enter(tenant, 40, 1, 0.0)
-    quotas.leave(tenant, 0, 1)
+    quotas.release_request(tenant, 0, 1)
     assert over(quotas, tenant, 1000, 1, 0.0) == ("tenant red.tokens_per_minute", 60.0), "a full bucket lets it in"
     quotas.enter(tenant, 1000, 1, 60.0)
 
@@ -90,21 +90,21 @@ def test_tokens_that_were_not_used_come_back() -> None:
 def test_a_tenant_without_limits_is_not_counted() -> None:
     quotas, tenant = TenantQuotas(), Tenant("red")
     quotas.enter(tenant, 1 << 30, 1 << 20, 0.0)
-    quotas.leave(tenant, 0, 1 << 20)
-    quotas.leave(Tenant("blue", limits=TenantLimits(streams=1)), 0, 1)
+    quotas.release_request(tenant, 0, 1 << 20)
+    quotas.release_request(Tenant("blue", limits=TenantLimits(streams=1)), 0, 1)
 
 
 def test_a_check_raises_as_an_entry_would_and_counts_nothing() -> None:
     quotas = TenantQuotas()
     tenant = Tenant("red", limits=TenantLimits(requests_per_minute=2, tokens_per_minute=100, streams=2))
     for _ in range(5):
-        quotas.check(tenant, 60, 1, 0.0)
+        quotas.check_quota(tenant, 60, 1, 0.0)
     quotas.enter(tenant, 60, 1, 0.0)
     with pytest.raises(Overloaded) as caught:
-        quotas.check(tenant, 60, 1, 0.0)
+        quotas.check_quota(tenant, 60, 1, 0.0)
     assert caught.value.violation.subject == "tenant red.tokens_per_minute"
     # The tokens that the checks asked for were never taken: 40 are left, and one more request.
-    quotas.check(tenant, 40, 1, 0.0)
+    quotas.check_quota(tenant, 40, 1, 0.0)
     quotas.enter(tenant, 40, 1, 0.0)
     assert over(quotas, tenant, 1, 1, 0.0)[0] == "tenant red.streams"
 
@@ -115,7 +115,7 @@ def test_tenants_that_come_no_more_are_forgotten() -> None:
     for number in range(5_000):
         tenant = Tenant(f"t{number}", limits=TenantLimits(requests_per_minute=2, tokens_per_minute=100))
         quotas.enter(tenant, 10, 1, float(number))
-        quotas.leave(tenant, 0, 1)
+        quotas.release_request(tenant, 0, 1)
         most = max(most, len(quotas))
     assert most <= 512
 
@@ -127,12 +127,12 @@ def test_tenants_that_still_owe_or_hold_something_are_remembered() -> None:
         Tenant("holds", limits=TenantLimits(streams=1)),
     )
     quotas.enter(owes, 600, 1, 0.0)  # ten minutes' allowance
-    quotas.leave(owes, 0, 1)
+    quotas.release_request(owes, 0, 1)
     quotas.enter(holds, 1, 1, 0.0)
     for number in range(2_000):
         tenant = Tenant(f"t{number}", limits=TenantLimits(requests_per_minute=2))
         quotas.enter(tenant, 1, 1, number / 20)
-        quotas.leave(tenant, 0, 1)
+        quotas.release_request(tenant, 0, 1)
     assert len(quotas) < 2_000
     assert over(quotas, owes, 60, 1, 100.0) == ("tenant owes.tokens_per_minute", 500.0)
     assert over(quotas, holds, 1, 1, 100.0) == ("tenant holds.streams", 1.0)
@@ -141,53 +141,53 @@ def test_tenants_that_still_owe_or_hold_something_are_remembered() -> None:
 def test_work_is_charged_before_a_request_enters_and_the_whole_request_when_it_does() -> None:
     limits = TenantLimits(requests_per_minute=4, tokens_per_minute=100)
     quotas, tenant = TenantQuotas(), Tenant("red", limits=limits)
-    quotas.charge(tenant, 30, 0.0)  # one request, 70 tokens are left
+    quotas.charge_tokens(tenant, 30, 0.0)  # one request, 70 tokens are left
     quotas.settle(tenant, 5)  # its prompt has 35
     quotas.enter(tenant, 60, 1, 0.0, paid=35)  # 25 tokens of output
-    quotas.check(tenant, 40, 1, 0.0)
+    quotas.check_quota(tenant, 40, 1, 0.0)
     limit, wait = over(quotas, tenant, 41, 1, 0.0)
     assert (limit, round(wait, 6)) == ("tenant red.tokens_per_minute", 0.6)
     for _ in range(3):
-        quotas.charge(tenant, 1, 0.0)
+        quotas.charge_tokens(tenant, 1, 0.0)
     assert over(quotas, tenant, 1, 1, 0.0) == ("tenant red.requests_per_minute", 15.0)
 
 
 def test_work_needs_room_for_the_output_that_is_charged_later() -> None:
     quotas, tenant = TenantQuotas(), Tenant("red", limits=TenantLimits(tokens_per_minute=100))
-    quotas.charge(tenant, 30, 0.0, later=70)
+    quotas.charge_tokens(tenant, 30, 0.0, later=70)
     with pytest.raises(Overloaded, match=r"tenant red\.tokens_per_minute: 71 tokens wanted; at most 100 a minute"):
-        quotas.charge(tenant, 40, 0.0, later=31)
-    quotas.check(tenant, 70, 1, 0.0)  # nothing was charged
+        quotas.charge_tokens(tenant, 40, 0.0, later=31)
+    quotas.check_quota(tenant, 70, 1, 0.0)  # nothing was charged
 
 
 def test_the_requests_of_a_list_are_charged_together() -> None:
     quotas, tenant = TenantQuotas(), Tenant("red", limits=TenantLimits(requests_per_minute=60))
-    quotas.charge(tenant, 1, 0.0, requests=20)
+    quotas.charge_tokens(tenant, 1, 0.0, requests=20)
     words = "tenant red.requests_per_minute: 41 requests wanted; at most 60 requests a minute"
     with pytest.raises(Overloaded, match=words) as caught:
-        quotas.charge(tenant, 1, 0.0, requests=41)
+        quotas.charge_tokens(tenant, 1, 0.0, requests=41)
     assert caught.value.retry_after_s == 1.0
-    quotas.charge(tenant, 1, 0.0, requests=40)
+    quotas.charge_tokens(tenant, 1, 0.0, requests=40)
     quotas.settle(tenant, 0, requests=-10)
-    quotas.charge(tenant, 1, 0.0, requests=10)
+    quotas.charge_tokens(tenant, 1, 0.0, requests=10)
     assert over(quotas, tenant, 1, 1, 0.0) == ("tenant red.requests_per_minute", 1.0)
 
 
 def test_a_request_that_a_limit_refuses_gets_its_tokens_back() -> None:
     quotas, tenant = TenantQuotas(), Tenant("red", limits=TenantLimits(tokens_per_minute=100, streams=1))
-    quotas.charge(tenant, 40, 0.0)
+    quotas.charge_tokens(tenant, 40, 0.0)
     with pytest.raises(Overloaded, match=r"tenant red\.tokens_per_minute: 101 tokens wanted"):
-        quotas.charge(tenant, 61, 0.0, later=40)
+        quotas.charge_tokens(tenant, 61, 0.0, later=40)
     quotas.enter(tenant, 50, 1, 0.0, paid=40)
-    quotas.charge(tenant, 30, 0.0)
+    quotas.charge_tokens(tenant, 30, 0.0)
     with pytest.raises(Overloaded, match=r"tenant red\.streams"):
         quotas.enter(tenant, 50, 1, 0.0, paid=30)
-    quotas.check(Tenant("red", limits=TenantLimits(tokens_per_minute=100)), 50, 1, 0.0)
+    quotas.check_quota(Tenant("red", limits=TenantLimits(tokens_per_minute=100)), 50, 1, 0.0)
 
 
 def test_more_than_the_allowance_needs_a_full_rate_whether_it_is_charged_at_once_or_in_parts() -> None:
     quotas, tenant = TenantQuotas(), Tenant("red", limits=TenantLimits(tokens_per_minute=60))
-    quotas.charge(tenant, 1000, 0.0, later=1)
+    quotas.charge_tokens(tenant, 1000, 0.0, later=1)
     quotas.enter(tenant, 1001, 1, 0.0, paid=1000)
     assert over(quotas, tenant, 60, 1, 1001.0 - 60.0)[1] == pytest.approx(60.0)
     for _ in range(3):  # inputs of a list, all of which were charged before

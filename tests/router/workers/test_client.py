@@ -99,7 +99,7 @@ async def test_a_submit_carries_everything(client: WorkerClient, worker: FakeWor
         no_cache=True,
         cache_domain=b"d" * 32,
     )
-    client.submit(full, Inbox().put, fork_of=12)
+    client.submit_sequence(full, Inbox().put, fork_of=12)
     await worker.until(lambda: bool(worker.submits))
     submit = worker.submits[0]
     assert prompt_of(submit) == [1, 2, 3, 4, 5]
@@ -114,7 +114,7 @@ async def test_a_submit_carries_everything(client: WorkerClient, worker: FakeWor
 
 
 async def test_what_is_unset_stays_unset(client: WorkerClient, worker: FakeWorker) -> None:
-    client.submit(SUBMISSION, Inbox().put)
+    client.submit_sequence(SUBMISSION, Inbox().put)
     await worker.until(lambda: bool(worker.submits))
     submit = worker.submits[0]
     assert not submit.HasField("timeout_seconds")
@@ -124,7 +124,7 @@ async def test_what_is_unset_stays_unset(client: WorkerClient, worker: FakeWorke
 
 async def test_the_events_of_a_step_reach_their_sequences_in_order(client: WorkerClient, worker: FakeWorker) -> None:
     first, second = Inbox(), Inbox()
-    one, two = client.submit(SUBMISSION, first.put), client.submit(SUBMISSION, second.put)
+    one, two = client.submit_sequence(SUBMISSION, first.put), client.submit_sequence(SUBMISSION, second.put)
     await worker.until(lambda: len(worker.submits) == 2)
     worker.step({one: [10, 11], two: [20]}, admitted={one: 4, two: 0}, finished={two: FinishReason.LENGTH})
     assert await first.next() == SequenceAdmitted(4, MissReason.NEVER_SEEN, 0, "", 0.0)
@@ -136,12 +136,12 @@ async def test_the_events_of_a_step_reach_their_sequences_in_order(client: Worke
 
 
 async def test_handles_rise(client: WorkerClient) -> None:
-    assert [client.submit(SUBMISSION, Inbox().put) for _ in range(3)] == [1, 2, 3]
+    assert [client.submit_sequence(SUBMISSION, Inbox().put) for _ in range(3)] == [1, 2, 3]
 
 
 async def test_log_probabilities_follow_their_tokens(client: WorkerClient, worker: FakeWorker) -> None:
     plain, asked = Inbox(), Inbox()
-    one, two = client.submit(SUBMISSION, plain.put), client.submit(SUBMISSION, asked.put)
+    one, two = client.submit_sequence(SUBMISSION, plain.put), client.submit_sequence(SUBMISSION, asked.put)
     await worker.until(lambda: len(worker.submits) == 2)
     entries = [
         types_pb2.TokenLogprobs(token_id=token, logprob=-0.5, top_token_ids=[token, 9], top_logprobs=[-0.5, -1.5])
@@ -155,7 +155,7 @@ async def test_log_probabilities_follow_their_tokens(client: WorkerClient, worke
 
 async def test_preemption_and_the_end_with_its_usage(client: WorkerClient, worker: FakeWorker) -> None:
     inbox = Inbox()
-    handle = client.submit(SUBMISSION, inbox.put)
+    handle = client.submit_sequence(SUBMISSION, inbox.put)
     await worker.until(lambda: bool(worker.submits))
     usage = types_pb2.Usage(prompt_tokens=5, cached_tokens=4, output_tokens=3, recomputed_tokens=6, preemptions=1)
     end = pb.SequenceFinished(
@@ -168,7 +168,7 @@ async def test_preemption_and_the_end_with_its_usage(client: WorkerClient, worke
 
 async def test_a_refusal_is_the_error_that_the_worker_meant(client: WorkerClient, worker: FakeWorker) -> None:
     inbox = Inbox()
-    handle = client.submit(SUBMISSION, inbox.put)
+    handle = client.submit_sequence(SUBMISSION, inbox.put)
     await worker.until(lambda: bool(worker.submits))
     worker.refuse(handle, AlreadyExists("handle 1"))
     event = await inbox.next()
@@ -181,7 +181,7 @@ async def test_a_refusal_that_is_broken_loses_no_sequence_unheard(
 ) -> None:
     """The handle was forgotten first: the stream ended, and the request waited for its deadline."""
     inbox = Inbox()
-    handle = client.submit(SUBMISSION, inbox.put)
+    handle = client.submit_sequence(SUBMISSION, inbox.put)
     await worker.until(lambda: bool(worker.submits))
     worker.say(pb.StreamResponse(refused=pb.Refused(handle=handle, status=bytes(range(16)))))
     event = await inbox.next()
@@ -205,15 +205,15 @@ async def test_a_cancel_is_sent_once_with_its_reason_and_silences_the_sequence(
     client: WorkerClient, worker: FakeWorker
 ) -> None:
     inbox, other = Inbox(), Inbox()
-    handle, next_handle = client.submit(SUBMISSION, inbox.put), client.submit(SUBMISSION, other.put)
+    handle, next_handle = client.submit_sequence(SUBMISSION, inbox.put), client.submit_sequence(SUBMISSION, other.put)
     await worker.until(lambda: len(worker.submits) == 2)
-    client.cancel(handle, FinishReason.STOP)
-    client.cancel(handle, FinishReason.CANCELLED)
+    client.cancel_sequence(handle, FinishReason.STOP)
+    client.cancel_sequence(handle, FinishReason.CANCELLED)
     await worker.until(lambda: bool(worker.cancels))
     worker.step({handle: [10], next_handle: [20]}, finished={handle: FinishReason.STOP})
     assert await other.next() == TokensSampled((20,))
     assert inbox.empty
-    client.submit(SUBMISSION, Inbox().put)
+    client.submit_sequence(SUBMISSION, Inbox().put)
     await worker.until(lambda: len(worker.submits) == 3)
     (cancel,) = worker.cancels
     assert (cancel.handle, cancel.reason) == (handle, types_pb2.FinishReason.FINISH_REASON_STOP)
@@ -223,14 +223,14 @@ async def test_a_sequence_of_an_earlier_stream_is_cancelled(client: WorkerClient
     worker.step({99: [1]})
     worker.step({99: [2]})
     await worker.until(lambda: bool(worker.cancels))
-    client.submit(SUBMISSION, Inbox().put)
+    client.submit_sequence(SUBMISSION, Inbox().put)
     await worker.until(lambda: bool(worker.submits))
     assert [cancel.handle for cancel in worker.cancels] == [99]
 
 
 async def test_abandoned_sequences_are_cancelled_and_lost(client: WorkerClient, worker: FakeWorker) -> None:
     inbox = Inbox()
-    handle = client.submit(SUBMISSION, inbox.put)
+    handle = client.submit_sequence(SUBMISSION, inbox.put)
     await worker.until(lambda: bool(worker.submits))
     client.abandon("hung")
     lost = await inbox.next()
@@ -241,9 +241,9 @@ async def test_abandoned_sequences_are_cancelled_and_lost(client: WorkerClient, 
 
 
 async def test_a_submission_that_was_not_sent_is_withdrawn(client: WorkerClient, worker: FakeWorker) -> None:
-    handle = client.submit(SUBMISSION, Inbox().put)
-    client.cancel(handle, FinishReason.CANCELLED)
-    client.submit(replace(SUBMISSION, request_id="r2"), Inbox().put)
+    handle = client.submit_sequence(SUBMISSION, Inbox().put)
+    client.cancel_sequence(handle, FinishReason.CANCELLED)
+    client.submit_sequence(replace(SUBMISSION, request_id="r2"), Inbox().put)
     await worker.until(lambda: bool(worker.submits))
     assert [submit.request_id for submit in worker.submits] == ["r2"]
     assert worker.cancels == []
@@ -254,9 +254,9 @@ async def test_a_submission_that_is_too_large_for_the_stream_is_refused_alone(
 ) -> None:
     huge = replace(SUBMISSION, packed_tokens=bytes(MAX_SUBMIT_BYTES))
     with pytest.raises(InvalidRequest, match=f"expected at most {MAX_SUBMIT_BYTES}"):
-        client.submit(huge, Inbox().put)
+        client.submit_sequence(huge, Inbox().put)
     inbox = Inbox()
-    handle = client.submit(SUBMISSION, inbox.put)
+    handle = client.submit_sequence(SUBMISSION, inbox.put)
     await worker.until(lambda: bool(worker.submits))
     worker.step({handle: [7]})
     assert await inbox.next() == TokensSampled((7,))
@@ -265,17 +265,17 @@ async def test_a_submission_that_is_too_large_for_the_stream_is_refused_alone(
 
 async def test_a_handle_that_names_a_sequence_is_not_given_again(client: WorkerClient, worker: FakeWorker) -> None:
     inbox = Inbox()
-    assert client.submit(SUBMISSION, Inbox().put) == 1
-    cancelled = client.submit(SUBMISSION, Inbox().put)
+    assert client.submit_sequence(SUBMISSION, Inbox().put) == 1
+    cancelled = client.submit_sequence(SUBMISSION, Inbox().put)
     await worker.until(lambda: len(worker.submits) == 2)
-    client.cancel(cancelled, FinishReason.CANCELLED)
+    client.cancel_sequence(cancelled, FinishReason.CANCELLED)
     client._last_handle = MAX_HANDLE
-    assert client.submit(SUBMISSION, inbox.put) == 3
+    assert client.submit_sequence(SUBMISSION, inbox.put) == 3
     worker.step(finished={cancelled: FinishReason.CANCELLED})
     worker.step({3: [1]})
     await inbox.next()
     client._last_handle = MAX_HANDLE
-    assert client.submit(SUBMISSION, Inbox().put) == 2
+    assert client.submit_sequence(SUBMISSION, Inbox().put) == 2
 
 
 # ------------------------------------------------------------ breaks
@@ -285,18 +285,18 @@ async def test_a_broken_stream_loses_its_sequences_and_is_opened_again(
     client: WorkerClient, worker: FakeWorker, listener: Listener
 ) -> None:
     inbox = Inbox()
-    client.submit(SUBMISSION, inbox.put)
+    client.submit_sequence(SUBMISSION, inbox.put)
     await worker.until(lambda: bool(worker.submits))
     await worker.kill()
     assert isinstance(await inbox.next(), Lost)
     assert not client.ready
     with pytest.raises(Unavailable, match="not connected"):
-        client.submit(SUBMISSION, inbox.put)
+        client.submit_sequence(SUBMISSION, inbox.put)
     await worker.restart()
     await listener.until(lambda: len(listener.facts) == 2)
     assert listener.facts[1].incarnation == worker.incarnation
     again = Inbox()
-    handle = client.submit(SUBMISSION, again.put)
+    handle = client.submit_sequence(SUBMISSION, again.put)
     assert handle == 2
     await worker.until(lambda: len(worker.submits) == 2)
     worker.step({handle: [5]})
@@ -307,7 +307,7 @@ async def test_the_listener_gets_a_break_before_the_sequences_do(
     client: WorkerClient, worker: FakeWorker, listener: Listener
 ) -> None:
     seen: list[int] = []
-    client.submit(SUBMISSION, lambda event: seen.append(len(listener.errors)))
+    client.submit_sequence(SUBMISSION, lambda event: seen.append(len(listener.errors)))
     worker.fail(Unavailable("the worker is draining"))
     await listener.until(lambda: bool(listener.errors))
     assert seen == [1]
@@ -318,7 +318,7 @@ async def test_a_worker_that_found_this_router_silent_convicts_no_request(
     client: WorkerClient, worker: FakeWorker, listener: Listener
 ) -> None:
     inbox = Inbox()
-    client.submit(SUBMISSION, inbox.put)
+    client.submit_sequence(SUBMISSION, inbox.put)
     await worker.until(lambda: bool(worker.submits))
     worker.fail(DeadlineExceeded("no message of the router came for 10 s"))
     lost = await inbox.next()
@@ -334,7 +334,7 @@ async def test_a_router_that_stood_still_says_so_however_its_stream_ended(
     worker.silence, inbox = 600.0, Inbox()
     async with running_client(worker, listener) as client:
         await listener.until(lambda: client.ready)
-        client.submit(SUBMISSION, inbox.put)
+        client.submit_sequence(SUBMISSION, inbox.put)
         await worker.until(lambda: bool(worker.submits))
         monkeypatch.setattr(outbox, "monotonic", lambda: time.monotonic() + 2 * worker.silence)
         worker.fail(Unavailable("ping timeout"))
@@ -352,15 +352,15 @@ async def test_a_router_that_stood_still_hears_first_which_clients_are_gone(
 ) -> None:
     """A request that it took back for a client that is gone would end, though the client goes on elsewhere."""
     gone, stays, told_first = Inbox(), Inbox(), list[bool]()
-    handle = client.submit(SUBMISSION, gone.put)
-    client.submit(SUBMISSION, stays.put)
+    handle = client.submit_sequence(SUBMISSION, gone.put)
+    client.submit_sequence(SUBMISSION, stays.put)
     await worker.until(lambda: len(worker.submits) == 2)
     sleep = asyncio.sleep
 
     async def while_clients_leave(seconds: float) -> None:
         if seconds == Pacing().stood_still:
             told_first.append(gone.empty and stays.empty and not listener.errors)
-            client.cancel(handle, FinishReason.CANCELLED)
+            client.cancel_sequence(handle, FinishReason.CANCELLED)
         await sleep(0.0)
 
     monkeypatch.setattr(asyncio, "sleep", while_clients_leave)
@@ -393,7 +393,7 @@ async def test_a_client_that_is_ended_loses_its_sequences(worker: FakeWorker, li
     inbox = Inbox()
     async with running_client(worker, listener) as client:
         await listener.until(lambda: bool(listener.facts))
-        client.submit(SUBMISSION, inbox.put)
+        client.submit_sequence(SUBMISSION, inbox.put)
     assert isinstance(await inbox.next(), Lost)
 
 
@@ -404,7 +404,7 @@ async def test_a_sequence_is_a_suspect_once_the_worker_has_begun_it(
     client: WorkerClient, worker: FakeWorker, listener: Listener, event: str, suspect: bool
 ) -> None:
     inbox = Inbox()
-    handle = client.submit(SUBMISSION, inbox.put)
+    handle = client.submit_sequence(SUBMISSION, inbox.put)
     await worker.until(lambda: bool(worker.submits))
     if event == "two heartbeats":
         worker.heartbeat(waiting=1)
@@ -422,7 +422,7 @@ async def test_a_worker_that_drains_makes_nobody_a_suspect_and_one_whose_engine_
     client: WorkerClient, worker: FakeWorker, drains: bool
 ) -> None:
     inbox = Inbox()
-    client.submit(SUBMISSION, inbox.put)
+    client.submit_sequence(SUBMISSION, inbox.put)
     await worker.until(lambda: bool(worker.submits))
     worker.heartbeat(draining=drains)
     worker.say(None)

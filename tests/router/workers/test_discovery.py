@@ -30,7 +30,7 @@ class Pool:
         self.addresses: list[str] = []
         self.connected: set[str] = set()
 
-    def add(self, address: str) -> None:
+    def add_worker(self, address: str) -> None:
         if address not in self.addresses:
             self.addresses.append(address)
 

@@ -45,7 +45,7 @@ async def test_a_bug_is_logged_as_what_it_is_and_costs_a_stream_but_no_worker(
     async with running(double):
         pool = WorkerPool(RouterIdentity("router", b"i" * 16), IDENTITY, SystemClock(), QUICK)
         pool.listen(Faulty())
-        pool.add(double.address)
+        pool.add_worker(double.address)
         await double.until(lambda: double.streams == 2)
         await pool.aclose()
     (logged,) = [record for record in caplog.records if record.levelno == logging.ERROR]
@@ -74,7 +74,7 @@ async def test_workers_that_come_and_go_under_new_names_leave_nothing_behind() -
     pool.listen(caches)
     for number in range(20):
         address = f"127.0.0.1:{number + 1}"
-        pool.add(address)
+        pool.add_worker(address)
         (member,) = pool.members()
         pool.connected(member.client, facts(f"w{number}", bytes([number + 1]) * 16))
         pool.remove(address)
@@ -86,8 +86,8 @@ async def test_workers_that_come_and_go_under_new_names_leave_nothing_behind() -
 async def test_a_worker_that_comes_back_as_another_process_has_lost_its_cache() -> None:
     pool, caches = WorkerPool(RouterIdentity("router", b"i" * 16), IDENTITY, SystemClock(), QUICK), Caches()
     pool.listen(caches)
-    pool.add("127.0.0.1:1")
-    pool.add("127.0.0.1:2")
+    pool.add_worker("127.0.0.1:1")
+    pool.add_worker("127.0.0.1:2")
     first, second = [member.client for member in pool.members()]
     pool.connected(first, facts("w0", b"a" * 16))
     pool.disconnected(first, Unavailable("gone"))
@@ -108,7 +108,7 @@ async def test_the_time_in_which_the_router_itself_did_not_run_makes_no_worker_h
     monkeypatch.setattr("router.workers.pool.WATCH_SECONDS", 0.0)
     clock = ManualClock()
     pool = WorkerPool(RouterIdentity("router", b"i" * 16), IDENTITY, clock, QUICK)
-    pool.add("127.0.0.1:1")
+    pool.add_worker("127.0.0.1:1")
     (member,) = pool.members()
     pool.connected(member.client, facts("w0", b"a" * 16))
     check, checked = pool.check, list[float]()
@@ -118,7 +118,7 @@ async def test_the_time_in_which_the_router_itself_did_not_run_makes_no_worker_h
         checked.append(late)
 
     monkeypatch.setattr(pool, "check", noted)
-    watch = asyncio.create_task(pool.watch())
+    watch = asyncio.create_task(pool.watch_workers())
     await until(lambda: checked, every=0)
     for times in range(1, 4):
         clock.advance(20.0)  # the watch asked to be woken before that
@@ -147,7 +147,7 @@ async def test_a_router_that_stops_does_not_wait_for_a_worker_whose_heartbeat_is
     clock, worker = ManualClock(), Endless()
     async with running(worker):
         pool = WorkerPool(RouterIdentity("router", b"i" * 16), IDENTITY, clock, QUICK)
-        pool.add(worker.address)
+        pool.add_worker(worker.address)
         async with asyncio.timeout(PATIENCE_S):
             await until(pool.models, every=0, seconds=PATIENCE_S)
             clock.advance(11.0)  # a frozen process is one reason for it
@@ -163,7 +163,7 @@ async def test_the_pool_knows_which_workers_hand_over_without_a_look_at_all() ->
     double = FakeWorker()
     async with running(double):
         pool = WorkerPool(RouterIdentity("router", b"i" * 16), IDENTITY, SystemClock(), QUICK)
-        pool.add(double.address)
+        pool.add_worker(double.address)
         await until(lambda: bool(pool.models()))
         (member,) = pool.members()
         kept = pool.migrating()

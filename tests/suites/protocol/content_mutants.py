@@ -113,7 +113,7 @@ CONTENT_MUTANTS = (
     Mutant(
         "44",
         "a copy is reported when it is granted",
-        ((LeaseAgent, "apply", report_copies_at_once),),
+        ((LeaseAgent, "apply_grant", report_copies_at_once),),
         Exhaustive("partial"),
         ("I12",),
     ),

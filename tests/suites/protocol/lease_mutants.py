@@ -286,7 +286,7 @@ LEASE_MUTANTS = (
     Mutant(
         "36",
         "the worker obeys one preemption of a batch",
-        ((LeaseAgent, "apply", obey_one_preemption),),
+        ((LeaseAgent, "apply_grant", obey_one_preemption),),
         Walks("crowd", faults=CALM),
         ("I9", "I10"),
     ),

@@ -122,7 +122,7 @@ class Run:
                 moved = True
             for due, request in self.episode.cancels:
                 if due == now and request < number:
-                    self.agent.cancel(SequenceId(request))
+                    self.agent.cancel_sequence(SequenceId(request))
                     self.agent.departures()
             moved |= self._round(now)
             self.clock.advance(1.0)
@@ -154,7 +154,7 @@ class Run:
             no_cache=not config.prefix_caching,
             fork_of=SequenceId(parent) if parent != number else None,
         )
-        self.agent.submit(new)
+        self.agent.submit_sequence(new)
         self.outputs[new.sequence] = arrival.output
 
     def _round(self, now: int) -> bool:
@@ -166,7 +166,7 @@ class Run:
         while self.reports and self.reports[0][0] <= now:
             self._serve(now, self.reports.popleft()[1])
         while self.batches and self.batches[0][0] <= now:
-            self.agent.apply(self.batches.popleft()[1])
+            self.agent.apply_grant(self.batches.popleft()[1])
             self.agent.departures()
         plan = self.agent.plan()
         if plan is not None:

@@ -82,7 +82,7 @@ def split(crowd: Crowd, delay: int) -> Split:
     agent.inventory()
     agent.attached(0)
     for sequence in crowd.sequences():
-        agent.submit(sequence)
+        agent.submit_sequence(sequence)
     reports: deque[tuple[int, Report]] = deque()
     flights: deque[StepPlan] = deque()
     seconds, tokens = 0.0, 0
@@ -109,7 +109,7 @@ def _exchange(agent: LeaseAgent, ledger: Ledger, report: Report) -> None:
     batch = ledger.schedule()
     ledger.drain_decisions()
     if batch is not None:
-        agent.apply(batch)
+        agent.apply_grant(batch)
         agent.departures()
 
 

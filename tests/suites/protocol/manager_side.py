@@ -168,4 +168,4 @@ class ManagerSide(State):
         link.up = False
         link.to_manager = tuple(message for message in link.to_manager if isinstance(message, Report))
         if not link.deaf:
-            self.worker.lose(link.session)
+            self.worker.note_loss(link.session)

@@ -43,7 +43,7 @@ class Pair:
         tokens = tuple(range(number * 1000, number * 1000 + prompt))
         digests = block_digests(ROOT, tokens, SIZE)
         hashes, last = tuple(map(block_hash_of, digests)), digests[-1] if digests else ROOT
-        self.agent.submit(NewSequence(number, "", tokens, hashes, last, limit, StopRule(output)))
+        self.agent.submit_sequence(NewSequence(number, "", tokens, hashes, last, limit, StopRule(output)))
 
     def run(self) -> int:
         """Run everything to its end; return the output tokens."""
@@ -63,7 +63,7 @@ class Pair:
             self.ledger.apply(said)
             self.ledger.check_invariants()
             if (batch := self.ledger.schedule()) is not None:
-                self.agent.apply(batch)
+                self.agent.apply_grant(batch)
 
     def step(self) -> int:
         """Plan a step, and complete the one before it; return the output tokens."""

@@ -19,7 +19,7 @@ from gpuworker.scheduling.sequence import Sequence as WorkerSequence
 from gpuworker.scheduling.step_scheduler import Composition, StepScheduler
 from tests.suites.protocol.world import World
 
-_admit, _inventory, _apply = GrantApplier._admit, LeaseAgent.inventory, LeaseAgent.apply
+_admit, _inventory, _apply = GrantApplier._admit, LeaseAgent.inventory, LeaseAgent.apply_grant
 _close, _advance = BlockCloser.close, WorkerSequence.advance
 _copy = BlockStates.copy
 _take, _leave_if_idle = StepScheduler._take, Departures.leave_if_idle
@@ -44,7 +44,7 @@ def report_the_release_at_once(departures: Departures, sequence: WorkerSequence,
 
 
 def apply_what_was_buffered(session: LeaseSession, _number: int, batch: GrantBatch) -> Applied | None:
-    return session.agent.apply(batch) if session.open else None
+    return session.agent.apply_grant(batch) if session.open else None
 
 
 def accept_any_manager(session: LeaseSession, _epoch: int) -> bool:

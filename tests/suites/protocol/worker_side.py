@@ -80,7 +80,7 @@ class WorkerSide(State):
             speculation=Speculation() if request.drafts else None,
         )
         self.paths[sequence], self.request_of[sequence] = nodes, number
-        self.agent.submit(new)
+        self.agent.submit_sequence(new)
         return True
 
     def new_sequence_id(self) -> SequenceId:

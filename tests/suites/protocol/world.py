@@ -122,7 +122,7 @@ class World(WorkerSide, ManagerSide):
 
     def cancel(self, request: int) -> bool:
         sequence = next(s for s, r in self.request_of.items() if r == request)
-        self.agent.cancel(sequence)
+        self.agent.cancel_sequence(sequence)
         self._settle(self.agent.departures())
         return True
 

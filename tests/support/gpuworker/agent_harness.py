@@ -48,23 +48,23 @@ class Driver:
             rule,
             **more,
         )
-        self.agent.submit(new)
+        self.agent.submit_sequence(new)
         return new.sequence
 
     def admission(self, sequence: int, row: list[int], shared: int = 0) -> Admit:
         return Admit(SequenceId(sequence), blocks(row), shared, shared * self.block_size)
 
     def admit(self, sequence: int, row: list[int], shared: int = 0, copy: tuple[Copy, ...] = ()) -> Applied:
-        return self.agent.apply(
+        return self.agent.apply_grant(
             GrantBatch(self.lease_target, copy=copy, admit=(self.admission(sequence, row, shared),))
         )
 
     def lease(self, granted: list[int], target: int | None = None) -> Applied:
         self.lease_target = len(granted) if target is None else target
-        return self.agent.apply(GrantBatch(self.lease_target, lease=blocks(granted)))
+        return self.agent.apply_grant(GrantBatch(self.lease_target, lease=blocks(granted)))
 
     def preempt(self, sequence: int) -> Applied:
-        return self.agent.apply(GrantBatch(self.lease_target, preempt=(Preempt(SequenceId(sequence)),)))
+        return self.agent.apply_grant(GrantBatch(self.lease_target, preempt=(Preempt(SequenceId(sequence)),)))
 
     def plan(self) -> StepPlan:
         plan = self.agent.plan()

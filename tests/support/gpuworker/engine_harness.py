@@ -138,7 +138,7 @@ class EngineDriver:
             speculation=speculation_of(sampling, tuple(prediction), output_before),
         )
         self.results[sequence] = Result()
-        self.engine.submit(EngineRequest(new, sampling, len(prompt) - output_before))
+        self.engine.submit_request(EngineRequest(new, sampling, len(prompt) - output_before))
         return sequence
 
     def hashes(self, tokens: Sequence[int]) -> tuple[BlockHash, ...]:

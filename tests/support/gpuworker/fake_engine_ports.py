@@ -25,14 +25,16 @@ class ManualRunner:
         self.submissions = 0
         self._released = False
 
-    def add(self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int) -> None:
+    def add_sequence(
+        self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int
+    ) -> None:
         assert sequence not in self.num_tokens
         self.num_tokens[sequence] = list(tokens)
 
     def remove(self, sequence: SequenceId) -> None:
         del self.num_tokens[sequence]
 
-    def submit(self, plan: StepPlan) -> Future[StepResult]:
+    def submit_step(self, plan: StepPlan) -> Future[StepResult]:
         assert {row.sequence for row in plan.rows} <= self.num_tokens.keys()
         future: Future[StepResult] = Future()
         with self._changed:
@@ -107,7 +109,7 @@ class ScriptedChannel:
     def attach(self, attach: Attach, inventory: Inventory) -> None:
         self.attached.append((attach, inventory))
 
-    def send(self, session: int, report: Report) -> None:
+    def send_report(self, session: int, report: Report) -> None:
         self.reports.append((session, report))
 
     def reconnect(self) -> None:

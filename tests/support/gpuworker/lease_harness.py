@@ -155,7 +155,7 @@ class Rig:
         await asyncio.to_thread(self.client.attach, attach(session, epoch_seen), inventory)
 
     async def send(self, session: int, report: Report) -> None:
-        await asyncio.to_thread(self.client.send, session, report)
+        await asyncio.to_thread(self.client.send_report, session, report)
 
     async def session(self, session: int) -> Stream:
         """Open a session, up to Attached."""

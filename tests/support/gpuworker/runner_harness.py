@@ -100,7 +100,7 @@ class Driver:
         assert len(blocks) == needed
         stream = Stream(SequenceId(len(self._streams) + 1), prompt, count, chunk, blocks)
         self._streams[stream.sequence] = stream
-        self.runner.add(stream.sequence, prompt, sampling, len(prompt))
+        self.runner.add_sequence(stream.sequence, prompt, sampling, len(prompt))
         return stream
 
     def step(self) -> Future[StepResult] | None:
@@ -110,7 +110,7 @@ class Driver:
             return None
         rows.sort(key=lambda row: row.length > 1)
         self._step += 1
-        return self.runner.submit(StepPlan(self._step, tuple(rows)))
+        return self.runner.submit_step(StepPlan(self._step, tuple(rows)))
 
     def run(self) -> None:
         """Step until all streams have all their tokens."""

@@ -176,7 +176,7 @@ async def frontend_over(
     try:
         for worker in workers:
             await worker.start()
-            pool.add(worker.address)
+            pool.add_worker(worker.address)
         await harness.connected(len(workers))
         yield harness
     finally:

@@ -17,9 +17,9 @@ class RefusalList:
     def now_ns(self) -> int:
         return _NOW_NS
 
-    def saw(self, refusal: Refusal, since_ns: int) -> None:
+    def note_refusal(self, refusal: Refusal, since_ns: int) -> None:
         assert since_ns == _NOW_NS
         self.seen.append(refusal)
 
-    def counted(self, refusal: Refusal) -> None:
+    def count_refusal(self, refusal: Refusal) -> None:
         self.probes.append(refusal)

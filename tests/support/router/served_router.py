@@ -56,7 +56,7 @@ async def served(*workers: FakeWorker, limits: AdmissionLimits | None = None) ->
         constraints = ConstraintChecker.load(CHECKPOINT, checkpoint.eos_token_ids)
         validator = Validator(text, checkpoint, constraints=constraints)
         resumer = RequestResumer(Resumption(harness.pool, clock, search_seconds=0.5), harness.frontend)
-        routers, files = Routers(harness.frontend.abort, Siblings(), resumer), TokenizerFiles(CHECKPOINT)
+        routers, files = Routers(harness.frontend.abort_request, Siblings(), resumer), TokenizerFiles(CHECKPOINT)
         calls = Calls(clock, OneCaller())
         servicer = InferenceServicer(harness.frontend, validator, text, status, calls, routers, files)
         server = RpcServer(["quire.inference.v1.InferenceService"], [server_spans(harness.tracer)])

@@ -51,7 +51,7 @@ class Words:
 class OnlyDigits:
     """A check of constraints to which one alone is right."""
 
-    async def check(self, constraint: Constraint, peer: str) -> None:
+    async def check_constraint(self, constraint: Constraint, peer: str) -> None:
         if constraint.text != "[0-9]+":
             raise InvalidRequest(FieldViolation(constraint.kind.value, "is not of digits"))
 
@@ -59,7 +59,7 @@ class OnlyDigits:
 class Anything:
     """A check of constraints to which all are right."""
 
-    async def check(self, constraint: Constraint, peer: str) -> None:
+    async def check_constraint(self, constraint: Constraint, peer: str) -> None:
         pass
 
 

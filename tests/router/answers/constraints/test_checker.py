@@ -89,7 +89,7 @@ def optional(count: int, more: bool = False) -> str:
     ],
 )
 async def test_what_can_be_enforced_is_accepted(shared: ConstraintChecker, kind: ConstraintKind, text: str) -> None:
-    await shared.check(Constraint(kind, text))
+    await shared.check_constraint(Constraint(kind, text))
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -140,7 +140,7 @@ async def test_what_can_be_enforced_is_accepted(shared: ConstraintChecker, kind:
 )  # fmt: skip
 async def test_what_is_wrong_is_said(shared: ConstraintChecker, kind: ConstraintKind, text: str, words: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        await shared.check(Constraint(kind, text))
+        await shared.check_constraint(Constraint(kind, text))
     (violation,) = caught.value.violations
     assert violation.field == kind.value
     assert violation.description.startswith(words)
@@ -162,8 +162,8 @@ async def test_what_costs_too_much_is_refused_and_others_go_on(
     checker: ConstraintChecker, kind: ConstraintKind, text: str
 ) -> None:
     with pytest.raises(InvalidRequest, match="is too complex to be followed; make it smaller"):
-        await checker.check(Constraint(kind, text))
-    await checker.check(Constraint(REGEX, "[a-z]+"))
+        await checker.check_constraint(Constraint(kind, text))
+    await checker.check_constraint(Constraint(REGEX, "[a-z]+"))
 
 
 async def test_modules_of_the_directory_in_which_the_router_runs_are_not_taken_for_its_own(
@@ -172,13 +172,13 @@ async def test_modules_of_the_directory_in_which_the_router_runs_are_not_taken_f
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "__init__.py").write_text("raise RuntimeError")
     monkeypatch.chdir(tmp_path)
-    await checker.check(Constraint(REGEX, "[a-z]+"))
+    await checker.check_constraint(Constraint(REGEX, "[a-z]+"))
 
 
 @asynccontextmanager
 async def held(checker: ConstraintChecker) -> AsyncIterator[None]:
     """Stop the child process, so that nothing is examined, until the end of the block."""
-    await checker.check(Constraint(REGEX, "started"))
+    await checker.check_constraint(Constraint(REGEX, "started"))
     stopped = checker.pid
     assert stopped is not None
     os.kill(stopped, signal.SIGSTOP)
@@ -190,7 +190,7 @@ async def held(checker: ConstraintChecker) -> AsyncIterator[None]:
 
 
 def checks(checker: ConstraintChecker, *texts: str, peer: str = "a") -> list[asyncio.Task[None]]:
-    return [asyncio.create_task(checker.check(Constraint(REGEX, text), peer)) for text in texts]
+    return [asyncio.create_task(checker.check_constraint(Constraint(REGEX, text), peer)) for text in texts]
 
 
 async def test_a_constraint_is_examined_once(checker: ConstraintChecker) -> None:
@@ -235,10 +235,10 @@ async def test_more_than_can_wait_must_try_again_and_others_are_served(checker: 
         waiting = checks(checker, *map(str, range(most + 1)))
         await until_blocked(*waiting)
         with pytest.raises(Overloaded, match=f"router.constraints.checker: {most} of {most} constraints wait"):
-            await checker.check(Constraint(REGEX, "one more"), "a")
+            await checker.check_constraint(Constraint(REGEX, "one more"), "a")
         other = checks(checker, "another's", peer="b")
     await asyncio.gather(*waiting, *other)
-    await checker.check(Constraint(REGEX, "one more"), "a")
+    await checker.check_constraint(Constraint(REGEX, "one more"), "a")
 
 
 async def test_senders_together_are_bounded_too(checker: ConstraintChecker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ async def test_senders_together_are_bounded_too(checker: ConstraintChecker, monk
         waiting = [each for peer in "abcdef" for each in checks(checker, peer, peer=peer)]
         await until_blocked(*waiting)
         with pytest.raises(Overloaded, match=r"4 of 4 constraints wait"):
-            await checker.check(Constraint(REGEX, "g"), "g")
+            await checker.check_constraint(Constraint(REGEX, "g"), "g")
     await asyncio.gather(*waiting)
 
 
@@ -272,7 +272,7 @@ async def test_a_child_that_ends_fails_what_waits_and_the_next_constraint_starts
         for each in waiting:
             with pytest.raises(Unavailable, match="the process that examines constraints ended"):
                 await each
-    await checker.check(Constraint(REGEX, "a"))
+    await checker.check_constraint(Constraint(REGEX, "a"))
     assert checker.pid != first
 
 
@@ -281,7 +281,7 @@ async def test_a_tokenizer_that_spells_no_bytes_is_refused(tmp_path: Path) -> No
     checker = ConstraintChecker.load(tmp_path, ())
     assert checker is not None
     with pytest.raises(Unsupported, match="the tokenizer of this checkpoint cannot be constrained"):
-        await checker.check(Constraint(REGEX, "a"))
+        await checker.check_constraint(Constraint(REGEX, "a"))
     await checker.aclose()
 
 

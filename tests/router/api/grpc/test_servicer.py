@@ -225,7 +225,7 @@ async def test_a_worker_of_another_pool_is_shown_with_both_values() -> None:
     ours, other = FakeWorker("w0"), FakeWorker("w1", identity=replace(IDENTITY, block_size=8))
     async with served(ours) as service:
         await other.start()
-        service.harness.pool.add(other.address)
+        service.harness.pool.add_worker(other.address)
         await service.harness.until(lambda: any("block_size" in m.reason for m in service.harness.pool.members()))
         row = next(row for row in service.status.status().workers if row.address == other.address)
         assert row.state == "mismatched"
@@ -237,7 +237,7 @@ async def test_a_second_worker_of_one_name_is_not_used() -> None:
     first, second = FakeWorker("w0"), FakeWorker("w0")
     async with served(first) as service:
         await second.start()
-        service.harness.pool.add(second.address)
+        service.harness.pool.add_worker(second.address)
         await second.until(lambda: second.streams >= 2)
         assert [model.worker_id for model in service.harness.pool.models()] == ["w0"]
         await second.kill()

@@ -51,8 +51,8 @@ class Metered:
     @property
     def left(self) -> tuple[int, int]:
         """Return the requests and tokens that are left."""
-        return self._most(lambda n: self.quotas.charge(self.tenant, 0, 0.0, requests=n), 10, True), self._most(
-            lambda n: self.quotas.charge(self.tenant, n, 0.0, requests=0), ALLOWED, False
+        return self._most(lambda n: self.quotas.charge_tokens(self.tenant, 0, 0.0, requests=n), 10, True), self._most(
+            lambda n: self.quotas.charge_tokens(self.tenant, n, 0.0, requests=0), ALLOWED, False
         )
 
     def _most(self, charge: Callable[[int], None], most: int, requests: bool) -> int:
@@ -94,7 +94,7 @@ async def test_a_wrong_request_pays_for_its_prompt(asked: pb.GenerateRequest, to
 
 async def test_a_request_for_which_a_rate_has_no_room_is_not_read() -> None:
     metered = Metered()
-    metered.quotas.charge(metered.tenant, 80, 0.0)
+    metered.quotas.charge_tokens(metered.tenant, 80, 0.0)
     with pytest.raises(Overloaded, match=r"red\.tokens_per_minute: 32 tokens wanted"):  # all of the context
         await metered.validator.validate(request("refused", request_id="own"), metered.call())
     assert (metered.refused, metered.left) == ([("own", CONTEXT, "tenant red.tokens_per_minute")], (9, 20))
@@ -138,7 +138,7 @@ async def test_tokens_for_a_client_that_wants_no_more_are_charged_as_they_are() 
 
 async def test_a_count_needs_no_room_for_an_output() -> None:
     metered = Metered()
-    metered.quotas.charge(metered.tenant, 80, 0.0)
+    metered.quotas.charge_tokens(metered.tenant, 80, 0.0)
     call = metered.call()
     call.charge.answers = False
     await metered.validator.validate(request(TEXT), call)

@@ -90,7 +90,7 @@ class DrainedWorker(World):
             if message.hands_over:
                 self.agent.hand_over(sequence)
             else:
-                self.agent.cancel(sequence)
+                self.agent.cancel_sequence(sequence)
         self._settle(self.agent.departures())
 
     @property

@@ -72,8 +72,8 @@ class DrainWorld:
         for client in self.router.clients:
             if not self.scenario.late:
                 client.reads.set()
-        self.router.pool.add("0")
-        self.router.pool.add("1")
+        self.router.pool.add_worker("0")
+        self.router.pool.add_worker("1")
 
     @property
     def _clock(self) -> ManualClock:

@@ -44,7 +44,7 @@ def move_at_once(running: Running, booked: Placement) -> None:
 
 
 def drop_the_last_tokens(agent: LeaseAgent, sequence: SequenceId) -> None:
-    agent.cancel(sequence)
+    agent.cancel_sequence(sequence)
 
 
 def keep_the_place(running: Running) -> None:
