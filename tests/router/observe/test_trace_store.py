@@ -113,7 +113,7 @@ class Counted:
 
 def test_pushing_a_span_out_costs_the_same_however_large_its_trace_is() -> None:
     store: Any = TraceStore(1_000)
-    store.add(map(Counted, range(2_000)))
+    store.add_span(map(Counted, range(2_000)))
     assert Counted.asked < 10_000
     assert [store.trace_of(f"r{number}") for number in (499, 500, 999)] == ["", "one", "one"]
 
