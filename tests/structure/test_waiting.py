@@ -15,11 +15,13 @@ TAKE_TURNS = {
     "attacks/test_worker_streams.py": "steps come until the stream is closed, and its writer runs between two of them",
     "common/group/test_leader_watch.py": "the second change comes at each moment of an attempt",
     "common/test_decision_pages.py": "a page is made in steps between which others run",
+    "common/test_listener.py": "the end comes at each moment of an accept",
     "common/test_waiting.py": "the waiting itself",
     "kvmanager/sessions/test_cleanup.py": "a cancellation comes at each moment of a handler's end",
     "kvmanager/sessions/test_pins.py": "long pins leave the loop to others; a fake index answers later",
     "router/api/page/test_loop_share.py": "the share of the loop",
     "router/requests/test_inbox.py": "so many streams wake in a turn",
+    "support/listener.py": "a server may close once what it has accepted has had its turn",
     "support/turns.py": "the helpers themselves",
 }
 # Where a sleep is not the pause between two looks at a state.

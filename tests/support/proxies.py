@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
+from tests.support.listener import Listener
 from tests.support.relay import closed, joined
 
 PROXY_NAMES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
@@ -30,13 +31,10 @@ class Proxy:
 @asynccontextmanager
 async def running_proxy(behind: int | None = None) -> AsyncIterator[Proxy]:
     """Run a proxy on loopback. Without a port `behind` it, every request is answered by 502."""
-    proxy, running = Proxy(behind=behind), set[asyncio.Task[None]]()
+    proxy = Proxy(behind=behind)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        running.add(task)
-        with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+        with suppress(OSError, asyncio.IncompleteReadError):
             head = await reader.readuntil(b"\r\n\r\n")
             proxy.asked.append(head.split(b"\r\n", 1)[0].decode())
             if proxy.behind is None or not head.startswith(b"CONNECT "):
@@ -45,15 +43,8 @@ async def running_proxy(behind: int | None = None) -> AsyncIterator[Proxy]:
             else:
                 writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
                 await joined(reader, writer, proxy.behind)
-        running.discard(task)
         await closed(writer)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    proxy.port = server.sockets[0].getsockname()[1]
-    try:
+    async with Listener(serve) as listener:
+        proxy.port = listener.port
         yield proxy
-    finally:
-        server.close()
-        for task in [*running]:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)

@@ -5,38 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+
+from tests.support.listener import Listener
 
 
-@dataclass
-class Relay:
-    """Passes each connection on to the port that `target` gives when it comes; `host` is where it listens."""
+class Relay(Listener):
+    """Passes each connection on to the port that `target` gives when it comes."""
 
-    target: Callable[[], int]
-    host: str = "127.0.0.1"
-    port: int = 0
-    connections: int = 0
-    _running: set[asyncio.Task[None]] = field(default_factory=set)
-    _over: bool = False
+    def __init__(self, target: Callable[[], int], host: str, port: int) -> None:
+        super().__init__(self._joined, host, port)
+        self.target = target
 
-    def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass a connection on, in a task of its own: asyncio logs an error where one that it started is cancelled."""
-        self.connections += 1
-        if self._over:  # it was accepted before, and its turn came after
-            writer.transport.abort()
-            return
-        task = asyncio.ensure_future(joined(reader, writer, self.target()))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        task.add_done_callback(lambda _: writer.transport.abort())  # also of a task that is cancelled before it starts
-
-    async def ended(self) -> None:
-        """End what still runs."""
-        self._over = True
-        while running := [*self._running]:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+    async def _joined(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await joined(reader, writer, self.target())
 
 
 async def joined(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
@@ -72,11 +53,5 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 @asynccontextmanager
 async def running_relay(target: Callable[[], int], host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Relay]:
-    relay = Relay(target, host)
-    server = await asyncio.start_server(relay.serve, host, port)
-    relay.port = server.sockets[0].getsockname()[1]
-    try:
+    async with Relay(target, host, port) as relay:
         yield relay
-    finally:
-        server.close()
-        await relay.ended()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+from tests.support.listener import Listener
+
 _CHUNK = 1 << 16
 
 
@@ -14,21 +16,17 @@ class Severed:
     def __init__(self, port: int) -> None:
         self._port = port
         self._open: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
-        self._killed = False
+        self._listener = Listener(self._joined)
         self.accepts = asyncio.Event()
         """While it is not set, a new connection waits: its caller hears nothing."""
         self.accepts.set()
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        await self._listener.start()
 
     @property
     def address(self) -> str:
-        assert self._server is not None
-        host, port = self._server.sockets[0].getsockname()[:2]
-        return f"{host}:{port}"
+        return f"{self._listener.host}:{self._listener.port}"
 
     def sever(self) -> None:
         """Reset every open connection."""
@@ -38,21 +36,7 @@ class Severed:
 
     async def kill(self) -> None:
         """Listen no longer, and break what is open."""
-        self._killed = True
-        if self._server is not None:
-            self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._killed:  # it was accepted before, and its turn came after
-            writer.transport.abort()
-            return
-        task = asyncio.ensure_future(self._joined(reader, writer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: writer.transport.abort())  # also of a task that is cancelled before it starts
+        await self._listener.close()
 
     async def _joined(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ends = {writer}

@@ -19,6 +19,7 @@ from common.process.local_redis import LocalRedis
 from common.process.redis_client import open_redis
 from router.placement.breaker import CircuitBreaker
 from router.requests.redis_prefix_index import OWNER_SECONDS, PAUSES, NoPrefixIndex, RedisPrefixIndex
+from tests.support.listener import Listener
 from tests.support.router.known_router import KnownRouter
 
 IDENTITY = PoolIdentity("m" * 32, "t" * 32, 16, KvGeometry(2, 1, 8, 8, "float32"))
@@ -168,12 +169,10 @@ async def test_a_redis_that_is_down_is_left_alone_and_used_again_when_it_is_back
 async def test_a_redis_that_does_not_answer_costs_its_timeout_and_no_more(clock: ManualClock) -> None:
     async def never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
-        writer.close()
 
-    listener = await asyncio.start_server(never_answer, "127.0.0.1", 0)
-    client = open_redis(f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}", 0.02)
-    index = RedisPrefixIndex(client, KnownRouter(IDENTITY), clock, 0.02, CircuitBreaker(PAUSES.pause, threshold=1))
-    async with listener:
+    async with Listener(never_answer) as listener:
+        client = open_redis(f"redis://127.0.0.1:{listener.port}", 0.02)
+        index = RedisPrefixIndex(client, KnownRouter(IDENTITY), clock, 0.02, CircuitBreaker(PAUSES.pause, threshold=1))
         began = asyncio.get_running_loop().time()
         assert (await index.lookup(CHAIN[:1])).words == "late: 20 ms"
         assert asyncio.get_running_loop().time() - began < PATIENT_S
