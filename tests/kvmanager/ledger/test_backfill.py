@@ -16,6 +16,7 @@ from kvmanager.ledger.backfill import CANDIDATES, Growth, Holder, holder_of, hol
 from kvmanager.ledger.grant_order import next_turn
 from kvmanager.ledger.ledger import Ledger
 from kvmanager.ledger.preemption import running_sequences
+from tests.support.examples import up_to
 from tests.support.kvmanager.fake_worker import FakeWorker
 from tests.support.kvmanager.ledgers import (
     admit,
@@ -309,7 +310,7 @@ def is_in_time_by_parts(seed: int, caching: bool, alike: bool, first_part: int) 
         assert state.steps <= foreseen, f"it waits after step {foreseen}"
 
 
-@settings(max_examples=120)
+@settings(max_examples=up_to(120))
 @given(
     seed=st.integers(0, 100_000), caching=st.booleans(), alike=st.booleans(), first_part=st.sampled_from([1, 16, 256])
 )
@@ -329,7 +330,7 @@ def test_that_property_meets_grants_of_a_part(caching: bool, alike: bool) -> Non
 
 @pytest.mark.searches
 @given(seed=st.integers(0, 100_000))
-@settings(max_examples=80)
+@settings(max_examples=up_to(80))
 def test_nobody_is_preempted_again_and_again(seed: int) -> None:
     """Two tenants, two priorities: between two steps no sequence is admitted and preempted in turns."""
     rng, number = random.Random(seed), 1

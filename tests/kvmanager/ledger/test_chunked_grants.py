@@ -13,6 +13,7 @@ from common.contracts.lease import Inventory, InventorySequence
 from common.contracts.types import BlockId, DecisionKind, SequenceId, SequencePhase
 from kvmanager.contracts.block import BlockState
 from kvmanager.ledger.ledger import Ledger
+from tests.support.examples import up_to
 from tests.support.kvmanager.fake_worker import FakeWorker
 from tests.support.kvmanager.ledgers import admit, block_table, finish, make_ledger, play, prompt, reserve
 
@@ -253,7 +254,7 @@ def steps_until_all_end(seed: int, chunked: bool) -> tuple[int, int]:
     raise AssertionError("they do not end")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=up_to(60), deadline=None)
 @given(seed=st.integers(0, 100_000))
 def test_everybody_ends(seed: int) -> None:
     steps_until_all_end(seed, chunked=True)

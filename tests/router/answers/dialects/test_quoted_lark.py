@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from common.contracts.limits import MAX_TOOL_GRAMMAR_BYTES
 from router.answers.dialects.quoted_lark import quoted_lark
+from tests.support.examples import up_to
 
 BYTES = LLTokenizer("byte")
 ALPHABET = 'ab"\\\n\t\x01é '
@@ -100,7 +101,7 @@ def is_usable(lark: str) -> bool:
 
 
 @given(grammars(), st.randoms(use_true_random=False), st.lists(st.text(ALPHABET, max_size=5), max_size=5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=up_to(300), deadline=None)
 def test_a_text_is_allowed_exactly_when_its_spelling_is(lark: str, draw: random.Random, texts: list[str]) -> None:
     if not is_usable(lark):
         return
@@ -211,7 +212,7 @@ def test_ignored_text_stands_between_tokens() -> None:
 
 
 @given(grammars(), st.randoms(use_true_random=False), st.sampled_from((r"/[ \n]+/", "/b/", '"\\n" "a"?', r"/ */")))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=up_to(100), deadline=None)
 def test_where_text_is_ignored_a_spelling_is_allowed_for_allowed_texts(
     lark: str, draw: random.Random, ignored: str
 ) -> None:
@@ -248,7 +249,7 @@ SCRAPS = (
         st.sampled_from([*SCRAPS, "\ud800", "\n", "%import common.LF\n", "A: /./\n", 'x: "b" | x x\n']), max_size=20
     )
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=up_to(500), deadline=None)
 def test_whatever_is_sent_is_compiled_or_refused(scraps: list[str]) -> None:
     for lark in (" ".join(scraps), f"start: {' '.join(scraps)}\n"):
         try:
