@@ -193,7 +193,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("rest")
     unwanted = [name for name in _ONLY_WHEN_NAMED if name not in config.option.markexpr]
     if config.getoption("fast"):
-        unwanted += ["rest", "searches"]
+        unwanted += ["plots", "rest", "searches"]
     left_out = {item: None for item in items if any(item.get_closest_marker(name) for name in unwanted)}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))

@@ -64,6 +64,7 @@ def test_each_policy_is_a_column_on_top_of_the_other_changes(
     assert changed > turns > nothing_shared == 0
 
 
+@pytest.mark.plots
 def test_a_picture_stands_beside_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "what-if.svg"
