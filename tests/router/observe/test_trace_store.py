@@ -168,7 +168,7 @@ def test_both_ways_into_the_store_give_the_same_span(store: TraceStore) -> None:
 
 
 def test_the_bound_of_the_store_counts_what_spans_and_their_decisions_take() -> None:
-    store, count = TraceStore(10_000, 1 << 30), 300
+    store, count = TraceStore(10_000, 1 << 30), 100
     tracer = own_tracer(store)
     store.add_own(RecordedSpan("warm", SpanContext(1, 1, is_remote=False), None, Origin(Resource({})), 0, print))
     before = store.bytes

@@ -215,8 +215,9 @@ async def test_a_wrong_field_is_named(api: Api, fields: dict[str, Any], param: s
     assert words in answer.json()["error"]["message"]
 
 
-async def test_items_must_be_there_and_only_so_many_fit(api: Api) -> None:
-    name = await new(api, *[HI] * (MAX_CHAT_MESSAGES - 1))
+async def test_items_must_be_there_and_only_so_many_fit(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CHAT_MESSAGES", 4)
+    name = await new(api, HI, HI, HI)
     one = f"{PATH}/{name}/items"
     assert (await api.http.post(one, json={"items": []})).json()["error"]["param"] == "items"
     assert (await api.http.post(one, json={"items": [HI]})).status_code == 200
