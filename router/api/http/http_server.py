@@ -10,6 +10,7 @@ import secrets
 import socket
 import ssl
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -21,6 +22,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from common.contracts import limits
+from common.contracts.clock import until_tick
 from common.contracts.errors import PortTaken
 from common.process.connections import Connections
 from common.process.ports import listener
@@ -344,7 +346,7 @@ class _Server(uvicorn.Server):
         """Keep the date of answers until `end`. uvicorn's own loop looks ten times a second whether it should end."""
         while not await self.on_tick(0):
             with suppress(TimeoutError):
-                async with asyncio.timeout(_DATE_SECONDS):
+                async with asyncio.timeout(until_tick(time.monotonic(), _DATE_SECONDS)):
                     await self._ending.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
