@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.backoff import Backoff
-from common.contracts.clock import Clock
+from common.contracts.clock import Clock, until_tick
 from common.contracts.errors import StaleEpoch
 from common.contracts.index_format import DiscoveredWorker, discovered_to_value
 from kvmanager.contracts.index_events import IndexSnapshot
@@ -137,19 +137,20 @@ class PrefixPublisher:
         while not self._stopping:
             if await self._round():
                 failures = 0
-                await self._wait_for_work()
-                await asyncio.sleep(self._times.linger)
+                if await self._changed():
+                    await asyncio.sleep(self._times.linger)
             else:
                 failures += 1
                 await asyncio.sleep(BACKOFF.pause(failures))
 
-    async def _wait_for_work(self) -> None:
-        """Return when a feed changed or a lease is due."""
+    async def _changed(self) -> bool:
+        """Return True when a feed has changed, False when a lease is due."""
         try:
             async with asyncio.timeout(max(0.0, self._renew_at - self._clock.monotonic())):
                 await self._wake.wait()
         except TimeoutError:
-            return
+            return False
+        return True
 
     async def _round(self) -> bool:
         """Do what is due; return whether the index took it."""
@@ -256,7 +257,7 @@ class PrefixPublisher:
             self._refresh_at = now
             for feed in self._feeds:
                 feed.refresh()
-        self._renew_at = now + self._times.lease_ttl / 3
+        self._renew_at = now + until_tick(now, self._times.lease_ttl / 3)
 
     async def _retire(self, epoch: int, until: float) -> None:
         """Retire the workers whose time to come back ended before `until`."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
@@ -110,14 +110,13 @@ class RedisIndexStore:
                 pipeline.set(index_format.discovery_key(worker_id), value, px=self._lease_ms)
             if discovery:
                 pipeline.sadd(index_format.DISCOVERY_WORKERS_KEY, *discovery)
-            await pipeline.execute()
-        await self._forget_departed()
+            pipeline.srandmember(index_format.DISCOVERY_WORKERS_KEY, _DRAWN)
+            *_, drawn = await pipeline.execute()
+        if others := set(drawn) - {worker_id.encode() for worker_id in discovery}:
+            await self._forget_departed(others)
 
-    async def _forget_departed(self) -> None:
-        """Take some workers without an entry out of the set: a manager that was killed could not retire its own."""
-        drawn = await cast(
-            "Awaitable[list[bytes]]", self._redis.srandmember(index_format.DISCOVERY_WORKERS_KEY, _DRAWN)
-        )
+    async def _forget_departed(self, drawn: Collection[bytes]) -> None:
+        """Take workers without an entry out of the set: a manager that was killed could not retire its own."""
         async with self._redis.pipeline(transaction=False) as pipeline:
             for worker_id in drawn:
                 pipeline.exists(index_format.discovery_key("").encode() + worker_id)

@@ -22,6 +22,7 @@ from kvmanager.index.publisher import PrefixPublisher, PublisherTimes
 from kvmanager.index.state_file import EpochFile
 from kvmanager.index.worker_feed import WorkerFeed
 from tests.support.kvmanager.fake_session import IDENTITY
+from tests.support.turns import until_idle
 
 H = [BlockHash(bytes([number]) * 16) for number in range(8)]
 TIMES = PublisherTimes(prefix_ttl=60.0, lease_ttl=3.0, linger=0.0)
@@ -300,6 +301,22 @@ async def test_leases_are_renewed_and_a_worker_that_stays_away_is_retired(rig: R
     rig.publisher.wake()
     await rig.next_call(lambda call: call == ("retire", 0, 100, "w0"))
     assert rig.store.calls[-2] == ("renew", {}, [])
+
+
+async def test_renewals_are_due_at_multiples_of_their_period(rig: Rig) -> None:
+    """All that is periodic in the processes of a host wakes them up at one moment."""
+
+    def renewals() -> int:
+        return rig.store.calls.count(("renew", {0: 100}, ["w0"]))
+
+    rig.open()
+    for pause, due in ((1.4 * TIMES.lease_ttl / 3, True), (0.5, False), (0.2, True)):
+        await rig.settled()
+        before = renewals()
+        rig.clock.advance(pause)
+        rig.publisher.wake()
+        await until_idle()
+        assert renewals() - before == due
 
 
 async def test_entries_are_written_again_in_half_their_life(rig: Rig) -> None:

@@ -185,8 +185,10 @@ async def test_renewal_prolongs_liveness_and_discovery(store: RedisIndexStore, r
 async def test_workers_without_an_entry_leave_the_set(store: RedisIndexStore, redis_client: Redis) -> None:
     """A manager that was killed leaves the ids of its workers behind; they must not pile up."""
     await redis_client.sadd(index_format.DISCOVERY_WORKERS_KEY, *(f"gone-{number}" for number in range(100)))
+    await redis_client.sadd(index_format.DISCOVERY_WORKERS_KEY, "of another manager")
+    await redis_client.set(index_format.discovery_key("of another manager"), "{}")
     await store.renew(1, {}, {"a": "{}"})
-    assert await redis_client.smembers(index_format.DISCOVERY_WORKERS_KEY) == {b"a"}
+    assert await redis_client.smembers(index_format.DISCOVERY_WORKERS_KEY) == {b"a", b"of another manager"}
 
 
 async def test_retired_worker_has_no_live_entries(store: RedisIndexStore, redis_client: Redis) -> None:
