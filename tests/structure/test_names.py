@@ -27,8 +27,9 @@ def tracked() -> list[str]:
 
 
 def strangers_in(text: str) -> list[str]:
-    """Return what names a stranger's distribution."""
-    return [match[0] for match in _STRANGERS.finditer(text)]
+    """Return what names a stranger's distribution. No other line has a match; the expression is slow on all of them."""
+    lines = (line for line in text.splitlines() if "quire" in line or "./protos" in line)
+    return [match[0] for line in lines for match in _STRANGERS.finditer(line)]
 
 
 def test_what_would_install_a_strangers_package_is_found() -> None:
