@@ -15,7 +15,7 @@ from common.contracts.types import BlockHash, BlockId, SequenceId
 from kvmanager.contracts.block import ROOT
 from kvmanager.contracts.ledger_config import EvictionName, LedgerConfig
 from kvmanager.contracts.sequence import Sequence
-from kvmanager.ledger.block_granter import BlockGranter
+from kvmanager.ledger.evicting import evict_until_free
 from kvmanager.ledger.ledger_state import LedgerState
 
 
@@ -51,7 +51,7 @@ def replay(
     state: LedgerState, requests: Items[CacheRequest], starts: Callable[[int], None] = lambda _: None
 ) -> Replayed:
     """Serve the requests one after the other; count those after the first quarter. `starts` gets each one's number."""
-    result, granter = Replayed(), BlockGranter()
+    result = Replayed()
     begin = time.process_time()
     for number, request in enumerate(requests):
         if number == len(requests) // 4:
@@ -60,7 +60,7 @@ def replay(
         if request.at:
             assert isinstance(state.clock, ManualClock)
             state.clock.now = max(state.clock.now, request.at)
-        _serve(state, granter, request, result)
+        _serve(state, request, result)
     result.seconds = time.process_time() - begin
     return result
 
@@ -78,7 +78,7 @@ def _retain(state: LedgerState, request: CacheRequest, table: list[BlockId], hit
     state.retention.mark(sequence)
 
 
-def _serve(state: LedgerState, granter: BlockGranter, request: CacheRequest, result: Replayed) -> None:
+def _serve(state: LedgerState, request: CacheRequest, result: Replayed) -> None:
     if request.retention:
         _count_retained(state, request, result)
     pool, cache, prompt = state.block_pool, state.cache, request.prompt
@@ -88,7 +88,7 @@ def _serve(state: LedgerState, granter: BlockGranter, request: CacheRequest, res
         pool.hold(held)
     content = (*prompt, *request.output)
     fresh = len(content) - len(hits)
-    granter.make_free(state, fresh, None)
+    evict_until_free(state, fresh, None)
     parent: BlockHash = prompt[len(hits) - 1] if hits else ROOT
     for index in range(len(hits), len(content)):
         block = pool.take()

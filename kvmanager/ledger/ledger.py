@@ -1,4 +1,4 @@
-"""One worker's ledger: the façade over its state and its policies."""
+"""One worker's ledger: the commands and queries over its state."""
 
 from __future__ import annotations
 
@@ -17,34 +17,37 @@ from kvmanager.contracts.counts import PoolCounts
 from kvmanager.contracts.index_events import IndexEvent, IndexSnapshot
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence
-from kvmanager.ledger import chunked_grants, grant_order, runway
+from kvmanager.ledger import (
+    block_granter,
+    chunked_grants,
+    evicting,
+    grant_order,
+    preemption,
+    rebuild,
+    report_applier,
+    runway,
+)
 from kvmanager.ledger.audit import audit
 from kvmanager.ledger.block_map import BlockMap, BlockView, map_of, view_of
 from kvmanager.ledger.block_table import BlockTable, table_of
 from kvmanager.ledger.ledger_state import LedgerState
-from kvmanager.ledger.policies import DEFAULT_POLICIES, LedgerPolicies
 from kvmanager.ledger.preemption import Shortage
 
 
 class Ledger:
-    """Block tables, prefix cache, queue and lease of one worker. Not thread-safe; no method blocks.
+    """Block tables, prefix cache, queue and lease of one worker. Not thread-safe; no method blocks."""
 
-    `policies` decide, `state` holds their data.
-    """
-
-    __slots__ = ("policies", "state")
+    __slots__ = ("state",)
 
     def __init__(
         self,
         config: LedgerConfig,
         clock: Clock,
         decision_ids: Callable[[], str],
-        policies: LedgerPolicies = DEFAULT_POLICIES,
         worker: str = "",
     ) -> None:
         """`worker` is the worker's id, for records."""
         self.state = LedgerState(config, clock, decision_ids, worker)
-        self.policies = policies
 
     # ------------------------------------------------------------ W -> M
 
@@ -55,11 +58,11 @@ class Ledger:
 
     def rebuilding(self, inventory: Inventory) -> Iterator[None]:
         """Rebuild in steps of some milliseconds; between them nothing else may be called. Raises as `rebuild` does."""
-        return self.policies.loader.load(self.state, inventory)
+        return rebuild.load_inventory(self.state, inventory)
 
     def apply(self, report: Report) -> None:
         """Apply a report. Raises ProtocolViolation; the ledger is then void until the next rebuild."""
-        self.policies.reports.apply(self.state, report)
+        report_applier.apply_report(self.state, report)
 
     # ------------------------------------------------------------ M -> W
 
@@ -68,11 +71,11 @@ class Ledger:
 
         With `most`, a batch has so many admissions at most, and `has_more` says whether the next batch can follow.
         """
-        state, granter, pool = self.state, self.policies.granter, self.state.block_pool
+        state, pool = self.state, self.state.block_pool
         grant_order.take_turn_by_age(state)
         terms, stalled = self._runway_terms()
         refill = runway.is_short(terms, pool.leased, stalled)
-        lease = granter.lease(state, terms.want - pool.leased) if refill else []
+        lease = block_granter.lease_blocks(state, terms.want - pool.leased) if refill else []
         copies, admits, preempt = self._admit_or_preempt(most)
         if admits or preempt:
             terms, _ = self._runway_terms()
@@ -80,15 +83,15 @@ class Ledger:
         if begun is not None and not state.preempting and not self.has_more:
             terms = self._terms_of_begun(begun)
             if runway.is_short(terms, pool.leased, stalled + (begun.id in state.stalled)):
-                lease += granter.lease(state, terms.want - pool.leased)
+                lease += block_granter.lease_blocks(state, terms.want - pool.leased)
         if state.queue:
             if not preempt:
-                granter.begin(state, copies, admits)
-                granter.backfill(state, copies, admits)
-            granter.explain(state)
+                block_granter.begin_prompt(state, copies, admits)
+                block_granter.backfill_sequences(state, copies, admits)
+            block_granter.explain_waits(state)
         target = self._target(terms, refill)
         if refill:
-            lease += granter.lease_further(state, target)
+            lease += block_granter.lease_free_blocks(state, target)
         cancel, state.refused = tuple(state.refused), []
         reset = state.resets.take()
         if target == state.last_sent_target and not (lease or preempt or admits or cancel or reset):
@@ -103,12 +106,12 @@ class Ledger:
 
     def _admit_or_preempt(self, most: int | None) -> tuple[list[Copy], list[Admit], tuple[Preempt, ...]]:
         """Grant what the sequences that wait and those that are stalled need. After most reports there are none."""
-        state, granter = self.state, self.policies.granter
+        state = self.state
         if not state.queue and not state.stalled:
             state.blocked_by = ""
             return [], [], ()
-        preempt = self.policies.preemption.preempt(state)
-        copies, admits = granter.admit(state, most)
+        preempt = preemption.preempt_for_stalled(state)
+        copies, admits = block_granter.admit_sequences(state, most)
         return copies, admits, preempt or self._preempt_for_next()
 
     def _preempt_for_next(self) -> tuple[Preempt, ...]:
@@ -117,11 +120,11 @@ class Ledger:
         if state.blocked_by not in ("capacity", "places"):
             return ()
         sequence = grant_order.next_turn(state).sequence
-        return self.policies.preemption.preempt_for(state, sequence, partial(self._shortage, sequence))
+        return preemption.preempt_for_waiting(state, sequence, partial(self._shortage, sequence))
 
     def _shortage(self, sequence: Sequence) -> Shortage:
         """Return what a waiting sequence lacks, where those that run get their runway first."""
-        short = self.policies.granter.shortage(self.state, sequence)
+        short = block_granter.measure_shortage(self.state, sequence)
         due = max(0, self._runway_terms()[0].want - self.state.block_pool.leased)
         return Shortage(short.missing + due, short.slack + due, short.hits)
 
@@ -168,7 +171,7 @@ class Ledger:
         victims = [state.sequences[each] for each in self._lacking()]
         if not victims or state.preempting:
             return None
-        preempt = self.policies.preemption.give_up(state, victims, why)
+        preempt = preemption.preempt_to_break_stall(state, victims, why)
         state.totals.broken_stalls += 1
         state.last_sent_target = self.lease_target(refill=False)
         return GrantBatch(state.last_sent_target, preempt=preempt)
@@ -182,7 +185,7 @@ class Ledger:
         """
         if self.state.block_pool.in_use:
             return False
-        self.policies.granter.drop_cached(self.state)
+        evicting.drop_cached_blocks(self.state)
         return True
 
     def reset_cache(self, number: int) -> int:
@@ -191,7 +194,7 @@ class Ledger:
         `number` is the id of the reset, which no other one of this manager has. The worker gets it in the next batch.
         """
         self.state.resets.wanted = number
-        return self.policies.granter.drop_cached(self.state)
+        return evicting.drop_cached_blocks(self.state)
 
     def pin(self, pins: Items[Pin], share: float, why: str = "") -> None:
         """Pin as `pinning` does, in one step."""
@@ -227,7 +230,7 @@ class Ledger:
         """Return the hits that a prompt of `num_tokens` tokens would have now, and why there are no more."""
         cacheable = bool(block_hashes) or num_tokens < self.state.config.block_size
         cache, config = self.state.cache, self.state.config
-        _, match = self.policies.granter.match(self.state, block_hashes, num_tokens, cacheable)
+        _, match = block_granter.match_prefix(self.state, block_hashes, num_tokens, cacheable)
         return settled(cache, config, block_hashes, num_tokens, match)
 
     def leading_blocks(self, block_hashes: Items[BlockHash], first: int = 0, end: int | None = None) -> int:

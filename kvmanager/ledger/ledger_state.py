@@ -1,6 +1,6 @@
 """The data of one worker's ledger, and the elementary changes that keep its running totals right.
 
-The policies of `policies.py` decide which change happens when; each of them takes a `LedgerState`.
+Rules decide which change happens when: `report_applier`, `block_granter`, `evicting`, `preemption` and `rebuild`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ from kvmanager.contracts.ledger_config import (
     VictimOrder,
 )
 from kvmanager.ledger.ledger import Ledger
-from kvmanager.ledger.policies import DEFAULT_POLICIES, LedgerPolicies
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +86,8 @@ class Manager:
         clock: Clock,
         decision_ids: Callable[[], str],
         epoch: int = 0,
-        policies: LedgerPolicies = DEFAULT_POLICIES,
     ) -> None:
         self._config = config
-        self._policies = policies
         self._clock = clock
         self._decision_ids = decision_ids
         self._registrations: dict[str, WorkerRegistration] = {}
@@ -119,7 +116,7 @@ class Manager:
             return rejected
         self.identity = self.identity or attach.identity
         config, worker = self._ledger_config(attach), attach.worker_id
-        ledger = Ledger(config, self._clock, self._decision_ids, self._policies, worker)
+        ledger = Ledger(config, self._clock, self._decision_ids, worker)
         registration = WorkerRegistration(attach, ledger)
         self._registrations[attach.worker_id] = registration
         return registration

@@ -2,7 +2,7 @@
 
 The victim has the lowest priority, then the tenant of the greatest load, then the least work to lose (`VictimOrder`
 "work") or the latest arrival ("arrival"). The most senior sequence is never a victim, so it ends, and then another one
-is the most senior: every sequence ends.
+is the most senior: every sequence ends. No other preemption is ordered before all of one order are reported.
 
 A sequence that was preempted `max_preemptions` times is spared: only a higher priority may preempt it again. It is
 admitted with all blocks that it may ever need, so it never lacks one, and those that do wait for its end at most. Where
@@ -46,107 +46,109 @@ class Shortage(NamedTuple):
     hits: frozenset[BlockId] = frozenset()
 
 
-class PreemptionPolicy:
-    """Orders preemptions, and no others before all of these are reported. It has no state of its own."""
+def preempt_for_stalled(state: LedgerState) -> tuple[Preempt, ...]:
+    """Order as many preemptions as the stalled sequences need, when no block is left anywhere.
 
-    def preempt(self, state: LedgerState) -> tuple[Preempt, ...]:
-        """Order as many preemptions as the stalled sequences need, when no block is left anywhere.
+    The blocks are for the most senior one that is stalled and stays, or else for the most senior one that stays:
+    the first victims may have been those that stalled.
+    """
+    pool = state.block_pool
+    if not state.stalled or state.running < 2 or state.preempting or pool.leased or pool.available:
+        return ()
+    stalled = state.live_stalled()
+    if not stalled:
+        return ()
+    running = running_sequences(state)
+    victims = victims_for(stalled, running, Exposure(state))
+    if not victims:
+        return ()
+    leaving = {victim.id for victim in victims}
+    staying = sorted((each for each in running if each.id not in leaving), key=seniority)
+    beneficiary = next((each for each in staying if each.id in stalled), staying[0])
+    return _order_preemptions(state, victims, beneficiary, running, "pool is used up")
 
-        The blocks are for the most senior one that is stalled and stays, or else for the most senior one that stays:
-        the first victims may have been those that stalled.
-        """
-        pool = state.block_pool
-        if not state.stalled or state.running < 2 or state.preempting or pool.leased or pool.available:
-            return ()
-        stalled = state.live_stalled()
-        if not stalled:
-            return ()
-        running = running_sequences(state)
-        victims = victims_for(stalled, running, Exposure(state))
-        if not victims:
-            return ()
-        leaving = {victim.id for victim in victims}
-        staying = sorted((each for each in running if each.id not in leaving), key=seniority)
-        beneficiary = next((each for each in staying if each.id in stalled), staying[0])
-        return self._order_all(state, victims, beneficiary, running, "pool is used up")
 
-    def preempt_for(
-        self, state: LedgerState, sequence: Sequence, shortage: Callable[[], Shortage]
-    ) -> tuple[Preempt, ...]:
-        """Order as many preemptions as a sequence that waits needs, if it is entitled to enough of them.
+def preempt_for_waiting(
+    state: LedgerState, sequence: Sequence, shortage: Callable[[], Shortage]
+) -> tuple[Preempt, ...]:
+    """Order as many preemptions as a sequence that waits needs, if it is entitled to enough of them.
 
-        `shortage` is called only when there is a victim.
-        """
-        if state.preempting or state.live_stalled():
-            return ()
-        running, exposure = running_sequences(state), Exposure(state)
-        blocks = state.config.admission_blocks(sequence.num_tokens)
-        entitled = self.victims(sequence, running, exposure, blocks)
-        if not entitled:
-            return ()
-        short = shortage()
-        freed, victims = FreedBlocks(state.blocks, short.hits), list[Sequence]()
-        for each in entitled:
-            if victims and freed.count >= short.missing:
-                break
-            if victims and not self.may_replace(sequence, each, exposure, blocks):
-                continue  # those before it have left its tenant within its share
-            exposure.shares.remove(each)
-            freed.release(each)
-            victims.append(each)
-        # Where nobody stays, nobody grows, and the worker returns its lease pool.
-        unneeded = short.slack + state.block_pool.leased if len(victims) == len(running) else 0
-        if freed.count < short.missing - unneeded:
-            return ()
-        victims = needed_of(victims, freed, short.missing)
-        higher = victims[0].priority < sequence.priority
-        reason = "a higher priority waits" if higher else "a tenant below its share waits"
-        return self._order_all(state, victims, sequence, running, reason)
+    `shortage` is called only when there is a victim.
+    """
+    if state.preempting or state.live_stalled():
+        return ()
+    running, exposure = running_sequences(state), Exposure(state)
+    blocks = state.config.admission_blocks(sequence.num_tokens)
+    entitled = entitled_victims(sequence, running, exposure, blocks)
+    if not entitled:
+        return ()
+    short = shortage()
+    freed, victims = FreedBlocks(state.blocks, short.hits), list[Sequence]()
+    for each in entitled:
+        if victims and freed.count >= short.missing:
+            break
+        if victims and not may_replace(sequence, each, exposure, blocks):
+            continue  # those before it have left its tenant within its share
+        exposure.shares.remove(each)
+        freed.release(each)
+        victims.append(each)
+    # Where nobody stays, nobody grows, and the worker returns its lease pool.
+    unneeded = short.slack + state.block_pool.leased if len(victims) == len(running) else 0
+    if freed.count < short.missing - unneeded:
+        return ()
+    victims = needed_of(victims, freed, short.missing)
+    higher = victims[0].priority < sequence.priority
+    reason = "a higher priority waits" if higher else "a tenant below its share waits"
+    return _order_preemptions(state, victims, sequence, running, reason)
 
-    def give_up(self, state: LedgerState, lacking: list[Sequence], why: str) -> tuple[Preempt, ...]:
-        """Order the preemption of one of those that lack blocks: the begun prompt, or else the first victim of all."""
-        running, begun = running_sequences(state), state.partly_granted()
-        victim = begun if begun is not None and begun in lacking else max(lacking, key=Exposure(state).of)
-        others = [each for each in state.sequences.values() if each is not victim]
-        gaining = min((each for each in others if each in lacking or each.phase is SequencePhase.WAITING),
-                      key=seniority, default=None)  # fmt: skip
-        victim.gave_up = True
-        return self._order_all(state, [victim], gaining, running, why)
 
-    def victims(self, sequence: Sequence, running: list[Sequence], exposure: Exposure, blocks: int) -> list[Sequence]:
-        """Return those that a waiting sequence which needs so many blocks may replace, the first victim first."""
-        senior = min((*running, sequence), key=seniority)
-        found = [each for each in running if each is not senior and self.may_replace(sequence, each, exposure, blocks)]
-        return sorted(found, key=exposure.of, reverse=True)
+def preempt_to_break_stall(state: LedgerState, lacking: list[Sequence], why: str) -> tuple[Preempt, ...]:
+    """Order the preemption of one of those that lack blocks: the begun prompt, or else the first victim of all."""
+    running, begun = running_sequences(state), state.partly_granted()
+    victim = begun if begun is not None and begun in lacking else max(lacking, key=Exposure(state).of)
+    others = [each for each in state.sequences.values() if each is not victim]
+    gaining = min((each for each in others if each in lacking or each.phase is SequencePhase.WAITING),
+                  key=seniority, default=None)  # fmt: skip
+    victim.gave_up = True
+    return _order_preemptions(state, [victim], gaining, running, why)
 
-    def may_replace(self, sequence: Sequence, victim: Sequence, exposure: Exposure, blocks: int) -> bool:
-        """Return whether a waiting sequence which needs so many blocks is entitled to those of a running one."""
-        if outranks(sequence, victim):
-            return True
-        shares = exposure.shares
-        within = not shares.running(sequence.tenant) or shares.load(sequence.tenant, 1, blocks) <= 1.0
-        return within and not exposure.spares(victim) and _gives_way(victim, sequence, shares)
 
-    def _order_all(
-        self,
-        state: LedgerState,
-        victims: list[Sequence],
-        beneficiary: Sequence | None,
-        running: list[Sequence],
-        reason: str,
-    ) -> tuple[Preempt, ...]:
-        # The records of one order share their candidates: the first has them.
-        named, reasons = candidates(running, state), (reason, _CHOICES[state.config.preemption])
-        shown = [named, *[()] * (len(victims) - 1)]
-        records = [_record(state, each, beneficiary, reasons, of) for each, of in zip(victims, shown, strict=True)]
-        orders = tuple(Preempt(each.id, record) for each, record in zip(victims, records, strict=True))
-        for victim in victims:
-            self.order(state, victim)
-        return orders
+def entitled_victims(sequence: Sequence, running: list[Sequence], exposure: Exposure, blocks: int) -> list[Sequence]:
+    """Return those that a waiting sequence which needs so many blocks may replace, the first victim first."""
+    senior = min((*running, sequence), key=seniority)
+    found = [each for each in running if each is not senior and may_replace(sequence, each, exposure, blocks)]
+    return sorted(found, key=exposure.of, reverse=True)
 
-    def order(self, state: LedgerState, victim: Sequence) -> None:
-        """Mark the victim. Its blocks are not free before the worker reports that it released them."""
-        state.halt(victim, SequencePhase.DRAINING_PREEMPT)
+
+def may_replace(sequence: Sequence, victim: Sequence, exposure: Exposure, blocks: int) -> bool:
+    """Return whether a waiting sequence which needs so many blocks is entitled to those of a running one."""
+    if outranks(sequence, victim):
+        return True
+    shares = exposure.shares
+    within = not shares.running(sequence.tenant) or shares.load(sequence.tenant, 1, blocks) <= 1.0
+    return within and not exposure.spares(victim) and _gives_way(victim, sequence, shares)
+
+
+def _order_preemptions(
+    state: LedgerState,
+    victims: list[Sequence],
+    beneficiary: Sequence | None,
+    running: list[Sequence],
+    reason: str,
+) -> tuple[Preempt, ...]:
+    # The records of one order share their candidates: the first has them.
+    named, reasons = candidates(running, state), (reason, _CHOICES[state.config.preemption])
+    shown = [named, *[()] * (len(victims) - 1)]
+    records = [_record(state, each, beneficiary, reasons, of) for each, of in zip(victims, shown, strict=True)]
+    orders = tuple(Preempt(each.id, record) for each, record in zip(victims, records, strict=True))
+    for victim in victims:
+        order_preemption(state, victim)
+    return orders
+
+
+def order_preemption(state: LedgerState, victim: Sequence) -> None:
+    """Mark the victim. Its blocks are not free before the worker reports that it released them."""
+    state.halt(victim, SequencePhase.DRAINING_PREEMPT)
 
 
 def private_blocks(sequence: Sequence, blocks: Blocks) -> int:

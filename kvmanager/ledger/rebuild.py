@@ -23,124 +23,110 @@ STEP_BLOCKS: Final = 1 << 13
 """Blocks of one step."""
 
 
-class InventoryLoader:
-    """The rules by which an inventory becomes a ledger's state. It has no state of its own."""
+def load_inventory(state: LedgerState, inventory: Inventory) -> Iterator[None]:
+    """Replace the ledger's state, step by step; the state is consistent after the last step alone.
 
-    def load(self, state: LedgerState, inventory: Inventory) -> Iterator[None]:
-        """Replace the ledger's state, step by step; the state is consistent after the last step alone.
-
-        Raises ProtocolViolation when the inventory contradicts itself.
-        """
-        state.empty()
-        state.block_pool.free.clear()
-        loaded = [(_register(state, entry), entry.block_table) for entry in inventory.sequences]
-        tables = [(sequence, table) for sequence, table in loaded if sequence.phase is not SequencePhase.WAITING]
-        for sequence, table in tables:
-            _restore_table(state, sequence, table)
-        if state.config.grants_parts:
-            state.partial = partial_of((sequence for sequence, _ in tables), state.config.block_size)
-        for block in inventory.pool:
-            _restore_lease(state, block)
-        yield
-        cached: list[BlockId] = []
-        entries = CachedBlocks.of(inventory.cached_blocks)
-        if state.caches:
-            events = len(state.cache.events)
-            restore = _restore_in_window if state.config.window else self._restore_cached_blocks
-            for first in range(0, len(entries), STEP_BLOCKS):
-                restore(state, entries, first, cached)
-                yield
-            if len(entries):
-                # There are no events of a rebuild. A gap in their numbers leads each follower to take a snapshot.
-                del state.cache.events[events:]
-                state.cache.number += 1
-        for sequence, table in tables:
-            _restore_content(state, sequence, table)
-        yield from self._restore_order(state, cached, entries)
-        pinned = list(state.retention.pinned)
-        for first in range(0, len(pinned), STEP_BLOCKS):
-            for block_hash in pinned[first : first + STEP_BLOCKS]:
-                state.retention.hold_pinned(block_hash)
-            yield
-        yield from _restore_free(state)
-        # The worker keeps its present runway until its first report.
-        state.lease_want = len(inventory.pool)
-
-    def adopts(self, state: LedgerState, parent: BlockHash) -> bool:
-        """Return whether a cached block is registered although its parent is not.
-
-        If the parent is not registered, an ancestor may have been granted to another sequence in the meantime.
-        """
-        return False
-
-    def levels(self, by_depth: list[list[BlockId]]) -> Iterable[list[BlockId]]:
-        """Return the restored blocks of each depth in the order of their eviction."""
-        return reversed(by_depth)
-
-    def _restore_cached_blocks(
-        self, state: LedgerState, entries: CachedBlocks, first: int, cached: list[BlockId]
-    ) -> None:
-        """Register the cached blocks of one step whose parent is registered; add those that no block table holds.
-
-        A block that no block table holds stays free when another one has its content.
-        """
-        blocks, cache, hashes = state.blocks, state.cache, entries.hashes
-        states, hash_of, parent_of, depth_of = blocks.state, blocks.hash, blocks.parent, blocks.index
-        registered, ambiguous, children = cache.entries, cache.ambiguous, blocks.children
-        step = slice(first, first + STEP_BLOCKS)
-        columns = zip(entries.blocks[step], hashes[step], entries.parents[step], strict=True)
-        _check_range(state, entries.blocks[step])
-        for number, (block, block_hash, at) in enumerate(columns, start=first):
-            of = states[block]
-            if of is BlockState.LEASED or hash_of[block] is not None:
-                raise ProtocolViolation(f"cached block {block} is leased, or stands twice in the inventory")
-            parent = ROOT if at == -1 else hashes[at] if 0 <= at < number else None
-            if parent is None or not (parent == ROOT or parent in registered or self.adopts(state, parent)):
-                continue
-            if of is not BlockState.FREE or block_hash in registered or ambiguous:
-                if _restore_copy(state, block, block_hash, parent, cache.depth_after(parent)):
-                    cached.append(block)
-                continue
-            # What `PrefixCache.register` does with a new hash, without an event: this is most of the time of a rebuild.
-            if parent:
-                above = registered[parent]
-                depth_of[block] = depth_of[above] + 1
-                children[above] += 1
-            else:
-                depth_of[block] = 0
-            hash_of[block], parent_of[block] = block_hash, parent
-            registered[block_hash] = block
-            cached.append(block)
-        if cache.ghosts:
-            cache.forget_ghosts(hashes[step])
-
-    def _restore_order(self, state: LedgerState, cached: list[BlockId], entries: CachedBlocks) -> Iterator[None]:
-        """Put the registered blocks that no block table holds into the order of their eviction."""
-        if not cached:
-            return
-        by_depth: list[list[BlockId]] = [[]]
-        # With a window any block may be evicted before another one, so all are of one level.
-        sort = _take_registered if state.config.window else _sort_by_depth
-        for first in range(0, len(cached), STEP_BLOCKS):
-            sort(state, cached[first : first + STEP_BLOCKS], by_depth)
-            yield
-        states, last_used = state.blocks.state, [0] * len(state.blocks)
+    Raises ProtocolViolation when the inventory contradicts itself.
+    """
+    state.empty()
+    state.block_pool.free.clear()
+    loaded = [(_register(state, entry), entry.block_table) for entry in inventory.sequences]
+    tables = [(sequence, table) for sequence, table in loaded if sequence.phase is not SequencePhase.WAITING]
+    for sequence, table in tables:
+        _restore_table(state, sequence, table)
+    if state.config.grants_parts:
+        state.partial = partial_of((sequence for sequence, _ in tables), state.config.block_size)
+    for block in inventory.pool:
+        _restore_lease(state, block)
+    yield
+    cached: list[BlockId] = []
+    entries = CachedBlocks.of(inventory.cached_blocks)
+    if state.caches:
+        events = len(state.cache.events)
+        restore = _restore_in_window if state.config.window else _restore_cached_blocks
         for first in range(0, len(entries), STEP_BLOCKS):
-            step = slice(first, first + STEP_BLOCKS)
-            for block, used in zip(entries.blocks[step], entries.last_used[step], strict=True):
-                last_used[block] = used
+            restore(state, entries, first, cached)
             yield
-        due = 0
-        depth_of, windowed = state.blocks.index, state.config.window > 0
-        rank = (lambda block: (last_used[block] << 32) - depth_of[block]) if windowed else last_used.__getitem__
-        for part in order_after_rebuild(self.levels(by_depth), rank):
-            for block in part:
-                states[block] = BlockState.CACHED
-            state.block_pool.cached.restore(part)
-            due += len(part)
-            if due >= STEP_BLOCKS or not part:
-                due = 0
-                yield
+        if len(entries):
+            # There are no events of a rebuild. A gap in their numbers leads each follower to take a snapshot.
+            del state.cache.events[events:]
+            state.cache.number += 1
+    for sequence, table in tables:
+        _restore_content(state, sequence, table)
+    yield from _restore_order(state, cached, entries)
+    pinned = list(state.retention.pinned)
+    for first in range(0, len(pinned), STEP_BLOCKS):
+        for block_hash in pinned[first : first + STEP_BLOCKS]:
+            state.retention.hold_pinned(block_hash)
+        yield
+    yield from _restore_free(state)
+    # The worker keeps its present runway until its first report.
+    state.lease_want = len(inventory.pool)
+
+
+def _restore_cached_blocks(state: LedgerState, entries: CachedBlocks, first: int, cached: list[BlockId]) -> None:
+    """Register the cached blocks of one step whose parent is registered; add those that no block table holds.
+
+    A block that no block table holds stays free when another one has its content.
+    """
+    blocks, cache, hashes = state.blocks, state.cache, entries.hashes
+    states, hash_of, parent_of, depth_of = blocks.state, blocks.hash, blocks.parent, blocks.index
+    registered, ambiguous, children = cache.entries, cache.ambiguous, blocks.children
+    step = slice(first, first + STEP_BLOCKS)
+    columns = zip(entries.blocks[step], hashes[step], entries.parents[step], strict=True)
+    _check_range(state, entries.blocks[step])
+    for number, (block, block_hash, at) in enumerate(columns, start=first):
+        of = states[block]
+        if of is BlockState.LEASED or hash_of[block] is not None:
+            raise ProtocolViolation(f"cached block {block} is leased, or stands twice in the inventory")
+        parent = ROOT if at == -1 else hashes[at] if 0 <= at < number else None
+        if parent is None or not (parent == ROOT or parent in registered):
+            continue
+        if of is not BlockState.FREE or block_hash in registered or ambiguous:
+            if _restore_copy(state, block, block_hash, parent, cache.depth_after(parent)):
+                cached.append(block)
+            continue
+        # What `PrefixCache.register` does with a new hash, without an event: this is most of the time of a rebuild.
+        if parent:
+            above = registered[parent]
+            depth_of[block] = depth_of[above] + 1
+            children[above] += 1
+        else:
+            depth_of[block] = 0
+        hash_of[block], parent_of[block] = block_hash, parent
+        registered[block_hash] = block
+        cached.append(block)
+    if cache.ghosts:
+        cache.forget_ghosts(hashes[step])
+
+
+def _restore_order(state: LedgerState, cached: list[BlockId], entries: CachedBlocks) -> Iterator[None]:
+    """Put the registered blocks that no block table holds into the order of their eviction."""
+    if not cached:
+        return
+    by_depth: list[list[BlockId]] = [[]]
+    # With a window any block may be evicted before another one, so all are of one level.
+    sort = _take_registered if state.config.window else _sort_by_depth
+    for first in range(0, len(cached), STEP_BLOCKS):
+        sort(state, cached[first : first + STEP_BLOCKS], by_depth)
+        yield
+    states, last_used = state.blocks.state, [0] * len(state.blocks)
+    for first in range(0, len(entries), STEP_BLOCKS):
+        step = slice(first, first + STEP_BLOCKS)
+        for block, used in zip(entries.blocks[step], entries.last_used[step], strict=True):
+            last_used[block] = used
+        yield
+    due = 0
+    depth_of, windowed = state.blocks.index, state.config.window > 0
+    rank = (lambda block: (last_used[block] << 32) - depth_of[block]) if windowed else last_used.__getitem__
+    for part in order_after_rebuild(reversed(by_depth), rank):
+        for block in part:
+            states[block] = BlockState.CACHED
+        state.block_pool.cached.restore(part)
+        due += len(part)
+        if due >= STEP_BLOCKS or not part:
+            due = 0
+            yield
 
 
 def _check_range(state: LedgerState, blocks: Iterable[BlockId]) -> None:

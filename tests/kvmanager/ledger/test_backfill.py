@@ -13,6 +13,7 @@ from common.contracts.lease import Admit
 from common.contracts.types import BlockId, Decision, DecisionKind, SequenceId
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger.backfill import CANDIDATES, Growth, Holder, holder_of, holders_of, reserved, running
+from kvmanager.ledger.block_granter import make_reservation
 from kvmanager.ledger.grant_order import next_turn
 from kvmanager.ledger.ledger import Ledger
 from kvmanager.ledger.preemption import running_sequences
@@ -293,7 +294,7 @@ def is_in_time_by_parts(seed: int, caching: bool, alike: bool, first_part: int) 
     sequence = state.sequences[huge]
     begun = state.partly_granted() is sequence
     if state.blocked_by == "capacity":
-        foreseen = ledger.policies.granter._reserve(state, sequence, None).until
+        foreseen = make_reservation(state, sequence, None).until
     elif begun and state.reservation is not None:
         foreseen = state.reservation.until
     else:

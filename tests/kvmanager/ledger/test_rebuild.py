@@ -12,10 +12,9 @@ from common.contracts.lease import CachedBlock, CachedBlocks, Inventory, Invento
 from common.contracts.types import TRIMMED, BlockHash, BlockId, SequenceId, SequencePhase
 from kvmanager.contracts.index_events import Cleared
 from kvmanager.contracts.ledger_config import EvictionName
+from kvmanager.ledger.evicting import evict_block
 from kvmanager.ledger.ledger import Ledger
-from kvmanager.ledger.ledger_state import LedgerState
-from kvmanager.ledger.policies import DEFAULT_POLICIES, LedgerPolicies
-from kvmanager.ledger.rebuild import STEP_BLOCKS, InventoryLoader
+from kvmanager.ledger.rebuild import STEP_BLOCKS
 from tests.support.kvmanager.fake_worker import FakeWorker
 from tests.support.kvmanager.index_replica import IndexReplica
 from tests.support.kvmanager.ledgers import (
@@ -47,8 +46,8 @@ def live(number: int, length: int, blocks: tuple[int, ...], phase: SequencePhase
     return InventorySequence(entry, phase, arrival=number, block_table=tuple(map(BlockId, blocks)))
 
 
-def rebuilt(num_blocks: int, policies: LedgerPolicies = DEFAULT_POLICIES, **columns: Any) -> Ledger:
-    ledger = make_ledger(num_blocks, policies=policies)
+def rebuilt(num_blocks: int, **columns: Any) -> Ledger:
+    ledger = make_ledger(num_blocks)
     ledger.rebuild(Inventory(**columns))
     ledger.check_invariants()
     return ledger
@@ -219,19 +218,6 @@ def test_an_inventory_that_contradicts_itself_is_refused(columns: dict[str, Any]
         rebuilt(8, **columns)
 
 
-class AdoptsEverything(InventoryLoader):
-    """Registers cached blocks whose parent is gone."""
-
-    def adopts(self, state: LedgerState, parent: BlockHash) -> bool:
-        return True
-
-
-def test_the_audit_finds_cached_blocks_that_should_not_have_been_registered() -> None:
-    cached_blocks = (cached(0, HASHES[0]), cached(2, OTHER[1], -2), cached(3, OTHER[2], 1))
-    with pytest.raises((ProtocolViolation, KeyError)):
-        rebuilt(5, LedgerPolicies(loader=AdoptsEverything()), cached_blocks=cached_blocks)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_rebuilding_at_any_time_gives_the_state_that_was_there(seed: int) -> None:
     """Block tables, leases and the prefix map survive; free and cached blocks may change places in their orders."""
@@ -307,5 +293,5 @@ def test_a_policy_takes_restored_blocks_as_if_they_were_released_one_by_one(poli
         one_by_one.add(BlockId(block))
     for each in ledgers:
         each.check_invariants()
-    evicted = [[each.policies.granter.evict(each.state) for _ in range(96)] for each in ledgers]
+    evicted = [[evict_block(each.state) for _ in range(96)] for each in ledgers]
     assert evicted[0] == evicted[1]

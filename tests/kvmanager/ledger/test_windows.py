@@ -16,6 +16,7 @@ from common.contracts.lease import CachedBlock, Inventory, InventorySequence, Re
 from common.contracts.types import TRIMMED, BlockHash, BlockId, MissReason, SequencePhase
 from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.contracts.block import ROOT, Blocks
+from kvmanager.ledger.block_granter import match_prefix
 from kvmanager.ledger.ledger import Ledger
 from tests.support.kvmanager.ledgers import (
     admit,
@@ -274,7 +275,7 @@ def test_a_look_up_looks_at_few_blocks_of_a_prompt_that_nobody_has() -> None:
     """A window covers 16 blocks, so one missing block in 16 decides."""
     ledger = windowed(40, window=64)
     keys = _Counted(hashes(prompt(4 * 512), SIZE))
-    ledger.policies.granter.match(ledger.state, keys, 4 * 512, True)
+    match_prefix(ledger.state, keys, 4 * 512, True)
     assert keys.looked_at < 512 // 16 + 2 * 18
 
 

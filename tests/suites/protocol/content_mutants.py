@@ -9,16 +9,17 @@ from gpuworker.scheduling.partial_copies import PartialCopies
 from gpuworker.scheduling.sequence import Sequence
 from kvmanager.cache.prefix_cache import PartialIndex, PrefixCache
 from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.ledger import block_granter, report_applier
 from kvmanager.ledger.ledger_state import LedgerState
 from tests.suites.protocol.manager_rules import (
-    ExpectsTheSource,
-    KeepsTheSource,
-    RemembersTheSource,
     admit_whole_prompts,
+    choose_the_source_early,
+    expect_the_source,
     hold_no_source,
-    obey,
+    keep_the_source,
     reach_back_too_little,
     run_of_any_blocks,
+    take_the_early_source,
 )
 from tests.suites.protocol.mutant import CALM, Exhaustive, Mutant, Walks, never, nothing
 from tests.suites.protocol.worker_rules import (
@@ -85,14 +86,17 @@ CONTENT_MUTANTS = (
     Mutant(
         "40",
         "a block into which another one is copied is expected to have that one's hash",
-        (obey(granter=ExpectsTheSource()),),
+        ((block_granter, "grant_blocks", expect_the_source),),
         Walks("partial", faults=CALM),
         ("I2", "I3"),
     ),
     Mutant(
         "41",
         "the source of a copy was chosen before the sequence waited, and is evicted or used again",
-        (obey(granter=RemembersTheSource()),),
+        (
+            (block_granter, "plan_admission", choose_the_source_early),
+            (block_granter, "find_partial_source", take_the_early_source),
+        ),
         Walks("partial", faults=CALM),
         ("I1", "I3"),
     ),
@@ -106,7 +110,7 @@ CONTENT_MUTANTS = (
     Mutant(
         "43",
         "a sequence that leaves before its copy keeps the source",
-        (obey(reports=KeepsTheSource()),),
+        ((report_applier, "release_block_table", keep_the_source),),
         Exhaustive("partial"),
         ("I1", "I8"),
     ),

@@ -10,7 +10,7 @@ from gpuworker.scheduling.step_scheduler import StepScheduler
 from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.contracts import epochs
 from kvmanager.contracts.ledger_config import LedgerConfig
-from kvmanager.ledger import chunked_grants, fork, grant_order, rebuild
+from kvmanager.ledger import block_granter, chunked_grants, grant_order, preemption, rebuild, report_applier
 from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.manager import Manager
 from kvmanager.ledger.preemption import Exposure
@@ -19,27 +19,26 @@ from tests.suites.protocol.index import Index
 from tests.suites.protocol.liveness import Liveness
 from tests.suites.protocol.manager_rules import (
     EVICTING_AHEAD,
-    AdmitsBesideStalled,
-    AdmitsWhenNoneEverStalled,
-    AssumesTheTargetIsKnown,
-    CountsEveryStall,
-    EvictsShallowestFirst,
-    LeavesPending,
-    LetsTenantsTakeTurns,
-    ReleasesFirst,
-    ReleasesOnTheOrder,
+    admit_beside_stalled,
+    admit_when_none_ever_stalled,
+    apply_releases_first,
+    assume_the_target_is_known,
     complete_without_reset,
     copy_all_known,
     count_by_redis_alone,
+    count_every_stall,
+    evict_shallowest_first,
     expect_the_last_block_too,
     forget_who_lacks_blocks,
     lease_nothing_to_it,
+    leave_pending,
     let_any_higher_priority_hold_blocks_back,
-    obey,
+    let_tenants_take_turns,
     one_block_a_hash,
     publish_beside_a_cached_copy,
     put_an_old_one_before_the_begun_prompt,
     put_the_begun_prompt_before_stalled_ones,
+    release_on_the_order,
     see_nobody_lacking,
 )
 from tests.suites.protocol.mutant import CALM, HASTY, Exhaustive, Mutant, Walks, always, never, nothing, zero
@@ -121,14 +120,14 @@ LEASE_MUTANTS = (
     Mutant(
         "9",
         "a victim's blocks are granted again on the order, not on the report",
-        (obey(preemption=ReleasesOnTheOrder()),),
+        ((preemption, "order_preemption", release_on_the_order),),
         Exhaustive("pressure"),
         ("I2", "I3", "I4"),
     ),
     Mutant(
         "10",
         "a freed block stays pending",
-        (obey(reports=LeavesPending()),),
+        ((LedgerState, "release", leave_pending),),
         Exhaustive("cancel"),
         ("I1", "I8"),
     ),
@@ -170,21 +169,24 @@ LEASE_MUTANTS = (
     Mutant(
         "15",
         "releases are applied before the binds and seals of their report",
-        (obey(reports=ReleasesFirst()),),
+        (apply_releases_first(),),
         Exhaustive("pressure"),
         ("I2",),
     ),
     Mutant(
         "16",
         "stalls are counted and the count sticks",
-        (obey(reports=CountsEveryStall(), granter=AdmitsWhenNoneEverStalled()),),
+        (
+            (report_applier, "note_stalled", count_every_stall),
+            (block_granter, "admit_sequences", admit_when_none_ever_stalled),
+        ),
         Exhaustive("pressure"),
         ("I10",),
     ),
     Mutant(
         "17",
         "the lease target is sent only when it changes, also after a rebuild",
-        (obey(loader=AssumesTheTargetIsKnown()), (LeaseAgent, "attached", attach_without_a_target)),
+        ((rebuild, "load_inventory", assume_the_target_is_known), (LeaseAgent, "attached", attach_without_a_target)),
         Exhaustive("break_stop"),
         ("I8",),
     ),
@@ -198,7 +200,7 @@ LEASE_MUTANTS = (
     Mutant(
         "19",
         "a fork's copy covers the last known token",
-        ((GrantApplier, "_uncover_last_known", nothing), (fork, "copy_length", copy_all_known)),
+        ((GrantApplier, "_uncover_last_known", nothing), (block_granter, "fork_copy_length", copy_all_known)),
         Exhaustive("fork"),
         ("I10",),
     ),
@@ -223,7 +225,7 @@ LEASE_MUTANTS = (
     Mutant(
         "22",
         "after a rebuild the order of eviction is not deepest first",
-        (obey(loader=EvictsShallowestFirst()),),
+        ((rebuild, "order_after_rebuild", evict_shallowest_first),),
         Walks("mixed"),
         ("I2", "I5"),
     ),
@@ -258,7 +260,7 @@ LEASE_MUTANTS = (
     Mutant(
         "28",
         "a tenant that is preempted for another one may be left with nothing",
-        (obey(preemption=LetsTenantsTakeTurns()),),
+        ((preemption, "entitled_victims", let_tenants_take_turns),),
         Exhaustive("tenants"),
         ("I10", "I13"),
     ),
@@ -349,14 +351,14 @@ LEASE_MUTANTS = (
     Mutant(
         "57",
         "an old sequence comes before stalled ones",
-        (obey(granter=AdmitsBesideStalled(lambda turn: turn.by_age)),),
+        ((block_granter, "admit_sequences", admit_beside_stalled(lambda turn: turn.by_age)),),
         Liveness(),
         ("I15",),
     ),
     Mutant(
         "58",
         "a waiting sequence comes before stalled ones",
-        (obey(granter=AdmitsBesideStalled(lambda turn: not turn.by_age)),),
+        ((block_granter, "admit_sequences", admit_beside_stalled(lambda turn: not turn.by_age)),),
         Liveness(),
         ("I15",),
     ),

@@ -17,9 +17,9 @@ from kvmanager.ledger.ledger_state import DecisionLog, LedgerState, WaitingQueue
 
 
 def copy_ledger(ledger: Ledger) -> Ledger:
-    """Return an independent copy that shares policies, configuration, clock and source of decision ids."""
+    """Return an independent copy that shares configuration, clock and source of decision ids."""
     new = Ledger.__new__(Ledger)
-    new.policies, new.state = ledger.policies, _copy_state(ledger.state)
+    new.state = _copy_state(ledger.state)
     return new
 
 

@@ -29,7 +29,6 @@ from kvmanager.ledger.ledger import Ledger
 from tests.suites.protocol.grant_order import OrderBroken, OrderCheck
 from tests.suites.protocol.invariants import Violation
 from tests.suites.protocol.search import Found
-from tests.suites.protocol.state import State
 
 ROOT = bytes(32)
 MOST_ROUNDS = 20_000
@@ -92,7 +91,7 @@ class Run:
 
     def __post_init__(self) -> None:
         config, ids = self.episode.config, iter(range(1 << 30))
-        self.ledger = Ledger(config, self.clock, lambda: f"d{next(ids)}", State.policies)
+        self.ledger = Ledger(config, self.clock, lambda: f"d{next(ids)}")
         self.ledger.rebuild(Inventory())
         sizes = AgentConfig(
             config.num_blocks,

@@ -10,129 +10,117 @@ from typing import Any
 from common.contracts.lease import Admit, AttachOk, Copy, Inventory, blocks_before_window
 from common.contracts.types import BlockHash, BlockId, SequenceId
 from kvmanager.cache.block_pool import FreeBlocks
+from kvmanager.cache.eviction.restored import order_after_rebuild
 from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence as ManagerSequence
-from kvmanager.ledger import chunked_grants
-from kvmanager.ledger.block_granter import BlockGranter, GrantPlan
+from kvmanager.ledger import block_granter, chunked_grants, evicting, preemption, rebuild, report_applier
+from kvmanager.ledger.block_granter import GrantPlan
 from kvmanager.ledger.grant_order import Turn, next_turn
 from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.manager import Manager, WorkerRegistration
 from kvmanager.ledger.partial_copy import PartialCopy, partial_copy
-from kvmanager.ledger.policies import LedgerPolicies
-from kvmanager.ledger.preemption import Exposure, PreemptionPolicy
-from kvmanager.ledger.rebuild import InventoryLoader
-from kvmanager.ledger.report_applier import ReportApplier
+from kvmanager.ledger.preemption import Exposure
 from tests.suites.protocol.mutant import Patch
-from tests.suites.protocol.state import State
 
 _register, _complete, _deepest_run = PrefixCache.register, Manager.complete, PrefixCache.deepest_run
-_live_stalled, _comes_first, _lease_want = (
-    LedgerState.live_stalled,
-    chunked_grants.comes_first,
-    chunked_grants.lease_want,
-)
+_live_stalled = LedgerState.live_stalled
+_comes_first, _lease_want = chunked_grants.comes_first, chunked_grants.lease_want
+_order_preemption, _entitled_victims = preemption.order_preemption, preemption.entitled_victims
+_admit_sequences, _plan_admission = block_granter.admit_sequences, block_granter.plan_admission
+_find_partial_source, _grant_blocks = block_granter.find_partial_source, block_granter.grant_blocks
+_evict_until_free, _release_block_table = evicting.evict_until_free, report_applier.release_block_table
+_load_inventory = rebuild.load_inventory
 
 
-def obey(**policies: Any) -> Patch:
-    """Return what gives every ledger of the model these policies in place of the real ones."""
-    return (State, "policies", LedgerPolicies(**policies))
+def release_on_the_order(state: LedgerState, victim: ManagerSequence) -> None:
+    _order_preemption(state, victim)
+    report_applier.requeue_preempted(state, [(victim.id, victim.num_tokens)])
 
 
-class ReleasesOnTheOrder(PreemptionPolicy):
-    def order(self, state: LedgerState, victim: ManagerSequence) -> None:
-        super().order(state, victim)
-        ReportApplier().requeue(state, [(victim.id, victim.num_tokens)])
+def let_tenants_take_turns(
+    sequence: ManagerSequence, running: list[ManagerSequence], exposure: Exposure, blocks: int
+) -> list[ManagerSequence]:
+    """A tenant without anything takes from any other one, which may then have nothing either."""
+    if exposure.shares.running(sequence.tenant):
+        return _entitled_victims(sequence, running, exposure, blocks)
+    return [each for each in running if each.tenant != sequence.tenant]
 
 
-class LetsTenantsTakeTurns(PreemptionPolicy):
-    def victims(
-        self, sequence: ManagerSequence, running: list[ManagerSequence], exposure: Exposure, blocks: int
-    ) -> list[ManagerSequence]:
-        """A tenant without anything takes from any other one, which may then have nothing either."""
-        if exposure.shares.running(sequence.tenant):
-            return super().victims(sequence, running, exposure, blocks)
-        return [each for each in running if each.tenant != sequence.tenant]
+def leave_pending(state: LedgerState, blocks: Iterable[BlockId]) -> None:
+    for block in blocks:
+        state.block_pool.drop(block)
 
 
-class LeavesPending(ReportApplier):
-    def release(self, state: LedgerState, blocks: Iterable[BlockId]) -> None:
-        for block in blocks:
-            state.block_pool.drop(block)
+def apply_releases_first() -> Patch:
+    reserve, bind, seal, parts, copied, trim, take_back, requeue, finish = report_applier.COLUMNS
+    return (report_applier, "COLUMNS", (reserve, requeue, finish, bind, seal, parts, copied, trim, take_back))
 
 
-class ReleasesFirst(ReportApplier):
-    def __init__(self) -> None:
-        super().__init__()
-        reserve, bind, seal, parts, copied, trim, take_back, requeue, finish = self.columns
-        self.columns = (reserve, requeue, finish, bind, seal, parts, copied, trim, take_back)
+def count_every_stall(state: LedgerState, stalled: tuple[SequenceId, ...]) -> None:
+    state.stalled = (*state.stalled, *stalled)
 
 
-class CountsEveryStall(ReportApplier):
-    def stall(self, state: LedgerState, stalled: tuple[SequenceId, ...]) -> None:
-        state.stalled = (*state.stalled, *stalled)
+def admit_when_none_ever_stalled(state: LedgerState, most: int | None = None) -> tuple[list[Copy], list[Admit]]:
+    return ([], []) if state.stalled else _admit_sequences(state, most)
 
 
-class AdmitsWhenNoneEverStalled(BlockGranter):
-    def admit(self, state: LedgerState, most: int | None = None) -> tuple[list[Copy], list[Admit]]:
-        return ([], []) if state.stalled else super().admit(state, most)
-
-
-class RemembersTheSource(BlockGranter):
-    """It chooses the source of a copy when a sequence is first tried, and never looks again.
+def choose_the_source_early(state: LedgerState, sequence: ManagerSequence) -> GrantPlan | None:
+    """The source of a copy is chosen when a sequence is first tried, and stays.
 
     The choice stands in a field that nothing else reads.
     """
-
-    def plan(self, state: LedgerState, sequence: ManagerSequence) -> GrantPlan | None:
-        found: Any = sequence.traceparent
-        if not isinstance(found, PartialCopy):
-            found = partial_copy(state, sequence, self._found(state, sequence).hits, spare=1)
-            sequence.traceparent = found or ""
-        return super().plan(state, sequence)
-
-    def partial_source(self, state: LedgerState, sequence: ManagerSequence, plan: GrantPlan) -> PartialCopy | None:
-        found: Any = sequence.traceparent
-        whole = len(plan.hits) * state.config.block_size
-        if isinstance(found, PartialCopy) and whole + found.slots < sequence.num_tokens:
-            return found
-        return super().partial_source(state, sequence, plan)
+    found: Any = sequence.traceparent
+    if not isinstance(found, PartialCopy):
+        hits = block_granter.find_match(state, sequence).hits
+        sequence.traceparent = partial_copy(state, sequence, hits, spare=1) or ""  # type: ignore[assignment]
+    return _plan_admission(state, sequence)
 
 
-class ExpectsTheSource(BlockGranter):
+def take_the_early_source(state: LedgerState, sequence: ManagerSequence, plan: GrantPlan) -> PartialCopy | None:
+    found: Any = sequence.traceparent
+    whole = len(plan.hits) * state.config.block_size
+    if isinstance(found, PartialCopy) and whole + found.slots < sequence.num_tokens:
+        return found
+    return _find_partial_source(state, sequence, plan)
+
+
+def expect_the_source(
+    state: LedgerState,
+    sequence: ManagerSequence,
+    plan: GrantPlan,
+    passes: bool = False,
+    part: PartialCopy | None = None,
+) -> Admit:
     """The block into which another one is copied is shared by those that want the source's content."""
-
-    def grant(
-        self,
-        state: LedgerState,
-        sequence: ManagerSequence,
-        plan: GrantPlan,
-        passes: bool = False,
-        part: PartialCopy | None = None,
-    ) -> Admit:
-        content = state.blocks.hash[part.source] if part is not None else None
-        granted = super().grant(state, sequence, plan, passes, part)
-        if content is not None:
-            block = sequence.block_table[len(plan.hits)]
-            state.cache.forget_pending(block)
-            state.cache.expect(block, content)
-        return granted
+    content = state.blocks.hash[part.source] if part is not None else None
+    granted = _grant_blocks(state, sequence, plan, passes, part)
+    if content is not None:
+        block = sequence.block_table[len(plan.hits)]
+        state.cache.forget_pending(block)
+        state.cache.expect(block, content)
+    return granted
 
 
-class KeepsTheSource(ReportApplier):
-    def release_source(self, state: LedgerState, sequence: ManagerSequence) -> None:
-        """Leave the source held when the sequence gives up its block table."""
+def keep_the_source(state: LedgerState, sequence: ManagerSequence) -> None:
+    """The source stays held when the sequence gives up its block table."""
+    source, copying = sequence.copy_source, state.copying.get(sequence.id)
+    sequence.copy_source = None
+    _release_block_table(state, sequence)
+    sequence.copy_source = source
+    if copying is not None:
+        state.copying[sequence.id] = copying
 
 
-class AssumesTheTargetIsKnown(InventoryLoader):
-    def load(self, state: LedgerState, inventory: Inventory) -> Iterator[None]:
-        yield from super().load(state, inventory)
-        state.last_sent_target = 0
+def assume_the_target_is_known(state: LedgerState, inventory: Inventory) -> Iterator[None]:
+    yield from _load_inventory(state, inventory)
+    state.last_sent_target = 0
 
 
-class EvictsShallowestFirst(InventoryLoader):
-    def levels(self, by_depth: list[list[BlockId]]) -> Iterable[list[BlockId]]:
-        return by_depth
+def evict_shallowest_first(
+    levels: Iterable[list[BlockId]], last_used: Callable[[BlockId], int]
+) -> Iterator[list[BlockId]]:
+    return order_after_rebuild(list(levels)[::-1], last_used)
 
 
 def one_block_a_hash(cache: PrefixCache, block: BlockId, key: BlockHash, parent: BlockHash) -> None:
@@ -164,20 +152,19 @@ def see_nobody_lacking(_state: LedgerState) -> None:
     """Whether a prompt already runs with a part of its blocks is not looked at."""
 
 
-class AdmitsBesideStalled(BlockGranter):
+def admit_beside_stalled(whose: Callable[[Turn], bool]) -> Callable[..., tuple[list[Copy], list[Admit]]]:
     """Sequences are admitted although others are stalled: `whose` says which."""
 
-    def __init__(self, whose: Callable[[Turn], bool]) -> None:
-        self._whose = whose
-
-    def admit(self, state: LedgerState, most: int | None = None) -> tuple[list[Copy], list[Admit]]:
-        if not state.queue or not self._whose(next_turn(state)):
-            return super().admit(state, most)
+    def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[Copy], list[Admit]]:
+        if not state.queue or not whose(next_turn(state)):
+            return _admit_sequences(state, most)
         stalled, state.stalled = state.stalled, ()
         try:
-            return super().admit(state, most)
+            return _admit_sequences(state, most)
         finally:
             state.stalled = stalled
+
+    return admit_sequences
 
 
 def put_the_begun_prompt_before_stalled_ones(state: LedgerState) -> list[SequenceId]:
@@ -219,12 +206,11 @@ def expect_the_last_block_too(config: LedgerConfig, num_tokens: int) -> int:
 # ---------------------------------------------------------------- another policy that the protocol allows
 
 
-class EvictsTwoMore(BlockGranter):
-    def make_free(self, state: LedgerState, count: int, beneficiary: ManagerSequence | None) -> int:
-        evicted = super().make_free(state, count, beneficiary)
-        for _ in range(min(2, len(state.block_pool.cached))):
-            self.evict(state)
-        return evicted
+def evict_two_more(state: LedgerState, count: int, beneficiary: ManagerSequence | None) -> int:
+    evicted = _evict_until_free(state, count, beneficiary)
+    for _ in range(min(2, len(state.block_pool.cached))):
+        evicting.evict_block(state)
+    return evicted
 
 
 def grant_what_was_freed_last(free: FreeBlocks) -> BlockId:
@@ -232,7 +218,7 @@ def grant_what_was_freed_last(free: FreeBlocks) -> BlockId:
 
 
 EVICTING_AHEAD: tuple[Patch, ...] = (
-    obey(granter=EvictsTwoMore()),
+    (evicting, "evict_until_free", evict_two_more),
     (FreeBlocks, "popleft", grant_what_was_freed_last),
 )
 """With today's order of free blocks no child ever outlives its parent at the worker; with this one it does."""

@@ -31,7 +31,7 @@ class ManagerSide(State):
             max_wait=self.scenario.max_wait,
             in_turn=self.scenario.in_turn,
         )
-        manager = ModelManager(Manager(config, CLOCK, lambda: "", policies=self.policies))
+        manager = ModelManager(Manager(config, CLOCK, lambda: ""))
         self.managers.append(manager)
         self.take_epoch(manager, seen=0)
 

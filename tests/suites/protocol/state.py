@@ -12,7 +12,6 @@ from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.lease_session import LeaseSession
 from kvmanager.contracts.ledger_config import EvictionName
 from kvmanager.ledger.manager import Manager, WorkerRegistration
-from kvmanager.ledger.policies import DEFAULT_POLICIES, LedgerPolicies
 from tests.suites.protocol.agent_copies import shallow
 from tests.suites.protocol.content import Device
 from tests.suites.protocol.index import Index, Publisher
@@ -76,8 +75,6 @@ class ModelManager:
 class State:
     """The whole state of a world; the two sides of the protocol add their events."""
 
-    policies: ClassVar[LedgerPolicies] = DEFAULT_POLICIES
-    """The policies of every ledger; a mutant puts its own here."""
     eviction: ClassVar[EvictionName] = "lru"
     """The policy of eviction. What another one has learned would belong to the key of a state."""
 

@@ -18,7 +18,6 @@ from common.contracts.lease import Admit, GrantBatch, Inventory, Report, Reserve
 from common.contracts.types import BlockHash, BlockId, FinishReason, SequenceId
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.ledger.ledger import Ledger
-from kvmanager.ledger.policies import DEFAULT_POLICIES, LedgerPolicies
 
 ROOT = b"root of a test's chains".ljust(32, b".")
 EMPTY = Inventory()
@@ -34,14 +33,13 @@ def make_ledger(
     num_blocks: int,
     block_size: int = 16,
     clock: ManualClock | None = None,
-    policies: LedgerPolicies = DEFAULT_POLICIES,
     **options: Any,
 ) -> Ledger:
     """Return a ledger with LRU and without runway beyond the worker's own want: block ids are then easy to follow."""
     options.setdefault("runway_reach", options.get("runway_slots", 32))
     options.setdefault("eviction", "lru")
     config = LedgerConfig(num_blocks, block_size, **options)
-    return Ledger(config, clock or ManualClock(), counted_ids(), policies)
+    return Ledger(config, clock or ManualClock(), counted_ids())
 
 
 def hashes(tokens: Sequence[int], block_size: int = 16, root: bytes = ROOT) -> tuple[BlockHash, ...]:

@@ -25,7 +25,7 @@ from kvmanager.contracts.index_events import Removed
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger.audit import audit
-from kvmanager.ledger.block_granter import BlockGranter
+from kvmanager.ledger.evicting import evict_until_free
 from kvmanager.ledger.ledger_state import LedgerState
 from tests.support.kvmanager.ledgers import counted_ids
 
@@ -249,7 +249,7 @@ class Machine(RuleBasedStateMachine):
     def _make_free(self, fresh: int, now: float) -> None:
         """Let both make room, and compare block by block who goes; a policy may choose among several."""
         self.state.cache.drain_events()
-        BlockGranter().make_free(self.state, fresh, None)
+        evict_until_free(self.state, fresh, None)
         for event in self.state.cache.drain_events():
             assert isinstance(event, Removed)
             allowed, free_choice = self.naive.victims(now)

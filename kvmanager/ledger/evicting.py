@@ -1,0 +1,98 @@
+"""Makes room: frees cached blocks in the order of eviction, drops their content, and records which went and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from common.contracts.types import BlockId, Candidate, DecisionKind
+from kvmanager.cache.retention_terms import Fate
+from kvmanager.contracts.sequence import Sequence
+from kvmanager.ledger.ledger_state import LedgerState
+
+_NAMED: Final = 8
+"""Evicted blocks that a record lists at most; its figures have the total number."""
+
+
+def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | None) -> int:
+    """Evict until `count` blocks are free and return how many were evicted. The caller checks that it can."""
+    missing = count - len(state.block_pool.free)
+    if missing <= 0:
+        return 0
+    name, totals = beneficiary.name if beneficiary else "", state.totals
+    retained, pinned = totals.retained_evictions, totals.pinned_evictions
+    evicted, fates = list[Candidate](), dict[Fate, list[str]]()
+    for _ in range(min(missing, _NAMED)):
+        evicted.append(evict_block(state, name))
+        if (found := state.retention.evicted) is not None:
+            fates.setdefault(found.fate, []).append(evicted[-1].name)
+    for _ in range(missing - len(evicted)):
+        _uncache_block(state, name)
+    figures = {"evicted": float(missing), "cached": float(len(state.block_pool.cached)), "wanted": float(count)}
+    order = state.block_pool.cached
+    reasons: tuple[str, ...] = ("no block is free", order.reason, f"policy {order.name}")
+    if retained := totals.retained_evictions - retained:
+        figures["retained"] = float(retained)
+    if pinned := totals.pinned_evictions - pinned:
+        figures["pinned"] = float(pinned)
+    reasons += tuple(f"{', '.join(names)}: {fate.value}" for fate, names in fates.items())
+    named = ", ".join(each.name for each in evicted) + (" and more" if missing > _NAMED else "")
+    state.decisions.record(DecisionKind.EVICTION, named, beneficiary, reasons, figures, tuple(evicted))
+    return missing
+
+
+def drop_cached_blocks(state: LedgerState) -> int:
+    """Free every cached block and return how many there were.
+
+    An idle pool forgets all with one event. Otherwise the blocks go leaves first, as in an eviction. Blocks that
+    only copies hold lose their content too; they are free once their copies are reported.
+    """
+    pool = state.block_pool
+    copied = _find_only_copied(state)
+    dropped = len(pool.cached) + len(copied)
+    if pool.in_use:
+        # Nothing is learned of their uses: they go for another reason than want of room.
+        for block in sorted((*pool.cached, *copied), key=state.blocks.index.__getitem__, reverse=True):
+            state.cache.evict(block)
+            if block not in copied:
+                pool.free_cached(block)
+    else:
+        state.cache.clear()
+        pool.free_all_cached()
+    state.retention.forget_cached()
+    state.totals.reset_blocks += dropped
+    figures = {"dropped": float(dropped), "in_use": float(state.block_pool.in_use)}
+    reasons = ("an operator reset the prefix cache", "blocks in use stay")
+    state.decisions.record(DecisionKind.RESET, f"{dropped} cached blocks", None, reasons, figures)
+    return dropped
+
+
+def _find_only_copied(state: LedgerState) -> set[BlockId]:
+    """Return the registered sources of copies that no block table holds."""
+    blocks = state.blocks
+    held = Counter(each.copy_source for each in state.sequences.values() if each.copy_source is not None)
+    return {block for block, count in held.items() if blocks.refs[block] == count and blocks.hash[block]}
+
+
+def evict_block(state: LedgerState, beneficiary: str = "") -> Candidate:
+    """Free the next block in the order of eviction and drop its content; return the record of the block."""
+    block, depth = _uncache_block(state, beneficiary)
+    figures, retention = state.block_pool.cached.why(block), state.retention.evicted
+    if retention is None:
+        return Candidate(f"block {block}", terms=(("depth", float(depth)),), figures=figures)
+    figures += (("retention_priority", float(retention.priority)),)
+    return Candidate(f"block {block}", terms=(("depth", float(depth)),), figures=figures)
+
+
+def _uncache_block(state: LedgerState, beneficiary: str) -> tuple[BlockId, int]:
+    """Free the next block in the order of eviction; return it and the depth of what it held."""
+    pool, retention, fate = state.block_pool, state.retention, ""
+    retention.evicted = None
+    block = pool.uncache()
+    evicted = retention.evicted
+    if evicted is not None:
+        fate = evicted.fate.value
+        state.totals.retained_evictions += evicted.fate is Fate.RETAINED
+        state.totals.pinned_evictions += evicted.fate is Fate.PINNED
+    state.totals.evictions += 1
+    return block, state.cache.evict(block, beneficiary, pool.cached.mark_of(block), fate)
