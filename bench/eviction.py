@@ -67,9 +67,9 @@ def measure(workload: str, requests: Sequence[CacheRequest]) -> list[Cell]:
 
 def _limit(blocks: int, requests: Sequence[CacheRequest], coming: list[dict[BlockHash, int]]) -> Replayed:
     state = pool_of(blocks)
-    order = Clairvoyant(coming, state.blocks, state.cache.entries)
-    state.eviction = order
-    state.retention.follow(order)
+    order = Clairvoyant(coming, state.store.blocks, state.store.cache.entries)
+    state.store.eviction = order
+    state.store.retention.follow(order)
     state.empty()
     return replay(state, requests, order.now_at)
 

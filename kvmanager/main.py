@@ -249,7 +249,7 @@ class ManagerProcess:
 
 def _work_of(ledger: Ledger) -> Work:
     pool = ledger.pool()
-    return Work(waits_for_a_grant(pool), (pool.totals.admissions, pool.totals.preemptions, ledger.state.steps))
+    return Work(waits_for_a_grant(pool), (pool.totals.admissions, pool.totals.preemptions, ledger.state.worker.steps))
 
 
 def configured_identity(settings: KvManagerSettings) -> dict[str, object]:

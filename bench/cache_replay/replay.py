@@ -67,7 +67,7 @@ def replay(
 
 def _count_retained(state: LedgerState, request: CacheRequest, result: Replayed) -> None:
     result.asked_retained += len(request.prompt)
-    result.found_retained += len(state.cache.longest(request.prompt, len(request.prompt)))
+    result.found_retained += len(state.store.cache.longest(request.prompt, len(request.prompt)))
 
 
 def _retain(state: LedgerState, request: CacheRequest, table: list[BlockId], hits: int) -> None:
@@ -75,13 +75,13 @@ def _retain(state: LedgerState, request: CacheRequest, table: list[BlockId], hit
     tokens = len(table) * BLOCK_SIZE
     sequence = Sequence(Reserve(SequenceId(0), tokens, tokens, retention=request.retention), 0, BLOCK_SIZE, 0.0)
     sequence.block_table, sequence.n_shared = table, hits
-    state.retention.mark(sequence)
+    state.store.retention.mark(sequence)
 
 
 def _serve(state: LedgerState, request: CacheRequest, result: Replayed) -> None:
     if request.retention:
         _count_retained(state, request, result)
-    pool, cache, prompt = state.block_pool, state.cache, request.prompt
+    pool, cache, prompt = state.store.pool, state.store.cache, request.prompt
     hits = cache.longest(prompt, len(prompt))
     table = list(hits)
     for held in table:
@@ -92,13 +92,13 @@ def _serve(state: LedgerState, request: CacheRequest, result: Replayed) -> None:
     parent: BlockHash = prompt[len(hits) - 1] if hits else ROOT
     for index in range(len(hits), len(content)):
         block = pool.take()
-        state.blocks.index[block] = index
-        state.publish(block, content[index], parent)
+        state.store.blocks.index[block] = index
+        state.store.publish(block, content[index], parent)
         table.append(block)
         parent = content[index]
     if request.retention:
         _retain(state, request, table, len(hits))
-    state.release(reversed(table))
+    state.store.release(reversed(table))
     result.asked += len(prompt)
     result.found += len(hits)
     result.computed += fresh

@@ -128,7 +128,7 @@ def _served(block_size: int, requests: Sequence[Lengths], blocks: int, delay: in
         waste.steps += 1
         if plan is not None:
             _add_step(waste, plan, ledger, block_size)
-            if ledger.pool().capacity or ledger.state.live_stalled():
+            if ledger.pool().capacity or ledger.state.sequences.live_stalled():
                 _add_step(pressed, plan, ledger, block_size)
             agent.complete(StepResult(plan.step, {row.sequence: (1,) for row in plan.rows if row.samples}))
     return waste, pressed

@@ -9,7 +9,7 @@ Where every layer of the model has a window, a token reads the blocks of the las
 registered when its parent goes: no block counts children, and each one may be evicted.
 
 A copy that no sequence holds is worth its block only while it is the only one. So the copies of a hash are either one
-cached block or blocks in use; `LedgerState` frees every other one. A look-up takes the first copy.
+cached block or blocks in use; `BlockStore` frees every other one. A look-up takes the first copy.
 """
 
 from __future__ import annotations

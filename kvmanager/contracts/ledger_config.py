@@ -40,11 +40,11 @@ class RetentionLimits:
 class LedgerConfig:
     """One worker's pool. `block_size` and `window` are in slots; `runway_slots` and `runway_reach` in slots a sequence.
 
-    `window` is above 0 when every layer is windowed: a cached block then stays when those before it go. `runway` "auto"
-    keeps a pool of leased blocks ahead of need: for `runway_slots` also by evicting, up to `runway_reach` from free
-    blocks alone. "max" gives each sequence all blocks of its max_len at admission. `watermark` is the part of the pool
-    that an admission leaves free for the growth of those that run; `ghosts` bounds the memory of evicted hashes (0:
-    four for each block).
+    With `prefix_caching`, sealed blocks are kept and published. `window` is above 0 when every layer is windowed: a
+    cached block then stays when those before it go. `runway` "auto" keeps a pool of leased blocks ahead of need: for
+    `runway_slots` also by evicting, up to `runway_reach` from free blocks alone. "max" gives each sequence all blocks
+    of its max_len at admission. `watermark` is the part of the pool that an admission leaves free for the growth of
+    those that run; `ghosts` bounds the memory of evicted hashes (0: four for each block).
     `eviction` names the policy of `eviction/choice.py`, `preemption` that of `preemption.py`. A sequence that was
     preempted `max_preemptions` times is preempted again for higher priorities alone (0: there is no bound).
     With `chunked_grants`, the next sequence may begin with half of its prompt's blocks, of `first_part` slots at least.
@@ -103,11 +103,6 @@ class LedgerConfig:
     def spare_places(self) -> int:
         """Places that tenants over their share leave free: about one in sixteen, none of very few."""
         return (self.max_num_seqs + 8) // 16
-
-    @property
-    def caches(self) -> bool:
-        """Whether sealed blocks are kept and published."""
-        return self.prefix_caching
 
     @property
     def copies_parts(self) -> bool:

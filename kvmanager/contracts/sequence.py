@@ -12,7 +12,7 @@ class Sequence:
     `block_hashes` has the hashes of the full blocks and grows as blocks are sealed. `cacheable` is False when the
     client asked that nothing of the sequence be cached; `computes_all` is that of `Reserve`. `computed` is the length
     that the worker reported last, for records and traces. `recompute` is set by a preemption: the next admission is
-    then not a new query of the prefix cache. `started_at` is the worker's step of its admission (`LedgerState.steps`),
+    then not a new query of the prefix cache. `started_at` is the worker's step of its admission (`WorkerView.steps`),
     `waited` its seconds in the queue before that. A sequence that was admitted `by_age` is not preempted for a higher
     priority. One that `gave_up` a part of its prompt's blocks, because work stood still, gets all of them at once.
     `partial_hashes` are those of its reserve. `copy_source` is the block that it holds beside its block table

@@ -9,7 +9,9 @@ from common.contracts.lease import DEFAULT_RETENTION_PRIORITY
 from common.contracts.types import TRIMMED, SequencePhase
 from kvmanager.cache.retention import PINNED_PRIORITY
 from kvmanager.contracts.block import ROOT, BlockState
+from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.ledger_state import LedgerState
+from kvmanager.ledger.sequence_table import SequenceTable
 
 
 class InvariantBroken(ProtocolViolation):
@@ -20,13 +22,13 @@ class InvariantBroken(ProtocolViolation):
 
 def audit(state: LedgerState) -> None:
     """Check everything. Raises InvariantBroken at the first disagreement."""
-    _states(state)
-    _references(state)
-    _prefix_map(state)
-    _pending(state)
-    _remembered(state)
-    _sequences(state)
-    _retention(state)
+    _states(state.store)
+    _references(state.store, state.sequences)
+    _prefix_map(state.store)
+    _pending(state.store)
+    _remembered(state.store, state.sequences)
+    _sequences(state.store, state.sequences)
+    _retention(state.store)
 
 
 def _check(holds: bool, words: str) -> None:
@@ -35,9 +37,9 @@ def _check(holds: bool, words: str) -> None:
         raise InvariantBroken(words)
 
 
-def _states(state: LedgerState) -> None:
+def _states(store: BlockStore) -> None:
     """Check that each block has one state: lists and counters agree with the block's own fields."""
-    pool, state_of = state.block_pool, state.blocks.state
+    pool, state_of = store.pool, store.blocks.state
     states = Counter(state_of)
     free, cached = list(pool.free), list(pool.cached)
     _check(
@@ -52,16 +54,16 @@ def _states(state: LedgerState) -> None:
     _check(all(state_of[b] is BlockState.CACHED for b in cached), "a block in the eviction order is not cached")
     _check(pool.leased == states[BlockState.LEASED], "the count of leased blocks is wrong")
     total = len(free) + len(cached) + pool.leased + pool.in_use
-    _check(total == state.config.num_blocks, f"{total} blocks are accounted for, of {state.config.num_blocks}")
+    _check(total == store.config.num_blocks, f"{total} blocks are accounted for, of {store.config.num_blocks}")
 
 
-def _references(state: LedgerState) -> None:
+def _references(store: BlockStore, sequences: SequenceTable) -> None:
     """Check that references count block tables, and the sources of copies that have not run.
 
     A block without a reference has no hash, unless it is cached.
     """
-    blocks, refs = state.blocks, [0] * len(state.blocks.refs)
-    for sequence in state.sequences.values():
+    blocks, refs = store.blocks, [0] * len(store.blocks.refs)
+    for sequence in sequences.live.values():
         for block_id in sequence.block_table:
             if block_id != TRIMMED:
                 refs[block_id] += 1
@@ -74,23 +76,23 @@ def _references(state: LedgerState) -> None:
             raise InvariantBroken(f"block {block} is {of.value} with {held} references")
         if of is not BlockState.IN_USE and (key is None) == (of is BlockState.CACHED):
             raise InvariantBroken(f"block {block} is {of.value} and has {'no' if key is None else 'a'} hash")
-    _places(state)
+    _places(store, sequences)
 
 
-def _places(state: LedgerState) -> None:
+def _places(store: BlockStore, sequences: SequenceTable) -> None:
     """Check that each block of a block table records its place in it."""
-    blocks = state.blocks
-    for sequence in state.sequences.values():
+    blocks = store.blocks
+    for sequence in sequences.live.values():
         for index, block_id in enumerate(sequence.block_table):
             at = index if block_id == TRIMMED else blocks.index[block_id]
             if at != index:
                 raise InvariantBroken(f"block {block_id} is at index {index} of {sequence.name} and records index {at}")
 
 
-def _prefix_map(state: LedgerState) -> None:
+def _prefix_map(store: BlockStore) -> None:
     """Check that the map holds exactly the registered blocks and, with each hash, its parent."""
-    blocks, cache = state.blocks, state.cache
-    linked = not state.config.window
+    blocks, cache = store.blocks, store.cache
+    linked = not store.config.window
     children = Counter(blocks.parent[first] for first in cache.entries.values() if linked)
     copies = {block: key for key in cache.entries for block in cache.copies_of(key)}
     hashes = {block: key for block, key in enumerate(blocks.hash) if key is not None}
@@ -120,23 +122,23 @@ def _prefix_map(state: LedgerState) -> None:
             _check(held or not any(in_use), "a child is in use whose parent is not")
 
 
-def _pending(state: LedgerState) -> None:
+def _pending(store: BlockStore) -> None:
     """Check that a pending block is in a block table, not registered, and named by its own hash."""
-    blocks = state.blocks
+    blocks = store.blocks
     said = {key: block for block, key in enumerate(blocks.pending) if key is not None}
-    _check(said == state.cache.pending, "the pending map and the blocks disagree")
-    for block in state.cache.pending.values():
+    _check(said == store.cache.pending, "the pending map and the blocks disagree")
+    for block in store.cache.pending.values():
         of = blocks.state[block]
         _check(of is BlockState.IN_USE and blocks.hash[block] is None, f"pending block {block} is {of.value}")
 
 
-def _remembered(state: LedgerState) -> None:
+def _remembered(store: BlockStore, sequences: SequenceTable) -> None:
     """Check that the remembered match is the one that a look-up gives."""
-    sequence = state.sequences.get(state.remembered.sequence) if state.remembered is not None else None
-    found = state.recall(sequence) if sequence is not None else None
+    sequence = sequences.live.get(store.remembered.sequence) if store.remembered is not None else None
+    found = store.recall(sequence) if sequence is not None else None
     if sequence is None or found is None:
         return
-    config, cache, known = state.config, state.cache, sequence.block_hashes
+    config, cache, known = store.config, store.cache, sequence.block_hashes
     hits = cache.longest(known, sequence.num_tokens // config.block_size)[: found.match.hit_blocks]
     if config.window:
         limit = min(len(known), config.hits_of(sequence.num_tokens))
@@ -144,38 +146,50 @@ def _remembered(state: LedgerState) -> None:
         _check(found.match.hit_blocks >= unread + len(run), "a remembered match has fewer hits than a look-up")
         hits = run if found.unread or unread else hits
     _check(found.hits == hits, "a remembered match has other blocks than a look-up")
-    cached = sum(state.blocks.state[block] is BlockState.CACHED for block in found.hits)
+    cached = sum(store.blocks.state[block] is BlockState.CACHED for block in found.hits)
     _check(found.cached_hits == cached, "a remembered match counts other cached blocks than a look-up")
 
 
-def _sequences(state: LedgerState) -> None:
+def _sequences(store: BlockStore, sequences: SequenceTable) -> None:
     """Check that running totals, queue and preemptions agree with the sequences."""
-    _tenants(state)
-    phases = Counter(sequence.phase for sequence in state.sequences.values())
-    running = [each for each in state.sequences.values() if each.phase is SequencePhase.RUNNING]
-    _check(state.running == len(running), "the count of running sequences is wrong")
-    _check(state.admitted == sum(phases.values()) - phases[SequencePhase.WAITING], "the count of block tables is wrong")
-    _check(state.growth == sum(each.growth for each in running), "the blocks that may still be bound are miscounted")
-    waiting = {each.id for each in state.sequences.values() if each.phase is SequencePhase.WAITING}
-    _check(set(state.queue) == waiting and len(state.queue) == len(waiting), "the queue is not the waiting sequences")
-    if state.config.grants_parts:
-        lacking = {each.id for each in running if each.lacking(state.config.block_size)}
-        _check(lacking <= {state.partial}, f"{lacking} run and lack blocks of their prompts; {state.partial} may")
-    draining = {each.id for each in state.sequences.values() if each.phase is SequencePhase.DRAINING_PREEMPT}
-    _check(state.preempting == draining, "the outstanding preemptions are miscounted")
-    for each in state.sequences.values():
+    _tenants(sequences)
+    phases = Counter(sequence.phase for sequence in sequences.live.values())
+    running = [each for each in sequences.live.values() if each.phase is SequencePhase.RUNNING]
+    _check(sequences.running == len(running), "the count of running sequences is wrong")
+    _check(
+        sequences.admitted == sum(phases.values()) - phases[SequencePhase.WAITING],
+        "the count of block tables is wrong",
+    )
+    _check(
+        sequences.growth == sum(each.growth for each in running),
+        "the blocks that may still be bound are miscounted",
+    )
+    waiting = {each.id for each in sequences.live.values() if each.phase is SequencePhase.WAITING}
+    _check(
+        set(sequences.queue) == waiting and len(sequences.queue) == len(waiting),
+        "the queue is not the waiting sequences",
+    )
+    if store.config.grants_parts:
+        lacking = {each.id for each in running if each.lacking(store.config.block_size)}
+        _check(
+            lacking <= {sequences.partial},
+            f"{lacking} run and lack blocks of their prompts; {sequences.partial} may",
+        )
+    draining = {each.id for each in sequences.live.values() if each.phase is SequencePhase.DRAINING_PREEMPT}
+    _check(sequences.preempting == draining, "the outstanding preemptions are miscounted")
+    for each in sequences.live.values():
         if each.growth < 0:
             raise InvariantBroken(f"{each.name} has more blocks than its longest length needs")
         if bool(each.block_table) != (each.phase is not SequencePhase.WAITING):
             raise InvariantBroken(f"{each.name} is {each.phase.value} with {len(each.block_table)} blocks")
 
 
-def _tenants(state: LedgerState) -> None:
+def _tenants(sequences: SequenceTable) -> None:
     """Check that what each tenant holds is what its sequences hold."""
-    sequences = state.sequences.values()
-    running = [each for each in sequences if each.phase is SequencePhase.RUNNING]
-    counted = {name: (use.live, use.running, use.blocks) for name, use in state.tenants.items()}
-    live, runs = Counter(each.tenant for each in sequences), Counter(each.tenant for each in running)
+    every = sequences.live.values()
+    running = [each for each in every if each.phase is SequencePhase.RUNNING]
+    counted = {name: (use.live, use.running, use.blocks) for name, use in sequences.tenants.items()}
+    live, runs = Counter(each.tenant for each in every), Counter(each.tenant for each in running)
     blocks: Counter[str] = Counter()
     for each in running:
         blocks[each.tenant] += each.own_blocks
@@ -183,11 +197,11 @@ def _tenants(state: LedgerState) -> None:
     _check(counted == held, "what the tenants hold is miscounted")
 
 
-def _retention(state: LedgerState) -> None:
+def _retention(store: BlockStore) -> None:
     """Check that marks are those of registered contents, and that every marked cached block stands out of the order."""
-    retention, blocks = state.retention, state.blocks
-    _check(set(retention.marks) <= set(state.cache.entries), "a content is marked that is not registered")
-    contents = {block: blocks.hash[block] or ROOT for block in state.block_pool.cached}
+    retention, blocks = store.retention, store.blocks
+    _check(set(retention.marks) <= set(store.cache.entries), "a content is marked that is not registered")
+    contents = {block: blocks.hash[block] or ROOT for block in store.pool.cached}
     marks = {block: retention.pinned.get(each) or retention.marks.get(each) for block, each in contents.items()}
     marked = {block for block, mark in marks.items() if mark is not None and mark.terms}
     _check(set(retention.held) == marked, "the held blocks are not the marked ones of the cached blocks")
@@ -198,9 +212,9 @@ def _retention(state: LedgerState) -> None:
     )
     for tenant, count in raised.items():
         _check(retention.count(tenant) == count, f"the retained blocks of {tenant!r} are miscounted")
-        _check(count <= state.config.retention_limits.most_blocks, f"{tenant!r} retains {count} blocks")
+        _check(count <= store.config.retention_limits.most_blocks, f"{tenant!r} retains {count} blocks")
     _check(retention.count() == raised.total(), "the retained blocks are miscounted")
-    most = max(0, state.config.retention_limits.most_of_all - len(retention.pinned))
+    most = max(0, store.config.retention_limits.most_of_all - len(retention.pinned))
     _check(retention.count() <= most, "too many blocks are retained")
     pinned = {block for block, each in contents.items() if each in retention.pinned}
     _check(retention.pinned_cached == len(pinned), "the cached blocks that are pinned are miscounted")

@@ -27,6 +27,7 @@ from kvmanager.contracts.block import CACHED
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger import backfill, chunked_grants, evicting, grant_order
 from kvmanager.ledger.backfill import Growth, Reservation
+from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.partial_copy import PartialCopy, learn, partial_copy
 from kvmanager.ledger.preemption import Shortage
@@ -62,30 +63,31 @@ def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[C
     """Admit the next sequence while it fits, `most` sequences at once."""
     copies: list[Copy] = []
     admits: list[Admit] = []
-    state.blocked_by = ""
-    if not state.queue:
+    sequences, admission = state.sequences, state.admission
+    admission.blocked_by = ""
+    if not sequences.queue:
         return copies, admits
-    if state.preempting or state.live_stalled():
-        state.blocked_by = "deferred"
+    if sequences.preempting or sequences.live_stalled():
+        admission.blocked_by = "deferred"
         return copies, admits
-    fresh, part = set[BlockId](), state.partly_granted()
-    while state.queue:
+    fresh, part = set[BlockId](), sequences.partly_granted()
+    while sequences.queue:
         if len(admits) == most:
-            state.blocked_by = "batch"
+            admission.blocked_by = "batch"
             break
         turn = grant_order.next_turn(state)
         sequence = turn.sequence
         if part is not None and chunked_grants.comes_first(state, part, sequence):
-            state.blocked_by = "prompt"
+            admission.blocked_by = "prompt"
             break
-        if state.admitted >= count_places(state, sequence):
-            state.blocked_by = "places"
+        if sequences.admitted >= count_places(state, sequence):
+            admission.blocked_by = "places"
             break
         plan = plan_admission(state, sequence)
         if plan is None and state.give_up_sources():
             plan = plan_admission(state, sequence)
         if plan is None:
-            state.blocked_by = "capacity"
+            admission.blocked_by = "capacity"
             break
         grant_order.count_turn(state, turn)
         _admit_sequence(state, sequence, plan, copies, admits, fresh)
@@ -103,7 +105,7 @@ def _admit_sequence(
 ) -> None:
     """Admit one sequence; it may pass the next one. `fresh` are the blocks that this batch grants."""
     source, size, shared = find_fork_source(state, sequence, plan, fresh), state.config.block_size, plan.shared
-    part = find_partial_source(state, sequence, plan) if source is None else None
+    part = find_partial_source(state.store, sequence, plan) if source is None else None
     admits.append(grant_blocks(state, sequence, plan, passes, part))
     fresh.update(sequence.block_table[shared:])
     if source is not None:
@@ -116,11 +118,15 @@ def _admit_sequence(
 def begin_prompt(state: LedgerState, copies: list[Copy], admits: list[Admit]) -> None:
     """Let the next sequence, which lacks blocks, begin with a part of its prompt's, and get the others later."""
     config = state.config
-    if state.blocked_by != "capacity" or not config.grants_parts or state.partly_granted() is not None:
+    if (
+        state.admission.blocked_by != "capacity"
+        or not config.grants_parts
+        or state.sequences.partly_granted() is not None
+    ):
         return
     turn = grant_order.next_turn(state)
     sequence = turn.sequence
-    plan, missing = _plan_with_match(state, sequence, find_match(state, sequence))
+    plan, missing = _plan_with_match(state, sequence, find_match(state.store, sequence))
     free = plan.fresh - missing
     if (
         sequence.gave_up
@@ -132,37 +138,37 @@ def begin_prompt(state: LedgerState, copies: list[Copy], admits: list[Admit]) ->
     part = chunked_grants.first_part(state, sequence, plan.fresh, free, until)
     if part:
         grant_order.count_turn(state, turn)
-        state.partial, state.blocked_by = sequence.id, "prompt"
+        state.sequences.partial, state.admission.blocked_by = sequence.id, "prompt"
         _admit_sequence(state, sequence, replace(plan, fresh=part, left=0), copies, admits, set())
         sequence.queued_at = state.clock.monotonic()  # it waits on, for the others
 
 
 def _find_awaited(state: LedgerState) -> Sequence | None:
     """Return the sequence for whose blocks those behind it wait; None where blocks are not the reason."""
-    if state.blocked_by == "prompt":
-        return state.partly_granted()
-    return grant_order.next_turn(state).sequence if state.blocked_by == "capacity" else None
+    if state.admission.blocked_by == "prompt":
+        return state.sequences.partly_granted()
+    return grant_order.next_turn(state).sequence if state.admission.blocked_by == "capacity" else None
 
 
 def _promise_blocks(state: LedgerState, head: Sequence) -> Reservation:
     """Return when the next sequence will have its blocks, as it was foreseen not long ago."""
-    kept = state.reservation if state.reservation and state.reservation.sequence == head.id else None
-    if kept is None or kept.is_due(state.steps):
-        kept = state.reservation = make_reservation(state, head, kept)
+    kept = state.admission.reservation_of(head)
+    if kept is None or kept.is_due(state.worker.steps):
+        kept = state.admission.reservation = make_reservation(state, head, kept)
     return kept
 
 
 def backfill_sequences(state: LedgerState, copies: list[Copy], admits: list[Admit]) -> None:
     """Add to a batch those that pass the next sequence, which lacks blocks."""
-    config, now = state.config, state.steps
+    config, now = state.config, state.worker.steps
     head = _find_awaited(state)
     if head is None or not config.backfill or config.window:
         return
-    kept = state.reservation if state.reservation and state.reservation.sequence == head.id else None
+    kept = state.admission.reservation_of(head)
     if kept is not None and kept.is_over(now):
         return
-    spare = state.block_pool.available - config.watermark_blocks
-    waiting = (state.sequences[each] for each in state.queue)
+    spare = state.store.pool.available - config.watermark_blocks
+    waiting = (state.sequences.live[each] for each in state.sequences.queue)
     candidates = backfill.candidates_behind(waiting, head, spare)
     if head.block_table:
         candidates = [each for each in candidates if not chunked_grants.begins_alike(head, each)]
@@ -173,10 +179,10 @@ def backfill_sequences(state: LedgerState, copies: list[Copy], admits: list[Admi
     if not candidates:
         return
     fresh = {block for admit in admits for block in admit.block_table[admit.n_shared :]}
-    growth = backfill.growth_beside(head, state.sequences.values(), now, config.block_size)
+    growth = backfill.growth_beside(head, state.sequences.live.values(), now, config.block_size)
     for sequence in candidates:
         if kept.admits(sequence, now) and _may_pass(state, sequence, growth):
-            plan, missing = _plan_with_match(state, sequence, find_match(state, sequence))
+            plan, missing = _plan_with_match(state, sequence, find_match(state.store, sequence))
             if missing <= 0:
                 # An earlier admission may have been by age: this one is not.
                 sequence.by_age = False
@@ -187,30 +193,31 @@ def backfill_sequences(state: LedgerState, copies: list[Copy], admits: list[Admi
 
 def make_reservation(state: LedgerState, head: Sequence, old: Reservation | None) -> Reservation:
     """Look when the next sequence will have its blocks."""
-    config, now, size = state.config, state.steps, state.config.block_size
-    missing = count_missing_blocks(state, head) - state.block_pool.leased
-    hits = frozenset(() if head.block_table else find_match(state, head).hits)
-    runs = [each for each in backfill.running(state.sequences.values()) if each is not head]
-    holders = backfill.holders_of(runs, state.blocks.refs, hits, now, size)
+    config, now, size = state.config, state.worker.steps, state.config.block_size
+    missing = count_missing_blocks(state, head) - state.store.pool.leased
+    hits = frozenset(() if head.block_table else find_match(state.store, head).hits)
+    runs = [each for each in backfill.running(state.sequences.live.values()) if each is not head]
+    holders = backfill.holders_of(runs, state.store.blocks.refs, hits, now, size)
     found = backfill.reserved(holders, missing, size, config.runway_slots)
     growth = head.max_blocks - config.admission_blocks(head.num_tokens)
-    return backfill.renewed(old, head, growth, found, now, state.block_pool.in_use)
+    return backfill.renewed(old, head, growth, found, now, state.store.pool.in_use)
 
 
 def _may_pass(state: LedgerState, sequence: Sequence, growth: Growth) -> bool:
     """Return whether a sequence has a place, leaves its tenant within its share, and does not empty the pool."""
-    if state.admitted >= state.config.max_num_seqs:
+    sequences, config = state.sequences, state.config
+    if sequences.admitted >= config.max_num_seqs:
         return False
     blocks = sequence.max_blocks
-    if len(state.tenants) > 1 and TenantShares(state).load(sequence.tenant, 1, blocks) > 1.0:
+    if len(sequences.tenants) > 1 and TenantShares(config, sequences.tenants).load(sequence.tenant, 1, blocks) > 1.0:
         return False
-    return growth.fits(backfill.steps_of(sequence), state.block_pool.available - blocks)
+    return growth.fits(backfill.steps_of(sequence), state.store.pool.available - blocks)
 
 
 def explain_waits(state: LedgerState) -> None:
     """Record why those that joined the queue and were not admitted wait."""
-    if state.queue.unexplained and state.blocked_by not in ("deferred", "batch"):
-        head = state.partly_granted() if state.blocked_by == "prompt" else None
+    if state.sequences.queue.unexplained and state.admission.blocked_by not in ("deferred", "batch"):
+        head = state.sequences.partly_granted() if state.admission.blocked_by == "prompt" else None
         head = head or grant_order.next_turn(state).sequence
         record_waits(state, head)
 
@@ -220,23 +227,23 @@ def count_places(state: LedgerState, sequence: Sequence) -> int:
 
     A tenant at its share or over it leaves some places free, so that the others need not wait for a preemption.
     """
-    places = state.config.max_num_seqs
-    if len(state.tenants) > 1 and TenantShares(state).load(sequence.tenant) >= 1.0:
-        places -= state.config.spare_places
-    return places
+    config, tenants = state.config, state.sequences.tenants
+    if len(tenants) > 1 and TenantShares(config, tenants).load(sequence.tenant) >= 1.0:
+        return config.max_num_seqs - config.spare_places
+    return config.max_num_seqs
 
 
 # ------------------------------------------------------------ hits
 
 
 def match_prefix(
-    state: LedgerState, block_hashes: Items[BlockHash], num_tokens: int, cacheable: bool
+    store: BlockStore, block_hashes: Items[BlockHash], num_tokens: int, cacheable: bool
 ) -> tuple[list[BlockId], PrefixMatch]:
     """Return the registered or pending blocks of a prompt's full blocks, and the match that they give.
 
     Where every layer has a window, the match has more hits than there are blocks: the others left the window.
     """
-    config, cache = state.config, state.cache
+    config, cache = store.config, store.cache
     if not config.prefix_caching or not cacheable:
         return [], PrefixMatch(0, MissReason.DISABLED)
     full = min(num_tokens // config.block_size, len(block_hashes))
@@ -251,7 +258,7 @@ def find_fork_parent(state: LedgerState, sequence: Sequence) -> Sequence | None:
     """Return the sequence that this one was forked from while that one holds a block table to share."""
     if sequence.fork_of is None or sequence.computes_all:
         return None
-    parent = state.sequences.get(sequence.fork_of)
+    parent = state.sequences.live.get(sequence.fork_of)
     if parent is None or parent.phase is SequencePhase.WAITING or parent.computes_all:
         return None
     return parent
@@ -259,7 +266,7 @@ def find_fork_parent(state: LedgerState, sequence: Sequence) -> Sequence | None:
 
 def plan_admission(state: LedgerState, sequence: Sequence) -> GrantPlan | None:
     """Return how the sequence would be admitted; None when there are not enough blocks for all of it."""
-    if not state.block_pool.available:
+    if not state.store.pool.available:
         return None
     plan, missing = _plan_or_remember(state, sequence)
     return None if missing > 0 else plan
@@ -280,25 +287,25 @@ def measure_shortage(state: LedgerState, sequence: Sequence) -> Shortage:
 
 def _plan_or_remember(state: LedgerState, sequence: Sequence) -> tuple[GrantPlan, int]:
     """Return how the sequence would be admitted, and how many blocks are missing for that; remember a match."""
-    found = find_match(state, sequence)
+    found = find_match(state.store, sequence)
     plan, missing = _plan_with_match(state, sequence, found)
-    if missing > 0 and found is not state.remembered:
-        state.remember(sequence, found)
+    if missing > 0 and found is not state.store.remembered:
+        state.store.remember(sequence, found)
     return plan, missing
 
 
 def _count_fresh_blocks(state: LedgerState, sequence: Sequence) -> int:
     if sequence.phase is SequencePhase.RUNNING:
         return sequence.lacking(state.config.block_size)
-    return _plan_with_match(state, sequence, find_match(state, sequence))[0].fresh
+    return _plan_with_match(state, sequence, find_match(state.store, sequence))[0].fresh
 
 
-def find_match(state: LedgerState, sequence: Sequence) -> RememberedMatch:
-    return state.recall(sequence) or _match_anew(state, sequence)
+def find_match(store: BlockStore, sequence: Sequence) -> RememberedMatch:
+    return store.recall(sequence) or _match_anew(store, sequence)
 
 
 def _plan_with_match(state: LedgerState, sequence: Sequence, found: RememberedMatch) -> tuple[GrantPlan, int]:
-    config, available = state.config, state.block_pool.available
+    config, available = state.config, state.store.pool.available
     hits, cached_hits, unread = found.hits, found.cached_hits, found.unread
     parent = find_fork_parent(state, sequence)
     if parent is not None:
@@ -314,7 +321,7 @@ def _plan_with_match(state: LedgerState, sequence: Sequence, found: RememberedMa
 
 def _count_slack(state: LedgerState, sequence: Sequence, blocks: int) -> int:
     """Return how many blocks an admission with so many leaves to the growth of those that run and its own."""
-    return max(int(blocks < sequence.max_blocks), state.config.watermark_blocks) if state.running else 0
+    return max(int(blocks < sequence.max_blocks), state.config.watermark_blocks) if state.sequences.running else 0
 
 
 def _count_wanted_blocks(state: LedgerState, sequence: Sequence, unread: int, hits: int) -> int:
@@ -327,9 +334,9 @@ def _count_wanted_blocks(state: LedgerState, sequence: Sequence, unread: int, hi
     return min(whole, unread + max(config.admission_blocks(sequence.num_tokens), hits + 1))
 
 
-def _match_anew(state: LedgerState, sequence: Sequence) -> RememberedMatch:
-    hits, match = match_prefix(state, sequence.block_hashes, sequence.num_tokens, sequence.takes_hits)
-    states = state.blocks.state
+def _match_anew(store: BlockStore, sequence: Sequence) -> RememberedMatch:
+    hits, match = match_prefix(store, sequence.block_hashes, sequence.num_tokens, sequence.takes_hits)
+    states = store.blocks.state
     cached_hits = [states[block] for block in hits].count(CACHED)
     unread = match.hit_blocks - len(hits)
     return RememberedMatch(sequence.id, sequence.num_tokens, hits, match, cached_hits, unread)
@@ -349,9 +356,9 @@ def find_fork_source(state: LedgerState, sequence: Sequence, plan: GrantPlan, fr
     return None if source in fresh else source
 
 
-def find_partial_source(state: LedgerState, sequence: Sequence, plan: GrantPlan) -> PartialCopy | None:
+def find_partial_source(store: BlockStore, sequence: Sequence, plan: GrantPlan) -> PartialCopy | None:
     """Return the part of a cached block that is copied behind the hits; None when there is nothing to copy."""
-    return partial_copy(state, sequence, plan.hits, plan.left)
+    return partial_copy(store, sequence, plan.hits, plan.left)
 
 
 # ------------------------------------------------------------ the grant
@@ -368,22 +375,23 @@ def grant_blocks(
 
     So is the block of which a part is copied.
     """
-    state.remembered, parent = None, find_fork_parent(state, sequence)
-    match = settled(state.cache, state.config, sequence.block_hashes, sequence.num_tokens, plan.match)
+    store = state.store
+    store.remembered, parent = None, find_fork_parent(state, sequence)
+    match = settled(store.cache, state.config, sequence.block_hashes, sequence.num_tokens, plan.match)
     plan = replace(plan, match=match)
     for block in plan.hits:
-        state.block_pool.hold(block)
-    learn(state, sequence, plan.hits)
+        store.pool.hold(block)
+    learn(store, sequence, plan.hits)
     if part is not None:
         state.hold_source(sequence, part.source)
     evicted = evicting.evict_until_free(state, plan.fresh, sequence)
-    state.queue.remove(sequence)
+    state.sequences.queue.remove(sequence)
     sequence.waited += state.clock.monotonic() - sequence.queued_at
     sequence.block_table = [*[TRIMMED] * plan.unread, *plan.hits]
     sequence.n_shared, sequence.trimmed = plan.shared, plan.unread
     sequence.own_from = min(sequence.own_from, plan.shared, sequence.own_from if parent is None else parent.own_from)
-    state.append_fresh(plan.fresh, sequence)
-    state.start(sequence)
+    store.append_fresh(plan.fresh, sequence)
+    state.sequences.start(sequence, state.worker.steps)
     return Admit(
         sequence.id,
         tuple(sequence.block_table),
@@ -400,16 +408,16 @@ def grant_blocks(
 
 def lease_blocks(state: LedgerState, count: int) -> list[BlockId]:
     """Lease up to `count` blocks, also by evicting cached ones."""
-    if count > state.block_pool.available:
+    if count > state.store.pool.available:
         state.give_up_sources()
-    count = min(count, state.block_pool.available)
+    count = min(count, state.store.pool.available)
     evicting.evict_until_free(state, count, None)
-    return [state.block_pool.lease() for _ in range(count)]
+    return [state.store.pool.lease() for _ in range(count)]
 
 
 def lease_free_blocks(state: LedgerState, target: int) -> list[BlockId]:
     """Lease up to the target from free blocks alone, and leave the watermark free."""
-    pool = state.block_pool
+    pool = state.store.pool
     spare = len(pool.free) - state.config.watermark_blocks
     return [pool.lease() for _ in range(min(target - pool.leased, spare))]
 
@@ -442,11 +450,11 @@ def _find_copied_block(parent: Sequence, index: int) -> BlockId | None:
 # ------------------------------------------------------------ records
 
 
-def _await(state: LedgerState, hits: list[BlockId]) -> int:
+def _await(store: BlockStore, hits: list[BlockId]) -> int:
     """Leave hits on blocks that are not sealed to be counted once they are; return how many there are."""
-    unsealed = [block for block in hits if state.blocks.hash[block] is None]
+    unsealed = [block for block in hits if store.blocks.hash[block] is None]
     for block in unsealed:
-        state.blocks.awaited[block] = state.blocks.awaited.get(block, 0) + 1
+        store.blocks.awaited[block] = store.blocks.awaited.get(block, 0) + 1
     return len(unsealed)
 
 
@@ -482,24 +490,24 @@ def record_grant(
 ) -> str:
     """Count an admission, record it, and return the id of the record."""
     match, hits = plan.match, plan.shared
-    awaited = _await(state, plan.hits[: match.hit_blocks]) if not sequence.recompute else 0
-    asked = sequence.takes_hits and state.config.caches
+    awaited = _await(state.store, plan.hits[: match.hit_blocks]) if not sequence.recompute else 0
+    asked = sequence.takes_hits and state.config.prefix_caching
     queried = min(sequence.num_tokens // state.config.block_size, len(sequence.block_hashes)) if asked else 0
     state.totals.count_admission(queried, match.hit_blocks - awaited, match.miss_reason.value, sequence.recompute)
-    lacking = sequence.lacking(state.config.block_size) if sequence.id == state.partial else 0
+    lacking = sequence.lacking(state.config.block_size) if sequence.id == state.sequences.partial else 0
     state.totals.chunked_grants += bool(lacking)
     if part is not None and not sequence.recompute:
         state.totals.partial_hits += 1
         state.totals.partial_hit_tokens += part.slots
     reasons = _reasons(sequence, plan, passes, part, lacking)
-    passed_by, waited = state.queue.count_admission(sequence), state.clock.monotonic() - sequence.queued_at
+    passed_by, waited = state.sequences.queue.count_admission(sequence), state.clock.monotonic() - sequence.queued_at
     figures = {
         "num_tokens": float(sequence.num_tokens),
         "hit_blocks": float(hits),
         "fresh_blocks": float(plan.fresh),
         "evicted": float(evicted),
-        "available": float(state.block_pool.available),
-        "waiting": float(len(state.queue)),
+        "available": float(state.store.pool.available),
+        "waiting": float(len(state.sequences.queue)),
         "waited_seconds": waited,
         **({"lacking_blocks": float(lacking)} if lacking else {}),
         **({"passes": 1.0} if passes else {}),
@@ -513,18 +521,18 @@ def record_grant(
 
 def record_waits(state: LedgerState, head: Sequence) -> None:
     """Record why the sequences that have joined the queue wait, once for each wait; `head` is admitted next."""
-    waiting = [state.sequences[each] for each in state.queue.unexplained]
-    state.queue.unexplained.clear()
+    waiting = [state.sequences.live[each] for each in state.sequences.queue.unexplained]
+    state.sequences.queue.unexplained.clear()
     holders, head_needed = _holders(state), _count_fresh_blocks(state, head)
     for sequence in waiting:
         needed = head_needed if sequence is head else _count_fresh_blocks(state, sequence)
         figures = {
             "needed": float(needed),
             "head_needed": float(head_needed),
-            "available": float(state.block_pool.available),
+            "available": float(state.store.pool.available),
             "num_blocks": float(state.config.num_blocks),
-            "running": float(state.admitted),
-            "waiting": float(len(state.queue)),
+            "running": float(state.sequences.admitted),
+            "waiting": float(len(state.sequences.queue)),
         }
         reason, first = _reason(state, sequence, head)
         kind = DecisionKind.SHORTFALL
@@ -535,7 +543,7 @@ def _reason(state: LedgerState, sequence: Sequence, head: Sequence) -> tuple[Sho
     """Return why a sequence waits, and the name of the one that goes first, unless it is this one."""
     if sequence is not head:
         return ShortfallReason.BEHIND, head.name
-    return (ShortfallReason.PLACES if state.blocked_by == "places" else ShortfallReason.BLOCKS), ""
+    return (ShortfallReason.PLACES if state.admission.blocked_by == "places" else ShortfallReason.BLOCKS), ""
 
 
 def _holders(state: LedgerState) -> tuple[Candidate, ...]:
@@ -543,7 +551,7 @@ def _holders(state: LedgerState) -> tuple[Candidate, ...]:
     blocks: dict[str, int] = {}
     sequences: dict[str, int] = {}
     requests: dict[str, int] = {}
-    for each in state.sequences.values():
+    for each in state.sequences.live.values():
         if each.phase is SequencePhase.WAITING:
             continue
         held = each.own_blocks

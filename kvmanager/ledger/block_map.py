@@ -8,7 +8,8 @@ from enum import IntEnum
 from common.contracts.types import BlockHash, BlockId, SequencePhase
 from kvmanager.contracts.block import Blocks, BlockState
 from kvmanager.contracts.sequence import Sequence
-from kvmanager.ledger.ledger_state import LedgerState
+from kvmanager.ledger.block_store import BlockStore
+from kvmanager.ledger.sequence_table import SequenceTable
 
 
 class BlockUse(IntEnum):
@@ -70,24 +71,23 @@ class BlockView:
 _APART = {BlockState.FREE: BlockUse.FREE, BlockState.LEASED: BlockUse.LEASED, BlockState.CACHED: BlockUse.CACHED}
 
 
-def map_of(state: LedgerState, first_block: int, limit: int, most_sequences: int) -> BlockMap:
+def map_of(store: BlockStore, sequences: SequenceTable, first_block: int, limit: int, most_sequences: int) -> BlockMap:
     """Return the uses of `limit` blocks, and the sequences with the most blocks."""
-    there = range(state.config.num_blocks)[first_block : first_block + limit]
-    uses = bytes(use_of(state.blocks, BlockId(block)) for block in there)
-    ordered = sorted(state.sequences.values(), key=lambda each: (-len(each.block_table), each.arrival))
-    sequences = tuple(_sequence(each) for each in ordered[:most_sequences])
-    config = state.config
-    return BlockMap(config.num_blocks, config.block_size, first_block, uses, sequences, len(ordered))
+    there = range(store.config.num_blocks)[first_block : first_block + limit]
+    uses = bytes(use_of(store.blocks, BlockId(block)) for block in there)
+    ordered = sorted(sequences.live.values(), key=lambda each: (-len(each.block_table), each.arrival))
+    config, greatest = store.config, tuple(_sequence(each) for each in ordered[:most_sequences])
+    return BlockMap(config.num_blocks, config.block_size, first_block, uses, greatest, len(ordered))
 
 
-def view_of(state: LedgerState, block_id: BlockId, most_holders: int) -> BlockView:
+def view_of(store: BlockStore, sequences: SequenceTable, block_id: BlockId, most_holders: int) -> BlockView:
     """Return one block of the pool. A sequence that holds it has it at the block's own place in its block table."""
-    blocks, holders = state.blocks, list[SequenceUse]()
+    blocks, holders = store.blocks, list[SequenceUse]()
     refs, index = blocks.refs[block_id], blocks.index[block_id]
     if refs:
-        held = (each for each in state.sequences.values() if _holds(each, block_id, index))
+        held = (each for each in sequences.live.values() if _holds(each, block_id, index))
         holders = [_sequence(each) for each, _ in zip(held, range(most_holders), strict=False)]
-    figures = state.eviction.known_of(block_id) if blocks.state[block_id] is BlockState.CACHED else ()
+    figures = store.eviction.known_of(block_id) if blocks.state[block_id] is BlockState.CACHED else ()
     use = use_of(blocks, block_id)
     return BlockView(block_id, use, refs, index, blocks.hash[block_id], tuple(holders), figures)
 

@@ -34,9 +34,9 @@ def first_part(state: LedgerState, head: Sequence, fresh: int, free: int, until:
     """
     if until is None:
         return 0
-    leased, others = state.block_pool.leased, _others(state, head)
+    leased, others = state.store.pool.leased, _others(state, head)
     beyond = max(0, leased - _ahead(state, others))
-    part = min(free, leased + free - beyond - others.after(max(0, until - state.steps)))
+    part = min(free, leased + free - beyond - others.after(max(0, until - state.worker.steps)))
     return part if is_enough(state.config, part, fresh) else 0
 
 
@@ -47,22 +47,22 @@ def left_to_others(state: LedgerState, begun: Sequence) -> int:
 
 def lease_want(state: LedgerState, begun: Sequence) -> int:
     """Return how many blocks are leased while a begun prompt has its rank, and count its steps from now on."""
-    begun.started_at = state.steps
-    config, pool, others = state.config, state.block_pool, _others(state, begun)
+    begun.started_at = state.worker.steps
+    config, pool, others = state.config, state.store.pool, _others(state, begun)
     ahead, lacking = _ahead(state, others), begun.lacking(config.block_size)
     if missing_blocks(state, begun) + ahead <= pool.leased:
         return ahead + lacking
-    kept, there = state.reservation, pool.available + pool.leased
+    kept, there = state.admission.reservation, pool.available + pool.leased
     if kept is None or kept.sequence != begun.id or kept.until is None:
         return ahead
-    return ahead + max(0, min(lacking, there - others.after(max(0, kept.until - state.steps))))
+    return ahead + max(0, min(lacking, there - others.after(max(0, kept.until - state.worker.steps))))
 
 
 def missing_blocks(state: LedgerState, part: Sequence) -> int:
     """Return how many blocks more must be free so that a sequence gets at once all that it lacks of its prompt."""
     lacking = part.lacking(state.config.block_size)
-    slack = max(int(lacking < part.growth), state.config.watermark_blocks) if state.running > 1 else 0
-    return lacking + slack - state.block_pool.available
+    slack = max(int(lacking < part.growth), state.config.watermark_blocks) if state.sequences.running > 1 else 0
+    return lacking + slack - state.store.pool.available
 
 
 def comes_first(state: LedgerState, begun: Sequence, sequence: Sequence) -> bool:
@@ -73,7 +73,7 @@ def comes_first(state: LedgerState, begun: Sequence, sequence: Sequence) -> bool
     """
     if outranks(sequence, begun):
         return False
-    return state.block_pool.leased < begun.lacking(state.config.block_size) or begins_alike(begun, sequence)
+    return state.store.pool.leased < begun.lacking(state.config.block_size) or begins_alike(begun, sequence)
 
 
 def begins_alike(part: Sequence, sequence: Sequence) -> bool:
@@ -92,7 +92,7 @@ def partial_of(sequences: Iterable[Sequence], block_size: int) -> SequenceId | N
 
 
 def _others(state: LedgerState, sequence: Sequence) -> Growth:
-    return growth_beside(sequence, state.sequences.values(), state.steps, state.config.block_size)
+    return growth_beside(sequence, state.sequences.live.values(), state.worker.steps, state.config.block_size)
 
 
 def _ahead(state: LedgerState, others: Growth) -> int:

@@ -8,7 +8,9 @@ from typing import Final
 from common.contracts.types import BlockId, Candidate, DecisionKind
 from kvmanager.cache.retention_terms import Fate
 from kvmanager.contracts.sequence import Sequence
+from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.ledger_state import LedgerState
+from kvmanager.ledger.sequence_table import SequenceTable
 
 _NAMED: Final = 8
 """Evicted blocks that a record lists at most; its figures have the total number."""
@@ -16,7 +18,7 @@ _NAMED: Final = 8
 
 def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | None) -> int:
     """Evict until `count` blocks are free and return how many were evicted. The caller checks that it can."""
-    missing = count - len(state.block_pool.free)
+    missing = count - len(state.store.pool.free)
     if missing <= 0:
         return 0
     name, totals = beneficiary.name if beneficiary else "", state.totals
@@ -24,12 +26,12 @@ def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | Non
     evicted, fates = list[Candidate](), dict[Fate, list[str]]()
     for _ in range(min(missing, _NAMED)):
         evicted.append(evict_block(state, name))
-        if (found := state.retention.evicted) is not None:
+        if (found := state.store.retention.evicted) is not None:
             fates.setdefault(found.fate, []).append(evicted[-1].name)
     for _ in range(missing - len(evicted)):
         _uncache_block(state, name)
-    figures = {"evicted": float(missing), "cached": float(len(state.block_pool.cached)), "wanted": float(count)}
-    order = state.block_pool.cached
+    figures = {"evicted": float(missing), "cached": float(len(state.store.pool.cached)), "wanted": float(count)}
+    order = state.store.pool.cached
     reasons: tuple[str, ...] = ("no block is free", order.reason, f"policy {order.name}")
     if retained := totals.retained_evictions - retained:
         figures["retained"] = float(retained)
@@ -47,37 +49,37 @@ def drop_cached_blocks(state: LedgerState) -> int:
     An idle pool forgets all with one event. Otherwise the blocks go leaves first, as in an eviction. Blocks that
     only copies hold lose their content too; they are free once their copies are reported.
     """
-    pool = state.block_pool
-    copied = _find_only_copied(state)
+    pool = state.store.pool
+    copied = _find_only_copied(state.store, state.sequences)
     dropped = len(pool.cached) + len(copied)
     if pool.in_use:
         # Nothing is learned of their uses: they go for another reason than want of room.
-        for block in sorted((*pool.cached, *copied), key=state.blocks.index.__getitem__, reverse=True):
-            state.cache.evict(block)
+        for block in sorted((*pool.cached, *copied), key=state.store.blocks.index.__getitem__, reverse=True):
+            state.store.cache.evict(block)
             if block not in copied:
                 pool.free_cached(block)
     else:
-        state.cache.clear()
+        state.store.cache.clear()
         pool.free_all_cached()
-    state.retention.forget_cached()
+    state.store.retention.forget_cached()
     state.totals.reset_blocks += dropped
-    figures = {"dropped": float(dropped), "in_use": float(state.block_pool.in_use)}
+    figures = {"dropped": float(dropped), "in_use": float(state.store.pool.in_use)}
     reasons = ("an operator reset the prefix cache", "blocks in use stay")
     state.decisions.record(DecisionKind.RESET, f"{dropped} cached blocks", None, reasons, figures)
     return dropped
 
 
-def _find_only_copied(state: LedgerState) -> set[BlockId]:
+def _find_only_copied(store: BlockStore, sequences: SequenceTable) -> set[BlockId]:
     """Return the registered sources of copies that no block table holds."""
-    blocks = state.blocks
-    held = Counter(each.copy_source for each in state.sequences.values() if each.copy_source is not None)
+    blocks = store.blocks
+    held = Counter(each.copy_source for each in sequences.live.values() if each.copy_source is not None)
     return {block for block, count in held.items() if blocks.refs[block] == count and blocks.hash[block]}
 
 
 def evict_block(state: LedgerState, beneficiary: str = "") -> Candidate:
     """Free the next block in the order of eviction and drop its content; return the record of the block."""
     block, depth = _uncache_block(state, beneficiary)
-    figures, retention = state.block_pool.cached.why(block), state.retention.evicted
+    figures, retention = state.store.pool.cached.why(block), state.store.retention.evicted
     if retention is None:
         return Candidate(f"block {block}", terms=(("depth", float(depth)),), figures=figures)
     figures += (("retention_priority", float(retention.priority)),)
@@ -86,7 +88,7 @@ def evict_block(state: LedgerState, beneficiary: str = "") -> Candidate:
 
 def _uncache_block(state: LedgerState, beneficiary: str) -> tuple[BlockId, int]:
     """Free the next block in the order of eviction; return it and the depth of what it held."""
-    pool, retention, fate = state.block_pool, state.retention, ""
+    pool, retention, fate = state.store.pool, state.store.retention, ""
     retention.evicted = None
     block = pool.uncache()
     evicted = retention.evicted
@@ -95,4 +97,4 @@ def _uncache_block(state: LedgerState, beneficiary: str) -> tuple[BlockId, int]:
         state.totals.retained_evictions += evicted.fate is Fate.RETAINED
         state.totals.pinned_evictions += evicted.fate is Fate.PINNED
     state.totals.evictions += 1
-    return block, state.cache.evict(block, beneficiary, pool.cached.mark_of(block), fate)
+    return block, state.store.cache.evict(block, beneficiary, pool.cached.mark_of(block), fate)

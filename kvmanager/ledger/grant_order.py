@@ -49,25 +49,25 @@ def next_turn(state: LedgerState) -> Turn:
     """
     if _is_turn_by_age(state) and (old := _oldest(state)) is not None:
         return Turn(old, True)
-    heads = [state.sequences[each] for each in state.queue.heads()]
+    heads = [state.sequences.live[each] for each in state.sequences.queue.heads()]
     if len(heads) == 1:
         return Turn(heads[0], False)
-    shares = TenantShares(state)
+    shares = TenantShares(state.config, state.sequences.tenants)
     return Turn(min(heads, key=lambda each: (shares.load(each.tenant), each.arrival)), False)
 
 
 def count_turn(state: LedgerState, turn: Turn) -> None:
     """Count a turn that was taken. One that was taken by age protects from preemption by a higher priority."""
     turn.sequence.by_age = turn.by_age
-    state.admitted_in_turn = 0 if turn.by_age else state.admitted_in_turn + 1
+    state.admission.admitted_in_turn = 0 if turn.by_age else state.admission.admitted_in_turn + 1
 
 
 def take_turn_by_age(state: LedgerState) -> None:
     """Let an old begun prompt take the turn by age, where a higher priority waits that would take its blocks."""
-    begun = state.partly_granted()
+    begun = state.sequences.partly_granted()
     if begun is None or not _is_turn_by_age(state) or not _is_old(state, begun):
         return
-    if any(outranks(state.sequences[each], begun) for each in state.queue.heads()):
+    if any(outranks(state.sequences.live[each], begun) for each in state.sequences.queue.heads()):
         count_turn(state, Turn(begun, True))
 
 
@@ -77,13 +77,13 @@ def outranks(sequence: Sequence, running: Sequence) -> bool:
 
 
 def _is_turn_by_age(state: LedgerState) -> bool:
-    return state.admitted_in_turn >= state.config.in_turn
+    return state.admission.admitted_in_turn >= state.config.in_turn
 
 
 def _oldest(state: LedgerState) -> Sequence | None:
     """Return the old sequence that is next by age. A tenant over its share has none while others wait."""
-    shares = TenantShares(state)
-    oldest = [_first_old(state, line) for line in state.queue.by_arrival()]
+    shares = TenantShares(state.config, state.sequences.tenants)
+    oldest = [_first_old(state, line) for line in state.sequences.queue.by_arrival()]
     return choose_by_age(oldest, lambda each: _is_old(state, each), lambda each: shares.load(each.tenant))
 
 
@@ -93,7 +93,7 @@ def _first_old(state: LedgerState, line: Iterable[SequenceId]) -> Sequence:
     A sequence that never ran has waited for longer than all later arrivals. So the search ends there.
     """
     for each in line:
-        sequence = state.sequences[each]
+        sequence = state.sequences.live[each]
         if not sequence.preemptions or _is_old(state, sequence):
             break
     return sequence

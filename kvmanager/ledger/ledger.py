@@ -71,7 +71,8 @@ class Ledger:
 
         With `most`, a batch has so many admissions at most, and `has_more` says whether the next batch can follow.
         """
-        state, pool = self.state, self.state.block_pool
+        state = self.state
+        pool, sequences, worker = state.store.pool, state.sequences, state.worker
         grant_order.take_turn_by_age(state)
         terms, stalled = self._runway_terms()
         refill = runway.is_short(terms, pool.leased, stalled)
@@ -79,12 +80,12 @@ class Ledger:
         copies, admits, preempt = self._admit_or_preempt(most)
         if admits or preempt:
             terms, _ = self._runway_terms()
-        begun = state.partly_granted()
-        if begun is not None and not state.preempting and not self.has_more:
+        begun = sequences.partly_granted()
+        if begun is not None and not sequences.preempting and not self.has_more:
             terms = self._terms_of_begun(begun)
-            if runway.is_short(terms, pool.leased, stalled + (begun.id in state.stalled)):
+            if runway.is_short(terms, pool.leased, stalled + (begun.id in sequences.stalled)):
                 lease += block_granter.lease_blocks(state, terms.want - pool.leased)
-        if state.queue:
+        if sequences.queue:
             if not preempt:
                 block_granter.begin_prompt(state, copies, admits)
                 block_granter.backfill_sequences(state, copies, admits)
@@ -92,23 +93,23 @@ class Ledger:
         target = self._target(terms, refill)
         if refill:
             lease += block_granter.lease_free_blocks(state, target)
-        cancel, state.refused = tuple(state.refused), []
-        reset = state.resets.take()
-        if target == state.last_sent_target and not (lease or preempt or admits or cancel or reset):
+        cancel, worker.refused = tuple(worker.refused), []
+        reset = worker.resets.take()
+        if target == worker.last_sent_target and not (lease or preempt or admits or cancel or reset):
             return None
-        state.last_sent_target = target
+        worker.last_sent_target = target
         return GrantBatch(target, tuple(copies), tuple(admits), tuple(lease), reset, preempt, cancel)
 
     @property
     def has_more(self) -> bool:
         """Whether the last batch had enough admissions before the queue was looked through."""
-        return self.state.blocked_by == "batch"
+        return self.state.admission.blocked_by == "batch"
 
     def _admit_or_preempt(self, most: int | None) -> tuple[list[Copy], list[Admit], tuple[Preempt, ...]]:
         """Grant what the sequences that wait and those that are stalled need. After most reports there are none."""
         state = self.state
-        if not state.queue and not state.stalled:
-            state.blocked_by = ""
+        if not state.sequences.queue and not state.sequences.stalled:
+            state.admission.blocked_by = ""
             return [], [], ()
         preempt = preemption.preempt_for_stalled(state)
         copies, admits = block_granter.admit_sequences(state, most)
@@ -117,7 +118,7 @@ class Ledger:
     def _preempt_for_next(self) -> tuple[Preempt, ...]:
         """Order a preemption for the sequence that is next and cannot be admitted, if it is entitled to one."""
         state = self.state
-        if state.blocked_by not in ("capacity", "places"):
+        if state.admission.blocked_by not in ("capacity", "places"):
             return ()
         sequence = grant_order.next_turn(state).sequence
         return preemption.preempt_for_waiting(state, sequence, partial(self._shortage, sequence))
@@ -125,7 +126,7 @@ class Ledger:
     def _shortage(self, sequence: Sequence) -> Shortage:
         """Return what a waiting sequence lacks, where those that run get their runway first."""
         short = block_granter.measure_shortage(self.state, sequence)
-        due = max(0, self._runway_terms()[0].want - self.state.block_pool.leased)
+        due = max(0, self._runway_terms()[0].want - self.state.store.pool.leased)
         return Shortage(short.missing + due, short.slack + due, short.hits)
 
     def lease_target(self, refill: bool) -> int:
@@ -133,22 +134,24 @@ class Ledger:
 
     def _target(self, terms: runway.RunwayTerms, refill: bool) -> int:
         state = self.state
-        pressed = state.blocked_by == "capacity"
-        return runway.next_target(terms, state.last_sent_target, refill, pressed, state.block_pool.leased)
+        pressed = state.admission.blocked_by == "capacity"
+        return runway.next_target(terms, state.worker.last_sent_target, refill, pressed, state.store.pool.leased)
 
     def _runway_terms(self) -> tuple[runway.RunwayTerms, int]:
         """Return the bounds of the lease pool, and how many sequences are stalled."""
         state = self.state
-        stalled = len(state.live_stalled())
-        if (begun := state.partly_granted()) is not None:
-            want = min(max(chunked_grants.left_to_others(state, begun), stalled), state.growth)
+        stalled = len(state.sequences.live_stalled())
+        if (begun := state.sequences.partly_granted()) is not None:
+            want = min(max(chunked_grants.left_to_others(state, begun), stalled), state.sequences.growth)
             return runway.RunwayTerms(want, want), stalled
-        growth, pressed = state.growth, state.blocked_by == "capacity"
-        return runway.runway_terms(state.config, state.lease_want, stalled, growth, state.running, pressed), stalled
+        growth, pressed = state.sequences.growth, state.admission.blocked_by == "capacity"
+        return runway.runway_terms(
+            state.config, state.worker.lease_want, stalled, growth, state.sequences.running, pressed
+        ), stalled
 
     def _terms_of_begun(self, begun: Sequence) -> runway.RunwayTerms:
         """Return the bounds of the lease pool with what a begun prompt may take now."""
-        stalled, growth = len(self.state.live_stalled()), self.state.growth
+        stalled, growth = len(self.state.sequences.live_stalled()), self.state.sequences.growth
         want = min(max(chunked_grants.lease_want(self.state, begun), stalled), growth)
         return runway.RunwayTerms(want, want)
 
@@ -157,9 +160,9 @@ class Ledger:
     def _lacking(self) -> list[SequenceId]:
         """Return the running sequences that can compute nothing before they get a block."""
         state = self.state
-        begun = state.partly_granted()
-        waits = begun is not None and begun.id in state.stalled
-        return [*state.live_stalled(), *([begun.id] if begun is not None and waits else [])]
+        begun = state.sequences.partly_granted()
+        waits = begun is not None and begun.id in state.sequences.stalled
+        return [*state.sequences.live_stalled(), *([begun.id] if begun is not None and waits else [])]
 
     def break_stall(self, why: str) -> GrantBatch | None:
         """Order the preemption of one sequence that holds blocks and lacks others, because nothing goes on.
@@ -168,13 +171,13 @@ class Ledger:
         run lacks a block, so that no preemption helps.
         """
         state = self.state
-        victims = [state.sequences[each] for each in self._lacking()]
-        if not victims or state.preempting:
+        victims = [state.sequences.live[each] for each in self._lacking()]
+        if not victims or state.sequences.preempting:
             return None
         preempt = preemption.preempt_to_break_stall(state, victims, why)
         state.totals.broken_stalls += 1
-        state.last_sent_target = self.lease_target(refill=False)
-        return GrantBatch(state.last_sent_target, preempt=preempt)
+        state.worker.last_sent_target = self.lease_target(refill=False)
+        return GrantBatch(state.worker.last_sent_target, preempt=preempt)
 
     # ------------------------------------------------------------ operators
 
@@ -183,7 +186,7 @@ class Ledger:
 
         Only this ledger forgets. The worker's next inventory brings back the content that the worker still holds.
         """
-        if self.state.block_pool.in_use:
+        if self.state.store.pool.in_use:
             return False
         evicting.drop_cached_blocks(self.state)
         return True
@@ -193,7 +196,7 @@ class Ledger:
 
         `number` is the id of the reset, which no other one of this manager has. The worker gets it in the next batch.
         """
-        self.state.resets.wanted = number
+        self.state.worker.resets.wanted = number
         return evicting.drop_cached_blocks(self.state)
 
     def pin(self, pins: Items[Pin], share: float, why: str = "") -> None:
@@ -208,10 +211,10 @@ class Ledger:
         change of the pins may happen.
         """
         found = fitting(pins, self.state.config.num_blocks, share)
-        retention = self.state.retention
+        retention = self.state.store.retention
         if found.contents:
             yield
-        yield from retention.pinning(found.contents if self.state.caches else {})
+        yield from retention.pinning(found.contents if self.state.config.prefix_caching else {})
         if why:
             figures = {"pins": float(len(pins)), "pinned": float(len(found.contents))}
             figures["cached"] = float(retention.pinned_cached)
@@ -224,18 +227,18 @@ class Ledger:
     @property
     def reset_pending(self) -> bool:
         """Whether the worker has still to confirm the latest reset."""
-        return self.state.resets.pending
+        return self.state.worker.resets.pending
 
     def lookup(self, block_hashes: Items[BlockHash], num_tokens: int) -> PrefixMatch:
         """Return the hits that a prompt of `num_tokens` tokens would have now, and why there are no more."""
         cacheable = bool(block_hashes) or num_tokens < self.state.config.block_size
-        cache, config = self.state.cache, self.state.config
-        _, match = block_granter.match_prefix(self.state, block_hashes, num_tokens, cacheable)
+        cache, config = self.state.store.cache, self.state.config
+        _, match = block_granter.match_prefix(self.state.store, block_hashes, num_tokens, cacheable)
         return settled(cache, config, block_hashes, num_tokens, match)
 
     def leading_blocks(self, block_hashes: Items[BlockHash], first: int = 0, end: int | None = None) -> int:
         """Return how many leading blocks of block_hashes[first:end] are registered, at these places of a prompt."""
-        find = self.state.cache.find_registered
+        find = self.state.store.cache.find_registered
         places = range(len(block_hashes))[first:end]
         for place in places:
             if find(block_hashes[place], block_hashes[place - 1] if place else ROOT, place) is None:
@@ -244,39 +247,42 @@ class Ledger:
 
     def block_table(self, sequence_id: SequenceId) -> BlockTable | None:
         """Return a sequence's block table; None when the sequence is unknown."""
-        sequence = self.state.sequences.get(sequence_id)
-        return table_of(sequence, self.state.blocks) if sequence else None
+        sequence = self.state.sequences.live.get(sequence_id)
+        return table_of(sequence, self.state.store.blocks) if sequence else None
 
     def block_tables(self) -> tuple[BlockTable, ...]:
         """Return the block table of every live sequence, by arrival."""
-        ordered = sorted(self.state.sequences.values(), key=lambda sequence: sequence.arrival)
-        return tuple(table_of(sequence, self.state.blocks) for sequence in ordered)
+        ordered = sorted(self.state.sequences.live.values(), key=lambda sequence: sequence.arrival)
+        return tuple(table_of(sequence, self.state.store.blocks) for sequence in ordered)
 
     def block_map(self, first_block: int, limit: int, most_sequences: int) -> BlockMap:
         """Return how `limit` blocks are used, and the sequences with the most blocks."""
-        return map_of(self.state, first_block, limit, most_sequences)
+        return map_of(self.state.store, self.state.sequences, first_block, limit, most_sequences)
 
     def block(self, block: BlockId, most_holders: int) -> BlockView | None:
         """Return everything about one block; None when the pool has no such block."""
-        return view_of(self.state, block, most_holders) if 0 <= block < self.state.config.num_blocks else None
+        if not 0 <= block < self.state.config.num_blocks:
+            return None
+        return view_of(self.state.store, self.state.sequences, block, most_holders)
 
     def pool(self) -> PoolCounts:
-        state, pool, waiting = self.state, self.state.block_pool, len(self.state.queue)
-        state.retention.expire()
-        capacity = 1 if state.blocked_by == "capacity" and waiting else 0
+        state, sequences = self.state, self.state.sequences
+        pool, retention, waiting = state.store.pool, state.store.retention, len(sequences.queue)
+        retention.expire()
+        capacity = 1 if state.admission.blocked_by == "capacity" and waiting else 0
         return PoolCounts(
-            state.config.num_blocks, len(pool.free), pool.leased, pool.in_use, len(pool.cached), 0, state.running,
-            waiting, len(state.preempting), state.last_sent_target or 0, waiting - capacity, capacity,
-            state.totals.clone(), state.retention.count(), state.retention.pinned_cached, len(self._lacking()),
+            state.config.num_blocks, len(pool.free), pool.leased, pool.in_use, len(pool.cached), 0, sequences.running,
+            waiting, len(sequences.preempting), state.worker.last_sent_target or 0, waiting - capacity, capacity,
+            state.totals.clone(), retention.count(), retention.pinned_cached, len(self._lacking()),
         )  # fmt: skip
 
     def drain_index_events(self) -> tuple[IndexEvent, ...]:
         """Return the changes of membership since the last call, in their order."""
-        return self.state.cache.drain_events()
+        return self.state.store.cache.drain_events()
 
     def index_snapshot(self) -> IndexSnapshot:
         """Return the whole membership, parents first, and the number of the last event that it contains."""
-        return self.state.cache.snapshot()
+        return self.state.store.cache.snapshot()
 
     def drain_decisions(self) -> tuple[Decision, ...]:
         return self.state.decisions.drain()

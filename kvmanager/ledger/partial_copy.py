@@ -17,7 +17,7 @@ from common.contracts.hashing import PARTIAL_HASHES, PARTIAL_PARTS
 from common.contracts.types import BlockHash, BlockId
 from kvmanager.contracts.block import ROOT, BlockState
 from kvmanager.contracts.sequence import Sequence
-from kvmanager.ledger.ledger_state import LedgerState
+from kvmanager.ledger.block_store import BlockStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,43 +28,43 @@ class PartialCopy:
     slots: int
 
 
-def partial_copy(state: LedgerState, sequence: Sequence, hits: Items[BlockId], spare: int) -> PartialCopy | None:
+def partial_copy(store: BlockStore, sequence: Sequence, hits: Items[BlockId], spare: int) -> PartialCopy | None:
     """Return the copy that saves a sequence the most tokens behind its hits; None without one of a quarter of a block.
 
     `spare` blocks are left beside those of the admission. A cached source is one of them: it must outlast the grant.
     """
-    if not sequence.partial_hashes or not sequence.takes_hits or not state.config.copies_parts:
+    if not sequence.partial_hashes or not sequence.takes_hits or not store.config.copies_parts:
         return None
-    index, size = len(hits), state.config.block_size
+    index, size = len(hits), store.config.block_size
     room = sequence.num_tokens - 1 - index * size
     before = sequence.block_hashes[index - 1] if index else ROOT
-    if room < size // PARTIAL_PARTS or (index and state.blocks.hash[hits[-1]] != before):
+    if room < size // PARTIAL_PARTS or (index and store.blocks.hash[hits[-1]] != before):
         return None
-    found = _longest(state, sequence, index, before)
-    if found is None or (state.blocks.state[found.source] is BlockState.CACHED and spare < 1):
+    found = _longest(store, sequence, index, before)
+    if found is None or (store.blocks.state[found.source] is BlockState.CACHED and spare < 1):
         return None
     return PartialCopy(found.source, min(found.slots, room))
 
 
-def _longest(state: LedgerState, sequence: Sequence, index: int, before: BlockHash) -> PartialCopy | None:
+def _longest(store: BlockStore, sequence: Sequence, index: int, before: BlockHash) -> PartialCopy | None:
     """Return the block with the most leading slots in common; the whole one where only the last token hinders a hit."""
-    size, first = state.config.block_size, PARTIAL_HASHES * index
+    size, first = store.config.block_size, PARTIAL_HASHES * index
     if index < len(sequence.block_hashes):
-        block = state.cache.find_registered(sequence.block_hashes[index], before, index)
+        block = store.cache.find_registered(sequence.block_hashes[index], before, index)
         if block is not None:
             return PartialCopy(block, size)
-    found = state.cache.partials.find(sequence.partial_hashes[first : first + PARTIAL_HASHES])
-    block = None if found is None else state.cache.find_registered(found[0], before, index)
+    found = store.cache.partials.find(sequence.partial_hashes[first : first + PARTIAL_HASHES])
+    block = None if found is None else store.cache.find_registered(found[0], before, index)
     return None if found is None or block is None else PartialCopy(block, size // PARTIAL_PARTS * found[1])
 
 
-def learn(state: LedgerState, sequence: Sequence, hits: Items[BlockId]) -> None:
+def learn(store: BlockStore, sequence: Sequence, hits: Items[BlockId]) -> None:
     """Take the partial hashes of shared blocks from the sequence's own, where a rebuild forgot them."""
-    known, partials = state.cache.partials.parts, sequence.partial_hashes
-    if not partials or not state.config.copies_parts:
+    known, partials = store.cache.partials.parts, sequence.partial_hashes
+    if not partials or not store.config.copies_parts:
         return
     for index, block in enumerate(hits):
-        content = state.blocks.hash[block]
+        content = store.blocks.hash[block]
         if content is not None and content not in known:
             parts = partials[PARTIAL_HASHES * index : PARTIAL_HASHES * (index + 1)]
-            state.cache.partials.add(content, parts)
+            store.cache.partials.add(content, parts)

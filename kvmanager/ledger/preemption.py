@@ -27,6 +27,7 @@ from kvmanager.contracts.ledger_config import VictimOrder
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger.grant_order import outranks
 from kvmanager.ledger.ledger_state import LedgerState
+from kvmanager.ledger.sequence_table import SequenceTable
 from kvmanager.ledger.shares import TenantShares
 
 _CHOICES: Final[dict[VictimOrder, str]] = {
@@ -52,13 +53,19 @@ def preempt_for_stalled(state: LedgerState) -> tuple[Preempt, ...]:
     The blocks are for the most senior one that is stalled and stays, or else for the most senior one that stays:
     the first victims may have been those that stalled.
     """
-    pool = state.block_pool
-    if not state.stalled or state.running < 2 or state.preempting or pool.leased or pool.available:
+    pool = state.store.pool
+    if (
+        not state.sequences.stalled
+        or state.sequences.running < 2
+        or state.sequences.preempting
+        or pool.leased
+        or pool.available
+    ):
         return ()
-    stalled = state.live_stalled()
+    stalled = state.sequences.live_stalled()
     if not stalled:
         return ()
-    running = running_sequences(state)
+    running = running_sequences(state.sequences)
     victims = victims_for(stalled, running, Exposure(state))
     if not victims:
         return ()
@@ -75,15 +82,15 @@ def preempt_for_waiting(
 
     `shortage` is called only when there is a victim.
     """
-    if state.preempting or state.live_stalled():
+    if state.sequences.preempting or state.sequences.live_stalled():
         return ()
-    running, exposure = running_sequences(state), Exposure(state)
+    running, exposure = running_sequences(state.sequences), Exposure(state)
     blocks = state.config.admission_blocks(sequence.num_tokens)
     entitled = entitled_victims(sequence, running, exposure, blocks)
     if not entitled:
         return ()
     short = shortage()
-    freed, victims = FreedBlocks(state.blocks, short.hits), list[Sequence]()
+    freed, victims = FreedBlocks(state.store.blocks, short.hits), list[Sequence]()
     for each in entitled:
         if victims and freed.count >= short.missing:
             break
@@ -93,7 +100,7 @@ def preempt_for_waiting(
         freed.release(each)
         victims.append(each)
     # Where nobody stays, nobody grows, and the worker returns its lease pool.
-    unneeded = short.slack + state.block_pool.leased if len(victims) == len(running) else 0
+    unneeded = short.slack + state.store.pool.leased if len(victims) == len(running) else 0
     if freed.count < short.missing - unneeded:
         return ()
     victims = needed_of(victims, freed, short.missing)
@@ -104,9 +111,9 @@ def preempt_for_waiting(
 
 def preempt_to_break_stall(state: LedgerState, lacking: list[Sequence], why: str) -> tuple[Preempt, ...]:
     """Order the preemption of one of those that lack blocks: the begun prompt, or else the first victim of all."""
-    running, begun = running_sequences(state), state.partly_granted()
+    running, begun = running_sequences(state.sequences), state.sequences.partly_granted()
     victim = begun if begun is not None and begun in lacking else max(lacking, key=Exposure(state).of)
-    others = [each for each in state.sequences.values() if each is not victim]
+    others = [each for each in state.sequences.live.values() if each is not victim]
     gaining = min((each for each in others if each in lacking or each.phase is SequencePhase.WAITING),
                   key=seniority, default=None)  # fmt: skip
     victim.gave_up = True
@@ -148,7 +155,7 @@ def _order_preemptions(
 
 def order_preemption(state: LedgerState, victim: Sequence) -> None:
     """Mark the victim. Its blocks are not free before the worker reports that it released them."""
-    state.halt(victim, SequencePhase.DRAINING_PREEMPT)
+    state.sequences.halt(victim, SequencePhase.DRAINING_PREEMPT)
 
 
 def private_blocks(sequence: Sequence, blocks: Blocks) -> int:
@@ -183,8 +190,8 @@ def seniority(sequence: Sequence) -> tuple[int, int]:
     return (-sequence.priority, sequence.arrival)
 
 
-def running_sequences(state: LedgerState) -> list[Sequence]:
-    return [each for each in state.sequences.values() if each.phase is SequencePhase.RUNNING]
+def running_sequences(sequences: SequenceTable) -> list[Sequence]:
+    return [each for each in sequences.live.values() if each.phase is SequencePhase.RUNNING]
 
 
 def victims_for(stalled: Collection[SequenceId], running: list[Sequence], exposure: Exposure) -> list[Sequence]:
@@ -254,7 +261,7 @@ class Exposure:
     """The order of victims at one moment; `shares` are without those that were chosen before."""
 
     def __init__(self, state: LedgerState) -> None:
-        self.shares, self.blocks = TenantShares(state), state.blocks
+        self.shares, self.blocks = TenantShares(state.config, state.sequences.tenants), state.store.blocks
         self._config = state.config
         # By sequence: work does not change while victims are chosen.
         self._work: dict[SequenceId, int] = {}
@@ -295,7 +302,7 @@ def _gives_way(victim: Sequence, sequence: Sequence, shares: TenantShares) -> bo
 
 def candidates(running: Iterable[Sequence], state: LedgerState) -> tuple[Candidate, ...]:
     """Return every running sequence with the terms of the choice, the first to be preempted first."""
-    blocks, size, exposure = state.blocks, state.config.block_size, Exposure(state)
+    blocks, size, exposure = state.store.blocks, state.config.block_size, Exposure(state)
     found = []
     for sequence in sorted(running, key=exposure.of, reverse=True):
         terms = (
@@ -317,12 +324,12 @@ def _record(
     reasons: tuple[str, ...],
     named: tuple[Candidate, ...],
 ) -> str:
-    blocks = state.blocks
+    blocks = state.store.blocks
     figures = {
         "tokens_lost": float(tokens_lost(victim, blocks, state.config.block_size)),
         "work_lost": float(work_lost(victim, blocks, state.config.block_size)),
         "blocks_freed": float(private_blocks(victim, blocks)),
-        "stalled": float(len(state.live_stalled())),
-        "running": float(state.running),
+        "stalled": float(len(state.sequences.live_stalled())),
+        "running": float(state.sequences.running),
     }
     return state.decisions.preempted(victim, beneficiary, reasons, figures, named)

@@ -16,6 +16,7 @@ from common.contracts.types import TRIMMED, BlockHash, BlockId, SequencePhase
 from kvmanager.cache.eviction.restored import order_after_rebuild
 from kvmanager.contracts.block import ROOT, BlockState
 from kvmanager.contracts.sequence import Sequence
+from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.chunked_grants import partial_of
 from kvmanager.ledger.ledger_state import LedgerState
 
@@ -29,39 +30,39 @@ def load_inventory(state: LedgerState, inventory: Inventory) -> Iterator[None]:
     Raises ProtocolViolation when the inventory contradicts itself.
     """
     state.empty()
-    state.block_pool.free.clear()
+    state.store.pool.free.clear()
     loaded = [(_register(state, entry), entry.block_table) for entry in inventory.sequences]
     tables = [(sequence, table) for sequence, table in loaded if sequence.phase is not SequencePhase.WAITING]
     for sequence, table in tables:
         _restore_table(state, sequence, table)
     if state.config.grants_parts:
-        state.partial = partial_of((sequence for sequence, _ in tables), state.config.block_size)
+        state.sequences.partial = partial_of((sequence for sequence, _ in tables), state.config.block_size)
     for block in inventory.pool:
-        _restore_lease(state, block)
+        _restore_lease(state.store, block)
     yield
     cached: list[BlockId] = []
     entries = CachedBlocks.of(inventory.cached_blocks)
-    if state.caches:
-        events = len(state.cache.events)
+    if state.config.prefix_caching:
+        events = len(state.store.cache.events)
         restore = _restore_in_window if state.config.window else _restore_cached_blocks
         for first in range(0, len(entries), STEP_BLOCKS):
             restore(state, entries, first, cached)
             yield
         if len(entries):
             # There are no events of a rebuild. A gap in their numbers leads each follower to take a snapshot.
-            del state.cache.events[events:]
-            state.cache.number += 1
+            del state.store.cache.events[events:]
+            state.store.cache.number += 1
     for sequence, table in tables:
         _restore_content(state, sequence, table)
-    yield from _restore_order(state, cached, entries)
-    pinned = list(state.retention.pinned)
+    yield from _restore_order(state.store, cached, entries)
+    pinned = list(state.store.retention.pinned)
     for first in range(0, len(pinned), STEP_BLOCKS):
         for block_hash in pinned[first : first + STEP_BLOCKS]:
-            state.retention.hold_pinned(block_hash)
+            state.store.retention.hold_pinned(block_hash)
         yield
-    yield from _restore_free(state)
+    yield from _restore_free(state.store)
     # The worker keeps its present runway until its first report.
-    state.lease_want = len(inventory.pool)
+    state.worker.lease_want = len(inventory.pool)
 
 
 def _restore_cached_blocks(state: LedgerState, entries: CachedBlocks, first: int, cached: list[BlockId]) -> None:
@@ -69,12 +70,12 @@ def _restore_cached_blocks(state: LedgerState, entries: CachedBlocks, first: int
 
     A block that no block table holds stays free when another one has its content.
     """
-    blocks, cache, hashes = state.blocks, state.cache, entries.hashes
+    blocks, cache, hashes = state.store.blocks, state.store.cache, entries.hashes
     states, hash_of, parent_of, depth_of = blocks.state, blocks.hash, blocks.parent, blocks.index
     registered, ambiguous, children = cache.entries, cache.ambiguous, blocks.children
     step = slice(first, first + STEP_BLOCKS)
     columns = zip(entries.blocks[step], hashes[step], entries.parents[step], strict=True)
-    _check_range(state, entries.blocks[step])
+    _check_range(state.store, entries.blocks[step])
     for number, (block, block_hash, at) in enumerate(columns, start=first):
         of = states[block]
         if of is BlockState.LEASED or hash_of[block] is not None:
@@ -100,49 +101,49 @@ def _restore_cached_blocks(state: LedgerState, entries: CachedBlocks, first: int
         cache.forget_ghosts(hashes[step])
 
 
-def _restore_order(state: LedgerState, cached: list[BlockId], entries: CachedBlocks) -> Iterator[None]:
+def _restore_order(store: BlockStore, cached: list[BlockId], entries: CachedBlocks) -> Iterator[None]:
     """Put the registered blocks that no block table holds into the order of their eviction."""
     if not cached:
         return
     by_depth: list[list[BlockId]] = [[]]
     # With a window any block may be evicted before another one, so all are of one level.
-    sort = _take_registered if state.config.window else _sort_by_depth
+    sort = _take_registered if store.config.window else _sort_by_depth
     for first in range(0, len(cached), STEP_BLOCKS):
-        sort(state, cached[first : first + STEP_BLOCKS], by_depth)
+        sort(store, cached[first : first + STEP_BLOCKS], by_depth)
         yield
-    states, last_used = state.blocks.state, [0] * len(state.blocks)
+    states, last_used = store.blocks.state, [0] * len(store.blocks)
     for first in range(0, len(entries), STEP_BLOCKS):
         step = slice(first, first + STEP_BLOCKS)
         for block, used in zip(entries.blocks[step], entries.last_used[step], strict=True):
             last_used[block] = used
         yield
     due = 0
-    depth_of, windowed = state.blocks.index, state.config.window > 0
+    depth_of, windowed = store.blocks.index, store.config.window > 0
     rank = (lambda block: (last_used[block] << 32) - depth_of[block]) if windowed else last_used.__getitem__
     for part in order_after_rebuild(reversed(by_depth), rank):
         for block in part:
             states[block] = BlockState.CACHED
-        state.block_pool.cached.restore(part)
+        store.pool.cached.restore(part)
         due += len(part)
         if due >= STEP_BLOCKS or not part:
             due = 0
             yield
 
 
-def _check_range(state: LedgerState, blocks: Iterable[BlockId]) -> None:
+def _check_range(store: BlockStore, blocks: Iterable[BlockId]) -> None:
     for block in (min(blocks), max(blocks)):
-        state.block_pool.check(block)
+        store.pool.check(block)
 
 
-def _take_registered(state: LedgerState, cached: list[BlockId], by_depth: list[list[BlockId]]) -> None:
+def _take_registered(store: BlockStore, cached: list[BlockId], by_depth: list[list[BlockId]]) -> None:
     """Add cached blocks to the first level; one whose content a block in use has stays free."""
-    hash_of = state.blocks.hash
+    hash_of = store.blocks.hash
     by_depth[0] += [block for block in cached if hash_of[block] is not None]
 
 
-def _sort_by_depth(state: LedgerState, cached: list[BlockId], by_depth: list[list[BlockId]]) -> None:
+def _sort_by_depth(store: BlockStore, cached: list[BlockId], by_depth: list[list[BlockId]]) -> None:
     """Add cached blocks to those of their depth; one whose content a block in use has stays free."""
-    depth_of, hash_of = state.blocks.index, state.blocks.hash
+    depth_of, hash_of = store.blocks.index, store.blocks.hash
     for block in cached:
         if hash_of[block] is None:
             continue
@@ -152,9 +153,9 @@ def _sort_by_depth(state: LedgerState, cached: list[BlockId], by_depth: list[lis
         by_depth[depth].append(block)
 
 
-def _restore_free(state: LedgerState) -> Iterator[None]:
+def _restore_free(store: BlockStore) -> Iterator[None]:
     """Put the blocks that nothing holds into the list of free ones."""
-    states, free = state.blocks.state, state.block_pool.free
+    states, free = store.blocks.state, store.pool.free
     numbers = iter(range(len(states)))
     while step := list(islice(numbers, STEP_BLOCKS)):
         for block in step:
@@ -164,7 +165,7 @@ def _restore_free(state: LedgerState) -> Iterator[None]:
 
 
 def _register(state: LedgerState, entry: InventorySequence) -> Sequence:
-    sequence = state.register(entry.reserve, entry.arrival)
+    sequence = state.sequences.register(entry.reserve, entry.arrival, state.clock.monotonic())
     # The sequence may have grown since its submission, and then its tokens differ from its parent's.
     sequence.fork_of = None
     sequence.phase, sequence.preemptions = entry.phase, _preemptions_of(state, sequence, entry)
@@ -188,17 +189,17 @@ def _restore_in_window(state: LedgerState, entries: CachedBlocks, first: int, ca
     """Do what `_restore_cached_blocks` does where every layer has a window: each block says itself where it stands."""
     if len(entries.depths) != len(entries):
         raise ProtocolViolation("cached blocks of a windowed model came without their depths")
-    step, blocks = slice(first, first + STEP_BLOCKS), state.blocks
+    step, blocks = slice(first, first + STEP_BLOCKS), state.store.blocks
     columns = zip(
         entries.blocks[step], entries.hashes[step], entries.parent_hashes[step], entries.depths[step], strict=True
     )
-    _check_range(state, entries.blocks[step])
+    _check_range(state.store, entries.blocks[step])
     for block, block_hash, before, depth in columns:
         if blocks.state[block] is BlockState.LEASED or blocks.hash[block] is not None:
             raise ProtocolViolation(f"cached block {block} is leased, or stands twice in the inventory")
         if _restore_copy(state, block, block_hash, before if depth else ROOT, depth):
             cached.append(block)
-    state.cache.forget_ghosts(entries.hashes[step])
+    state.store.cache.forget_ghosts(entries.hashes[step])
 
 
 def _restore_copy(state: LedgerState, block: BlockId, block_hash: BlockHash, parent: BlockHash, depth: int) -> bool:
@@ -207,7 +208,7 @@ def _restore_copy(state: LedgerState, block: BlockId, block_hash: BlockHash, par
     A block of a block table counts at its own depth alone, and behind the block before it in that table: a worker that
     has reset its cache may claim this one and no longer that one. Another block with its content stays free.
     """
-    cache, blocks = state.cache, state.blocks
+    cache, blocks = state.store.cache, state.store.blocks
     if parent in cache.ambiguous or cache.is_ambiguous(block_hash, parent, depth):
         return False
     is_free = blocks.state[block] is BlockState.FREE
@@ -228,12 +229,12 @@ def _restore_table(state: LedgerState, sequence: Sequence, table: tuple[BlockId,
         raise ProtocolViolation(
             f"sequence {sequence.id} has a block table of {len(table)} blocks; at most {sequence.max_blocks} fit"
         )
-    blocks = state.blocks
+    blocks = state.store.blocks
     for index, block in enumerate(table):
         if block == TRIMMED:
             sequence.trimmed = index + 1
             continue
-        state.block_pool.check(block)
+        state.store.pool.check(block)
         if blocks.state[block] is BlockState.FREE:
             blocks.state[block], blocks.index[block], blocks.owner[block] = BlockState.IN_USE, index, sequence.id
         elif blocks.index[block] != index:
@@ -244,29 +245,29 @@ def _restore_table(state: LedgerState, sequence: Sequence, table: tuple[BlockId,
     sequence.block_table = list(table)
     # Which of these other requests computed before is not known.
     sequence.own_from = len(table)
-    state.start(sequence, sequence.phase)
+    state.sequences.start(sequence, state.worker.steps, sequence.phase)
 
 
-def _restore_lease(state: LedgerState, block: BlockId) -> None:
-    state.block_pool.check(block)
-    of = state.blocks.state[block]
+def _restore_lease(store: BlockStore, block: BlockId) -> None:
+    store.pool.check(block)
+    of = store.blocks.state[block]
     if of is not BlockState.FREE:
         raise ProtocolViolation(f"block {block} is in the lease pool although it is {of.value}")
-    state.blocks.state[block] = BlockState.LEASED
-    state.block_pool.leased += 1
+    store.blocks.state[block] = BlockState.LEASED
+    store.pool.leased += 1
 
 
 def _restore_content(state: LedgerState, sequence: Sequence, table: tuple[BlockId, ...]) -> None:
     """Set the present or future content of a table's blocks; hashes of sealed blocks extend the block hashes."""
-    blocks, block_hashes = state.blocks, sequence.block_hashes
+    blocks, block_hashes = state.store.blocks, sequence.block_hashes
     for index, block in enumerate(table):
         if block == TRIMMED:
             continue
         block_hash = blocks.hash[block]
         if blocks.parent[block] is None:
-            state.describe(block, sequence, index)
+            state.store.describe(block, sequence, index)
         if block_hash is None:
-            state.expect(block, sequence, index)
+            state.store.expect(block, sequence, index)
         elif index == len(block_hashes):
             block_hashes.append(block_hash)
         elif index < len(block_hashes) and block_hashes[index] != block_hash:

@@ -21,30 +21,30 @@ Column = tuple[Callable[[Report], Any], Callable[[LedgerState, Any], None]]
 
 def apply_report(state: LedgerState, report: Report) -> None:
     """Apply a report. Raises ProtocolViolation; the ledger is then void until the next rebuild."""
-    state.count_steps(report.step)
+    state.worker.count_steps(report.step)
     for entries_of, apply_entries in COLUMNS:
         entries = entries_of(report)
         if entries:
             apply_entries(state, entries)
     if report.stalled is not None:
         note_stalled(state, report.stalled)
-    state.lease_want = report.lease_want
-    state.resets.confirmed = report.reset or state.resets.confirmed
+    state.worker.lease_want = report.lease_want
+    state.worker.resets.confirmed = report.reset or state.worker.resets.confirmed
     for sequence_id, length in report.computed:
-        if sequence_id in state.sequences:
-            state.sequences[sequence_id].computed = length
+        if sequence_id in state.sequences.live:
+            state.sequences.live[sequence_id].computed = length
 
 
 def reserve_sequences(state: LedgerState, reserves: Iterable[Reserve]) -> None:
     """Queue sequences in the order of their arrival."""
     for reserve in reserves:
-        state.queue_or_refuse(state.register(reserve, state.next_arrival))
+        state.queue_or_refuse(state.sequences.register(reserve, state.sequences.next_arrival, state.clock.monotonic()))
 
 
 def bind_blocks(state: LedgerState, bindings: Iterable[tuple[SequenceId, BlockId]]) -> None:
     """Append leased blocks to block tables."""
     bound: dict[str, int] = {}
-    find, bind, append = state.sequences.get, state.block_pool.bind, state.append_block
+    find, bind, append = state.sequences.live.get, state.store.pool.bind, state.store.append_block
     for sequence_id, block_id in bindings:
         sequence = find(sequence_id)
         if sequence is None or sequence.phase is _WAITING:
@@ -56,19 +56,20 @@ def bind_blocks(state: LedgerState, bindings: Iterable[tuple[SequenceId, BlockId
         if sequence.phase is _RUNNING:
             bound[sequence.tenant] = bound.get(sequence.tenant, 0) + 1
     for tenant, count in bound.items():
-        state.growth -= count
-        state.tenants[tenant] = state.tenants[tenant].more(0, count)
+        state.sequences.growth -= count
+        state.sequences.tenants[tenant] = state.sequences.tenants[tenant].more(0, count)
 
 
 def seal_blocks(state: LedgerState, seals: Iterable[tuple[BlockId, BlockHash]]) -> None:
     """Register full, computed blocks whose parent is registered; count and ignore the others."""
-    blocks, sequences, pending, entries = state.blocks, state.sequences, state.blocks.pending, state.cache.entries
-    states, hash_of, parent_of = blocks.state, blocks.hash, blocks.parent
-    owner_of, depth_of = blocks.owner, blocks.index
-    may_publish, publish_new = state.may_publish, state.publish_new
+    store, live = state.store, state.sequences.live
+    blocks, entries = store.blocks, store.cache.entries
+    states, hash_of, parent_of, pending = blocks.state, blocks.hash, blocks.parent, blocks.pending
+    owner_of, depth_of, awaited = blocks.owner, blocks.index, blocks.awaited
+    may_publish, publish_new = state.may_publish, store.publish_new
     for block, block_hash in seals:
         if not 0 <= block < len(states):
-            state.block_pool.check(block)
+            store.pool.check(block)
         parent = None
         if states[block] is IN_USE and hash_of[block] is None:
             parent = parent_of[block]
@@ -81,10 +82,12 @@ def seal_blocks(state: LedgerState, seals: Iterable[tuple[BlockId, BlockHash]]) 
         if expected is not None and expected != block_hash:
             raise ProtocolViolation(f"block {block} was sealed with another hash than its prompt's")
         if block_hash in entries:
-            state.publish(block, block_hash, parent)
+            store.publish(block, block_hash, parent)
         else:
             publish_new(block, block_hash, parent)
-        owner = sequences.get(owner_of[block])
+        if block in awaited:
+            state.count_awaited(block)
+        owner = live.get(owner_of[block])
         if owner is not None and depth_of[block] == len(owner.block_hashes):
             owner.block_hashes.append(block_hash)
 
@@ -93,7 +96,7 @@ def index_partial_hashes(state: LedgerState, partials: Iterable[tuple[BlockHash,
     """Note the partial hashes of sealed blocks; those of a block whose seal was ignored are ignored too."""
     if not state.config.copies_parts:
         return
-    entries, hash_of, add = state.cache.entries, state.blocks.hash, state.cache.partials.add
+    entries, hash_of, add = state.store.cache.entries, state.store.blocks.hash, state.store.cache.partials.add
     for block_hash, parts in partials:
         if (block := entries.get(block_hash)) is not None:
             # The object that the map has already: each one from the wire would be kept beside it.
@@ -103,7 +106,7 @@ def index_partial_hashes(state: LedgerState, partials: Iterable[tuple[BlockHash,
 def release_copy_sources(state: LedgerState, sequences: Iterable[SequenceId]) -> None:
     """Stop holding the sources of copies that have run; a sequence that left holds none."""
     for sequence_id in sequences:
-        sequence = state.sequences.get(sequence_id)
+        sequence = state.sequences.live.get(sequence_id)
         if sequence is not None:
             state.release_source(sequence)
 
@@ -111,33 +114,33 @@ def release_copy_sources(state: LedgerState, sequences: Iterable[SequenceId]) ->
 def trim_tables(state: LedgerState, trims: Iterable[tuple[SequenceId, int]]) -> None:
     """Release leading blocks that left every layer's window; the block table keeps their places."""
     for sequence_id, count in trims:
-        sequence = state.sequences.get(sequence_id)
+        sequence = state.sequences.live.get(sequence_id)
         if sequence is None:
             continue
         table = sequence.block_table
         if count > len(table):
             raise ProtocolViolation(f"{count} blocks of a block table of {len(table)} were trimmed")
         trimmed = range(sequence.trimmed, count)
-        if sequence.retention and state.caches:
-            state.retention.mark(sequence, sequence.trimmed, count)
-        state.release([table[index] for index in trimmed])
+        if sequence.retention and state.config.prefix_caching:
+            state.store.retention.mark(sequence, sequence.trimmed, count)
+        state.store.release([table[index] for index in trimmed])
         table[sequence.trimmed : count] = [TRIMMED] * len(trimmed)
         held = sequence.own_blocks
         sequence.trimmed = max(sequence.trimmed, count)
         if sequence.phase is SequencePhase.RUNNING:
-            state.count_use(sequence, 0, sequence.own_blocks - held)
+            state.sequences.count_use(sequence, 0, sequence.own_blocks - held)
 
 
 def take_back_blocks(state: LedgerState, blocks: Iterable[BlockId]) -> None:
     """Free leased blocks that the worker returned."""
     for block_id in blocks:
-        state.block_pool.give_back(block_id)
+        state.store.pool.give_back(block_id)
 
 
 def requeue_preempted(state: LedgerState, preempted: Iterable[tuple[SequenceId, int]]) -> None:
     """Release the block tables of preempted sequences and queue the sequences again at their old places."""
     for sequence_id, num_tokens in preempted:
-        sequence = state.sequences.get(sequence_id)
+        sequence = state.sequences.live.get(sequence_id)
         if sequence is None or sequence.phase is SequencePhase.WAITING:
             continue
         if not 0 < num_tokens <= sequence.max_len:
@@ -149,24 +152,24 @@ def requeue_preempted(state: LedgerState, preempted: Iterable[tuple[SequenceId, 
         sequence.preemptions += 1
         sequence.queued_at = state.clock.monotonic()
         state.totals.preemptions += 1
-        state.queue.add(sequence)
+        state.sequences.queue.add(sequence)
 
 
 def finish_sequences(state: LedgerState, finished: Iterable[tuple[SequenceId, FinishReason]]) -> None:
     """Forget sequences and release their block tables; an unknown id was forgotten before."""
     for sequence_id, _ in finished:
-        sequence = state.sequences.get(sequence_id)
+        sequence = state.sequences.live.get(sequence_id)
         if sequence is None:
             continue
         if sequence.phase is SequencePhase.WAITING:
-            state.queue.remove(sequence)
+            state.sequences.queue.remove(sequence)
         else:
             release_block_table(state, sequence)
-        state.forget(sequence)
+        state.sequences.forget(sequence)
 
 
 def note_stalled(state: LedgerState, stalled: tuple[SequenceId, ...]) -> None:
-    state.stalled = stalled
+    state.sequences.stalled = stalled
 
 
 # ------------------------------------------------------------ releases
@@ -177,16 +180,16 @@ def release_block_table(state: LedgerState, sequence: Sequence) -> None:
 
     The source of a copy that was not reported stands behind the shared blocks, so it comes before them.
     """
-    state.halt(sequence, SequencePhase.WAITING)
-    state.preempting.discard(sequence.id)
-    state.admitted -= 1
-    if sequence.retention and state.caches:
-        state.retention.mark(sequence)
+    state.sequences.halt(sequence, SequencePhase.WAITING)
+    state.sequences.preempting.discard(sequence.id)
+    state.sequences.admitted -= 1
+    if sequence.retention and state.config.prefix_caching:
+        state.store.retention.mark(sequence)
     state.release_source(sequence)
-    state.release([block for block in reversed(sequence.block_table) if block != TRIMMED])
+    state.store.release([block for block in reversed(sequence.block_table) if block != TRIMMED])
     sequence.block_table = []
     sequence.trimmed = sequence.n_shared = 0
-    state.leave_to_forks(sequence)
+    state.sequences.leave_to_forks(sequence)
 
 
 COLUMNS: Final[tuple[Column, ...]] = (

@@ -7,8 +7,9 @@ there. The load of a tenant is its part over its share: 1 is exactly the share.
 
 from __future__ import annotations
 
+from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence
-from kvmanager.ledger.ledger_state import LedgerState, TenantUse
+from kvmanager.ledger.sequence_table import TenantUse
 
 
 class TenantShares:
@@ -19,9 +20,9 @@ class TenantShares:
 
     __slots__ = ("_places", "_pool_blocks", "_uses", "_weights")
 
-    def __init__(self, state: LedgerState) -> None:
-        self._places, self._pool_blocks = max(1, state.config.max_num_seqs), max(1, state.config.num_blocks)
-        self._uses: dict[str, TenantUse] = state.tenants.copy()
+    def __init__(self, config: LedgerConfig, tenants: dict[str, TenantUse]) -> None:
+        self._places, self._pool_blocks = max(1, config.max_num_seqs), max(1, config.num_blocks)
+        self._uses = tenants.copy()
         self._weights = sum(use.weight for use in self._uses.values())
 
     def running(self, tenant: str) -> int:

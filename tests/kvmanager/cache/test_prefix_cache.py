@@ -29,8 +29,8 @@ def test_behaviour_10_what_the_worker_did_not_seal_is_never_published() -> None:
     play(ledger, bind=((1, 2), (1, 3)))  # blocks for draft tokens, rejected afterwards
     finish(ledger, 1)
     assert ledger.drain_index_events() == ()
-    assert not ledger.state.cache.entries
-    assert not ledger.state.cache.pending
+    assert not ledger.state.store.cache.entries
+    assert not ledger.state.store.cache.pending
 
 
 def test_behaviour_12_trimmed_blocks_are_free_before_capacity_is_checked() -> None:
@@ -49,7 +49,7 @@ def test_trims_are_totals_so_repeating_one_changes_nothing() -> None:
     play(ledger, trim=((1, 1),))
     play(ledger, trim=((1, 1), (7, 1)))
     play(ledger, trim=((1, 2),))
-    assert list(ledger.state.block_pool.free) == [4, 5, 0, 1]
+    assert list(ledger.state.store.pool.free) == [4, 5, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_behaviour_17_released_before_its_prefill_ran_it_publishes_nothing() -> 
     finish(ledger, 1)
     assert ledger.drain_index_events() == ()
     assert ledger.lookup(hashes(prompt(40)), 40) == PrefixMatch(0, MissReason.NEVER_SEEN)
-    assert list(ledger.state.block_pool.free) == [3, 4, 5, 6, 7, 8, 9, 2, 1, 0]
+    assert list(ledger.state.store.pool.free) == [3, 4, 5, 6, 7, 8, 9, 2, 1, 0]
 
 
 def test_lookup_explains_each_miss() -> None:
@@ -152,8 +152,8 @@ def test_behaviour_21b_whoever_leaves_the_others_keep_the_blocks(aborted: int) -
     burst = [reserve(number, prompt(32) + prompt(5, start=100 * number)) for number in range(1, 4)]
     admit(ledger, *burst)
     finish(ledger, aborted)
-    assert [ledger.state.blocks.refs[block] for block in (0, 1)] == [2, 2]
-    assert set(ledger.state.cache.pending) == set(hashes(prompt(32)))
+    assert [ledger.state.store.blocks.refs[block] for block in (0, 1)] == [2, 2]
+    assert set(ledger.state.store.cache.pending) == set(hashes(prompt(32)))
     for number in {1, 2, 3} - {aborted}:
         seal(ledger, number, hashes(prompt(32)))
         finish(ledger, number)
@@ -164,7 +164,7 @@ def test_a_pending_block_that_was_freed_is_no_hit() -> None:
     ledger = make_ledger(10)
     admit(ledger, reserve(1, prompt(40)))
     finish(ledger, 1)
-    assert not ledger.state.cache.pending
+    assert not ledger.state.store.cache.pending
     assert admit(ledger, reserve(2, prompt(40)))[0].n_shared == 0
 
 

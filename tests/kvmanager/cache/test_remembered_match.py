@@ -52,16 +52,16 @@ def test_a_hit_that_is_released_is_matched_anew() -> None:
     ledger = waiting_ledger()
     assert matches(ledger, finished=((SequenceId(1), FinishReason.STOP),)) == 1
     assert ledger.pool().capacity == 1
-    assert ledger.state.remembered is not None
-    assert ledger.state.remembered.cached_hits == 3
+    assert ledger.state.store.remembered is not None
+    assert ledger.state.store.remembered.cached_hits == 3
 
 
 def test_a_block_more_that_is_sealed_is_a_hit() -> None:
     ledger = waiting_ledger()
     table = block_table(ledger, 1)
     assert matches(ledger, seal=((table[3], hashes(LONG)[3]),)) == 1
-    assert ledger.state.remembered is not None
-    assert len(ledger.state.remembered.hits) == 4
+    assert ledger.state.store.remembered is not None
+    assert len(ledger.state.store.remembered.hits) == 4
     finish(ledger, 2)
     assert block_table(ledger, 3)[:4] == table
 
@@ -71,8 +71,8 @@ def test_a_hit_that_is_evicted_while_the_sequence_waits_is_no_hit() -> None:
     finish(ledger, 1)
     held = ledger.pool().free
     play(ledger, lease_want=3 * (held + 1))  # a third is leased, which evicts the last of the three
-    assert ledger.state.remembered is not None
-    assert len(ledger.state.remembered.hits) == 2
+    assert ledger.state.store.remembered is not None
+    assert len(ledger.state.store.remembered.hits) == 2
     ledger.check_invariants()
 
 

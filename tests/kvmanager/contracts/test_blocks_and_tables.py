@@ -27,9 +27,9 @@ def test_behaviour_01_55_tokens_take_four_blocks_of_which_three_get_hashes() -> 
     ledger = make_ledger(10)
     (granted,) = admit(ledger, reserve(1, prompt(55)))
     assert (granted.block_table, granted.n_shared, granted.cached_tokens) == ((0, 1, 2, 3), 0, 0)
-    assert [ledger.state.blocks.hash[block] for block in range(4)] == [None] * 4
+    assert [ledger.state.store.blocks.hash[block] for block in range(4)] == [None] * 4
     seal(ledger, 1, hashes(prompt(55)))
-    assert [ledger.state.blocks.hash[block] for block in range(4)] == [*hashes(prompt(55)), None]
+    assert [ledger.state.store.blocks.hash[block] for block in range(4)] == [*hashes(prompt(55)), None]
 
 
 def test_behaviour_02_a_shared_prefix_of_48_tokens_is_three_hits_and_one_new_block() -> None:
@@ -38,7 +38,7 @@ def test_behaviour_02_a_shared_prefix_of_48_tokens_is_three_hits_and_one_new_blo
     seal(ledger, 1, hashes(prompt(55)))
     (granted,) = admit(ledger, reserve(2, prompt(48) + prompt(7, start=900)))
     assert (granted.block_table, granted.n_shared, granted.cached_tokens) == ((0, 1, 2, 4), 3, 48)
-    assert [ledger.state.blocks.refs[block] for block in range(5)] == [2, 2, 2, 1, 1]
+    assert [ledger.state.store.blocks.refs[block] for block in range(5)] == [2, 2, 2, 1, 1]
 
 
 def test_behaviour_03_blocks_without_hash_are_reused_first_then_cached_ones_tail_first() -> None:
@@ -55,11 +55,11 @@ def test_behaviour_04_a_hit_leaves_the_middle_of_the_eviction_order() -> None:
     ledger = make_ledger(10)
     run_through(ledger, 1, prompt(33))
     run_through(ledger, 2, prompt(33, start=500))
-    assert list(ledger.state.block_pool.cached) == [1, 0, 4, 3]
+    assert list(ledger.state.store.pool.cached) == [1, 0, 4, 3]
     (granted,) = admit(ledger, reserve(3, prompt(17)))
     assert granted.block_table[0] == 0
-    assert list(ledger.state.block_pool.cached) == [1, 4, 3]
-    assert (len(ledger.state.block_pool.cached), ledger.pool().cached) == (3, 3)
+    assert list(ledger.state.store.pool.cached) == [1, 4, 3]
+    assert (len(ledger.state.store.pool.cached), ledger.pool().cached) == (3, 3)
 
 
 def test_behaviour_05_160_fresh_tokens_evict_a_full_pool_in_queue_order() -> None:
@@ -73,7 +73,7 @@ def test_behaviour_05_160_fresh_tokens_evict_a_full_pool_in_queue_order() -> Non
     removed = [event.hash for event in ledger.drain_index_events() if isinstance(event, Removed)]
     assert removed == [*reversed(old[1]), *reversed(old[2])]
     seal(ledger, 3, hashes(prompt(160, start=1000)))
-    assert set(ledger.state.cache.entries) == set(hashes(prompt(160, start=1000)))
+    assert set(ledger.state.store.cache.entries) == set(hashes(prompt(160, start=1000)))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_behaviour_07_hits_do_not_count_as_room_for_the_rest() -> None:
     run_through(ledger, 1, prompt(33))
     admit(ledger, reserve(2, prompt(16, start=500)))
     assert admit(ledger, reserve(3, prompt(64))) == ()
-    assert list(ledger.state.block_pool.cached) == [1, 0]
+    assert list(ledger.state.store.pool.cached) == [1, 0]
     batch = finish(ledger, 2)
     assert batch is not None
     assert batch.admit[0].n_shared == 2
@@ -112,7 +112,7 @@ def test_behaviour_08_a_reused_block_sheds_its_key() -> None:
     ledger = make_ledger(4)
     run_through(ledger, 1, prompt(17))
     run_through(ledger, 2, prompt(64, start=500))
-    assert ledger.state.blocks.hash[0] == hashes(prompt(64, start=500))[3]
+    assert ledger.state.store.blocks.hash[0] == hashes(prompt(64, start=500))[3]
     assert ledger.lookup(hashes(prompt(17)), 17).miss_reason is MissReason.EVICTED
 
 
@@ -135,9 +135,9 @@ def test_behaviour_09_decode_grows_by_a_block_when_one_is_full() -> None:
     assert block_table(ledger, 1) == (0, 1, 2, 3)  # 55 + 4: still four blocks
     play(ledger, bind=((1, 4),), lease_want=1)
     assert block_table(ledger, 1) == (0, 1, 2, 3, 4)  # 55 + 19 = 74: one more
-    assert ledger.state.blocks.hash[3] is None  # full, and not sealed before the step that filled it is done
+    assert ledger.state.store.blocks.hash[3] is None  # full, and not sealed before the step that filled it is done
     play(ledger, seal=((3, hashes(tokens)[3]),), lease_want=1)
-    assert ledger.state.blocks.hash[3] == hashes(tokens)[3]
+    assert ledger.state.store.blocks.hash[3] == hashes(tokens)[3]
 
 
 def test_generated_blocks_are_hits_for_the_next_turn() -> None:
@@ -191,7 +191,7 @@ def test_a_seal_without_a_sealed_parent_or_without_a_row_is_counted_and_ignored(
     admit(ledger, reserve(1, prompt(40)))
     play(ledger, seal=((block, hashes(prompt(40))[1]),))
     assert ledger.pool().totals.ignored_seals == 1
-    assert not ledger.state.cache.entries
+    assert not ledger.state.store.cache.entries
 
 
 def test_block_states_partition_the_pool() -> None:
@@ -199,7 +199,7 @@ def test_block_states_partition_the_pool() -> None:
     run_through(ledger, 1, prompt(17))
     admit(ledger, reserve(2, prompt(20, start=90), max_len=60))
     play(ledger, lease_want=2)
-    states = ledger.state.blocks.state
+    states = ledger.state.store.blocks.state
     pool = ledger.pool()
     assert (pool.free, pool.leased, pool.in_use, pool.cached, pool.pinned) == (5, 2, 2, 1, 0)
     assert [states.count(state) for state in BlockState] == [5, 2, 2, 1]
@@ -223,7 +223,7 @@ def test_one_hash_may_have_several_copies_and_leaves_with_the_last() -> None:
     admit(ledger, reserve(1, prompt(16)), reserve(2, prompt(16), block_hashes=block_hashes[:1]))
     assert (block_table(ledger, 1), block_table(ledger, 2)) == ((0,), (1,))
     play(ledger, seal=((0, block_hashes[0]), (1, block_hashes[0])))
-    assert ledger.state.cache.copies_of(block_hashes[0]) == [0, 1]
+    assert ledger.state.store.cache.copies_of(block_hashes[0]) == [0, 1]
     finish(ledger, 1)
     finish(ledger, 2)
     ledger.drain_index_events()

@@ -106,7 +106,7 @@ def test_the_queue_goes_by_priority_then_arrival() -> None:
     admit(ledger, reserve(1, prompt(64)))
     for number, priority in ((2, 0), (3, 5), (4, 0), (5, 5)):
         play(ledger, reserve=(reserve(number, prompt(10, start=100 * number), priority=priority),))
-    assert list(ledger.state.queue) == [3, 5, 2, 4]
+    assert list(ledger.state.sequences.queue) == [3, 5, 2, 4]
     batch = finish(ledger, 1)
     assert batch is not None
     assert admitted(batch.admit) == [3, 5, 2, 4]
@@ -116,7 +116,7 @@ def test_behaviour_27_only_the_head_lacks_capacity_the_others_are_deferred() -> 
     ledger = make_ledger(4)
     admit(ledger, reserve(1, prompt(40)))
     assert admit(ledger, reserve(2, prompt(60, start=90)), reserve(3, prompt(5, start=190), max_len=15)) == ()
-    assert list(ledger.state.queue) == [2, 3]
+    assert list(ledger.state.sequences.queue) == [2, 3]
     pool = ledger.pool()
     assert (pool.waiting, pool.capacity, pool.deferred) == (2, 1, 1)
     batch = finish(ledger, 1)
@@ -168,9 +168,9 @@ def test_behaviour_28_abort_is_idempotent_in_every_state(state: Callable[[Ledger
     finish(ledger, 2)
     play(ledger, preempted=((2, 55),), trim=((2, 1),))  # late news of one that is gone
     assert ledger_key(ledger) == after
-    assert not ledger.state.sequences
-    assert len(ledger.state.queue) == 0
-    assert not ledger.state.cache.pending
+    assert not ledger.state.sequences.live
+    assert len(ledger.state.sequences.queue) == 0
+    assert not ledger.state.store.cache.pending
     assert ledger.pool().free + ledger.pool().cached == 4
 
 
@@ -178,7 +178,7 @@ def test_preempted_and_then_cancelled_in_one_report_does_not_revive() -> None:
     ledger = make_ledger(4)
     admit(ledger, reserve(1, prompt(20)))
     play(ledger, preempted=((1, 20),), finished=((1, FinishReason.CANCELLED),))
-    assert not ledger.state.sequences
+    assert not ledger.state.sequences.live
     assert ledger.pool().free == 4
 
 

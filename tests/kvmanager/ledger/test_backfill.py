@@ -77,11 +77,11 @@ def test_shared_blocks_are_released_at_the_last_end_and_hits_of_the_next_one_not
         if number == 1:
             seal(ledger, 1, hashes(shared))
     state = ledger.state
-    found = running(state.sequences.values())
-    released = {each.steps: each.released for each in holders_of(found, state.blocks.refs, frozenset(), 0, 16)}
+    found = running(state.sequences.live.values())
+    released = {each.steps: each.released for each in holders_of(found, state.store.blocks.refs, frozenset(), 0, 16)}
     assert released == {13: 1, 23: 1, 33: 5}
     hits = frozenset(block_table(ledger, 1)[:4])
-    assert [each.released for each in holders_of(found, state.blocks.refs, hits, 0, 16)] == [1, 1, 1]
+    assert [each.released for each in holders_of(found, state.store.blocks.refs, hits, 0, 16)] == [1, 1, 1]
 
 
 # ---------------------------------------------------------------- who passes
@@ -99,7 +99,7 @@ def test_one_that_ends_in_time_passes_and_its_record_says_so() -> None:
 def test_one_that_would_end_later_waits() -> None:
     ledger = blocked_ledger(80)
     assert admit(ledger, reserve(3, prompt(20, start=900), max_len=41)) == ()
-    assert list(ledger.state.queue) == [2, 3]
+    assert list(ledger.state.sequences.queue) == [2, 3]
 
 
 def test_steps_that_passed_count() -> None:
@@ -107,7 +107,7 @@ def test_steps_that_passed_count() -> None:
     first = (reserve(1, prompt(60), max_len=80), reserve(2, prompt(120, start=500), max_len=128))
     play(ledger, step=1000, reserve=first)
     play(ledger, step=1008, reserve=(reserve(3, prompt(34, start=900), max_len=48),))
-    assert list(ledger.state.queue) == [2, 3], "the first has 13 steps left, and this one needs 15"
+    assert list(ledger.state.sequences.queue) == [2, 3], "the first has 13 steps left, and this one needs 15"
     batch = play(ledger, step=1008, reserve=(reserve(4, prompt(34, start=950), max_len=46),))
     assert batch is not None
     assert admitted(batch.admit) == [4]
@@ -179,7 +179,7 @@ def serve_one_by_one(ledger: Ledger, first: int, count: int) -> list[int]:
     order = []
     for number in range(first, first + count):
         play(ledger, reserve=(reserve(number, prompt(60, start=100 * number), priority=5),))
-        (runs,) = running_sequences(ledger.state)
+        (runs,) = running_sequences(ledger.state.sequences)
         batch = finish(ledger, runs.id)
         assert batch is not None
         order += admitted(batch.admit)
@@ -229,7 +229,7 @@ def test_time_in_which_a_sequence_runs_is_no_wait() -> None:
     ledger = make_ledger(4, max_wait=30.0)
     admit(ledger, reserve(1, prompt(60)))
     ledger.state.clock.advance(100.0)  # type: ignore[attr-defined]
-    ledger.state.admitted_in_turn = 100
+    ledger.state.admission.admitted_in_turn = 100
     play(ledger, reserve=(reserve(2, prompt(60, start=100), priority=9),))
     batch = play(ledger, preempted=((SequenceId(1), 60),))
     assert batch is not None
@@ -240,7 +240,7 @@ def test_who_passes_is_not_protected_by_an_earlier_admission_by_age() -> None:
     ledger = make_ledger(10, max_num_seqs=2)
     admit(ledger, reserve(1, prompt(60), max_len=80), reserve(9, prompt(10, start=300), max_len=30))
     assert admit(ledger, reserve(2, prompt(120, start=500), max_len=128), reserve(3, prompt(10, start=900), 25)) == ()
-    passing = ledger.state.sequences[SequenceId(3)]
+    passing = ledger.state.sequences.live[SequenceId(3)]
     passing.by_age = True  # as it is after an admission by age and a preemption
     batch = finish(ledger, 9)
     assert batch is not None
@@ -261,7 +261,7 @@ def test_a_tenant_over_its_share_has_no_old_sequence_while_another_waits() -> No
     admit(ledger, *(reserve(n, prompt(10, start=100 * n), tenant="red") for n in (1, 2, 3, 4)))
     admit(ledger, reserve(5, prompt(10, start=500), tenant="red"))
     ledger.state.clock.advance(60.0)  # type: ignore[attr-defined]
-    ledger.state.admitted_in_turn = 100
+    ledger.state.admission.admitted_in_turn = 100
     admit(ledger, reserve(6, prompt(10, start=600), tenant="blue"))
     assert next_turn(ledger.state).sequence.id == 6
     finish(ledger, 6)
@@ -291,12 +291,12 @@ def is_in_time_by_parts(seed: int, caching: bool, alike: bool, first_part: int) 
     huge = worker.submit([*common, *[0] * (72 - len(common))], 74, cached=caching)
     turn(ledger, worker)
     state = ledger.state
-    sequence = state.sequences[huge]
-    begun = state.partly_granted() is sequence
-    if state.blocked_by == "capacity":
+    sequence = state.sequences.live[huge]
+    begun = state.sequences.partly_granted() is sequence
+    if state.admission.blocked_by == "capacity":
         foreseen = make_reservation(state, sequence, None).until
-    elif begun and state.reservation is not None:
-        foreseen = state.reservation.until
+    elif begun and state.admission.reservation is not None:
+        foreseen = state.admission.reservation.until
     else:
         return False
     assert foreseen is not None
@@ -304,11 +304,11 @@ def is_in_time_by_parts(seed: int, caching: bool, alike: bool, first_part: int) 
         if rng.random() < 0.7:
             submit(1, 4, 12)
         turn(ledger, worker)
-        begun |= state.partly_granted() is sequence
+        begun |= state.sequences.partly_granted() is sequence
         # What it lacks is leased for it, and the worker binds that as it computes.
-        if sequence.block_table and state.block_pool.leased >= sequence.lacking(4):
+        if sequence.block_table and state.store.pool.leased >= sequence.lacking(4):
             return begun
-        assert state.steps <= foreseen, f"it waits after step {foreseen}"
+        assert state.worker.steps <= foreseen, f"it waits after step {foreseen}"
 
 
 @settings(max_examples=up_to(120))
@@ -344,14 +344,16 @@ def test_nobody_is_preempted_again_and_again(seed: int) -> None:
             options: dict[str, Any] = {"tenant": tenant, "priority": priority}
             play(ledger, reserve=(reserve(number, tokens, max_len=length + rng.randint(1, 80), **options),))
             number += 1
-        leaves = [each.id for each in ledger.state.sequences.values() if each.id in ledger.state.preempting]
-        play(ledger, preempted=tuple((each, ledger.state.sequences[each].num_tokens) for each in leaves))
+        leaves = [
+            each.id for each in ledger.state.sequences.live.values() if each.id in ledger.state.sequences.preempting
+        ]
+        play(ledger, preempted=tuple((each, ledger.state.sequences.live[each].num_tokens) for each in leaves))
     orders = 0
     for _ in range(20):  # no step, no arrival, no end
-        leaves = list(ledger.state.preempting)
-        batch = play(ledger, preempted=tuple((each, ledger.state.sequences[each].num_tokens) for each in leaves))
+        leaves = list(ledger.state.sequences.preempting)
+        batch = play(ledger, preempted=tuple((each, ledger.state.sequences.live[each].num_tokens) for each in leaves))
         orders = len(batch.preempt) if batch is not None else 0
-        if not orders and not ledger.state.preempting:
+        if not orders and not ledger.state.sequences.preempting:
             return
     raise AssertionError("preemptions without end")
 

@@ -38,7 +38,7 @@ def begun_ledger(max_len: int = 80, **options: Any) -> Ledger:
 def lease_all(ledger: Ledger) -> None:
     """Let the other one end, so that all is leased that the prompt lacks."""
     finish(ledger, 1)
-    assert ledger.state.block_pool.leased == 4
+    assert ledger.state.store.pool.leased == 4
 
 
 def bind(ledger: Ledger, number: int, *blocks: int, **columns: Any) -> Any:
@@ -75,7 +75,7 @@ def test_less_than_half_is_not_worth_it() -> None:
     ledger = parts_ledger()
     admit(ledger, reserve(1, prompt(90), max_len=96))
     assert admit(ledger, reserve(2, prompt(140, start=500), max_len=141)) == ()
-    assert ledger.state.blocked_by == "capacity"
+    assert ledger.state.admission.blocked_by == "capacity"
 
 
 def test_nobody_begins_while_those_that_run_may_bind_what_is_free() -> None:
@@ -105,7 +105,7 @@ def test_who_may_not_be_preempted_again_is_admitted_whole() -> None:
     admit(ledger, reserve(1, prompt(60), max_len=80))
     assert len(admit(ledger, reserve(2, HUGE, max_len=136))) == 1
     play(ledger, preempted=((SequenceId(2), 128),))
-    assert list(ledger.state.queue) == [2]
+    assert list(ledger.state.sequences.queue) == [2]
 
 
 def test_one_prompt_begins_at_a_time() -> None:
@@ -113,7 +113,7 @@ def test_one_prompt_begins_at_a_time() -> None:
     assert len(block_table(ledger, 2)) == 8
     ledger = begun_ledger()
     assert admit(ledger, reserve(3, prompt(60, start=900), max_len=64)) == ()
-    assert ledger.state.blocked_by == "prompt"
+    assert ledger.state.admission.blocked_by == "prompt"
 
 
 def test_grants_of_a_part_are_counted_again_after_a_preemption() -> None:
@@ -143,13 +143,13 @@ def test_what_it_lacks_is_leased_when_the_others_end() -> None:
     assert len(batch.lease) == 2, "the block that the other one may bind, and one more"
     batch = finish(ledger, 1)
     assert batch is not None
-    assert ledger.state.block_pool.leased == batch.lease_target == 4
+    assert ledger.state.store.pool.leased == batch.lease_target == 4
 
 
 def test_a_prompt_that_finds_no_block_is_not_stalled() -> None:
     ledger = begun_ledger()
     batch = play(ledger, stalled=(SequenceId(2),), lease_want=8)
-    assert ledger.state.live_stalled() == []
+    assert ledger.state.sequences.live_stalled() == []
     assert batch is None or not batch.preempt
 
 
@@ -162,8 +162,8 @@ def test_others_are_preempted_for_nobody_that_waits_behind_it() -> None:
 def test_it_is_a_sequence_like_others_once_its_blocks_are_there() -> None:
     ledger = begun_ledger()
     lease_all(ledger)
-    bind(ledger, 2, *(block for block, of in enumerate(ledger.state.blocks.state) if of is LEASED))
-    assert ledger.state.partly_granted() is None
+    bind(ledger, 2, *(block for block, of in enumerate(ledger.state.store.blocks.state) if of is LEASED))
+    assert ledger.state.sequences.partly_granted() is None
     assert len(block_table(ledger, 2)) == 8
     assert [each.sequence for each in admit(ledger, reserve(3, prompt(10, start=900), max_len=16))] == [3]
 
@@ -177,15 +177,15 @@ def test_one_that_ends_in_time_passes() -> None:
     admit(ledger, reserve(1, prompt(60), max_len=110))
     late, early = reserve(3, prompt(10, start=900), max_len=60), reserve(4, prompt(10, start=950), max_len=12)
     assert [each.sequence for each in admit(ledger, reserve(2, HUGE, max_len=136), late, early)] == [2, 4]
-    assert ledger.state.partly_granted() is not None
+    assert ledger.state.sequences.partly_granted() is not None
 
 
 def test_one_with_the_same_prompt_waits_until_it_can_share_the_blocks() -> None:
     ledger = begun_ledger()
     lease_all(ledger)
     play(ledger, reserve=(reserve(3, [*HUGE, *prompt(4, start=900)], max_len=133),))
-    assert ledger.state.blocked_by == "prompt"
-    last = bind(ledger, 2, *(block for block, of in enumerate(ledger.state.blocks.state) if of is LEASED))
+    assert ledger.state.admission.blocked_by == "prompt"
+    last = bind(ledger, 2, *(block for block, of in enumerate(ledger.state.store.blocks.state) if of is LEASED))
     assert last is not None
     (admitted,) = last.admit
     assert (admitted.sequence, admitted.n_shared) == (3, 7), "nobody shares the block of a last token"
@@ -196,7 +196,7 @@ def test_a_fork_waits_until_it_can_share_the_blocks() -> None:
     lease_all(ledger)
     options: dict[str, Any] = {"block_hashes": (), "fork_of": SequenceId(2)}
     play(ledger, reserve=(reserve(3, HUGE, max_len=136, **options),))
-    assert SequenceId(3) in ledger.state.queue
+    assert SequenceId(3) in ledger.state.sequences.queue
 
 
 def test_a_higher_priority_does_not_wait_and_takes_the_blocks() -> None:
@@ -216,7 +216,7 @@ def test_a_rebuild_finds_the_prompt_that_lacks_blocks() -> None:
     running = InventorySequence(huge, SequencePhase.RUNNING, 1, tuple(map(BlockId, range(5))))
     ledger.rebuild(Inventory((running,), (), ()))
     ledger.check_invariants()
-    part = ledger.state.partly_granted()
+    part = ledger.state.sequences.partly_granted()
     assert part is not None
     assert part.id == 2
     batch = play(ledger, stalled=(SequenceId(2),))
@@ -230,7 +230,7 @@ def test_a_decode_whose_last_token_has_no_block_yet_lacks_nothing() -> None:
         reserve(2, prompt(65), max_len=136), SequencePhase.RUNNING, 1, tuple(map(BlockId, range(4)))
     )
     ledger.rebuild(Inventory((decode,), (), ()))
-    assert ledger.state.partly_granted() is None
+    assert ledger.state.sequences.partly_granted() is None
 
 
 # ---------------------------------------------------------------- against whole grants

@@ -54,9 +54,9 @@ def test_nothing_is_registered_after_a_hash_that_another_content_has() -> None:
     admit(ledger, chained(2, B, SAME, D))
     table = block_table(ledger, 2)
     play(ledger, seal=((table[0], B), (table[1], SAME), (table[2], D)))
-    assert set(ledger.state.cache.entries) == {A, SAME, B}
+    assert set(ledger.state.store.cache.entries) == {A, SAME, B}
     assert ledger.pool().totals.ignored_seals == 2
-    assert SAME not in ledger.state.cache.pending
+    assert SAME not in ledger.state.store.cache.pending
     finish(ledger, 1)
     finish(ledger, 2)
     assert (ledger.pool().cached, ledger.pool().free) == (3, 5)
@@ -73,13 +73,15 @@ def test_a_block_does_not_follow_the_block_of_another_sequence_that_has_its_pare
     admit(ledger, chained(3, B, A, C))
     third = block_table(ledger, 3)
     play(ledger, seal=((first[2], B), (third[2], C)))
-    assert (ledger.state.cache.ambiguous, set(ledger.state.cache.entries)) == ({B}, {A, B, C}), "it shares its parent"
+    assert (ledger.state.store.cache.ambiguous, set(ledger.state.store.cache.entries)) == ({B}, {A, B, C}), (
+        "it shares its parent"
+    )
     play(ledger, seal=((second[1], D),))
     finish(ledger, 1)
     admit(ledger, chained(4, B, A, SAME))
     fourth = block_table(ledger, 4)
     play(ledger, seal=tuple(zip(fourth, (B, A, SAME), strict=False)))
-    assert set(ledger.state.cache.entries) == {A, B, C}, "it has blocks of its own"
+    assert set(ledger.state.store.cache.entries) == {A, B, C}, "it has blocks of its own"
 
 
 def shared_hash(ledger: Ledger) -> None:
@@ -152,7 +154,7 @@ def test_a_match_is_made_anew_once_another_content_has_one_of_its_hashes() -> No
     assert admit(ledger, chained(3, A, SAME, C)) == (), "two hits, and one block of two"
     play(ledger, seal=((second[1], SAME),))
     finish(ledger, 2)
-    assert ledger.state.sequences[SequenceId(3)].n_shared == 1
+    assert ledger.state.sequences.live[SequenceId(3)].n_shared == 1
 
 
 PROMPTS = st.lists(

@@ -37,7 +37,9 @@ def answer_once(ledger: Ledger, number: int, tokens: list[int], prompt_tokens: i
     assert batch is not None
     ledger.apply(Report(bind=tuple((sequence, block) for block in batch.lease)))
     table = block_table(ledger, number)
-    fresh = [(block, key) for block, key in zip(table, keys, strict=True) if ledger.state.blocks.hash[block] is None]
+    fresh = [
+        (block, key) for block, key in zip(table, keys, strict=True) if ledger.state.store.blocks.hash[block] is None
+    ]
     ledger.apply(Report(seal=tuple(fresh), finished=((sequence, FinishReason.STOP),)))
     ledger.schedule()
 
@@ -56,7 +58,7 @@ def test_repeats_of_one_request_evict_no_other_content() -> None:
         answer_once(ledger, 50 + number, prompt(128, start=90_000), 64)
     ledger.check_invariants()
     assert remaining(ledger, prompts) == 500
-    assert not ledger.state.cache.copies
+    assert not ledger.state.store.cache.copies
     assert ledger.pool().cached == 500 + 8
 
 
@@ -64,11 +66,11 @@ def test_the_copy_that_is_released_last_stays() -> None:
     ledger, keys = make_ledger(6), hashes(prompt(16))
     admit(ledger, reserve(1, prompt(16)), reserve(2, prompt(16)))
     play(ledger, seal=((0, keys[0]), (1, keys[0])))
-    assert ledger.state.cache.copies_of(keys[0]) == [0, 1]
+    assert ledger.state.store.cache.copies_of(keys[0]) == [0, 1]
     finish(ledger, 1)
-    assert (ledger.pool().cached, ledger.state.cache.copies_of(keys[0])) == (0, [1])
+    assert (ledger.pool().cached, ledger.state.store.cache.copies_of(keys[0])) == (0, [1])
     finish(ledger, 2)
-    assert (ledger.pool().cached, ledger.state.cache.copies_of(keys[0])) == (1, [1])
+    assert (ledger.pool().cached, ledger.state.store.cache.copies_of(keys[0])) == (1, [1])
     assert free_order(ledger) == [2, 3, 4, 5, 0, 1]
 
 
@@ -79,8 +81,8 @@ def test_a_cached_copy_is_free_once_a_block_in_use_has_its_content() -> None:
     admit(ledger, reserve(2, prompt(32)))  # the block of the last token is no hit
     assert block_table(ledger, 2) == (0, 2)
     seal(ledger, 2, keys)
-    assert ledger.state.cache.copies_of(keys[1]) == [2]
-    assert ledger.state.blocks.state[1] is BlockState.FREE
+    assert ledger.state.store.cache.copies_of(keys[1]) == [2]
+    assert ledger.state.store.blocks.state[1] is BlockState.FREE
     assert ledger.drain_index_events() == (), "the hash had a copy all the time"
     assert ledger.pool().totals.evictions == 0
 
@@ -97,7 +99,7 @@ def test_a_parent_whose_older_copy_left_outlives_its_child() -> None:
     assert free_order(ledger)[-2:] == [1, 0]
     for number in range(10, 14):
         run_through(ledger, number, prompt(16, start=100 * number))
-    assert not set(keys) & set(ledger.state.cache.entries)
+    assert not set(keys) & set(ledger.state.store.cache.entries)
 
 
 def test_a_rebuild_keeps_one_copy_that_no_table_holds() -> None:
@@ -169,7 +171,7 @@ def reads_of_a_look_up(holders: int, prompt_blocks: int) -> Counter[str]:
     play(ledger, reserve=tuple(reserve(number, tokens, computes_all=True) for number in numbers))
     tables = [block_table(ledger, number) for number in numbers]
     play(ledger, seal=tuple((block, key) for table in tables for block, key in zip(table, keys, strict=False)))
-    cache, blocks, reads = ledger.state.cache, ledger.state.blocks, Counter[str]()
+    cache, blocks, reads = ledger.state.store.cache, ledger.state.store.blocks, Counter[str]()
     assert [len(cache.copies_of(key)) for key in keys] == [holders] * prompt_blocks
     cache.entries = _ReadDict("entries", reads, cache.entries)
     cache.pending = _ReadDict("pending", reads, cache.pending)

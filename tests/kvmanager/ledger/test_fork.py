@@ -97,5 +97,5 @@ def test_behaviour_18_every_reference_returns_to_zero() -> None:
     assert [block_table(ledger, number)[:2] for number in (1, 2, 3)] == [(0, 1)] * 3
     for number in (2, 1, 3):
         finish(ledger, number)
-    assert ledger.state.blocks.refs == [0] * 20
+    assert ledger.state.store.blocks.refs == [0] * 20
     assert ledger.pool().free == 20

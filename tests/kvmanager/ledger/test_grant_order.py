@@ -41,14 +41,16 @@ def finish_preempted(ledger: Ledger, batch: GrantBatch | None, *numbers: int) ->
     """Report the preemptions that a batch must order."""
     assert batch is not None
     assert [order.sequence for order in batch.preempt] == list(numbers)
-    known = {number: ledger.state.sequences[SequenceId(number)].num_tokens for number in numbers}
+    known = {number: ledger.state.sequences.live[SequenceId(number)].num_tokens for number in numbers}
     return play(ledger, preempted=tuple((SequenceId(number), known[number]) for number in numbers))
 
 
 def return_leases(ledger: Ledger) -> GrantBatch | None:
     """Report what the worker returns where its lease target is 0."""
-    assert ledger.state.last_sent_target == 0
-    return play(ledger, returned=tuple(BlockId(n) for n, of in enumerate(ledger.state.blocks.state) if of is LEASED))
+    assert ledger.state.worker.last_sent_target == 0
+    return play(
+        ledger, returned=tuple(BlockId(n) for n, of in enumerate(ledger.state.store.blocks.state) if of is LEASED)
+    )
 
 
 # ---------------------------------------------------------------- a begun prompt, an old sequence, a higher priority
@@ -59,9 +61,11 @@ def test_an_old_sequence_and_a_higher_priority_do_not_keep_a_begun_prompt_from_i
     arrive(ledger, 3, 60)
     grow_old(ledger)
     arrive(ledger, 4, 60, priority=5)
-    assert ledger.state.blocked_by == "prompt", "it is the turn of the old one, which waits for the begun prompt"
+    assert ledger.state.admission.blocked_by == "prompt", (
+        "it is the turn of the old one, which waits for the begun prompt"
+    )
     finish(ledger, 1)
-    assert ledger.state.block_pool.leased == 4, "all that the begun prompt lacks"
+    assert ledger.state.store.pool.leased == 4, "all that the begun prompt lacks"
 
 
 def test_a_higher_priority_that_needs_nearly_the_whole_pool_preempts_a_begun_prompt() -> None:
@@ -71,7 +75,7 @@ def test_a_higher_priority_that_needs_nearly_the_whole_pool_preempts_a_begun_pro
     (begun,) = admit(ledger, reserve(2, prompt(190 * 16, start=5000), max_len=190 * 16 + 8))
     assert len(begun.block_table) < 190
     finish(ledger, 1)
-    assert ledger.state.partly_granted() is not None
+    assert ledger.state.sequences.partly_granted() is not None
     finish_preempted(ledger, arrive(ledger, 3, 199 * 16, priority=1), 2)
     batch = return_leases(ledger)
     assert batch is not None
@@ -88,8 +92,8 @@ def test_a_begun_prompt_takes_what_a_higher_priority_cannot_use_yet() -> None:
     batch = arrive(ledger, 4, 12 * 16, priority=5)
     assert batch is None or not batch.preempt, "twelve blocks are not to be had while sequence 1 runs"
     finish(ledger, 2)
-    assert ledger.state.blocked_by == "capacity"
-    assert ledger.state.block_pool.leased == lacking
+    assert ledger.state.admission.blocked_by == "capacity"
+    assert ledger.state.store.pool.leased == lacking
 
 
 def test_a_higher_priority_that_fits_goes_before_a_begun_prompt() -> None:
@@ -98,7 +102,7 @@ def test_a_higher_priority_that_fits_goes_before_a_begun_prompt() -> None:
     assert batch is not None
     assert [each.sequence for each in batch.admit] == [3]
     assert not batch.preempt
-    assert ledger.state.partly_granted() is not None
+    assert ledger.state.sequences.partly_granted() is not None
 
 
 def test_blocks_that_a_preemption_frees_for_a_higher_priority_do_not_go_to_a_begun_prompt() -> None:
@@ -111,9 +115,9 @@ def test_blocks_that_a_preemption_frees_for_a_higher_priority_do_not_go_to_a_beg
     victims = [order.sequence for order in batch.preempt]
     assert len(victims) >= 2
     first, *others = victims
-    batch = play(ledger, preempted=((first, ledger.state.sequences[first].num_tokens),))
+    batch = play(ledger, preempted=((first, ledger.state.sequences.live[first].num_tokens),))
     assert batch is None or not batch.lease, "the order is not carried out yet"
-    batch = play(ledger, preempted=tuple((each, ledger.state.sequences[each].num_tokens) for each in others))
+    batch = play(ledger, preempted=tuple((each, ledger.state.sequences.live[each].num_tokens) for each in others))
     assert batch is not None
     assert batch.admit[0].sequence == 4
 
@@ -123,18 +127,18 @@ def test_an_old_begun_prompt_takes_its_turn_and_is_protected() -> None:
     grow_old(ledger)
     batch = arrive(ledger, 3, 100, priority=5)
     assert batch is None or not batch.preempt
-    part = ledger.state.partly_granted()
+    part = ledger.state.sequences.partly_granted()
     assert part is not None
     assert part.by_age
-    assert ledger.state.blocked_by == "prompt"
-    assert ledger.state.admitted_in_turn == 0, "that was its turn"
+    assert ledger.state.admission.blocked_by == "prompt"
+    assert ledger.state.admission.admitted_in_turn == 0, "that was its turn"
 
 
 @pytest.mark.parametrize("in_turn", [3, 7])
 def test_it_waits_for_the_turn_by_age(in_turn: int) -> None:
     ledger = begun_ledger(in_turn=in_turn)
     grow_old(ledger)
-    assert ledger.state.admitted_in_turn == 2
+    assert ledger.state.admission.admitted_in_turn == 2
     batch = arrive(ledger, 3, 100, priority=5)
     assert batch is not None
     assert SequenceId(2) in [order.sequence for order in batch.preempt]
@@ -147,7 +151,7 @@ def test_time_in_the_queue_counts_for_a_begun_prompt_once() -> None:
     ledger.state.clock.advance(20.0)  # type: ignore[attr-defined]
     admit(ledger, reserve(5, prompt(10, start=900), max_len=12))
     finish(ledger, 1)
-    sequence = ledger.state.sequences[SequenceId(2)]
+    sequence = ledger.state.sequences.live[SequenceId(2)]
     assert sequence.waited == 20.0
 
 
@@ -194,7 +198,7 @@ def test_one_that_was_preempted_and_is_young_keeps_no_later_arrival_from_its_tur
     finish_preempted(ledger, arrive(ledger, 2, 60, priority=5), 1)
     arrive(ledger, 3, 60)
     grow_old(ledger)
-    ledger.state.sequences[SequenceId(1)].queued_at = OLD_S  # it ran in between
+    ledger.state.sequences.live[SequenceId(1)].queued_at = OLD_S  # it ran in between
     batch = finish(ledger, 2)
     assert batch is not None
     assert [each.sequence for each in batch.admit] == [3]

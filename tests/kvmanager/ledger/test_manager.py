@@ -200,4 +200,4 @@ def test_pins_that_change_during_a_rebuild_are_carried_out_at_its_end() -> None:
     for _ in steps:
         pass
     manager.rebuilt(session)
-    assert list(session.ledger.state.retention.pinned) == [b"2" * 16]
+    assert list(session.ledger.state.store.retention.pinned) == [b"2" * 16]

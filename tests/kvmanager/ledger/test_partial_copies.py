@@ -114,7 +114,7 @@ def test_the_record_of_the_grant_says_what_was_copied() -> None:
 def test_the_source_is_held_until_the_copy_has_run() -> None:
     ledger = cached(FIRST)
     admitted(ledger, 2, common(SIZE + 48, 3 * SIZE, FIRST))
-    assert ledger.state.sequences[SequenceId(2)].copy_source == 1
+    assert ledger.state.sequences.live[SequenceId(2)].copy_source == 1
     before = ledger.pool()
     play(ledger, copied=(SequenceId(2),))
     after = ledger.pool()
@@ -189,16 +189,16 @@ def test_an_admission_gets_the_block_that_a_copy_holds() -> None:
     assert set(late.block_table) == {4, 1}
     assert play(ledger, reserve=(asked(4, prompt(SIZE, 60_000)),)) is None
     finish(ledger, 2)
-    assert ledger.state.copying == {}
+    assert ledger.state.sequences.copying == {}
 
 
 def test_a_source_that_is_shared_stays_with_those_that_share_it() -> None:
     ledger = cached(FIRST[: 2 * SIZE], num_blocks=5)
     admitted(ledger, 2, FIRST[: 2 * SIZE] + prompt(SIZE, OTHER))
     admitted(ledger, 3, common(SIZE + 48, 2 * SIZE, FIRST))
-    assert ledger.state.copying == {SequenceId(3): True}
+    assert ledger.state.sequences.copying == {SequenceId(3): True}
     assert play(ledger, reserve=(asked(4, prompt(2 * SIZE, 60_000)),)) is None
-    assert (ledger.state.copying, ledger.state.blocks.refs[BlockId(1)]) == ({SequenceId(3): False}, 1)
+    assert (ledger.state.sequences.copying, ledger.state.store.blocks.refs[BlockId(1)]) == ({SequenceId(3): False}, 1)
 
 
 def test_a_copy_needs_no_block_more_for_a_sequence_that_grows() -> None:
@@ -225,7 +225,7 @@ def test_what_was_evicted_is_not_copied() -> None:
     large = prompt(4 * SIZE, 50_000)
     play(ledger, reserve=(asked(2, large),))
     finish(ledger, 2)
-    assert ledger.state.cache.partials.parts == {}
+    assert ledger.state.store.cache.partials.parts == {}
     assert copied(admitted(ledger, 3, common(SIZE + 48, 3 * SIZE, FIRST))) == ()
 
 
@@ -245,7 +245,7 @@ def test_a_fork_copies_its_parents_block_and_no_cached_one() -> None:
     admitted(ledger, 2, tokens, max_len=200)
     batch = admitted(ledger, 3, tokens, max_len=200, fork_of=SequenceId(2))
     assert [(each.src, each.length) for each in batch.copy] == [(block_table(ledger, 2)[1], SIZE + 59)]
-    assert ledger.state.sequences[SequenceId(3)].copy_source is None
+    assert ledger.state.sequences.live[SequenceId(3)].copy_source is None
 
 
 # ---------------------------------------------------------------- where nothing is copied
@@ -255,7 +255,7 @@ def test_a_fork_copies_its_parents_block_and_no_cached_one() -> None:
 def test_nothing_is_copied_where_nothing_is_cached(options: dict[str, Any]) -> None:
     ledger = cached(FIRST, **options)
     assert copied(admitted(ledger, 2, common(SIZE + 48, 2 * SIZE, FIRST))) == ()
-    assert ledger.state.cache.partials.parts == {}
+    assert ledger.state.store.cache.partials.parts == {}
 
 
 def test_a_sequence_that_computes_all_copies_nothing() -> None:
@@ -272,7 +272,7 @@ def test_a_worker_that_gives_no_partial_hashes_gets_no_copies() -> None:
 def test_parts_of_a_seal_that_was_ignored_are_ignored() -> None:
     ledger = make_ledger(8, SIZE)
     play(ledger, reserve=(asked(1, FIRST),), partials=sealed_parts(FIRST))
-    assert ledger.state.cache.partials.parts == {}
+    assert ledger.state.store.cache.partials.parts == {}
 
 
 @pytest.mark.parametrize("count", [7, 3000])
@@ -303,8 +303,8 @@ def test_parts_are_not_known_after_a_rebuild_until_a_sequence_shares_the_blocks(
 def test_a_reset_forgets_the_parts() -> None:
     ledger = cached(FIRST)
     ledger.reset_cache(1)
-    assert ledger.state.cache.partials.parts == {}
-    assert ledger.state.cache.partials.first == {}
+    assert ledger.state.store.cache.partials.parts == {}
+    assert ledger.state.store.cache.partials.first == {}
 
 
 @pytest.mark.parametrize("copies", [1, 2])
@@ -321,7 +321,7 @@ def test_a_reset_forgets_a_block_that_only_copies_hold(copies: int) -> None:
     play(ledger, copied=tuple(SequenceId(2 + n) for n in range(copies)), reset=1)
     ledger.check_invariants()
     assert ledger.pool().cached == 0
-    assert ledger.state.blocks.state[BlockId(1)] is BlockState.FREE
+    assert ledger.state.store.blocks.state[BlockId(1)] is BlockState.FREE
 
 
 def test_a_reset_leaves_a_source_that_a_sequence_shares() -> None:

@@ -101,7 +101,7 @@ def test_behaviour_23_nobody_is_preempted_for_a_sequence_that_runs_alone() -> No
 
 def test_behaviour_23_a_draining_sequence_is_no_victim() -> None:
     ledger = full_pool()
-    ledger.state.halt(ledger.state.sequences[SequenceId(3)], SequencePhase.DRAINING_FINISH)
+    ledger.state.sequences.halt(ledger.state.sequences.live[SequenceId(3)], SequencePhase.DRAINING_FINISH)
     assert preempted_by(ledger, 1) == [2]
 
 
@@ -126,7 +126,7 @@ def test_a_stalled_sequence_that_left_holds_nobody_up() -> None:
     play(ledger, finished=((1, FinishReason.STOP),))
     (granted,) = admit(ledger, reserve(4, prompt(16, start=900)))
     assert granted.sequence == 4
-    assert ledger.state.stalled == (1,)
+    assert ledger.state.sequences.stalled == (1,)
 
 
 def test_behaviour_24_blocks_of_a_victim_are_not_free_before_its_report() -> None:
@@ -147,7 +147,7 @@ def test_behaviour_24_a_finish_that_crosses_the_order(order: str) -> None:
         play(ledger, finished=end)
     else:
         play(ledger, preempted=((3, 20),), finished=end)
-    assert SequenceId(3) not in ledger.state.sequences
+    assert SequenceId(3) not in ledger.state.sequences.live
     assert (ledger.pool().preempting, ledger.pool().waiting, ledger.pool().in_use) == (0, 0, 4)
     assert play(ledger, preempted=((3, 21),), finished=end) is None
 
@@ -173,7 +173,7 @@ def test_behaviour_30_a_preempted_sequence_keeps_its_place() -> None:
     play(ledger, reserve=(reserve(4, prompt(5)), reserve(5, prompt(5, start=50), priority=1)))
     preempted_by(ledger, 1)
     play(ledger, preempted=((3, 20),), stalled=(1,), lease_want=1)
-    assert list(ledger.state.queue) == [5, 3, 4]
+    assert list(ledger.state.sequences.queue) == [5, 3, 4]
     assert ledger.pool().totals.preemptions == 1
 
 

@@ -69,14 +69,14 @@ def test_what_was_there_before_is_forgotten() -> None:
     ledger.rebuild(EMPTY)
     ledger.check_invariants()
     pool = ledger.pool()
-    assert (pool.free, pool.running, pool.waiting, len(ledger.state.cache.entries)) == (8, 0, 0, 0)
+    assert (pool.free, pool.running, pool.waiting, len(ledger.state.store.cache.entries)) == (8, 0, 0, 0)
 
 
 def test_a_cached_block_without_a_registered_parent_is_not_registered() -> None:
     cached_blocks = (cached(0, HASHES[0]), cached(1, HASHES[1], 0), cached(2, OTHER[1], -2), cached(3, OTHER[2], 2))
     ledger = rebuilt(5, cached_blocks=cached_blocks)
-    assert list(ledger.state.block_pool.cached) == [1, 0]
-    assert list(ledger.state.block_pool.free) == [2, 3, 4]
+    assert list(ledger.state.store.pool.cached) == [1, 0]
+    assert list(ledger.state.store.pool.free) == [2, 3, 4]
 
 
 def test_a_block_of_a_block_table_is_not_registered_behind_another_tables_block() -> None:
@@ -86,7 +86,7 @@ def test_a_block_of_a_block_table_is_not_registered_behind_another_tables_block(
     """
     cached_blocks = (cached(0, HASHES[0]), cached(1, HASHES[1], 0))
     ledger = rebuilt(8, sequences=(live(1, 40, (4, 1, 2)),), cached_blocks=cached_blocks)
-    assert [ledger.state.blocks.hash[block] for block in (0, 1, 4)] == [HASHES[0], None, None]
+    assert [ledger.state.store.blocks.hash[block] for block in (0, 1, 4)] == [HASHES[0], None, None]
     assert (ledger.pool().cached, ledger.pool().in_use) == (1, 3)
 
 
@@ -99,7 +99,7 @@ def test_after_a_rebuild_the_deepest_are_evicted_first_then_the_longest_unused()
         cached(4, OTHER[1], 3, last_used=1),
     )
     ledger = rebuilt(5, cached_blocks=cached_blocks)
-    assert list(ledger.state.block_pool.cached) == [2, 4, 1, 3, 0]
+    assert list(ledger.state.store.pool.cached) == [2, 4, 1, 3, 0]
 
 
 def test_draining_sequences_keep_their_blocks_until_their_report() -> None:
@@ -118,7 +118,7 @@ def test_draining_sequences_keep_their_blocks_until_their_report() -> None:
 def test_waiting_sequences_queue_by_priority_and_their_old_arrival() -> None:
     sequences = tuple(live(number, 20, (), WAITING, priority=number // 3) for number in (3, 2, 1))
     ledger = rebuilt(8, sequences=sequences)
-    assert list(ledger.state.queue) == [3, 1, 2]
+    assert list(ledger.state.sequences.queue) == [3, 1, 2]
     batch = ledger.schedule()
     assert batch is not None
     assert [granted.sequence for granted in batch.admit] == [3, 1, 2]
@@ -136,7 +136,7 @@ def test_unsealed_blocks_of_prompts_are_pending_again_but_no_generated_ones() ->
         reserve(1, prompt(70), max_len=90, block_hashes=hashes(prompt(48))), RUNNING, 0, tuple(map(BlockId, range(5)))
     )
     ledger = rebuilt(8, sequences=(grown,), cached_blocks=(cached(0, HASHES[0]),))
-    assert ledger.state.cache.pending == {HASHES[1]: 1, HASHES[2]: 2}
+    assert ledger.state.store.cache.pending == {HASHES[1]: 1, HASHES[2]: 2}
 
 
 def test_generated_blocks_that_are_sealed_after_a_rebuild_are_registered() -> None:
@@ -237,12 +237,12 @@ def test_rebuilding_at_any_time_gives_the_state_that_was_there(seed: int) -> Non
         assert {key: set(blocks) for key, blocks in copies(twin).items()} == {
             key: set(blocks) for key, blocks in copies(ledger).items()
         }
-        assert twin.state.blocks.state == ledger.state.blocks.state
-        assert [(each.id, each.block_table) for each in twin.state.sequences.values()] == [
+        assert twin.state.store.blocks.state == ledger.state.store.blocks.state
+        assert [(each.id, each.block_table) for each in twin.state.sequences.live.values()] == [
             (each.id, each.block_table)
-            for each in sorted(ledger.state.sequences.values(), key=lambda each: each.arrival)
+            for each in sorted(ledger.state.sequences.live.values(), key=lambda each: each.arrival)
         ]
-        assert list(twin.state.queue) == list(ledger.state.queue)
+        assert list(twin.state.sequences.queue) == list(ledger.state.sequences.queue)
     assert SequenceId(0) not in worker.live
 
 
@@ -267,15 +267,19 @@ def test_no_step_of_a_large_rebuild_handles_many_blocks(chain: int) -> None:
     registered = ordered = free = steps = 0
     for _ in ledger.rebuilding(inventory):
         state, steps = ledger.state, steps + 1
-        assert len(state.cache.entries) - registered <= STEP_BLOCKS
-        assert len(state.block_pool.cached) - ordered <= 5 * STEP_BLOCKS
-        assert len(state.block_pool.free) - free <= STEP_BLOCKS
-        registered, ordered, free = len(state.cache.entries), len(state.block_pool.cached), len(state.block_pool.free)
+        assert len(state.store.cache.entries) - registered <= STEP_BLOCKS
+        assert len(state.store.pool.cached) - ordered <= 5 * STEP_BLOCKS
+        assert len(state.store.pool.free) - free <= STEP_BLOCKS
+        registered, ordered, free = (
+            len(state.store.cache.entries),
+            len(state.store.pool.cached),
+            len(state.store.pool.free),
+        )
     assert (registered, ordered, free) == (count, count, 5)
     assert steps >= 3 * count // STEP_BLOCKS
     ledger.check_invariants()
     by_use = sorted(range(count), key=lambda block: (-(block % chain), inventory.cached_blocks[block].last_used))
-    assert list(ledger.state.block_pool.cached) == by_use
+    assert list(ledger.state.store.pool.cached) == by_use
 
 
 @pytest.mark.parametrize("policy", get_args(EvictionName))
@@ -285,7 +289,7 @@ def test_a_policy_takes_restored_blocks_as_if_they_were_released_one_by_one(poli
     for each in ledgers:
         each.rebuild(large_inventory(96, 6, pick))
     order = sorted(range(96), key=lambda block: (-(block % 6), pick.random()))
-    at_once, one_by_one = (each.state.eviction for each in ledgers)
+    at_once, one_by_one = (each.state.store.eviction for each in ledgers)
     for policy_order in (at_once, one_by_one):
         policy_order.empty()
     at_once.restore(map(BlockId, order))

@@ -29,13 +29,13 @@ def admitted_after(ledger: Ledger, *numbers: int) -> list[int]:
 
 
 def preempted(ledger: Ledger) -> list[int]:
-    return [each.id for each in ledger.state.sequences.values() if each.id in ledger.state.preempting]
+    return [each.id for each in ledger.state.sequences.live.values() if each.id in ledger.state.sequences.preempting]
 
 
 def gives_way(ledger: Ledger) -> list[int]:
     """Report the outstanding preemption as done; return those that are admitted then."""
     (victim,) = preempted(ledger)
-    batch = play(ledger, preempted=((victim, ledger.state.sequences[SequenceId(victim)].num_tokens),))
+    batch = play(ledger, preempted=((victim, ledger.state.sequences.live[SequenceId(victim)].num_tokens),))
     return [each.sequence for each in batch.admit] if batch else []
 
 
@@ -62,7 +62,7 @@ def test_weights_divide_the_places() -> None:
     ask(ledger, "light", 4)
     ask(ledger, "light", 5)
     ask(ledger, "heavy", 6, weight=3.0)
-    shares = TenantShares(ledger.state)
+    shares = TenantShares(ledger.state.config, ledger.state.sequences.tenants)
     assert (shares.load("heavy"), shares.load("light")) == (1.0, 1.0)
     assert preempted(ledger) == []
     assert admitted_after(ledger, 2) == [6]
@@ -155,7 +155,7 @@ def test_a_stalled_pool_takes_from_the_tenant_of_the_greatest_load() -> None:
 
 
 def used(ledger: Ledger, tenant: str) -> tuple[int, int, int]:
-    use = ledger.state.tenants[tenant]
+    use = ledger.state.sequences.tenants[tenant]
     return use.live, use.running, use.blocks
 
 
@@ -173,12 +173,12 @@ def test_what_a_tenant_holds_follows_each_report() -> None:
     assert admitted_after(ledger, 1) == [3]
     assert used(ledger, "red") == (2, 2, 2)
     finish(ledger, 2, 3)
-    assert "red" not in ledger.state.tenants
+    assert "red" not in ledger.state.sequences.tenants
 
 
 def test_the_audit_finds_a_tenant_that_is_miscounted() -> None:
     ledger = make_ledger(20)
     ask(ledger, "red", 1)
-    ledger.state.tenants["red"] = ledger.state.tenants["red"].more(0, 1)
+    ledger.state.sequences.tenants["red"] = ledger.state.sequences.tenants["red"].more(0, 1)
     with pytest.raises(InvariantBroken, match="tenants"):
         ledger.check_invariants()

@@ -74,7 +74,7 @@ def test_a_wait_is_recorded_once_and_one_that_ended_not_at_all() -> None:
     play(ledger)
     assert len(drained(ledger, DecisionKind.SHORTFALL)) == 1
     finish(ledger, 1)
-    assert not ledger.state.queue.unexplained
+    assert not ledger.state.sequences.queue.unexplained
 
 
 def test_a_record_names_a_bounded_number_of_holders() -> None:

@@ -91,8 +91,8 @@ def assert_quiet(ledger: Ledger) -> None:
     pool = ledger.pool()
     assert (pool.in_use, pool.leased, pool.running, pool.waiting, pool.preempting) == (0, 0, 0, 0, 0)
     assert pool.free + pool.cached == pool.num_blocks
-    assert not ledger.state.cache.pending
-    assert not ledger.state.sequences
+    assert not ledger.state.store.cache.pending
+    assert not ledger.state.sequences.live
     ledger.check_invariants()
 
 

@@ -97,11 +97,11 @@ class LedgerLife(RuleBasedStateMachine):
         batch = self.ledger.schedule()
         orders = batch.preempt if batch else ()
         records = {each.decision_id: each for each in self.ledger.drain_decisions()}
-        victims = {self.ledger.state.sequences[order.sequence].name for order in orders}
+        victims = {self.ledger.state.sequences.live[order.sequence].name for order in orders}
         assert victims == {records[order.decision_id].victim for order in orders}
         beneficiaries = {records[order.decision_id].beneficiary for order in orders}
         live = (SequencePhase.RUNNING, SequencePhase.WAITING)
-        staying = {each.name for each in self.ledger.state.sequences.values() if each.phase in live}
+        staying = {each.name for each in self.ledger.state.sequences.live.values() if each.phase in live}
         assert len(beneficiaries) == bool(orders)
         assert beneficiaries <= staying - victims
         self.batches.append(batch)
@@ -154,11 +154,11 @@ class LedgerLife(RuleBasedStateMachine):
     def reset_the_cache(self) -> None:
         """An operator resets the prefix cache while sequences run. Sources that copies alone hold are dropped too."""
         self.resets += 1
-        sequences, hash_of = self.ledger.state.sequences.values(), self.ledger.state.blocks.hash
+        sequences, hash_of = self.ledger.state.sequences.live.values(), self.ledger.state.store.blocks.hash
         sources = {each.copy_source for each in sequences if each.copy_source is not None}
         held = {block for each in sequences for block in each.block_table}
         only_copied = [block for block in sources - held if hash_of[block] is not None]
-        cached, in_use = list(self.ledger.state.block_pool.cached), self.ledger.pool().in_use
+        cached, in_use = list(self.ledger.state.store.pool.cached), self.ledger.pool().in_use
         self.dropped = {block: self.worker.content[block] for block in cached}
         assert self.ledger.reset_cache(self.resets) == len(cached) + len(only_copied)
         assert (self.ledger.pool().cached, self.ledger.pool().in_use) == (0, in_use)
@@ -170,7 +170,7 @@ class LedgerLife(RuleBasedStateMachine):
             return
         for block, content in self.dropped.items():
             again = self.worker.content[block] is not content
-            assert again or self.ledger.state.blocks.hash[block] is None
+            assert again or self.ledger.state.store.blocks.hash[block] is None
 
     @rule()
     def copy(self) -> None:
@@ -196,7 +196,9 @@ class LedgerLife(RuleBasedStateMachine):
         draining = {live.phase for live in self.worker.live.values()} & {SequencePhase.DRAINING_FINISH}
         if not draining and not self.worker.ended:
             assert {
-                number: each.block_table for number, each in self.ledger.state.sequences.items() if each.block_table
+                number: each.block_table
+                for number, each in self.ledger.state.sequences.live.items()
+                if each.block_table
             } == theirs
 
     def teardown(self) -> None:

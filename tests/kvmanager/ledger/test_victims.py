@@ -123,7 +123,7 @@ def test_a_tenant_below_its_share_takes_no_more_than_makes_the_other_one_equal()
     assert batch is not None
     assert [order.sequence for order in batch.preempt] == [4, 3]
     assert play(ledger, preempted=((3, 30), (4, 30))) is not None
-    assert ledger.state.sequences[SequenceId(5)].block_table
+    assert ledger.state.sequences.live[SequenceId(5)].block_table
 
 
 # ---------------------------------------------------------------- the bound
@@ -135,11 +135,11 @@ def preempt_often(ledger: Ledger, times: int) -> None:
         assert preempted(ledger, 1) == [2]
         play(ledger, preempted=((2, 17),), stalled=(1,), lease_want=1)
         play(ledger, returned=tuple(leased(ledger)), stalled=())
-    assert ledger.state.sequences[SequenceId(2)].preemptions == times
+    assert ledger.state.sequences.live[SequenceId(2)].preemptions == times
 
 
 def leased(ledger: Ledger) -> list[int]:
-    return [block for block, of in enumerate(ledger.state.blocks.state) if of.value == "leased"]
+    return [block for block, of in enumerate(ledger.state.store.blocks.state) if of.value == "leased"]
 
 
 def pressed(max_preemptions: int) -> Ledger:
@@ -195,7 +195,7 @@ def test_behaviour_30_no_sequence_is_preempted_more_often_than_the_bound(seed: i
 def test_a_spared_sequence_gives_way_to_a_higher_priority() -> None:
     ledger = make_ledger(7, max_preemptions=1)
     admit(ledger, reserve(1, prompt(40), priority=1), reserve(2, prompt(40, start=500)))
-    ledger.state.sequences[SequenceId(2)].preemptions = 1
+    ledger.state.sequences.live[SequenceId(2)].preemptions = 1
     batch = play(ledger, reserve=(reserve(3, prompt(40, start=9000), priority=1),))
     assert batch is not None
     assert [order.sequence for order in batch.preempt] == [2]
@@ -205,14 +205,14 @@ def test_a_spared_sequence_gives_way_to_no_other_tenant() -> None:
     ledger = make_ledger(6, max_preemptions=1)
     for number in (1, 2, 3):
         admit(ledger, reserve(number, prompt(30, start=100 * number), max_len=32, tenant="red"))
-        ledger.state.sequences[SequenceId(number)].preemptions = 1
+        ledger.state.sequences.live[SequenceId(number)].preemptions = 1
     batch = play(ledger, reserve=(reserve(5, prompt(30, start=9000), tenant="blue"),))
     assert batch is None or not batch.preempt
 
 
 def test_where_all_others_are_spared_the_stalled_one_waits_for_an_end() -> None:
     ledger = running(7, 40, 40, max_preemptions=1)
-    ledger.state.sequences[SequenceId(2)].preemptions = 1
+    ledger.state.sequences.live[SequenceId(2)].preemptions = 1
     assert preempted(ledger, 1) == []
     batch = finish(ledger, 2)
     assert batch is not None
@@ -224,7 +224,7 @@ def test_with_windows_a_spared_sequence_is_chosen_last() -> None:
     for number in (1, 2, 3):
         admit(ledger, reserve(number, prompt(8, start=100 * number), max_len=30, block_size=4))
     use_up(ledger)
-    ledger.state.sequences[SequenceId(3)].preemptions = 5
+    ledger.state.sequences.live[SequenceId(3)].preemptions = 5
     assert preempted(ledger, 1) == [2]
     play(ledger, preempted=((2, 9),))
     assert ledger.pool().preempting == 0
@@ -232,7 +232,7 @@ def test_with_windows_a_spared_sequence_is_chosen_last() -> None:
 
 def test_without_a_bound_the_least_work_is_lost_every_time() -> None:
     ledger = running(7, 40, 40, max_preemptions=0)
-    ledger.state.sequences[SequenceId(2)].preemptions = 100
+    ledger.state.sequences.live[SequenceId(2)].preemptions = 100
     assert preempted(ledger, 1) == [2]
 
 
@@ -264,4 +264,4 @@ def test_sequences_without_all_their_blocks_do_not_wait_for_each_other(counts: t
     ledger = attached_again(*counts, blocks=2)
     assert preempted(ledger, 1, 2) == [2]
     play(ledger, preempted=((2, 17),), stalled=(1,), lease_want=1)
-    assert ledger.state.sequences[SequenceId(2)].preemptions == 2, "from here on it is spared"
+    assert ledger.state.sequences.live[SequenceId(2)].preemptions == 2, "from here on it is spared"

@@ -78,9 +78,9 @@ def test_it_still_begins_there_when_the_first_blocks_were_evicted() -> None:
 def evicted(ledger: Ledger, *places: int) -> None:
     """Evict blocks of the long prompt, whatever comes first in the order."""
     for place in places:
-        block = ledger.state.cache.entries[KEYS[place]]
-        ledger.state.block_pool.free_cached(block)
-        ledger.state.cache.evict(block, "r9")
+        block = ledger.state.store.cache.entries[KEYS[place]]
+        ledger.state.store.pool.free_cached(block)
+        ledger.state.store.cache.evict(block, "r9")
     ledger.check_invariants()
 
 
@@ -143,7 +143,7 @@ def test_a_hole_in_the_run_is_not_filled_by_a_pending_block() -> None:
     evicted(ledger, 0, 1, 2, 3, 4)
     admit(ledger, reserve(2, [*LONG[:20], 98], block_size=SIZE))
     table = block_table(ledger, 2)
-    assert ledger.state.cache.pending[KEYS[0]] == table[0]
+    assert ledger.state.store.cache.pending[KEYS[0]] == table[0]
     play(ledger, seal=((table[0], KEYS[0]),))
     (granted,) = admit(ledger, reserve(3, [*LONG, 99], block_size=SIZE))
     assert granted.block_table[: granted.n_shared] == table[:2]
@@ -198,7 +198,7 @@ def test_an_inventory_brings_back_blocks_without_their_ancestors() -> None:
     ledger.rebuild(Inventory((running,), cached_blocks=(cached(3, 2, 7), cached(5, 3, 4), cached(8, 4), cached(7, 5))))
     ledger.check_invariants()
     assert copies(ledger) == {KEYS[2]: [3], KEYS[3]: [5], KEYS[4]: [8], KEYS[5]: [7]}
-    assert list(ledger.state.block_pool.cached) == [7, 5, 3]  # by their last use
+    assert list(ledger.state.store.pool.cached) == [7, 5, 3]  # by their last use
     assert ledger.lookup(KEYS, 25).hit_blocks == 6
     assert ledger.lookup(KEYS[:5], 17).hit_blocks == 4
     play(ledger, seal=((9, KEYS[5]),))
@@ -211,7 +211,7 @@ def test_of_one_use_the_deepest_goes_first_and_any_depth_costs_the_same() -> Non
     far = CachedBlock(BlockId(4), BlockHash(b"f" * 16), -1, 3, BlockHash(b"e" * 16), deepest)
     ledger.rebuild(Inventory(cached_blocks=(cached(2, 1, 3), far, cached(3, 2, 3), cached(1, 5, 1))))
     ledger.check_invariants()
-    assert list(ledger.state.block_pool.cached) == [1, 4, 3, 2]
+    assert list(ledger.state.store.pool.cached) == [1, 4, 3, 2]
 
 
 def test_an_inventory_without_depths_is_refused() -> None:
@@ -275,7 +275,7 @@ def test_a_look_up_looks_at_few_blocks_of_a_prompt_that_nobody_has() -> None:
     """A window covers 16 blocks, so one missing block in 16 decides."""
     ledger = windowed(40, window=64)
     keys = _Counted(hashes(prompt(4 * 512), SIZE))
-    match_prefix(ledger.state, keys, 4 * 512, True)
+    match_prefix(ledger.state.store, keys, 4 * 512, True)
     assert keys.looked_at < 512 // 16 + 2 * 18
 
 
@@ -286,8 +286,8 @@ def test_a_prompt_that_waits_watches_the_blocks_that_decide() -> None:
     admit(ledger, reserve(1, [*tokens, 7], block_size=SIZE))
     assert admit(ledger, reserve(2, [*tokens, 7], block_size=SIZE)) == ()
     state = ledger.state
-    assert state.remembered is not None
-    watched = state.cache.watched
+    assert state.store.remembered is not None
+    watched = state.store.cache.watched
     assert {at for at, key in enumerate(hashes(tokens, SIZE)) if key in watched and at >= 448} == {448, 464, 480, 496}
     assert len(watched) < 512 // 16 + 2 * 18 + 2
     ledger.check_invariants()

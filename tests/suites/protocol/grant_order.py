@@ -40,10 +40,10 @@ class OrderCheck:
     def before(self) -> None:
         """Look at the ledger before it decides on a batch."""
         state = self._state
-        running = [each for each in state.sequences.values() if each.phase is SequencePhase.RUNNING]
-        begun = next((each for each in running if each.id == state.partial and self._lacks(each)), None)
-        stalled = [each.name for each in running if each.id in state.stalled and each is not begun]
-        waiting = [state.sequences[each] for each in state.queue]
+        running = [each for each in state.sequences.live.values() if each.phase is SequencePhase.RUNNING]
+        begun = next((each for each in running if each.id == state.sequences.partial and self._lacks(each)), None)
+        stalled = [each.name for each in running if each.id in state.sequences.stalled and each is not begun]
+        waiting = [state.sequences.live[each] for each in state.sequences.queue]
         old = {each.id for each in (*waiting, begun) if each is not None and self._is_old(each)}
         takes_turn = (
             begun is not None
@@ -76,7 +76,7 @@ class OrderCheck:
             return
         if begun is not None and begun.phase is SequencePhase.RUNNING and (lacks := self._lacks(begun)):
             outranks = sequence.priority > begun.priority and not begun.by_age
-            if not outranks and self._state.block_pool.leased < lacks:
+            if not outranks and self._state.store.pool.leased < lacks:
                 raise OrderBroken(f"{sequence.name} was admitted before {begun.name}, which lacks {lacks} blocks")
         self._check_turn(sequence)
         self._in_turn = 0 if sequence.by_age else self._in_turn + 1
@@ -89,7 +89,7 @@ class OrderCheck:
         if sequence.by_age and not (turn_by_age and sequence in old):
             raise OrderBroken(f"{sequence.name} was admitted by age, and it was not its turn")
         self.by_age += sequence.by_age
-        one_tenant = len({each.tenant for each in self._state.sequences.values()}) < 2
+        one_tenant = len({each.tenant for each in self._state.sequences.live.values()}) < 2
         if sequence.by_age or (turn_by_age and one_tenant):
             first = min((each for each in old if each.tenant == sequence.tenant), key=_by_arrival, default=None)
         else:

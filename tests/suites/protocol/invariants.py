@@ -104,7 +104,7 @@ def _fill_is_true(world: World) -> None:
 def _registered_content_is_true(world: World, ledger: Ledger) -> None:
     """I4: a registered block is full, of a completed step, and holds what its hash says."""
     fill = world.agent._blocks.fill
-    for number, key in enumerate(ledger.state.blocks.hash):
+    for number, key in enumerate(ledger.state.store.blocks.hash):
         if key is None:
             continue
         block = BlockId(number)
@@ -118,14 +118,14 @@ def _sources_are_held(world: World, ledger: Ledger) -> None:
     Or it notes that it gave up the source, for want of blocks. I3 and I4 say that the copy stays right then.
     """
     for sequence, copy in world.held_sources():
-        known, held = ledger.state.sequences.get(sequence), ledger.state.copying.get(sequence)
+        known, held = ledger.state.sequences.live.get(sequence), ledger.state.sequences.copying.get(sequence)
         if known is None or held is None or (held and known.copy_source != copy.src):
             raise Violation("I12", f"the copy of sequence {sequence} has not run, and its source is not held")
 
 
 def _map_is_prefix_closed(ledger: Ledger, block_size: int) -> None:
     """I5, by the true parent of each hash rather than by the one in the ledger."""
-    entries = ledger.state.cache.entries
+    entries = ledger.state.store.cache.entries
     for key in entries:
         parent = content.parent_key(key, block_size)
         if parent is not None and parent not in entries:
@@ -146,7 +146,7 @@ def _index_is_true(world: World) -> None:
         session = manager.session()
         if not manager.alive or session is None or not session.ready or world.index.fence != manager.core.epoch:
             continue
-        if manager.publisher.settled and live != set(session.ledger.state.cache.entries):
+        if manager.publisher.settled and live != set(session.ledger.state.store.cache.entries):
             raise Violation("I6", "all is written and the index differs from the manager's map")
 
 
@@ -159,7 +159,7 @@ def _reset_is_kept(world: World, manager: ModelManager, ledger: Ledger) -> None:
     has_the_worker = link is not None and link.served is not None and link.served.ledger is ledger
     if world.resets != manager.core.last_reset and not (has_the_worker and world.resets == world.agent.reset):
         return
-    back = [block for block in world.dropped if ledger.state.blocks.hash[block] is not None]
+    back = [block for block in world.dropped if ledger.state.store.blocks.hash[block] is not None]
     if back:
         raise Violation("I11", f"blocks {back} are registered again, and nothing has computed them since the reset")
 
@@ -169,7 +169,7 @@ def _preemptions_are_bounded(world: World, ledger: Ledger) -> None:
     most = world.scenario.max_preemptions
     if not most or world.scenario.window or len({each.priority for each in world.scenario.requests}) > 1:
         return
-    counts = [(each.id, each.preemptions) for each in ledger.state.sequences.values()]
+    counts = [(each.id, each.preemptions) for each in ledger.state.sequences.live.values()]
     counts += [(each.id, each.preemptions) for each in world.agent._sequences.values()]
     for sequence, count in counts:
         if count > most:
@@ -185,13 +185,22 @@ def _stalls_are_short(world: World) -> None:
     if link is None or link.served is None or not world.worker.open or link.to_manager or link.to_worker:
         return
     ledger = link.served.ledger
-    if not agent._report.stalled or agent._blocks.pool or not ledger.state.live_stalled() or _owes_report(agent):
+    if (
+        not agent._report.stalled
+        or agent._blocks.pool
+        or not ledger.state.sequences.live_stalled()
+        or _owes_report(agent)
+    ):
         return
     state = ledger.state
-    senior = min(running_sequences(state), key=seniority)
+    senior = min(running_sequences(state.sequences), key=seniority)
     most = 0 if world.scenario.window else world.scenario.max_preemptions
-    others = [each for each in running_sequences(state) if each is not senior and (not most or each.preemptions < most)]
-    if state.block_pool.available or (others and not state.preempting):
+    others = [
+        each
+        for each in running_sequences(state.sequences)
+        if each is not senior and (not most or each.preemptions < most)
+    ]
+    if state.store.pool.available or (others and not state.sequences.preempting):
         raise Violation("I9", "sequences stall, nothing is under way for them")
 
 
@@ -211,12 +220,12 @@ def check_quiescence(world: World) -> None:
     session = world.managers[link.manager].session() if link is not None else None
     if session is None or not session.ready:
         raise Violation("I10", "the worker has no session")
-    ledger, pool = session.ledger, session.ledger.state.block_pool
+    ledger, pool = session.ledger, session.ledger.state.store.pool
     if (
-        ledger.state.sequences
-        or len(ledger.state.queue)
-        or ledger.state.preempting
-        or ledger.state.cache.pending
+        ledger.state.sequences.live
+        or len(ledger.state.sequences.queue)
+        or ledger.state.sequences.preempting
+        or ledger.state.store.cache.pending
         or pool.leased
     ):
         raise Violation("I8", "the manager keeps sequences, a queue, pending blocks or leases")

@@ -11,9 +11,10 @@ from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.contracts import epochs
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.ledger import block_granter, chunked_grants, grant_order, preemption, rebuild, report_applier
-from kvmanager.ledger.ledger_state import LedgerState
+from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.manager import Manager
 from kvmanager.ledger.preemption import Exposure
+from kvmanager.ledger.sequence_table import SequenceTable
 from tests.suites.protocol.edge_rules import break_without_loss_of_session, keep_the_generation, no_jump, resume
 from tests.suites.protocol.index import Index
 from tests.suites.protocol.liveness import Liveness
@@ -127,7 +128,7 @@ LEASE_MUTANTS = (
     Mutant(
         "10",
         "a freed block stays pending",
-        ((LedgerState, "release", leave_pending),),
+        ((BlockStore, "release", leave_pending),),
         Exhaustive("cancel"),
         ("I1", "I8"),
     ),
@@ -281,7 +282,7 @@ LEASE_MUTANTS = (
     Mutant(
         "35",
         "a cached block keeps its place in the order of eviction beside a block in use with its content",
-        ((LedgerState, "publish", publish_beside_a_cached_copy),),
+        ((BlockStore, "publish", publish_beside_a_cached_copy),),
         Exhaustive("cancel_nested"),
         ("I1",),
     ),
@@ -316,7 +317,7 @@ LEASE_MUTANTS = (
     Mutant(
         "52",
         "a prompt begins with a part of its blocks while another one lacks some",
-        ((LedgerState, "partly_granted", see_nobody_lacking),),
+        ((SequenceTable, "partly_granted", see_nobody_lacking),),
         Walks("parts", faults=CALM),
         ("I14",),
     ),
@@ -344,7 +345,7 @@ LEASE_MUTANTS = (
     Mutant(
         "56",
         "a begun prompt comes before stalled sequences",
-        ((LedgerState, "live_stalled", put_the_begun_prompt_before_stalled_ones),),
+        ((SequenceTable, "live_stalled", put_the_begun_prompt_before_stalled_ones),),
         Walks("parts_aged", faults=CALM),
         ("I10",),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from dataclasses import replace
 
+from common.contracts.clock import Clock
 from kvmanager.cache.block_pool import BlockPool
 from kvmanager.cache.eviction.interface import EvictionOrder
 from kvmanager.cache.eviction.lru import LeastRecentlyUsed
@@ -12,8 +13,10 @@ from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.cache.retention import Retention
 from kvmanager.contracts.block import Blocks
 from kvmanager.contracts.sequence import Sequence
+from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.ledger import Ledger
-from kvmanager.ledger.ledger_state import DecisionLog, LedgerState, WaitingQueue
+from kvmanager.ledger.ledger_state import DecisionLog, LedgerState
+from kvmanager.ledger.sequence_table import SequenceTable, WaitingQueue
 
 
 def copy_ledger(ledger: Ledger) -> Ledger:
@@ -26,21 +29,21 @@ def copy_ledger(ledger: Ledger) -> Ledger:
 def ledger_key(ledger: Ledger) -> tuple[object, ...]:
     """Return everything that later decisions depend on as a hashable value; arrivals count by their order only."""
     state = ledger.state
-    by_arrival = sorted(state.sequences.values(), key=lambda sequence: sequence.arrival)
+    by_arrival = sorted(state.sequences.live.values(), key=lambda sequence: sequence.arrival)
     return (
-        _blocks_key(state.blocks),
-        tuple(state.block_pool.free),
-        tuple(state.block_pool.cached),
+        _blocks_key(state.store.blocks),
+        tuple(state.store.pool.free),
+        tuple(state.store.pool.cached),
         tuple([_sequence_key(each) for each in by_arrival]),
-        tuple(state.queue),
-        state.stalled,
-        tuple(state.refused),
-        state.last_sent_target,
-        state.lease_want,
+        tuple(state.sequences.queue),
+        state.sequences.stalled,
+        tuple(state.worker.refused),
+        state.worker.last_sent_target,
+        state.worker.lease_want,
         ledger.has_more,
-        state.resets.key(),
-        tuple(state.copying.items()),
-        tuple(sorted(state.cache.partials.first.items())),
+        state.worker.resets.key(),
+        tuple(state.sequences.copying.items()),
+        tuple(sorted(state.store.cache.partials.first.items())),
         _partial_key(state) if state.config.grants_parts else None,
         _age_key(state) if state.config.max_wait else None,
     )
@@ -51,26 +54,35 @@ def ledger_key(ledger: Ledger) -> tuple[object, ...]:
 
 def _copy_state(old: LedgerState) -> LedgerState:
     new = LedgerState.__new__(LedgerState)
-    new.config, new.caches, new.clock = old.config, old.caches, old.clock
-    new.decisions = _copy_decisions(old.decisions)
-    new.totals, new.blocks = old.totals.clone(), _copy_blocks(old.blocks)
+    new.config, new.clock = old.config, old.clock
+    new.decisions, new.totals = _copy_decisions(old.decisions), old.totals.clone()
+    new.store, new.sequences = _copy_store(old.store, old.clock), _copy_sequences(old.sequences)
+    reservation = old.admission.reservation
+    new.admission = replace(old.admission, reservation=replace(reservation) if reservation else None)
+    worker = old.worker
+    new.worker = replace(worker, refused=worker.refused.copy(), resets=replace(worker.resets))
+    return new
+
+
+def _copy_store(old: BlockStore, clock: Clock) -> BlockStore:
+    new = BlockStore.__new__(BlockStore)
+    new.config, new.blocks = old.config, _copy_blocks(old.blocks)
     new.cache = _copy_cache(old.cache, new.blocks)
     new.eviction = _copy_order(old, new)
     # No model retains or pins blocks, so there are no marks to copy.
-    limits = old.config.retention_limits
-    new.retention = Retention(new.blocks, new.cache.entries, new.eviction, new.clock, limits)
-    new.block_pool = _copy_pool(old.block_pool, new)
-    new.sequences = {key: _copy_sequence(sequence) for key, sequence in old.sequences.items()}
-    new.tenants = old.tenants.copy()
-    new.copying = old.copying.copy()
-    new.queue, new.preempting = _copy_queue(old.queue), old.preempting.copy()
-    new.stalled, new.refused, new.last_sent_target = old.stalled, old.refused.copy(), old.last_sent_target
-    new.resets, new.remembered = replace(old.resets), None
-    new.lease_want, new.growth, new.blocked_by = old.lease_want, old.growth, old.blocked_by
-    new.running, new.admitted, new.next_arrival = old.running, old.admitted, old.next_arrival
-    new.admitted_in_turn, new.steps, new.last_step = old.admitted_in_turn, old.steps, old.last_step
-    new.reservation = replace(old.reservation) if old.reservation else None
-    new.partial = old.partial
+    new.retention = Retention(new.blocks, new.cache.entries, new.eviction, clock, old.config.retention_limits)
+    new.pool = _copy_pool(old.pool, new)
+    new.remembered = None
+    return new
+
+
+def _copy_sequences(old: SequenceTable) -> SequenceTable:
+    new = SequenceTable(old.block_size)
+    new.live = {key: _copy_sequence(sequence) for key, sequence in old.live.items()}
+    new.tenants, new.copying, new.preempting = old.tenants.copy(), old.copying.copy(), old.preempting.copy()
+    new.queue, new.stalled, new.partial = _copy_queue(old.queue), old.stalled, old.partial
+    new.running, new.admitted, new.growth = old.running, old.admitted, old.growth
+    new.next_arrival = old.next_arrival
     return new
 
 
@@ -88,16 +100,16 @@ def _copy_list(old: LeastRecentlyUsed) -> LeastRecentlyUsed:
     return new
 
 
-def _copy_pool(old: BlockPool, state: LedgerState) -> BlockPool:
+def _copy_pool(old: BlockPool, store: BlockStore) -> BlockPool:
     new = BlockPool.__new__(BlockPool)
-    new.blocks, new.cached = state.blocks, state.eviction
-    new.retention = state.retention
-    new.marks, new.pinned = state.retention.marks, state.retention.pinned
+    new.blocks, new.cached = store.blocks, store.eviction
+    new.retention = store.retention
+    new.marks, new.pinned = store.retention.marks, store.retention.pinned
     new.free, new.leased = old.free.copy(), old.leased
     return new
 
 
-def _copy_order(old: LedgerState, new: LedgerState) -> EvictionOrder:
+def _copy_order(old: BlockStore, new: BlockStore) -> EvictionOrder:
     """Return a copy that knows the blocks and the entries of the new ledger in place of those of the old one."""
     if isinstance(old.eviction, LeastRecentlyUsed):
         order = _copy_list(old.eviction)
@@ -145,18 +157,20 @@ def _copy_sequence(old: Sequence) -> Sequence:
 
 def _partial_key(state: LedgerState) -> tuple[object, ...]:
     """Return what decides when a prompt begins with a part of its blocks; steps count from now on."""
-    promised, now = state.reservation, state.steps
+    promised, now = state.admission.reservation, state.worker.steps
     until = None if promised is None or promised.until is None else max(0, promised.until - now)
-    ends = tuple([min(now - each.started_at, each.max_len) for each in state.sequences.values() if each.block_table])
-    return (state.partial, promised and promised.sequence, until, promised and promised.is_due(now), ends)
+    ends = tuple(
+        [min(now - each.started_at, each.max_len) for each in state.sequences.live.values() if each.block_table]
+    )
+    return (state.sequences.partial, promised and promised.sequence, until, promised and promised.is_due(now), ends)
 
 
 def _age_key(state: LedgerState) -> tuple[object, ...]:
     """Return what decides whose turn it is by age; a wait counts up to the one that makes old."""
     now, longest = state.clock.monotonic(), state.config.max_wait
-    ages = [min(longest, each.waited + now - each.queued_at) for each in state.sequences.values()]
-    waits = [(each.by_age, min(longest, each.waited)) for each in state.sequences.values()]
-    return (min(state.admitted_in_turn, state.config.in_turn), tuple(ages), tuple(waits))
+    ages = [min(longest, each.waited + now - each.queued_at) for each in state.sequences.live.values()]
+    waits = [(each.by_age, min(longest, each.waited)) for each in state.sequences.live.values()]
+    return (min(state.admission.admitted_in_turn, state.config.in_turn), tuple(ages), tuple(waits))
 
 
 def _blocks_key(blocks: Blocks) -> tuple[object, ...]:

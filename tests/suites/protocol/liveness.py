@@ -193,8 +193,8 @@ class Run:
 
     def _look(self) -> None:
         state = self.ledger.state
-        part = state.partly_granted()
-        waiting = [state.sequences[each] for each in state.queue]
+        part = state.sequences.partly_granted()
+        waiting = [state.sequences.live[each] for each in state.sequences.queue]
         self.covered.outranked += part is not None and any(each.priority > part.priority for each in waiting)
 
     def _complete(self, plan: StepPlan) -> None:
@@ -208,19 +208,19 @@ class Run:
     def _check_rest(self) -> None:
         state = self.ledger.state
         self.ledger.check_invariants()
-        pool, totals = state.block_pool, state.totals
+        pool, totals = state.store.pool, state.totals
         self.covered.preemptions, self.covered.chunked_grants = totals.preemptions, totals.chunked_grants
         self.covered.by_age, self.covered.passed = self.order.by_age, self.order.passed
-        if state.sequences or state.queue or pool.available != len(pool.blocks):
+        if state.sequences.live or state.sequences.queue or pool.available != len(pool.blocks):
             raise Hang(f"blocks or sequences stay behind: {self._words()}")
 
     def _words(self) -> str:
         state = self.ledger.state
         lines = [f"{each.name} priority {each.priority} {each.phase.value} {len(each.block_table)}/{each.max_blocks}"
                  f" blocks, {each.lacking(state.config.block_size)} lacking, by age {each.by_age}"
-                 for each in state.sequences.values()]  # fmt: skip
-        pool = state.block_pool
-        head = f"blocked by {state.blocked_by!r}, {pool.available} available, {pool.leased} leased"
+                 for each in state.sequences.live.values()]  # fmt: skip
+        pool = state.store.pool
+        head = f"blocked by {state.admission.blocked_by!r}, {pool.available} available, {pool.leased} leased"
         return "; ".join([head, *lines])
 
 

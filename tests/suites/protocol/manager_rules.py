@@ -16,15 +16,17 @@ from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence as ManagerSequence
 from kvmanager.ledger import block_granter, chunked_grants, evicting, preemption, rebuild, report_applier
 from kvmanager.ledger.block_granter import GrantPlan
+from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.grant_order import Turn, next_turn
 from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.manager import Manager, WorkerRegistration
 from kvmanager.ledger.partial_copy import PartialCopy, partial_copy
 from kvmanager.ledger.preemption import Exposure
+from kvmanager.ledger.sequence_table import SequenceTable
 from tests.suites.protocol.mutant import Patch
 
 _register, _complete, _deepest_run = PrefixCache.register, Manager.complete, PrefixCache.deepest_run
-_live_stalled = LedgerState.live_stalled
+_live_stalled = SequenceTable.live_stalled
 _comes_first, _lease_want = chunked_grants.comes_first, chunked_grants.lease_want
 _order_preemption, _entitled_victims = preemption.order_preemption, preemption.entitled_victims
 _admit_sequences, _plan_admission = block_granter.admit_sequences, block_granter.plan_admission
@@ -47,9 +49,9 @@ def let_tenants_take_turns(
     return [each for each in running if each.tenant != sequence.tenant]
 
 
-def leave_pending(state: LedgerState, blocks: Iterable[BlockId]) -> None:
+def leave_pending(store: BlockStore, blocks: Iterable[BlockId]) -> None:
     for block in blocks:
-        state.block_pool.drop(block)
+        store.pool.drop(block)
 
 
 def apply_releases_first() -> Patch:
@@ -58,11 +60,11 @@ def apply_releases_first() -> Patch:
 
 
 def count_every_stall(state: LedgerState, stalled: tuple[SequenceId, ...]) -> None:
-    state.stalled = (*state.stalled, *stalled)
+    state.sequences.stalled = (*state.sequences.stalled, *stalled)
 
 
 def admit_when_none_ever_stalled(state: LedgerState, most: int | None = None) -> tuple[list[Copy], list[Admit]]:
-    return ([], []) if state.stalled else _admit_sequences(state, most)
+    return ([], []) if state.sequences.stalled else _admit_sequences(state, most)
 
 
 def choose_the_source_early(state: LedgerState, sequence: ManagerSequence) -> GrantPlan | None:
@@ -72,17 +74,17 @@ def choose_the_source_early(state: LedgerState, sequence: ManagerSequence) -> Gr
     """
     found: Any = sequence.traceparent
     if not isinstance(found, PartialCopy):
-        hits = block_granter.find_match(state, sequence).hits
-        sequence.traceparent = partial_copy(state, sequence, hits, spare=1) or ""  # type: ignore[assignment]
+        hits = block_granter.find_match(state.store, sequence).hits
+        sequence.traceparent = partial_copy(state.store, sequence, hits, spare=1) or ""  # type: ignore[assignment]
     return _plan_admission(state, sequence)
 
 
-def take_the_early_source(state: LedgerState, sequence: ManagerSequence, plan: GrantPlan) -> PartialCopy | None:
+def take_the_early_source(store: BlockStore, sequence: ManagerSequence, plan: GrantPlan) -> PartialCopy | None:
     found: Any = sequence.traceparent
-    whole = len(plan.hits) * state.config.block_size
+    whole = len(plan.hits) * store.config.block_size
     if isinstance(found, PartialCopy) and whole + found.slots < sequence.num_tokens:
         return found
-    return _find_partial_source(state, sequence, plan)
+    return _find_partial_source(store, sequence, plan)
 
 
 def expect_the_source(
@@ -93,28 +95,28 @@ def expect_the_source(
     part: PartialCopy | None = None,
 ) -> Admit:
     """The block into which another one is copied is shared by those that want the source's content."""
-    content = state.blocks.hash[part.source] if part is not None else None
+    content = state.store.blocks.hash[part.source] if part is not None else None
     granted = _grant_blocks(state, sequence, plan, passes, part)
     if content is not None:
         block = sequence.block_table[len(plan.hits)]
-        state.cache.forget_pending(block)
-        state.cache.expect(block, content)
+        state.store.cache.forget_pending(block)
+        state.store.cache.expect(block, content)
     return granted
 
 
 def keep_the_source(state: LedgerState, sequence: ManagerSequence) -> None:
     """The source stays held when the sequence gives up its block table."""
-    source, copying = sequence.copy_source, state.copying.get(sequence.id)
+    source, copying = sequence.copy_source, state.sequences.copying.get(sequence.id)
     sequence.copy_source = None
     _release_block_table(state, sequence)
     sequence.copy_source = source
     if copying is not None:
-        state.copying[sequence.id] = copying
+        state.sequences.copying[sequence.id] = copying
 
 
 def assume_the_target_is_known(state: LedgerState, inventory: Inventory) -> Iterator[None]:
     yield from _load_inventory(state, inventory)
-    state.last_sent_target = 0
+    state.worker.last_sent_target = 0
 
 
 def evict_shallowest_first(
@@ -130,8 +132,8 @@ def one_block_a_hash(cache: PrefixCache, block: BlockId, key: BlockHash, parent:
         _register(cache, block, key, parent)
 
 
-def publish_beside_a_cached_copy(state: LedgerState, block: BlockId, key: BlockHash, parent: BlockHash) -> None:
-    state.cache.register(block, key, parent)
+def publish_beside_a_cached_copy(store: BlockStore, block: BlockId, key: BlockHash, parent: BlockHash) -> None:
+    store.cache.register(block, key, parent)
 
 
 def complete_without_reset(manager: Manager, registration: WorkerRegistration, inventory: Inventory) -> AttachOk:
@@ -148,7 +150,7 @@ def forget_who_lacks_blocks(_sequences: Iterable[ManagerSequence], _block_size: 
     """A rebuild takes each sequence that runs for one that has all blocks of its prompt."""
 
 
-def see_nobody_lacking(_state: LedgerState) -> None:
+def see_nobody_lacking(_sequences: SequenceTable) -> None:
     """Whether a prompt already runs with a part of its blocks is not looked at."""
 
 
@@ -156,20 +158,20 @@ def admit_beside_stalled(whose: Callable[[Turn], bool]) -> Callable[..., tuple[l
     """Sequences are admitted although others are stalled: `whose` says which."""
 
     def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[Copy], list[Admit]]:
-        if not state.queue or not whose(next_turn(state)):
+        if not state.sequences.queue or not whose(next_turn(state)):
             return _admit_sequences(state, most)
-        stalled, state.stalled = state.stalled, ()
+        stalled, state.sequences.stalled = state.sequences.stalled, ()
         try:
             return _admit_sequences(state, most)
         finally:
-            state.stalled = stalled
+            state.sequences.stalled = stalled
 
     return admit_sequences
 
 
-def put_the_begun_prompt_before_stalled_ones(state: LedgerState) -> list[SequenceId]:
+def put_the_begun_prompt_before_stalled_ones(sequences: SequenceTable) -> list[SequenceId]:
     """While a begun prompt lacks blocks, no other sequence counts as stalled."""
-    return [] if state.partly_granted() is not None else _live_stalled(state)
+    return [] if sequences.partly_granted() is not None else _live_stalled(sequences)
 
 
 def put_an_old_one_before_the_begun_prompt(state: LedgerState, begun: ManagerSequence, of: ManagerSequence) -> bool:
@@ -178,7 +180,7 @@ def put_an_old_one_before_the_begun_prompt(state: LedgerState, begun: ManagerSeq
 
 def let_any_higher_priority_hold_blocks_back(state: LedgerState, begun: ManagerSequence) -> int:
     """A begun prompt gets nothing while a higher priority waits, whosever turn it is."""
-    if any(state.sequences[each].priority > begun.priority for each in state.queue.heads()):
+    if any(state.sequences.live[each].priority > begun.priority for each in state.sequences.queue.heads()):
         return chunked_grants.left_to_others(state, begun)
     return _lease_want(state, begun)
 
@@ -208,7 +210,7 @@ def expect_the_last_block_too(config: LedgerConfig, num_tokens: int) -> int:
 
 def evict_two_more(state: LedgerState, count: int, beneficiary: ManagerSequence | None) -> int:
     evicted = _evict_until_free(state, count, beneficiary)
-    for _ in range(min(2, len(state.block_pool.cached))):
+    for _ in range(min(2, len(state.store.pool.cached))):
         evicting.evict_block(state)
     return evicted
 

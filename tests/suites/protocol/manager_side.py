@@ -103,7 +103,7 @@ class ManagerSide(State):
         self.dropped = frozenset()
         latest = self.links[-1] if self.links else None
         if session is not None and session.ready and latest is not None and latest.served is session:
-            self.dropped = frozenset(session.ledger.state.block_pool.cached)
+            self.dropped = frozenset(session.ledger.state.store.pool.cached)
         manager.core.reset_cache(self.resets)
         if session is not None and session.ready:
             for link in self.links:

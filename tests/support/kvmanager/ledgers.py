@@ -114,17 +114,17 @@ def block_table(ledger: Ledger, number: int) -> tuple[BlockId, ...]:
 
 def copies(ledger: Ledger) -> dict[BlockHash, list[BlockId]]:
     """Return the blocks of every registered hash."""
-    return {key: ledger.state.cache.copies_of(key) for key in ledger.state.cache.entries}
+    return {key: ledger.state.store.cache.copies_of(key) for key in ledger.state.store.cache.entries}
 
 
 def depths(ledger: Ledger) -> dict[BlockHash, int]:
     """Return the depth of every registered hash."""
-    return {key: ledger.state.blocks.index[block] for key, block in ledger.state.cache.entries.items()}
+    return {key: ledger.state.store.blocks.index[block] for key, block in ledger.state.store.cache.entries.items()}
 
 
 def free_order(ledger: Ledger) -> list[int]:
     """Return blocks in the order in which they would be granted: free ones, then cached ones."""
-    return [*ledger.state.block_pool.free, *ledger.state.block_pool.cached]
+    return [*ledger.state.store.pool.free, *ledger.state.store.pool.cached]
 
 
 def lived(ledger: Ledger, number: int, tokens: Sequence[int], **options: Any) -> None:
@@ -135,7 +135,7 @@ def lived(ledger: Ledger, number: int, tokens: Sequence[int], **options: Any) ->
     for index, key in list(enumerate(keys))[granted.n_shared :]:
         if index == len(block_table(ledger, number)):
             play(ledger, lease_want=1)
-            leased = [block for block, of in enumerate(ledger.state.blocks.state) if of.value == "leased"]
+            leased = [block for block, of in enumerate(ledger.state.store.blocks.state) if of.value == "leased"]
             play(ledger, bind=((number, BlockId(leased[0])),))
         gone = config.unread_blocks(index + 1)
         play(ledger, seal=((block_table(ledger, number)[index], key),), trim=((number, gone),))

@@ -23,7 +23,7 @@ def low(number: int, **options: Any) -> Reserve:
 def priorities(ledger: Ledger) -> list[int | None]:
     """Return the priority with which each block of the prompt is held; None: the usual one."""
     state = ledger.state
-    held = [state.retention.held.get(state.cache.entries[key]) for key in KEYS]
+    held = [state.store.retention.held.get(state.store.cache.entries[key]) for key in KEYS]
     return [None if each is None else each.priority for each in held]
 
 
@@ -65,7 +65,7 @@ def test_a_fork_that_is_admitted_while_its_parent_waits_again_keeps_their_low_pr
     admit(ledger, low(2, fork_of=1, priority=1))
     seal(ledger, 1, KEYS)
     play(ledger, preempted=((1, 33),))
-    assert ledger.state.sequences[SequenceId(2)].phase is SequencePhase.RUNNING
+    assert ledger.state.sequences.live[SequenceId(2)].phase is SequencePhase.RUNNING
     finish(ledger, 2)
     finish(ledger, 1)
     assert priorities(ledger) == [10] * 8
@@ -74,7 +74,7 @@ def test_a_fork_that_is_admitted_while_its_parent_waits_again_keeps_their_low_pr
 def test_forks_that_came_and_went_leave_nothing() -> None:
     ledger = make_ledger(40, SIZE, max_num_seqs=1)
     admit(ledger, low(1), low(2, fork_of=1), low(3, fork_of=1))
-    parent = ledger.state.sequences[SequenceId(1)]
+    parent = ledger.state.sequences.live[SequenceId(1)]
     assert parent.forks == {2, 3}
     finish(ledger, 2)
     assert parent.forks == {3}

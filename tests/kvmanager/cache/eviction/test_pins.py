@@ -204,7 +204,7 @@ def test_a_change_makes_nothing_long_that_the_collector_would_walk_over() -> Non
     """A list of 65,536 hashes is visited as a whole by each walk over new objects, of which a change makes many."""
     ledger, long = make_ledger(64), 20_000
     contents = dict.fromkeys(numbered(0, long), "t")
-    change = ledger.state.retention.pinning
+    change = ledger.state.store.retention.pinning
     assert len({id(mark) for mark in _marks_after_unpinning().values()}) == 1, "one object for all"
     for wanted in (contents, {}):
         known = {id(each) for each in gc.get_objects()}
@@ -214,7 +214,7 @@ def test_a_change_makes_nothing_long_that_the_collector_would_walk_over() -> Non
             break
         for _ in change(wanted):
             pass
-        assert len(ledger.state.retention.pinned) == len(wanted)
+        assert len(ledger.state.store.retention.pinned) == len(wanted)
 
 
 def _marks_after_unpinning() -> dict[BlockHash, Mark]:
@@ -222,7 +222,7 @@ def _marks_after_unpinning() -> dict[BlockHash, Mark]:
     ledger.pin([pin(prompt(64))], 0.5)
     serve(ledger, 1, prompt(64))
     ledger.pin([], 0.5)
-    marks = ledger.state.retention.marks
+    marks = ledger.state.store.retention.marks
     assert len(marks) == 4
     return marks
 

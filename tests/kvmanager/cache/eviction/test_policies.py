@@ -74,7 +74,7 @@ def test_what_was_learned_survives_a_rebuild(policy: str) -> None:
     serve_hot_and_cold(ledger, prompt(64), 30)
     ledger.rebuild(EMPTY)
     ledger.check_invariants()
-    assert len(ledger.state.block_pool.cached) == 0
+    assert len(ledger.state.store.pool.cached) == 0
     serve_hot_and_cold(ledger, prompt(64, start=5000), 30)
     assert cached_tokens(ledger, prompt(64, start=5000)) == 64
 
@@ -85,7 +85,7 @@ def test_the_record_of_an_eviction_names_the_policy_and_its_reason(policy: str) 
     run_through(ledger, 1, prompt(64))
     run_through(ledger, 2, prompt(32, start=1000))
     record = next(each for each in ledger.drain_decisions() if each.kind is DecisionKind.EVICTION)
-    assert record.reasons == ("no block is free", ledger.state.eviction.reason, f"policy {policy}")
+    assert record.reasons == ("no block is free", ledger.state.store.eviction.reason, f"policy {policy}")
     assert [each.name for each in record.candidates] == ["block 3", "block 2"]
     assert dict(record.candidates[0].terms) == {"depth": 3.0}
 
@@ -111,7 +111,7 @@ def test_a_reset_frees_every_cached_block(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_empty_order_has_nothing_to_give(policy: str) -> None:
-    order = make_ledger(4, eviction=policy).state.eviction
+    order = make_ledger(4, eviction=policy).state.store.eviction
     with pytest.raises(IndexError):
         order.pop()
     assert (len(order), list(order), BlockId(0) in order) == (0, [], False)
@@ -151,7 +151,7 @@ def test_what_is_kept_of_evicted_blocks_is_nothing_to_the_garbage_collector(poli
     ledger = make_ledger(6, eviction=policy)
     for number in range(4):
         run_through(ledger, number, prompt(64, start=10_000 + 100 * number))
-    ghosts = ledger.state.cache.ghosts
+    ghosts = ledger.state.store.cache.ghosts
     assert ghosts
     gc.collect()
     assert not any(map(gc.is_tracked, ghosts.values()))

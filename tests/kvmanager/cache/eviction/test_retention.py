@@ -89,9 +89,9 @@ def test_a_low_priority_does_not_count_for_blocks_that_others_computed_or_use_ag
     ledger = make_ledger(8)
     serve(ledger, 1, prompt(32))
     serve(ledger, 2, prompt(64), RetainedBlocks(0, ALL, 5, 60.0))
-    assert len(ledger.state.retention.held) == 2
+    assert len(ledger.state.store.retention.held) == 2
     serve(ledger, 3, prompt(65))
-    assert not ledger.state.retention.marks
+    assert not ledger.state.store.retention.marks
 
 
 def test_the_usual_order_goes_on_as_if_a_block_had_never_been_retained() -> None:
@@ -113,8 +113,8 @@ def test_of_several_terms_each_counts_for_its_time() -> None:
     ledger = make_ledger(4, clock=clock, retention_share=1.0)
     serve(ledger, 1, prompt(16), RetainedBlocks(0, ALL, 90, 10.0), RetainedBlocks(0, ALL, 50, 100.0))
     serve(ledger, 2, prompt(16, start=500), RetainedBlocks(0, ALL, 70, 100.0))
-    (first, second) = sorted(ledger.state.retention.held)
-    assert [ledger.state.retention.held[each].priority for each in (first, second)] == [90, 70]
+    (first, second) = sorted(ledger.state.store.retention.held)
+    assert [ledger.state.store.retention.held[each].priority for each in (first, second)] == [90, 70]
     clock.advance(10.0)
     serve(ledger, 3, prompt(48, start=900))
     assert (cached(ledger, prompt(16)), cached(ledger, prompt(16, start=500))) == (0, 1)
@@ -139,7 +139,7 @@ def test_a_tenant_retains_its_share_and_the_oldest_beyond_it_goes_back() -> None
     serve(ledger, 2, prompt(32, start=500), RetainedBlocks(0, ALL, 80, 60.0), tenant="b")
     assert ledger.pool().retained == 4
     serve(ledger, 3, prompt(16, start=900), RetainedBlocks(0, ALL, 80, 60.0), tenant="a")
-    assert (ledger.state.retention.count("a"), ledger.state.retention.count("b")) == (2, 2)
+    assert (ledger.state.store.retention.count("a"), ledger.state.store.retention.count("b")) == (2, 2)
     others(ledger, 20)
     left = [prompt(32), prompt(32, start=500), prompt(16, start=900)]
     assert [cached(ledger, each) for each in left] == [1, 2, 1]
@@ -153,7 +153,7 @@ def test_all_tenants_together_retain_half_of_the_pool_and_the_largest_holder_fal
     expected = (("c", (4, 3, 3, 0)), ("c", (4, 3, 3, 0)), ("d", (3, 3, 3, 1)), ("d", (3, 2, 3, 2)))
     for number, (tenant, left) in enumerate(expected, start=10):
         serve(ledger, number, prompt(16, start=1000 * number), RetainedBlocks(0, ALL, 80, 60.0), tenant=tenant)
-        assert tuple(map(ledger.state.retention.count, "abcd")) == left
+        assert tuple(map(ledger.state.store.retention.count, "abcd")) == left
     others(ledger, 20)
     found = [cached(ledger, prompt(80)), cached(ledger, prompt(48, start=1000)), cached(ledger, prompt(32, start=2000))]
     found += [cached(ledger, prompt(16, start=1000 * number)) for number in range(10, 14)]
@@ -164,7 +164,7 @@ def test_a_tenant_that_retains_nothing_yet_gets_room_from_the_largest() -> None:
     ledger = make_ledger(8, retention_share=0.5)
     serve(ledger, 1, prompt(64), RetainedBlocks(0, ALL, 100, 60.0), tenant="a")
     serve(ledger, 2, prompt(16, start=500), RetainedBlocks(0, ALL, 36, 60.0), tenant="b")
-    assert (ledger.state.retention.count("a"), ledger.state.retention.count("b")) == (3, 1)
+    assert (ledger.state.store.retention.count("a"), ledger.state.store.retention.count("b")) == (3, 1)
     serve(ledger, 3, prompt(64, start=900))
     assert ledger.lookup(hashes(prompt(64)), 65).retention == "all tenants retained more than half of the pool"
 
@@ -188,8 +188,8 @@ def mark_calls(blocks: int) -> tuple[list[int], Ledger]:
         asks = [RetainedBlocks(0, blocks, 36 + number + 4 * each, 3000.0 - 170.0 * each) for each in range(16)]
         admit(ledger, reserve(number, prompt(16 * blocks), retention=tuple(asks)))
         seal(ledger, number, hashes(prompt(16 * blocks)))
-        sequence = ledger.state.sequences[SequenceId(number)]
-        calls.append(python_calls(partial(ledger.state.retention.mark, sequence)))
+        sequence = ledger.state.sequences.live[SequenceId(number)]
+        calls.append(python_calls(partial(ledger.state.store.retention.mark, sequence)))
         finish(ledger, number)
         clock.advance(0.01)
     return calls, ledger
@@ -202,11 +202,11 @@ def test_the_calls_of_a_release_do_not_grow_with_its_blocks() -> None:
 
 def test_a_content_has_four_terms_at_most_the_highest_and_the_longest() -> None:
     _, ledger = mark_calls(20)
-    assert {len(mark.terms) for mark in ledger.state.retention.marks.values()} == {4}
+    assert {len(mark.terms) for mark in ledger.state.store.retention.marks.values()} == {4}
     clock = ManualClock()
     ledger = make_ledger(4, clock=clock)
     serve(ledger, 1, prompt(16), *(RetainedBlocks(0, ALL, 90 - 10 * each, 10.0 + each) for each in range(5)))
-    terms = ledger.state.retention.marks[hashes(prompt(16))[0]].terms
+    terms = ledger.state.store.retention.marks[hashes(prompt(16))[0]].terms
     assert [(priority, until - clock.monotonic()) for priority, until in terms] == [
         (90, 10.0), (80, 11.0), (70, 12.0), (50, 14.0),
     ]  # fmt: skip
@@ -215,9 +215,9 @@ def test_a_content_has_four_terms_at_most_the_highest_and_the_longest() -> None:
 def test_a_mark_that_says_as_much_already_stays_as_it_is() -> None:
     ledger = make_ledger(8, retention_share=0.5)
     serve(ledger, 1, prompt(48), RetainedBlocks(0, ALL, 80, 60.0), tenant="a")
-    before = dict(ledger.state.retention.marks)
+    before = dict(ledger.state.store.retention.marks)
     serve(ledger, 2, prompt(48), RetainedBlocks(0, ALL, 80, 60.0), RetainedBlocks(0, 2, 50, 10.0), tenant="b")
-    after = ledger.state.retention.marks
+    after = ledger.state.store.retention.marks
     assert len(before) == 3
     assert all(after[key] is mark for key, mark in before.items())
 
@@ -230,7 +230,7 @@ def test_a_low_priority_does_not_count_for_blocks_that_another_sequence_uses() -
     seal(ledger, 1, hashes(prompt(64)))
     admit(ledger, reserve(2, prompt(49)))
     finish(ledger, 1)
-    assert set(ledger.state.retention.marks) == set(hashes(prompt(64))[3:])
+    assert set(ledger.state.store.retention.marks) == set(hashes(prompt(64))[3:])
     finish(ledger, 2)
     others(ledger, 3, first=200)
     assert cached(ledger, prompt(64)) == 3
@@ -245,17 +245,17 @@ def test_a_low_priority_counts_for_what_several_sequences_of_a_request_share(ord
     for number, fork in ((2, None), (3, SequenceId(2))):
         admit(ledger, reserve(number, prompt(65), retention=low, fork_of=fork))
     seal(ledger, 2, hashes(prompt(65)))
-    assert ledger.state.sequences[SequenceId(3)].n_shared == 4
+    assert ledger.state.sequences.live[SequenceId(3)].n_shared == 4
     finish(ledger, order[0])
-    assert not ledger.state.retention.marks, "the other one uses them"
+    assert not ledger.state.store.retention.marks, "the other one uses them"
     finish(ledger, order[1])
-    assert set(ledger.state.retention.marks) == set(hashes(prompt(65))[2:])
+    assert set(ledger.state.store.retention.marks) == set(hashes(prompt(65))[2:])
 
 
 def test_no_share_and_no_duration_turn_retention_off() -> None:
     for ledger in (make_ledger(4, retention_share=0.0), make_ledger(4, max_retention=0.0)):
         serve(ledger, 1, prompt(32), RetainedBlocks(0, ALL, 100, 60.0))
-        assert not ledger.state.retention.marks
+        assert not ledger.state.store.retention.marks
 
 
 def test_a_duration_is_at_most_the_longest() -> None:
@@ -271,7 +271,7 @@ def test_a_rebuild_forgets_what_was_retained_and_keeps_what_live_sequences_ask_f
     serve(ledger, 1, prompt(16), RetainedBlocks(0, ALL, 100, 60.0))
     ledger.rebuild(EMPTY)
     ledger.check_invariants()
-    assert (ledger.pool().retained, ledger.state.retention.marks) == (0, {})
+    assert (ledger.pool().retained, ledger.state.store.retention.marks) == (0, {})
 
 
 def test_a_reset_forgets_marks_with_their_blocks() -> None:
@@ -280,12 +280,12 @@ def test_a_reset_forgets_marks_with_their_blocks() -> None:
     admit(ledger, reserve(2, prompt(16, start=700)))
     assert ledger.reset_cache(1) == 1
     ledger.check_invariants()
-    assert not ledger.state.retention.marks
+    assert not ledger.state.store.retention.marks
     finish(ledger, 2)
     serve(ledger, 3, prompt(16), RetainedBlocks(0, ALL, 100, 60.0))
     assert ledger.reset()
     ledger.check_invariants()
-    assert not ledger.state.retention.marks
+    assert not ledger.state.store.retention.marks
 
 
 def test_of_two_copies_the_content_keeps_its_mark() -> None:
@@ -345,5 +345,5 @@ def test_stale_items_of_blocks_that_come_and_go_are_dropped() -> None:
     ledger = make_ledger(8, retention_share=0.5)
     for number in range(1000):
         serve(ledger, number, prompt(33), RetainedBlocks(0, 1, 80, 60.0), RetainedBlocks(1, 2, 5, 60.0))
-    retention = ledger.state.retention
+    retention = ledger.state.store.retention
     assert max(len(retention._due), len(retention._late), len(retention._early)) < 80

@@ -223,7 +223,7 @@ class Machine(RuleBasedStateMachine):
     def request_begins(self, path: list[int], asks: list[RetainedBlocks], tenant: str) -> None:
         chain = chain_of(path)
         state, now = self.state, self.clock.monotonic()
-        pool, hits = state.block_pool, state.cache.longest(chain, len(chain))
+        pool, hits = state.store.pool, state.store.cache.longest(chain, len(chain))
         fresh = len(chain) - len(hits)
         if fresh > pool.available - sum(block in pool.cached for block in hits):
             return
@@ -239,18 +239,18 @@ class Machine(RuleBasedStateMachine):
         sequence.block_table = list(hits)
         for index in range(len(hits), len(chain)):
             block = pool.take()
-            state.blocks.index[block] = index
+            state.store.blocks.index[block] = index
             parent = chain[index - 1] if index else ROOT
-            state.publish(block, chain[index], parent)
+            state.store.publish(block, chain[index], parent)
             self.naive.use(chain[index], parent)
             sequence.block_table.append(block)
         self.running.append(Running(sequence, chain))
 
     def _make_free(self, fresh: int, now: float) -> None:
         """Let both make room, and compare block by block who goes; a policy may choose among several."""
-        self.state.cache.drain_events()
+        self.state.store.cache.drain_events()
         evict_until_free(self.state, fresh, None)
-        for event in self.state.cache.drain_events():
+        for event in self.state.store.cache.drain_events():
             assert isinstance(event, Removed)
             allowed, free_choice = self.naive.victims(now)
             if free_choice and self.policy == "lru":
@@ -272,9 +272,9 @@ class Machine(RuleBasedStateMachine):
                 if asked.priority > 35 or index >= max(asked.first, sequence.n_shared)
             ]
             self.naive.mark(key, asks, sequence.tenant, now)
-        self.state.retention.mark(sequence)
+        self.state.store.retention.mark(sequence)
         for block, key in zip(reversed(sequence.block_table), reversed(each.chain), strict=True):
-            self.state.release((BlockId(block),))
+            self.state.store.release((BlockId(block),))
             self.naive.release(key, "ab", now)
 
     @rule(path=st.lists(st.integers(0, 1), max_size=3), other=st.lists(st.integers(0, 1), max_size=1))
@@ -282,7 +282,7 @@ class Machine(RuleBasedStateMachine):
         """Pin the blocks of a prompt or two, and no others."""
         now, chains = self.clock.monotonic(), [chain_of(path), chain_of(other)]
         keys = list(dict.fromkeys(key for chain in chains for key in chain))
-        retention = self.state.retention
+        retention = self.state.store.retention
         retention.expire()
         for _ in retention.pinning(dict.fromkeys(keys, "op")):
             pass
@@ -301,14 +301,14 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def both_have_the_same(self) -> None:
         now = self.clock.monotonic()
-        self.state.retention.expire()
-        assert set(self.state.cache.entries) == set(self.naive.contents)
+        self.state.store.retention.expire()
+        assert set(self.state.store.cache.entries) == set(self.naive.contents)
         cached = {key: each for key, each in self.naive.contents.items() if each.released is not None}
-        assert {self.state.blocks.hash[block] for block in self.state.block_pool.cached} == set(cached)
+        assert {self.state.store.blocks.hash[block] for block in self.state.store.pool.cached} == set(cached)
         ranked = {key: self.naive.rank(key, now) for key in cached}
         expected = {key: priority for key, priority in ranked.items() if priority != 35}
-        assert {each.hash: each.priority for each in self.state.retention.held.values()} == expected
-        pool, blocks = self.state.block_pool, self.state.blocks
+        assert {each.hash: each.priority for each in self.state.store.retention.held.values()} == expected
+        pool, blocks = self.state.store.pool, self.state.store.blocks
         assert len(pool.free) + len(pool.cached) + pool.in_use == len(blocks)
         if not self.running:
             audit(self.state)

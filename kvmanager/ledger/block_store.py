@@ -1,0 +1,170 @@
+"""The pool of one worker and the prefix cache over it: the state of each block, and what it holds.
+
+A block that no sequence holds and whose content is known stays cached until it is evicted:
+
+    free  --take_block-->  in use  --release_blocks-->  cached (it has a hash)  --uncache_block-->  free
+                                                        free   (it has none)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common.contracts.clock import Clock
+from common.contracts.types import BlockHash, BlockId
+from kvmanager.cache.block_pool import BlockPool
+from kvmanager.cache.eviction.choice import order_of
+from kvmanager.cache.eviction.interface import NO_MARK
+from kvmanager.cache.prefix_cache import PrefixCache
+from kvmanager.cache.remembered_match import RememberedMatch
+from kvmanager.cache.retention import Retention
+from kvmanager.cache.window_match import deciding_hashes
+from kvmanager.contracts.block import CACHED, ROOT, Blocks
+from kvmanager.contracts.index_events import Stored
+from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.contracts.sequence import Sequence
+
+
+class BlockStore:
+    """Columns of all blocks, the pool, the prefix cache, the order of eviction, and what is retained.
+
+    `remembered` is the match of the sequence that was tried last and lacked blocks.
+    """
+
+    __slots__ = ("blocks", "cache", "config", "eviction", "pool", "remembered", "retention")
+
+    def __init__(self, config: LedgerConfig, clock: Clock) -> None:
+        self.config = config
+        self.blocks = Blocks(config.num_blocks)
+        linked = not config.window
+        self.cache = PrefixCache(self.blocks, config.ghosts or 4 * config.num_blocks, linked)
+        self.eviction = order_of(config.eviction, self.blocks, self.cache.entries, linked)
+        self.retention = Retention(self.blocks, self.cache.entries, self.eviction, clock, config.retention_limits)
+        self.empty()
+
+    def empty(self) -> None:
+        """Free every block and forget what it held; event numbers and ghosts go on."""
+        self.eviction.empty()
+        self.retention.clear()
+        self.blocks.clear()
+        self.pool = BlockPool(self.blocks, self.eviction, self.retention)
+        self.cache.rebase()
+        self.remembered: RememberedMatch | None = None
+
+    # ------------------------------------------------------------ block tables
+
+    def append_block(self, block: BlockId, sequence: Sequence) -> None:
+        """Append a block without content to a block table. Others may share it at once if its hash is known.
+
+        The block of the last known token is not shared. If a sharer filled that slot first, the sequence could never
+        compute its logits, because a slot is written once. So it is with all blocks of one that computes all tokens.
+        """
+        blocks, table, block_hashes = self.blocks, sequence.block_table, sequence.block_hashes
+        index, known = len(table), len(block_hashes)
+        # What `describe` does.
+        blocks.index[block], blocks.owner[block] = index, sequence.id
+        blocks.parent[block] = ROOT if not index else block_hashes[index - 1] if index <= known else None
+        table.append(block)
+        if index < known:
+            self.expect(block, sequence, index)
+
+    def append_fresh(self, count: int, sequence: Sequence) -> None:
+        """Do what `append_block` does with the next free blocks. Raises IndexError when there are too few."""
+        blocks, take, table = self.blocks, self.pool.take, sequence.block_table
+        index_of, owner_of, parent_of = blocks.index, blocks.owner, blocks.parent
+        block_hashes, number = sequence.block_hashes, sequence.id
+        first, known = len(table), len(block_hashes)
+        shared = min(known, self.config.hits_of(sequence.num_tokens)) if self._shares_early(sequence) else 0
+        for index in range(first, first + count):
+            block = take()
+            index_of[block], owner_of[block] = index, number
+            parent_of[block] = ROOT if not index else block_hashes[index - 1] if index <= known else None
+            table.append(block)
+            if index < shared:
+                self.cache.expect(block, block_hashes[index])
+
+    def expect(self, block: BlockId, sequence: Sequence, index: int) -> None:
+        """Let others share a block that the sequence is about to fill, where its hash is known."""
+        if index >= len(sequence.block_hashes) or not self._shares_early(sequence):
+            return
+        if index < self.config.hits_of(sequence.num_tokens):
+            self.cache.expect(block, sequence.block_hashes[index])
+
+    def _shares_early(self, sequence: Sequence) -> bool:
+        """Return whether others may share blocks that the sequence has not filled yet."""
+        return self.config.prefix_caching and not sequence.computes_all
+
+    def describe(self, block: BlockId, sequence: Sequence, index: int) -> None:
+        """Set the index, owner and parent hash of a block, as far as the sequence's block hashes are known."""
+        blocks, block_hashes = self.blocks, sequence.block_hashes
+        blocks.index[block], blocks.owner[block] = index, sequence.id
+        blocks.parent[block] = ROOT if not index else block_hashes[index - 1] if index <= len(block_hashes) else None
+
+    def release(self, released: Iterable[BlockId]) -> None:
+        """Drop a reference to each block. Of several with one content, the one that is released last stays cached.
+
+        The others are in use then and come later in the order of eviction, so a parent still outlives its children.
+        """
+        blocks, cache, pool, copies = self.blocks, self.cache, self.pool, self.cache.copies
+        refs, hash_of, pending = blocks.refs, blocks.hash, blocks.pending
+        for block in released:
+            block_hash = hash_of[block]
+            if block_hash is not None and refs[block] == 1:
+                if cache.watched:
+                    cache.touch(block_hash)
+                if block_hash in copies:
+                    cache.evict(block)
+            if pool.drop(block):
+                if pending[block] is not None:
+                    cache.forget_pending(block)
+                blocks.awaited.pop(block, None)
+
+    # ------------------------------------------------------------ content
+
+    def publish_new(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> None:
+        """Do what `publish` does with a hash that no block has: nearly each seal is one."""
+        cache, blocks, above = self.cache, self.blocks, None
+        if blocks.pending[block] is not None:
+            cache.forget_pending(block)
+        if cache.watched:
+            cache.touch(block_hash)
+        blocks.hash[block], blocks.parent[block] = block_hash, parent
+        if parent and not self.config.window:
+            above = cache.entries[parent]
+            blocks.children[above] += 1
+        elif parent:
+            above = cache.entries.get(parent)
+        cache.entries[block_hash] = block
+        cache.number += 1
+        cache.events.append(Stored(cache.number, block_hash, blocks.index[block]))
+        ghost = cache.ghosts.pop(block_hash, None)
+        self.eviction.registered(block, above, ghost[2:] if ghost else NO_MARK)
+
+    def publish(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> None:
+        """Register a block in use. A cached copy of its content is free from now on."""
+        cache, pool, entries = self.cache, self.pool, self.cache.entries
+        ghost = cache.register(block, block_hash, parent)
+        pool.cached.registered(block, entries.get(parent), ghost[2:] if ghost else NO_MARK)
+        first = entries[block_hash]
+        if first != block and self.blocks.state[first] is CACHED:
+            cache.evict(first)
+            pool.replace_cached(first, block)
+
+    # ------------------------------------------------------------ remembered matches
+
+    def recall(self, sequence: Sequence) -> RememberedMatch | None:
+        """Return the match of a sequence from an earlier attempt to admit it, if that still holds."""
+        found = self.remembered
+        if found is None or found.sequence != sequence.id or found.num_tokens != sequence.num_tokens:
+            return None
+        return found if self.cache.watched else None
+
+    def remember(self, sequence: Sequence, found: RememberedMatch) -> None:
+        """Keep the match of a sequence that cannot be admitted now."""
+        self.remembered = found
+        hashes, looked_at = sequence.block_hashes, set[BlockHash]()
+        if self.config.window:
+            looked_at = deciding_hashes(self.cache, self.config, hashes, sequence.num_tokens, found.match)
+        else:
+            looked_at.update(hashes[: len(found.hits) + 1])
+        self.cache.watched = frozenset(looked_at)
