@@ -19,7 +19,7 @@ from bench.cache_replay.replay import Replayed, pool_of, replay
 from bench.cache_replay.workloads import WORKLOADS, CacheRequest, agents_and_scans, working_set
 from bench.lib.harness import parser, progress, report
 from common.contracts.types import BlockHash
-from kvmanager.contracts.ledger_config import DEFAULT_EVICTION, DEFAULT_RETENTION_SHARE, EvictionName
+from kvmanager.contracts.ledger_config import DEFAULTS, EvictionName
 
 PARTS: Final = (0.05, 0.2, 0.5)
 # Of agents among scans: a tenant retains a part of the pool, and what does not come again takes the rest.
@@ -28,8 +28,8 @@ POLICIES: Final[tuple[EvictionName, ...]] = tuple(get_args(EvictionName))
 
 
 _RETENTION_NOTES: Final = {
-    f"agents_hits_{DEFAULT_EVICTION}_retained": "of agents among scans, which retain their blocks for 300 s",
-    f"all_hits_{DEFAULT_EVICTION}_retained": "of these and all requests beside them",
+    f"agents_hits_{DEFAULTS.eviction}_retained": "of agents among scans, which retain their blocks for 300 s",
+    f"all_hits_{DEFAULTS.eviction}_retained": "of these and all requests beside them",
 }
 
 
@@ -94,7 +94,7 @@ def retention(requests: Sequence[CacheRequest]) -> dict[str, float]:
     largest = max(len(each.prompt) + len(each.output) for each in requests)
     whole, found = working_set(requests), dict[str, float]()
     for policy in POLICIES:
-        for share, words in ((0.0, "plain"), (DEFAULT_RETENTION_SHARE, "retained")):
+        for share, words in ((0.0, "plain"), (DEFAULTS.retention_share, "retained")):
             runs = [
                 replay(pool_of(max(largest, round(part * whole)), policy, share), requests) for part in RETENTION_PARTS
             ]
@@ -129,14 +129,14 @@ def main() -> None:
         for name, make in WORKLOADS.items()
         for cell in measure(name, make(seed, args.requests))
     ]
-    figures = figures_of(cells, DEFAULT_EVICTION)
+    figures = figures_of(cells, DEFAULTS.eviction)
     for policy in POLICIES[1:]:
-        if policy != DEFAULT_EVICTION:
+        if policy != DEFAULTS.eviction:
             figures |= {f"{key}_{policy}": value for key, value in figures_of(cells, policy).items()}
     figures |= retention(agents_and_scans(args.seeds[0], args.requests))
     figures |= costs(cells)
     notes = {
-        "share_of_belady_gain": f"{DEFAULT_EVICTION}: (policy - LRU) / (limit - LRU), mean of workloads and pools",
+        "share_of_belady_gain": f"{DEFAULTS.eviction}: (policy - LRU) / (limit - LRU), mean of workloads and pools",
         "workloads_beating_lru": f"of {len(WORKLOADS)}, mean of its pools",
         "least_hits_over_lru": "hits of the policy over those of LRU, in the worst workload and pool",
         **_RETENTION_NOTES,

@@ -29,13 +29,13 @@ from gpuworker.scheduling.outcomes import AgentConfig
 from gpuworker.scheduling.sequence import NewSequence
 from gpuworker.scheduling.step_costs import StepCosts
 from gpuworker.scheduling.stopping import StopRule
-from kvmanager.contracts.ledger_config import DEFAULT_MAX_PREEMPTIONS, LedgerConfig, VictimOrder
+from kvmanager.contracts.ledger_config import DEFAULTS, LedgerConfig, VictimOrder
 from kvmanager.ledger.ledger import Ledger
 
 COSTS: Final = StepCosts(base=0.008, decode=20e-6, prefill=20e-6)
 BLOCK_SIZE, PLACES, BUDGET = 16, 128, 2048
 ORDERS: Final[dict[str, tuple[VictimOrder, int]]] = {
-    "work": ("work", DEFAULT_MAX_PREEMPTIONS),
+    "work": ("work", DEFAULTS.max_preemptions),
     "unbounded": ("work", 0),
     "arrival": ("arrival", 0),
 }
@@ -176,7 +176,7 @@ def main() -> None:
     notes = {
         "recomputed_chats_work": "tokens computed more than once, over those that had to be computed",
         "mean_s_chats_work": "from arrival to the last token",
-        "most_chats_work": f"preemptions of one request; the bound is {DEFAULT_MAX_PREEMPTIONS}",
+        "most_chats_work": f"preemptions of one request; the bound is {DEFAULTS.max_preemptions}",
     }
     report("preemption", figures, notes, args.json)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -10,7 +11,6 @@ from pydantic import Field
 
 from common.addresses.host_port import redis_addresses
 from common.contracts.errors import FieldViolation
-from common.contracts.turns import DEFAULT_MAX_WAIT
 from common.decisions.ring import DEFAULT_RING_BYTES
 from common.process.advertise import is_this_host
 from common.settings.decision_log import DecisionLogSettings
@@ -29,17 +29,7 @@ from common.settings.options import (
     is_loopback,
 )
 from common.settings.pool_key import PoolSettings
-from kvmanager.contracts.ledger_config import (
-    DEFAULT_EVICTION,
-    DEFAULT_MAX_PREEMPTIONS,
-    DEFAULT_MAX_RETENTION,
-    DEFAULT_PIN_SHARE,
-    DEFAULT_PREEMPTION,
-    DEFAULT_RETENTION_SHARE,
-    EvictionName,
-    Runway,
-    VictimOrder,
-)
+from kvmanager.contracts.ledger_config import DEFAULTS, EvictionName, ManagerConfig, Runway, VictimOrder
 
 
 class KvManagerSettings(PoolSettings, DecisionLogSettings):
@@ -72,34 +62,34 @@ class KvManagerSettings(PoolSettings, DecisionLogSettings):
     load_format: LoadFormat = Field("auto", description="dummy: workers have random weights; matters only with a model")
     seed: int = Field(0, description="seed of dummy weights")
     block_size: BlockSize = Field(16, description="slots in a block; the same on every service")
-    watermark: Fraction = Field(0.01, description="share of blocks kept free when a sequence is admitted")
+    watermark: Fraction = Field(DEFAULTS.watermark, description="share of blocks kept free when a sequence is admitted")
     eviction_policy: EvictionName = Field(
-        DEFAULT_EVICTION,
+        DEFAULTS.eviction,
         description="which cached blocks leave first; utility: those least likely to be used again soon, as learned; "
         "frequency: those used least often; lru: those released longest ago",
     )
     preemption_policy: VictimOrder = Field(
-        DEFAULT_PREEMPTION,
+        DEFAULTS.preemption,
         description="who gives its blocks when they run out, of the lowest priority; work: who loses the least; "
         "arrival: who came last",
     )
     max_preemptions: int = Field(
-        DEFAULT_MAX_PREEMPTIONS,
+        DEFAULTS.max_preemptions,
         ge=0,
         description="times after which a request is preempted for higher priorities alone; it is then admitted with "
         "all blocks of its greatest length; 0: there is no bound",
     )
     chunked_grants: bool = Field(
-        True,
+        DEFAULTS.chunked_grants,
         description="a long prompt that waits for blocks begins with half of them, where those that run leave these, "
         "and gets the others as they come free",
     )
     backfill: bool = Field(
-        True,
+        DEFAULTS.backfill,
         description="requests pass one that lacks blocks if they end before it can have them, or leave it enough",
     )
     max_wait: float = Field(
-        DEFAULT_MAX_WAIT,
+        DEFAULTS.max_wait,
         ge=0.0,
         description="seconds after which a request that waits for blocks gets every eighth admission, whatever its "
         "priority; 0: never",
@@ -110,29 +100,31 @@ class KvManagerSettings(PoolSettings, DecisionLogSettings):
         "sequences is preempted, or the worker has to attach anew; health says NOT_SERVING before (--stall-timeout)",
     )
     retention_share: Fraction = Field(
-        DEFAULT_RETENTION_SHARE,
+        DEFAULTS.retention_share,
         description="share of a worker's blocks that one tenant may retain in the cache by cache_retention; 0: none; "
         "all tenants together may retain half",
     )
     pin_share: Fraction = Field(
-        DEFAULT_PIN_SHARE,
+        DEFAULTS.pin_share,
         description="share of a worker's blocks that prefixes of one tenant may have which an operator pins; 0: none; "
         "all pins together may have half",
     )
     max_retention: float = Field(
-        DEFAULT_MAX_RETENTION, ge=0.0, description="seconds that a block may be retained; longer durations are lowered"
+        DEFAULTS.max_retention, ge=0.0, description="seconds that a block may be retained; longer durations are lowered"
     )
     runway: Runway = Field(
-        "auto", description="auto: lease ahead of need; max: reserve each request's whole length up front"
+        DEFAULTS.runway, description="auto: lease ahead of need; max: reserve each request's whole length up front"
     )
-    runway_slots: Count = Field(32, description="slots of every running sequence that the lease pool covers")
-    max_workers: Count = Field(512, description="workers that may be attached at once")
+    runway_slots: Count = Field(
+        DEFAULTS.runway_slots, description="slots of every running sequence that the lease pool covers"
+    )
+    max_workers: Count = Field(DEFAULTS.max_workers, description="workers that may be attached at once")
     max_blocks_per_worker: Count = Field(
-        1 << 20,
+        DEFAULTS.max_blocks_per_worker,
         description="blocks that one worker may have; a ledger takes about 630 bytes for each, and some 400 for "
         "each of up to four times as many that it evicted",
     )
-    max_blocks: Count = Field(1 << 23, description="blocks that all workers may have together")
+    max_blocks: Count = Field(DEFAULTS.max_blocks, description="blocks that all workers may have together")
     max_inventory_bytes: Bytes = Field(128 << 20, description="size of the inventory of a worker that attaches")
     max_inventory_messages: Count = Field(4096, description="messages that may carry an inventory")
     attach_timeout: Seconds = Field(
@@ -142,6 +134,17 @@ class KvManagerSettings(PoolSettings, DecisionLogSettings):
     lease_ttl: Seconds = Field(5.0, description="seconds that a discovery lease lives without renewal")
     decision_ring: Count = Field(100_000, description="decision records kept in memory")
     decision_ring_bytes: Bytes = Field(DEFAULT_RING_BYTES, description="memory of the decision records, about")
+
+    def manager_config(self) -> ManagerConfig:
+        """Return what the options say of the manager and its ledgers."""
+        options = type(self).model_fields
+        named = {each.name: getattr(self, each.name) for each in fields(ManagerConfig) if each.name in options}
+        return ManagerConfig(
+            eviction=self.eviction_policy,
+            preemption=self.preemption_policy,
+            runway_reach=4 * self.runway_slots,
+            **named,
+        )
 
     def problems(self) -> Iterator[FieldViolation]:
         yield from super().problems()

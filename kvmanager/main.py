@@ -49,7 +49,7 @@ from kvmanager.index.state_file import EpochFile
 from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
 from kvmanager.index.writer import IndexWriter
 from kvmanager.ledger.ledger import Ledger
-from kvmanager.ledger.manager import Manager, ManagerConfig
+from kvmanager.ledger.manager import Manager
 from kvmanager.ledger.watchdog import waits_for_a_grant
 from kvmanager.service import decision_servicer, servicer
 from kvmanager.service.decision_servicer import DecisionServicer
@@ -95,7 +95,7 @@ class ManagerProcess:
         opener = _store_opener(settings, self.leading)
         self.index = IndexWriter(epoch_file, opener, clock, times, stale, key, self.supervisor)
         self.index.before_writing = self.leading.writes
-        manager = Manager(_manager_config(settings), clock, _decision_ids(source))
+        manager = Manager(settings.manager_config(), clock, _decision_ids(source))
         self.attachments = Attachments(
             manager, self.index, self.ring, self._telemetry.tracer, self.leading, configured_identity(settings)
         )
@@ -262,27 +262,6 @@ def configured_identity(settings: KvManagerSettings) -> dict[str, object]:
         parts["model_fingerprint"] = model_fingerprint(folder, seed)
         parts["tokenizer_fingerprint"] = tokenizer_fingerprint(settings.tokenizer or folder)
     return parts
-
-
-def _manager_config(settings: KvManagerSettings) -> ManagerConfig:
-    return ManagerConfig(
-        runway=settings.runway,
-        runway_slots=settings.runway_slots,
-        runway_reach=4 * settings.runway_slots,
-        watermark=settings.watermark,
-        eviction=settings.eviction_policy,
-        preemption=settings.preemption_policy,
-        max_preemptions=settings.max_preemptions,
-        chunked_grants=settings.chunked_grants,
-        backfill=settings.backfill,
-        max_wait=settings.max_wait,
-        retention_share=settings.retention_share,
-        max_retention=settings.max_retention,
-        pin_share=settings.pin_share,
-        max_workers=settings.max_workers,
-        max_blocks_per_worker=settings.max_blocks_per_worker,
-        max_blocks=settings.max_blocks,
-    )
 
 
 def _session_limits(settings: KvManagerSettings) -> SessionLimits:

@@ -9,7 +9,7 @@ from typing import Any, Final, get_args
 from cli.replay.simulation import ReplayOptions
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.turns import DEFAULT_MAX_WAIT
-from kvmanager.contracts.ledger_config import DEFAULT_MAX_PREEMPTIONS, EvictionName, Runway, VictimOrder
+from kvmanager.contracts.ledger_config import DEFAULTS, EvictionName, Runway, VictimOrder
 from router.placement.routing import Router, WorkerCost
 
 # Other ways to choose a worker, for comparison: each sees the workers that the router's filters leave.
@@ -56,7 +56,7 @@ _GROUPS: Final[tuple[Mapping[str, Change], ...]] = (
     {f"runway-{name}": _manager(runway=name) for name in get_args(Runway)},
     {f"victims-{name}": _manager(preemption=name) for name in get_args(VictimOrder)},
     {
-        "bounded-preemptions": _manager(max_preemptions=DEFAULT_MAX_PREEMPTIONS),
+        "bounded-preemptions": _manager(max_preemptions=DEFAULTS.max_preemptions),
         "unbounded-preemptions": _manager(max_preemptions=0),
     },
     {"backfill": _manager(backfill=True), "no-backfill": _manager(backfill=False)},

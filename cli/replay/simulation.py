@@ -25,7 +25,8 @@ from gpuworker.engine.ports import EngineOutputs, EngineRequest
 from gpuworker.scheduling.outcomes import AgentConfig
 from gpuworker.scheduling.sequence import NewSequence
 from gpuworker.scheduling.stopping import StopRule
-from kvmanager.ledger.manager import Manager, ManagerConfig
+from kvmanager.contracts.ledger_config import ManagerConfig
+from kvmanager.ledger.manager import Manager
 from router.placement.fair_queue import Flow
 from router.placement.placement import PlacementRequest
 from router.placement.routing import Router

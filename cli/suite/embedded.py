@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from common.contracts.clock import Clock, SystemClock
 from common.contracts.lease import Attach, Attached, AttachOk, Connected, Granted, Inventory, LeaseEvent, Report
-from kvmanager.contracts.ledger_config import LedgerConfig, Runway
+from kvmanager.contracts.ledger_config import LedgerConfig, LedgerOptions, Runway
 from kvmanager.ledger.ledger import Ledger
 
 
@@ -33,14 +33,7 @@ class EmbeddedChannel:
 
     def attach(self, attach: Attach, inventory: Inventory) -> None:
         """Build the ledger of this worker from its inventory."""
-        config = LedgerConfig(
-            num_blocks=attach.num_blocks,
-            block_size=attach.identity.block_size,
-            prefix_caching=attach.prefix_caching,
-            window=attach.identity.kv_geometry.window,
-            max_num_seqs=attach.max_num_seqs,
-            runway=self._runway,
-        )
+        config = LedgerConfig.of_worker(attach, LedgerOptions(runway=self._runway))
         self.ledger = Ledger(config, self._clock, lambda: f"m-{next(self._ids)}")
         self.ledger.rebuild(inventory)
         self._events.append(

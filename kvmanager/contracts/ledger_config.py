@@ -1,28 +1,18 @@
-"""The configuration of one worker's ledger: the size of the pool and the runway policy."""
+"""The configuration of a manager and of its ledgers: each option and its default stand here once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final, Literal
 
-from common.contracts.lease import blocks_before_window, blocks_needed
+from common.contracts.lease import Attach, blocks_before_window, blocks_needed
 from common.contracts.turns import DEFAULT_MAX_WAIT, IN_TURN
+from common.contracts.types import PoolIdentity
 
 Runway = Literal["auto", "max"]
 EvictionName = Literal["lru", "frequency", "utility"]
 VictimOrder = Literal["work", "arrival"]
 
-DEFAULT_EVICTION: Final[EvictionName] = "utility"
-"""What `bench.eviction` found to be best."""
-DEFAULT_PREEMPTION: Final[VictimOrder] = "work"
-"""What `bench.preemption` found to be best."""
-DEFAULT_MAX_PREEMPTIONS: Final = 4
-DEFAULT_FIRST_PART: Final = 256
-"""Slots."""
-DEFAULT_RETENTION_SHARE: Final = 0.25
-DEFAULT_PIN_SHARE: Final = 0.25
-DEFAULT_MAX_RETENTION: Final = 3600.0
-"""Seconds."""
 MOST_RETAINED: Final = 0.5
 """The share of the blocks that all tenants together may retain."""
 
@@ -36,17 +26,17 @@ class RetentionLimits:
     most_of_all: int
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerConfig:
-    """One worker's pool. `block_size` and `window` are in slots; `runway_slots` and `runway_reach` in slots a sequence.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerOptions:
+    """What an operator chooses for all ledgers of a manager, with the defaults.
 
-    With `prefix_caching`, sealed blocks are kept and published. `window` is above 0 when every layer is windowed: a
-    cached block then stays when those before it go. `runway` "auto" keeps a pool of leased blocks ahead of need: for
-    `runway_slots` also by evicting, up to `runway_reach` from free blocks alone. "max" gives each sequence all blocks
-    of its max_len at admission. `watermark` is the part of the pool that an admission leaves free for the growth of
-    those that run; `ghosts` bounds the memory of evicted hashes (0: four for each block).
-    `eviction` names the policy of `eviction/choice.py`, `preemption` that of `preemption.py`. A sequence that was
-    preempted `max_preemptions` times is preempted again for higher priorities alone (0: there is no bound).
+    `runway` "auto" keeps a pool of leased blocks ahead of need: for `runway_slots` slots of each sequence also by
+    evicting, up to `runway_reach` slots from free blocks alone. "max" gives each sequence all blocks of its max_len at
+    admission. `watermark` is the part of the pool that an admission leaves free for the growth of those that run;
+    `ghosts` bounds the memory of evicted hashes (0: four for each block).
+    `eviction` names the policy of `eviction/choice.py`, `preemption` that of `preemption.py`: `bench.eviction` and
+    `bench.preemption` found the defaults to be best. A sequence that was preempted `max_preemptions` times is preempted
+    again for higher priorities alone (0: there is no bound).
     With `chunked_grants`, the next sequence may begin with half of its prompt's blocks, of `first_part` slots at least.
     With `backfill`, sequences pass one that lacks blocks, for a bounded time. After `in_turn` admissions by priority,
     one that has waited for `max_wait` seconds is next (0: priority alone decides).
@@ -54,26 +44,49 @@ class LedgerConfig:
     at most `max_retention` seconds.
     """
 
-    num_blocks: int
-    block_size: int
-    prefix_caching: bool = True
-    window: int = 0
-    max_num_seqs: int = 256
     runway: Runway = "auto"
     runway_slots: int = 32
     runway_reach: int = 128
     watermark: float = 0.01
     ghosts: int = 0
-    eviction: EvictionName = DEFAULT_EVICTION
-    preemption: VictimOrder = DEFAULT_PREEMPTION
-    max_preemptions: int = DEFAULT_MAX_PREEMPTIONS
+    eviction: EvictionName = "utility"
+    preemption: VictimOrder = "work"
+    max_preemptions: int = 4
     chunked_grants: bool = True
-    first_part: int = DEFAULT_FIRST_PART
+    first_part: int = 256
     backfill: bool = True
     max_wait: float = DEFAULT_MAX_WAIT
     in_turn: int = IN_TURN
-    retention_share: float = DEFAULT_RETENTION_SHARE
-    max_retention: float = DEFAULT_MAX_RETENTION
+    retention_share: float = 0.25
+    max_retention: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerConfig(LedgerOptions):
+    """One worker's pool, with the operator's options. `block_size` and `window` are in slots.
+
+    With `prefix_caching`, sealed blocks are kept and published. `window` is above 0 when every layer is windowed: a
+    cached block then stays when those before it go.
+    """
+
+    num_blocks: int
+    block_size: int
+    prefix_caching: bool = True
+    window: int = 0
+    max_num_seqs: int = 256
+
+    @classmethod
+    def of_worker(cls, attach: Attach, options: LedgerOptions) -> LedgerConfig:
+        """Return the configuration of the ledger of a worker that attaches."""
+        chosen = {each.name: getattr(options, each.name) for each in fields(LedgerOptions)}
+        return cls(
+            attach.num_blocks,
+            attach.identity.block_size,
+            prefix_caching=attach.prefix_caching,
+            window=attach.identity.kv_geometry.window,
+            max_num_seqs=attach.max_num_seqs,
+            **chosen,
+        )
 
     def admission_blocks(self, num_tokens: int) -> int:
         """Return the blocks with which a sequence of so many tokens is admitted.
@@ -125,3 +138,21 @@ class LedgerConfig:
     def watermark_blocks(self) -> int:
         """Blocks that an admission beside running sequences leaves free."""
         return int(self.watermark * self.num_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerConfig(LedgerOptions):
+    """The configuration of a manager and of all its ledgers. `identity` None: the first attach fixes it.
+
+    Pins of one tenant keep at most `pin_share` of a worker's blocks. `max_blocks` bounds the blocks of all workers
+    together: a ledger has a record for each block.
+    """
+
+    identity: PoolIdentity | None = None
+    pin_share: float = 0.25
+    max_workers: int = 512
+    max_blocks_per_worker: int = 1 << 20
+    max_blocks: int = 1 << 23
+
+
+DEFAULTS: Final = ManagerConfig()

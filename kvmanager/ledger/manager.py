@@ -13,52 +13,10 @@ from dataclasses import dataclass
 from common.contracts.clock import Clock
 from common.contracts.errors import IdentityMismatch, NotFound
 from common.contracts.lease import Attach, AttachOk, AttachRejected, Inventory
-from common.contracts.turns import DEFAULT_MAX_WAIT, IN_TURN
-from common.contracts.types import PoolIdentity
 from kvmanager.cache.pins import Pin, PinBook
 from kvmanager.contracts import epochs
-from kvmanager.contracts.ledger_config import (
-    DEFAULT_EVICTION,
-    DEFAULT_FIRST_PART,
-    DEFAULT_MAX_PREEMPTIONS,
-    DEFAULT_MAX_RETENTION,
-    DEFAULT_PIN_SHARE,
-    DEFAULT_PREEMPTION,
-    DEFAULT_RETENTION_SHARE,
-    EvictionName,
-    LedgerConfig,
-    Runway,
-    VictimOrder,
-)
+from kvmanager.contracts.ledger_config import LedgerConfig, ManagerConfig
 from kvmanager.ledger.ledger import Ledger
-
-
-@dataclass(frozen=True, slots=True)
-class ManagerConfig:
-    """The configuration that all ledgers of this manager share. `identity` None: the first attach fixes it.
-
-    `max_blocks` bounds the blocks of all workers together: a ledger has a record for each block.
-    """
-
-    identity: PoolIdentity | None = None
-    runway: Runway = "auto"
-    runway_slots: int = 32
-    runway_reach: int = 128
-    watermark: float = 0.01
-    eviction: EvictionName = DEFAULT_EVICTION
-    preemption: VictimOrder = DEFAULT_PREEMPTION
-    max_preemptions: int = DEFAULT_MAX_PREEMPTIONS
-    chunked_grants: bool = True
-    first_part: int = DEFAULT_FIRST_PART
-    backfill: bool = True
-    max_wait: float = DEFAULT_MAX_WAIT
-    in_turn: int = IN_TURN
-    retention_share: float = DEFAULT_RETENTION_SHARE
-    max_retention: float = DEFAULT_MAX_RETENTION
-    pin_share: float = DEFAULT_PIN_SHARE
-    max_workers: int = 512
-    max_blocks_per_worker: int = 1 << 20
-    max_blocks: int = 1 << 23
 
 
 @dataclass(slots=True)
@@ -115,7 +73,7 @@ class Manager:
         if rejected is not None:
             return rejected
         self.identity = self.identity or attach.identity
-        config, worker = self._ledger_config(attach), attach.worker_id
+        config, worker = LedgerConfig.of_worker(attach, self._config), attach.worker_id
         ledger = Ledger(config, self._clock, self._decision_ids, worker)
         registration = WorkerRegistration(attach, ledger)
         self._registrations[attach.worker_id] = registration
@@ -143,30 +101,6 @@ class Manager:
         if blocks > config.max_blocks:
             return _exceeds(f"{blocks} blocks with all other workers", config.max_blocks, "--max-blocks", retry=True)
         return None
-
-    def _ledger_config(self, attach: Attach) -> LedgerConfig:
-        config = self._config
-        return LedgerConfig(
-            attach.num_blocks,
-            attach.identity.block_size,
-            prefix_caching=attach.prefix_caching,
-            window=attach.identity.kv_geometry.window,
-            max_num_seqs=attach.max_num_seqs,
-            runway=config.runway,
-            runway_slots=config.runway_slots,
-            runway_reach=config.runway_reach,
-            watermark=config.watermark,
-            eviction=config.eviction,
-            preemption=config.preemption,
-            max_preemptions=config.max_preemptions,
-            chunked_grants=config.chunked_grants,
-            first_part=config.first_part,
-            backfill=config.backfill,
-            max_wait=config.max_wait,
-            in_turn=config.in_turn,
-            retention_share=config.retention_share,
-            max_retention=config.max_retention,
-        )
 
     def complete(self, registration: WorkerRegistration, inventory: Inventory) -> AttachOk:
         """Rebuild the ledger and return the answer. Call `schedule` next: a worker with nothing to run sends nothing.

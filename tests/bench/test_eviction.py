@@ -11,7 +11,7 @@ from bench import eviction
 from bench.cache_replay.clairvoyant import next_uses
 from bench.cache_replay.workloads import WORKLOADS, CacheRequest, agents_and_scans, working_set
 from common.contracts.types import BlockHash
-from kvmanager.contracts.ledger_config import DEFAULT_EVICTION
+from kvmanager.contracts.ledger_config import DEFAULTS
 
 A, B, C = (BlockHash(bytes([number]) * 16) for number in (1, 2, 3))
 
@@ -59,14 +59,14 @@ def test_the_default_policy_loses_no_hundredth_of_the_hits_of_lru(
     name: str, cells: Mapping[str, list[eviction.Cell]]
 ) -> None:
     """The pools of a workload count together: with so few requests, the smallest one alone has too few hits."""
-    found = {policy: sum(cell.policies[policy].found for cell in cells[name]) for policy in (DEFAULT_EVICTION, "lru")}
-    assert found[DEFAULT_EVICTION] >= 0.99 * found["lru"] > 0, found
+    found = {policy: sum(cell.policies[policy].found for cell in cells[name]) for policy in (DEFAULTS.eviction, "lru")}
+    assert found[DEFAULTS.eviction] >= 0.99 * found["lru"] > 0, found
 
 
 def test_the_default_policy_finds_more_than_lru_on_four_workloads_of_five(
     cells: Mapping[str, list[eviction.Cell]],
 ) -> None:
-    figures = eviction.figures_of([cell for name in WORKLOADS for cell in cells[name]], DEFAULT_EVICTION)
+    figures = eviction.figures_of([cell for name in WORKLOADS for cell in cells[name]], DEFAULTS.eviction)
     assert len(WORKLOADS) == 5
     assert figures["workloads_beating_lru"] >= 4, figures
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from bench.preemption import ORDERS, WORKLOADS, Run, Server, figures_of
-from kvmanager.contracts.ledger_config import DEFAULT_MAX_PREEMPTIONS
+from kvmanager.contracts.ledger_config import DEFAULTS
 
 
 def served(order: str, requests: int) -> Run:
@@ -18,10 +18,10 @@ def test_the_least_work_is_computed_again_and_everybody_ends() -> None:
     assert {len(run.ends) for run in runs.values()} == {60}
     assert all(run.preempted for run in runs.values())
     assert runs["work"].computed < runs["arrival"].computed
-    assert max(runs["work"].preempted.values()) <= DEFAULT_MAX_PREEMPTIONS
+    assert max(runs["work"].preempted.values()) <= DEFAULTS.max_preemptions
 
 
 def test_the_figures_are_exact_for_a_seed() -> None:
     found = figures_of("documents", "work", seeds=1, count=20)
     assert found == figures_of("documents", "work", seeds=1, count=20)
-    assert found["most_documents_work"] <= DEFAULT_MAX_PREEMPTIONS
+    assert found["most_documents_work"] <= DEFAULTS.max_preemptions

@@ -12,8 +12,8 @@ from common.contracts.errors import NotFound
 from common.contracts.lease import Attach, AttachOk, AttachRejected
 from common.contracts.types import BlockHash, KvGeometry, PoolIdentity
 from kvmanager.cache.pins import Pin
-from kvmanager.contracts.ledger_config import LedgerConfig
-from kvmanager.ledger.manager import Manager, ManagerConfig, WorkerRegistration
+from kvmanager.contracts.ledger_config import LedgerConfig, ManagerConfig
+from kvmanager.ledger.manager import Manager, WorkerRegistration
 from tests.support.kvmanager.ledgers import EMPTY, counted_ids
 
 GEOMETRY = KvGeometry(num_layers=2, num_kv_heads=1, head_dim_k=8, head_dim_v=8, dtype="float32")

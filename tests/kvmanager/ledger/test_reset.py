@@ -6,7 +6,8 @@ from common.contracts.clock import ManualClock
 from common.contracts.lease import Attach, Inventory, Report
 from common.contracts.types import DecisionKind, KvGeometry, PoolIdentity
 from kvmanager.contracts.index_events import Cleared, Removed
-from kvmanager.ledger.manager import Manager, ManagerConfig, WorkerRegistration
+from kvmanager.contracts.ledger_config import ManagerConfig
+from kvmanager.ledger.manager import Manager, WorkerRegistration
 from tests.support.kvmanager.fake_worker import FakeWorker
 from tests.support.kvmanager.ledgers import (
     admit,

@@ -6,8 +6,9 @@ from common.contracts.clock import ManualClock
 from common.contracts.lease import Attach, AttachRejected, Inventory, Report
 from kvmanager.contracts import epochs
 from kvmanager.contracts.index_events import Cleared
+from kvmanager.contracts.ledger_config import ManagerConfig
 from kvmanager.ledger.ledger import Ledger
-from kvmanager.ledger.manager import Manager, ManagerConfig
+from kvmanager.ledger.manager import Manager
 from tests.suites.protocol.index import Replaced, Wiped
 from tests.suites.protocol.state import WORKER, Link, ModelManager, State
 
