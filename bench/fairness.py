@@ -100,7 +100,7 @@ def serve(arrivals: Sequence[Arrival], horizon: int, *, fair: bool) -> Waits:
             agent.submit_sequence(_sequence(*upcoming))
             upcoming = next(coming, None)
         if (said := agent.take_report()) is not None:
-            ledger.apply(said)
+            ledger.apply_report(said)
             if (batch := ledger.schedule()) is not None:
                 for admit in batch.admit:
                     index = int(admit.sequence) - 1
@@ -111,7 +111,7 @@ def serve(arrivals: Sequence[Arrival], horizon: int, *, fair: bool) -> Waits:
             agent.complete(StepResult(plan.step, {row.sequence: (1,) for row in plan.rows if row.samples}))
         ledger.drain_decisions()
         clock.advance(STEP_S)
-    waits.preemptions = ledger.pool().totals.preemptions
+    waits.preemptions = ledger.pool_counts().totals.preemptions
     return waits
 
 

@@ -99,7 +99,7 @@ class Server:
         if said is None:
             return
         self.run.preempted.update(number for number, _ in said.preempted)
-        self.ledger.apply(said)
+        self.ledger.apply_report(said)
         batch = self.ledger.schedule()
         self.ledger.drain_decisions()
         self.ledger.drain_index_events()

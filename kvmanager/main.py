@@ -207,7 +207,7 @@ class ManagerProcess:
 
     def debug_state(self) -> dict[str, object]:
         """Return the manager's part of `quire debug dump`: the pool of each worker's ledger, and what stands still."""
-        pools = {worker: asdict(ledger.pool()) for worker, ledger in self.attachments.ledgers()}
+        pools = {worker: asdict(ledger.pool_counts()) for worker, ledger in self.attachments.ledgers()}
         leads, term = self.leading.leads(), self.leading.term
         epoch, draining = self.index.epoch, self.attachments.draining
         state = {
@@ -248,7 +248,7 @@ class ManagerProcess:
 
 
 def _work_of(ledger: Ledger) -> Work:
-    pool = ledger.pool()
+    pool = ledger.pool_counts()
     return Work(waits_for_a_grant(pool), (pool.totals.admissions, pool.totals.preemptions, ledger.state.worker.steps))
 
 

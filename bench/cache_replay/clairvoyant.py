@@ -59,37 +59,37 @@ class Clairvoyant:
     def __iter__(self) -> Iterator[BlockId]:
         return iter(list(self._next))
 
-    def add(self, block: BlockId) -> None:
+    def add_block(self, block: BlockId) -> None:
         block_hash = self._blocks.hash[block]
         assert block_hash is not None
         self._next[block] = self._coming[self._request].get(block_hash, _NEVER)
         if not self._blocks.children[block]:
             heapq.heappush(self._heap, (-self._next[block], block))
 
-    def restore(self, blocks: Iterable[BlockId]) -> None:
+    def restore_blocks(self, blocks: Iterable[BlockId]) -> None:
         for block in blocks:
-            self.add(block)
+            self.add_block(block)
 
-    def take(self, block: BlockId) -> None:
+    def take_block(self, block: BlockId) -> None:
         del self._next[block]
 
-    def discard(self, block: BlockId) -> None:
+    def discard_block(self, block: BlockId) -> None:
         del self._next[block]
 
-    def replaced(self, old: BlockId, by: BlockId) -> None:
+    def replace_block(self, old: BlockId, by: BlockId) -> None:
         del self._next[old]
 
-    def registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:
+    def note_registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:
         """Change nothing."""
 
-    def used(self, block: BlockId) -> None:
+    def note_used(self, block: BlockId) -> None:
         """Change nothing."""
 
-    def pop(self) -> BlockId:
+    def pop_block(self) -> BlockId:
         if not self.can_pop():
             raise no_leaf() if self._next else IndexError("nothing is cached")
         _, block = heapq.heappop(self._heap)
-        self.evict(block)
+        self.evict_block(block)
         return block
 
     def can_pop(self) -> bool:
@@ -102,14 +102,14 @@ class Clairvoyant:
             heapq.heappop(heap)
         return False
 
-    def withhold(self, block: BlockId) -> None:
+    def withhold_block(self, block: BlockId) -> None:
         """Change nothing: its item of the heap is skipped."""
 
-    def offer(self, block: BlockId) -> None:
+    def offer_block(self, block: BlockId) -> None:
         if not self._blocks.children[block]:
             heapq.heappush(self._heap, (-self._next[block], block))
 
-    def evict(self, block: BlockId) -> None:
+    def evict_block(self, block: BlockId) -> None:
         del self._next[block]
         parent = self._blocks.parent[block]
         if parent:
@@ -120,7 +120,7 @@ class Clairvoyant:
     def mark_of(self, block: BlockId) -> Mark:
         return NO_MARK
 
-    def why(self, block: BlockId) -> tuple[tuple[str, float], ...]:
+    def explain_choice(self, block: BlockId) -> tuple[tuple[str, float], ...]:
         return ()
 
     def known_of(self, block: BlockId) -> tuple[tuple[str, float], ...]:

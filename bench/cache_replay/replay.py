@@ -67,7 +67,7 @@ def replay(
 
 def _count_retained(state: LedgerState, request: CacheRequest, result: Replayed) -> None:
     result.asked_retained += len(request.prompt)
-    result.found_retained += len(state.store.cache.longest(request.prompt, len(request.prompt)))
+    result.found_retained += len(state.store.cache.find_longest_prefix(request.prompt, len(request.prompt)))
 
 
 def _retain(state: LedgerState, request: CacheRequest, table: list[BlockId], hits: int) -> None:
@@ -75,30 +75,30 @@ def _retain(state: LedgerState, request: CacheRequest, table: list[BlockId], hit
     tokens = len(table) * BLOCK_SIZE
     sequence = Sequence(Reserve(SequenceId(0), tokens, tokens, retention=request.retention), 0, BLOCK_SIZE, 0.0)
     sequence.block_table, sequence.n_shared = table, hits
-    state.store.retention.mark(sequence)
+    state.store.retention.mark_blocks(sequence)
 
 
 def _serve(state: LedgerState, request: CacheRequest, result: Replayed) -> None:
     if request.retention:
         _count_retained(state, request, result)
     pool, cache, prompt = state.store.pool, state.store.cache, request.prompt
-    hits = cache.longest(prompt, len(prompt))
+    hits = cache.find_longest_prefix(prompt, len(prompt))
     table = list(hits)
     for held in table:
-        pool.hold(held)
+        pool.hold_block(held)
     content = (*prompt, *request.output)
     fresh = len(content) - len(hits)
     evict_until_free(state, fresh, None)
     parent: BlockHash = prompt[len(hits) - 1] if hits else ROOT
     for index in range(len(hits), len(content)):
-        block = pool.take()
+        block = pool.take_block()
         state.store.blocks.index[block] = index
-        state.store.publish(block, content[index], parent)
+        state.store.publish_block(block, content[index], parent)
         table.append(block)
         parent = content[index]
     if request.retention:
         _retain(state, request, table, len(hits))
-    state.store.release(reversed(table))
+    state.store.release_blocks(reversed(table))
     result.asked += len(prompt)
     result.found += len(hits)
     result.computed += fresh

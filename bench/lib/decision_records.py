@@ -71,7 +71,7 @@ def _grants() -> Iterator[Decision]:
     ledger = Ledger(LedgerConfig(worker.num_blocks, BLOCK_SIZE), ManualClock(), lambda: f"m-{next(ids)}")
     ledger.rebuild(Inventory())
     while True:
-        ledger.apply(worker.step())
+        ledger.apply_report(worker.step())
         batch = ledger.schedule()
         if batch is not None:
             worker.apply(batch)

@@ -115,14 +115,14 @@ class Server:
             self.run.sampled.append((self.now, tokens))
             for each in sampled:
                 self.run.first.setdefault(each, self.now)
-        self.run.preemptions = self.ledger.pool().totals.preemptions
+        self.run.preemptions = self.ledger.pool_counts().totals.preemptions
         return self.run
 
     def _exchange(self) -> None:
         said = self.agent.take_report()
         if said is None:
             return
-        self.ledger.apply(said)
+        self.ledger.apply_report(said)
         batch = self.ledger.schedule()
         self.ledger.drain_decisions()
         if batch is not None:

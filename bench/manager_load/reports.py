@@ -33,7 +33,7 @@ class _Worker:
         times = [time.process_time()]
         report = report_from_proto(kvmanager_pb2.Report.FromString(data))
         times.append(time.process_time())
-        self._ledger.apply(report)
+        self._ledger.apply_report(report)
         times.append(time.process_time())
         batch = self._ledger.schedule()
         self._ledger.drain_index_events(), self._ledger.drain_decisions()

@@ -121,14 +121,14 @@ def _served(block_size: int, requests: Sequence[Lengths], blocks: int, delay: in
         if (said := agent.take_report()) is not None:
             reports.append((waste.steps + delay, said))
         while reports and reports[0][0] <= waste.steps:
-            ledger.apply(reports.popleft()[1])
+            ledger.apply_report(reports.popleft()[1])
             if (batch := ledger.schedule()) is not None:
                 agent.apply_grant(batch)
         plan = agent.plan()
         waste.steps += 1
         if plan is not None:
             _add_step(waste, plan, ledger, block_size)
-            if ledger.pool().capacity or ledger.state.sequences.live_stalled():
+            if ledger.pool_counts().capacity or ledger.state.sequences.find_stalled():
                 _add_step(pressed, plan, ledger, block_size)
             agent.complete(StepResult(plan.step, {row.sequence: (1,) for row in plan.rows if row.samples}))
     return waste, pressed
@@ -149,5 +149,5 @@ def _sequence(index: int, lengths: Lengths) -> NewSequence:
 def _add_step(waste: Waste, plan: StepPlan, ledger: Ledger, block_size: int) -> None:
     waste.used += sum(row.start + row.length for row in plan.rows)
     waste.in_rows += sum(len(row.blocks) for row in plan.rows) * block_size
-    waste.leased += ledger.pool().leased * block_size
+    waste.leased += ledger.pool_counts().leased * block_size
     waste.rows += len(plan.rows)

@@ -170,7 +170,7 @@ class ReplayWorker:
     def _on_report(self, session: int, report: Report) -> None:
         assert self._registration is not None
         self.reports += 1
-        self._registration.ledger.apply(report)
+        self._registration.ledger.apply_report(report)
         self._grant(session)
 
     def _grant(self, session: int) -> None:

@@ -44,7 +44,7 @@ class EmbeddedChannel:
     def send_report(self, session: int, report: Report) -> None:
         """Apply a report and queue the grants that follow from it."""
         assert self.ledger is not None
-        self.ledger.apply(report)
+        self.ledger.apply_report(report)
         self._answer(session)
 
     def reconnect(self) -> None:

@@ -39,25 +39,25 @@ class BlockPool:
         """Blocks that at least one block table holds."""
         return len(self.blocks) - len(self.free) - len(self.cached) - self.leased
 
-    def check(self, block: BlockId) -> None:
+    def check_block(self, block: BlockId) -> None:
         """Raise ProtocolViolation when the pool has no such block."""
         if not 0 <= block < len(self.blocks):
             raise ProtocolViolation(f"block {block} is not one of the {len(self.blocks)} of this pool")
 
-    def take(self) -> BlockId:
+    def take_block(self) -> BlockId:
         """Take the first free block into a block table, with one reference. Raises IndexError when none is free."""
         block = self.free.popleft()
         self.blocks.state[block], self.blocks.refs[block] = IN_USE, 1
         return block
 
-    def lease(self) -> BlockId:
+    def lease_block(self) -> BlockId:
         """Lease the first free block to the worker. Raises IndexError when none is free."""
         block = self.free.popleft()
         self.blocks.state[block] = LEASED
         self.leased += 1
         return block
 
-    def bind(self, block: BlockId) -> None:
+    def bind_block(self, block: BlockId) -> None:
         """Move a leased block into a block table, with one reference. Raises ProtocolViolation if it is not leased."""
         state = self.blocks.state
         if not (0 <= block < len(state) and state[block] is LEASED):
@@ -65,7 +65,7 @@ class BlockPool:
         state[block], self.blocks.refs[block] = IN_USE, 1
         self.leased -= 1
 
-    def give_back(self, block: BlockId) -> None:
+    def return_block(self, block: BlockId) -> None:
         """Free a leased block that the worker returned. Raises ProtocolViolation when it is not leased."""
         state = self.blocks.state
         if not (0 <= block < len(state) and state[block] is LEASED):
@@ -73,19 +73,19 @@ class BlockPool:
         self.leased -= 1
         self._free(block)
 
-    def hold(self, block: BlockId) -> None:
+    def hold_block(self, block: BlockId) -> None:
         """Add a reference to a block in use or in the cache."""
         blocks = self.blocks
         if blocks.state[block] is CACHED:
-            self.cached.take(block)
+            self.cached.take_block(block)
             if self.marks or self.pinned:
-                self.retention.taken(block)
+                self.retention.note_taken(block)
             blocks.state[block] = IN_USE
         elif blocks.hash[block] is not None:
-            self.cached.used(block)
+            self.cached.note_used(block)
         blocks.refs[block] += 1
 
-    def drop(self, block: BlockId) -> bool:
+    def drop_block(self, block: BlockId) -> bool:
         """Drop a reference; a registered block without any goes to the cache. Return whether it is free now."""
         blocks = self.blocks
         left = blocks.refs[block] - 1
@@ -97,40 +97,40 @@ class BlockPool:
             self.free.append(block)
             return True
         blocks.state[block] = CACHED
-        self.cached.add(block)
+        self.cached.add_block(block)
         if self.marks or self.pinned:
-            self.retention.cached(block)
+            self.retention.note_cached(block)
         return False
 
-    def uncache(self) -> BlockId:
+    def uncache_block(self) -> BlockId:
         """Free the cached block that is next in the order of eviction; the caller forgets its hash."""
-        block = self.retention.pop() if self.marks or self.pinned else self.cached.pop()
+        block = self.retention.pop_block() if self.marks or self.pinned else self.cached.pop_block()
         self.blocks.state[block] = FREE
         self.free.append(block)
         return block
 
-    def free_cached(self, block: BlockId) -> None:
+    def free_cached_block(self, block: BlockId) -> None:
         """Free a cached block, wherever it stands in the order of eviction; the caller forgets its hash."""
-        self.cached.discard(block)
+        self.cached.discard_block(block)
         self._free(block)
 
-    def replace_cached(self, old: BlockId, by: BlockId) -> None:
+    def replace_cached_block(self, old: BlockId, by: BlockId) -> None:
         """Free a cached block whose content a block in use has."""
-        self.cached.replaced(old, by)
+        self.cached.replace_block(old, by)
         if self.marks or self.pinned:
-            self.retention.replaced(old)
+            self.retention.note_replaced(old)
         self._free(old)
 
     def free_all_cached(self) -> None:
         """Free every cached block; the caller has forgotten all hashes."""
         for block in list(self.cached):
-            self.free_cached(block)
+            self.free_cached_block(block)
 
     def _free(self, block: BlockId) -> None:
         self.blocks.state[block] = FREE
         self.free.append(block)
 
     def _not_leased(self, block: BlockId, verb: str) -> ProtocolViolation:
-        self.check(block)
+        self.check_block(block)
         state = self.blocks.state[block].value
         return ProtocolViolation(f"block {block} was {verb} although it is {state}, not leased")

@@ -177,7 +177,7 @@ class PrefixCache:
 
     # ------------------------------------------------------------ look-up
 
-    def find(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> BlockId | None:
+    def find_block(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> BlockId | None:
         """Return a block with this content, or the block that will have the content.
 
         Two contents may have one hash of 16 bytes. So a block counts only with the same parent at the same depth, and
@@ -193,31 +193,31 @@ class PrefixCache:
         blocks = self._blocks
         return block if blocks.index[block] == depth and blocks.parent[block] == parent else None
 
-    def find_registered(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> BlockId | None:
-        """Return what `find` does, and None for a block that is still to be filled."""
-        return self.find(block_hash, parent, depth) if block_hash in self.entries else None
+    def find_registered_block(self, block_hash: BlockHash, parent: BlockHash, depth: int) -> BlockId | None:
+        """Return what `find_block` does, and None for a block that is still to be filled."""
+        return self.find_block(block_hash, parent, depth) if block_hash in self.entries else None
 
-    def has(self, block_hashes: Items[BlockHash], index: int) -> bool:
+    def has_block(self, block_hashes: Items[BlockHash], index: int) -> bool:
         """Return whether this block of a prompt is registered or pending."""
-        return self.find(block_hashes[index], block_hashes[index - 1] if index else ROOT, index) is not None
+        return self.find_block(block_hashes[index], block_hashes[index - 1] if index else ROOT, index) is not None
 
     def copies_of(self, block_hash: BlockHash) -> list[BlockId]:
         """Return the blocks that hold a registered hash, the first one first."""
         return self.copies.get(block_hash) or [self.entries[block_hash]]
 
-    def longest(self, block_hashes: Items[BlockHash], limit: int) -> list[BlockId]:
+    def find_longest_prefix(self, block_hashes: Items[BlockHash], limit: int) -> list[BlockId]:
         """Return the blocks of the longest prefix of block_hashes[:limit] that is registered or pending."""
         hits: list[BlockId] = []
         parent = ROOT
         for depth, block_hash in enumerate(block_hashes[:limit]):
-            block = self.find(block_hash, parent, depth)
+            block = self.find_block(block_hash, parent, depth)
             if block is None:
                 break
             hits.append(block)
             parent = block_hash
         return hits
 
-    def deepest_run(
+    def find_deepest_run(
         self,
         block_hashes: Items[BlockHash],
         limit: int,
@@ -236,7 +236,7 @@ class PrefixCache:
             for index in range(begin, hits):
                 block_hash, found = block_hashes[index], None
                 if block_hash in entries:
-                    found = self.find(block_hash, block_hashes[index - 1] if index else ROOT, index)
+                    found = self.find_block(block_hash, block_hashes[index - 1] if index else ROOT, index)
                 if found is None:
                     break
                 run.append(found)
@@ -247,7 +247,9 @@ class PrefixCache:
                 missing.append(index)
         return 0, []
 
-    def explain(self, block_hashes: Items[BlockHash], num_tokens: int, block_size: int, present: int) -> PrefixMatch:
+    def explain_match(
+        self, block_hashes: Items[BlockHash], num_tokens: int, block_size: int, present: int
+    ) -> PrefixMatch:
         """Return the match of a prompt of `num_tokens` tokens, of whose full blocks the first `present` were found.
 
         The block that holds the last token is no hit, because that token's logits must be computed.
@@ -263,7 +265,7 @@ class PrefixCache:
 
     def _explain_missing(self, block_hashes: Items[BlockHash], hits: int, present: int) -> PrefixMatch:
         """Return the match of a prompt whose full block `present` was not found."""
-        if not self._linked and self.has(block_hashes, present):
+        if not self._linked and self.has_block(block_hashes, present):
             return PrefixMatch(hits, MissReason.WINDOWED)
         ghost = self.ghosts.get(block_hashes[present])
         if ghost is not None:
@@ -279,19 +281,19 @@ class PrefixCache:
         """
         known, ghosts, pending = self.entries, self.ghosts, self.pending
         return any(
-            each in ghosts or ((each in known or each in pending) and self.has(block_hashes, first + place))
+            each in ghosts or ((each in known or each in pending) and self.has_block(block_hashes, first + place))
             for place, each in enumerate(block_hashes[first:full])
         )
 
     # ------------------------------------------------------------ membership
 
-    def register(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> Ghost | None:
+    def register_block(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> Ghost | None:
         """Add a copy; `parent` is ROOT or, where hashes are linked, registered. Return what an eviction left."""
         blocks = self._blocks
         if blocks.pending[block] is not None:
             self.forget_pending(block)
         if self.watched:
-            self.touch(block_hash)
+            self.touch_hash(block_hash)
         blocks.hash[block], blocks.parent[block] = block_hash, parent
         first = self.entries.get(block_hash)
         if first is not None:
@@ -327,7 +329,7 @@ class PrefixCache:
             return False
         self.ambiguous.add(block_hash)
         if self.watched:
-            self.touch(block_hash)
+            self.touch_hash(block_hash)
         self._leaves(block_hash, self._blocks.index[first])
         return True
 
@@ -335,14 +337,14 @@ class PrefixCache:
         self.number += 1
         self.events.append(Removed(self.number, block_hash, depth))
 
-    def evict(self, block: BlockId, beneficiary: str = "", mark: Mark = NO_MARK, retention: str = "") -> int:
+    def evict_block(self, block: BlockId, beneficiary: str = "", mark: Mark = NO_MARK, retention: str = "") -> int:
         """Drop a copy for a sequence and return its depth; when it was the last, the hash becomes a ghost."""
         blocks = self._blocks
         block_hash, depth = blocks.hash[block], blocks.index[block]
         assert block_hash is not None
         blocks.hash[block] = None
         if self.watched:
-            self.touch(block_hash)
+            self.touch_hash(block_hash)
         if block_hash in self.copies:
             self._drop_copy(block, block_hash)
             return depth
@@ -403,11 +405,11 @@ class PrefixCache:
 
     # ------------------------------------------------------------ pending
 
-    def expect(self, block: BlockId, block_hash: BlockHash) -> None:
+    def expect_block(self, block: BlockId, block_hash: BlockHash) -> None:
         """Let others share a block that will hold `block_hash`; the first such block wins."""
         if block_hash not in self.pending:
             if self.watched:
-                self.touch(block_hash)
+                self.touch_hash(block_hash)
             self.pending[block_hash] = block
             self._blocks.pending[block] = block_hash
 
@@ -416,13 +418,13 @@ class PrefixCache:
         block_hash = self._blocks.pending[block]
         if block_hash is not None:
             if self.watched:
-                self.touch(block_hash)
+                self.touch_hash(block_hash)
             del self.pending[block_hash]
             self._blocks.pending[block] = None
 
     # ------------------------------------------------------------ remembered matches
 
-    def touch(self, block_hash: BlockHash) -> None:
+    def touch_hash(self, block_hash: BlockHash) -> None:
         """Stop watching if the blocks of a watched hash change."""
         if block_hash in self.watched:
             self.watched = frozenset()
@@ -434,7 +436,7 @@ class PrefixCache:
         events, self.events = tuple(self.events), []
         return events
 
-    def snapshot(self) -> IndexSnapshot:
+    def take_snapshot(self) -> IndexSnapshot:
         """Return the whole membership, parents first."""
         index, ambiguous = self._blocks.index, self.ambiguous
         entries = [(key, index[block]) for key, block in self.entries.items() if key not in ambiguous]

@@ -173,7 +173,7 @@ class Retention:
 
     # ------------------------------------------------------------ what requests say
 
-    def mark(self, sequence: Sequence, begin: int = 0, until: int | None = None) -> None:
+    def mark_blocks(self, sequence: Sequence, begin: int = 0, until: int | None = None) -> None:
         """Mark the registered blocks of a sequence that is about to release them: `begin` to `until` - 1, or all.
 
         Blocks between two ends of ranges get the same terms, and most of them have the same mark before. So terms are
@@ -214,7 +214,7 @@ class Retention:
 
     # ------------------------------------------------------------ what happens to blocks
 
-    def cached(self, block: BlockId) -> None:
+    def note_cached(self, block: BlockId) -> None:
         """Hold a block of the usual order, if its content is pinned or marked."""
         block_hash = self._blocks.hash[block]
         if block_hash is None:
@@ -228,7 +228,7 @@ class Retention:
             return
         self._stamp += 1
         held = self.held[block] = Held(block_hash, mark, mark.terms[0][0], self._stamp)
-        self._order.withhold(block)
+        self._order.withhold_block(block)
         self._await(block, held)
         if held.priority == PINNED_PRIORITY:
             self.pinned_cached += 1
@@ -257,7 +257,7 @@ class Retention:
         self.marks[self.held[first].hash] = Mark((), tenant, fate)
         self._let_go(first)
 
-    def taken(self, block: BlockId) -> None:
+    def note_taken(self, block: BlockId) -> None:
         """Let a cached block go that is used again. It stays marked if a request retained it."""
         self._drop(block)
         block_hash = self._blocks.hash[block]
@@ -271,11 +271,11 @@ class Retention:
         for block_hash in [each for each in self.marks if each not in self._entries]:
             del self.marks[block_hash]
 
-    def replaced(self, block: BlockId) -> None:
+    def note_replaced(self, block: BlockId) -> None:
         """Let a cached block go whose content another block has from now on; that keeps the mark."""
         self._drop(block)
 
-    def expire(self) -> None:
+    def expire_terms(self) -> None:
         """Give the blocks back to the usual order whose time is over."""
         self._expire(self._clock.monotonic())
 
@@ -292,26 +292,26 @@ class Retention:
             else:
                 self._let_go(block)
 
-    def pop(self) -> BlockId:
+    def pop_block(self) -> BlockId:
         """Let the next block go: of a low priority, in the usual order, retained. Raises as the usual order does."""
-        self.expire()
+        self.expire_terms()
         order, block = self._order, self._first(self._early)
         if block is None and not order.can_pop():
             block = self._first(self._late)
         if block is None:
-            block = order.pop()
+            block = order.pop_block()
         else:
-            order.evict(block)
+            order.evict_block(block)
         self._note(block)
         return block
 
-    def count(self, tenant: str | None = None) -> int:
+    def count_retained(self, tenant: str | None = None) -> int:
         """Return how many cached blocks are retained, of one tenant or of all."""
         return self._holdings.total if tenant is None else self._holdings.count(tenant)
 
     # ------------------------------------------------------------ what operators say
 
-    def pinning(self, wanted: Mapping[BlockHash, str]) -> Iterator[None]:
+    def pin_in_steps(self, wanted: Mapping[BlockHash, str]) -> Iterator[None]:
         """Let these contents be pinned from now on, each for a tenant, and no others: in steps of some milliseconds.
 
         Anything but another change of the pins may happen between two steps.
@@ -356,7 +356,7 @@ class Retention:
             return
         if held is not None:
             self._drop(block)
-        self.cached(block)
+        self.note_cached(block)
 
     def _unpin(self, block_hash: BlockHash, known: dict[str, Mark]) -> None:
         """Let the block of a content that is pinned no more go back to its place, or to the one that requests want.
@@ -374,7 +374,7 @@ class Retention:
                 mark = known[tenant] = Mark((), tenant, Fate.UNPINNED)
             self.marks[block_hash] = mark
         self._let_go(block)
-        self.cached(block)
+        self.note_cached(block)
 
     # ------------------------------------------------------------ within
 
@@ -401,7 +401,7 @@ class Retention:
     def _let_go(self, block: BlockId) -> None:
         """Give a held block back to the usual order. Its mark has its fate."""
         self._drop(block)
-        self._order.offer(block)
+        self._order.offer_block(block)
 
     def _drop(self, block: BlockId) -> Held | None:
         held = self.held.pop(block, None)

@@ -20,16 +20,16 @@ def match_in_window(
     blocks with a hash.
     """
     limit = min(full, config.hits_of(num_tokens))
-    unread, run = cache.deepest_run(block_hashes, limit, config.unread_blocks)
-    leading = cache.longest(block_hashes, min(limit, window_blocks(config.window, config.block_size)))
+    unread, run = cache.find_deepest_run(block_hashes, limit, config.unread_blocks)
+    leading = cache.find_longest_prefix(block_hashes, min(limit, window_blocks(config.window, config.block_size)))
     while config.unread_blocks(len(leading)):
         leading.pop()
     if len(leading) > unread + len(run):
         unread, run = 0, leading
     present = unread + len(run)
-    if present == limit < full and cache.has(block_hashes, limit):
+    if present == limit < full and cache.has_block(block_hashes, limit):
         present = full
-    return run, cache.explain(block_hashes, num_tokens, config.block_size, present)
+    return run, cache.explain_match(block_hashes, num_tokens, config.block_size, present)
 
 
 def settled(
@@ -50,7 +50,7 @@ def deciding_hashes(
     """Return the hashes on which a match depends: those that it has or lacks, and all of the first window."""
     limit = min(len(block_hashes), config.hits_of(num_tokens))
     missing, hits = list[int](), match.hit_blocks
-    cache.deepest_run(block_hashes, limit, config.unread_blocks, missing)
+    cache.find_deepest_run(block_hashes, limit, config.unread_blocks, missing)
     # A window of one token reads no block before it; the last hit is looked up all the same.
     places = {hits, limit, *missing, *range(min(config.unread_blocks(hits), max(hits - 1, 0)), hits)}
     first = block_hashes[: window_blocks(config.window, config.block_size)]

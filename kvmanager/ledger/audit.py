@@ -135,14 +135,14 @@ def _pending(store: BlockStore) -> None:
 def _remembered(store: BlockStore, sequences: SequenceTable) -> None:
     """Check that the remembered match is the one that a look-up gives."""
     sequence = sequences.live.get(store.remembered.sequence) if store.remembered is not None else None
-    found = store.recall(sequence) if sequence is not None else None
+    found = store.recall_match(sequence) if sequence is not None else None
     if sequence is None or found is None:
         return
     config, cache, known = store.config, store.cache, sequence.block_hashes
-    hits = cache.longest(known, sequence.num_tokens // config.block_size)[: found.match.hit_blocks]
+    hits = cache.find_longest_prefix(known, sequence.num_tokens // config.block_size)[: found.match.hit_blocks]
     if config.window:
         limit = min(len(known), config.hits_of(sequence.num_tokens))
-        unread, run = cache.deepest_run(known, limit, config.unread_blocks)
+        unread, run = cache.find_deepest_run(known, limit, config.unread_blocks)
         _check(found.match.hit_blocks >= unread + len(run), "a remembered match has fewer hits than a look-up")
         hits = run if found.unread or unread else hits
     _check(found.hits == hits, "a remembered match has other blocks than a look-up")
@@ -211,11 +211,11 @@ def _retention(store: BlockStore) -> None:
         if DEFAULT_RETENTION_PRIORITY < each.priority < PINNED_PRIORITY
     )
     for tenant, count in raised.items():
-        _check(retention.count(tenant) == count, f"the retained blocks of {tenant!r} are miscounted")
+        _check(retention.count_retained(tenant) == count, f"the retained blocks of {tenant!r} are miscounted")
         _check(count <= store.config.retention_limits.most_blocks, f"{tenant!r} retains {count} blocks")
-    _check(retention.count() == raised.total(), "the retained blocks are miscounted")
+    _check(retention.count_retained() == raised.total(), "the retained blocks are miscounted")
     most = max(0, store.config.retention_limits.most_of_all - len(retention.pinned))
-    _check(retention.count() <= most, "too many blocks are retained")
+    _check(retention.count_retained() <= most, "too many blocks are retained")
     pinned = {block for block, each in contents.items() if each in retention.pinned}
     _check(retention.pinned_cached == len(pinned), "the cached blocks that are pinned are miscounted")
     for block, each in retention.held.items():

@@ -55,14 +55,14 @@ class Growth:
         self._block_size = block_size
         self._counted: dict[int, int] = {}
 
-    def started(self, sequence: Sequence, now: int) -> None:
+    def add_sequence(self, sequence: Sequence, now: int) -> None:
         """Count one sequence more: it has just been admitted."""
         holder = holder_of(sequence, now, self._block_size)
         if holder.growth > 0:
             self._grows.append((holder.growth, holder.room))
             self._counted.clear()
 
-    def fits(self, steps: int, room: int) -> bool:
+    def fits_blocks(self, steps: int, room: int) -> bool:
         """Return whether at most `room` blocks are bound after so many steps."""
         if room < 0:
             return False
@@ -71,10 +71,10 @@ class Growth:
                 return True
             if counted <= steps and blocks > room:
                 return False
-        found = self._counted[steps] = self.after(steps)
+        found = self._counted[steps] = self.blocks_after(steps)
         return found <= room
 
-    def after(self, steps: int) -> int:
+    def blocks_after(self, steps: int) -> int:
         """Return how many blocks may be bound after so many steps."""
         size = self._block_size
         return sum([min(growth, (steps - room + size - 1) // size) for growth, room in self._grows if steps > room])
@@ -112,7 +112,7 @@ class Reservation:
             return False
         return now + steps_of(sequence) <= self.until or sequence.max_blocks <= self.spare
 
-    def passed(self, sequence: Sequence, now: int) -> None:
+    def count_passed(self, sequence: Sequence, now: int) -> None:
         """Count a sequence that has passed."""
         if self.until is not None and now + steps_of(sequence) > self.until:
             self.spare -= sequence.max_blocks

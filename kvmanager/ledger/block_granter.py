@@ -67,10 +67,10 @@ def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[C
     admission.blocked_by = ""
     if not sequences.queue:
         return copies, admits
-    if sequences.preempting or sequences.live_stalled():
+    if sequences.preempting or sequences.find_stalled():
         admission.blocked_by = "deferred"
         return copies, admits
-    fresh, part = set[BlockId](), sequences.partly_granted()
+    fresh, part = set[BlockId](), sequences.find_begun_prompt()
     while sequences.queue:
         if len(admits) == most:
             admission.blocked_by = "batch"
@@ -84,7 +84,7 @@ def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[C
             admission.blocked_by = "places"
             break
         plan = plan_admission(state, sequence)
-        if plan is None and state.give_up_sources():
+        if plan is None and state.give_up_copy_sources():
             plan = plan_admission(state, sequence)
         if plan is None:
             admission.blocked_by = "capacity"
@@ -121,7 +121,7 @@ def begin_prompt(state: LedgerState, copies: list[Copy], admits: list[Admit]) ->
     if (
         state.admission.blocked_by != "capacity"
         or not config.grants_parts
-        or state.sequences.partly_granted() is not None
+        or state.sequences.find_begun_prompt() is not None
     ):
         return
     turn = grant_order.next_turn(state)
@@ -146,7 +146,7 @@ def begin_prompt(state: LedgerState, copies: list[Copy], admits: list[Admit]) ->
 def _find_awaited(state: LedgerState) -> Sequence | None:
     """Return the sequence for whose blocks those behind it wait; None where blocks are not the reason."""
     if state.admission.blocked_by == "prompt":
-        return state.sequences.partly_granted()
+        return state.sequences.find_begun_prompt()
     return grant_order.next_turn(state).sequence if state.admission.blocked_by == "capacity" else None
 
 
@@ -187,8 +187,8 @@ def backfill_sequences(state: LedgerState, copies: list[Copy], admits: list[Admi
                 # An earlier admission may have been by age: this one is not.
                 sequence.by_age = False
                 _admit_sequence(state, sequence, plan, copies, admits, fresh, passes=True)
-                growth.started(sequence, now)
-                kept.passed(sequence, now)
+                growth.add_sequence(sequence, now)
+                kept.count_passed(sequence, now)
 
 
 def make_reservation(state: LedgerState, head: Sequence, old: Reservation | None) -> Reservation:
@@ -209,15 +209,15 @@ def _may_pass(state: LedgerState, sequence: Sequence, growth: Growth) -> bool:
     if sequences.admitted >= config.max_num_seqs:
         return False
     blocks = sequence.max_blocks
-    if len(sequences.tenants) > 1 and TenantShares(config, sequences.tenants).load(sequence.tenant, 1, blocks) > 1.0:
+    if len(sequences.tenants) > 1 and TenantShares(config, sequences.tenants).load_of(sequence.tenant, 1, blocks) > 1.0:
         return False
-    return growth.fits(backfill.steps_of(sequence), state.store.pool.available - blocks)
+    return growth.fits_blocks(backfill.steps_of(sequence), state.store.pool.available - blocks)
 
 
 def explain_waits(state: LedgerState) -> None:
     """Record why those that joined the queue and were not admitted wait."""
     if state.sequences.queue.unexplained and state.admission.blocked_by not in ("deferred", "batch"):
-        head = state.sequences.partly_granted() if state.admission.blocked_by == "prompt" else None
+        head = state.sequences.find_begun_prompt() if state.admission.blocked_by == "prompt" else None
         head = head or grant_order.next_turn(state).sequence
         record_waits(state, head)
 
@@ -228,7 +228,7 @@ def count_places(state: LedgerState, sequence: Sequence) -> int:
     A tenant at its share or over it leaves some places free, so that the others need not wait for a preemption.
     """
     config, tenants = state.config, state.sequences.tenants
-    if len(tenants) > 1 and TenantShares(config, tenants).load(sequence.tenant) >= 1.0:
+    if len(tenants) > 1 and TenantShares(config, tenants).load_of(sequence.tenant) >= 1.0:
         return config.max_num_seqs - config.spare_places
     return config.max_num_seqs
 
@@ -249,8 +249,8 @@ def match_prefix(
     full = min(num_tokens // config.block_size, len(block_hashes))
     if config.window:
         return match_in_window(cache, config, block_hashes, num_tokens, full)
-    present = cache.longest(block_hashes, full)
-    match = cache.explain(block_hashes, num_tokens, config.block_size, len(present))
+    present = cache.find_longest_prefix(block_hashes, full)
+    match = cache.explain_match(block_hashes, num_tokens, config.block_size, len(present))
     return present[: match.hit_blocks], match
 
 
@@ -290,7 +290,7 @@ def _plan_or_remember(state: LedgerState, sequence: Sequence) -> tuple[GrantPlan
     found = find_match(state.store, sequence)
     plan, missing = _plan_with_match(state, sequence, found)
     if missing > 0 and found is not state.store.remembered:
-        state.store.remember(sequence, found)
+        state.store.remember_match(sequence, found)
     return plan, missing
 
 
@@ -301,7 +301,7 @@ def _count_fresh_blocks(state: LedgerState, sequence: Sequence) -> int:
 
 
 def find_match(store: BlockStore, sequence: Sequence) -> RememberedMatch:
-    return store.recall(sequence) or _match_anew(store, sequence)
+    return store.recall_match(sequence) or _match_anew(store, sequence)
 
 
 def _plan_with_match(state: LedgerState, sequence: Sequence, found: RememberedMatch) -> tuple[GrantPlan, int]:
@@ -380,18 +380,18 @@ def grant_blocks(
     match = settled(store.cache, state.config, sequence.block_hashes, sequence.num_tokens, plan.match)
     plan = replace(plan, match=match)
     for block in plan.hits:
-        store.pool.hold(block)
+        store.pool.hold_block(block)
     learn(store, sequence, plan.hits)
     if part is not None:
-        state.hold_source(sequence, part.source)
+        state.hold_copy_source(sequence, part.source)
     evicted = evicting.evict_until_free(state, plan.fresh, sequence)
-    state.sequences.queue.remove(sequence)
+    state.sequences.queue.remove_sequence(sequence)
     sequence.waited += state.clock.monotonic() - sequence.queued_at
     sequence.block_table = [*[TRIMMED] * plan.unread, *plan.hits]
     sequence.n_shared, sequence.trimmed = plan.shared, plan.unread
     sequence.own_from = min(sequence.own_from, plan.shared, sequence.own_from if parent is None else parent.own_from)
-    store.append_fresh(plan.fresh, sequence)
-    state.sequences.start(sequence, state.worker.steps)
+    store.append_fresh_blocks(plan.fresh, sequence)
+    state.sequences.start_sequence(sequence, state.worker.steps)
     return Admit(
         sequence.id,
         tuple(sequence.block_table),
@@ -409,17 +409,17 @@ def grant_blocks(
 def lease_blocks(state: LedgerState, count: int) -> list[BlockId]:
     """Lease up to `count` blocks, also by evicting cached ones."""
     if count > state.store.pool.available:
-        state.give_up_sources()
+        state.give_up_copy_sources()
     count = min(count, state.store.pool.available)
     evicting.evict_until_free(state, count, None)
-    return [state.store.pool.lease() for _ in range(count)]
+    return [state.store.pool.lease_block() for _ in range(count)]
 
 
 def lease_free_blocks(state: LedgerState, target: int) -> list[BlockId]:
     """Lease up to the target from free blocks alone, and leave the watermark free."""
     pool = state.store.pool
     spare = len(pool.free) - state.config.watermark_blocks
-    return [pool.lease() for _ in range(min(target - pool.leased, spare))]
+    return [pool.lease_block() for _ in range(min(target - pool.leased, spare))]
 
 
 # ------------------------------------------------------------ forks

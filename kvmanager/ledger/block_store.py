@@ -61,16 +61,16 @@ class BlockStore:
         """
         blocks, table, block_hashes = self.blocks, sequence.block_table, sequence.block_hashes
         index, known = len(table), len(block_hashes)
-        # What `describe` does.
+        # What `describe_block` does.
         blocks.index[block], blocks.owner[block] = index, sequence.id
         blocks.parent[block] = ROOT if not index else block_hashes[index - 1] if index <= known else None
         table.append(block)
         if index < known:
-            self.expect(block, sequence, index)
+            self.expect_content(block, sequence, index)
 
-    def append_fresh(self, count: int, sequence: Sequence) -> None:
+    def append_fresh_blocks(self, count: int, sequence: Sequence) -> None:
         """Do what `append_block` does with the next free blocks. Raises IndexError when there are too few."""
-        blocks, take, table = self.blocks, self.pool.take, sequence.block_table
+        blocks, take, table = self.blocks, self.pool.take_block, sequence.block_table
         index_of, owner_of, parent_of = blocks.index, blocks.owner, blocks.parent
         block_hashes, number = sequence.block_hashes, sequence.id
         first, known = len(table), len(block_hashes)
@@ -81,26 +81,26 @@ class BlockStore:
             parent_of[block] = ROOT if not index else block_hashes[index - 1] if index <= known else None
             table.append(block)
             if index < shared:
-                self.cache.expect(block, block_hashes[index])
+                self.cache.expect_block(block, block_hashes[index])
 
-    def expect(self, block: BlockId, sequence: Sequence, index: int) -> None:
+    def expect_content(self, block: BlockId, sequence: Sequence, index: int) -> None:
         """Let others share a block that the sequence is about to fill, where its hash is known."""
         if index >= len(sequence.block_hashes) or not self._shares_early(sequence):
             return
         if index < self.config.hits_of(sequence.num_tokens):
-            self.cache.expect(block, sequence.block_hashes[index])
+            self.cache.expect_block(block, sequence.block_hashes[index])
 
     def _shares_early(self, sequence: Sequence) -> bool:
         """Return whether others may share blocks that the sequence has not filled yet."""
         return self.config.prefix_caching and not sequence.computes_all
 
-    def describe(self, block: BlockId, sequence: Sequence, index: int) -> None:
+    def describe_block(self, block: BlockId, sequence: Sequence, index: int) -> None:
         """Set the index, owner and parent hash of a block, as far as the sequence's block hashes are known."""
         blocks, block_hashes = self.blocks, sequence.block_hashes
         blocks.index[block], blocks.owner[block] = index, sequence.id
         blocks.parent[block] = ROOT if not index else block_hashes[index - 1] if index <= len(block_hashes) else None
 
-    def release(self, released: Iterable[BlockId]) -> None:
+    def release_blocks(self, released: Iterable[BlockId]) -> None:
         """Drop a reference to each block. Of several with one content, the one that is released last stays cached.
 
         The others are in use then and come later in the order of eviction, so a parent still outlives its children.
@@ -111,23 +111,23 @@ class BlockStore:
             block_hash = hash_of[block]
             if block_hash is not None and refs[block] == 1:
                 if cache.watched:
-                    cache.touch(block_hash)
+                    cache.touch_hash(block_hash)
                 if block_hash in copies:
-                    cache.evict(block)
-            if pool.drop(block):
+                    cache.evict_block(block)
+            if pool.drop_block(block):
                 if pending[block] is not None:
                     cache.forget_pending(block)
                 blocks.awaited.pop(block, None)
 
     # ------------------------------------------------------------ content
 
-    def publish_new(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> None:
-        """Do what `publish` does with a hash that no block has: nearly each seal is one."""
+    def publish_new_block(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> None:
+        """Do what `publish_block` does with a hash that no block has: nearly each seal is one."""
         cache, blocks, above = self.cache, self.blocks, None
         if blocks.pending[block] is not None:
             cache.forget_pending(block)
         if cache.watched:
-            cache.touch(block_hash)
+            cache.touch_hash(block_hash)
         blocks.hash[block], blocks.parent[block] = block_hash, parent
         if parent and not self.config.window:
             above = cache.entries[parent]
@@ -138,28 +138,28 @@ class BlockStore:
         cache.number += 1
         cache.events.append(Stored(cache.number, block_hash, blocks.index[block]))
         ghost = cache.ghosts.pop(block_hash, None)
-        self.eviction.registered(block, above, ghost[2:] if ghost else NO_MARK)
+        self.eviction.note_registered(block, above, ghost[2:] if ghost else NO_MARK)
 
-    def publish(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> None:
+    def publish_block(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> None:
         """Register a block in use. A cached copy of its content is free from now on."""
         cache, pool, entries = self.cache, self.pool, self.cache.entries
-        ghost = cache.register(block, block_hash, parent)
-        pool.cached.registered(block, entries.get(parent), ghost[2:] if ghost else NO_MARK)
+        ghost = cache.register_block(block, block_hash, parent)
+        pool.cached.note_registered(block, entries.get(parent), ghost[2:] if ghost else NO_MARK)
         first = entries[block_hash]
         if first != block and self.blocks.state[first] is CACHED:
-            cache.evict(first)
-            pool.replace_cached(first, block)
+            cache.evict_block(first)
+            pool.replace_cached_block(first, block)
 
     # ------------------------------------------------------------ remembered matches
 
-    def recall(self, sequence: Sequence) -> RememberedMatch | None:
+    def recall_match(self, sequence: Sequence) -> RememberedMatch | None:
         """Return the match of a sequence from an earlier attempt to admit it, if that still holds."""
         found = self.remembered
         if found is None or found.sequence != sequence.id or found.num_tokens != sequence.num_tokens:
             return None
         return found if self.cache.watched else None
 
-    def remember(self, sequence: Sequence, found: RememberedMatch) -> None:
+    def remember_match(self, sequence: Sequence, found: RememberedMatch) -> None:
         """Keep the match of a sequence that cannot be admitted now."""
         self.remembered = found
         hashes, looked_at = sequence.block_hashes, set[BlockHash]()

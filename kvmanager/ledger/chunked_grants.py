@@ -36,7 +36,7 @@ def first_part(state: LedgerState, head: Sequence, fresh: int, free: int, until:
         return 0
     leased, others = state.store.pool.leased, _others(state, head)
     beyond = max(0, leased - _ahead(state, others))
-    part = min(free, leased + free - beyond - others.after(max(0, until - state.worker.steps)))
+    part = min(free, leased + free - beyond - others.blocks_after(max(0, until - state.worker.steps)))
     return part if is_enough(state.config, part, fresh) else 0
 
 
@@ -55,7 +55,7 @@ def lease_want(state: LedgerState, begun: Sequence) -> int:
     kept, there = state.admission.reservation, pool.available + pool.leased
     if kept is None or kept.sequence != begun.id or kept.until is None:
         return ahead
-    return ahead + max(0, min(lacking, there - others.after(max(0, kept.until - state.worker.steps))))
+    return ahead + max(0, min(lacking, there - others.blocks_after(max(0, kept.until - state.worker.steps))))
 
 
 def missing_blocks(state: LedgerState, part: Sequence) -> int:
@@ -97,4 +97,4 @@ def _others(state: LedgerState, sequence: Sequence) -> Growth:
 
 def _ahead(state: LedgerState, others: Growth) -> int:
     """Return how many blocks the worker leaves in its pool to the others: a part of their runway."""
-    return -(-others.after(state.config.runway_slots) // RUNWAY_UNDER_PRESSURE)
+    return -(-others.blocks_after(state.config.runway_slots) // RUNWAY_UNDER_PRESSURE)

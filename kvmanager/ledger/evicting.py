@@ -55,9 +55,9 @@ def drop_cached_blocks(state: LedgerState) -> int:
     if pool.in_use:
         # Nothing is learned of their uses: they go for another reason than want of room.
         for block in sorted((*pool.cached, *copied), key=state.store.blocks.index.__getitem__, reverse=True):
-            state.store.cache.evict(block)
+            state.store.cache.evict_block(block)
             if block not in copied:
-                pool.free_cached(block)
+                pool.free_cached_block(block)
     else:
         state.store.cache.clear()
         pool.free_all_cached()
@@ -79,7 +79,7 @@ def _find_only_copied(store: BlockStore, sequences: SequenceTable) -> set[BlockI
 def evict_block(state: LedgerState, beneficiary: str = "") -> Candidate:
     """Free the next block in the order of eviction and drop its content; return the record of the block."""
     block, depth = _uncache_block(state, beneficiary)
-    figures, retention = state.store.pool.cached.why(block), state.store.retention.evicted
+    figures, retention = state.store.pool.cached.explain_choice(block), state.store.retention.evicted
     if retention is None:
         return Candidate(f"block {block}", terms=(("depth", float(depth)),), figures=figures)
     figures += (("retention_priority", float(retention.priority)),)
@@ -90,11 +90,11 @@ def _uncache_block(state: LedgerState, beneficiary: str) -> tuple[BlockId, int]:
     """Free the next block in the order of eviction; return it and the depth of what it held."""
     pool, retention, fate = state.store.pool, state.store.retention, ""
     retention.evicted = None
-    block = pool.uncache()
+    block = pool.uncache_block()
     evicted = retention.evicted
     if evicted is not None:
         fate = evicted.fate.value
         state.totals.retained_evictions += evicted.fate is Fate.RETAINED
         state.totals.pinned_evictions += evicted.fate is Fate.PINNED
     state.totals.evictions += 1
-    return block, state.store.cache.evict(block, beneficiary, pool.cached.mark_of(block), fate)
+    return block, state.store.cache.evict_block(block, beneficiary, pool.cached.mark_of(block), fate)

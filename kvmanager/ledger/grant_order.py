@@ -53,7 +53,7 @@ def next_turn(state: LedgerState) -> Turn:
     if len(heads) == 1:
         return Turn(heads[0], False)
     shares = TenantShares(state.config, state.sequences.tenants)
-    return Turn(min(heads, key=lambda each: (shares.load(each.tenant), each.arrival)), False)
+    return Turn(min(heads, key=lambda each: (shares.load_of(each.tenant), each.arrival)), False)
 
 
 def count_turn(state: LedgerState, turn: Turn) -> None:
@@ -64,7 +64,7 @@ def count_turn(state: LedgerState, turn: Turn) -> None:
 
 def take_turn_by_age(state: LedgerState) -> None:
     """Let an old begun prompt take the turn by age, where a higher priority waits that would take its blocks."""
-    begun = state.sequences.partly_granted()
+    begun = state.sequences.find_begun_prompt()
     if begun is None or not _is_turn_by_age(state) or not _is_old(state, begun):
         return
     if any(outranks(state.sequences.live[each], begun) for each in state.sequences.queue.heads()):
@@ -84,7 +84,7 @@ def _oldest(state: LedgerState) -> Sequence | None:
     """Return the old sequence that is next by age. A tenant over its share has none while others wait."""
     shares = TenantShares(state.config, state.sequences.tenants)
     oldest = [_first_old(state, line) for line in state.sequences.queue.by_arrival()]
-    return choose_by_age(oldest, lambda each: _is_old(state, each), lambda each: shares.load(each.tenant))
+    return choose_by_age(oldest, lambda each: _is_old(state, each), lambda each: shares.load_of(each.tenant))
 
 
 def _first_old(state: LedgerState, line: Iterable[SequenceId]) -> Sequence:

@@ -53,14 +53,14 @@ class Ledger:
 
     def rebuild(self, inventory: Inventory) -> None:
         """Replace the state by the worker's inventory. Raises ProtocolViolation if the inventory contradicts itself."""
-        for _ in self.rebuilding(inventory):
+        for _ in self.rebuild_in_steps(inventory):
             pass
 
-    def rebuilding(self, inventory: Inventory) -> Iterator[None]:
+    def rebuild_in_steps(self, inventory: Inventory) -> Iterator[None]:
         """Rebuild in steps of some milliseconds; between them nothing else may be called. Raises as `rebuild` does."""
         return rebuild.load_inventory(self.state, inventory)
 
-    def apply(self, report: Report) -> None:
+    def apply_report(self, report: Report) -> None:
         """Apply a report. Raises ProtocolViolation; the ledger is then void until the next rebuild."""
         report_applier.apply_report(self.state, report)
 
@@ -80,7 +80,7 @@ class Ledger:
         copies, admits, preempt = self._admit_or_preempt(most)
         if admits or preempt:
             terms, _ = self._runway_terms()
-        begun = sequences.partly_granted()
+        begun = sequences.find_begun_prompt()
         if begun is not None and not sequences.preempting and not self.has_more:
             terms = self._terms_of_begun(begun)
             if runway.is_short(terms, pool.leased, stalled + (begun.id in sequences.stalled)):
@@ -94,7 +94,7 @@ class Ledger:
         if refill:
             lease += block_granter.lease_free_blocks(state, target)
         cancel, worker.refused = tuple(worker.refused), []
-        reset = worker.resets.take()
+        reset = worker.resets.take_reset()
         if target == worker.last_sent_target and not (lease or preempt or admits or cancel or reset):
             return None
         worker.last_sent_target = target
@@ -140,8 +140,8 @@ class Ledger:
     def _runway_terms(self) -> tuple[runway.RunwayTerms, int]:
         """Return the bounds of the lease pool, and how many sequences are stalled."""
         state = self.state
-        stalled = len(state.sequences.live_stalled())
-        if (begun := state.sequences.partly_granted()) is not None:
+        stalled = len(state.sequences.find_stalled())
+        if (begun := state.sequences.find_begun_prompt()) is not None:
             want = min(max(chunked_grants.left_to_others(state, begun), stalled), state.sequences.growth)
             return runway.RunwayTerms(want, want), stalled
         growth, pressed = state.sequences.growth, state.admission.blocked_by == "capacity"
@@ -151,7 +151,7 @@ class Ledger:
 
     def _terms_of_begun(self, begun: Sequence) -> runway.RunwayTerms:
         """Return the bounds of the lease pool with what a begun prompt may take now."""
-        stalled, growth = len(self.state.sequences.live_stalled()), self.state.sequences.growth
+        stalled, growth = len(self.state.sequences.find_stalled()), self.state.sequences.growth
         want = min(max(chunked_grants.lease_want(self.state, begun), stalled), growth)
         return runway.RunwayTerms(want, want)
 
@@ -160,9 +160,9 @@ class Ledger:
     def _lacking(self) -> list[SequenceId]:
         """Return the running sequences that can compute nothing before they get a block."""
         state = self.state
-        begun = state.sequences.partly_granted()
+        begun = state.sequences.find_begun_prompt()
         waits = begun is not None and begun.id in state.sequences.stalled
-        return [*state.sequences.live_stalled(), *([begun.id] if begun is not None and waits else [])]
+        return [*state.sequences.find_stalled(), *([begun.id] if begun is not None and waits else [])]
 
     def break_stall(self, why: str) -> GrantBatch | None:
         """Order the preemption of one sequence that holds blocks and lacks others, because nothing goes on.
@@ -200,11 +200,11 @@ class Ledger:
         return evicting.drop_cached_blocks(self.state)
 
     def pin(self, pins: Items[Pin], share: float, why: str = "") -> None:
-        """Pin as `pinning` does, in one step."""
-        for _ in self.pinning(pins, share, why):
+        """Pin as `pin_in_steps` does, in one step."""
+        for _ in self.pin_in_steps(pins, share, why):
             pass
 
-    def pinning(self, pins: Items[Pin], share: float, why: str = "") -> Iterator[None]:
+    def pin_in_steps(self, pins: Items[Pin], share: float, why: str = "") -> Iterator[None]:
         """Pin what these pins name, as far as it fits, and nothing else; `why` begins the record, "" makes none.
 
         A content that is not cached now is kept once a sequence has computed it. Between two steps anything but another
@@ -214,7 +214,7 @@ class Ledger:
         retention = self.state.store.retention
         if found.contents:
             yield
-        yield from retention.pinning(found.contents if self.state.config.prefix_caching else {})
+        yield from retention.pin_in_steps(found.contents if self.state.config.prefix_caching else {})
         if why:
             figures = {"pins": float(len(pins)), "pinned": float(len(found.contents))}
             figures["cached"] = float(retention.pinned_cached)
@@ -229,7 +229,7 @@ class Ledger:
         """Whether the worker has still to confirm the latest reset."""
         return self.state.worker.resets.pending
 
-    def lookup(self, block_hashes: Items[BlockHash], num_tokens: int) -> PrefixMatch:
+    def look_up_prompt(self, block_hashes: Items[BlockHash], num_tokens: int) -> PrefixMatch:
         """Return the hits that a prompt of `num_tokens` tokens would have now, and why there are no more."""
         cacheable = bool(block_hashes) or num_tokens < self.state.config.block_size
         cache, config = self.state.store.cache, self.state.config
@@ -238,7 +238,7 @@ class Ledger:
 
     def leading_blocks(self, block_hashes: Items[BlockHash], first: int = 0, end: int | None = None) -> int:
         """Return how many leading blocks of block_hashes[first:end] are registered, at these places of a prompt."""
-        find = self.state.store.cache.find_registered
+        find = self.state.store.cache.find_registered_block
         places = range(len(block_hashes))[first:end]
         for place in places:
             if find(block_hashes[place], block_hashes[place - 1] if place else ROOT, place) is None:
@@ -259,21 +259,21 @@ class Ledger:
         """Return how `limit` blocks are used, and the sequences with the most blocks."""
         return map_of(self.state.store, self.state.sequences, first_block, limit, most_sequences)
 
-    def block(self, block: BlockId, most_holders: int) -> BlockView | None:
+    def block_view(self, block: BlockId, most_holders: int) -> BlockView | None:
         """Return everything about one block; None when the pool has no such block."""
         if not 0 <= block < self.state.config.num_blocks:
             return None
         return view_of(self.state.store, self.state.sequences, block, most_holders)
 
-    def pool(self) -> PoolCounts:
+    def pool_counts(self) -> PoolCounts:
         state, sequences = self.state, self.state.sequences
         pool, retention, waiting = state.store.pool, state.store.retention, len(sequences.queue)
-        retention.expire()
+        retention.expire_terms()
         capacity = 1 if state.admission.blocked_by == "capacity" and waiting else 0
         return PoolCounts(
             state.config.num_blocks, len(pool.free), pool.leased, pool.in_use, len(pool.cached), 0, sequences.running,
             waiting, len(sequences.preempting), state.worker.last_sent_target or 0, waiting - capacity, capacity,
-            state.totals.clone(), retention.count(), retention.pinned_cached, len(self._lacking()),
+            state.totals.clone(), retention.count_retained(), retention.pinned_cached, len(self._lacking()),
         )  # fmt: skip
 
     def drain_index_events(self) -> tuple[IndexEvent, ...]:
@@ -282,7 +282,7 @@ class Ledger:
 
     def index_snapshot(self) -> IndexSnapshot:
         """Return the whole membership, parents first, and the number of the last event that it contains."""
-        return self.state.store.cache.snapshot()
+        return self.state.store.cache.take_snapshot()
 
     def drain_decisions(self) -> tuple[Decision, ...]:
         return self.state.decisions.drain()

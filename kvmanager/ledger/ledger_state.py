@@ -57,9 +57,9 @@ class LedgerState:
         needed = blocks_needed(sequence.num_tokens, sequence.max_len, config.block_size, config.window)
         there = config.num_blocks
         if needed <= there:
-            self.sequences.queue.add(sequence)
+            self.sequences.queue.add_sequence(sequence)
             return
-        self.sequences.forget(sequence)
+        self.sequences.forget_sequence(sequence)
         self.worker.refused.append(sequence.id)
         self.totals.rejections += 1
         reason = f"{sequence.max_len} tokens need {needed} blocks; the pool has {there}"
@@ -75,7 +75,7 @@ class LedgerState:
         may be gone.
         """
         store, cache = self.store, self.store.cache
-        if not self.config.prefix_caching or parent in cache.ambiguous or not self.follows(block, parent):
+        if not self.config.prefix_caching or parent in cache.ambiguous or not self.follows_parent(block, parent):
             return False
         known = block_hash in cache.entries or cache.ambiguous
         if known and cache.is_ambiguous(block_hash, parent, store.blocks.index[block]):
@@ -83,7 +83,7 @@ class LedgerState:
             return False
         return True
 
-    def follows(self, block: BlockId, parent: BlockHash) -> bool:
+    def follows_parent(self, block: BlockId, parent: BlockHash) -> bool:
         """Return whether a block of a block table is its first, or the block before it there holds `parent`.
 
         A block of another sequence with that hash does not count: it may be evicted while this one is in use. With a
@@ -126,20 +126,20 @@ class LedgerState:
 
     # ------------------------------------------------------------ sources of copies
 
-    def hold_source(self, sequence: Sequence, block: BlockId) -> None:
+    def hold_copy_source(self, sequence: Sequence, block: BlockId) -> None:
         """Hold the source of a sequence's copy."""
-        self.store.pool.hold(block)
+        self.store.pool.hold_block(block)
         sequence.copy_source = block
         self.sequences.copying[sequence.id] = True
 
-    def release_source(self, sequence: Sequence) -> None:
+    def release_copy_source(self, sequence: Sequence) -> None:
         """Stop holding the source of a sequence's copy, if it holds one."""
         source, sequence.copy_source = sequence.copy_source, None
         self.sequences.copying.pop(sequence.id, None)
         if source is not None:
-            self.store.release((source,))
+            self.store.release_blocks((source,))
 
-    def give_up_sources(self) -> bool:
+    def give_up_copy_sources(self) -> bool:
         """Stop holding the sources of all copies, because blocks are short; return whether there were any.
 
         The copies stay right: the worker has their orders, and every later write of a source stands behind them.
@@ -147,7 +147,7 @@ class LedgerState:
         copying = self.sequences.copying
         given_up = [each for each, held in copying.items() if held]
         for each in given_up:
-            self.release_source(self.sequences.live[each])
+            self.release_copy_source(self.sequences.live[each])
         copying.update(dict.fromkeys(given_up, False))
         return bool(given_up)
 
@@ -190,7 +190,7 @@ class ResetOrder:
         """Whether the worker has still to confirm the latest reset."""
         return self.wanted != self.confirmed
 
-    def take(self) -> int:
+    def take_reset(self) -> int:
         """Return the id for the next batch; 0 when it was sent already."""
         if self.sent == self.wanted:
             return 0
@@ -265,7 +265,7 @@ class DecisionLog:
             )
         )  # fmt: skip
 
-    def preempted(
+    def record_preemption(
         self,
         victim: Sequence,
         beneficiary: Sequence | None,

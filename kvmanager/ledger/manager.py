@@ -69,7 +69,7 @@ class Manager:
 
     def attach(self, attach: Attach) -> WorkerRegistration | AttachRejected:
         """Register a worker whose ledger waits for the inventory, or return why the worker is refused."""
-        rejected = self.refusal(attach)
+        rejected = self.find_refusal(attach)
         if rejected is not None:
             return rejected
         self.identity = self.identity or attach.identity
@@ -79,7 +79,7 @@ class Manager:
         self._registrations[attach.worker_id] = registration
         return registration
 
-    def refusal(self, attach: Attach) -> AttachRejected | None:
+    def find_refusal(self, attach: Attach) -> AttachRejected | None:
         """Return why a worker may not attach now, or None."""
         if self.identity is not None:
             mismatches = self.identity.differences(attach.identity)
@@ -107,14 +107,14 @@ class Manager:
 
         Raises ProtocolViolation when the inventory contradicts itself, ValueError while a higher epoch is needed.
         """
-        for _ in self.rebuilding(registration, inventory):
+        for _ in self.rebuild_in_steps(registration, inventory):
             pass
-        return self.rebuilt(registration)
+        return self.finish_rebuild(registration)
 
-    def rebuilding(self, registration: WorkerRegistration, inventory: Inventory) -> Iterator[None]:
+    def rebuild_in_steps(self, registration: WorkerRegistration, inventory: Inventory) -> Iterator[None]:
         """Rebuild the ledger in steps of some milliseconds, between which other ledgers may be served.
 
-        Call `rebuilt` after the last one. Raises as `complete` does.
+        Call `finish_rebuild` after the last one. Raises as `complete` does.
         """
         if self.needs_epoch(registration.attach):
             attach = registration.attach
@@ -122,10 +122,10 @@ class Manager:
                 f"worker {attach.worker_id} has accepted epoch {attach.epoch_seen}; take a higher one than {self.epoch}"
             )
         registration.pins = self.pins.pins
-        yield from registration.ledger.pinning(registration.pins, self.pins.share)
-        yield from registration.ledger.rebuilding(inventory)
+        yield from registration.ledger.pin_in_steps(registration.pins, self.pins.share)
+        yield from registration.ledger.rebuild_in_steps(inventory)
 
-    def rebuilt(self, registration: WorkerRegistration) -> AttachOk:
+    def finish_rebuild(self, registration: WorkerRegistration) -> AttachOk:
         """Count a worker whose ledger is rebuilt as attached, and return the answer."""
         if self.last_reset and registration.attach.reset != self.last_reset:
             registration.ledger.reset_cache(self.last_reset)
@@ -136,13 +136,13 @@ class Manager:
 
     # ------------------------------------------------------------ sessions
 
-    def current(self, registration: WorkerRegistration) -> bool:
+    def is_current(self, registration: WorkerRegistration) -> bool:
         """Return whether reports of this registration count; reports queued before a break do not."""
         return self._registrations.get(registration.attach.worker_id) is registration
 
     def detach(self, registration: WorkerRegistration) -> None:
         """Forget a registration whose stream broke, unless another one has replaced it."""
-        if self.current(registration):
+        if self.is_current(registration):
             del self._registrations[registration.attach.worker_id]
 
     def forget_identity(self) -> None:
@@ -166,9 +166,9 @@ class Manager:
         """Carry out the latest reset at one worker, and return how many blocks went. Raises NotFound."""
         return self.ledger(worker_id).reset_cache(self.last_reset)
 
-    def pinning_at(self, worker_id: str, why: str) -> Iterator[None]:
+    def pin_in_steps_at(self, worker_id: str, why: str) -> Iterator[None]:
         """Let one worker keep what the pins of now name, in steps of some milliseconds. Raises NotFound."""
-        return self.ledger(worker_id).pinning(self.pins.pins, self.pins.share, why)
+        return self.ledger(worker_id).pin_in_steps(self.pins.pins, self.pins.share, why)
 
     def pool_sizes(self) -> dict[str, int]:
         """Return the number of blocks of each attached worker."""

@@ -50,11 +50,11 @@ def _longest(store: BlockStore, sequence: Sequence, index: int, before: BlockHas
     """Return the block with the most leading slots in common; the whole one where only the last token hinders a hit."""
     size, first = store.config.block_size, PARTIAL_HASHES * index
     if index < len(sequence.block_hashes):
-        block = store.cache.find_registered(sequence.block_hashes[index], before, index)
+        block = store.cache.find_registered_block(sequence.block_hashes[index], before, index)
         if block is not None:
             return PartialCopy(block, size)
     found = store.cache.partials.find(sequence.partial_hashes[first : first + PARTIAL_HASHES])
-    block = None if found is None else store.cache.find_registered(found[0], before, index)
+    block = None if found is None else store.cache.find_registered_block(found[0], before, index)
     return None if found is None or block is None else PartialCopy(block, size // PARTIAL_PARTS * found[1])
 
 

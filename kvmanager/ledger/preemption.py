@@ -62,7 +62,7 @@ def preempt_for_stalled(state: LedgerState) -> tuple[Preempt, ...]:
         or pool.available
     ):
         return ()
-    stalled = state.sequences.live_stalled()
+    stalled = state.sequences.find_stalled()
     if not stalled:
         return ()
     running = running_sequences(state.sequences)
@@ -82,7 +82,7 @@ def preempt_for_waiting(
 
     `shortage` is called only when there is a victim.
     """
-    if state.sequences.preempting or state.sequences.live_stalled():
+    if state.sequences.preempting or state.sequences.find_stalled():
         return ()
     running, exposure = running_sequences(state.sequences), Exposure(state)
     blocks = state.config.admission_blocks(sequence.num_tokens)
@@ -96,8 +96,8 @@ def preempt_for_waiting(
             break
         if victims and not may_replace(sequence, each, exposure, blocks):
             continue  # those before it have left its tenant within its share
-        exposure.shares.remove(each)
-        freed.release(each)
+        exposure.shares.remove_sequence(each)
+        freed.release_sequence(each)
         victims.append(each)
     # Where nobody stays, nobody grows, and the worker returns its lease pool.
     unneeded = short.slack + state.store.pool.leased if len(victims) == len(running) else 0
@@ -111,8 +111,8 @@ def preempt_for_waiting(
 
 def preempt_to_break_stall(state: LedgerState, lacking: list[Sequence], why: str) -> tuple[Preempt, ...]:
     """Order the preemption of one of those that lack blocks: the begun prompt, or else the first victim of all."""
-    running, begun = running_sequences(state.sequences), state.sequences.partly_granted()
-    victim = begun if begun is not None and begun in lacking else max(lacking, key=Exposure(state).of)
+    running, begun = running_sequences(state.sequences), state.sequences.find_begun_prompt()
+    victim = begun if begun is not None and begun in lacking else max(lacking, key=Exposure(state).key_of)
     others = [each for each in state.sequences.live.values() if each is not victim]
     gaining = min((each for each in others if each in lacking or each.phase is SequencePhase.WAITING),
                   key=seniority, default=None)  # fmt: skip
@@ -124,7 +124,7 @@ def entitled_victims(sequence: Sequence, running: list[Sequence], exposure: Expo
     """Return those that a waiting sequence which needs so many blocks may replace, the first victim first."""
     senior = min((*running, sequence), key=seniority)
     found = [each for each in running if each is not senior and may_replace(sequence, each, exposure, blocks)]
-    return sorted(found, key=exposure.of, reverse=True)
+    return sorted(found, key=exposure.key_of, reverse=True)
 
 
 def may_replace(sequence: Sequence, victim: Sequence, exposure: Exposure, blocks: int) -> bool:
@@ -132,8 +132,8 @@ def may_replace(sequence: Sequence, victim: Sequence, exposure: Exposure, blocks
     if outranks(sequence, victim):
         return True
     shares = exposure.shares
-    within = not shares.running(sequence.tenant) or shares.load(sequence.tenant, 1, blocks) <= 1.0
-    return within and not exposure.spares(victim) and _gives_way(victim, sequence, shares)
+    within = not shares.count_running(sequence.tenant) or shares.load_of(sequence.tenant, 1, blocks) <= 1.0
+    return within and not exposure.is_spared(victim) and _gives_way(victim, sequence, shares)
 
 
 def _order_preemptions(
@@ -155,7 +155,7 @@ def _order_preemptions(
 
 def order_preemption(state: LedgerState, victim: Sequence) -> None:
     """Mark the victim. Its blocks are not free before the worker reports that it released them."""
-    state.sequences.halt(victim, SequencePhase.DRAINING_PREEMPT)
+    state.sequences.halt_sequence(victim, SequencePhase.DRAINING_PREEMPT)
 
 
 def private_blocks(sequence: Sequence, blocks: Blocks) -> int:
@@ -203,14 +203,14 @@ def victims_for(stalled: Collection[SequenceId], running: list[Sequence], exposu
     senior, needy, victims = min(running, key=seniority), set(stalled), list[Sequence]()
     highest = max(each.priority for each in running if each.id in needy)
     left = [each for each in running if each is not senior]
-    left = [each for each in left if each.priority < highest or not exposure.spares(each)]
+    left = [each for each in left if each.priority < highest or not exposure.is_spared(each)]
     freed = FreedBlocks(exposure.blocks)
     while left and (not victims or freed.count < len(needy)):
-        victim = max(left, key=exposure.of)
+        victim = max(left, key=exposure.key_of)
         left.remove(victim)
-        exposure.shares.remove(victim)
+        exposure.shares.remove_sequence(victim)
         needy.discard(victim.id)
-        freed.release(victim)
+        freed.release_sequence(victim)
         victims.append(victim)
     return needed_of(victims, freed, len(needy), frozenset(stalled))
 
@@ -224,12 +224,12 @@ def needed_of(
     """
     kept = victims[-1:]
     for victim in reversed(victims[:-1]):
-        freed.take_back(victim)
+        freed.take_back_sequence(victim)
         lacks = lacking + (victim.id in stalled)
         if freed.count >= lacks:
             lacking = lacks
         else:
-            freed.release(victim)
+            freed.release_sequence(victim)
             kept.append(victim)
     return kept[::-1]
 
@@ -242,12 +242,12 @@ class FreedBlocks:
         self._dropped: Counter[BlockId] = Counter()
         self.count = 0
 
-    def release(self, sequence: Sequence) -> None:
+    def release_sequence(self, sequence: Sequence) -> None:
         for block in self._own(sequence):
             self._dropped[block] += 1
             self.count += self._dropped[block] == self._blocks.refs[block]
 
-    def take_back(self, sequence: Sequence) -> None:
+    def take_back_sequence(self, sequence: Sequence) -> None:
         """Undo the release of a sequence."""
         for block in self._own(sequence):
             self.count -= self._dropped[block] == self._blocks.refs[block]
@@ -266,13 +266,13 @@ class Exposure:
         # By sequence: work does not change while victims are chosen.
         self._work: dict[SequenceId, int] = {}
 
-    def of(self, sequence: Sequence) -> tuple[int, float, bool, int, int]:
+    def key_of(self, sequence: Sequence) -> tuple[int, float, bool, int, int]:
         """Return the key by which victims are chosen, the greatest first."""
         bounded = self.is_bounded(sequence)
         work = 0 if bounded or self._config.preemption != "work" else -self._work_of(sequence)
-        return (-sequence.priority, self.shares.load(sequence.tenant), not bounded, work, sequence.arrival)
+        return (-sequence.priority, self.shares.load_of(sequence.tenant), not bounded, work, sequence.arrival)
 
-    def spares(self, sequence: Sequence) -> bool:
+    def is_spared(self, sequence: Sequence) -> bool:
         """Return whether no sequence of the same priority may preempt this one."""
         return self.is_bounded(sequence) and not self._config.window
 
@@ -294,17 +294,17 @@ def _gives_way(victim: Sequence, sequence: Sequence, shares: TenantShares) -> bo
     """
     if victim.tenant == sequence.tenant or victim.priority > sequence.priority:
         return False
-    if shares.load(victim.tenant) <= 1.0 or shares.running(victim.tenant) < 2:
+    if shares.load_of(victim.tenant) <= 1.0 or shares.count_running(victim.tenant) < 2:
         return False
-    without = shares.load(victim.tenant, -1, -victim.own_blocks)
-    return (shares.load(sequence.tenant), sequence.arrival) < (without, victim.arrival)
+    without = shares.load_of(victim.tenant, -1, -victim.own_blocks)
+    return (shares.load_of(sequence.tenant), sequence.arrival) < (without, victim.arrival)
 
 
 def candidates(running: Iterable[Sequence], state: LedgerState) -> tuple[Candidate, ...]:
     """Return every running sequence with the terms of the choice, the first to be preempted first."""
     blocks, size, exposure = state.store.blocks, state.config.block_size, Exposure(state)
     found = []
-    for sequence in sorted(running, key=exposure.of, reverse=True):
+    for sequence in sorted(running, key=exposure.key_of, reverse=True):
         terms = (
             ("priority", float(sequence.priority)),
             ("arrival", float(sequence.arrival)),
@@ -329,7 +329,7 @@ def _record(
         "tokens_lost": float(tokens_lost(victim, blocks, state.config.block_size)),
         "work_lost": float(work_lost(victim, blocks, state.config.block_size)),
         "blocks_freed": float(private_blocks(victim, blocks)),
-        "stalled": float(len(state.sequences.live_stalled())),
+        "stalled": float(len(state.sequences.find_stalled())),
         "running": float(state.sequences.running),
     }
-    return state.decisions.preempted(victim, beneficiary, reasons, figures, named)
+    return state.decisions.record_preemption(victim, beneficiary, reasons, figures, named)

@@ -87,7 +87,7 @@ def _restore_cached_blocks(state: LedgerState, entries: CachedBlocks, first: int
             if _restore_copy(state, block, block_hash, parent, cache.depth_after(parent)):
                 cached.append(block)
             continue
-        # What `PrefixCache.register` does with a new hash, without an event: this is most of the time of a rebuild.
+        # What `PrefixCache.register_block` does with a new hash, without an event: most of the time of a rebuild.
         if parent:
             above = registered[parent]
             depth_of[block] = depth_of[above] + 1
@@ -123,7 +123,7 @@ def _restore_order(store: BlockStore, cached: list[BlockId], entries: CachedBloc
     for part in order_after_rebuild(reversed(by_depth), rank):
         for block in part:
             states[block] = BlockState.CACHED
-        store.pool.cached.restore(part)
+        store.pool.cached.restore_blocks(part)
         due += len(part)
         if due >= STEP_BLOCKS or not part:
             due = 0
@@ -132,7 +132,7 @@ def _restore_order(store: BlockStore, cached: list[BlockId], entries: CachedBloc
 
 def _check_range(store: BlockStore, blocks: Iterable[BlockId]) -> None:
     for block in (min(blocks), max(blocks)):
-        store.pool.check(block)
+        store.pool.check_block(block)
 
 
 def _take_registered(store: BlockStore, cached: list[BlockId], by_depth: list[list[BlockId]]) -> None:
@@ -165,7 +165,7 @@ def _restore_free(store: BlockStore) -> Iterator[None]:
 
 
 def _register(state: LedgerState, entry: InventorySequence) -> Sequence:
-    sequence = state.sequences.register(entry.reserve, entry.arrival, state.clock.monotonic())
+    sequence = state.sequences.register_sequence(entry.reserve, entry.arrival, state.clock.monotonic())
     # The sequence may have grown since its submission, and then its tokens differ from its parent's.
     sequence.fork_of = None
     sequence.phase, sequence.preemptions = entry.phase, _preemptions_of(state, sequence, entry)
@@ -214,13 +214,13 @@ def _restore_copy(state: LedgerState, block: BlockId, block_hash: BlockHash, par
     is_free = blocks.state[block] is BlockState.FREE
     if is_free and block_hash not in cache.entries:
         blocks.index[block] = depth
-        cache.register(block, block_hash, parent)
+        cache.register_block(block, block_hash, parent)
         return True
-    if not is_free and blocks.index[block] == depth and state.follows(block, parent):
-        cache.register(block, block_hash, parent)
+    if not is_free and blocks.index[block] == depth and state.follows_parent(block, parent):
+        cache.register_block(block, block_hash, parent)
         first = cache.entries[block_hash]
         if blocks.state[first] is BlockState.FREE:
-            cache.evict(first)
+            cache.evict_block(first)
     return False
 
 
@@ -234,7 +234,7 @@ def _restore_table(state: LedgerState, sequence: Sequence, table: tuple[BlockId,
         if block == TRIMMED:
             sequence.trimmed = index + 1
             continue
-        state.store.pool.check(block)
+        state.store.pool.check_block(block)
         if blocks.state[block] is BlockState.FREE:
             blocks.state[block], blocks.index[block], blocks.owner[block] = BlockState.IN_USE, index, sequence.id
         elif blocks.index[block] != index:
@@ -245,11 +245,11 @@ def _restore_table(state: LedgerState, sequence: Sequence, table: tuple[BlockId,
     sequence.block_table = list(table)
     # Which of these other requests computed before is not known.
     sequence.own_from = len(table)
-    state.sequences.start(sequence, state.worker.steps, sequence.phase)
+    state.sequences.start_sequence(sequence, state.worker.steps, sequence.phase)
 
 
 def _restore_lease(store: BlockStore, block: BlockId) -> None:
-    store.pool.check(block)
+    store.pool.check_block(block)
     of = store.blocks.state[block]
     if of is not BlockState.FREE:
         raise ProtocolViolation(f"block {block} is in the lease pool although it is {of.value}")
@@ -265,9 +265,9 @@ def _restore_content(state: LedgerState, sequence: Sequence, table: tuple[BlockI
             continue
         block_hash = blocks.hash[block]
         if blocks.parent[block] is None:
-            state.store.describe(block, sequence, index)
+            state.store.describe_block(block, sequence, index)
         if block_hash is None:
-            state.store.expect(block, sequence, index)
+            state.store.expect_content(block, sequence, index)
         elif index == len(block_hashes):
             block_hashes.append(block_hash)
         elif index < len(block_hashes) and block_hashes[index] != block_hash:

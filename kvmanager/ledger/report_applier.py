@@ -38,13 +38,15 @@ def apply_report(state: LedgerState, report: Report) -> None:
 def reserve_sequences(state: LedgerState, reserves: Iterable[Reserve]) -> None:
     """Queue sequences in the order of their arrival."""
     for reserve in reserves:
-        state.queue_or_refuse(state.sequences.register(reserve, state.sequences.next_arrival, state.clock.monotonic()))
+        state.queue_or_refuse(
+            state.sequences.register_sequence(reserve, state.sequences.next_arrival, state.clock.monotonic())
+        )
 
 
 def bind_blocks(state: LedgerState, bindings: Iterable[tuple[SequenceId, BlockId]]) -> None:
     """Append leased blocks to block tables."""
     bound: dict[str, int] = {}
-    find, bind, append = state.sequences.live.get, state.store.pool.bind, state.store.append_block
+    find, bind, append = state.sequences.live.get, state.store.pool.bind_block, state.store.append_block
     for sequence_id, block_id in bindings:
         sequence = find(sequence_id)
         if sequence is None or sequence.phase is _WAITING:
@@ -66,10 +68,10 @@ def seal_blocks(state: LedgerState, seals: Iterable[tuple[BlockId, BlockHash]]) 
     blocks, entries = store.blocks, store.cache.entries
     states, hash_of, parent_of, pending = blocks.state, blocks.hash, blocks.parent, blocks.pending
     owner_of, depth_of, awaited = blocks.owner, blocks.index, blocks.awaited
-    may_publish, publish_new = state.may_publish, store.publish_new
+    may_publish, publish_new = state.may_publish, store.publish_new_block
     for block, block_hash in seals:
         if not 0 <= block < len(states):
-            store.pool.check(block)
+            store.pool.check_block(block)
         parent = None
         if states[block] is IN_USE and hash_of[block] is None:
             parent = parent_of[block]
@@ -82,7 +84,7 @@ def seal_blocks(state: LedgerState, seals: Iterable[tuple[BlockId, BlockHash]]) 
         if expected is not None and expected != block_hash:
             raise ProtocolViolation(f"block {block} was sealed with another hash than its prompt's")
         if block_hash in entries:
-            store.publish(block, block_hash, parent)
+            store.publish_block(block, block_hash, parent)
         else:
             publish_new(block, block_hash, parent)
         if block in awaited:
@@ -108,7 +110,7 @@ def release_copy_sources(state: LedgerState, sequences: Iterable[SequenceId]) ->
     for sequence_id in sequences:
         sequence = state.sequences.live.get(sequence_id)
         if sequence is not None:
-            state.release_source(sequence)
+            state.release_copy_source(sequence)
 
 
 def trim_tables(state: LedgerState, trims: Iterable[tuple[SequenceId, int]]) -> None:
@@ -122,19 +124,19 @@ def trim_tables(state: LedgerState, trims: Iterable[tuple[SequenceId, int]]) -> 
             raise ProtocolViolation(f"{count} blocks of a block table of {len(table)} were trimmed")
         trimmed = range(sequence.trimmed, count)
         if sequence.retention and state.config.prefix_caching:
-            state.store.retention.mark(sequence, sequence.trimmed, count)
-        state.store.release([table[index] for index in trimmed])
+            state.store.retention.mark_blocks(sequence, sequence.trimmed, count)
+        state.store.release_blocks([table[index] for index in trimmed])
         table[sequence.trimmed : count] = [TRIMMED] * len(trimmed)
         held = sequence.own_blocks
         sequence.trimmed = max(sequence.trimmed, count)
         if sequence.phase is SequencePhase.RUNNING:
-            state.sequences.count_use(sequence, 0, sequence.own_blocks - held)
+            state.sequences.count_tenant_use(sequence, 0, sequence.own_blocks - held)
 
 
 def take_back_blocks(state: LedgerState, blocks: Iterable[BlockId]) -> None:
     """Free leased blocks that the worker returned."""
     for block_id in blocks:
-        state.store.pool.give_back(block_id)
+        state.store.pool.return_block(block_id)
 
 
 def requeue_preempted(state: LedgerState, preempted: Iterable[tuple[SequenceId, int]]) -> None:
@@ -152,7 +154,7 @@ def requeue_preempted(state: LedgerState, preempted: Iterable[tuple[SequenceId, 
         sequence.preemptions += 1
         sequence.queued_at = state.clock.monotonic()
         state.totals.preemptions += 1
-        state.sequences.queue.add(sequence)
+        state.sequences.queue.add_sequence(sequence)
 
 
 def finish_sequences(state: LedgerState, finished: Iterable[tuple[SequenceId, FinishReason]]) -> None:
@@ -162,10 +164,10 @@ def finish_sequences(state: LedgerState, finished: Iterable[tuple[SequenceId, Fi
         if sequence is None:
             continue
         if sequence.phase is SequencePhase.WAITING:
-            state.sequences.queue.remove(sequence)
+            state.sequences.queue.remove_sequence(sequence)
         else:
             release_block_table(state, sequence)
-        state.sequences.forget(sequence)
+        state.sequences.forget_sequence(sequence)
 
 
 def note_stalled(state: LedgerState, stalled: tuple[SequenceId, ...]) -> None:
@@ -180,16 +182,16 @@ def release_block_table(state: LedgerState, sequence: Sequence) -> None:
 
     The source of a copy that was not reported stands behind the shared blocks, so it comes before them.
     """
-    state.sequences.halt(sequence, SequencePhase.WAITING)
+    state.sequences.halt_sequence(sequence, SequencePhase.WAITING)
     state.sequences.preempting.discard(sequence.id)
     state.sequences.admitted -= 1
     if sequence.retention and state.config.prefix_caching:
-        state.store.retention.mark(sequence)
-    state.release_source(sequence)
-    state.store.release([block for block in reversed(sequence.block_table) if block != TRIMMED])
+        state.store.retention.mark_blocks(sequence)
+    state.release_copy_source(sequence)
+    state.store.release_blocks([block for block in reversed(sequence.block_table) if block != TRIMMED])
     sequence.block_table = []
     sequence.trimmed = sequence.n_shared = 0
-    state.sequences.leave_to_forks(sequence)
+    state.sequences.leave_blocks_to_forks(sequence)
 
 
 COLUMNS: Final[tuple[Column, ...]] = (

@@ -41,7 +41,7 @@ class SequenceTable:
         self.partial: SequenceId | None = None
         self.growth = self.running = self.admitted = self.next_arrival = 0
 
-    def register(self, reserve: Reserve, arrival: int, queued_at: float) -> Sequence:
+    def register_sequence(self, reserve: Reserve, arrival: int, queued_at: float) -> Sequence:
         """Add a sequence without a block table. Raises ProtocolViolation when its id or its length is impossible."""
         if reserve.sequence in self.live:
             raise ProtocolViolation(f"sequence {reserve.sequence} was reserved twice")
@@ -63,7 +63,7 @@ class SequenceTable:
         self.tenants[sequence.tenant] = use._replace(weight=sequence.weight, live=use.live + 1)
         return sequence
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget_sequence(self, sequence: Sequence) -> None:
         """Remove a live sequence, whose block table was released or never granted."""
         del self.live[sequence.id]
         self._forget_fork(sequence)
@@ -77,14 +77,14 @@ class SequenceTable:
         if sequence.fork_of is not None and (parent := self.live.get(sequence.fork_of)) is not None:
             parent.forks.discard(sequence.id)
 
-    def leave_to_forks(self, sequence: Sequence) -> None:
+    def leave_blocks_to_forks(self, sequence: Sequence) -> None:
         """Let the forks that wait count as their own what a sequence counted so, because it leaves its blocks."""
         for fork in map(self.live.get, sequence.forks):
             if fork is not None and fork.fork_of == sequence.id:
                 fork.own_from = min(fork.own_from, sequence.own_from)
         sequence.forks.clear()
 
-    def start(self, sequence: Sequence, step: int, phase: SequencePhase = SequencePhase.RUNNING) -> None:
+    def start_sequence(self, sequence: Sequence, step: int, phase: SequencePhase = SequencePhase.RUNNING) -> None:
         """Count a sequence whose block table is complete, as of this step of the worker."""
         sequence.phase, sequence.started_at = phase, step
         self._forget_fork(sequence)
@@ -92,41 +92,41 @@ class SequenceTable:
         if phase is SequencePhase.RUNNING:
             self.running += 1
             self.growth += sequence.growth
-            self.count_use(sequence, 1, sequence.own_blocks)
+            self.count_tenant_use(sequence, 1, sequence.own_blocks)
         elif phase is SequencePhase.DRAINING_PREEMPT:
             self.preempting.add(sequence.id)
 
-    def halt(self, sequence: Sequence, phase: SequencePhase) -> None:
+    def halt_sequence(self, sequence: Sequence, phase: SequencePhase) -> None:
         """Stop counting a sequence as running; it keeps its block table until a report releases that."""
         if sequence.phase is SequencePhase.RUNNING:
             self.running -= 1
             self.growth -= sequence.growth
-            self.count_use(sequence, -1, -sequence.own_blocks)
+            self.count_tenant_use(sequence, -1, -sequence.own_blocks)
         sequence.phase = phase
         if phase is SequencePhase.DRAINING_PREEMPT:
             self.preempting.add(sequence.id)
 
-    def count_use(self, sequence: Sequence, running: int, blocks: int) -> None:
+    def count_tenant_use(self, sequence: Sequence, running: int, blocks: int) -> None:
         """Count what a tenant's running sequences hold more than before."""
         self.tenants[sequence.tenant] = self.tenants[sequence.tenant].more(running, blocks)
 
     # ------------------------------------------------------------ questions
 
-    def partly_granted(self) -> Sequence | None:
+    def find_begun_prompt(self) -> Sequence | None:
         """Return the sequence that runs with a part of its prompt's blocks; there is at most one."""
         if self.partial is None or not self._runs(self.partial):
             return None
         sequence = self.live[self.partial]
         return sequence if sequence.lacking(self.block_size) else None
 
-    def live_stalled(self) -> list[SequenceId]:
+    def find_stalled(self) -> list[SequenceId]:
         """Return the stalled sequences that still run; one that left must not block admission.
 
         A prompt that was granted in part is none of them: it waits for blocks as the next sequence does.
         """
         if not self.stalled:
             return []
-        part = self.partly_granted()
+        part = self.find_begun_prompt()
         return [each for each in self.stalled if self._runs(each) and (part is None or each != part.id)]
 
     def _runs(self, sequence_id: SequenceId) -> bool:
@@ -201,13 +201,13 @@ class WaitingQueue:
         """Return the sequences of each tenant in the order of their arrival, whatever their priorities."""
         return [(place[1] for place in line) for line in self._arrivals.values()]
 
-    def add(self, sequence: Sequence) -> None:
+    def add_sequence(self, sequence: Sequence) -> None:
         bisect.insort(self._lines.setdefault(sequence.tenant, []), _place(sequence))
         bisect.insort(self._arrivals.setdefault(sequence.tenant, []), _arrival(sequence))
         self.unexplained[sequence.id] = None
         sequence.outranked = self._admitted_above(sequence.priority)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove_sequence(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it stands. Raises ValueError when it does not wait."""
         _remove(self._lines, sequence, _place(sequence))
         _remove(self._arrivals, sequence, _arrival(sequence))

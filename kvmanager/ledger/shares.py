@@ -25,17 +25,17 @@ class TenantShares:
         self._uses = tenants.copy()
         self._weights = sum(use.weight for use in self._uses.values())
 
-    def running(self, tenant: str) -> int:
+    def count_running(self, tenant: str) -> int:
         """Return how many sequences of a tenant run."""
         return self._uses[tenant].running
 
-    def load(self, tenant: str, more_sequences: int = 0, more_blocks: int = 0) -> float:
+    def load_of(self, tenant: str, more_sequences: int = 0, more_blocks: int = 0) -> float:
         """Return a tenant's load if it held so much more."""
         use = self._uses[tenant]
         places = (use.running + more_sequences) / self._places
         blocks = (use.blocks + more_blocks) / self._pool_blocks
         return max(places, blocks) * self._weights / use.weight
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove_sequence(self, sequence: Sequence) -> None:
         """Count a sequence that runs as if it had left."""
         self._uses[sequence.tenant] = self._uses[sequence.tenant].more(-1, -sequence.own_blocks)

@@ -89,7 +89,7 @@ class ManagerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield everything as it is now."""
         yield self._reports.family()
-        pools = {worker: ledger.pool() for worker, ledger in self._attachments.ledgers()}
+        pools = {worker: ledger.pool_counts() for worker, ledger in self._attachments.ledgers()}
         yield from _pool_gauges(pools)
         yield from _totals(self._accounts(pools), self._block_size)
         yield from self._sessions()

@@ -221,7 +221,8 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         block_hashes = hashes_from_proto(request.block_hashes)
         ledgers = self._attachments.ledgers(request.worker_id)
         matches = [
-            match_to_proto(worker_id, ledger.lookup(block_hashes, request.num_tokens)) for worker_id, ledger in ledgers
+            match_to_proto(worker_id, ledger.look_up_prompt(block_hashes, request.num_tokens))
+            for worker_id, ledger in ledgers
         ]
         return kvmanager_pb2.LookupResponse(matches=matches)
 
@@ -243,7 +244,9 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
         """Return what the blocks of each worker are used for."""
         await self._attachments.leading.confirmed()
         ledgers = self._attachments.ledgers(request.worker_id)
-        pools = [pool_to_proto(worker_id, ledger.pool(), self._stalled(worker_id)) for worker_id, ledger in ledgers]
+        pools = [
+            pool_to_proto(worker_id, ledger.pool_counts(), self._stalled(worker_id)) for worker_id, ledger in ledgers
+        ]
         return kvmanager_pb2.GetPoolResponse(epoch=self._attachments.index.epoch, pools=pools)
 
     async def GetBlockMap(
@@ -262,7 +265,7 @@ class KvManagerServicer(kvmanager_pb2_grpc.KvManagerServiceServicer):
     ) -> kvmanager_pb2.GetBlockResponse:
         """Return everything about one block. It changes nothing."""
         await self._attachments.leading.confirmed()
-        found = self._ledger(request.worker_id).block(BlockId(request.block), MAX_SHOWN_HOLDERS)
+        found = self._ledger(request.worker_id).block_view(BlockId(request.block), MAX_SHOWN_HOLDERS)
         if found is None:
             raise NotFound(f"worker {request.worker_id} has no block {request.block}; GetPool says how many it has")
         return block_to_proto(found)

@@ -59,37 +59,37 @@ class AttachedWorker:
         return self.registration.attach
 
     @property
-    def current(self) -> bool:
-        return self._manager.current(self.registration)
+    def is_current(self) -> bool:
+        return self._manager.is_current(self.registration)
 
-    def rebuilding(self, inventory: Inventory) -> Iterator[None]:
+    def rebuild_in_steps(self, inventory: Inventory) -> Iterator[None]:
         """Rebuild from the inventory, in steps between which others are served. Raises ProtocolViolation."""
         if self.registration.ready:
             raise ProtocolViolation("a session has one inventory")
-        return self._manager.rebuilding(self.registration, inventory)
+        return self._manager.rebuild_in_steps(self.registration, inventory)
 
     def complete(self, inventory: Inventory) -> tuple[AttachOk, Effects]:
         """Return the answer to an inventory whose rebuild is done, and the first batch."""
         came_ns = time_ns()
-        ok = self._manager.rebuilt(self.registration)
+        ok = self._manager.finish_rebuild(self.registration)
         return ok, self._scheduled(inventory, came_ns)
 
-    def report(self, report: Report) -> Effects:
+    def apply_report(self, report: Report) -> Effects:
         """Apply a report and schedule; `has_more` says whether that was all. Raises ProtocolViolation."""
         if not self.registration.ready:
             raise ProtocolViolation("a report came before the inventory was complete")
         ledger, came_ns = self.registration.ledger, time_ns()
-        ledger.apply(report)
+        ledger.apply_report(report)
         if report.reset and not ledger.reset_pending:
             self._reset_settled.set()
         return self._scheduled(report, came_ns, ADMISSIONS_A_BATCH)
 
     @property
     def has_more(self) -> bool:
-        """Whether `further` is to be called."""
+        """Whether `continue_schedule` is to be called."""
         return self.registration.ledger.has_more
 
-    def further(self) -> Effects:
+    def continue_schedule(self) -> Effects:
         """Return what the next batch for a report causes."""
         return self._scheduled(Report(), time_ns(), ADMISSIONS_A_BATCH)
 
@@ -115,18 +115,18 @@ class AttachedWorker:
         batch = ledger.schedule(most)
         return Effects(message, batch, ledger.drain_index_events(), ledger.drain_decisions(), came_ns)
 
-    def settle(self, effects: Effects) -> None:
+    def settle_effects(self, effects: Effects) -> None:
         """Pass on the other effects of a message. Call it after the answer has left."""
         for decision in effects.decisions:
             self._sink.record(decision)
         if isinstance(effects.message, Inventory):
             self._spans.opened(effects.message, effects.batch, effects.decisions, effects.came_ns)
-            if self.current:
+            if self.is_current:
                 self._feed = self._index.open_feed(self.attach, self.registration.ledger.index_snapshot)
                 self._events.attached(self.attach, self.registration.ledger.index_snapshot)
         else:
             self._spans.reported(effects.message, effects.batch, effects.decisions, effects.came_ns)
-        if self.current and effects.events:
+        if self.is_current and effects.events:
             self._events.changed(self.attach.worker_id, effects.events)
         if self._feed is not None and effects.events:
             self._index.push(self._feed, effects.events)

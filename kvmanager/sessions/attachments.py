@@ -176,7 +176,7 @@ class Attachments:
         self.manager.begin_reset(number)
         ordered: list[tuple[AttachedWorker, int]] = []
         for live in tuple(self._live.values()):
-            if live.worker.current and live.worker.registration.ready:
+            if live.worker.is_current and live.worker.registration.ready:
                 ordered.append((live.worker, self.manager.reset_worker(live.worker.attach.worker_id)))
                 live.stream.order(live.worker.order_reset())
                 await asyncio.sleep(0)  # a large pool takes a tenth of a second: reports of the others go between
@@ -212,7 +212,7 @@ class Attachments:
         mismatches = self._expected(attach.identity).differences(attach.identity)
         if mismatches:
             return AttachRejected("; ".join(map(str, mismatches)), mismatches)
-        return None if self._replaced_by(attach) else self.manager.refusal(attach)
+        return None if self._replaced_by(attach) else self.manager.find_refusal(attach)
 
     def _foreign_id(self, attach: Attach, peer: Peer | None) -> AttachRejected | None:
         """Refuse an id that the worker's certificate does not allow."""
@@ -246,5 +246,5 @@ class Attachments:
 
 def _reset_of(worker: AttachedWorker, dropped: int) -> WorkerReset:
     ledger = worker.registration.ledger
-    confirmed = worker.current and not ledger.reset_pending
-    return WorkerReset(worker.attach.worker_id, dropped, ledger.pool().in_use, confirmed)
+    confirmed = worker.is_current and not ledger.reset_pending
+    return WorkerReset(worker.attach.worker_id, dropped, ledger.pool_counts().in_use, confirmed)

@@ -158,7 +158,7 @@ class SessionHandler:
             return await self._take_attach(request)
         if request.session != self._session:
             raise ProtocolViolation(f"a message of session {request.session} came in session {self._session}")
-        if not self._worker.current:  # an old handler may still have messages queued
+        if not self._worker.is_current:  # an old handler may still have messages queued
             return False
         if kind == "report":
             return await self._take_report(self._worker, request.report)
@@ -198,12 +198,12 @@ class SessionHandler:
         if inventory is None:
             return True
         self._inventory = None  # its parts are in the ledger soon
-        for _ in worker.rebuilding(inventory):
+        for _ in worker.rebuild_in_steps(inventory):
             await self._between_steps()
-            if self._over or not worker.current:
+            if self._over or not worker.is_current:
                 return False
         await self._attachments.leading.confirmed()
-        if self._over or not worker.current:
+        if self._over or not worker.is_current:
             return False
         ok, effects = worker.complete(inventory)
         message = attach_ok_to_proto(ok)
@@ -221,20 +221,20 @@ class SessionHandler:
     async def _take_report(self, worker: AttachedWorker, message: kvmanager_pb2.Report) -> bool:
         """Answer a report. Between two batches the first one leaves, and other workers are served."""
         began = time.perf_counter()
-        self._answer(worker, worker.report(report_from_proto(message)))
+        self._answer(worker, worker.apply_report(report_from_proto(message)))
         self._observe(time.perf_counter() - began)
         while worker.has_more:
             await self._between_steps()
             await self._lead()
-            if self._over or not worker.current:
+            if self._over or not worker.is_current:
                 return False
-            self._answer(worker, worker.further())
+            self._answer(worker, worker.continue_schedule())
         return True
 
     def _answer(self, worker: AttachedWorker, effects: Effects) -> None:
         if effects.batch is not None:
             self._send(kvmanager_pb2.SessionResponse(batch=batch_to_proto(effects.batch)))
-        self._loop.call_soon(worker.settle, effects)
+        self._loop.call_soon(worker.settle_effects, effects)
 
     def _send(self, message: kvmanager_pb2.SessionResponse) -> None:
         if self._outbox.qsize() >= MAX_UNREAD_MESSAGES:

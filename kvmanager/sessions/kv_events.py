@@ -102,22 +102,22 @@ class Subscription:
         missed = source.log.since(after.number) if after is not None and after.stream == source.stream else None
         if after is None or missed is None:
             there = after is not None and after.stream == source.stream
-            self.put(_SnapshotDue(source, "gap" if there else "first" if after is None else "attached"))
+            self.put_item(_SnapshotDue(source, "gap" if there else "first" if after is None else "attached"))
             return
         self._positions[source.worker_id] = after
         if missed:
-            self.put(Changes(source.worker_id, Position(source.stream, source.log.number), missed))
+            self.put_item(Changes(source.worker_id, Position(source.stream, source.log.number), missed))
 
-    def put(self, item: _SnapshotDue | Changes | Left) -> None:
+    def put_item(self, item: _SnapshotDue | Changes | Left) -> None:
         """Queue an item; end the subscription when too many changes wait."""
         self._changes += len(item.events) if isinstance(item, Changes) else 1
         self._queue.append(item)
         self._wake.set()
         if self._changes > self._most:
             what = f"more than {self._most} changes wait for it; subscribe again after the last number that came"
-            self.end(Overloaded(QuotaViolation("subscriber is too slow", what), 1.0))
+            self.end_with(Overloaded(QuotaViolation("subscriber is too slow", what), 1.0))
 
-    def end(self, failure: QuireError) -> None:
+    def end_with(self, failure: QuireError) -> None:
         """Drop what waits; `items` raises the failure."""
         self._failure = failure
         self._queue.clear()
@@ -199,7 +199,7 @@ class KvEventHub:
     def close(self, why: str = "the KV manager is shutting down; subscribe again to the next one") -> None:
         """End every subscription: the manager goes away, or leads no more."""
         for subscription in tuple(self._subscriptions):
-            subscription.end(Unavailable(why))
+            subscription.end_with(Unavailable(why))
         self._subscriptions.clear()
 
     # ------------------------------------------------------------ sessions
@@ -234,7 +234,7 @@ class KvEventHub:
     def _tell(self, worker_id: str, item: _SnapshotDue | Changes | Left) -> None:
         for subscription in tuple(self._subscriptions):
             if subscription.wants(worker_id):
-                subscription.put(item)
+                subscription.put_item(item)
                 if subscription.ended:
                     self._subscriptions.discard(subscription)
 

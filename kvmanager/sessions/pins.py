@@ -222,7 +222,7 @@ class OperatorPins:
         try:
             for worker_id in self._manager.workers():
                 if worker_id in self._manager.pool_sizes():  # it may have left meanwhile
-                    for _ in self._manager.pinning_at(worker_id, why):
+                    for _ in self._manager.pin_in_steps_at(worker_id, why):
                         await asyncio.sleep(0)  # reports go between
                 await asyncio.sleep(0)
             self._carried_out = True

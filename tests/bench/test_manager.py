@@ -26,16 +26,16 @@ def test_a_simulated_worker_keeps_the_protocol() -> None:
     worker = Reporter(1, 8)
     ledger = ledger_of(worker.num_blocks, Inventory())
     for step in range(1500):
-        ledger.apply(worker.step())
+        ledger.apply_report(worker.step())
         batch = ledger.schedule()
         if batch is not None:
             worker.apply(batch)
         if step % 100 == 0:
             ledger.check_invariants()
-    totals = ledger.pool().totals
+    totals = ledger.pool_counts().totals
     assert totals.ignored_seals == 0
     assert min(totals.evictions, totals.prefix_hit_blocks, worker.tokens) > 100
-    assert ledger.pool().running == 8
+    assert ledger.pool_counts().running == 8
 
 
 def test_one_level_measures_a_real_manager() -> None:
@@ -68,7 +68,7 @@ def test_levels_that_are_split_are_named_so() -> None:
 def test_an_inventory_of_the_benchmark_is_cached_as_a_whole() -> None:
     ledger = ledger_of(96, inventory_of(96))
     ledger.check_invariants()
-    assert ledger.pool().cached == 96
+    assert ledger.pool_counts().cached == 96
 
 
 def test_growth_is_the_cost_of_the_largest_pool_over_that_of_the_smallest() -> None:

@@ -59,7 +59,7 @@ def operator_of(manager: Running, channel_to: ChannelTo) -> Operator:
 
 
 def kept(manager: Running, worker_id: str = "w0") -> int:
-    return manager.attachments.manager.ledger(worker_id).pool().kept_pinned
+    return manager.attachments.manager.ledger(worker_id).pool_counts().kept_pinned
 
 
 async def test_a_pin_holds_what_a_worker_has_and_is_listed(

@@ -65,35 +65,35 @@ class Frequency:
 
     # ------------------------------------------------------------ what happens to blocks
 
-    def registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:
+    def note_registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:
         self._rounds[block], self._is_main[block] = 0, bool(mark)
 
-    def used(self, block: BlockId) -> None:
+    def note_used(self, block: BlockId) -> None:
         if self._rounds[block] < _ROUNDS:
             self._rounds[block] += 1
 
-    def add(self, block: BlockId) -> None:
+    def add_block(self, block: BlockId) -> None:
         self._cached[block] = True
         if not self._blocks.children[block]:
             self._queue(block)[block] = None
         self._length += 1
         self._small_length += not self._is_main[block]
 
-    def restore(self, blocks: Iterable[BlockId]) -> None:
+    def restore_blocks(self, blocks: Iterable[BlockId]) -> None:
         for block in blocks:
-            self.add(block)
+            self.add_block(block)
 
-    def take(self, block: BlockId) -> None:
-        self.discard(block)
-        self.used(block)
+    def take_block(self, block: BlockId) -> None:
+        self.discard_block(block)
+        self.note_used(block)
 
-    def discard(self, block: BlockId) -> None:
+    def discard_block(self, block: BlockId) -> None:
         self._queue(block).pop(block, None)
         self._leave(block)
 
-    def replaced(self, old: BlockId, by: BlockId) -> None:
+    def replace_block(self, old: BlockId, by: BlockId) -> None:
         self._rounds[by], self._is_main[by] = self._rounds[old], self._is_main[old]
-        self.discard(old)
+        self.discard_block(old)
 
     def _queue(self, block: BlockId) -> OrderedDict[BlockId, None]:
         return self._main if self._is_main[block] else self._small
@@ -105,7 +105,7 @@ class Frequency:
 
     # ------------------------------------------------------------ eviction
 
-    def pop(self) -> BlockId:
+    def pop_block(self) -> BlockId:
         if not self._length:
             raise IndexError("nothing is cached")
         if not self._small and not self._main:
@@ -137,10 +137,10 @@ class Frequency:
             queue[block] = None
             queue.move_to_end(block, last=False)
 
-    def withhold(self, block: BlockId) -> None:
+    def withhold_block(self, block: BlockId) -> None:
         self._queue(block).pop(block, None)
 
-    def offer(self, block: BlockId) -> None:
+    def offer_block(self, block: BlockId) -> None:
         """Put a leaf at the head of its queue: it has waited longer than the others there."""
         if not self._blocks.children[block]:
             self._put_first(block)
@@ -148,15 +148,15 @@ class Frequency:
     def can_pop(self) -> bool:
         return bool(self._small or self._main)
 
-    def evict(self, block: BlockId) -> None:
+    def evict_block(self, block: BlockId) -> None:
         self._leave(block)
         self._expose(block)
 
     def mark_of(self, block: BlockId) -> Mark:
         return () if self._is_main[block] else _EVICTED
 
-    def why(self, block: BlockId) -> tuple[tuple[str, float], ...]:
+    def explain_choice(self, block: BlockId) -> tuple[tuple[str, float], ...]:
         return (("main_queue", float(self._is_main[block])),)
 
     def known_of(self, block: BlockId) -> tuple[tuple[str, float], ...]:
-        return ("uses", float(self._rounds[block])), *self.why(block)
+        return ("uses", float(self._rounds[block])), *self.explain_choice(block)

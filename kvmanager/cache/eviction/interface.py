@@ -30,34 +30,34 @@ def no_leaf() -> ProtocolViolation:
 class EvictionOrder(Protocol):
     """The cached blocks of one worker. Each method takes O(1) or O(log n), amortised over the blocks.
 
-    `name` is that of the option, `reason` goes into the record of an eviction. `withheld` are cached blocks that `pop`
-    passes over (`retention.py` keeps them); the blocks before them are no leaves.
+    `name` is that of the option, `reason` goes into the record of an eviction. `withheld` are cached blocks that
+    `pop_block` passes over (`retention.py` keeps them); the blocks before them are no leaves.
     """
 
     name: ClassVar[str]
     reason: ClassVar[str]
     withheld: Collection[BlockId]
 
-    def add(self, block: BlockId) -> None:
+    def add_block(self, block: BlockId) -> None:
         """Take a registered block that no block table holds any more. Children are added before their parents."""
         ...
 
-    def restore(self, blocks: Iterable[BlockId]) -> None:
+    def restore_blocks(self, blocks: Iterable[BlockId]) -> None:
         """Take the blocks of an inventory that no block table holds, the next to be evicted first.
 
-        That is what `add` does to each of them; a million of them must not take long.
+        That is what `add_block` does to each of them; a million of them must not take long.
         """
         ...
 
-    def take(self, block: BlockId) -> None:
+    def take_block(self, block: BlockId) -> None:
         """Let a cached block go that is used again."""
         ...
 
-    def discard(self, block: BlockId) -> None:
+    def discard_block(self, block: BlockId) -> None:
         """Let a cached block go that is freed, although not for room."""
         ...
 
-    def replaced(self, old: BlockId, by: BlockId) -> None:
+    def replace_block(self, old: BlockId, by: BlockId) -> None:
         """Let a cached block go because the block `by`, which is in use, has its content."""
         ...
 
@@ -65,18 +65,18 @@ class EvictionOrder(Protocol):
         """Forget all blocks, because the ledger is rebuilt; what was learned of reuse is kept."""
         ...
 
-    def pop(self) -> BlockId:
+    def pop_block(self) -> BlockId:
         """Let the next leaf go, whose content is then forgotten. Raises IndexError when nothing is cached.
 
         Raises ProtocolViolation when there is no leaf: then the inventory of the worker contradicted itself.
         """
         ...
 
-    def withhold(self, block: BlockId) -> None:
+    def withhold_block(self, block: BlockId) -> None:
         """Note that a cached block is withheld from now on."""
         ...
 
-    def offer(self, block: BlockId) -> None:
+    def offer_block(self, block: BlockId) -> None:
         """Note that a cached block is withheld no more. It stands where it would have stood all the time."""
         ...
 
@@ -84,18 +84,18 @@ class EvictionOrder(Protocol):
         """Return whether there is a leaf that is not withheld."""
         ...
 
-    def evict(self, block: BlockId) -> None:
-        """Let a withheld leaf go, as if `pop` had chosen it."""
+    def evict_block(self, block: BlockId) -> None:
+        """Let a withheld leaf go, as if `pop_block` had chosen it."""
         ...
 
-    def registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:
+    def note_registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:
         """Note that a block in use got its hash. `parent` is a block with the content before it; None: there is none.
 
         `mark` is what `mark_of` said when this content was evicted, if that is not long ago.
         """
         ...
 
-    def used(self, block: BlockId) -> None:
+    def note_used(self, block: BlockId) -> None:
         """Note that one more block table holds a block in use."""
         ...
 
@@ -103,7 +103,7 @@ class EvictionOrder(Protocol):
         """Return what to remember of a block that has just been popped."""
         ...
 
-    def why(self, block: BlockId) -> tuple[tuple[str, float], ...]:
+    def explain_choice(self, block: BlockId) -> tuple[tuple[str, float], ...]:
         """Return the figures by which a popped block was chosen, for its record."""
         ...
 

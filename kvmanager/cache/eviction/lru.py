@@ -118,38 +118,38 @@ class LeastRecentlyUsed(LinkedBlocks):
         yield from self._aside
         yield from super().__iter__()
 
-    def add(self, block: BlockId) -> None:
+    def add_block(self, block: BlockId) -> None:
         self.append(block)
 
-    def restore(self, blocks: Iterable[BlockId]) -> None:
+    def restore_blocks(self, blocks: Iterable[BlockId]) -> None:
         for block in blocks:
             self.append(block)
 
-    def take(self, block: BlockId) -> None:
+    def take_block(self, block: BlockId) -> None:
         if self._aside:
-            self.discard(block)
+            self.discard_block(block)
         else:
             self.remove(block)
 
-    def discard(self, block: BlockId) -> None:
+    def discard_block(self, block: BlockId) -> None:
         if self._aside and self._aside.pop(block, None) is not None:
             self._length -= 1
         else:
             self.remove(block)
 
-    def replaced(self, old: BlockId, by: BlockId) -> None:
-        self.discard(old)
+    def replace_block(self, old: BlockId, by: BlockId) -> None:
+        self.discard_block(old)
 
     # ------------------------------------------------------------ eviction
 
-    def pop(self) -> BlockId:
+    def pop_block(self) -> BlockId:
         if not self._aside and not self.withheld:
             return self.popleft()
         if not self.can_pop():
             raise no_leaf() if self._length else IndexError("nothing is cached")
         if self._ready:
             _, block = heapq.heappop(self._ready)
-            self.discard(block)
+            self.discard_block(block)
         else:
             block = self.popleft()
         self._expose(block)
@@ -173,15 +173,15 @@ class LeastRecentlyUsed(LinkedBlocks):
             aside[block] = self._number
         return False
 
-    def withhold(self, block: BlockId) -> None:
+    def withhold_block(self, block: BlockId) -> None:
         """Change nothing: the block is passed over when its turn comes."""
 
-    def offer(self, block: BlockId) -> None:
+    def offer_block(self, block: BlockId) -> None:
         if block in self._aside and not self._blocks.children[block]:
             heapq.heappush(self._ready, (self._aside[block], block))
 
-    def evict(self, block: BlockId) -> None:
-        self.discard(block)
+    def evict_block(self, block: BlockId) -> None:
+        self.discard_block(block)
         self._expose(block)
 
     def _expose(self, block: BlockId) -> None:
@@ -194,16 +194,16 @@ class LeastRecentlyUsed(LinkedBlocks):
 
     # ------------------------------------------------------------ what happens to blocks
 
-    def registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:
+    def note_registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:
         """Change nothing: only the order of release counts."""
 
-    def used(self, block: BlockId) -> None:
+    def note_used(self, block: BlockId) -> None:
         """Change nothing: only the order of release counts."""
 
     def mark_of(self, block: BlockId) -> Mark:
         return NO_MARK
 
-    def why(self, block: BlockId) -> tuple[tuple[str, float], ...]:
+    def explain_choice(self, block: BlockId) -> tuple[tuple[str, float], ...]:
         return ()
 
     def known_of(self, block: BlockId) -> tuple[tuple[str, float], ...]:

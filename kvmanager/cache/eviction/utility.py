@@ -241,7 +241,7 @@ class PredictedUtility:
 
     # ------------------------------------------------------------ what happens to blocks
 
-    def registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:
+    def note_registered(self, block: BlockId, parent: BlockId | None, mark: Mark) -> None:
         uses, origin, born = 1, 0, self._now
         if parent is not None:
             if self._tip[parent]:
@@ -257,12 +257,12 @@ class PredictedUtility:
         self._uses[block], self._origin[block], self._born[block] = uses, origin, born
         self._tip[block] = True
 
-    def used(self, block: BlockId) -> None:
+    def note_used(self, block: BlockId) -> None:
         uses = self._uses[block]
         if uses < MOST_USES:
             self._uses[block] = uses + 1
 
-    def add(self, block: BlockId) -> None:
+    def add_block(self, block: BlockId) -> None:
         if self._blocks.children[block]:
             self._tip[block] = False
         else:  # the release of another block table begins
@@ -274,7 +274,7 @@ class PredictedUtility:
         self._run += 1
         self._length += 1
 
-    def restore(self, blocks: Iterable[BlockId]) -> None:
+    def restore_blocks(self, blocks: Iterable[BlockId]) -> None:
         # Nothing is known of their uses: they keep the class and the tip of a block that is new.
         children, leaves, released = self._blocks.children, self._leaves, self._released
         now, run, length = self._now, self._run, 0
@@ -288,12 +288,12 @@ class PredictedUtility:
         self._now, self._run = now, run
         self._length += length
 
-    def take(self, block: BlockId) -> None:
+    def take_block(self, block: BlockId) -> None:
         self._lifetimes.reuse(self._klass[block], self._now - self._released[block])
-        self.discard(block)
-        self.used(block)
+        self.discard_block(block)
+        self.note_used(block)
 
-    def discard(self, block: BlockId) -> None:
+    def discard_block(self, block: BlockId) -> None:
         if block in self._leaves:
             self._leaves.remove(block)
         if block == self._follower:
@@ -301,18 +301,18 @@ class PredictedUtility:
         self._released[block] = _ABSENT
         self._length -= 1
 
-    def replaced(self, old: BlockId, by: BlockId) -> None:
+    def replace_block(self, old: BlockId, by: BlockId) -> None:
         self._uses[by], self._born[by] = self._uses[old], self._born[old]
-        self.discard(old)
+        self.discard_block(old)
 
     # ------------------------------------------------------------ eviction
 
-    def pop(self) -> BlockId:
+    def pop_block(self) -> BlockId:
         if not self._length:
             raise IndexError("nothing is cached")
         number = self._least() if self._follower is None else self._follower
         self._leaves.remove(number)
-        # What `evict` does: a call more for each block would show.
+        # What `evict_block` does: a call more for each block would show.
         self._gone = self._released[number]
         self._released[number] = _ABSENT
         self._length -= 1
@@ -320,20 +320,20 @@ class PredictedUtility:
         self._follower = self._expose(number)
         return number
 
-    def withhold(self, block: BlockId) -> None:
+    def withhold_block(self, block: BlockId) -> None:
         if block in self._leaves:
             self._leaves.remove(block)
         if block == self._follower:
             self._follower = None
 
-    def offer(self, block: BlockId) -> None:
+    def offer_block(self, block: BlockId) -> None:
         if not self._blocks.children[block]:
             self._leaves.add(block)
 
     def can_pop(self) -> bool:
         return bool(self._leaves)
 
-    def evict(self, block: BlockId) -> None:
+    def evict_block(self, block: BlockId) -> None:
         self._gone = self._released[block]
         self._released[block] = _ABSENT
         self._length -= 1
@@ -376,7 +376,7 @@ class PredictedUtility:
     def mark_of(self, block: BlockId) -> Mark:
         return self._klass[block], self._gone, self._uses[block], self._born[block]
 
-    def why(self, block: BlockId) -> tuple[tuple[str, float], ...]:
+    def explain_choice(self, block: BlockId) -> tuple[tuple[str, float], ...]:
         return ("age", float(self._now - self._gone)), ("uses", float(self._uses[block]))
 
     def known_of(self, block: BlockId) -> tuple[tuple[str, float], ...]:

@@ -50,9 +50,11 @@ def test_full_blocks_waste_nothing() -> None:
 def test_the_ledger_gives_as_many_blocks(lengths: list[int], block_size: int) -> None:
     slots = paged_slots(lengths, block_size)
     ledger = new_ledger(LedgerConfig(slots.reserved // block_size, block_size, watermark=0.0))
-    ledger.apply(Report(reserve=tuple(Reserve(SequenceId(i), each, each) for i, each in enumerate(lengths, start=1))))
+    ledger.apply_report(
+        Report(reserve=tuple(Reserve(SequenceId(i), each, each) for i, each in enumerate(lengths, start=1)))
+    )
     ledger.schedule()
-    assert (ledger.pool().running, ledger.pool().in_use) == (len(lengths), slots.reserved // block_size)
+    assert (ledger.pool_counts().running, ledger.pool_counts().in_use) == (len(lengths), slots.reserved // block_size)
 
 
 def test_a_small_workload_adds_up_by_hand() -> None:

@@ -85,7 +85,7 @@ def test_behaviour_17_released_before_its_prefill_ran_it_publishes_nothing() -> 
     admit(ledger, reserve(1, prompt(40)))
     finish(ledger, 1)
     assert ledger.drain_index_events() == ()
-    assert ledger.lookup(hashes(prompt(40)), 40) == PrefixMatch(0, MissReason.NEVER_SEEN)
+    assert ledger.look_up_prompt(hashes(prompt(40)), 40) == PrefixMatch(0, MissReason.NEVER_SEEN)
     assert list(ledger.state.store.pool.free) == [3, 4, 5, 6, 7, 8, 9, 2, 1, 0]
 
 
@@ -93,32 +93,32 @@ def test_lookup_explains_each_miss() -> None:
     ledger = make_ledger(4)
     run_through(ledger, 1, prompt(48))
     block_hashes = hashes(prompt(96))
-    assert ledger.lookup((), 15) == PrefixMatch(0, MissReason.BELOW_BLOCK)
-    assert ledger.lookup((), 40) == PrefixMatch(0, MissReason.DISABLED)
-    assert ledger.lookup(block_hashes[:3], 48) == PrefixMatch(2, MissReason.CAPPED)
-    assert ledger.lookup(block_hashes[:3], 49) == PrefixMatch(3, MissReason.FULL_HIT)
-    assert ledger.lookup(block_hashes, 96) == PrefixMatch(3, MissReason.DIVERGED_AT, 3)
+    assert ledger.look_up_prompt((), 15) == PrefixMatch(0, MissReason.BELOW_BLOCK)
+    assert ledger.look_up_prompt((), 40) == PrefixMatch(0, MissReason.DISABLED)
+    assert ledger.look_up_prompt(block_hashes[:3], 48) == PrefixMatch(2, MissReason.CAPPED)
+    assert ledger.look_up_prompt(block_hashes[:3], 49) == PrefixMatch(3, MissReason.FULL_HIT)
+    assert ledger.look_up_prompt(block_hashes, 96) == PrefixMatch(3, MissReason.DIVERGED_AT, 3)
     other = hashes(prompt(16) + prompt(32, start=700))
-    assert ledger.lookup(other, 48) == PrefixMatch(1, MissReason.DIVERGED_AT, 1)
-    assert ledger.lookup(hashes(prompt(48, start=700)), 48) == PrefixMatch(0, MissReason.NEVER_SEEN)
+    assert ledger.look_up_prompt(other, 48) == PrefixMatch(1, MissReason.DIVERGED_AT, 1)
+    assert ledger.look_up_prompt(hashes(prompt(48, start=700)), 48) == PrefixMatch(0, MissReason.NEVER_SEEN)
     run_through(ledger, 2, prompt(32, start=900))
-    assert ledger.lookup(block_hashes[:3], 48) == PrefixMatch(2, MissReason.EVICTED)
+    assert ledger.look_up_prompt(block_hashes[:3], 48) == PrefixMatch(2, MissReason.EVICTED)
 
 
 def test_an_unseen_last_block_is_no_cap() -> None:
     ledger = make_ledger(4)
     run_through(ledger, 1, prompt(17))
-    assert ledger.lookup(hashes(prompt(32)), 32) == PrefixMatch(1, MissReason.DIVERGED_AT, 1)
-    assert ledger.lookup(hashes(prompt(16, start=90)), 16) == PrefixMatch(0, MissReason.NEVER_SEEN)
+    assert ledger.look_up_prompt(hashes(prompt(32)), 32) == PrefixMatch(1, MissReason.DIVERGED_AT, 1)
+    assert ledger.look_up_prompt(hashes(prompt(16, start=90)), 16) == PrefixMatch(0, MissReason.NEVER_SEEN)
 
 
 def test_a_ghost_that_comes_back_is_no_ghost() -> None:
     ledger = make_ledger(2)
     run_through(ledger, 1, prompt(17))
     run_through(ledger, 2, prompt(32, start=90))
-    assert ledger.lookup(hashes(prompt(17)), 17).miss_reason is MissReason.EVICTED
+    assert ledger.look_up_prompt(hashes(prompt(17)), 17).miss_reason is MissReason.EVICTED
     run_through(ledger, 3, prompt(17))
-    assert ledger.lookup(hashes(prompt(17)), 17).miss_reason is MissReason.FULL_HIT
+    assert ledger.look_up_prompt(hashes(prompt(17)), 17).miss_reason is MissReason.FULL_HIT
 
 
 def test_caching_switched_off_for_the_pool() -> None:
@@ -126,7 +126,7 @@ def test_caching_switched_off_for_the_pool() -> None:
     run_through(ledger, 1, prompt(40))
     (granted,) = admit(ledger, reserve(2, prompt(40)))
     assert (granted.n_shared, granted.miss_reason) == (0, MissReason.DISABLED)
-    assert ledger.pool().cached == 0
+    assert ledger.pool_counts().cached == 0
     assert ledger.drain_index_events() == ()
 
 
@@ -157,7 +157,7 @@ def test_behaviour_21b_whoever_leaves_the_others_keep_the_blocks(aborted: int) -
     for number in {1, 2, 3} - {aborted}:
         seal(ledger, number, hashes(prompt(32)))
         finish(ledger, number)
-    assert ledger.pool().cached == 2
+    assert ledger.pool_counts().cached == 2
 
 
 def test_a_pending_block_that_was_freed_is_no_hit() -> None:

@@ -29,10 +29,10 @@ def waiting_ledger() -> Ledger:
 
 def matches(ledger: Ledger, **columns: Any) -> int:
     """Return how often the cache was searched for a match after a report."""
-    ledger.apply(Report(**columns))
+    ledger.apply_report(Report(**columns))
     ledger.check_invariants()
-    longest = PrefixCache.longest
-    with mock.patch.object(PrefixCache, "longest", autospec=True, side_effect=longest) as searched:
+    longest = PrefixCache.find_longest_prefix
+    with mock.patch.object(PrefixCache, "find_longest_prefix", autospec=True, side_effect=longest) as searched:
         ledger.schedule()
     ledger.check_invariants()
     return searched.call_count
@@ -45,13 +45,13 @@ def test_reports_about_other_blocks_need_no_new_match() -> None:
     assert matches(ledger, reserve=(reserve(4, prompt(320, start=5000)),)) == 1  # for the record of its own wait
     assert matches(ledger) == 0
     assert matches(ledger, finished=((SequenceId(4), FinishReason.CANCELLED),)) == 0
-    assert ledger.pool().capacity == 1
+    assert ledger.pool_counts().capacity == 1
 
 
 def test_a_hit_that_is_released_is_matched_anew() -> None:
     ledger = waiting_ledger()
     assert matches(ledger, finished=((SequenceId(1), FinishReason.STOP),)) == 1
-    assert ledger.pool().capacity == 1
+    assert ledger.pool_counts().capacity == 1
     assert ledger.state.store.remembered is not None
     assert ledger.state.store.remembered.cached_hits == 3
 
@@ -69,7 +69,7 @@ def test_a_block_more_that_is_sealed_is_a_hit() -> None:
 def test_a_hit_that_is_evicted_while_the_sequence_waits_is_no_hit() -> None:
     ledger = waiting_ledger()
     finish(ledger, 1)
-    held = ledger.pool().free
+    held = ledger.pool_counts().free
     play(ledger, lease_want=3 * (held + 1))  # a third is leased, which evicts the last of the three
     assert ledger.state.store.remembered is not None
     assert len(ledger.state.store.remembered.hits) == 2

@@ -59,7 +59,7 @@ def test_behaviour_04_a_hit_leaves_the_middle_of_the_eviction_order() -> None:
     (granted,) = admit(ledger, reserve(3, prompt(17)))
     assert granted.block_table[0] == 0
     assert list(ledger.state.store.pool.cached) == [1, 4, 3]
-    assert (len(ledger.state.store.pool.cached), ledger.pool().cached) == (3, 3)
+    assert (len(ledger.state.store.pool.cached), ledger.pool_counts().cached) == (3, 3)
 
 
 def test_behaviour_05_160_fresh_tokens_evict_a_full_pool_in_queue_order() -> None:
@@ -113,15 +113,15 @@ def test_behaviour_08_a_reused_block_sheds_its_key() -> None:
     run_through(ledger, 1, prompt(17))
     run_through(ledger, 2, prompt(64, start=500))
     assert ledger.state.store.blocks.hash[0] == hashes(prompt(64, start=500))[3]
-    assert ledger.lookup(hashes(prompt(17)), 17).miss_reason is MissReason.EVICTED
+    assert ledger.look_up_prompt(hashes(prompt(17)), 17).miss_reason is MissReason.EVICTED
 
 
 def test_behaviour_08_older_than_the_ghost_list_it_was_never_seen() -> None:
     ledger = make_ledger(2, ghosts=2)
     for number in range(4):
         run_through(ledger, number, prompt(32, start=1000 * number))
-    assert ledger.lookup(hashes(prompt(32, start=2000)), 32).miss_reason is MissReason.EVICTED
-    assert ledger.lookup(hashes(prompt(32, start=1000)), 32).miss_reason is MissReason.NEVER_SEEN
+    assert ledger.look_up_prompt(hashes(prompt(32, start=2000)), 32).miss_reason is MissReason.EVICTED
+    assert ledger.look_up_prompt(hashes(prompt(32, start=1000)), 32).miss_reason is MissReason.NEVER_SEEN
 
 
 def test_behaviour_09_decode_grows_by_a_block_when_one_is_full() -> None:
@@ -190,7 +190,7 @@ def test_a_seal_without_a_sealed_parent_or_without_a_row_is_counted_and_ignored(
     ledger = make_ledger(10)
     admit(ledger, reserve(1, prompt(40)))
     play(ledger, seal=((block, hashes(prompt(40))[1]),))
-    assert ledger.pool().totals.ignored_seals == 1
+    assert ledger.pool_counts().totals.ignored_seals == 1
     assert not ledger.state.store.cache.entries
 
 
@@ -200,7 +200,7 @@ def test_block_states_partition_the_pool() -> None:
     admit(ledger, reserve(2, prompt(20, start=90), max_len=60))
     play(ledger, lease_want=2)
     states = ledger.state.store.blocks.state
-    pool = ledger.pool()
+    pool = ledger.pool_counts()
     assert (pool.free, pool.leased, pool.in_use, pool.cached, pool.pinned) == (5, 2, 2, 1, 0)
     assert [states.count(state) for state in BlockState] == [5, 2, 2, 1]
 
@@ -235,4 +235,4 @@ def test_one_hash_may_have_several_copies_and_leaves_with_the_last() -> None:
 
 def test_the_caller_may_not_ask_for_a_hash_that_is_no_hash() -> None:
     ledger = make_ledger(4)
-    assert ledger.lookup((BlockHash(b"0" * 16),), 20).miss_reason is MissReason.NEVER_SEEN
+    assert ledger.look_up_prompt((BlockHash(b"0" * 16),), 20).miss_reason is MissReason.NEVER_SEEN

@@ -17,7 +17,7 @@ def test_behaviour_15_reset_is_refused_while_a_block_is_in_use() -> None:
     admit(ledger, reserve(2, prompt(5, start=90)))
     ledger.drain_index_events()
     assert not ledger.reset()
-    assert ledger.pool().cached == 2
+    assert ledger.pool_counts().cached == 2
     assert ledger.drain_index_events() == ()
 
 
@@ -28,8 +28,8 @@ def test_behaviour_15_reset_clears_everything_with_one_event() -> None:
     ledger.drain_index_events()
     assert ledger.reset()
     assert [type(event) for event in ledger.drain_index_events()] == [Cleared]
-    assert (ledger.pool().free, ledger.pool().cached, ledger.index_snapshot().entries) == (6, 0, ())
-    assert ledger.lookup(hashes(prompt(33)), 33).miss_reason.value == "never_seen"
+    assert (ledger.pool_counts().free, ledger.pool_counts().cached, ledger.index_snapshot().entries) == (6, 0, ())
+    assert ledger.look_up_prompt(hashes(prompt(33)), 33).miss_reason.value == "never_seen"
     ledger.check_invariants()
 
 
@@ -67,7 +67,7 @@ def test_behaviour_16_replaying_all_events_gives_the_pools_map() -> None:
         if number % 7 == 0:
             assert replica.apply(ledger.drain_index_events())
             assert replica.depths == depths(ledger)
-    assert ledger.pool().totals.evictions > 100
+    assert ledger.pool_counts().totals.evictions > 100
 
 
 def test_behaviour_16_a_lost_event_is_seen_by_the_gap_and_repaired_by_a_snapshot() -> None:

@@ -81,11 +81,11 @@ async def test_index_equals_the_map_when_nothing_waits(
         if turn % 10 == 9:
             await assert_index_equals_map(manager, redis_url)
     ledger = manager.attachments.manager.ledger("w0")
-    assert ledger.pool().totals.evictions > 0
+    assert ledger.pool_counts().totals.evictions > 0
     ledger.check_invariants()
     await worker.finish()
     await assert_index_equals_map(manager, redis_url)
-    pool = ledger.pool()
+    pool = ledger.pool_counts()
     assert (pool.in_use, pool.leased, pool.waiting, pool.free + pool.cached) == (0, 0, 0, pool.num_blocks)
 
 

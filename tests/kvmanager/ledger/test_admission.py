@@ -40,7 +40,7 @@ def test_behaviour_26_a_request_beyond_the_pool_is_refused_with_the_numbers() ->
     assert (refusal.request_id, refusal.chosen) == ("r1", "refused")
     assert refusal.reasons == ("66 tokens need 5 blocks; the pool has 4",)
     assert dict(refusal.figures) == {"needed_blocks": 5, "num_blocks": 4, "max_len": 66}
-    assert ledger.pool().totals.rejections == 1
+    assert ledger.pool_counts().totals.rejections == 1
 
 
 def test_the_last_token_of_an_output_needs_no_slot() -> None:
@@ -117,7 +117,7 @@ def test_behaviour_27_only_the_head_lacks_capacity_the_others_are_deferred() -> 
     admit(ledger, reserve(1, prompt(40)))
     assert admit(ledger, reserve(2, prompt(60, start=90)), reserve(3, prompt(5, start=190), max_len=15)) == ()
     assert list(ledger.state.sequences.queue) == [2, 3]
-    pool = ledger.pool()
+    pool = ledger.pool_counts()
     assert (pool.waiting, pool.capacity, pool.deferred) == (2, 1, 1)
     batch = finish(ledger, 1)
     assert batch is not None
@@ -128,7 +128,7 @@ def test_behaviour_27_the_limit_of_sequences_defers() -> None:
     ledger = make_ledger(8, max_num_seqs=2)
     numbers = admitted(admit(ledger, *(reserve(n, prompt(5, start=100 * n)) for n in range(1, 5))))
     assert numbers == [1, 2]
-    pool = ledger.pool()
+    pool = ledger.pool_counts()
     assert (pool.running, pool.capacity, pool.deferred) == (2, 0, 2)
     batch = finish(ledger, 1)
     assert batch is not None
@@ -171,7 +171,7 @@ def test_behaviour_28_abort_is_idempotent_in_every_state(state: Callable[[Ledger
     assert not ledger.state.sequences.live
     assert len(ledger.state.sequences.queue) == 0
     assert not ledger.state.store.cache.pending
-    assert ledger.pool().free + ledger.pool().cached == 4
+    assert ledger.pool_counts().free + ledger.pool_counts().cached == 4
 
 
 def test_preempted_and_then_cancelled_in_one_report_does_not_revive() -> None:
@@ -179,13 +179,13 @@ def test_preempted_and_then_cancelled_in_one_report_does_not_revive() -> None:
     admit(ledger, reserve(1, prompt(20)))
     play(ledger, preempted=((1, 20),), finished=((1, FinishReason.CANCELLED),))
     assert not ledger.state.sequences.live
-    assert ledger.pool().free == 4
+    assert ledger.pool_counts().free == 4
 
 
 def test_reserved_and_cancelled_in_one_report_leaves_nothing() -> None:
     ledger = make_ledger(4)
     play(ledger, reserve=(reserve(1, prompt(20)),), finished=((1, FinishReason.CANCELLED),))
-    assert (ledger.pool().free, ledger.pool().waiting) == (4, 0)
+    assert (ledger.pool_counts().free, ledger.pool_counts().waiting) == (4, 0)
 
 
 def test_a_sequence_id_is_reserved_once() -> None:
@@ -200,7 +200,7 @@ def test_behaviour_29_hits_count_once_a_request_and_recompute_apart() -> None:
     run_through(ledger, 1, prompt(48))
     admit(ledger, reserve(2, prompt(48), max_len=60))
     play(ledger, preempted=((2, 50),))
-    totals = ledger.pool().totals
+    totals = ledger.pool_counts().totals
     assert block_table(ledger, 2)[:3] == (0, 1, 2)
     assert (totals.prefix_query_blocks, totals.prefix_hit_blocks) == (6, 2)
     assert (totals.recompute_query_blocks, totals.recompute_hit_blocks) == (3, 3)
@@ -210,7 +210,7 @@ def test_behaviour_29_hits_count_once_a_request_and_recompute_apart() -> None:
 def test_behaviour_29_no_queries_is_not_no_hits() -> None:
     ledger = make_ledger(20)
     admit(ledger, reserve(1, prompt(15)))
-    totals = ledger.pool().totals
+    totals = ledger.pool_counts().totals
     assert (totals.admissions, totals.prefix_query_blocks) == (1, 0)
     assert totals.misses_by_reason == {"below_block": 1}
 
@@ -236,8 +236,8 @@ def test_a_batch_may_be_bounded_and_the_next_ones_admit_the_others() -> None:
     """Three of four prompts fit; why the fourth one waits is recorded with the last batch alone."""
     whole, parts = make_ledger(8), make_ledger(8)
     reserves = tuple(reserve(number, prompt(30, start=90 * number)) for number in range(4))
-    whole.apply(Report(reserve=reserves))
-    parts.apply(Report(reserve=reserves))
+    whole.apply_report(Report(reserve=reserves))
+    parts.apply_report(Report(reserve=reserves))
     at_once, batches, more = whole.schedule(), [], []
     for _ in range(2):
         batches.append(parts.schedule(most=2))
@@ -250,7 +250,7 @@ def test_a_batch_may_be_bounded_and_the_next_ones_admit_the_others() -> None:
 
 def test_a_bound_that_the_queue_does_not_exceed_changes_nothing() -> None:
     ledger = make_ledger(8)
-    ledger.apply(Report(reserve=(reserve(0, prompt(30)), reserve(1, prompt(30, start=90)))))
+    ledger.apply_report(Report(reserve=(reserve(0, prompt(30)), reserve(1, prompt(30, start=90)))))
     batch = ledger.schedule(most=2)
     assert batch is not None
     assert (admitted(batch.admit), ledger.has_more) == ([0, 1], False)

@@ -8,9 +8,9 @@ from tests.support.kvmanager.ledgers import admit, block_table, finish, hashes, 
 def test_hits_on_blocks_that_are_being_filled_count_when_they_are_sealed() -> None:
     ledger = make_ledger(10)
     admit(ledger, reserve(1, prompt(33)), reserve(2, prompt(33)), reserve(3, prompt(33)))
-    assert ledger.pool().totals.prefix_hit_blocks == 0
+    assert ledger.pool_counts().totals.prefix_hit_blocks == 0
     seal(ledger, 1, hashes(prompt(32)))
-    assert ledger.pool().totals.prefix_hit_blocks == 4
+    assert ledger.pool_counts().totals.prefix_hit_blocks == 4
 
 
 def test_the_sequence_that_computes_a_block_after_all_had_no_hit() -> None:
@@ -18,7 +18,7 @@ def test_the_sequence_that_computes_a_block_after_all_had_no_hit() -> None:
     admit(ledger, reserve(1, prompt(33)), reserve(2, prompt(33)), reserve(3, prompt(33)))
     finish(ledger, 1)
     seal(ledger, 2, hashes(prompt(32)))
-    assert ledger.pool().totals.prefix_hit_blocks == 2, "of two sequences, one has computed both blocks"
+    assert ledger.pool_counts().totals.prefix_hit_blocks == 2, "of two sequences, one has computed both blocks"
 
 
 def test_a_block_that_is_never_filled_was_no_hit() -> None:
@@ -28,4 +28,4 @@ def test_a_block_that_is_never_filled_was_no_hit() -> None:
     finish(ledger, 2)
     admit(ledger, reserve(3, prompt(33)))
     play(ledger, seal=tuple(zip(block_table(ledger, 3), hashes(prompt(32)), strict=False)))
-    assert ledger.pool().totals.prefix_hit_blocks == 0
+    assert ledger.pool_counts().totals.prefix_hit_blocks == 0

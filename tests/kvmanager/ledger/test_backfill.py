@@ -292,7 +292,7 @@ def is_in_time_by_parts(seed: int, caching: bool, alike: bool, first_part: int) 
     turn(ledger, worker)
     state = ledger.state
     sequence = state.sequences.live[huge]
-    begun = state.sequences.partly_granted() is sequence
+    begun = state.sequences.find_begun_prompt() is sequence
     if state.admission.blocked_by == "capacity":
         foreseen = make_reservation(state, sequence, None).until
     elif begun and state.admission.reservation is not None:
@@ -304,7 +304,7 @@ def is_in_time_by_parts(seed: int, caching: bool, alike: bool, first_part: int) 
         if rng.random() < 0.7:
             submit(1, 4, 12)
         turn(ledger, worker)
-        begun |= state.sequences.partly_granted() is sequence
+        begun |= state.sequences.find_begun_prompt() is sequence
         # What it lacks is leased for it, and the worker binds that as it computes.
         if sequence.block_table and state.store.pool.leased >= sequence.lacking(4):
             return begun
@@ -361,7 +361,7 @@ def test_nobody_is_preempted_again_and_again(seed: int) -> None:
 def turn(ledger: Ledger, worker: FakeWorker) -> None:
     """A step, its report, and the answer."""
     worker.step()
-    ledger.apply(worker.report())
+    ledger.apply_report(worker.report())
     ledger.check_invariants()
     worker.deliver(ledger.schedule())
 
@@ -385,7 +385,7 @@ def test_growth_that_is_counted_once_is_that_of_each_sequence(
     counted, growth = running_ones[:first], Growth(running_ones[:first], now, size)
     for steps, room in asked:
         exact = sum(holder_of(each, now, size).grown(steps, size) for each in counted)
-        assert growth.fits(steps, room) == (room >= 0 and exact <= room)
+        assert growth.fits_blocks(steps, room) == (room >= 0 and exact <= room)
         if later:
             counted.append(later[0])
-            growth.started(later.pop(0), now)
+            growth.add_sequence(later.pop(0), now)

@@ -33,7 +33,7 @@ def test_each_use_has_its_number() -> None:
     admit(ledger, reserve(2, tokens[:33], 40))
     assert uses(ledger) == [SHARED, SHARED, FILLING, FILLING, *[FREE] * 4]
     play(ledger, lease_want=2)
-    assert uses(ledger).count(LEASED) == ledger.pool().leased > 0
+    assert uses(ledger).count(LEASED) == ledger.pool_counts().leased > 0
     finish(ledger, 1, 2)
     assert uses(ledger)[:4] == [CACHED, CACHED, FREE, FREE]
 
@@ -43,7 +43,7 @@ def test_uses_agree_with_the_pool() -> None:
     run_through(ledger, 1, prompt(48))
     admit(ledger, reserve(2, prompt(40, 1000), 64), reserve(3, prompt(20, 2000), 64))
     play(ledger, lease_want=3)
-    found, pool = uses(ledger), ledger.pool()
+    found, pool = uses(ledger), ledger.pool_counts()
     assert (found.count(FREE), found.count(LEASED), found.count(CACHED)) == (pool.free, pool.leased, pool.cached)
     assert sum(found.count(each) for each in (FILLING, PENDING, SEALED, SHARED)) == pool.in_use
 
@@ -77,7 +77,7 @@ def test_a_shared_block_names_who_holds_it() -> None:
     admit(ledger, reserve(1, tokens, 64))
     seal(ledger, 1, hashes(tokens))
     admit(ledger, reserve(2, tokens[:33], 40), reserve(3, tokens[:33], 40))
-    found = ledger.block(BlockId(1), 2)
+    found = ledger.block_view(BlockId(1), 2)
     assert found is not None
     assert (found.use, found.references, found.index, found.hash) == (SHARED, 3, 1, hashes(tokens)[1])
     assert [each.request_id for each in found.holders] == ["r1", "r2"]
@@ -98,7 +98,7 @@ def test_a_cached_block_says_what_the_policy_knows(
     ledger = make_ledger(8, eviction=eviction)
     first = run_through(ledger, 1, prompt(16)).block_table[0]
     second = run_through(ledger, 2, prompt(16, 1000)).block_table[0]
-    found = [ledger.block(each, 2) for each in (first, second)]
+    found = [ledger.block_view(each, 2) for each in (first, second)]
     assert [each and each.use for each in found] == [CACHED, CACHED]
     assert [each and each.holders for each in found] == [(), ()]
     assert [dict(each.figures) for each in found if each] == [older, newer]
@@ -106,4 +106,4 @@ def test_a_cached_block_says_what_the_policy_knows(
 
 @pytest.mark.parametrize("block", [-1, 8, 1 << 31])
 def test_a_block_that_the_pool_has_not(block: int) -> None:
-    assert make_ledger(8).block(BlockId(block), 2) is None
+    assert make_ledger(8).block_view(BlockId(block), 2) is None

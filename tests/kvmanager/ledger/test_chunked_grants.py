@@ -119,17 +119,17 @@ def test_one_prompt_begins_at_a_time() -> None:
 def test_grants_of_a_part_are_counted_again_after_a_preemption() -> None:
     ledger = parts_ledger()
     admit(ledger, reserve(1, prompt(60), max_len=80))
-    assert ledger.pool().totals.chunked_grants == 0, "it got all that its prompt takes"
+    assert ledger.pool_counts().totals.chunked_grants == 0, "it got all that its prompt takes"
     admit(ledger, reserve(2, HUGE, max_len=136))
-    totals = ledger.pool().totals
+    totals = ledger.pool_counts().totals
     assert (totals.admissions, totals.chunked_grants) == (2, 1)
     play(ledger, preempted=((SequenceId(2), 128),))
     assert len(block_table(ledger, 2)) == 4, "it began again"
-    totals = ledger.pool().totals
+    totals = ledger.pool_counts().totals
     assert (totals.admissions, totals.chunked_grants) == (3, 2)
     finish(ledger, 2)
     admit(ledger, reserve(3, prompt(10, start=900), max_len=16))
-    totals = ledger.pool().totals
+    totals = ledger.pool_counts().totals
     assert (totals.admissions, totals.chunked_grants) == (4, 2)
 
 
@@ -149,7 +149,7 @@ def test_what_it_lacks_is_leased_when_the_others_end() -> None:
 def test_a_prompt_that_finds_no_block_is_not_stalled() -> None:
     ledger = begun_ledger()
     batch = play(ledger, stalled=(SequenceId(2),), lease_want=8)
-    assert ledger.state.sequences.live_stalled() == []
+    assert ledger.state.sequences.find_stalled() == []
     assert batch is None or not batch.preempt
 
 
@@ -163,7 +163,7 @@ def test_it_is_a_sequence_like_others_once_its_blocks_are_there() -> None:
     ledger = begun_ledger()
     lease_all(ledger)
     bind(ledger, 2, *(block for block, of in enumerate(ledger.state.store.blocks.state) if of is LEASED))
-    assert ledger.state.sequences.partly_granted() is None
+    assert ledger.state.sequences.find_begun_prompt() is None
     assert len(block_table(ledger, 2)) == 8
     assert [each.sequence for each in admit(ledger, reserve(3, prompt(10, start=900), max_len=16))] == [3]
 
@@ -177,7 +177,7 @@ def test_one_that_ends_in_time_passes() -> None:
     admit(ledger, reserve(1, prompt(60), max_len=110))
     late, early = reserve(3, prompt(10, start=900), max_len=60), reserve(4, prompt(10, start=950), max_len=12)
     assert [each.sequence for each in admit(ledger, reserve(2, HUGE, max_len=136), late, early)] == [2, 4]
-    assert ledger.state.sequences.partly_granted() is not None
+    assert ledger.state.sequences.find_begun_prompt() is not None
 
 
 def test_one_with_the_same_prompt_waits_until_it_can_share_the_blocks() -> None:
@@ -216,7 +216,7 @@ def test_a_rebuild_finds_the_prompt_that_lacks_blocks() -> None:
     running = InventorySequence(huge, SequencePhase.RUNNING, 1, tuple(map(BlockId, range(5))))
     ledger.rebuild(Inventory((running,), (), ()))
     ledger.check_invariants()
-    part = ledger.state.sequences.partly_granted()
+    part = ledger.state.sequences.find_begun_prompt()
     assert part is not None
     assert part.id == 2
     batch = play(ledger, stalled=(SequenceId(2),))
@@ -230,7 +230,7 @@ def test_a_decode_whose_last_token_has_no_block_yet_lacks_nothing() -> None:
         reserve(2, prompt(65), max_len=136), SequencePhase.RUNNING, 1, tuple(map(BlockId, range(4)))
     )
     ledger.rebuild(Inventory((decode,), (), ()))
-    assert ledger.state.sequences.partly_granted() is None
+    assert ledger.state.sequences.find_begun_prompt() is None
 
 
 # ---------------------------------------------------------------- against whole grants
@@ -246,7 +246,7 @@ def steps_until_all_end(seed: int, chunked: bool) -> tuple[int, int]:
         worker.submit(tokens, len(tokens) + rng.randint(2, 14), cached=False)
     for _ in range(500):
         worker.step(16)
-        ledger.apply(worker.report())
+        ledger.apply_report(worker.report())
         ledger.check_invariants()
         worker.deliver(ledger.schedule())
         if not worker.live:

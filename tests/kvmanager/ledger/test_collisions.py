@@ -29,7 +29,7 @@ def test_a_hash_with_another_parent_is_a_miss() -> None:
     play(ledger, seal=((3, B),))
     (granted,) = admit(ledger, chained(3, B, SAME))
     assert (granted.n_shared, granted.block_table[0]) == (1, 3)
-    assert ledger.lookup((A, SAME), 33).hit_blocks == 2
+    assert ledger.look_up_prompt((A, SAME), 33).hit_blocks == 2
 
 
 def test_a_hash_at_another_depth_is_a_miss() -> None:
@@ -55,11 +55,11 @@ def test_nothing_is_registered_after_a_hash_that_another_content_has() -> None:
     table = block_table(ledger, 2)
     play(ledger, seal=((table[0], B), (table[1], SAME), (table[2], D)))
     assert set(ledger.state.store.cache.entries) == {A, SAME, B}
-    assert ledger.pool().totals.ignored_seals == 2
+    assert ledger.pool_counts().totals.ignored_seals == 2
     assert SAME not in ledger.state.store.cache.pending
     finish(ledger, 1)
     finish(ledger, 2)
-    assert (ledger.pool().cached, ledger.pool().free) == (3, 5)
+    assert (ledger.pool_counts().cached, ledger.pool_counts().free) == (3, 5)
     run_through(ledger, 3, prompt(16 * 7, start=5000))
     ledger.check_invariants()
 
@@ -96,25 +96,25 @@ def shared_hash(ledger: Ledger) -> None:
 def test_a_hash_that_two_contents_have_is_a_hit_for_neither() -> None:
     ledger = make_ledger(16)
     shared_hash(ledger)
-    before = ledger.pool().totals.prefix_hit_blocks
+    before = ledger.pool_counts().totals.prefix_hit_blocks
     for number, keys in enumerate(((A, SAME, C), (B, SAME, D)), start=3):
-        assert ledger.lookup(keys, 49).hit_blocks == ledger.leading_blocks(keys) == 1
+        assert ledger.look_up_prompt(keys, 49).hit_blocks == ledger.leading_blocks(keys) == 1
         (granted,) = admit(ledger, chained(number, *keys))
         assert (granted.n_shared, granted.cached_tokens) == (1, 16)
-    assert ledger.pool().totals.prefix_hit_blocks - before == 2
-    assert ledger.pool().totals.ignored_seals == 1
+    assert ledger.pool_counts().totals.prefix_hit_blocks - before == 2
+    assert ledger.pool_counts().totals.ignored_seals == 1
 
 
 def test_a_first_block_is_no_hit_where_a_later_one_has_its_hash() -> None:
     ledger = make_ledger(16)
     admit(ledger, chained(1, A, SAME))
     play(ledger, seal=((0, A), (1, SAME)))
-    assert ledger.lookup((SAME, C), 33).hit_blocks == ledger.leading_blocks((SAME, C)) == 0
+    assert ledger.look_up_prompt((SAME, C), 33).hit_blocks == ledger.leading_blocks((SAME, C)) == 0
     admit(ledger, chained(2, SAME, C))
     first = block_table(ledger, 2)[0]
     play(ledger, seal=((first, SAME),))
     for keys, hits in (((SAME, C), 0), ((A, SAME), 1)):
-        assert ledger.lookup(keys, 33).hit_blocks == ledger.leading_blocks(keys) == hits
+        assert ledger.look_up_prompt(keys, 33).hit_blocks == ledger.leading_blocks(keys) == hits
 
 
 def test_blocks_are_counted_from_any_place_on() -> None:
@@ -172,7 +172,7 @@ def test_a_hit_always_has_the_whole_prefix_of_its_prompt(
     ledger, replica = make_ledger(size), IndexReplica()
     prefixes, live = dict[BlockId, tuple[BlockHash, ...]](), dict[int, tuple[tuple[BlockId, BlockHash], ...]]()
     for number, (keys, seals_at_once) in enumerate(prompts, start=1):
-        expected = ledger.lookup(keys, 16 * len(keys) + 1).hit_blocks
+        expected = ledger.look_up_prompt(keys, 16 * len(keys) + 1).hit_blocks
         assert ledger.leading_blocks(keys) <= expected, "a look-up has blocks that are still to be filled, too"
         (admitted,) = admit(ledger, chained(number, *keys))
         assert admitted.n_shared == expected

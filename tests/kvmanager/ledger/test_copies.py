@@ -30,22 +30,22 @@ from tests.support.kvmanager.ledgers import (
 def answer_once(ledger: Ledger, number: int, tokens: list[int], prompt_tokens: int) -> None:
     """Run one request whose output are the last of `tokens`; all full blocks are sealed."""
     sequence, keys = SequenceId(number), hashes(tokens)
-    ledger.apply(Report(reserve=(reserve(number, tokens[:prompt_tokens], max_len=len(tokens) + 1),)))
+    ledger.apply_report(Report(reserve=(reserve(number, tokens[:prompt_tokens], max_len=len(tokens) + 1),)))
     ledger.schedule()
-    ledger.apply(Report(lease_want=(len(tokens) - prompt_tokens) // 16))
+    ledger.apply_report(Report(lease_want=(len(tokens) - prompt_tokens) // 16))
     batch = ledger.schedule()
     assert batch is not None
-    ledger.apply(Report(bind=tuple((sequence, block) for block in batch.lease)))
+    ledger.apply_report(Report(bind=tuple((sequence, block) for block in batch.lease)))
     table = block_table(ledger, number)
     fresh = [
         (block, key) for block, key in zip(table, keys, strict=True) if ledger.state.store.blocks.hash[block] is None
     ]
-    ledger.apply(Report(seal=tuple(fresh), finished=((sequence, FinishReason.STOP),)))
+    ledger.apply_report(Report(seal=tuple(fresh), finished=((sequence, FinishReason.STOP),)))
     ledger.schedule()
 
 
 def remaining(ledger: Ledger, prompts: list[tuple[BlockHash, ...]]) -> int:
-    return sum(ledger.lookup(keys, 161).hit_blocks for keys in prompts)
+    return sum(ledger.look_up_prompt(keys, 161).hit_blocks for keys in prompts)
 
 
 @pytest.mark.searches
@@ -59,7 +59,7 @@ def test_repeats_of_one_request_evict_no_other_content() -> None:
     ledger.check_invariants()
     assert remaining(ledger, prompts) == 500
     assert not ledger.state.store.cache.copies
-    assert ledger.pool().cached == 500 + 8
+    assert ledger.pool_counts().cached == 500 + 8
 
 
 def test_the_copy_that_is_released_last_stays() -> None:
@@ -68,9 +68,9 @@ def test_the_copy_that_is_released_last_stays() -> None:
     play(ledger, seal=((0, keys[0]), (1, keys[0])))
     assert ledger.state.store.cache.copies_of(keys[0]) == [0, 1]
     finish(ledger, 1)
-    assert (ledger.pool().cached, ledger.state.store.cache.copies_of(keys[0])) == (0, [1])
+    assert (ledger.pool_counts().cached, ledger.state.store.cache.copies_of(keys[0])) == (0, [1])
     finish(ledger, 2)
-    assert (ledger.pool().cached, ledger.state.store.cache.copies_of(keys[0])) == (1, [1])
+    assert (ledger.pool_counts().cached, ledger.state.store.cache.copies_of(keys[0])) == (1, [1])
     assert free_order(ledger) == [2, 3, 4, 5, 0, 1]
 
 
@@ -84,7 +84,7 @@ def test_a_cached_copy_is_free_once_a_block_in_use_has_its_content() -> None:
     assert ledger.state.store.cache.copies_of(keys[1]) == [2]
     assert ledger.state.store.blocks.state[1] is BlockState.FREE
     assert ledger.drain_index_events() == (), "the hash had a copy all the time"
-    assert ledger.pool().totals.evictions == 0
+    assert ledger.pool_counts().totals.evictions == 0
 
 
 def test_a_parent_whose_older_copy_left_outlives_its_child() -> None:
@@ -108,7 +108,7 @@ def test_a_rebuild_keeps_one_copy_that_no_table_holds() -> None:
     ledger.rebuild(inventory(claims))
     ledger.check_invariants()
     assert copies(ledger) == {keys[0]: [0], keys[1]: [5]}
-    assert (ledger.pool().cached, ledger.pool().free) == (2, 6)
+    assert (ledger.pool_counts().cached, ledger.pool_counts().free) == (2, 6)
 
 
 class _ReadList(list[Any]):
@@ -178,7 +178,7 @@ def reads_of_a_look_up(holders: int, prompt_blocks: int) -> Counter[str]:
     copies_of = {key: _ReadList("copies", reads, each) for key, each in cache.copies.items()}
     cache.copies = _ReadDict("copies", reads, copies_of)
     blocks.index, blocks.parent = _ReadList("index", reads, blocks.index), _ReadList("parent", reads, blocks.parent)
-    assert ledger.lookup(keys, len(tokens)).hit_blocks == prompt_blocks
+    assert ledger.look_up_prompt(keys, len(tokens)).hit_blocks == prompt_blocks
     return reads
 
 

@@ -69,7 +69,7 @@ def test_a_fork_of_an_uncached_sequence_shares_its_row() -> None:
     assert batch.copy == (Copy(src=2, dst=3, length=39),)  # type: ignore[arg-type]
     finish(ledger, 1)
     finish(ledger, 2)
-    assert ledger.pool().free == 20
+    assert ledger.pool_counts().free == 20
 
 
 def test_a_fork_that_was_preempted_has_own_tokens_and_copies_nothing() -> None:
@@ -98,4 +98,4 @@ def test_behaviour_18_every_reference_returns_to_zero() -> None:
     for number in (2, 1, 3):
         finish(ledger, number)
     assert ledger.state.store.blocks.refs == [0] * 20
-    assert ledger.pool().free == 20
+    assert ledger.pool_counts().free == 20

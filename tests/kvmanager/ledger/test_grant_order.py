@@ -75,7 +75,7 @@ def test_a_higher_priority_that_needs_nearly_the_whole_pool_preempts_a_begun_pro
     (begun,) = admit(ledger, reserve(2, prompt(190 * 16, start=5000), max_len=190 * 16 + 8))
     assert len(begun.block_table) < 190
     finish(ledger, 1)
-    assert ledger.state.sequences.partly_granted() is not None
+    assert ledger.state.sequences.find_begun_prompt() is not None
     finish_preempted(ledger, arrive(ledger, 3, 199 * 16, priority=1), 2)
     batch = return_leases(ledger)
     assert batch is not None
@@ -102,7 +102,7 @@ def test_a_higher_priority_that_fits_goes_before_a_begun_prompt() -> None:
     assert batch is not None
     assert [each.sequence for each in batch.admit] == [3]
     assert not batch.preempt
-    assert ledger.state.sequences.partly_granted() is not None
+    assert ledger.state.sequences.find_begun_prompt() is not None
 
 
 def test_blocks_that_a_preemption_frees_for_a_higher_priority_do_not_go_to_a_begun_prompt() -> None:
@@ -127,7 +127,7 @@ def test_an_old_begun_prompt_takes_its_turn_and_is_protected() -> None:
     grow_old(ledger)
     batch = arrive(ledger, 3, 100, priority=5)
     assert batch is None or not batch.preempt
-    part = ledger.state.sequences.partly_granted()
+    part = ledger.state.sequences.find_begun_prompt()
     assert part is not None
     assert part.by_age
     assert ledger.state.admission.blocked_by == "prompt"
@@ -214,7 +214,7 @@ def test_a_begun_prompt_gives_up_its_part_where_work_stands_still(monkeypatch: p
     play(ledger, stalled=(SequenceId(2),))
     arrive(ledger, 3, 60)
     return_leases(ledger)
-    why = waits_for_a_grant(ledger.pool())
+    why = waits_for_a_grant(ledger.pool_counts())
     assert why == "1 sequences wait, 1 run and lack blocks, 6 of 10 blocks are free and none was granted"
     batch = ledger.break_stall(why)
     ledger.check_invariants()
@@ -222,7 +222,7 @@ def test_a_begun_prompt_gives_up_its_part_where_work_stands_still(monkeypatch: p
     assert [order.sequence for order in batch.preempt] == [2]
     (record,) = [each for each in ledger.drain_decisions() if each.kind is DecisionKind.PREEMPTION]
     assert (record.victim, record.beneficiary, record.reasons[0]) == ("r2", "r3", why)
-    assert ledger.pool().totals.broken_stalls == 1
+    assert ledger.pool_counts().totals.broken_stalls == 1
     assert ledger.break_stall(why) is None, "one order at a time"
     batch = play(ledger, preempted=((SequenceId(2), 128),))
     assert batch is not None

@@ -83,8 +83,8 @@ def test_a_second_attach_waits_until_the_first_session_is_over() -> None:
     assert "w0" in answer.reason
     manager.detach(first)
     second = opened(manager, attach(session=2))
-    assert manager.current(second)
-    assert not manager.current(first)
+    assert manager.is_current(second)
+    assert not manager.is_current(first)
 
 
 def test_a_late_end_of_a_replaced_session_does_not_touch_the_new_one() -> None:
@@ -93,7 +93,7 @@ def test_a_late_end_of_a_replaced_session_does_not_touch_the_new_one() -> None:
     manager.detach(first)
     second = opened(manager, attach(session=2))
     manager.detach(first)
-    assert manager.current(second)
+    assert manager.is_current(second)
     assert (first.key, second.key) == ((b"i" * 16, 1), (b"i" * 16, 2))
 
 
@@ -194,10 +194,10 @@ def test_pins_that_change_during_a_rebuild_are_carried_out_at_its_end() -> None:
     manager = make_manager(pin_share=0.5)
     manager.pins.set([Pin("before", "", (BlockHash(b"1" * 16),), 16)])
     session = opened(manager, attach())
-    steps = manager.rebuilding(session, EMPTY)
+    steps = manager.rebuild_in_steps(session, EMPTY)
     next(steps)
     manager.pins.set([Pin("after", "", (BlockHash(b"2" * 16),), 16)])
     for _ in steps:
         pass
-    manager.rebuilt(session)
+    manager.finish_rebuild(session)
     assert list(session.ledger.state.store.retention.pinned) == [b"2" * 16]

@@ -95,7 +95,7 @@ def test_a_copy_takes_no_block_more_and_counts_no_hit_in_full_blocks() -> None:
     ledger = cached(FIRST)
     (granted,) = admitted(ledger, 2, common(SIZE + 48, 3 * SIZE, FIRST)).admit
     assert len(granted.block_table) == 3
-    totals = ledger.pool().totals
+    totals = ledger.pool_counts().totals
     assert (totals.prefix_hit_blocks, totals.partial_hits, totals.partial_hit_tokens) == (1, 1, 48)
 
 
@@ -115,26 +115,26 @@ def test_the_source_is_held_until_the_copy_has_run() -> None:
     ledger = cached(FIRST)
     admitted(ledger, 2, common(SIZE + 48, 3 * SIZE, FIRST))
     assert ledger.state.sequences.live[SequenceId(2)].copy_source == 1
-    before = ledger.pool()
+    before = ledger.pool_counts()
     play(ledger, copied=(SequenceId(2),))
-    after = ledger.pool()
+    after = ledger.pool_counts()
     assert (after.cached - before.cached, before.in_use - after.in_use) == (1, 1)
     play(ledger, copied=(SequenceId(2), SequenceId(99)))
-    assert ledger.pool().cached == after.cached, "said twice, or by one that left, it is nothing"
+    assert ledger.pool_counts().cached == after.cached, "said twice, or by one that left, it is nothing"
 
 
 @pytest.mark.parametrize("preempted", [False, True])
 def test_a_sequence_that_leaves_before_its_copy_lets_the_source_go(preempted: bool) -> None:
     ledger = cached(FIRST)
     admitted(ledger, 2, common(SIZE + 48, 3 * SIZE, FIRST))
-    ledger.apply(
+    ledger.apply_report(
         Report(preempted=((SequenceId(2), 3 * SIZE),))
         if preempted
         else Report(finished=((SequenceId(2), FinishReason.CANCELLED),))
     )
     ledger.check_invariants()
-    assert ledger.pool().in_use == 0
-    assert ledger.pool().cached == 2
+    assert ledger.pool_counts().in_use == 0
+    assert ledger.pool_counts().cached == 2
     play(ledger, copied=(SequenceId(2),))
 
 
@@ -145,7 +145,7 @@ def test_a_preempted_sequence_copies_again() -> None:
     batch = play(ledger, preempted=((SequenceId(2), 3 * SIZE),))
     assert batch is not None
     assert [each.length for each in batch.copy] == [SIZE + 48]
-    assert ledger.pool().totals.partial_hits == 1, "statistics count once a request"
+    assert ledger.pool_counts().totals.partial_hits == 1, "statistics count once a request"
 
 
 def test_a_source_that_would_take_the_last_block_is_not_held() -> None:
@@ -160,7 +160,7 @@ def test_a_sequence_that_grows_gets_the_block_that_a_copy_holds() -> None:
     ledger = cached(FIRST[: 2 * SIZE], num_blocks=6)
     play(ledger, reserve=(asked(2, prompt(60, 90_000), max_len=200),))
     batch = admitted(ledger, 3, common(SIZE + 48, 4 * SIZE, FIRST), max_len=4 * SIZE)
-    assert (batch.copy, ledger.pool().free, ledger.pool().cached) == ((copy(1, 3, SIZE + 48),), 0, 0)
+    assert (batch.copy, ledger.pool_counts().free, ledger.pool_counts().cached) == ((copy(1, 3, SIZE + 48),), 0, 0)
     answer = play(ledger, stalled=(SequenceId(2),), lease_want=1, step=1)
     assert answer is not None
     assert (answer.lease, answer.preempt) == ((1,), ())
@@ -174,7 +174,7 @@ def test_a_late_admission_causes_no_preemption_although_a_copy_is_not_reported()
     play(ledger, reserve=(asked(2, prompt(60, 90_000), max_len=200),))
     assert admitted(ledger, 3, common(SIZE + 48, 3 * SIZE, FIRST)).copy == (copy(1, 3, SIZE + 48),)
     (late,) = admitted(ledger, 4, prompt(2 * SIZE, 70_000)).admit
-    assert (len(late.block_table), ledger.pool().free, ledger.pool().cached) == (2, 1, 0)
+    assert (len(late.block_table), ledger.pool_counts().free, ledger.pool_counts().cached) == (2, 1, 0)
     play(ledger, lease_want=1, step=1)
     answer = play(ledger, bind=((SequenceId(2), BlockId(7)),), stalled=(SequenceId(2),), lease_want=1, step=2)
     assert answer is not None
@@ -184,7 +184,7 @@ def test_a_late_admission_causes_no_preemption_although_a_copy_is_not_reported()
 def test_an_admission_gets_the_block_that_a_copy_holds() -> None:
     ledger = cached(FIRST[: 2 * SIZE], num_blocks=5)
     assert len(admitted(ledger, 2, common(SIZE + 48, 3 * SIZE, FIRST)).copy) == 1
-    assert ledger.pool().free + ledger.pool().cached == 1
+    assert ledger.pool_counts().free + ledger.pool_counts().cached == 1
     (late,) = admitted(ledger, 3, prompt(2 * SIZE, 70_000)).admit
     assert set(late.block_table) == {4, 1}
     assert play(ledger, reserve=(asked(4, prompt(SIZE, 60_000)),)) is None
@@ -214,7 +214,7 @@ def test_leased_blocks_are_there_for_those_that_grow() -> None:
     ledger = cached(FIRST[: 2 * SIZE], num_blocks=6)
     play(ledger, reserve=(asked(2, prompt(60, 90_000), max_len=100),), lease_want=1)
     play(ledger, lease_want=1, step=1)
-    assert ledger.pool().leased == 1
+    assert ledger.pool_counts().leased == 1
     batch = play(ledger, reserve=(asked(3, common(SIZE + 48, 3 * SIZE, FIRST)),), lease_want=1, step=2)
     assert batch is not None
     assert len(batch.copy) == 1
@@ -280,7 +280,7 @@ def test_more_partial_hashes_than_the_prompt_has_blocks_end_the_session(count: i
     ledger = make_ledger(8, SIZE)
     many = tuple(BlockHash(bytes(16)) for _ in range(count))
     with pytest.raises(ProtocolViolation, match=f"{count} partial hashes for 70 tokens in blocks of 64; expected 3"):
-        ledger.apply(Report(reserve=(reserve(1, prompt(70), block_size=SIZE, partial_hashes=many),)))
+        ledger.apply_report(Report(reserve=(reserve(1, prompt(70), block_size=SIZE, partial_hashes=many),)))
 
 
 # ---------------------------------------------------------------- after a rebuild, after a reset
@@ -316,11 +316,11 @@ def test_a_reset_forgets_a_block_that_only_copies_hold(copies: int) -> None:
     assert diverging == [BlockId(1)] * copies
     dropped = ledger.reset_cache(1)
     ledger.check_invariants()
-    assert (dropped, ledger.lookup(hashes(FIRST, SIZE), len(FIRST)).hit_blocks) == (1, 1)
+    assert (dropped, ledger.look_up_prompt(hashes(FIRST, SIZE), len(FIRST)).hit_blocks) == (1, 1)
     ledger.schedule()
     play(ledger, copied=tuple(SequenceId(2 + n) for n in range(copies)), reset=1)
     ledger.check_invariants()
-    assert ledger.pool().cached == 0
+    assert ledger.pool_counts().cached == 0
     assert ledger.state.store.blocks.state[BlockId(1)] is BlockState.FREE
 
 
@@ -330,4 +330,4 @@ def test_a_reset_leaves_a_source_that_a_sequence_shares() -> None:
     admitted(ledger, 3, common(SIZE + 48, 3 * SIZE, FIRST))
     assert ledger.reset_cache(1) == 0
     ledger.check_invariants()
-    assert ledger.lookup(hashes(FIRST, SIZE), len(FIRST)).hit_blocks == 2
+    assert ledger.look_up_prompt(hashes(FIRST, SIZE), len(FIRST)).hit_blocks == 2

@@ -17,7 +17,7 @@ def full_pool(priorities: tuple[int, ...] = (0, 0, 0)) -> Ledger:
         admit(ledger, reserve(number, prompt(16, start=100 * number), max_len=90, priority=priority))
     play(ledger, lease_want=3)
     play(ledger, bind=tuple((number, number + 2) for number in (1, 2, 3)))
-    assert (ledger.pool().running, ledger.pool().free, ledger.pool().leased) == (3, 0, 0)
+    assert (ledger.pool_counts().running, ledger.pool_counts().free, ledger.pool_counts().leased) == (3, 0, 0)
     return ledger
 
 
@@ -39,7 +39,7 @@ def test_behaviour_23_one_preemption_is_outstanding_at_a_time() -> None:
     ledger = full_pool()
     assert preempted_by(ledger, 1) == [3]
     assert preempted_by(ledger, 1, 2) == []
-    assert ledger.pool().preempting == 1
+    assert ledger.pool_counts().preempting == 1
     batch = play(ledger, preempted=((3, 20),), stalled=(1, 2), lease_want=2)
     assert batch is not None
     assert (batch.preempt, batch.lease) == ((), (5, 2))
@@ -55,8 +55,8 @@ def test_as_many_are_preempted_at_once_as_those_that_stall_need() -> None:
     assert batch is not None
     assert [order.sequence for order in batch.preempt] == [4, 3], "two blocks do not serve three"
     assert play(ledger, preempted=((4, 33),), stalled=(1, 2), lease_want=2) is not None
-    assert ledger.pool().preempting == 1
-    assert ledger.pool().leased == 2
+    assert ledger.pool_counts().preempting == 1
+    assert ledger.pool_counts().leased == 2
 
 
 def test_two_victims_are_chosen_where_one_frees_too_little() -> None:
@@ -101,7 +101,7 @@ def test_behaviour_23_nobody_is_preempted_for_a_sequence_that_runs_alone() -> No
 
 def test_behaviour_23_a_draining_sequence_is_no_victim() -> None:
     ledger = full_pool()
-    ledger.state.sequences.halt(ledger.state.sequences.live[SequenceId(3)], SequencePhase.DRAINING_FINISH)
+    ledger.state.sequences.halt_sequence(ledger.state.sequences.live[SequenceId(3)], SequencePhase.DRAINING_FINISH)
     assert preempted_by(ledger, 1) == [2]
 
 
@@ -116,7 +116,7 @@ def test_nobody_is_preempted_while_a_block_can_be_had(left: str) -> None:
     if left == "leased":
         play(ledger, lease_want=2)
     assert preempted_by(ledger, 1) == []
-    assert ledger.pool().leased == (2 if left == "leased" else 1)
+    assert ledger.pool_counts().leased == (2 if left == "leased" else 1)
 
 
 def test_a_stalled_sequence_that_left_holds_nobody_up() -> None:
@@ -132,7 +132,7 @@ def test_a_stalled_sequence_that_left_holds_nobody_up() -> None:
 def test_behaviour_24_blocks_of_a_victim_are_not_free_before_its_report() -> None:
     ledger = full_pool()
     preempted_by(ledger, 1)
-    assert (ledger.pool().in_use, ledger.pool().free) == (6, 0)
+    assert (ledger.pool_counts().in_use, ledger.pool_counts().free) == (6, 0)
     batch = play(ledger, preempted=((3, 20),), stalled=(1,), lease_want=1)
     assert batch is not None
     assert batch.lease == (5,)
@@ -148,7 +148,7 @@ def test_behaviour_24_a_finish_that_crosses_the_order(order: str) -> None:
     else:
         play(ledger, preempted=((3, 20),), finished=end)
     assert SequenceId(3) not in ledger.state.sequences.live
-    assert (ledger.pool().preempting, ledger.pool().waiting, ledger.pool().in_use) == (0, 0, 4)
+    assert (ledger.pool_counts().preempting, ledger.pool_counts().waiting, ledger.pool_counts().in_use) == (0, 0, 4)
     assert play(ledger, preempted=((3, 21),), finished=end) is None
 
 
@@ -157,7 +157,7 @@ def test_behaviour_25_nobody_is_admitted_with_a_preemption() -> None:
     batch = play(ledger, reserve=(reserve(4, prompt(5)),), stalled=(1,), lease_want=1)
     assert batch is not None
     assert ([each.sequence for each in batch.preempt], batch.admit) == ([3], ())
-    assert (ledger.pool().deferred, ledger.pool().capacity) == (1, 0)
+    assert (ledger.pool_counts().deferred, ledger.pool_counts().capacity) == (1, 0)
 
 
 def test_nobody_is_admitted_while_a_sequence_stalls() -> None:
@@ -174,7 +174,7 @@ def test_behaviour_30_a_preempted_sequence_keeps_its_place() -> None:
     preempted_by(ledger, 1)
     play(ledger, preempted=((3, 20),), stalled=(1,), lease_want=1)
     assert list(ledger.state.sequences.queue) == [5, 3, 4]
-    assert ledger.pool().totals.preemptions == 1
+    assert ledger.pool_counts().totals.preemptions == 1
 
 
 def test_the_record_names_victim_beneficiary_and_what_was_lost() -> None:
@@ -208,7 +208,7 @@ def test_behaviour_30_preemptions_are_bounded_and_the_most_senior_has_none(seed:
         report = worker.report()
         for number, _ in report.preempted:
             counts[number] += 1
-        ledger.apply(report)
+        ledger.apply_report(report)
         ledger.check_invariants()
         worker.deliver(ledger.schedule())
         if not worker.live:

@@ -56,7 +56,7 @@ def rebuilt(num_blocks: int, **columns: Any) -> Ledger:
 def test_block_tables_pool_and_cached_blocks_are_taken_over() -> None:
     cached_blocks = (cached(0, HASHES[0]), cached(1, HASHES[1], 0), cached(5, OTHER[0]))
     ledger = rebuilt(8, sequences=(live(1, 40, (0, 1, 2)),), pool=(3, 4), cached_blocks=cached_blocks)
-    pool = ledger.pool()
+    pool = ledger.pool_counts()
     assert (pool.free, pool.leased, pool.in_use, pool.cached, pool.running) == (2, 2, 3, 1, 1)
     assert block_table(ledger, 1) == (0, 1, 2)
     assert admit(ledger, reserve(2, prompt(33)))[0].block_table == (0, 1, 6)
@@ -68,7 +68,7 @@ def test_what_was_there_before_is_forgotten() -> None:
     admit(ledger, reserve(2, prompt(20, start=90)), reserve(3, prompt(128)))
     ledger.rebuild(EMPTY)
     ledger.check_invariants()
-    pool = ledger.pool()
+    pool = ledger.pool_counts()
     assert (pool.free, pool.running, pool.waiting, len(ledger.state.store.cache.entries)) == (8, 0, 0, 0)
 
 
@@ -87,7 +87,7 @@ def test_a_block_of_a_block_table_is_not_registered_behind_another_tables_block(
     cached_blocks = (cached(0, HASHES[0]), cached(1, HASHES[1], 0))
     ledger = rebuilt(8, sequences=(live(1, 40, (4, 1, 2)),), cached_blocks=cached_blocks)
     assert [ledger.state.store.blocks.hash[block] for block in (0, 1, 4)] == [HASHES[0], None, None]
-    assert (ledger.pool().cached, ledger.pool().in_use) == (1, 3)
+    assert (ledger.pool_counts().cached, ledger.pool_counts().in_use) == (1, 3)
 
 
 def test_after_a_rebuild_the_deepest_are_evicted_first_then_the_longest_unused() -> None:
@@ -108,7 +108,7 @@ def test_draining_sequences_keep_their_blocks_until_their_report() -> None:
         live(2, 20, (2, 3), SequencePhase.DRAINING_PREEMPT),
     )
     ledger = rebuilt(4, sequences=sequences)
-    assert (ledger.pool().free, ledger.pool().in_use, ledger.pool().preempting) == (0, 4, 1)
+    assert (ledger.pool_counts().free, ledger.pool_counts().in_use, ledger.pool_counts().preempting) == (0, 4, 1)
     finish(ledger, 1)
     batch = play(ledger, preempted=((2, 21),))
     assert batch is not None
@@ -147,8 +147,8 @@ def test_generated_blocks_that_are_sealed_after_a_rebuild_are_registered() -> No
     cached_blocks = (cached(0, hashes(tokens)[0]), cached(1, hashes(tokens)[1], 0))
     ledger = rebuilt(8, sequences=(grown,), cached_blocks=cached_blocks)
     play(ledger, seal=((2, hashes(tokens)[2]), (3, hashes(tokens)[3])))
-    assert ledger.pool().totals.ignored_seals == 0
-    assert ledger.lookup(hashes(tokens), 70).hit_blocks == 4
+    assert ledger.pool_counts().totals.ignored_seals == 0
+    assert ledger.look_up_prompt(hashes(tokens), 70).hit_blocks == 4
 
 
 def test_the_worker_keeps_its_runway_until_its_first_report_says_more() -> None:
@@ -192,7 +192,7 @@ def test_trimmed_places_stay_trimmed() -> None:
     play(ledger, trim=((1, 2),))
     assert block_table(ledger, 1) == (TRIMMED, TRIMMED, 5)
     finish(ledger, 1)
-    assert ledger.pool().free == 8
+    assert ledger.pool_counts().free == 8
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_rebuilding_at_any_time_gives_the_state_that_was_there(seed: int) -> Non
             tokens = [pick.randrange(2) for _ in range(pick.randrange(1, 30))]
             worker.submit(tokens, len(tokens) + pick.randrange(40))
         worker.step()
-        ledger.apply(worker.report())
+        ledger.apply_report(worker.report())
         worker.deliver(ledger.schedule())
         twin = make_ledger(30, 4)
         worker.drop_report()
@@ -265,7 +265,7 @@ def test_no_step_of_a_large_rebuild_handles_many_blocks(chain: int) -> None:
     ledger = make_ledger(count + 5)
     inventory = large_inventory(count, chain, random.Random(7))
     registered = ordered = free = steps = 0
-    for _ in ledger.rebuilding(inventory):
+    for _ in ledger.rebuild_in_steps(inventory):
         state, steps = ledger.state, steps + 1
         assert len(state.store.cache.entries) - registered <= STEP_BLOCKS
         assert len(state.store.pool.cached) - ordered <= 5 * STEP_BLOCKS
@@ -292,9 +292,9 @@ def test_a_policy_takes_restored_blocks_as_if_they_were_released_one_by_one(poli
     at_once, one_by_one = (each.state.store.eviction for each in ledgers)
     for policy_order in (at_once, one_by_one):
         policy_order.empty()
-    at_once.restore(map(BlockId, order))
+    at_once.restore_blocks(map(BlockId, order))
     for block in order:
-        one_by_one.add(BlockId(block))
+        one_by_one.add_block(BlockId(block))
     for each in ledgers:
         each.check_invariants()
     evicted = [[evict_block(each.state) for _ in range(96)] for each in ledgers]

@@ -33,13 +33,13 @@ def test_cached_blocks_go_and_those_in_use_stay() -> None:
     ledger.drain_index_events()
     assert ledger.reset_cache(7) == 3
     ledger.check_invariants()
-    assert (ledger.pool().cached, ledger.pool().in_use) == (0, 3)
+    assert (ledger.pool_counts().cached, ledger.pool_counts().in_use) == (0, 3)
     gone = hashes(prompt(48))
     assert ledger.drain_index_events() == tuple(Removed(6 + n, gone[2 - n], 2 - n) for n in range(3))
     # The running sequence's blocks are shared and cached as before.
-    assert ledger.lookup(hashes(prompt(33, start=500)), 33).hit_blocks == 2
+    assert ledger.look_up_prompt(hashes(prompt(33, start=500)), 33).hit_blocks == 2
     finish(ledger, 2)
-    assert ledger.pool().cached == 2
+    assert ledger.pool_counts().cached == 2
 
 
 def test_an_idle_pool_is_cleared_with_one_event() -> None:
@@ -75,8 +75,8 @@ def test_the_decision_is_recorded_with_its_numbers() -> None:
     assert decision.kind is DecisionKind.RESET
     assert decision.chosen == "3 cached blocks"
     assert dict(decision.figures) == {"dropped": 3.0, "in_use": 0.0}
-    assert ledger.pool().totals.reset_blocks == 3
-    assert ledger.pool().totals.evictions == 0
+    assert ledger.pool_counts().totals.reset_blocks == 3
+    assert ledger.pool_counts().totals.evictions == 0
 
 
 def new_manager() -> Manager:
@@ -99,9 +99,9 @@ def worker_with_cached_blocks(manager: Manager) -> tuple[FakeWorker, WorkerRegis
     worker.submit([0, 1, 1, 0, 1, 0, 0, 1, 1], 9)
     while worker.live or worker.ended or worker.pool:
         worker.step()
-        registration.ledger.apply(worker.report())
+        registration.ledger.apply_report(worker.report())
         worker.deliver(registration.ledger.schedule())
-    assert registration.ledger.pool().cached == 2
+    assert registration.ledger.pool_counts().cached == 2
     return worker, registration
 
 
@@ -111,10 +111,10 @@ def test_an_order_that_is_lost_with_its_stream_is_repeated_at_the_next_attach() 
     assert manager.reset_cache(5) == {"w": 2}
     manager.detach(registration)  # the batch never arrives
     again = attached(manager, worker, 2)
-    assert again.ledger.pool().cached == 0
+    assert again.ledger.pool_counts().cached == 0
     assert again.ledger.reset_pending
     worker.deliver(again.ledger.schedule())
-    again.ledger.apply(worker.report())
+    again.ledger.apply_report(worker.report())
     assert not again.ledger.reset_pending
     manager.detach(again)
     assert len(worker.inventory().cached_blocks) == 0
@@ -126,16 +126,16 @@ def test_a_worker_that_is_away_is_reset_when_it_attaches_and_one_that_confirmed_
     manager.detach(registration)
     assert manager.reset_cache(5) == {}
     registration = attached(manager, worker, 2)
-    assert registration.ledger.pool().cached == 0
+    assert registration.ledger.pool_counts().cached == 0
     worker.deliver(registration.ledger.schedule())
-    registration.ledger.apply(worker.report())
+    registration.ledger.apply_report(worker.report())
     worker.submit([0, 0, 0, 0, 1], 5)
     while worker.live or worker.ended:
         worker.step()
-        registration.ledger.apply(worker.report())
+        registration.ledger.apply_report(worker.report())
         worker.deliver(registration.ledger.schedule())
     manager.detach(registration)
-    assert attached(manager, worker, 3).ledger.pool().cached == 1
+    assert attached(manager, worker, 3).ledger.pool_counts().cached == 1
 
 
 def test_a_worker_without_cached_blocks_has_nothing_to_lose() -> None:
@@ -144,5 +144,5 @@ def test_a_worker_without_cached_blocks_has_nothing_to_lose() -> None:
     assert isinstance(registration, WorkerRegistration)
     manager.reset_cache(5)
     manager.complete(registration, Inventory())
-    registration.ledger.apply(Report(reset=5))
+    registration.ledger.apply_report(Report(reset=5))
     assert not registration.ledger.reset_pending

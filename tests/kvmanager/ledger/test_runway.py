@@ -64,11 +64,11 @@ def test_the_want_is_leased_also_by_evicting() -> None:
     ledger = make_ledger(4)
     run_through(ledger, 1, prompt(33))
     admit(ledger, reserve(2, prompt(16, start=90), max_len=64))
-    assert (ledger.pool().free, ledger.pool().cached) == (1, 2)
+    assert (ledger.pool_counts().free, ledger.pool_counts().cached) == (1, 2)
     batch = play(ledger, lease_want=2)
     assert batch is not None
     assert (batch.lease_target, batch.lease) == (2, (2, 1))
-    assert ledger.pool().totals.evictions == 1
+    assert ledger.pool_counts().totals.evictions == 1
 
 
 def test_a_lease_is_refilled_to_the_whole_want_in_one_batch() -> None:
@@ -102,12 +102,12 @@ def test_beyond_the_want_only_free_blocks_are_leased() -> None:
     ledger = make_ledger(8, runway_reach=128)
     run_through(ledger, 1, prompt(64))
     admit(ledger, reserve(2, prompt(16, start=90), max_len=128))
-    assert (ledger.pool().free, ledger.pool().cached) == (3, 4)
+    assert (ledger.pool_counts().free, ledger.pool_counts().cached) == (3, 4)
     batch = play(ledger, lease_want=2)
     assert batch is not None
     assert batch.lease_target == 7
     assert batch.lease == (5, 6, 7)
-    assert ledger.pool().totals.evictions == 0
+    assert ledger.pool_counts().totals.evictions == 0
 
 
 def test_a_runway_above_its_want_is_not_topped_up() -> None:
@@ -117,14 +117,14 @@ def test_a_runway_above_its_want_is_not_topped_up() -> None:
     assert batch is not None
     assert len(batch.lease) == 8
     assert play(ledger, bind=((1, 1),), lease_want=2) is None
-    assert ledger.pool().leased == 7
+    assert ledger.pool_counts().leased == 7
 
 
 def test_when_a_sequence_waits_for_blocks_what_is_beyond_the_want_is_called_back() -> None:
     ledger = make_ledger(12, runway_reach=128)
     admit(ledger, reserve(1, prompt(16), max_len=400 - 16 * 14))
     play(ledger, lease_want=2)
-    assert ledger.pool().leased == 8
+    assert ledger.pool_counts().leased == 8
     batch = play(ledger, reserve=(reserve(2, prompt(16 * 5, start=500)),), lease_want=2)
     assert batch is not None
     assert (batch.lease_target, batch.admit) == (2, ())
@@ -143,7 +143,7 @@ def test_nothing_runs_so_nothing_is_leased() -> None:
     assert batch is not None
     assert batch.lease_target == 0
     assert play(ledger, returned=(1, 2)) is None
-    assert ledger.pool().free == 8
+    assert ledger.pool_counts().free == 8
 
 
 def test_a_level_that_the_worker_does_not_know_is_sent_though_it_is_the_default() -> None:
@@ -161,7 +161,7 @@ def test_runway_max_reserves_the_longest_length_at_admission() -> None:
     batch = play(ledger, lease_want=5)
     assert batch is None
     assert admit(ledger, reserve(2, prompt(20, start=90), max_len=80)) == ()
-    assert ledger.pool().capacity == 1
+    assert ledger.pool_counts().capacity == 1
 
 
 def test_runway_max_seals_blocks_as_they_fill() -> None:
@@ -170,4 +170,4 @@ def test_runway_max_seals_blocks_as_they_fill() -> None:
     admit(ledger, reserve(1, tokens[:20], max_len=64))
     play(ledger, seal=tuple(zip((0, 1, 2), hashes(tokens), strict=True)))
     finish(ledger, 1)
-    assert ledger.lookup(hashes(tokens), 50).hit_blocks == 3
+    assert ledger.look_up_prompt(hashes(tokens), 50).hit_blocks == 3

@@ -63,7 +63,7 @@ def test_weights_divide_the_places() -> None:
     ask(ledger, "light", 5)
     ask(ledger, "heavy", 6, weight=3.0)
     shares = TenantShares(ledger.state.config, ledger.state.sequences.tenants)
-    assert (shares.load("heavy"), shares.load("light")) == (1.0, 1.0)
+    assert (shares.load_of("heavy"), shares.load_of("light")) == (1.0, 1.0)
     assert preempted(ledger) == []
     assert admitted_after(ledger, 2) == [6]
 

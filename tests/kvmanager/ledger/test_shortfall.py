@@ -108,4 +108,4 @@ def test_a_miss_by_eviction_names_the_sequence_that_needed_the_room() -> None:
     assert again.miss_reason is MissReason.EVICTED
     (record,) = drained(ledger, DecisionKind.GRANT)
     assert (record.reasons[0], record.beneficiary) == ("evicted", "r2")
-    assert ledger.lookup(hashes(prompt(64, start=500)), 64).evicted_for == "r3"
+    assert ledger.look_up_prompt(hashes(prompt(64, start=500)), 64).evicted_for == "r3"

@@ -47,7 +47,7 @@ class Life:
     def trip(self) -> None:
         """Run a step and take one report there and one batch back."""
         self.worker.step(self.random.choice((4, 16, 64)))
-        self.ledger.apply(self.worker.report())
+        self.ledger.apply_report(self.worker.report())
         self.worker.deliver(self.ledger.schedule())
 
     def resync(self) -> None:
@@ -58,14 +58,14 @@ class Life:
 
     def reset(self) -> None:
         """Try to clear the cache."""
-        in_use = self.ledger.pool().in_use > 0
+        in_use = self.ledger.pool_counts().in_use > 0
         assert self.ledger.reset() is not in_use
 
     def reset_cache(self) -> None:
         """Drop what no sequence uses, while the others run."""
         self.resets += 1
         assert self.ledger.reset_cache(self.resets) >= 0
-        assert self.ledger.pool().cached == 0
+        assert self.ledger.pool_counts().cached == 0
         self.worker.deliver(self.ledger.schedule())
 
     def operate(self) -> None:
@@ -75,7 +75,7 @@ class Life:
         name = self.random.choices(names, weights)[0]
         getattr(self, name)()
         self.seen[name] += 1
-        pool = self.ledger.pool()
+        pool = self.ledger.pool_counts()
         assert pool.free + pool.leased + pool.in_use + pool.cached == pool.num_blocks
 
     def settle(self) -> None:
@@ -88,7 +88,7 @@ class Life:
 
 
 def assert_quiet(ledger: Ledger) -> None:
-    pool = ledger.pool()
+    pool = ledger.pool_counts()
     assert (pool.in_use, pool.leased, pool.running, pool.waiting, pool.preempting) == (0, 0, 0, 0, 0)
     assert pool.free + pool.cached == pool.num_blocks
     assert not ledger.state.store.cache.pending
@@ -107,7 +107,7 @@ def test_behaviour_21_soak_of_100_000_operations_over_100_blocks() -> None:
             life.ledger.drain_decisions()
             assert life.replica.apply(life.ledger.drain_index_events())
             assert life.replica.depths == dict(life.ledger.index_snapshot().entries)
-    totals = life.ledger.pool().totals
+    totals = life.ledger.pool_counts().totals
     life.settle()
     assert_quiet(life.ledger)
     assert min(life.seen.values()) > 1000
@@ -148,7 +148,7 @@ def test_where_every_layer_has_a_window_blocks_are_used_again_whose_ancestors_ar
         behind_empty_places += sum("left the window" in reason for reason in reasons)
         assert life.replica.apply(life.ledger.drain_index_events())
         assert life.replica.depths == dict(life.ledger.index_snapshot().entries)
-    totals = life.ledger.pool().totals
+    totals = life.ledger.pool_counts().totals
     assert behind_empty_places > 5
     assert totals.prefix_hit_blocks > 10
     assert totals.recompute_hit_blocks > 10

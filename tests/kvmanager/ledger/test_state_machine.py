@@ -87,7 +87,7 @@ class LedgerLife(RuleBasedStateMachine):
     @precondition(lambda self: self.reports)
     @rule()
     def report_arrives(self) -> None:
-        self.ledger.apply(self.reports.pop(0))
+        self.ledger.apply_report(self.reports.pop(0))
         self.ledger.check_invariants()
         self.schedule()
 
@@ -148,7 +148,7 @@ class LedgerLife(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        assert self.ledger.reset() is (self.ledger.pool().in_use == 0)
+        assert self.ledger.reset() is (self.ledger.pool_counts().in_use == 0)
 
     @rule()
     def reset_the_cache(self) -> None:
@@ -158,10 +158,10 @@ class LedgerLife(RuleBasedStateMachine):
         sources = {each.copy_source for each in sequences if each.copy_source is not None}
         held = {block for each in sequences for block in each.block_table}
         only_copied = [block for block in sources - held if hash_of[block] is not None]
-        cached, in_use = list(self.ledger.state.store.pool.cached), self.ledger.pool().in_use
+        cached, in_use = list(self.ledger.state.store.pool.cached), self.ledger.pool_counts().in_use
         self.dropped = {block: self.worker.content[block] for block in cached}
         assert self.ledger.reset_cache(self.resets) == len(cached) + len(only_copied)
-        assert (self.ledger.pool().cached, self.ledger.pool().in_use) == (0, in_use)
+        assert (self.ledger.pool_counts().cached, self.ledger.pool_counts().in_use) == (0, in_use)
         self.schedule()
 
     @invariant()
@@ -214,7 +214,7 @@ class LedgerLife(RuleBasedStateMachine):
             if not (self.worker.live or self.worker.ended or self.worker.pool or self.worker.confirms):
                 break
             self.step(64)
-        pool = self.ledger.pool()
+        pool = self.ledger.pool_counts()
         assert not self.worker.live, "a request never ended"
         assert not self.ledger.reset_pending, "the worker never confirmed a reset"
         assert (pool.in_use, pool.leased, pool.waiting, pool.free + pool.cached) == (0, 0, 0, pool.num_blocks)

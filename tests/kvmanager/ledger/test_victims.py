@@ -19,15 +19,15 @@ def running(num_blocks: int, *prompts: int, **options: Any) -> Ledger:
     for number, length in enumerate(prompts, start=1):
         admit(ledger, reserve(number, prompt(length, start=1000 * number), max_len=length + 48))
     use_up(ledger)
-    assert ledger.pool().running == len(prompts)
+    assert ledger.pool_counts().running == len(prompts)
     return ledger
 
 
 def use_up(ledger: Ledger) -> None:
     """Bind all free blocks to the first sequence."""
-    play(ledger, lease_want=ledger.pool().free)
+    play(ledger, lease_want=ledger.pool_counts().free)
     play(ledger, bind=tuple((1, block) for block in leased(ledger)))
-    assert (ledger.pool().free, ledger.pool().leased) == (0, 0)
+    assert (ledger.pool_counts().free, ledger.pool_counts().leased) == (0, 0)
 
 
 def preempted(ledger: Ledger, *stalled: int, **columns: Any) -> list[int]:
@@ -54,7 +54,7 @@ def test_blocks_that_others_hold_are_no_work_to_lose() -> None:
     seal(ledger, 2, hashes(prompt(40, start=500)))
     play(ledger, lease_want=1)
     play(ledger, bind=((1, block_table(ledger, 2)[-1] + 2),))
-    assert ledger.pool().free == 0
+    assert ledger.pool_counts().free == 0
     assert preempted(ledger, 1) == [3], "97 tokens, of which 96 stay with the first"
 
 
@@ -182,7 +182,7 @@ def test_behaviour_30_no_sequence_is_preempted_more_often_than_the_bound(seed: i
         report = worker.report()
         for number, _ in report.preempted:
             counts[number] += 1
-        ledger.apply(report)
+        ledger.apply_report(report)
         ledger.check_invariants()
         worker.deliver(ledger.schedule())
         if not worker.live:
@@ -227,7 +227,7 @@ def test_with_windows_a_spared_sequence_is_chosen_last() -> None:
     ledger.state.sequences.live[SequenceId(3)].preemptions = 5
     assert preempted(ledger, 1) == [2]
     play(ledger, preempted=((2, 9),))
-    assert ledger.pool().preempting == 0
+    assert ledger.pool_counts().preempting == 0
 
 
 def test_without_a_bound_the_least_work_is_lost_every_time() -> None:

@@ -16,7 +16,7 @@ def test_behaviour_20_slots_wasted_by_blocks_of_256(
 ) -> None:
     ledger = make_ledger(64, 256)
     play(ledger, reserve=[reserve(n, prompt(length, 10_000 * n), block_size=256) for n, length in enumerate(lengths)])
-    assert ledger.pool().in_use * 256 - sum(lengths) == paged
+    assert ledger.pool_counts().in_use * 256 - sum(lengths) == paged
     assert contiguous_each * len(lengths) - sum(lengths) == contiguous
 
 
@@ -24,4 +24,4 @@ def test_behaviour_20_slots_wasted_by_blocks_of_256(
 def test_behaviour_20_waste_is_below_a_block(length: int) -> None:
     ledger = make_ledger(4)
     play(ledger, reserve=(reserve(1, prompt(length)),))
-    assert 0 <= ledger.pool().in_use * 16 - length < 16
+    assert 0 <= ledger.pool_counts().in_use * 16 - length < 16

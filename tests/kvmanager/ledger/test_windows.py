@@ -58,9 +58,9 @@ def test_a_prompt_of_which_the_window_is_cached_begins_behind_it() -> None:
     assert granted.block_table[:6] == (TRIMMED, TRIMMED, TRIMMED, TRIMMED, fourth, fifth)
     assert (granted.n_shared, granted.cached_tokens, len(granted.block_table)) == (6, 24, 7)
     assert granted.miss_reason is MissReason.FULL_HIT
-    assert (ledger.pool().in_use, ledger.pool().totals.prefix_hit_blocks) == (3, 6)
+    assert (ledger.pool_counts().in_use, ledger.pool_counts().totals.prefix_hit_blocks) == (3, 6)
     finish(ledger, 2)
-    assert ledger.pool().in_use == 0
+    assert ledger.pool_counts().in_use == 0
 
 
 def test_it_still_begins_there_when_the_first_blocks_were_evicted() -> None:
@@ -70,17 +70,17 @@ def test_it_still_begins_there_when_the_first_blocks_were_evicted() -> None:
     admit(ledger, *(reserve(n, prompt(28, start=300 * n), block_size=SIZE) for n in (2, 3)))
     assert list(copies(ledger)) == list(KEYS[4:])
     assert ledger.drain_index_events()[-1].hash == KEYS[3]  # type: ignore[union-attr]
-    assert ledger.lookup(KEYS, 25).hit_blocks == 6
-    assert ledger.lookup(KEYS, 24).hit_blocks == 0  # the last token is computed, and block 3 is gone
-    assert ledger.lookup(KEYS[:5], 21).hit_blocks == 0
+    assert ledger.look_up_prompt(KEYS, 25).hit_blocks == 6
+    assert ledger.look_up_prompt(KEYS, 24).hit_blocks == 0  # the last token is computed, and block 3 is gone
+    assert ledger.look_up_prompt(KEYS[:5], 21).hit_blocks == 0
 
 
 def evicted(ledger: Ledger, *places: int) -> None:
     """Evict blocks of the long prompt, whatever comes first in the order."""
     for place in places:
         block = ledger.state.store.cache.entries[KEYS[place]]
-        ledger.state.store.pool.free_cached(block)
-        ledger.state.store.cache.evict(block, "r9")
+        ledger.state.store.pool.free_cached_block(block)
+        ledger.state.store.cache.evict_block(block, "r9")
     ledger.check_invariants()
 
 
@@ -107,7 +107,7 @@ def test_the_deepest_run_that_the_window_covers(
     ledger = windowed()
     lived(ledger, 1, LONG)
     evicted(ledger, *gone)
-    match = ledger.lookup(KEYS, num_tokens)
+    match = ledger.look_up_prompt(KEYS, num_tokens)
     assert (match.hit_blocks, match.miss_reason) == (hits, reason)
 
 
@@ -115,17 +115,17 @@ def test_a_prompt_that_goes_on_otherwise_has_hits_up_to_there() -> None:
     ledger = windowed()
     lived(ledger, 1, LONG)
     other = hashes([*LONG[:16], *prompt(8, start=500)], SIZE)
-    match = ledger.lookup(other, 25)
+    match = ledger.look_up_prompt(other, 25)
     assert (match.hit_blocks, match.miss_reason, match.diverged_at) == (4, MissReason.DIVERGED_AT, 4)
-    assert ledger.lookup(hashes(prompt(24, start=700), SIZE), 24).miss_reason is MissReason.NEVER_SEEN
+    assert ledger.look_up_prompt(hashes(prompt(24, start=700), SIZE), 24).miss_reason is MissReason.NEVER_SEEN
 
 
 def test_a_block_whose_eviction_is_forgotten_was_seen_all_the_same() -> None:
     ledger = windowed(ghosts=1)
     lived(ledger, 1, LONG)
     evicted(ledger, 0, 1, 4)
-    assert ledger.lookup(KEYS, 25).miss_reason is MissReason.EVICTED
-    match = ledger.lookup(KEYS[:3], 13)  # of block 0, nothing is known any more, but block 2 is cached
+    assert ledger.look_up_prompt(KEYS, 25).miss_reason is MissReason.EVICTED
+    match = ledger.look_up_prompt(KEYS[:3], 13)  # of block 0, nothing is known any more, but block 2 is cached
     assert (match.hit_blocks, match.miss_reason) == (0, MissReason.EVICTED)
 
 
@@ -168,12 +168,12 @@ def test_a_seal_needs_no_registered_parent_and_compares_hash_parent_and_depth() 
     play(ledger, seal=((table[1], b), (table[2], same)))  # block 0 was never sealed
     assert set(copies(ledger)) == {b, same}
     for keys, hits in (((same,), 0), ((c, same), 0), ((a, c, same), 1), ((c, b, same), 0)):
-        assert ledger.lookup(keys, SIZE * len(keys) + 1).hit_blocks == hits
+        assert ledger.look_up_prompt(keys, SIZE * len(keys) + 1).hit_blocks == hits
     admit(ledger, reserve(9, prompt(9, start=900), block_size=SIZE, block_hashes=(c, same)))
     other = block_table(ledger, 9)
     play(ledger, seal=((other[0], c), (other[1], same)))
     assert copies(ledger)[same] == [table[2]]
-    assert ledger.pool().totals.ignored_seals == 1
+    assert ledger.pool_counts().totals.ignored_seals == 1
 
 
 def test_a_copy_of_a_cached_block_replaces_it() -> None:
@@ -182,7 +182,7 @@ def test_a_copy_of_a_cached_block_replaces_it() -> None:
     evicted(ledger, 4)
     lived(ledger, 2, LONG)
     assert {key: len(blocks) for key, blocks in copies(ledger).items()} == dict.fromkeys(KEYS, 1)
-    assert ledger.pool().free + ledger.pool().cached == 12
+    assert ledger.pool_counts().free + ledger.pool_counts().cached == 12
 
 
 def cached(block: int, place: int, last_used: int = 0) -> CachedBlock:
@@ -199,8 +199,8 @@ def test_an_inventory_brings_back_blocks_without_their_ancestors() -> None:
     ledger.check_invariants()
     assert copies(ledger) == {KEYS[2]: [3], KEYS[3]: [5], KEYS[4]: [8], KEYS[5]: [7]}
     assert list(ledger.state.store.pool.cached) == [7, 5, 3]  # by their last use
-    assert ledger.lookup(KEYS, 25).hit_blocks == 6
-    assert ledger.lookup(KEYS[:5], 17).hit_blocks == 4
+    assert ledger.look_up_prompt(KEYS, 25).hit_blocks == 6
+    assert ledger.look_up_prompt(KEYS[:5], 17).hit_blocks == 4
     play(ledger, seal=((9, KEYS[5]),))
     assert copies(ledger)[KEYS[5]] == [9]
 
@@ -233,7 +233,7 @@ def test_what_is_retained_stays_retained_when_it_leaves_the_window() -> None:
     clock = ManualClock()
     ledger = windowed(12, clock=clock)
     lived(ledger, 1, LONG, retention=(RetainedBlocks(0, 3, 80, 60.0),))
-    assert ledger.pool().retained == 3
+    assert ledger.pool_counts().retained == 3
     lived(ledger, 2, prompt(24, start=600))
     lived(ledger, 3, prompt(24, start=700))
     assert [key in copies(ledger) for key in KEYS] == [True] * 3 + [False] * 3
@@ -246,10 +246,10 @@ def test_one_run_goes_before_another_one_loses_a_block(eviction: str) -> None:
     for number, tokens in enumerate(others, start=1):
         lived(ledger, number, tokens)
     lived(ledger, 9, prompt(24, start=9000))
-    whole = [ledger.lookup(hashes(tokens, SIZE), 25).hit_blocks == 6 for tokens in others]
+    whole = [ledger.look_up_prompt(hashes(tokens, SIZE), 25).hit_blocks == 6 for tokens in others]
     assert sum(whole) >= 3, whole
     play(ledger, lease_want=24)
-    whole = [ledger.lookup(hashes(tokens, SIZE), 25).hit_blocks == 6 for tokens in others]
+    whole = [ledger.look_up_prompt(hashes(tokens, SIZE), 25).hit_blocks == 6 for tokens in others]
     assert sum(whole) >= 1, whole
 
 
@@ -304,12 +304,12 @@ def test_the_deepest_run_is_that_of_a_look_at_each_depth(data: st.DataObject, wi
         if all(held[begin:depth]):
             wanted = (begin, [BlockId(at) for at in range(begin, depth)])
     missing = list[int]()
-    assert cache.deepest_run(keys, limit, config.unread_blocks, missing) == wanted
+    assert cache.find_deepest_run(keys, limit, config.unread_blocks, missing) == wanted
     assert not any(held[each] for each in missing)
     # As long as these are missing, and the blocks of the run are there, the others may change.
     kept = {*missing, *wanted[1]}
     other, _ = _holding([each if at in kept else data.draw(st.booleans()) for at, each in enumerate(held)])
-    assert other.deepest_run(keys, limit, config.unread_blocks) == wanted
+    assert other.find_deepest_run(keys, limit, config.unread_blocks) == wanted
 
 
 def _holding(held: list[bool]) -> tuple[PrefixCache, tuple[BlockHash, ...]]:
@@ -318,5 +318,5 @@ def _holding(held: list[bool]) -> tuple[PrefixCache, tuple[BlockHash, ...]]:
     cache = PrefixCache(blocks, 4, linked=False)
     for at in (at for at, each in enumerate(held) if each):
         blocks.index[at] = at
-        cache.register(BlockId(at), keys[at], keys[at - 1] if at else ROOT)
+        cache.register_block(BlockId(at), keys[at], keys[at - 1] if at else ROOT)
     return cache, keys

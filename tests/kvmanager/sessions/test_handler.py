@@ -68,11 +68,11 @@ async def test_a_pulse_is_answered_and_changes_nothing(manager: Running, connect
     answer = await worker.attach()
     assert answer.attach_ok.silence_seconds == SILENCE_S
     await worker.batch()
-    pool = manager.attachments.manager.ledger("w0").pool()
+    pool = manager.attachments.manager.ledger("w0").pool_counts()
     await worker.send(kvmanager_pb2.SessionRequest(pulse=kvmanager_pb2.Pulse()))
     response = await worker.receive()
     assert (response.WhichOneof("message"), response.session, response.seq, response.ack) == ("pulse", 1, 3, 3)
-    assert manager.attachments.manager.ledger("w0").pool() == pool
+    assert manager.attachments.manager.ledger("w0").pool_counts() == pool
 
 
 async def test_a_session_that_begins_with_a_pulse_is_refused(manager: Running, connect: Connect) -> None:
@@ -90,7 +90,7 @@ async def test_inventory_rebuilds_rows_pool_and_cache(manager: Running, connect:
     )
     worker = connect(manager)
     await worker.attached(Inventory((running,), (BlockId(4),), cached_blocks))
-    pool = manager.attachments.manager.ledger("w0").pool()
+    pool = manager.attachments.manager.ledger("w0").pool_counts()
     assert (pool.in_use, pool.leased, pool.cached, pool.free) == (3, 1, 1, 3)
 
 
@@ -101,7 +101,7 @@ async def test_inventory_in_many_chunks_is_one_inventory(manager: Running, conne
     worker = connect(manager, num_blocks=count)
     answer = await worker.attach(Inventory(cached_blocks=cached_blocks))
     assert answer.ack == 4  # the Attach and three chunks
-    assert manager.attachments.manager.ledger("w0").pool().cached == count
+    assert manager.attachments.manager.ledger("w0").pool_counts().cached == count
 
 
 class HeldRebuild:
@@ -148,7 +148,7 @@ async def test_reports_of_others_are_answered_between_the_steps_of_a_rebuild(
     async with asyncio.timeout(60.0):
         answer = await rebuild.answers.get()
     assert answer.WhichOneof("message") == "attach_ok"
-    assert manager.attachments.manager.ledger("w0").pool().cached == 20_000
+    assert manager.attachments.manager.ledger("w0").pool_counts().cached == 20_000
     rebuild.serving.cancel()
     await asyncio.wait([rebuild.serving])
 
@@ -163,7 +163,7 @@ async def test_a_rebuild_ends_when_the_worker_opens_another_session(manager: Run
         await asyncio.wait_for(rebuild.serving, 60.0)
     assert rebuild.answers.empty()
     ledger = manager.attachments.manager.ledger("w0")
-    assert (ledger.pool().num_blocks, ledger.pool().cached) == (8, 0)
+    assert (ledger.pool_counts().num_blocks, ledger.pool_counts().cached) == (8, 0)
 
 
 async def test_a_reset_during_a_rebuild_reaches_the_worker_with_its_first_batch(manager: Running) -> None:
@@ -174,7 +174,7 @@ async def test_a_reset_during_a_rebuild_reaches_the_worker_with_its_first_batch(
     async with asyncio.timeout(60.0):
         _, second = await rebuild.answers.get(), await rebuild.answers.get()
     assert second.batch.reset == 7
-    assert manager.attachments.manager.ledger("w0").pool().cached == 0
+    assert manager.attachments.manager.ledger("w0").pool_counts().cached == 0
     rebuild.serving.cancel()
     await asyncio.wait([rebuild.serving])
 

@@ -154,7 +154,7 @@ async def test_a_change_that_is_broken_off_is_carried_out_all_the_same() -> None
         def workers(self) -> list[str]:
             return list(self.sizes)
 
-        def pinning_at(self, worker_id: str, why: str) -> Iterator[None]:
+        def pin_in_steps_at(self, worker_id: str, why: str) -> Iterator[None]:
             begun.set()
             while not go_on.is_set():
                 yield

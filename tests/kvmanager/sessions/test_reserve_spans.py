@@ -47,7 +47,7 @@ class Traced:
 
     def report(self, **columns: object) -> None:
         report = Report(**columns)  # type: ignore[arg-type]
-        self.ledger.apply(report)
+        self.ledger.apply_report(report)
         self.spans.reported(report, self.ledger.schedule(), self.ledger.drain_decisions(), CAME_NS)
 
     @property

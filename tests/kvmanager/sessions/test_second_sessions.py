@@ -43,7 +43,7 @@ async def test_later_session_of_the_same_worker_replaces_one_whose_end_was_not_s
     second = connect(manager, session=2)
     await second.attached()
     assert await ended_with(first) is grpc.StatusCode.UNAVAILABLE
-    assert manager.attachments.manager.ledger("w0").pool().in_use == 0
+    assert manager.attachments.manager.ledger("w0").pool_counts().in_use == 0
 
 
 async def test_earlier_session_of_the_same_worker_does_not_replace_a_later_one(
@@ -119,4 +119,4 @@ async def test_report_of_a_replaced_session_is_dropped(manager: Running, connect
     # A report that finds the stream ended gets a status of the client's own, which hides that of the manager.
     code = await ended_with(first)
     assert code is grpc.StatusCode.UNAVAILABLE or await first.call.details() == ENDED
-    assert manager.attachments.manager.ledger("w0").pool().running == 0
+    assert manager.attachments.manager.ledger("w0").pool_counts().running == 0

@@ -103,7 +103,7 @@ CONTENT_MUTANTS = (
     Mutant(
         "42",
         "the source of a copy is not held",
-        ((LedgerState, "hold_source", hold_no_source),),
+        ((LedgerState, "hold_copy_source", hold_no_source),),
         Exhaustive("partial"),
         ("I12",),
     ),
@@ -152,7 +152,7 @@ CONTENT_MUTANTS = (
     Mutant(
         "49",
         "blocks behind empty places need not be sealed",
-        ((PrefixCache, "deepest_run", run_of_any_blocks), (lease_agent, "_check_window", take_any_table)),
+        ((PrefixCache, "find_deepest_run", run_of_any_blocks), (lease_agent, "_check_window", take_any_table)),
         Walks("window_reuse"),
         ("I3", "I10"),
     ),

@@ -53,7 +53,7 @@ def check(world: World) -> None:
             _reset_is_kept(world, manager, session.ledger)
             _preemptions_are_bounded(world, session.ledger)
     link = world.link
-    if link is not None and link.served is not None and world.managers[link.manager].core.current(link.served):
+    if link is not None and link.served is not None and world.managers[link.manager].core.is_current(link.served):
         _registered_content_is_true(world, link.served.ledger)
         _sources_are_held(world, link.served.ledger)
     if world.scenario.with_index:
@@ -188,7 +188,7 @@ def _stalls_are_short(world: World) -> None:
     if (
         not agent._report.stalled
         or agent._blocks.pool
-        or not ledger.state.sequences.live_stalled()
+        or not ledger.state.sequences.find_stalled()
         or _owes_report(agent)
     ):
         return

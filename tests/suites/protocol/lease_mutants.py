@@ -128,7 +128,7 @@ LEASE_MUTANTS = (
     Mutant(
         "10",
         "a freed block stays pending",
-        ((BlockStore, "release", leave_pending),),
+        ((BlockStore, "release_blocks", leave_pending),),
         Exhaustive("cancel"),
         ("I1", "I8"),
     ),
@@ -163,7 +163,7 @@ LEASE_MUTANTS = (
     Mutant(
         "14b",
         "reports of an old session that are still queued are applied",
-        ((Manager, "current", always),),
+        ((Manager, "is_current", always),),
         Exhaustive("break"),
         ("I2", "I4"),
     ),
@@ -219,7 +219,7 @@ LEASE_MUTANTS = (
     Mutant(
         "21",
         "one block a hash",
-        ((PrefixCache, "register", one_block_a_hash),),
+        ((PrefixCache, "register_block", one_block_a_hash),),
         Walks("sharers", faults=CALM),
         ("I1", "I5"),
     ),
@@ -282,7 +282,7 @@ LEASE_MUTANTS = (
     Mutant(
         "35",
         "a cached block keeps its place in the order of eviction beside a block in use with its content",
-        ((BlockStore, "publish", publish_beside_a_cached_copy),),
+        ((BlockStore, "publish_block", publish_beside_a_cached_copy),),
         Exhaustive("cancel_nested"),
         ("I1",),
     ),
@@ -317,7 +317,7 @@ LEASE_MUTANTS = (
     Mutant(
         "52",
         "a prompt begins with a part of its blocks while another one lacks some",
-        ((SequenceTable, "partly_granted", see_nobody_lacking),),
+        ((SequenceTable, "find_begun_prompt", see_nobody_lacking),),
         Walks("parts", faults=CALM),
         ("I14",),
     ),
@@ -345,7 +345,7 @@ LEASE_MUTANTS = (
     Mutant(
         "56",
         "a begun prompt comes before stalled sequences",
-        ((SequenceTable, "live_stalled", put_the_begun_prompt_before_stalled_ones),),
+        ((SequenceTable, "find_stalled", put_the_begun_prompt_before_stalled_ones),),
         Walks("parts_aged", faults=CALM),
         ("I10",),
     ),

@@ -177,7 +177,7 @@ class Run:
 
     def _serve(self, now: int, report: Report) -> None:
         ledger = self.ledger
-        ledger.apply(report)
+        ledger.apply_report(report)
         while True:
             self._look()
             self.order.before()
@@ -193,7 +193,7 @@ class Run:
 
     def _look(self) -> None:
         state = self.ledger.state
-        part = state.sequences.partly_granted()
+        part = state.sequences.find_begun_prompt()
         waiting = [state.sequences.live[each] for each in state.sequences.queue]
         self.covered.outranked += part is not None and any(each.priority > part.priority for each in waiting)
 

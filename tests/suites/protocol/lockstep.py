@@ -88,7 +88,7 @@ def split(crowd: Crowd, delay: int) -> Split:
     seconds, tokens = 0.0, 0
     for step in itertools.count():
         if not agent.has_work:
-            return Split(tokens / seconds, ledger.pool().totals.chunked_grants)
+            return Split(tokens / seconds, ledger.pool_counts().totals.chunked_grants)
         if (said := agent.take_report()) is not None:
             reports.append((step + delay, said))
         while reports and reports[0][0] <= step:
@@ -105,7 +105,7 @@ def split(crowd: Crowd, delay: int) -> Split:
 
 
 def _exchange(agent: LeaseAgent, ledger: Ledger, report: Report) -> None:
-    ledger.apply(report)
+    ledger.apply_report(report)
     batch = ledger.schedule()
     ledger.drain_decisions()
     if batch is not None:

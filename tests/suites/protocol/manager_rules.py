@@ -25,8 +25,8 @@ from kvmanager.ledger.preemption import Exposure
 from kvmanager.ledger.sequence_table import SequenceTable
 from tests.suites.protocol.mutant import Patch
 
-_register, _complete, _deepest_run = PrefixCache.register, Manager.complete, PrefixCache.deepest_run
-_live_stalled = SequenceTable.live_stalled
+_register, _complete, _deepest_run = PrefixCache.register_block, Manager.complete, PrefixCache.find_deepest_run
+_live_stalled = SequenceTable.find_stalled
 _comes_first, _lease_want = chunked_grants.comes_first, chunked_grants.lease_want
 _order_preemption, _entitled_victims = preemption.order_preemption, preemption.entitled_victims
 _admit_sequences, _plan_admission = block_granter.admit_sequences, block_granter.plan_admission
@@ -44,14 +44,14 @@ def let_tenants_take_turns(
     sequence: ManagerSequence, running: list[ManagerSequence], exposure: Exposure, blocks: int
 ) -> list[ManagerSequence]:
     """A tenant without anything takes from any other one, which may then have nothing either."""
-    if exposure.shares.running(sequence.tenant):
+    if exposure.shares.count_running(sequence.tenant):
         return _entitled_victims(sequence, running, exposure, blocks)
     return [each for each in running if each.tenant != sequence.tenant]
 
 
 def leave_pending(store: BlockStore, blocks: Iterable[BlockId]) -> None:
     for block in blocks:
-        store.pool.drop(block)
+        store.pool.drop_block(block)
 
 
 def apply_releases_first() -> Patch:
@@ -100,7 +100,7 @@ def expect_the_source(
     if content is not None:
         block = sequence.block_table[len(plan.hits)]
         state.store.cache.forget_pending(block)
-        state.store.cache.expect(block, content)
+        state.store.cache.expect_block(block, content)
     return granted
 
 
@@ -133,7 +133,7 @@ def one_block_a_hash(cache: PrefixCache, block: BlockId, key: BlockHash, parent:
 
 
 def publish_beside_a_cached_copy(store: BlockStore, block: BlockId, key: BlockHash, parent: BlockHash) -> None:
-    store.cache.register(block, key, parent)
+    store.cache.register_block(block, key, parent)
 
 
 def complete_without_reset(manager: Manager, registration: WorkerRegistration, inventory: Inventory) -> AttachOk:
@@ -171,7 +171,7 @@ def admit_beside_stalled(whose: Callable[[Turn], bool]) -> Callable[..., tuple[l
 
 def put_the_begun_prompt_before_stalled_ones(sequences: SequenceTable) -> list[SequenceId]:
     """While a begun prompt lacks blocks, no other sequence counts as stalled."""
-    return [] if sequences.partly_granted() is not None else _live_stalled(sequences)
+    return [] if sequences.find_begun_prompt() is not None else _live_stalled(sequences)
 
 
 def put_an_old_one_before_the_begun_prompt(state: LedgerState, begun: ManagerSequence, of: ManagerSequence) -> bool:

@@ -50,10 +50,10 @@ class ManagerSide(State):
         return True
 
     def _take_report(self, link: Link, manager: ModelManager, report: Report) -> None:
-        if link.served is None or not manager.core.current(link.served):
+        if link.served is None or not manager.core.is_current(link.served):
             return  # of a session that is over
         ledger = manager.core.ledger(WORKER)
-        ledger.apply(report)
+        ledger.apply_report(report)
         self._answer(link, manager, ledger, self.scenario.admissions)
 
     def further(self, number: int) -> bool:

@@ -60,7 +60,7 @@ class Pair:
     def exchange(self) -> None:
         """Bring the manager the worker's next report, and the worker the answer."""
         if (said := self.agent.take_report()) is not None:
-            self.ledger.apply(said)
+            self.ledger.apply_report(said)
             self.ledger.check_invariants()
             if (batch := self.ledger.schedule()) is not None:
                 self.agent.apply_grant(batch)
@@ -84,7 +84,7 @@ def test_108_tokens_run_in_a_pool_of_6_blocks_of_4(prompt: int, output: int) -> 
     pair = Pair(6)
     pair.submit(prompt, output)
     assert pair.run() == output
-    assert pair.ledger.pool().totals.rejections == 0
+    assert pair.ledger.pool_counts().totals.rejections == 0
 
 
 def test_a_decode_holds_at_most_the_window_and_two_blocks() -> None:
@@ -118,7 +118,7 @@ def test_a_pool_that_does_not_hold_the_window_refuses() -> None:
     pair = Pair(3)
     with pytest.raises(InvalidRequest, match="need 4 blocks of 4; the worker has 3"):
         pair.submit(40, 8)
-    pair.ledger.apply(Report(reserve=(Reserve(SequenceId(7), 40, 48),)))
+    pair.ledger.apply_report(Report(reserve=(Reserve(SequenceId(7), 40, 48),)))
     batch = pair.ledger.schedule()
     assert batch is not None
     assert batch.cancel == (7,)

@@ -69,7 +69,7 @@ class World(WorkerSide, ManagerSide):
     def _has_more(self, link: Link) -> bool:
         """Whether a manager has still to answer the last report that it took from a link."""
         served, manager = link.served, self.managers[link.manager]
-        return manager.alive and served is not None and manager.core.current(served) and served.ledger.has_more
+        return manager.alive and served is not None and manager.core.is_current(served) and served.ledger.has_more
 
     def faults(self) -> list[Event]:
         """List the possible faults."""

@@ -181,9 +181,9 @@ class EngineDriver:
         assert self.channel.ledger is not None
         ledger, deadline = self.channel.ledger, time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
-            pool = ledger.pool()  # not at one instant: the engine's thread may change it meanwhile
+            pool = ledger.pool_counts()  # not at one instant: the engine's thread may change it meanwhile
             all_free = pool.free + pool.cached == self.config.num_blocks
             if all_free and pool.in_use == pool.leased == pool.running == pool.waiting == 0:
                 return
             self.engine.wake()
-        raise AssertionError(f"not everything was released: {ledger.pool()}")
+        raise AssertionError(f"not everything was released: {ledger.pool_counts()}")

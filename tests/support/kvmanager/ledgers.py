@@ -72,7 +72,7 @@ def reserve(number: int, tokens: Sequence[int], max_len: int = 0, block_size: in
 
 def play(ledger: Ledger, **columns: Any) -> GrantBatch | None:
     """Apply a report, check the ledger's state, schedule, check again, and return the batch."""
-    ledger.apply(Report(**columns))
+    ledger.apply_report(Report(**columns))
     ledger.check_invariants()
     batch = ledger.schedule()
     ledger.check_invariants()

@@ -58,7 +58,7 @@ def _reserve_of(data: dict[str, Any]) -> Reserve:
 
 def answer(ledger: Ledger, report: Report) -> tuple[GrantBatch | None, dict[str, Any]]:
     """Apply a report; return the batch, and all outputs of the ledger in the form of `jsonable`."""
-    ledger.apply(report)
+    ledger.apply_report(report)
     batch = ledger.schedule()
     ledger.check_invariants()
     said = {"batch": batch, "decisions": ledger.drain_decisions(), "events": ledger.drain_index_events()}

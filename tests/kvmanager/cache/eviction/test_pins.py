@@ -42,13 +42,13 @@ def test_a_pinned_prefix_outlives_a_scan_until_it_is_unpinned(policy: str, befor
         ledger.pin([pin(prompt(32))], 0.5)
     ledger.check_invariants()
     others(ledger, 40)
-    assert (cached(ledger, prompt(32)), ledger.pool().kept_pinned) == (2, 2)
+    assert (cached(ledger, prompt(32)), ledger.pool_counts().kept_pinned) == (2, 2)
     ledger.pin([], 0.5)
     ledger.check_invariants()
-    assert ledger.pool().kept_pinned == 0
+    assert ledger.pool_counts().kept_pinned == 0
     others(ledger, 20, first=200)
     assert cached(ledger, prompt(32)) == 0
-    found = ledger.lookup(hashes(prompt(32)), 33)
+    found = ledger.look_up_prompt(hashes(prompt(32)), 33)
     assert (found.miss_reason, found.retention) == (MissReason.EVICTED, "its pin was removed or over")
 
 
@@ -76,11 +76,11 @@ def test_pinned_blocks_leave_after_those_that_requests_retain_and_never_refuse_a
     assert (cached(ledger, prompt(32)), cached(ledger, prompt(32, start=500))) == (2, 0)
     serve(ledger, 4, prompt(112, start=2000))
     assert cached(ledger, prompt(32)) == 1
-    assert (ledger.pool().totals.pinned_evictions, ledger.pool().totals.retained_evictions) == (1, 2)
+    assert (ledger.pool_counts().totals.pinned_evictions, ledger.pool_counts().totals.retained_evictions) == (1, 2)
     evictions = [each for each in ledger.drain_decisions() if each.kind is DecisionKind.EVICTION]
     assert any("an operator pinned it, and no block without a pin was left" in " ".join(e.reasons) for e in evictions)
     assert dict(evictions[-1].figures)["pinned"] == 1.0
-    found = ledger.lookup(hashes(prompt(32)), 33)
+    found = ledger.look_up_prompt(hashes(prompt(32)), 33)
     assert found.retention == "an operator pinned it, and no block without a pin was left"
     serve(ledger, 5, prompt(32))
     others(ledger, 20)
@@ -92,12 +92,12 @@ def test_what_requests_retain_counts_again_once_the_pin_is_gone() -> None:
     ledger = make_ledger(8, clock=clock, retention_share=0.25)
     ledger.pin([pin(prompt(32))], 0.25)
     serve(ledger, 1, prompt(32), RetainedBlocks(0, ALL, 80, 60.0))
-    assert (ledger.pool().retained, ledger.pool().kept_pinned) == (0, 2)
+    assert (ledger.pool_counts().retained, ledger.pool_counts().kept_pinned) == (0, 2)
     ledger.pin([], 0.25)
     ledger.check_invariants()
-    assert (ledger.pool().retained, ledger.pool().kept_pinned) == (2, 0)
+    assert (ledger.pool_counts().retained, ledger.pool_counts().kept_pinned) == (2, 0)
     clock.advance(60.0)
-    assert ledger.pool().retained == 0
+    assert ledger.pool_counts().retained == 0
     ledger.check_invariants()
 
 
@@ -105,19 +105,19 @@ def test_requests_retain_what_pins_leave_of_half_of_the_pool() -> None:
     ledger = make_ledger(8, retention_share=0.5)
     serve(ledger, 1, prompt(32), RetainedBlocks(0, ALL, 80, 60.0), tenant="a")
     serve(ledger, 2, prompt(32, start=500), RetainedBlocks(0, ALL, 80, 60.0), tenant="b")
-    assert ledger.pool().retained == 4
+    assert ledger.pool_counts().retained == 4
     ledger.pin([pin(prompt(48, start=900))], 0.5)
     ledger.check_invariants()
-    assert ledger.pool().retained == 1, "not computed yet, and counted all the same"
+    assert ledger.pool_counts().retained == 1, "not computed yet, and counted all the same"
     serve(ledger, 3, prompt(48, start=900))
-    assert (ledger.pool().retained, ledger.pool().kept_pinned) == (1, 3)
+    assert (ledger.pool_counts().retained, ledger.pool_counts().kept_pinned) == (1, 3)
 
 
 def test_pins_with_a_common_beginning_hold_it_until_the_last_is_gone() -> None:
     ledger = make_ledger(8)
     serve(ledger, 1, prompt(48))
     ledger.pin([pin(prompt(32), "short"), pin(prompt(48), "long")], 0.5)
-    assert ledger.pool().kept_pinned == 3
+    assert ledger.pool_counts().kept_pinned == 3
     ledger.pin([pin(prompt(32), "short")], 0.5)
     ledger.check_invariants()
     others(ledger, 40)
@@ -130,7 +130,7 @@ def test_a_pinned_block_in_use_is_held_once_it_is_released() -> None:
     assert admit(ledger, reserve(2, prompt(33)))[0].n_shared == 2
     ledger.pin([pin(prompt(32))], 0.5)
     ledger.check_invariants()
-    assert ledger.pool().kept_pinned == 0
+    assert ledger.pool_counts().kept_pinned == 0
     serve(ledger, 3, prompt(16, start=700))
     ledger.check_invariants()
 
@@ -143,7 +143,7 @@ def test_a_rebuild_holds_what_is_pinned(policy: str) -> None:
     entries = (CachedBlock(3, first, -1, 1), CachedBlock(5, second, 0, 1))  # type: ignore[arg-type]
     ledger.rebuild(Inventory(cached_blocks=entries))
     ledger.check_invariants()
-    assert ledger.pool().kept_pinned == 2
+    assert ledger.pool_counts().kept_pinned == 2
     others(ledger, 40)
     assert cached(ledger, prompt(32)) == 2
 
@@ -154,9 +154,9 @@ def test_a_reset_drops_pinned_blocks_and_keeps_the_pin() -> None:
     serve(ledger, 1, prompt(32))
     assert ledger.reset_cache(7) == 2
     ledger.check_invariants()
-    assert ledger.pool().kept_pinned == 0
+    assert ledger.pool_counts().kept_pinned == 0
     serve(ledger, 2, prompt(32))
-    assert ledger.pool().kept_pinned == 2
+    assert ledger.pool_counts().kept_pinned == 2
 
 
 def test_a_change_is_recorded_with_what_was_left_out() -> None:
@@ -177,7 +177,7 @@ def test_a_worker_without_prefix_caching_pins_nothing() -> None:
     ledger.pin([pin(prompt(32))], 0.5)
     serve(ledger, 1, prompt(32))
     ledger.check_invariants()
-    assert ledger.pool().kept_pinned == 0
+    assert ledger.pool_counts().kept_pinned == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -189,7 +189,7 @@ def test_requests_go_on_between_the_steps_of_a_change(policy: str, monkeypatch: 
     serve(ledger, 2, prompt(64))
     serve(ledger, 3, prompt(64, start=900), RetainedBlocks(0, ALL, 80, 60.0))
     steps = 0
-    for steps, _ in enumerate(ledger.pinning([pin(prompt(128))], 0.5), 1):
+    for steps, _ in enumerate(ledger.pin_in_steps([pin(prompt(128))], 0.5), 1):
         ledger.check_invariants()
         serve(ledger, 10 + steps, prompt(16, start=10_000 + 100 * steps))
         serve(ledger, 50 + steps, prompt(64), RetainedBlocks(0, ALL, 50, 60.0))
@@ -197,14 +197,14 @@ def test_requests_go_on_between_the_steps_of_a_change(policy: str, monkeypatch: 
     assert steps >= 3 + 8, "one for each content at least"
     serve(ledger, 90, prompt(64))
     ledger.check_invariants()
-    assert (ledger.pool().kept_pinned, ledger.pool().retained) == (4, 0), "all of the half is pinned"
+    assert (ledger.pool_counts().kept_pinned, ledger.pool_counts().retained) == (4, 0), "all of the half is pinned"
 
 
 def test_a_change_makes_nothing_long_that_the_collector_would_walk_over() -> None:
     """A list of 65,536 hashes is visited as a whole by each walk over new objects, of which a change makes many."""
     ledger, long = make_ledger(64), 20_000
     contents = dict.fromkeys(numbered(0, long), "t")
-    change = ledger.state.store.retention.pinning
+    change = ledger.state.store.retention.pin_in_steps
     assert len({id(mark) for mark in _marks_after_unpinning().values()}) == 1, "one object for all"
     for wanted in (contents, {}):
         known = {id(each) for each in gc.get_objects()}

@@ -20,7 +20,7 @@ LEARNED = ("frequency", "utility")
 
 def cached_tokens(ledger: Ledger, tokens: list[int]) -> int:
     """Return how many leading tokens of a prompt are cached now."""
-    return 16 * ledger.lookup(hashes(tokens), len(tokens) + 1).hit_blocks
+    return 16 * ledger.look_up_prompt(hashes(tokens), len(tokens) + 1).hit_blocks
 
 
 def serve_hot_and_cold(ledger: Ledger, hot: list[int], rounds: int) -> None:
@@ -55,7 +55,7 @@ def test_a_prefix_outlives_all_that_extends_it(policy: str) -> None:
     for number in range(400):
         tokens = [pick.randrange(3) for _ in range(pick.choice((2, 3, 4)))]
         run_through(ledger, number, [token for each in tokens for token in [each] * 16])  # checks the invariants
-    assert ledger.pool().totals.evictions > 50
+    assert ledger.pool_counts().totals.evictions > 50
 
 
 @pytest.mark.parametrize("policy", LEARNED)
@@ -106,14 +106,14 @@ def test_a_reset_frees_every_cached_block(policy: str) -> None:
     run_through(ledger, 1, prompt(64))
     assert ledger.reset()
     ledger.check_invariants()
-    assert (ledger.pool().free, ledger.pool().cached) == (8, 0)
+    assert (ledger.pool_counts().free, ledger.pool_counts().cached) == (8, 0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_empty_order_has_nothing_to_give(policy: str) -> None:
     order = make_ledger(4, eviction=policy).state.store.eviction
     with pytest.raises(IndexError):
-        order.pop()
+        order.pop_block()
     assert (len(order), list(order), BlockId(0) in order) == (0, [], False)
 
 
@@ -127,12 +127,12 @@ def test_an_inventory_leaves_each_cached_block_evictable(policy: str) -> None:
     )
     claims = (CachedBlock(BlockId(0), first, -1, 0), CachedBlock(BlockId(1), second, 0, 0))
     ledger.rebuild(Inventory((held,), (), claims))
-    assert (ledger.pool().cached, ledger.pool().free) == (1, 1)
-    ledger.apply(Report(reserve=(reserve(2, prompt(32, start=1000)),)))
+    assert (ledger.pool_counts().cached, ledger.pool_counts().free) == (1, 1)
+    ledger.apply_report(Report(reserve=(reserve(2, prompt(32, start=1000)),)))
     batch = ledger.schedule()
     assert batch is not None
     assert [set(each.block_table) for each in batch.admit] == [{0, 3}]
-    assert ledger.pool().cached == 0
+    assert ledger.pool_counts().cached == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)

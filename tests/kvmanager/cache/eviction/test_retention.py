@@ -32,7 +32,7 @@ def serve(ledger: Ledger, number: int, tokens: list[int], *retention: RetainedBl
 
 def cached(ledger: Ledger, tokens: list[int]) -> int:
     """Return how many leading blocks of a prompt are cached."""
-    return ledger.lookup(hashes(tokens), len(tokens) + 1).hit_blocks
+    return ledger.look_up_prompt(hashes(tokens), len(tokens) + 1).hit_blocks
 
 
 def others(ledger: Ledger, count: int, first: int = 100) -> None:
@@ -47,9 +47,9 @@ def test_a_retained_prefix_outlives_a_scan_until_its_time_is_over(policy: str) -
     ledger = make_ledger(8, clock=clock, eviction=policy, retention_share=0.5)
     serve(ledger, 1, prompt(64), RetainedBlocks(0, ALL, 80, 60.0))
     others(ledger, 40)
-    assert (cached(ledger, prompt(64)), ledger.pool().retained) == (4, 4)
+    assert (cached(ledger, prompt(64)), ledger.pool_counts().retained) == (4, 4)
     clock.advance(60.0)
-    assert ledger.pool().retained == 0
+    assert ledger.pool_counts().retained == 0
     others(ledger, 40, first=200)
     assert cached(ledger, prompt(64)) == 0
 
@@ -64,8 +64,10 @@ def test_retained_blocks_leave_by_priority_when_nothing_else_is_left(policy: str
     serve(ledger, 4, prompt(96, start=2000))
     assert (cached(ledger, prompt(32)), cached(ledger, prompt(32, start=500))) == (2, 0)
     serve(ledger, 5, prompt(128, start=3000))
-    assert (cached(ledger, prompt(32)), ledger.pool().retained) == (0, 0), "nothing is refused for retained blocks"
-    assert ledger.pool().totals.retained_evictions == 4
+    assert (cached(ledger, prompt(32)), ledger.pool_counts().retained) == (0, 0), (
+        "nothing is refused for retained blocks"
+    )
+    assert ledger.pool_counts().totals.retained_evictions == 4
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -73,7 +75,7 @@ def test_a_retained_block_holds_the_blocks_before_it(policy: str) -> None:
     ledger = make_ledger(8, eviction=policy, retention_share=0.5)
     serve(ledger, 1, prompt(48), RetainedBlocks(2, 3, 80, 60.0))
     others(ledger, 40)
-    assert (cached(ledger, prompt(48)), ledger.pool().retained) == (3, 3)
+    assert (cached(ledger, prompt(48)), ledger.pool_counts().retained) == (3, 3)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -137,9 +139,12 @@ def test_a_tenant_retains_its_share_and_the_oldest_beyond_it_goes_back() -> None
     ledger = make_ledger(8, retention_share=0.25)
     serve(ledger, 1, prompt(32), RetainedBlocks(0, ALL, 80, 60.0), tenant="a")
     serve(ledger, 2, prompt(32, start=500), RetainedBlocks(0, ALL, 80, 60.0), tenant="b")
-    assert ledger.pool().retained == 4
+    assert ledger.pool_counts().retained == 4
     serve(ledger, 3, prompt(16, start=900), RetainedBlocks(0, ALL, 80, 60.0), tenant="a")
-    assert (ledger.state.store.retention.count("a"), ledger.state.store.retention.count("b")) == (2, 2)
+    assert (ledger.state.store.retention.count_retained("a"), ledger.state.store.retention.count_retained("b")) == (
+        2,
+        2,
+    )
     others(ledger, 20)
     left = [prompt(32), prompt(32, start=500), prompt(16, start=900)]
     assert [cached(ledger, each) for each in left] == [1, 2, 1]
@@ -153,20 +158,23 @@ def test_all_tenants_together_retain_half_of_the_pool_and_the_largest_holder_fal
     expected = (("c", (4, 3, 3, 0)), ("c", (4, 3, 3, 0)), ("d", (3, 3, 3, 1)), ("d", (3, 2, 3, 2)))
     for number, (tenant, left) in enumerate(expected, start=10):
         serve(ledger, number, prompt(16, start=1000 * number), RetainedBlocks(0, ALL, 80, 60.0), tenant=tenant)
-        assert tuple(map(ledger.state.store.retention.count, "abcd")) == left
+        assert tuple(map(ledger.state.store.retention.count_retained, "abcd")) == left
     others(ledger, 20)
     found = [cached(ledger, prompt(80)), cached(ledger, prompt(48, start=1000)), cached(ledger, prompt(32, start=2000))]
     found += [cached(ledger, prompt(16, start=1000 * number)) for number in range(10, 14)]
-    assert (found, ledger.pool().retained) == ([3, 2, 1, 1, 1, 1, 1], 10)
+    assert (found, ledger.pool_counts().retained) == ([3, 2, 1, 1, 1, 1, 1], 10)
 
 
 def test_a_tenant_that_retains_nothing_yet_gets_room_from_the_largest() -> None:
     ledger = make_ledger(8, retention_share=0.5)
     serve(ledger, 1, prompt(64), RetainedBlocks(0, ALL, 100, 60.0), tenant="a")
     serve(ledger, 2, prompt(16, start=500), RetainedBlocks(0, ALL, 36, 60.0), tenant="b")
-    assert (ledger.state.store.retention.count("a"), ledger.state.store.retention.count("b")) == (3, 1)
+    assert (ledger.state.store.retention.count_retained("a"), ledger.state.store.retention.count_retained("b")) == (
+        3,
+        1,
+    )
     serve(ledger, 3, prompt(64, start=900))
-    assert ledger.lookup(hashes(prompt(64)), 65).retention == "all tenants retained more than half of the pool"
+    assert ledger.look_up_prompt(hashes(prompt(64)), 65).retention == "all tenants retained more than half of the pool"
 
 
 def python_calls(work: Callable[[], object]) -> int:
@@ -181,7 +189,7 @@ def python_calls(work: Callable[[], object]) -> int:
 
 
 def mark_calls(blocks: int) -> tuple[list[int], Ledger]:
-    """Release a sequence of so many blocks five times, each with sixteen other ranges; return the calls of `mark`."""
+    """Release a sequence of so many blocks five times, each with sixteen ranges; return the calls of `mark_blocks`."""
     clock, calls = ManualClock(), list[int]()
     ledger = make_ledger(2 * blocks, clock=clock, retention_share=0.5)
     for number in range(5):
@@ -189,7 +197,7 @@ def mark_calls(blocks: int) -> tuple[list[int], Ledger]:
         admit(ledger, reserve(number, prompt(16 * blocks), retention=tuple(asks)))
         seal(ledger, number, hashes(prompt(16 * blocks)))
         sequence = ledger.state.sequences.live[SequenceId(number)]
-        calls.append(python_calls(partial(ledger.state.store.retention.mark, sequence)))
+        calls.append(python_calls(partial(ledger.state.store.retention.mark_blocks, sequence)))
         finish(ledger, number)
         clock.advance(0.01)
     return calls, ledger
@@ -263,7 +271,7 @@ def test_a_duration_is_at_most_the_longest() -> None:
     ledger = make_ledger(4, clock=clock, max_retention=10.0)
     serve(ledger, 1, prompt(16), RetainedBlocks(0, ALL, 100, 1e9))
     clock.advance(10.0)
-    assert ledger.pool().retained == 0
+    assert ledger.pool_counts().retained == 0
 
 
 def test_a_rebuild_forgets_what_was_retained_and_keeps_what_live_sequences_ask_for() -> None:
@@ -271,7 +279,7 @@ def test_a_rebuild_forgets_what_was_retained_and_keeps_what_live_sequences_ask_f
     serve(ledger, 1, prompt(16), RetainedBlocks(0, ALL, 100, 60.0))
     ledger.rebuild(EMPTY)
     ledger.check_invariants()
-    assert (ledger.pool().retained, ledger.state.store.retention.marks) == (0, {})
+    assert (ledger.pool_counts().retained, ledger.state.store.retention.marks) == (0, {})
 
 
 def test_a_reset_forgets_marks_with_their_blocks() -> None:
@@ -333,7 +341,7 @@ def test_a_miss_says_what_became_of_the_retention(share: float, seconds: float, 
     clock.advance(30.0)
     serve(ledger, 2, prompt(48, start=900))
     ledger.drain_decisions()
-    match = ledger.lookup(hashes(prompt(32)), 33)
+    match = ledger.look_up_prompt(hashes(prompt(32)), 33)
     assert (match.miss_reason, match.retention) == (MissReason.EVICTED, why)
     serve(ledger, 3, prompt(33))
     grant = next(each for each in ledger.drain_decisions() if each.kind is DecisionKind.GRANT)

@@ -223,12 +223,12 @@ class Machine(RuleBasedStateMachine):
     def request_begins(self, path: list[int], asks: list[RetainedBlocks], tenant: str) -> None:
         chain = chain_of(path)
         state, now = self.state, self.clock.monotonic()
-        pool, hits = state.store.pool, state.store.cache.longest(chain, len(chain))
+        pool, hits = state.store.pool, state.store.cache.find_longest_prefix(chain, len(chain))
         fresh = len(chain) - len(hits)
         if fresh > pool.available - sum(block in pool.cached for block in hits):
             return
         for block in hits:
-            pool.hold(block)
+            pool.hold_block(block)
         for key, parent in zip(chain[: len(hits)], (ROOT, *chain), strict=False):
             self.naive.use(key, parent)
         self._make_free(fresh, now)
@@ -238,10 +238,10 @@ class Machine(RuleBasedStateMachine):
         sequence.n_shared = sequence.own_from = len(hits)
         sequence.block_table = list(hits)
         for index in range(len(hits), len(chain)):
-            block = pool.take()
+            block = pool.take_block()
             state.store.blocks.index[block] = index
             parent = chain[index - 1] if index else ROOT
-            state.store.publish(block, chain[index], parent)
+            state.store.publish_block(block, chain[index], parent)
             self.naive.use(chain[index], parent)
             sequence.block_table.append(block)
         self.running.append(Running(sequence, chain))
@@ -272,9 +272,9 @@ class Machine(RuleBasedStateMachine):
                 if asked.priority > 35 or index >= max(asked.first, sequence.n_shared)
             ]
             self.naive.mark(key, asks, sequence.tenant, now)
-        self.state.store.retention.mark(sequence)
+        self.state.store.retention.mark_blocks(sequence)
         for block, key in zip(reversed(sequence.block_table), reversed(each.chain), strict=True):
-            self.state.store.release((BlockId(block),))
+            self.state.store.release_blocks((BlockId(block),))
             self.naive.release(key, "ab", now)
 
     @rule(path=st.lists(st.integers(0, 1), max_size=3), other=st.lists(st.integers(0, 1), max_size=1))
@@ -283,8 +283,8 @@ class Machine(RuleBasedStateMachine):
         now, chains = self.clock.monotonic(), [chain_of(path), chain_of(other)]
         keys = list(dict.fromkeys(key for chain in chains for key in chain))
         retention = self.state.store.retention
-        retention.expire()
-        for _ in retention.pinning(dict.fromkeys(keys, "op")):
+        retention.expire_terms()
+        for _ in retention.pin_in_steps(dict.fromkeys(keys, "op")):
             pass
         self.naive.pin(keys, "ab", now)
         while candidates := self.naive.surplus("ab", now):
@@ -301,7 +301,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def both_have_the_same(self) -> None:
         now = self.clock.monotonic()
-        self.state.store.retention.expire()
+        self.state.store.retention.expire_terms()
         assert set(self.state.store.cache.entries) == set(self.naive.contents)
         cached = {key: each for key, each in self.naive.contents.items() if each.released is not None}
         assert {self.state.store.blocks.hash[block] for block in self.state.store.pool.cached} == set(cached)
