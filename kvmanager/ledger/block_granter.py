@@ -44,7 +44,8 @@ _TENANTS: Final = 4
 class GrantPlan:
     """How a sequence would be admitted: the blocks that it shares, how many it gets, and why there are no more hits.
 
-    `left` blocks are available then. Its block table begins with `unread` empty places, for hits that left its window.
+    `left` blocks are available then. Its block table begins with `unread` empty places, for hits that left its window:
+    see `grant_blocks`.
     """
 
     hits: list[BlockId]
@@ -241,7 +242,12 @@ def match_prefix(
 ) -> tuple[list[BlockId], PrefixMatch]:
     """Return the registered or pending blocks of a prompt's full blocks, and the match that they give.
 
-    Where every layer has a window, the match has more hits than there are blocks: the others left the window.
+        block_hashes   | 0 | 1 | 2 | 3 | 4 | 5 |  + the tokens behind the last full block
+        found          | x | x | x |   |                                hits: blocks 0, 1, 2
+        with a window  |   |   | x | x |                                hits: 2, 3; the match counts 4
+
+    Where every layer has a window, the match has more hits than there are blocks: the others left the window. The block
+    of the last token is never a hit, because that token's logits must be computed.
     """
     config, cache = store.config, store.cache
     if not config.prefix_caching or not cacheable:
@@ -371,9 +377,15 @@ def grant_blocks(
     passes: bool = False,
     part: PartialCopy | None = None,
 ) -> Admit:
-    """Give the sequence its block table. Hits are referenced before anything is evicted for the fresh blocks.
+    """Give a waiting sequence its block table, and return the answer to the worker.
 
-    So is the block of which a part is copied.
+        | TRIMMED, plan.unread | plan.hits            | plan.fresh                          | growth, leased later  |
+        | left the window      | shared, not computed | a copied part, then computed slots  |                       |
+        |<------------- n_shared = plan.shared ------>|
+        |<--------------------------------- block_table ---------------------------------->|
+        |<---------------------------------------------- max_blocks -------------------------------------------->|
+
+    Hits, and the block of which a part is copied, are referenced before anything is evicted for the fresh blocks.
     """
     store = state.store
     store.remembered, parent = None, find_fork_parent(state, sequence)

@@ -69,6 +69,14 @@ class Ledger:
     def schedule(self, most: int | None = None) -> GrantBatch | None:
         """Decide what to grant and order; None when there is nothing to send. Call it after each report and rebuild.
 
+            report --> apply_report --> schedule --> GrantBatch
+                                         1 lease     blocks ahead of need, for those that run
+                                         2 preempt   where a stalled sequence finds no block
+                                         3 admit     the next sequences that fit; or preempt for the next one
+                                         4 lease     what a begun prompt lacks
+                                         5 admit     those that pass the next one (`backfill.py`)
+                                         6 target    how many leased blocks the worker keeps
+
         With `most`, a batch has so many admissions at most, and `has_more` says whether the next batch can follow.
         """
         state = self.state

@@ -31,6 +31,9 @@ class PartialCopy:
 def partial_copy(store: BlockStore, sequence: Sequence, hits: Items[BlockId], spare: int) -> PartialCopy | None:
     """Return the copy that saves a sequence the most tokens behind its hits; None without one of a quarter of a block.
 
+        prompt    | hit | hit | hit | a a a b b b |     source    | a a a c c c |, cached
+        granted   | hit | hit | hit | a a a . . . |     `slots` = 3 are copied, the others are computed
+
     `spare` blocks are left beside those of the admission. A cached source is one of them: it must outlast the grant.
     """
     if not sequence.partial_hashes or not sequence.takes_hits or not store.config.copies_parts:

@@ -23,7 +23,10 @@ class RunwayTerms(NamedTuple):
 def runway_terms(
     config: LedgerConfig, lease_want: int, stalled: int, growth: int, running: int, pressed: bool = False
 ) -> RunwayTerms:
-    """Return the bounds of the lease pool. With `pressed`, a sequence waits for blocks.
+    """Return the bounds of the lease pool in blocks. With `pressed`, a sequence waits for blocks.
+
+        0 ------------------ want ------------------ reach ------------------ growth
+        leased by evicting   leased from free blocks alone   never leased
 
     At least the number of stalled sequences, at most `growth`, the blocks by which all running sequences may still
     grow: so a request that needs the whole pool can run alone.

@@ -1,4 +1,4 @@
-"""Behaviours 10, 12, 13, 14, 17 and every reason for a miss."""
+"""What is published, shared and trimmed in a prefix cache, and every reason for a miss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.kvmanager.ledgers import (
 )
 
 
-def test_behaviour_10_what_the_worker_did_not_seal_is_never_published() -> None:
+def test_what_the_worker_did_not_seal_is_never_published() -> None:
     ledger = make_ledger(10)
     admit(ledger, reserve(1, prompt(20), max_len=100))
     play(ledger, lease_want=2)
@@ -33,7 +33,7 @@ def test_behaviour_10_what_the_worker_did_not_seal_is_never_published() -> None:
     assert not ledger.state.store.cache.pending
 
 
-def test_behaviour_12_trimmed_blocks_are_free_before_capacity_is_checked() -> None:
+def test_trimmed_blocks_are_free_before_capacity_is_checked() -> None:
     ledger = make_ledger(6, 4, window=8)
     tokens = prompt(16)
     admit(ledger, reserve(1, tokens, max_len=20, block_size=4))
@@ -63,7 +63,7 @@ def test_trims_are_totals_so_repeating_one_changes_nothing() -> None:
     ],
     ids=["same salt", "other salt", "other domain", "salt is no adapter", "adapter reloaded"],
 )
-def test_behaviour_13_a_domain_hits_only_itself(first: dict[str, object], second: dict[str, object], hits: int) -> None:
+def test_a_domain_hits_only_itself(first: dict[str, object], second: dict[str, object], hits: int) -> None:
     ledger, tokens = make_ledger(10), prompt(40)
     chains = [hashes(tokens, root=root_digest("model", "tokenizer", 16, **each)) for each in (first, second)]  # type: ignore[arg-type]
     admit(ledger, reserve(1, tokens, block_hashes=chains[0]))
@@ -72,7 +72,7 @@ def test_behaviour_13_a_domain_hits_only_itself(first: dict[str, object], second
     assert granted.n_shared == hits
 
 
-def test_behaviour_14_identical_blocks_of_one_sequence_are_two_entries() -> None:
+def test_identical_blocks_of_one_sequence_are_two_entries() -> None:
     ledger, tokens = make_ledger(10), [5] * 33
     admit(ledger, reserve(1, tokens))
     seal(ledger, 1, hashes(tokens))
@@ -80,7 +80,7 @@ def test_behaviour_14_identical_blocks_of_one_sequence_are_two_entries() -> None
     assert copies(ledger) == dict(zip(hashes(tokens), ([0], [1]), strict=True))
 
 
-def test_behaviour_17_released_before_its_prefill_ran_it_publishes_nothing() -> None:
+def test_released_before_its_prefill_ran_it_publishes_nothing() -> None:
     ledger = make_ledger(10)
     admit(ledger, reserve(1, prompt(40)))
     finish(ledger, 1)
@@ -138,7 +138,7 @@ def test_caching_switched_off_for_a_request() -> None:
     assert block_table(ledger, 2) == (3, 4, 5)
 
 
-def test_behaviour_21b_a_burst_shares_blocks_that_are_still_being_filled() -> None:
+def test_a_burst_shares_blocks_that_are_still_being_filled() -> None:
     ledger = make_ledger(64)
     burst = [reserve(number, prompt(48) + prompt(5, start=100 * number)) for number in range(1, 5)]
     granted = admit(ledger, *burst)
@@ -147,7 +147,7 @@ def test_behaviour_21b_a_burst_shares_blocks_that_are_still_being_filled() -> No
 
 
 @pytest.mark.parametrize("aborted", [1, 2, 3])
-def test_behaviour_21b_whoever_leaves_the_others_keep_the_blocks(aborted: int) -> None:
+def test_whoever_leaves_the_others_keep_the_blocks(aborted: int) -> None:
     ledger = make_ledger(64)
     burst = [reserve(number, prompt(32) + prompt(5, start=100 * number)) for number in range(1, 4)]
     admit(ledger, *burst)

@@ -1,4 +1,4 @@
-"""Behaviours 1 to 9: which blocks a prompt gets, shares, gives back and grows into."""
+"""Which blocks a prompt gets, shares, gives back and grows into."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.kvmanager.ledgers import (
 )
 
 
-def test_behaviour_01_55_tokens_take_four_blocks_of_which_three_get_hashes() -> None:
+def test_55_tokens_take_four_blocks_of_which_three_get_hashes() -> None:
     ledger = make_ledger(10)
     (granted,) = admit(ledger, reserve(1, prompt(55)))
     assert (granted.block_table, granted.n_shared, granted.cached_tokens) == ((0, 1, 2, 3), 0, 0)
@@ -32,7 +32,7 @@ def test_behaviour_01_55_tokens_take_four_blocks_of_which_three_get_hashes() -> 
     assert [ledger.state.store.blocks.hash[block] for block in range(4)] == [*hashes(prompt(55)), None]
 
 
-def test_behaviour_02_a_shared_prefix_of_48_tokens_is_three_hits_and_one_new_block() -> None:
+def test_a_shared_prefix_of_48_tokens_is_three_hits_and_one_new_block() -> None:
     ledger = make_ledger(10)
     admit(ledger, reserve(1, prompt(55)))
     seal(ledger, 1, hashes(prompt(55)))
@@ -41,7 +41,7 @@ def test_behaviour_02_a_shared_prefix_of_48_tokens_is_three_hits_and_one_new_blo
     assert [ledger.state.store.blocks.refs[block] for block in range(5)] == [2, 2, 2, 1, 1]
 
 
-def test_behaviour_03_blocks_without_hash_are_reused_first_then_cached_ones_tail_first() -> None:
+def test_blocks_without_hash_are_reused_first_then_cached_ones_tail_first() -> None:
     ledger = make_ledger(10)
     admit(ledger, reserve(1, prompt(55)))
     seal(ledger, 1, hashes(prompt(55)))
@@ -51,7 +51,7 @@ def test_behaviour_03_blocks_without_hash_are_reused_first_then_cached_ones_tail
     assert free_order(ledger) == [5, 6, 7, 8, 9, 3, 4, 2, 1, 0]
 
 
-def test_behaviour_04_a_hit_leaves_the_middle_of_the_eviction_order() -> None:
+def test_a_hit_leaves_the_middle_of_the_eviction_order() -> None:
     ledger = make_ledger(10)
     run_through(ledger, 1, prompt(33))
     run_through(ledger, 2, prompt(33, start=500))
@@ -62,7 +62,7 @@ def test_behaviour_04_a_hit_leaves_the_middle_of_the_eviction_order() -> None:
     assert (len(ledger.state.store.pool.cached), ledger.pool_counts().cached) == (3, 3)
 
 
-def test_behaviour_05_160_fresh_tokens_evict_a_full_pool_in_queue_order() -> None:
+def test_160_fresh_tokens_evict_a_full_pool_in_queue_order() -> None:
     ledger = make_ledger(10)
     run_through(ledger, 1, prompt(80))
     run_through(ledger, 2, prompt(80, start=500))
@@ -80,14 +80,14 @@ def test_behaviour_05_160_fresh_tokens_evict_a_full_pool_in_queue_order() -> Non
     ("length", "cached", "reason"),
     [(32, 16, MissReason.CAPPED), (33, 32, MissReason.FULL_HIT), (16, 0, MissReason.CAPPED)],
 )
-def test_behaviour_06_the_last_token_is_always_computed(length: int, cached: int, reason: MissReason) -> None:
+def test_the_last_token_is_always_computed(length: int, cached: int, reason: MissReason) -> None:
     ledger = make_ledger(10)
     run_through(ledger, 1, prompt(64))
     (granted,) = admit(ledger, reserve(2, prompt(length)))
     assert (granted.cached_tokens, granted.miss_reason) == (cached, reason)
 
 
-def test_behaviour_07_a_requests_own_hits_are_not_evicted_for_it() -> None:
+def test_a_requests_own_hits_are_not_evicted_for_it() -> None:
     ledger = make_ledger(4)
     run_through(ledger, 1, prompt(33))
     run_through(ledger, 2, prompt(16, start=500))
@@ -97,7 +97,7 @@ def test_behaviour_07_a_requests_own_hits_are_not_evicted_for_it() -> None:
     assert granted.n_shared == 2
 
 
-def test_behaviour_07_hits_do_not_count_as_room_for_the_rest() -> None:
+def test_hits_do_not_count_as_room_for_the_rest() -> None:
     ledger = make_ledger(4)
     run_through(ledger, 1, prompt(33))
     admit(ledger, reserve(2, prompt(16, start=500)))
@@ -108,7 +108,7 @@ def test_behaviour_07_hits_do_not_count_as_room_for_the_rest() -> None:
     assert batch.admit[0].n_shared == 2
 
 
-def test_behaviour_08_a_reused_block_sheds_its_key() -> None:
+def test_a_reused_block_sheds_its_key() -> None:
     ledger = make_ledger(4)
     run_through(ledger, 1, prompt(17))
     run_through(ledger, 2, prompt(64, start=500))
@@ -116,7 +116,7 @@ def test_behaviour_08_a_reused_block_sheds_its_key() -> None:
     assert ledger.look_up_prompt(hashes(prompt(17)), 17).miss_reason is MissReason.EVICTED
 
 
-def test_behaviour_08_older_than_the_ghost_list_it_was_never_seen() -> None:
+def test_older_than_the_ghost_list_it_was_never_seen() -> None:
     ledger = make_ledger(2, ghosts=2)
     for number in range(4):
         run_through(ledger, number, prompt(32, start=1000 * number))
@@ -124,7 +124,7 @@ def test_behaviour_08_older_than_the_ghost_list_it_was_never_seen() -> None:
     assert ledger.look_up_prompt(hashes(prompt(32, start=1000)), 32).miss_reason is MissReason.NEVER_SEEN
 
 
-def test_behaviour_09_decode_grows_by_a_block_when_one_is_full() -> None:
+def test_decode_grows_by_a_block_when_one_is_full() -> None:
     ledger = make_ledger(10)
     tokens = prompt(75)
     admit(ledger, reserve(1, tokens[:55], max_len=100))

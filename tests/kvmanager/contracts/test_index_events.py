@@ -1,4 +1,4 @@
-"""Behaviours 15 and 16: the events for the index, and how the index repairs a gap."""
+"""The events for the index, and how the index repairs a gap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.kvmanager.index_replica import IndexReplica
 from tests.support.kvmanager.ledgers import admit, depths, hashes, make_ledger, play, prompt, reserve, run_through, seal
 
 
-def test_behaviour_15_reset_is_refused_while_a_block_is_in_use() -> None:
+def test_reset_is_refused_while_a_block_is_in_use() -> None:
     ledger = make_ledger(6)
     run_through(ledger, 1, prompt(33))
     admit(ledger, reserve(2, prompt(5, start=90)))
@@ -21,7 +21,7 @@ def test_behaviour_15_reset_is_refused_while_a_block_is_in_use() -> None:
     assert ledger.drain_index_events() == ()
 
 
-def test_behaviour_15_reset_clears_everything_with_one_event() -> None:
+def test_reset_clears_everything_with_one_event() -> None:
     ledger = make_ledger(6)
     run_through(ledger, 1, prompt(33))
     run_through(ledger, 2, prompt(96, start=500))  # evicts the first
@@ -45,7 +45,7 @@ def test_events_are_drained_once_in_the_order_of_the_changes() -> None:
     assert ledger.drain_index_events() == expected
 
 
-def test_behaviour_16_removed_stands_before_stored_of_the_same_hash() -> None:
+def test_removed_stands_before_stored_of_the_same_hash() -> None:
     ledger = make_ledger(2)
     run_through(ledger, 1, prompt(32))
     ledger.drain_index_events()
@@ -56,7 +56,7 @@ def test_behaviour_16_removed_stands_before_stored_of_the_same_hash() -> None:
 
 
 @pytest.mark.searches
-def test_behaviour_16_replaying_all_events_gives_the_pools_map() -> None:
+def test_replaying_all_events_gives_the_pools_map() -> None:
     ledger = make_ledger(12, 4)
     replica, pick = IndexReplica(), random.Random(16)
     for number in range(300):
@@ -70,7 +70,7 @@ def test_behaviour_16_replaying_all_events_gives_the_pools_map() -> None:
     assert ledger.pool_counts().totals.evictions > 100
 
 
-def test_behaviour_16_a_lost_event_is_seen_by_the_gap_and_repaired_by_a_snapshot() -> None:
+def test_a_lost_event_is_seen_by_the_gap_and_repaired_by_a_snapshot() -> None:
     ledger, replica = make_ledger(12, 4), IndexReplica()
     run_through(ledger, 1, prompt(12), block_size=4)
     first, _lost, third = ledger.drain_index_events()

@@ -1,4 +1,4 @@
-"""Behaviours 26 to 29: who is refused, who waits for what, who may leave at any time, and what is counted."""
+"""Who is refused, who waits for what, who may leave at any time, and what is counted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def admitted(granted: tuple[Admit, ...]) -> list[int]:
     return [each.sequence for each in granted]
 
 
-def test_behaviour_26_a_request_beyond_the_pool_is_refused_with_the_numbers() -> None:
+def test_a_request_beyond_the_pool_is_refused_with_the_numbers() -> None:
     ledger = make_ledger(4)
     batch = play(ledger, reserve=(reserve(1, prompt(20), max_len=66), reserve(2, prompt(64))))
     assert batch is not None
@@ -112,7 +112,7 @@ def test_the_queue_goes_by_priority_then_arrival() -> None:
     assert admitted(batch.admit) == [3, 5, 2, 4]
 
 
-def test_behaviour_27_only_the_head_lacks_capacity_the_others_are_deferred() -> None:
+def test_only_the_head_lacks_capacity_the_others_are_deferred() -> None:
     ledger = make_ledger(4)
     admit(ledger, reserve(1, prompt(40)))
     assert admit(ledger, reserve(2, prompt(60, start=90)), reserve(3, prompt(5, start=190), max_len=15)) == ()
@@ -124,7 +124,7 @@ def test_behaviour_27_only_the_head_lacks_capacity_the_others_are_deferred() -> 
     assert admitted(batch.admit) == [2]
 
 
-def test_behaviour_27_the_limit_of_sequences_defers() -> None:
+def test_the_limit_of_sequences_defers() -> None:
     ledger = make_ledger(8, max_num_seqs=2)
     numbers = admitted(admit(ledger, *(reserve(n, prompt(5, start=100 * n)) for n in range(1, 5))))
     assert numbers == [1, 2]
@@ -160,7 +160,7 @@ def preempted(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("state", [queued, running, mid_chunk, decoding, preempted])
-def test_behaviour_28_abort_is_idempotent_in_every_state(state: Callable[[Ledger], None]) -> None:
+def test_abort_is_idempotent_in_every_state(state: Callable[[Ledger], None]) -> None:
     ledger = make_ledger(4)
     state(ledger)
     finish(ledger, 1, 2)
@@ -195,7 +195,7 @@ def test_a_sequence_id_is_reserved_once() -> None:
         play(ledger, reserve=(reserve(1, prompt(20)),))
 
 
-def test_behaviour_29_hits_count_once_a_request_and_recompute_apart() -> None:
+def test_hits_count_once_a_request_and_recompute_apart() -> None:
     ledger = make_ledger(20)
     run_through(ledger, 1, prompt(48))
     admit(ledger, reserve(2, prompt(48), max_len=60))
@@ -207,7 +207,7 @@ def test_behaviour_29_hits_count_once_a_request_and_recompute_apart() -> None:
     assert totals.misses_by_reason == {"never_seen": 1, "capped": 1}
 
 
-def test_behaviour_29_no_queries_is_not_no_hits() -> None:
+def test_no_queries_is_not_no_hits() -> None:
     ledger = make_ledger(20)
     admit(ledger, reserve(1, prompt(15)))
     totals = ledger.pool_counts().totals

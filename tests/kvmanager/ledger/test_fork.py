@@ -1,4 +1,4 @@
-"""Behaviour 18: sequences of one prompt share full blocks; the partial last one is copied, or computed again."""
+"""Sequences of one prompt share full blocks; the partial last one is copied, or computed again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def forked(length: int, **options: Any) -> GrantBatch:
     return batch
 
 
-def test_behaviour_18_full_blocks_are_shared_and_the_partial_last_one_is_copied() -> None:
+def test_full_blocks_are_shared_and_the_partial_last_one_is_copied() -> None:
     batch = forked(55)
     assert batch.admit[0].block_table == (0, 1, 2, 4)
     assert batch.admit[0].n_shared == 3
@@ -90,7 +90,7 @@ def test_a_trimmed_parent_is_no_source() -> None:
     assert (batch.copy, batch.admit[0].n_shared) == ((), 0)
 
 
-def test_behaviour_18_every_reference_returns_to_zero() -> None:
+def test_every_reference_returns_to_zero() -> None:
     ledger = make_ledger(20)
     admit(ledger, reserve(1, prompt(40), 100))
     play(ledger, reserve=(fork(2, 40), fork(3, 40)))

@@ -1,4 +1,4 @@
-"""Behaviours 23, 24, 25 and 30: whose blocks are taken back, when, and how often at most."""
+"""Whose blocks are taken back, when, and how often at most."""
 
 from __future__ import annotations
 
@@ -29,13 +29,11 @@ def preempted_by(ledger: Ledger, *stalled: int) -> list[int]:
 @pytest.mark.parametrize(
     ("priorities", "victim"), [((0, 0, 0), 3), ((0, 0, 5), 2), ((0, 5, 5), 1), ((1, 0, 1), 2), ((-1, 0, 0), 1)]
 )
-def test_behaviour_23_the_victim_is_the_lowest_priority_then_the_latest(
-    priorities: tuple[int, ...], victim: int
-) -> None:
+def test_the_victim_is_the_lowest_priority_then_the_latest(priorities: tuple[int, ...], victim: int) -> None:
     assert preempted_by(full_pool(priorities), 1) == [victim]
 
 
-def test_behaviour_23_one_preemption_is_outstanding_at_a_time() -> None:
+def test_one_preemption_is_outstanding_at_a_time() -> None:
     ledger = full_pool()
     assert preempted_by(ledger, 1) == [3]
     assert preempted_by(ledger, 1, 2) == []
@@ -93,13 +91,13 @@ def test_who_goes_on_has_the_blocks_and_never_a_victim(
     assert {each.beneficiary for each in records} == {beneficiary}
 
 
-def test_behaviour_23_nobody_is_preempted_for_a_sequence_that_runs_alone() -> None:
+def test_nobody_is_preempted_for_a_sequence_that_runs_alone() -> None:
     ledger = make_ledger(2)
     admit(ledger, reserve(1, prompt(32), max_len=32))
     assert preempted_by(ledger, 1) == []
 
 
-def test_behaviour_23_a_draining_sequence_is_no_victim() -> None:
+def test_a_draining_sequence_is_no_victim() -> None:
     ledger = full_pool()
     ledger.state.sequences.halt_sequence(ledger.state.sequences.live[SequenceId(3)], SequencePhase.DRAINING_FINISH)
     assert preempted_by(ledger, 1) == [2]
@@ -129,7 +127,7 @@ def test_a_stalled_sequence_that_left_holds_nobody_up() -> None:
     assert ledger.state.sequences.stalled == (1,)
 
 
-def test_behaviour_24_blocks_of_a_victim_are_not_free_before_its_report() -> None:
+def test_blocks_of_a_victim_are_not_free_before_its_report() -> None:
     ledger = full_pool()
     preempted_by(ledger, 1)
     assert (ledger.pool_counts().in_use, ledger.pool_counts().free) == (6, 0)
@@ -139,7 +137,7 @@ def test_behaviour_24_blocks_of_a_victim_are_not_free_before_its_report() -> Non
 
 
 @pytest.mark.parametrize("order", ["finish wins", "preempted, then finished"])
-def test_behaviour_24_a_finish_that_crosses_the_order(order: str) -> None:
+def test_a_finish_that_crosses_the_order(order: str) -> None:
     ledger = full_pool()
     preempted_by(ledger, 1)
     end = ((SequenceId(3), FinishReason.STOP),)
@@ -152,7 +150,7 @@ def test_behaviour_24_a_finish_that_crosses_the_order(order: str) -> None:
     assert play(ledger, preempted=((3, 21),), finished=end) is None
 
 
-def test_behaviour_25_nobody_is_admitted_with_a_preemption() -> None:
+def test_nobody_is_admitted_with_a_preemption() -> None:
     ledger = full_pool()
     batch = play(ledger, reserve=(reserve(4, prompt(5)),), stalled=(1,), lease_want=1)
     assert batch is not None
@@ -168,7 +166,7 @@ def test_nobody_is_admitted_while_a_sequence_stalls() -> None:
     assert (batch.lease, batch.admit) == ((5, 2), ())
 
 
-def test_behaviour_30_a_preempted_sequence_keeps_its_place() -> None:
+def test_a_preempted_sequence_keeps_its_place() -> None:
     ledger = full_pool()
     play(ledger, reserve=(reserve(4, prompt(5)), reserve(5, prompt(5, start=50), priority=1)))
     preempted_by(ledger, 1)
@@ -196,7 +194,7 @@ def test_the_record_names_victim_beneficiary_and_what_was_lost() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_behaviour_30_preemptions_are_bounded_and_the_most_senior_has_none(seed: int) -> None:
+def test_preemptions_are_bounded_and_the_most_senior_has_none(seed: int) -> None:
     """A sequence is preempted at most once for each block by which it and its seniors may still grow."""
     block_size, num_tokens, max_len, requests = 4, 6, 40, 6
     ledger, worker = make_ledger(12, block_size), FakeWorker(12, block_size, vocabulary=50)

@@ -1,4 +1,4 @@
-"""Behaviours 16 and 21: a long random life of one ledger under a worker that keeps the protocol."""
+"""A long random life of one ledger under a worker that keeps the protocol."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def assert_quiet(ledger: Ledger) -> None:
 
 @pytest.mark.rest
 @pytest.mark.timeout(900)
-def test_behaviour_21_soak_of_100_000_operations_over_100_blocks() -> None:
+def test_soak_of_100_000_operations_over_100_blocks() -> None:
     life = Life(100, 4, seed=21)
     for number in range(100_000):
         life.operate()

@@ -168,7 +168,7 @@ def preempt_often_to_the_bound(ledger: Ledger) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("most", [1, 2, 4])
 @pytest.mark.parametrize("session", [8000, 30], ids=["one manager", "many managers"])
-def test_behaviour_30_no_sequence_is_preempted_more_often_than_the_bound(seed: int, most: int, session: int) -> None:
+def test_no_sequence_is_preempted_more_often_than_the_bound(seed: int, most: int, session: int) -> None:
     block_size, requests = 4, 8
     ledger, worker = make_ledger(12, block_size, max_preemptions=most), FakeWorker(12, block_size, vocabulary=50)
     for number in range(requests):

@@ -1,4 +1,4 @@
-"""Behaviour 20: waste is below one block a sequence; the worked examples through the real ledger."""
+"""Waste is below one block a sequence; the worked examples through the real ledger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.kvmanager.ledgers import make_ledger, play, prompt, reserve
     ("lengths", "contiguous_each", "paged", "contiguous"),
     [((800, 2300, 3900), 4096, 424, 5288), ((600, 900, 1300, 1700), 2048, 620, 3692)],
 )
-def test_behaviour_20_slots_wasted_by_blocks_of_256(
+def test_slots_wasted_by_blocks_of_256(
     lengths: tuple[int, ...], contiguous_each: int, paged: int, contiguous: int
 ) -> None:
     ledger = make_ledger(64, 256)
@@ -21,7 +21,7 @@ def test_behaviour_20_slots_wasted_by_blocks_of_256(
 
 
 @pytest.mark.parametrize("length", range(1, 34))
-def test_behaviour_20_waste_is_below_a_block(length: int) -> None:
+def test_waste_is_below_a_block(length: int) -> None:
     ledger = make_ledger(4)
     play(ledger, reserve=(reserve(1, prompt(length)),))
     assert 0 <= ledger.pool_counts().in_use * 16 - length < 16

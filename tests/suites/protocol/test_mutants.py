@@ -30,7 +30,7 @@ def test_the_same_search_finds_nothing_in_the_real_rules(search: Search) -> None
     assert found.violation is None, found.trace
 
 
-def test_mutant_25_a_counter_that_expires_revives_the_entries_of_its_earlier_life() -> None:
+def test_a_counter_that_expires_revives_the_entries_of_its_earlier_life() -> None:
     """A generation from a counter in a key with a TTL: the key expires, the counter starts again, old entries count."""
 
     class Counter:

@@ -21,7 +21,7 @@ def test_first_in_first_out() -> None:
     assert len(blocks) == 0
 
 
-def test_behaviour_04_a_block_leaves_the_middle_and_the_length_follows() -> None:
+def test_a_block_leaves_the_middle_and_the_length_follows() -> None:
     blocks = LinkedBlocks(5, ids(0, 1, 2, 3, 4))
     blocks.remove(BlockId(2))
     assert (list(blocks), len(blocks), BlockId(2) in blocks) == ([0, 1, 3, 4], 4, False)
