@@ -24,6 +24,7 @@ from kvmanager.cache.prefix_cache import PrefixMatch
 from kvmanager.cache.remembered_match import RememberedMatch
 from kvmanager.cache.window_match import match_in_window, settled
 from kvmanager.contracts.block import CACHED
+from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger import backfill, chunked_grants, evicting, grant_order
 from kvmanager.ledger.backfill import Growth, Reservation
@@ -31,6 +32,7 @@ from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.partial_copy import PartialCopy, learn, partial_copy
 from kvmanager.ledger.preemption import Shortage
+from kvmanager.ledger.sequence_table import SequenceTable
 from kvmanager.ledger.shares import TenantShares
 
 _PASSES: Final = "passes one that lacks blocks"
@@ -90,7 +92,7 @@ def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[C
         if plan is None:
             admission.blocked_by = "capacity"
             break
-        grant_order.count_turn(state, turn)
+        grant_order.count_turn(state.admission, turn)
         _admit_sequence(state, sequence, plan, copies, admits, fresh)
     return copies, admits
 
@@ -138,7 +140,7 @@ def begin_prompt(state: LedgerState, copies: list[Copy], admits: list[Admit]) ->
     until = _promise_blocks(state, sequence).until
     part = chunked_grants.first_part(state, sequence, plan.fresh, free, until)
     if part:
-        grant_order.count_turn(state, turn)
+        grant_order.count_turn(state.admission, turn)
         state.sequences.partial, state.admission.blocked_by = sequence.id, "prompt"
         _admit_sequence(state, sequence, replace(plan, fresh=part, left=0), copies, admits, set())
         sequence.queued_at = state.clock.monotonic()  # it waits on, for the others
@@ -260,11 +262,11 @@ def match_prefix(
     return present[: match.hit_blocks], match
 
 
-def find_fork_parent(state: LedgerState, sequence: Sequence) -> Sequence | None:
+def find_fork_parent(sequences: SequenceTable, sequence: Sequence) -> Sequence | None:
     """Return the sequence that this one was forked from while that one holds a block table to share."""
     if sequence.fork_of is None or sequence.computes_all:
         return None
-    parent = state.sequences.live.get(sequence.fork_of)
+    parent = sequences.live.get(sequence.fork_of)
     if parent is None or parent.phase is SequencePhase.WAITING or parent.computes_all:
         return None
     return parent
@@ -313,12 +315,12 @@ def find_match(store: BlockStore, sequence: Sequence) -> RememberedMatch:
 def _plan_with_match(state: LedgerState, sequence: Sequence, found: RememberedMatch) -> tuple[GrantPlan, int]:
     config, available = state.config, state.store.pool.available
     hits, cached_hits, unread = found.hits, found.cached_hits, found.unread
-    parent = find_fork_parent(state, sequence)
+    parent = find_fork_parent(state.sequences, sequence)
     if parent is not None:
         shared = _find_shared_blocks(parent, config.hits_of(sequence.num_tokens))
         if len(shared) > unread + len(hits):
             hits, cached_hits, unread = shared, 0, 0
-    needed = _count_wanted_blocks(state, sequence, unread, len(hits))
+    needed = _count_wanted_blocks(state.config, sequence, unread, len(hits))
     fresh = needed - unread - len(hits)
     slack = _count_slack(state, sequence, needed)
     missing = fresh + slack - (available - cached_hits)
@@ -330,9 +332,8 @@ def _count_slack(state: LedgerState, sequence: Sequence, blocks: int) -> int:
     return max(int(blocks < sequence.max_blocks), state.config.watermark_blocks) if state.sequences.running else 0
 
 
-def _count_wanted_blocks(state: LedgerState, sequence: Sequence, unread: int, hits: int) -> int:
+def _count_wanted_blocks(config: LedgerConfig, sequence: Sequence, unread: int, hits: int) -> int:
     """Return the places with which a sequence is admitted, `unread` empty ones and `hits` blocks included."""
-    config = state.config
     if config.holds_whole(sequence.preemptions):
         return sequence.max_blocks
     whole = -(-sequence.num_tokens // config.block_size)
@@ -354,7 +355,7 @@ def find_fork_source(state: LedgerState, sequence: Sequence, plan: GrantPlan, fr
     A block that this same batch grants holds nothing yet, because the worker copies before it admits.
     """
     config = state.config
-    parent = find_fork_parent(state, sequence)
+    parent = find_fork_parent(state.sequences, sequence)
     index = config.hits_of(sequence.num_tokens)
     if parent is None or plan.shared != index or not fork_copy_length(sequence.num_tokens, config.block_size):
         return None
@@ -388,7 +389,7 @@ def grant_blocks(
     Hits, and the block of which a part is copied, are referenced before anything is evicted for the fresh blocks.
     """
     store = state.store
-    store.remembered, parent = None, find_fork_parent(state, sequence)
+    store.remembered, parent = None, find_fork_parent(state.sequences, sequence)
     match = settled(store.cache, state.config, sequence.block_hashes, sequence.num_tokens, plan.match)
     plan = replace(plan, match=match)
     for block in plan.hits:
@@ -427,10 +428,10 @@ def lease_blocks(state: LedgerState, count: int) -> list[BlockId]:
     return [state.store.pool.lease_block() for _ in range(count)]
 
 
-def lease_free_blocks(state: LedgerState, target: int) -> list[BlockId]:
+def lease_free_blocks(store: BlockStore, target: int) -> list[BlockId]:
     """Lease up to the target from free blocks alone, and leave the watermark free."""
-    pool = state.store.pool
-    spare = len(pool.free) - state.config.watermark_blocks
+    pool = store.pool
+    spare = len(pool.free) - store.config.watermark_blocks
     return [pool.lease_block() for _ in range(min(target - pool.leased, spare))]
 
 
@@ -535,7 +536,7 @@ def record_waits(state: LedgerState, head: Sequence) -> None:
     """Record why the sequences that have joined the queue wait, once for each wait; `head` is admitted next."""
     waiting = [state.sequences.live[each] for each in state.sequences.queue.unexplained]
     state.sequences.queue.unexplained.clear()
-    holders, head_needed = _holders(state), _count_fresh_blocks(state, head)
+    holders, head_needed = _holders(state.sequences), _count_fresh_blocks(state, head)
     for sequence in waiting:
         needed = head_needed if sequence is head else _count_fresh_blocks(state, sequence)
         figures = {
@@ -558,22 +559,22 @@ def _reason(state: LedgerState, sequence: Sequence, head: Sequence) -> tuple[Sho
     return (ShortfallReason.PLACES if state.admission.blocked_by == "places" else ShortfallReason.BLOCKS), ""
 
 
-def _holders(state: LedgerState) -> tuple[Candidate, ...]:
+def _holders(sequences: SequenceTable) -> tuple[Candidate, ...]:
     """Return the tenants and the requests that hold the most blocks; a shared block counts for its first sequence."""
     blocks: dict[str, int] = {}
-    sequences: dict[str, int] = {}
+    counts: dict[str, int] = {}
     requests: dict[str, int] = {}
-    for each in state.sequences.live.values():
+    for each in sequences.live.values():
         if each.phase is SequencePhase.WAITING:
             continue
         held = each.own_blocks
         blocks[each.tenant] = blocks.get(each.tenant, 0) + held
-        sequences[each.tenant] = sequences.get(each.tenant, 0) + 1
+        counts[each.tenant] = counts.get(each.tenant, 0) + 1
         requests[each.name] = requests.get(each.name, 0) + held
     tenants = heapq.nlargest(_TENANTS, blocks, key=lambda tenant: (blocks[tenant], tenant))
     greatest = heapq.nlargest(_REQUESTS, requests, key=lambda name: (requests[name], name))
     return (
-        *(_tenant(each, blocks[each], sequences[each]) for each in tenants),
+        *(_tenant(each, blocks[each], counts[each]) for each in tenants),
         *(Candidate(each, terms=(("blocks", float(requests[each])),)) for each in greatest),
     )
 

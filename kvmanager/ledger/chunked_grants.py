@@ -35,21 +35,21 @@ def first_part(state: LedgerState, head: Sequence, fresh: int, free: int, until:
     if until is None:
         return 0
     leased, others = state.store.pool.leased, _others(state, head)
-    beyond = max(0, leased - _ahead(state, others))
+    beyond = max(0, leased - _ahead(state.config, others))
     part = min(free, leased + free - beyond - others.blocks_after(max(0, until - state.worker.steps)))
     return part if is_enough(state.config, part, fresh) else 0
 
 
 def left_to_others(state: LedgerState, begun: Sequence) -> int:
     """Return how many blocks are leased for those that run beside a begun prompt: a part of their runway."""
-    return _ahead(state, _others(state, begun))
+    return _ahead(state.config, _others(state, begun))
 
 
 def lease_want(state: LedgerState, begun: Sequence) -> int:
     """Return how many blocks are leased while a begun prompt has its rank, and count its steps from now on."""
     begun.started_at = state.worker.steps
     config, pool, others = state.config, state.store.pool, _others(state, begun)
-    ahead, lacking = _ahead(state, others), begun.lacking(config.block_size)
+    ahead, lacking = _ahead(state.config, others), begun.lacking(config.block_size)
     if missing_blocks(state, begun) + ahead <= pool.leased:
         return ahead + lacking
     kept, there = state.admission.reservation, pool.available + pool.leased
@@ -95,6 +95,6 @@ def _others(state: LedgerState, sequence: Sequence) -> Growth:
     return growth_beside(sequence, state.sequences.live.values(), state.worker.steps, state.config.block_size)
 
 
-def _ahead(state: LedgerState, others: Growth) -> int:
+def _ahead(config: LedgerConfig, others: Growth) -> int:
     """Return how many blocks the worker leaves in its pool to the others: a part of their runway."""
-    return -(-others.blocks_after(state.config.runway_slots) // RUNWAY_UNDER_PRESSURE)
+    return -(-others.blocks_after(config.runway_slots) // RUNWAY_UNDER_PRESSURE)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from common.contracts.turns import choose_by_age, is_old
 from common.contracts.types import SequenceId
 from kvmanager.contracts.sequence import Sequence
-from kvmanager.ledger.ledger_state import LedgerState
+from kvmanager.ledger.ledger_state import Admission, LedgerState
 from kvmanager.ledger.shares import TenantShares
 
 
@@ -56,10 +56,10 @@ def next_turn(state: LedgerState) -> Turn:
     return Turn(min(heads, key=lambda each: (shares.load_of(each.tenant), each.arrival)), False)
 
 
-def count_turn(state: LedgerState, turn: Turn) -> None:
+def count_turn(admission: Admission, turn: Turn) -> None:
     """Count a turn that was taken. One that was taken by age protects from preemption by a higher priority."""
     turn.sequence.by_age = turn.by_age
-    state.admission.admitted_in_turn = 0 if turn.by_age else state.admission.admitted_in_turn + 1
+    admission.admitted_in_turn = 0 if turn.by_age else admission.admitted_in_turn + 1
 
 
 def take_turn_by_age(state: LedgerState) -> None:
@@ -68,7 +68,7 @@ def take_turn_by_age(state: LedgerState) -> None:
     if begun is None or not _is_turn_by_age(state) or not _is_old(state, begun):
         return
     if any(outranks(state.sequences.live[each], begun) for each in state.sequences.queue.heads()):
-        count_turn(state, Turn(begun, True))
+        count_turn(state.admission, Turn(begun, True))
 
 
 def outranks(sequence: Sequence, running: Sequence) -> bool:

@@ -100,7 +100,7 @@ class Ledger:
             block_granter.explain_waits(state)
         target = self._target(terms, refill)
         if refill:
-            lease += block_granter.lease_free_blocks(state, target)
+            lease += block_granter.lease_free_blocks(state.store, target)
         cancel, worker.refused = tuple(worker.refused), []
         reset = worker.resets.take_reset()
         if target == worker.last_sent_target and not (lease or preempt or admits or cancel or reset):

@@ -15,6 +15,7 @@ from common.contracts.lease import CachedBlocks, Inventory, InventorySequence
 from common.contracts.types import TRIMMED, BlockHash, BlockId, SequencePhase
 from kvmanager.cache.eviction.restored import order_after_rebuild
 from kvmanager.contracts.block import ROOT, BlockState
+from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.chunked_grants import partial_of
@@ -53,7 +54,7 @@ def load_inventory(state: LedgerState, inventory: Inventory) -> Iterator[None]:
             del state.store.cache.events[events:]
             state.store.cache.number += 1
     for sequence, table in tables:
-        _restore_content(state, sequence, table)
+        _restore_content(state.store, sequence, table)
     yield from _restore_order(state.store, cached, entries)
     pinned = list(state.store.retention.pinned)
     for first in range(0, len(pinned), STEP_BLOCKS):
@@ -168,19 +169,19 @@ def _register(state: LedgerState, entry: InventorySequence) -> Sequence:
     sequence = state.sequences.register_sequence(entry.reserve, entry.arrival, state.clock.monotonic())
     # The sequence may have grown since its submission, and then its tokens differ from its parent's.
     sequence.fork_of = None
-    sequence.phase, sequence.preemptions = entry.phase, _preemptions_of(state, sequence, entry)
+    sequence.phase, sequence.preemptions = entry.phase, _preemptions_of(state.config, sequence, entry)
     if entry.phase is SequencePhase.WAITING:
         state.queue_or_refuse(sequence)
     return sequence
 
 
-def _preemptions_of(state: LedgerState, sequence: Sequence, entry: InventorySequence) -> int:
+def _preemptions_of(config: LedgerConfig, sequence: Sequence, entry: InventorySequence) -> int:
     """Return how often a sequence counts as preempted.
 
     One that runs without all its blocks may be preempted once more, whatever its count: the bound of its last manager
     was a higher one, or none. Several such sequences that nobody may preempt would wait for each other's blocks.
     """
-    most = state.config.max_preemptions
+    most = config.max_preemptions
     lacks = entry.phase is not SequencePhase.WAITING and len(entry.block_table) < sequence.max_blocks
     return min(entry.preemptions, most - 1) if lacks and most else entry.preemptions
 
@@ -257,17 +258,17 @@ def _restore_lease(store: BlockStore, block: BlockId) -> None:
     store.pool.leased += 1
 
 
-def _restore_content(state: LedgerState, sequence: Sequence, table: tuple[BlockId, ...]) -> None:
+def _restore_content(store: BlockStore, sequence: Sequence, table: tuple[BlockId, ...]) -> None:
     """Set the present or future content of a table's blocks; hashes of sealed blocks extend the block hashes."""
-    blocks, block_hashes = state.store.blocks, sequence.block_hashes
+    blocks, block_hashes = store.blocks, sequence.block_hashes
     for index, block in enumerate(table):
         if block == TRIMMED:
             continue
         block_hash = blocks.hash[block]
         if blocks.parent[block] is None:
-            state.store.describe_block(block, sequence, index)
+            store.describe_block(block, sequence, index)
         if block_hash is None:
-            state.store.expect_content(block, sequence, index)
+            store.expect_content(block, sequence, index)
         elif index == len(block_hashes):
             block_hashes.append(block_hash)
         elif index < len(block_hashes) and block_hashes[index] != block_hash:
