@@ -409,7 +409,7 @@ const float* widen(const T* from, int count, float* to) {
 }
 
 // A head of a token as floats: in place, or converted to `to`, which has room for a multiple of kLanes.
-const float* as_floats(const Rows& rows, int64_t token, int head, int count, float* to) {
+const float* as_floats(const quire_rows& rows, int64_t token, int head, int count, float* to) {
   const int64_t at = token * rows.token_stride + head * rows.head_stride;
   switch (rows.type) {
     case QUIRE_F32: return static_cast<const float*>(rows.data) + at;
@@ -420,8 +420,8 @@ const float* as_floats(const Rows& rows, int64_t token, int head, int count, flo
 
 }  // namespace
 
-void attention_write(Team& team, const quire_cache& cache, int layer, const quire_step& step, const Rows& key,
-                     const Rows& value) {
+void attention_write(Team& team, const quire_cache& cache, int layer, const quire_step& step, const quire_rows& key,
+                     const quire_rows& value) {
   constexpr int kMost = 1024;  // of head_dim; the Python side refuses larger ones
   alignas(64) float k[kMost], v[kMost];
   const int heads = cache.num_kv_heads;
@@ -433,8 +433,8 @@ void attention_write(Team& team, const quire_cache& cache, int layer, const quir
   });
 }
 
-void attend(Team& team, const quire_cache& cache, const quire_layer& layer, AttentionPlan& plan, const Rows& query,
-            const Rows& out) {
+void attend(Team& team, const quire_cache& cache, const quire_layer& layer, AttentionPlan& plan, const quire_rows& query,
+            const quire_rows& out) {
   const Window& window = plan.window(layer.window);
   const float factor = layer.softcap != 0.0f ? layer.scale : layer.scale * kLog2E;
   float* parts = plan.parts.data();

@@ -4,13 +4,10 @@
 // each layer, every member calls `attention_write` (or store_slot in a phase of its own) and `attend`.
 #pragma once
 
-#include "attention_store.h"
 #include "quire_attention.h"
 #include "threads.h"
 
 namespace quire {
-
-using Rows = quire_rows;
 
 class AttentionPlan;
 
@@ -27,11 +24,11 @@ void prepare(AttentionPlan&, int window);
 
 // Writes all tokens of the step into their slots. key [T, kv_heads, head_dim_k], value [T, kv_heads, head_dim_v].
 // One phase.
-void attention_write(Team&, const quire_cache&, int layer, const quire_step&, const Rows& key, const Rows& value);
+void attention_write(Team&, const quire_cache&, int layer, const quire_step&, const quire_rows& key, const quire_rows& value);
 
 // query [T, num_heads, head_dim_k], out [T, num_heads, head_dim_v]. All members call it, on a plan that was begun for a
 // team of this size.
 constexpr int kAttendPhases = 2;  // at most
-void attend(Team&, const quire_cache&, const quire_layer&, AttentionPlan&, const Rows& query, const Rows& out);
+void attend(Team&, const quire_cache&, const quire_layer&, AttentionPlan&, const quire_rows& query, const quire_rows& out);
 
 }  // namespace quire

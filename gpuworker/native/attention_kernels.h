@@ -3,6 +3,8 @@
 
 #include "attention_plan.h"
 #include "attention_simd.h"
+#include "attention_store.h"
+#include "quire_attention.h"
 
 namespace quire {
 
@@ -12,7 +14,7 @@ struct Work {
   const Window& window;
   const quire_cache& cache;
   const quire_layer& layer;
-  Rows query, out;
+  quire_rows query, out;
   float* parts;
   float score_factor;  // scale · log2 e, or scale where scores are capped first: scores are kept as powers of two
 

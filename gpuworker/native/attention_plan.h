@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-#include "attention.h"
+#include "quire_cpu.h"
 
 namespace quire {
 

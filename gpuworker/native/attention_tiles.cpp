@@ -9,33 +9,11 @@
 #include "attention_amx.h"
 #include "attention_cache_tiles.h"
 #include "attention_lanes.h"
+#include "row_pointers.h"
 #include "unroll.h"
 
 namespace quire {
 namespace {
-
-// Where R rows are read now, by few registers: one pointer for `Step` rows, which lie `stride` bytes apart.
-template <int R, int Step>
-class RowPointers {
- public:
-  explicit RowPointers(int64_t stride) : stride_(stride), stride3_(3 * stride) {
-    __asm__("" : "+r"(stride3_));  // as a value of its own
-  }
-  QUIRE_INLINE void set(int row, const void* at) { base_[row / Step] = static_cast<const uint8_t*>(at); }
-  QUIRE_INLINE const uint8_t* at(int row) const {
-    const uint8_t* base = base_[row / Step];
-    row %= Step;
-    return row == 0 ? base : row == 1 ? base + stride_ : row == 2 ? base + 2 * stride_ : base + stride3_;
-  }
-  QUIRE_INLINE void advance(int64_t bytes) {
-#pragma GCC unroll 16
-    for (int i = 0; i < R / Step; ++i) base_[i] += bytes;
-  }
-
- private:
-  const uint8_t* base_[R / Step];
-  int64_t stride_, stride3_;
-};
 
 // What tiles are stored as makes no difference once they are loaded: the products are compiled once for each way to multiply.
 template <typename Kind>

@@ -1,4 +1,5 @@
-// The experts of a layer (llama.h): the choice of each row, and the products of all rows that chose the same expert.
+// The experts of a layer (quire_llama.h): the choice of each row, and the products of all rows that chose the same
+// expert.
 //
 // Rows are grouped by expert, so that a step reads the weights of an expert once, and only of experts that some row
 // chose. A row's numbers depend on it alone: the products keep them apart from other rows (linear.h), and the outputs of
@@ -7,7 +8,8 @@
 
 #include <vector>
 
-#include "llama.h"
+#include "linear.h"
+#include "quire_llama.h"
 
 namespace quire {
 

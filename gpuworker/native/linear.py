@@ -1,4 +1,4 @@
-"""Linear layers on CPUs by the native library (gpuworker/native/linear.h): packing of weights, and y = x · Wᵀ.
+"""Linear layers on CPUs by the native library (gpuworker/native/quire_linear.h): packing of weights, and y = x · Wᵀ.
 
 A weight is packed once, as float32, bfloat16, float16 or integers with scales, into memory of this object. A result
 depends on the row and the weight alone: neither other rows nor the number of threads change a bit of it.

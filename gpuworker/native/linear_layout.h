@@ -11,7 +11,8 @@
 #include "amx.h"
 #include "bf16_dots.h"
 #include "byte_dots.h"
-#include "linear.h"
+#include "linear_math.h"
+#include "quire_linear.h"
 
 namespace quire {
 

@@ -6,10 +6,11 @@
 #include <cstdint>
 #include <cstring>
 
-#include "linear.h"
 #include "simd.h"
 
 namespace quire {
+
+constexpr int kPanel = 32;  // columns of a panel: a step has two vectors of 16 of them
 
 // ---- math: one multiplication of a vector of weights with an input, added to sums ---
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "linear_math.h"
+#include "row_pointers.h"
 
 namespace quire {
 
@@ -99,29 +100,7 @@ struct Kernel {
   using Math = typename Loader::Math;
   using Sum = typename Math::Sum;
 
-  // Row r of the inputs through few registers: four rows for each base pointer.
-  struct Rows {
-    static constexpr int kBases = (R + 3) / 4;
-    const uint8_t* base[kBases];
-    int64_t stride, stride3;
-
-    Rows(const uint8_t* x, int64_t bytes) : stride(bytes), stride3(3 * bytes) {
-#pragma GCC unroll 4
-      for (int i = 0; i < kBases; ++i) {
-        base[i] = x + 4 * i * bytes;
-        __asm__("" : "+r"(base[i]));  // as values of their own, or the compiler makes one pointer for each row
-      }
-      __asm__("" : "+r"(stride3));
-    }
-    const uint8_t* at(int r) const {
-      const uint8_t* p = base[r / 4];
-      return r % 4 == 0 ? p : r % 4 == 1 ? p + stride : r % 4 == 2 ? p + 2 * stride : p + stride3;
-    }
-    void advance(int64_t bytes) {
-#pragma GCC unroll 4
-      for (int i = 0; i < kBases; ++i) base[i] += bytes;
-    }
-  };
+  using Rows = RowPointers<R, 4>;  // of the inputs
 
   static constexpr int kUnrolled = steps_at_once(R * P * Loader::kSub);
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "linear_tile.h"
+#include "quire_linear.h"
 
 namespace quire {
 

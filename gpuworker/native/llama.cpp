@@ -1,11 +1,12 @@
-// See llama.h. Every function below is called by all members of a team. What they share is written in phases alone.
-#include "llama.h"
+// See quire_llama.h. Every function below is called by all members of a team. What they share is written in phases alone.
+#include "quire_llama.h"
 
 #include <algorithm>
 #include <chrono>
 
 #include "attention.h"
 #include "attention_plan.h"
+#include "attention_store.h"
 #include "experts.h"
 #include "llama_embedding.h"
 #include "llama_memory.h"
@@ -170,8 +171,8 @@ class Step {
   Input attend_layer(Member& me, int n, const quire_llama_layer& layer) {
     const int dim = model_.head_dim;
     const Input in = input_at(layer.output, step_.num_tokens, scratch_.attended);
-    const Rows query{scratch_.qkv, qkv_width(model_), dim, QUIRE_F32};
-    Rows out{in.data, in.stride / item_size(layer.output), dim, input_type(layer.output)};
+    const quire_rows query{scratch_.qkv, qkv_width(model_), dim, QUIRE_F32};
+    quire_rows out{in.data, in.stride / item_size(layer.output), dim, input_type(layer.output)};
     const bool by_row = needs_put_row(layer.output);
     if (by_row) out = {scratch_.wide, layer.output.k, dim, QUIRE_F32};
     const quire_layer how{n, layer.window, model_.scale, 0.0f, nullptr};

@@ -1,4 +1,4 @@
-"""The C interface of a whole forward (gpuworker/native/llama.h) as ctypes sees it."""
+"""The C interface of a whole forward (gpuworker/native/quire_llama.h) as ctypes sees it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class LlamaRunStruct(ctypes.Structure):
 
 
 def bind(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declare the functions of llama.h and linear.h on the library, and return it."""
+    """Declare the functions of quire_llama.h and quire_linear.h on the library, and return it."""
     model, run = ctypes.POINTER(LlamaStruct), ctypes.POINTER(LlamaRunStruct)
     library.quire_llama_scratch.argtypes, library.quire_llama_scratch.restype = [model, _int64, _int64], ctypes.c_size_t
     library.quire_llama_forward.argtypes = [model, _pointer, run]

@@ -1,7 +1,7 @@
 // The memory of a step's forward beside weights and cache.
 #pragma once
 
-#include "llama.h"
+#include "quire_llama.h"
 
 namespace quire {
 

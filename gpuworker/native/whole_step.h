@@ -3,8 +3,8 @@
 #pragma once
 
 #include "sample.h"
-#include "llama.h"
 #include "quire_attention.h"
+#include "quire_llama.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -23,7 +23,7 @@ typedef struct {
   int32_t num_copies, threads, deterministic, reserved;
 } quire_whole_step;
 
-// A block or a slot that the cache does not have; beside the refusals of llama.h.
+// A block or a slot that the cache does not have; beside the refusals of quire_llama.h.
 enum quire_step_refusal { QUIRE_STEP_BAD_BLOCK = 3 };
 
 // Runs the step; `step` is a quire_whole_step. Returns what quire_llama_forward does, or QUIRE_STEP_BAD_BLOCK before

@@ -1,12 +1,12 @@
-// The forward of a step of a model of the Llama family (Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen3-MoE, OLMoE), in
+// The C interface of the forward of a step of a model of the Llama family (Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen3-MoE, OLMoE), in
 // one call and one parallel region.
 //
 // The residual stream is float32; the input of a product has that product's type. All work but attention is done row by
 // row, so a row's numbers do not depend on other rows of the step; for attention see `begin` in attention.h.
 #pragma once
 
-#include "linear.h"
 #include "quire_attention.h"
+#include "quire_linear.h"
 
 #ifdef __cplusplus
 extern "C" {
