@@ -170,7 +170,7 @@ def _with_advice(error: QuireError, address: str, with_tls: bool, of_tls: str) -
         return Unavailable(f"no router answers at {address}: the host {host!r} has no address; name another HOST:PORT")
     if isinstance(error, Unsupported) and str(error) == _NO_SUCH_METHOD:
         return Unsupported(
-            f"what answers at {address} is no router, or another of its ports; `quire serve` names them when ready"
+            f"the server at {address} is not a router, or this is not its API port; `quire serve` prints the address"
         )
     return error
 

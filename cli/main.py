@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="plain")
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="strict")  # in the locale C, Python lets bytes through that are no text
+        sys.stdin.reconfigure(errors="strict")  # in the locale C, Python lets through bytes that are not text
     wrong = next((place for place, word in enumerate(words, 1) if not _is_text(word)), None)
     if wrong is not None:
         print(f"quire: argument {wrong} is {words[wrong - 1]!a}; expected text in UTF-8", file=sys.stderr)

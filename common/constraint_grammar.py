@@ -44,7 +44,7 @@ def grammar_of(constraint: Constraint) -> str:
 
 
 def _schema(text: str) -> str:
-    """Return a JSON schema in the form that llguidance enforces; what is no JSON is left to its error."""
+    """Return a JSON schema in the form that llguidance enforces; what is not JSON is left to its error."""
     try:
         schema = enforceable(json.loads(text))
     except RecursionError as error:

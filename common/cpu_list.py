@@ -17,7 +17,7 @@ def cpus_of(text: str) -> frozenset[int]:
         match = _RANGE.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not first <= last <= _LARGEST_CPU:
-            raise ValueError(f"{part!r} is no range of cpus")
+            raise ValueError(f"{part!r} is not a range of CPUs")
         found.update(range(first, last + 1))
     return frozenset(found)
 

@@ -1,7 +1,7 @@
 """Reads what pip prints, and prints one line for every 20 packages, for large files, and after 15 s of silence.
 
 Errors and warnings come through, and so does what the build of the CPU kernels prints. Where the network ended pip, a
-last line says so: pip's own errors speak of a missing version, or of hashes. (awk is no tool for this: mawk,
+last line says so: pip's own errors speak of a missing version, or of hashes. (awk is not the tool for this: mawk,
 which is Debian's, holds a pipe's lines back until it has 4096 bytes of them.)
 """
 

@@ -170,7 +170,7 @@ async def hard_grammar(target: Target) -> str:
 
 
 async def malformed(target: Target) -> str:
-    """Call a method with bytes that are no message of it."""
+    """Call a method with bytes that do not decode as its message."""
     methods = ("Generate", "GenerateUnary", "Tokenize", "Detokenize", "GetModel", "GetStatus")
     paths = [f"{_INFERENCE}/{name}" for name in methods] + [f"{_KSERVE}/ModelInfer", f"{_DECISIONS}/GetTrace"]
     await unary(target, target.rng.choice(paths), b"\x0a\xff\xff\xff\x7f" + wire.garbage(target.rng))

@@ -38,8 +38,8 @@ from router.answers.text.checkpoint import read_checkpoint
 from router.answers.text.tokenizer import Tokenizer
 
 # Requests of the Messages API, streamed or not, whose text is compared with the one that must come.
-# Only a client of gRPC resumes by itself. So an answer may break with its router, and it is no error that an answer
-# ends early. What has come must be right all the same.
+# Only a gRPC client resumes by itself. Here an answer may end early with its router, which is not an error. The part
+# that came must be right all the same.
 
 
 _PATIENCE_S: Final = 240.0

@@ -205,10 +205,10 @@ def read(text: str) -> list[Fault]:
     try:
         found = json.loads(text)
         if not isinstance(found, list):
-            raise TypeError("it is no list")
+            raise TypeError("it must be a list")
         return [_fault(**each) for each in found]
     except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"this is no plan: {error}; expected the line that a run prints after `plan:`") from None
+        raise ValueError(f"this is not a plan: {error}; expected the line that a run prints after `plan:`") from None
 
 
 def _fault(kind: str, victim: str, after_tokens: int = 0, after_s: float = 0.0) -> Fault:

@@ -53,7 +53,7 @@ def _levels(words: str) -> tuple[str, ...]:
     names = levels_here() if words == "all" else tuple(filter(None, words.split(",")))
     for name in names:
         if name not in NAMES:
-            raise argparse.ArgumentTypeError(f"{name!r} is no level; expected all, {', '.join(NAMES)}")
+            raise argparse.ArgumentTypeError(f"{name!r} is not a level; expected all, {', '.join(NAMES)}")
         if reason := why_not(name):
             raise argparse.ArgumentTypeError(f"level {name}: {reason}")
     return names

@@ -46,7 +46,7 @@ def report(bench: str, figures: Mapping[str, float], notes: Mapping[str, str], a
 def end_with_json(
     bench: str, figures: Mapping[str, float], as_json: bool, words: Mapping[str, object] | None = None
 ) -> None:
-    """Print the JSON object, if asked, as the last line; `words` are results that are no figures."""
+    """Print the JSON object, if asked, as the last line; `words` are results that are not figures."""
     if as_json:
         rounded = {name: round(float(value), 6) for name, value in figures.items()}
         print(json.dumps({"bench": bench, "machine": machine(), "figures": rounded, **(words or {})}))

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.contracts.errors import FieldViolation, InvalidRequest
 
-_NAMED = 10  # of malformed lines; a file with more of them is no request log
+_NAMED = 10  # of malformed lines; a file with more of them is not a request log
 _OUTPUT_NAMES = ("output_tokens", "completion_tokens")
 
 
@@ -51,9 +51,9 @@ def _requests_of(line: str) -> Iterator[LoggedRequest]:
     try:
         said = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"is no JSON: {error}") from None
+        raise ValueError(f"is not valid JSON: {error}") from None
     if not isinstance(said, dict):
-        raise ValueError(f"is no JSON object: {line.strip()[:40]}")
+        raise ValueError(f"is not a JSON object: {line.strip()[:40]}")
     usage = said.get("usage")
     counts: Mapping[str, Any] = usage if isinstance(usage, dict) else said
     output = next((name for name in _OUTPUT_NAMES if name in counts), None)

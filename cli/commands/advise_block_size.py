@@ -53,7 +53,7 @@ def read_requests(path: str) -> list[LoggedRequest]:
 
 
 def _why(error: OSError | UnicodeDecodeError) -> str:
-    return "it is no UTF-8" if isinstance(error, UnicodeDecodeError) else str(error.strerror)
+    return "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error.strerror)
 
 
 def read_speeds(path: Path, workload: str) -> dict[int, float]:

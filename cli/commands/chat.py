@@ -179,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
     except QuireError as error:
         return failed(error)
     except UnicodeDecodeError:
-        return failed(InvalidRequest(FieldViolation("standard input", "is no UTF-8; expected text")))
+        return failed(InvalidRequest(FieldViolation("standard input", "is not UTF-8; expected text")))
     except KeyboardInterrupt:
         return 130
     return 0

@@ -58,7 +58,7 @@ def demonstration(model: str | None) -> Demonstration:
         return Demonstration(CHECKPOINT, CHECKPOINT.name, alone, system_text(), about, 32, flags)
     folder = served_folder(Path(model))
     if not (folder / "config.json").is_file():
-        what = f"{folder} is no checkpoint in Hugging Face format, and no GGUF file"
+        what = f"{folder} is neither a checkpoint in Hugging Face format nor a GGUF file"
         raise InvalidConfig(FieldViolation("--model", what))
     alone, text, about = general_prompts.QUESTIONS, general_prompts.SYSTEM_TEXT, general_prompts.ABOUT_TEXT
     return Demonstration(folder, served_name(Path(model)), alone, text, about, 64, ("--kv-blocks", "256"))

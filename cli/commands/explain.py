@@ -82,7 +82,7 @@ def text_of(flag: str, word: str) -> str:
     try:
         return sys.stdin.read() if word == "-" else Path(word[1:]).read_text() if word.startswith("@") else word
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise InvalidRequest(FieldViolation(flag, f"{word.lstrip('@')} cannot be read: {why}")) from None
 
 
@@ -101,7 +101,7 @@ def chat_of(text: str) -> tuple[list[Message], dict[str, Any]]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(FieldViolation("--chat", f"is no JSON: {error}")) from None
+        raise InvalidRequest(FieldViolation("--chat", f"is not valid JSON: {error}")) from None
     options = {name: found[name] for name in _OF_BODY if name in found} if isinstance(found, Mapping) else {}
     messages = found.get("messages") if isinstance(found, Mapping) else found
     if not isinstance(messages, list) or not messages or not isinstance(messages[0], Mapping):

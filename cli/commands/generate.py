@@ -45,15 +45,15 @@ def text_of(word: str) -> str:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{error.filename} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError:
-        raise argparse.ArgumentTypeError(f"{word[1:]} cannot be read: it is no UTF-8") from None
+        raise argparse.ArgumentTypeError(f"{word[1:]} cannot be read: it is not UTF-8") from None
 
 
 def prompt_of(args: argparse.Namespace) -> Prompt:
-    """Raises InvalidRequest for a standard input that is no text."""
+    """Raises InvalidRequest for a standard input that is not text."""
     try:
         text = sys.stdin.read() if args.prompt == "-" else args.prompt
     except UnicodeDecodeError:
-        raise InvalidRequest(FieldViolation("PROMPT", "of standard input is no UTF-8; expected text")) from None
+        raise InvalidRequest(FieldViolation("PROMPT", "of standard input is not UTF-8; expected text")) from None
     if args.raw:
         return str(text)
     system = [Message(role="system", content=args.system)] if args.system else []

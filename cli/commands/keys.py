@@ -43,9 +43,9 @@ def append_tenant(path: Path, tenant: str, key: str) -> None:
     except OSError as error:
         raise InvalidRequest(FieldViolation("--append", f"{path} cannot be read: {error.strerror}")) from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidRequest(FieldViolation("--append", f"{path} is no file of tenants in TOML: {error}")) from None
+        raise InvalidRequest(FieldViolation("--append", f"{path} is not a TOML file of tenants: {error}")) from None
     if not isinstance(known, dict):
-        what = f"{path} is no file of tenants: its tenants are no table; expected tables such as [tenants.red]"
+        what = f"{path} is not a file of tenants: `tenants` must be a table; expected tables such as [tenants.red]"
         raise InvalidRequest(FieldViolation("--append", what))
     if tenant in known:
         what = f"{path} has tenant {tenant}; leave --append out and add the hash to its keys"

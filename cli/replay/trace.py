@@ -76,7 +76,7 @@ def read_trace(path: Path) -> Trace:
     except OSError as error:
         raise InvalidConfig(FieldViolation("LOG", f"{path} cannot be read: {error.strerror}")) from error
     except UnicodeDecodeError:
-        raise _wrong(path, "is no text in UTF-8; expected a log of `quire record`, or a trace of Mooncake") from None
+        raise _wrong(path, "must be text in UTF-8; expected a log of `quire record`, or a Mooncake trace") from None
 
 
 def _parse(path: Path, lines: Iterable[str]) -> Trace:
@@ -113,7 +113,7 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise _wrong(path, "is no JSON object; the file may be cut or corrupt", number)
+        raise _wrong(path, "is not a JSON object; the file may be cut or corrupt", number)
     return found
 
 
@@ -162,7 +162,7 @@ def _time(path: Path, number: int, line: Mapping[str, Any], name: str, most: flo
 def _blocks(path: Path, number: int, line: Mapping[str, Any], name: str) -> tuple[int, ...]:
     value = line.get(name, [])
     if not isinstance(value, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in value):
-        raise _wrong(path, f"{name} is no list of numbers", number)
+        raise _wrong(path, f"{name} must be a list of numbers", number)
     return tuple(value)
 
 

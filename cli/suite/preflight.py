@@ -128,7 +128,7 @@ def _model_problems(model: object) -> list[FieldViolation]:
         return list(error.violations)
     if folder.is_dir():
         return [] if (folder / "config.json").is_file() else [_no_checkpoint(f"no config.json in {folder}")]
-    return [] if is_hub_name(model) else [_no_checkpoint(f"{folder} is no folder of this machine")]
+    return [] if is_hub_name(model) else [_no_checkpoint(f"{folder} is not a folder on this machine")]
 
 
 def _no_checkpoint(what: str) -> FieldViolation:

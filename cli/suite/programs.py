@@ -159,7 +159,7 @@ def _common(options: StackOptions, host: str, leaf: Leaf | None) -> tuple[str, .
 def _redis(service: str, url: str, pool_key: str = "") -> dict[str, str]:
     """Return the variables about Redis for one service; they win over environment and file.
 
-    They are no flags: every user of the machine can read those of a process.
+    They are not flags: every user of the machine can read the flags of a process.
     """
     found = {f"QUIRE_{service}_REDIS_URL".upper(): url}
     return found | ({f"QUIRE_{service}_POOL_KEY".upper(): pool_key} if pool_key else {})

@@ -47,7 +47,7 @@ def is_tls_url(url: str) -> bool:
 
 
 def checked_redis_url(url: str) -> str:
-    """Return a URL as it is; "" is no Redis. Raises ValueError, without a password, for one that cannot be used."""
+    """Return a URL as it is; "" means no Redis. Raises ValueError, without a password, for one that cannot be used."""
     scheme, separator, rest = url.partition("://")
     if not url or (scheme == "unix" and separator):
         return url

@@ -41,9 +41,9 @@ def parsed(line: bytes) -> Item:
         # What Python reads more than JSON has, NaN and halves of characters, no request can carry.
         json.dumps(entry, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
-        raise BadLine(f"is no JSON ({error}); expected one object on one line") from None
+        raise BadLine(f"is not valid JSON ({error}); expected one object on one line") from None
     if not isinstance(entry, dict):
-        raise BadLine("is no object; expected custom_id, method, url and body")
+        raise BadLine("must be an object with custom_id, method, url and body")
     _check(entry)
     return Item(entry["custom_id"], entry["url"], entry["body"])
 

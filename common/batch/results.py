@@ -168,7 +168,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _ended(line: bytes) -> tuple[str, bool] | None:
-    """Return the id in a line, and whether the request succeeded; None if it is to be sent again, or is no result."""
+    """Return the id in a line, and whether the request succeeded; None if it is sent again, or is not a result."""
     try:
         entry = json.loads(line)
         custom_id, response = entry["custom_id"], entry["response"]

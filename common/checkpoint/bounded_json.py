@@ -22,7 +22,7 @@ _MOST_SHOWN, _MOST_LISTED = 60, 16
 def parse(raw: bytes, shape: Shape = SHAPE, unique: bool = False) -> Any:
     """Return what a text in JSON holds; with `unique`, no object may have a name twice.
 
-    Raises UnicodeDecodeError for what is no UTF-8, else ValueError with the reason.
+    Raises UnicodeDecodeError for what is not UTF-8, else ValueError with the reason.
     """
     if excess := shape.excess(raw):
         raise ValueError(f"it {excess}")

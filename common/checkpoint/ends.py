@@ -24,7 +24,7 @@ _MORE_TOKENS: Final = ("extra_special_tokens", "model_specific_special_tokens")
 def named_ends(directory: Path, tokenizer: Path | None = None) -> Ends:
     """Return the ids that end a generation, and who says so; `tokenizer` is the folder of another tokenizer.
 
-    Raises InvalidConfig for a file that is no JSON.
+    Raises InvalidConfig for a file that is not JSON.
     """
     found: Ends = {}
     for name, config in (

@@ -211,7 +211,7 @@ def _cut_short(paths: Iterable[Path]) -> Iterator[FieldViolation]:
         except CutShort as error:
             expected = error.expected
         except ValueError as error:
-            yield FieldViolation("--model", f"{path} is no safetensors file: {error}; download the file again")
+            yield FieldViolation("--model", f"{path} is not a safetensors file: {error}; download the file again")
             continue
         if size < expected:
             what = f"{path} has {size} bytes, and its header promises {expected}; finish the download"

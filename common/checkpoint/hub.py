@@ -45,5 +45,5 @@ def checkpoint_directory(model: str, weights: bool = True, revision: str | None 
         patterns = [*_OTHER_FILES, *(_WEIGHTS if weights else ())]
         return Path(snapshot_download(model, revision=revision or None, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        what = f"{model!r} is no directory here, and the hub did not give it: {' '.join(str(error).split())}"
+        what = f"{model!r} is not a local directory, and the hub did not provide it: {' '.join(str(error).split())}"
         raise InvalidConfig(FieldViolation("--model", what)) from error

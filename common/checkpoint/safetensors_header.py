@@ -64,7 +64,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     try:
         header = parse(raw, _MOST, unique=True)
     except ValueError as error:
-        why = str(error) if str(error).startswith("it ") else "it is no JSON"
+        why = str(error) if str(error).startswith("it ") else "it is not JSON"
         raise ValueError(f"its header cannot be read: {why}") from None
     if not isinstance(header, dict):
         raise ValueError(f"its header is {shown(header)}; expected an object of tensors by name")

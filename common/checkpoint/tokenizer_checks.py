@@ -110,7 +110,7 @@ def _check_id(what: str, number: Any) -> None:
 
 
 def _check_step(name: str, step: Any) -> None:
-    """Raise ValueError for a step that is no object, has too long texts, or makes too much of a text."""
+    """Raise ValueError for a step that is not an object, has too long texts, or makes too much of a text."""
     if step is None:
         return
     if not isinstance(step, dict):

@@ -124,7 +124,7 @@ def pack_entry(slot: int, generation: int) -> bytes:
 
 
 def unpack_entries(value: bytes) -> list[tuple[int, int]]:
-    """Return (slot, generation) of each entry; bytes that are no whole entry at the end are ignored, and an excess."""
+    """Return (slot, generation) of each entry; an incomplete entry at the end is ignored, and so is an excess."""
     whole = min(len(value) - len(value) % ENTRY_BYTES, MAX_INDEX_VALUE_BYTES)
     return list(_ENTRY.iter_unpack(value[:whole]))
 

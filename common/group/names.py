@@ -37,7 +37,7 @@ class ManagerNames:
 
     @property
     def to_resolve(self) -> tuple[str, ...]:
-        """The names whose host is no IP address."""
+        """The names whose host is not an IP address."""
         return tuple([name for name in self._names if not _is_ip(host_and_port(name)[0])])
 
     @property

@@ -182,7 +182,7 @@ def _shown(request: Request, prefix: str, answer: Answer) -> Reply | Awaitable[R
 
 
 def is_loopback(peer: str) -> bool:
-    """Return whether an address is one of this machine's loopback; False for what is no address."""
+    """Return whether an address is one of this machine's loopback; False for what is not an address."""
     try:
         address = ipaddress.ip_address(peer.partition("%")[0])
     except ValueError:

@@ -42,7 +42,7 @@ def open_redis(url: str, timeout: float, ca: Path | None = None) -> QuireRedis:
     """Return a client whose values are bytes, without retries; it connects on first use.
 
     `timeout` is in seconds, of a connection's start and of each answer. `ca` is for TLS. Connections that lead to a
-    server which is no master any more, or is not the one that the URL's name means now, are made anew.
+    server which is no longer a master, or is not the one that the URL's name means now, are made anew.
     """
     options: dict[str, Any] = {
         "socket_timeout": timeout,

@@ -57,7 +57,7 @@ def text(status: HTTPStatus, words: str) -> Reply:
 
 _MOST_HEADERS: Final = f"{limits.MAX_HTTP_HEADERS} headers, of {limits.MAX_HTTP_HEAD_BYTES} bytes with the request line"
 _TOO_LARGE: Final = text(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"expected at most {_MOST_HEADERS}")
-_NO_HTTP: Final = text(HTTPStatus.BAD_REQUEST, "this is no HTTP/1.1 request")
+_NO_HTTP: Final = text(HTTPStatus.BAD_REQUEST, "this is not an HTTP/1.1 request")
 _LATE: Final = text(HTTPStatus.REQUEST_TIMEOUT, f"the headers did not come within {limits.HTTP_HEAD_SECONDS:g} s")
 _WRONG_METHOD: Final = text(HTTPStatus.METHOD_NOT_ALLOWED, "expected GET, HEAD or POST")
 _NO_LENGTH: Final = text(HTTPStatus.LENGTH_REQUIRED, "expected a body with a Content-Length, or none")

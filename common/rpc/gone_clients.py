@@ -1,6 +1,6 @@
 """Calls whose client is gone, a moment before gRPC cancels them: what a handler still sends fails.
 
-A client goes whenever it likes, and its deadline may pass as the handler ends. So that is no error of a service.
+A client goes whenever it likes, and its deadline may pass as the handler ends. So that is not an error of a service.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from quire.api.status import error_from_rpc
 # Messages that cannot be decoded: the caller gets INVALID_ARGUMENT, and the log a line now and then.
 # gRPC itself answers UNKNOWN, and writes a traceback for each such message. Here a failed decoding returns
 # `Malformed`, which becomes an error inside the handler's interceptors. Streams check each message. A message for
-# which there was no memory is no mistake of its caller: it becomes a MemoryError.
+# which there was no memory is not its caller's mistake: it becomes a MemoryError.
 
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ Context: TypeAlias = "aio.ServicerContext[Any, Any]"
 _WHAT: Final = FieldViolation("message", "cannot be decoded; expected the protobuf message of this method", MALFORMED)
 
 
-# What protobuf's decoder says where memory was refused; its error is that of a message which is no message.
+# What protobuf's decoder says where memory was refused; else its error means that the bytes are not a message.
 _NO_MEMORY: Final = "alloc failed"
 
 

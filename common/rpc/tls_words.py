@@ -22,7 +22,7 @@ _MEANINGS: Final[tuple[tuple[str, Callable[[str], str]], ...]] = (
     ("wrong_version_number", lambda at: f"what answers at {at} speaks no TLS, and this command asked for it"),
     ("unknown ca", lambda at: f"what answers at {at} does not trust the CA of the certificate that was shown to it"),
 )
-# A connection that ends before anything came over it, in words of gRPC and of httpx. One that broke later is no sign.
+# A connection that ends before anything came over it, in words of gRPC and httpx. One that broke later is not a sign.
 _CLOSED: Final = (("failed to connect", "socket closed"), ("server disconnected without sending",))
 
 

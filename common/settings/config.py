@@ -156,7 +156,7 @@ def advice(flag: str, keys: Collection[str]) -> str | None:
     if flag in OURS:
         same = "--" + OURS[flag].replace("_", "-")
         here = OURS[flag].removeprefix("no_") in keys
-        return f"is no flag here; {same} is the same" if here else f"is no flag here; `quire serve` has {same}"
+        return "is not an option here; " + (f"{same} is the same" if here else f"`quire serve` has {same}")
     return f"is not there: {_WHY[flag]}" if flag in _WHY else None
 
 
@@ -444,7 +444,7 @@ def _refuse_unknown_flags(reading: Reading, rest: Sequence[str]) -> list[str]:
     for word in rest:
         name, has_value, _ = word.partition("=")
         if word.startswith("-"):
-            reading.violate(name, "is no flag here" + _nearest(name, flags))
+            reading.violate(name, "is not an option here" + _nearest(name, flags))
         elif not after_flag:
             words.append(word)
         after_flag = word.startswith("-") and not has_value
@@ -470,7 +470,7 @@ def _read_environment(reading: Reading, environ: Mapping[str, str]) -> None:
 
 
 def _foreign(settings: type[Settings], environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield the variables that are no program's own, nor one of these options: some program may have such a key."""
+    """Yield variables that are neither one program's own nor one of these options: some program may have such a key."""
     services = tuple(f"{ENV_PREFIX}{each}_".upper() for each in PROGRAMS if each != settings.service)
     names = {ENV_PREFIX + "CONFIG", *_variables(settings)}
     for name in environ:

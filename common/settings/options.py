@@ -33,7 +33,7 @@ def _block_size(value: int) -> int:
 
 
 def checked_address(value: str) -> str:
-    """Return an address as it is. Raises ValueError when it is no HOST:PORT."""
+    """Return an address as it is. Raises ValueError when it is not HOST:PORT."""
     host, colon, port = value.rpartition(":")
     if not (
         colon and host and "/" not in host and _is_host_of_address(host) and port.isdecimal() and 0 < int(port) < 65536

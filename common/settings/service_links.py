@@ -1,4 +1,4 @@
-"""Variables that Kubernetes sets in every pod for each Service of the namespace, and that are no options of ours.
+"""Variables that Kubernetes sets in every pod for each Service of the namespace, and that are not options of Quire.
 
 A Service `quire-router` makes QUIRE_ROUTER_PORT=tcp://10.0.0.1:8000, QUIRE_ROUTER_SERVICE_HOST and others.
 `enableServiceLinks: false` in the pod leaves them out.
@@ -34,6 +34,6 @@ def in_words(links: frozenset[str]) -> str:
     shown = ", ".join(sorted(links)[:3])
     more = f" and {len(links) - 3} more" if len(links) > 3 else ""
     return (
-        f"variables of Kubernetes' service links are no options and count for nothing: {shown}{more} "
+        f"variables of Kubernetes' service links are not options of Quire and are ignored: {shown}{more} "
         "(enableServiceLinks: false in the pod leaves them out)"
     )

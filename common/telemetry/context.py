@@ -39,7 +39,7 @@ def _text(span: SpanContext) -> str:
 
 
 def context_from(traceparent: str, tracestate: str = "") -> Context:
-    """Return the context in which a span becomes the child of `traceparent`; an empty one if that is no traceparent.
+    """Return the context in which a span becomes the child of `traceparent`; an empty one if that is not a traceparent.
 
     The span and those below it have the `tracestate`, of which what is malformed or too long is left out.
     """

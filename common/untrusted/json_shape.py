@@ -25,7 +25,7 @@ class Shape:
     depth: int
 
     def excess(self, *texts: bytes) -> str:
-        """Return in words what texts in UTF-8 have too much of together, "" if nothing. What is no JSON may pass."""
+        """Return in words what texts in UTF-8 have too much of together, "" if nothing. What is not JSON may pass."""
         if self._fit_whatever_is_in_strings(texts):
             return ""
         strings = containers = members = values = 0

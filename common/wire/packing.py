@@ -27,7 +27,7 @@ def pack_u32(values: Iterable[int]) -> bytes:
 
 
 def unpack_u32(packed: bytes) -> list[int]:
-    """Raises ProtocolViolation when the length is no multiple of 4."""
+    """Raises ProtocolViolation when the length is not a multiple of 4."""
     return _unpack("I", packed)
 
 
@@ -37,7 +37,7 @@ def pack_u64(values: Iterable[int]) -> bytes:
 
 
 def unpack_u64(packed: bytes) -> list[int]:
-    """Raises ProtocolViolation when the length is no multiple of 8."""
+    """Raises ProtocolViolation when the length is not a multiple of 8."""
     return _unpack("Q", packed)
 
 
@@ -46,7 +46,7 @@ def pack_sequences(sequences: Iterable[SequenceId]) -> bytes:
 
 
 def unpack_sequences(packed: bytes) -> list[SequenceId]:
-    """Raises ProtocolViolation when the length is no multiple of 8."""
+    """Raises ProtocolViolation when the length is not a multiple of 8."""
     return cast("list[SequenceId]", _unpack("Q", packed))
 
 
@@ -56,7 +56,7 @@ def pack_blocks(blocks: Iterable[BlockId]) -> bytes:
 
 
 def unpack_blocks(packed: bytes) -> list[BlockId]:
-    """Return ids of real blocks. Raises ProtocolViolation for a negative one, or a length that is no multiple of 4."""
+    """Return ids of real blocks. Raises ProtocolViolation for a negative id, or a length not a multiple of 4."""
     return cast("list[BlockId]", _at_least(0, _unpack("i", packed)))
 
 
@@ -73,7 +73,7 @@ def pack_hashes(hashes: Iterable[BlockHash]) -> bytes:
 
 
 def unpack_hashes(packed: bytes) -> tuple[BlockHash, ...]:
-    """Raises ProtocolViolation when the length is no multiple of 16."""
+    """Raises ProtocolViolation when the length is not a multiple of 16."""
     if len(packed) % KEY_BYTES:
         raise ProtocolViolation(f"{len(packed)} bytes hold no whole number of {KEY_BYTES}-byte hashes")
     return cast("tuple[BlockHash, ...]", tuple(chain.from_iterable(_HASHES.iter_unpack(packed))))
@@ -87,7 +87,7 @@ def parallel(what: str, *columns: Sequence[object]) -> None:
 
 def _at_least(least: int, numbers: list[int]) -> list[int]:
     if numbers and min(numbers) < least:
-        raise ProtocolViolation(f"{min(numbers)} is no block; expected a number from {least} up")
+        raise ProtocolViolation(f"{min(numbers)} is not a block; expected a number from {least} up")
     return numbers
 
 

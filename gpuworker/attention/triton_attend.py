@@ -94,7 +94,7 @@ def _attend_tiles(
             slot = (block * KV_HEADS + kv_head) * BLOCK_SIZE + in_tile % BLOCK_SIZE
         key_at = keys + slot.to(tl.int64)[:, None] * HEAD_DIM_K + dim_k[None, :]
         value_at = values + slot.to(tl.int64)[:, None] * HEAD_DIM_V + dim_v[None, :]
-        # Slots past the end are not read, which saves traffic; a head that is no power of two is padded.
+        # Slots past the end are not read, which saves traffic; a head whose size is not a power of two is padded.
         if MASKED:
             key = tl.load(key_at, mask=(at < end)[:, None] & (dim_k < HEAD_DIM_K)[None, :], other=0.0)
         elif HEAD_DIM_K != TILE_K:

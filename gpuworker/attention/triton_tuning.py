@@ -18,7 +18,7 @@ from gpuworker.attention.work_list import Cut
 _STAGE_BYTES = 32 << 10
 # Quantised elements of K or V that four warps widen at once without running out of registers.
 _WIDENED = 8192
-# Shared memory that is no tile of K or V: weights on their way between warps, barriers.
+# Shared memory that holds no tile of K or V: weights on their way between warps, barriers.
 _SPARE_BYTES = 8 << 10
 # Programs that should run at once on a multiprocessor, and the shortest chunk worth a partial result.
 _SINGLE_PROGRAMS, _SINGLE_CHUNK = 4, 128

@@ -43,7 +43,7 @@ class Checkpoint:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Read the headers. Raises InvalidConfig for files that are no safetensors, Unsupported for unknown formats."""
+        """Read the headers. Raises InvalidConfig for files other than safetensors, Unsupported for unknown formats."""
         if gguf.is_gguf(directory):
             self.format = "gguf"
             self.stored, self._found = gguf.find(directory)

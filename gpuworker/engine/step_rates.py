@@ -121,7 +121,7 @@ class UsualSteps:
         self._rates, self._doubt = StepRates(), 1.0
 
     def lost(self, plan: StepPlan, seconds: float) -> float:
-        """Return what a step lost to something that is no work of its own; 0 where it took about its usual."""
+        """Return what a step lost to something other than its own work; 0 where it took about its usual."""
         usual = self._doubt * self._rates.predict(plan)
         lost = seconds - usual
         if usual and lost >= _LEAST_LOST_S and seconds > _MANY_TIMES * usual:

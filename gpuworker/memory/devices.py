@@ -26,7 +26,8 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise InvalidConfig(FieldViolation("--device", f"{name!r} is no device; expected auto, cpu or cuda")) from error
+        what = f"{name!r} is not a device; expected auto, cpu or cuda"
+        raise InvalidConfig(FieldViolation("--device", what)) from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidConfig(FieldViolation("--device", f"{name!r} was asked for and no CUDA device is usable; try cpu"))
     return device

@@ -126,7 +126,7 @@ def _unknown(kind: str, config: Mapping[str, Any], known: KnownKinds) -> str:
         )
     close = difflib.get_close_matches(kind, known.kinds, n=1)
     hint = f"did you mean {close[0]}?" if close else "a newer transformers may know it"
-    return f"{kind!r} is no model type of transformers {known.version}; {hint}"
+    return f"{kind!r} is not a model type of transformers {known.version}; {hint}"
 
 
 def _no_decoder(kind: str, config: Mapping[str, Any], known: KnownKinds | None) -> str | None:
@@ -143,7 +143,7 @@ def _no_decoder(kind: str, config: Mapping[str, Any], known: KnownKinds | None) 
     encodes = config.get("is_encoder_decoder", kind in known.encoder_decoders and not several)
     if encodes:
         return f"{kind} is an encoder-decoder; {_ONLY}"
-    return None if causal else f"{kind} is no language model that continues text; {_ONLY}"
+    return None if causal else f"{kind} is not a language model that continues text; {_ONLY}"
 
 
 def _has_other_media(config: Mapping[str, Any]) -> bool:

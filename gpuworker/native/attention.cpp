@@ -202,7 +202,7 @@ class Planner {
     }
   }
 
-  // The first row that is no draft behind this one. Of two rows that write into the same block, both are of one sequence.
+  // The first row behind this one that is not a draft. Two rows that write into the same block are of one sequence.
   int after_drafts(int row) const {
     int next = row + 1;
     while (next < step_.num_decodes && step_.context_len[next] == step_.context_len[next - 1] + 1) {

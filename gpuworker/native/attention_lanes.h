@@ -81,7 +81,7 @@ class LaneGroup {
         }
         load_query(work, token, head_of(item, lane), row);
       } else {
-        std::fill(row, row + stride, 0.0f);  // what is left there may be no number, or a slow one
+        std::fill(row, row + stride, 0.0f);  // what is left there may not be a number, or a slow one
       }
       if constexpr (Kind::kPer == 1) {
         for (int i = 0; i < dk; ++i) queries[i * wide + lane] = row[i];

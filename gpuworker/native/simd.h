@@ -295,7 +295,7 @@ inline Vec quarters(F f, V... x) {
 inline Vec fma(Vec x, Vec y, Vec z) {
   return {vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b), vfmaq_f32(z.c, x.c, y.c), vfmaq_f32(z.d, x.d, y.d)};
 }
-// The second where one of the two is no number, as at the other levels.
+// The second where one of the two is not a number, as at the other levels.
 inline Vec max(Vec x, Vec y) {
   return quarters([](float32x4_t p, float32x4_t q) { return vbslq_f32(vcgtq_f32(p, q), p, q); }, x, y);
 }

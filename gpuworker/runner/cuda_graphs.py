@@ -408,7 +408,7 @@ def graph_launcher(
 ) -> LauncherFactory | None:
     """Return the factory of a launcher over a native GPU model: graphs up to `max_num_seqs` rows.
 
-    `attention` is the runner's own: it plans the steps that are no graphs, too. None: it cannot plan for graphs.
+    `attention` is the runner's own: it plans the steps that are not graphs, too. None: it cannot plan for graphs.
     """
     if not isinstance(attention, PaddedAttention):
         return None

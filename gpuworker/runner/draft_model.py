@@ -195,7 +195,7 @@ class RunnerDraftModel:
             turn.guesses += sampled.get(turn.seat.sequence, ())
 
     def _usable(self, guesses: list[int]) -> list[int]:
-        """Return the guesses before the first that is no token of the target: a padded vocabulary may have more."""
+        """Return the guesses before the first that is not a token of the target: a padded vocabulary may have more."""
         wrong = next((at for at, token in enumerate(guesses) if token >= self._limits.guessable), len(guesses))
         return guesses[:wrong]
 

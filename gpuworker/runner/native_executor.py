@@ -208,6 +208,6 @@ def native_executor(parts: ExecutorParts) -> NativeExecutor:
     """Return an executor of native calls. Raises TypeError for a model or an attention that the library cannot call."""
     model, attention = parts.model, parts.attention
     if not isinstance(model, LlamaCpuModel) or not isinstance(attention, NativeAttention):
-        raise TypeError(f"{type(model).__name__} over {type(attention).__name__} is no native call")
+        raise TypeError(f"{type(model).__name__} over {type(attention).__name__} has no native call")
     model.extend_rope(parts.tokens.width)
     return NativeExecutor(model, attention, parts.tokens, parts.failures, parts.threads)

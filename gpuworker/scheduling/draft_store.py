@@ -1,6 +1,6 @@
 """The blocks of a draft model's own KV cache: which sequence has them, and which one loses them to another.
 
-They are no leased blocks: nothing is shared, sealed or reported. A sequence keeps its blocks while it waits after a
+They are not leased blocks: nothing is shared, sealed or reported. A sequence keeps its blocks while it waits after a
 preemption. The sequence that drafted longest ago loses its blocks first. The draft model computes that text again if
 the sequence is to draft again.
 """

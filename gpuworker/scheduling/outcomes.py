@@ -16,7 +16,7 @@ class AgentConfig:
     """Sizes and policies of one worker.
 
     `block_size` is a power of two. `max_scored_tokens` bounds the positions of a step that score prompts: each takes a
-    row of logits. `long_prefill_cap` bounds one prompt's share of a step while others run too; 0 is no
+    row of logits. `long_prefill_cap` bounds one prompt's share of a step while others run too; 0 means no
     bound. `window` > 0 is the widest attention window of a model whose layers all have one. Parts of blocks are
     reused where a block has `min_partial_block` slots or more.
     """

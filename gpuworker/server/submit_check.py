@@ -160,7 +160,7 @@ class SubmitLimits:
         for name, count in long.items():
             yield FieldViolation(name, f"has {count} ids; expected at most {MAX_SUBMIT_IDS}")
         if any(not word or len(word) % 4 for word in message.bad_words):
-            yield FieldViolation("bad_words", "has a word that is no list of int32 ids; expected at least one id each")
+            yield FieldViolation("bad_words", "has a word that is not a list of int32 ids; expected at least one id")
         elif (count := sum(map(len, message.bad_words)) // 4) > MAX_SUBMIT_IDS:
             yield FieldViolation("bad_words", f"has {count} ids; expected at most {MAX_SUBMIT_IDS}")
         if len(set(sampling.logprob_token_ids)) < len(sampling.logprob_token_ids):

@@ -362,7 +362,7 @@ class GrammarMaskThread:
     def _end(self, sequences: Iterable[SequenceId], error: BaseException) -> None:
         """End these sequences by an error; the thread and the other sequences continue.
 
-        A panic of the library is no Exception, and sampling waits for this thread: so every error ends up here.
+        A panic of the library is not an Exception, and sampling waits for this thread: so every error ends up here.
         """
         self._states.update(dict.fromkeys(sequences, unfollowable(error)))
 

@@ -156,7 +156,7 @@ class Constrained:
 
 
 def unfollowable(error: BaseException) -> FinishCause:
-    """Return how a sequence ends that an error of any kind keeps from being followed; a panic is no Exception."""
+    """Return how a sequence ends that an error of any kind keeps from being followed; a panic is not an Exception."""
     if isinstance(error, QuireError):  # the constraint was not checked before
         return FinishCause(FinishReason.ERROR, message=str(error))
     log.error("a constraint could not be followed", exc_info=error)

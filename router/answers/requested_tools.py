@@ -18,7 +18,7 @@ _NAME: Final = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_TOOL_NAME_CHARS}}}")
 def tools_of(given: Any, path: str = "tools") -> tuple[OfferedTool, ...]:
     """Return the tools of a list in OpenAI's form. Raises InvalidRequest that names the wrong field below `path`."""
     if not isinstance(given, list):
-        _refuse(path, 'is no list; expected [{"type": "function", "function": {"name": ...}}]')
+        _refuse(path, 'must be a list; expected [{"type": "function", "function": {"name": ...}}]')
     if len(given) > MAX_TOOLS:
         _refuse(path, f"has {len(given)} tools; expected at most {MAX_TOOLS}")
     found = tuple([_tool(each, f"{path}[{place}]") for place, each in enumerate(given)])
@@ -28,7 +28,7 @@ def tools_of(given: Any, path: str = "tools") -> tuple[OfferedTool, ...]:
 
 def _tool(given: Any, path: str) -> OfferedTool:
     if not isinstance(given, dict):
-        _refuse(path, 'is no object; expected {"type": "function", "function": {...}}')
+        _refuse(path, 'must be an object; expected {"type": "function", "function": {...}}')
     if (kind := given.get("type", "function")) != "function":
         _refuse(f"{path}.type", f"is {quoted(kind)}; only function is offered")
     if not isinstance(given.get("function"), dict):
@@ -43,7 +43,7 @@ def _function(given: Mapping[str, Any], path: str) -> OfferedTool:
         letters = "letters, digits, underscores, hyphens and dots"
         _refuse(f"{path}.name", f"{what}; expected 1 to {MAX_TOOL_NAME_CHARS} {letters}")
     if not isinstance(description, str | None):
-        _refuse(f"{path}.description", "is no text")
+        _refuse(f"{path}.description", "must be a string")
     return OfferedTool(name, _parameters(given, path), _strict(given, path))
 
 
@@ -52,7 +52,7 @@ def _parameters(given: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     if parameters is None:
         return {}
     if not isinstance(parameters, dict):
-        _refuse(f"{path}.parameters", 'is no JSON schema; expected an object such as {"type": "object"}')
+        _refuse(f"{path}.parameters", 'must be a JSON schema; expected an object such as {"type": "object"}')
     if parameters.get("type", "object") != "object":
         what = f"is {quoted(parameters['type'])}; expected object, as arguments have names"
         _refuse(f"{path}.parameters.type", what)

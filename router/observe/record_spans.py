@@ -51,7 +51,7 @@ _PHASES: Final = {
     Phase.SENDING: ("sending", ROUTER),
     Phase.CLIENT: ("client", ROUTER),
 }
-# Phases after the first token that are no part of the decoding, in the order of their spans.
+# Phases after the first token that are not part of the decoding, in the order of their spans.
 _BESIDE_DECODE: Final = (Phase.ROUTER_STILL, Phase.ON_THE_WAY, Phase.SENDING, Phase.CLIENT)
 _INTERRUPTIONS: Final = {
     Phase.PREEMPTED: ("preempted", MANAGER, DecisionKind.PREEMPTION),
@@ -111,7 +111,7 @@ def spans_of(ended: EndedRequest) -> list[RecordSpan]:
 
 
 def _own(ended: EndedRequest) -> Iterator[Decision]:
-    """Yield the decisions on the request itself, each once. The end is no decision, and may name other requests."""
+    """Yield the decisions on the request itself, each once. The end is not a decision, and may name other requests."""
     seen: set[str] = set()
     for each in ended.decisions:
         concerns = each.request_id == ended.request_id or each.kind is DecisionKind.PREEMPTION

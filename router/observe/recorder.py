@@ -98,7 +98,7 @@ class Recorder:
             self._tail.keep(trace.head(rules), ended)
 
     def _record_end(self, trace: RequestTrace, request_id: str, outcome: Outcome) -> None:
-        """Record the outcome. It is no event of a span: it may name other requests, and operators read it."""
+        """Record the outcome. It is not a span event: it may name other requests, and operators read it."""
         self._decisions.record(
             Decision(
                 decision_id=self.new_id(),

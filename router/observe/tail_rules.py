@@ -40,7 +40,7 @@ class Objective:
 
     @staticmethod
     def of(ttft: float | None, itl: float | None) -> Objective:
-        """Return the objective of two options; None is no promise."""
+        """Return the objective of two options; None promises nothing."""
         return Objective(math.inf if ttft is None else ttft, math.inf if itl is None else itl)
 
 

@@ -39,7 +39,7 @@ class AdmissionLimiter:
 
     def __init__(self, limits: AdmissionLimits, quotas: TenantQuotas | None = None) -> None:
         self._limits, self._quotas = limits, quotas or TenantQuotas()
-        # By tenant and request id: the ids of one tenant are no matter of another.
+        # By tenant and request id: the ids of one tenant do not concern another.
         self._inside: dict[tuple[str, str], _Inside] = {}
         # Queued requests of each tenant that has any.
         self._queued_by: Counter[str] = Counter()

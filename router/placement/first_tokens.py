@@ -21,7 +21,7 @@ KEPT: Final = 16
 """Outcomes that count of each size, the last ones."""
 MOST_LOWERED: Final = 16.0
 TRIED_EVERY_S: Final = 30.0
-# Predictions below it are no reason to refuse a request, and too short to be measured.
+# Predictions below it do not justify refusing a request, and too short to be measured.
 _LEAST_S: Final = 0.001
 # The part of the time until a deadline that counts as all of it: a worker or a client may end the request a bit sooner.
 _ALL_OF_IT: Final = 0.95

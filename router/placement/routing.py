@@ -312,7 +312,7 @@ def _departures_for(blocks: float, worker: WorkerModel) -> float:
     return blocks / first if blocks <= waiting * first else waiting + (blocks - waiting * first) / freed
 
 
-# Costs closer than this count as equal: signals are no more precise, and a tie must not favour the first worker.
+# Costs closer than this count as equal: signals are not more precise, and a tie must not favour the first worker.
 TIE_SECONDS = 1e-4
 # What was measured longer ago refuses no request for its deadline: a stay of sequences, and rates of an idle worker.
 OLD_S = 30.0

@@ -470,7 +470,7 @@ class Validator:
             for place, word in enumerate(words):
                 path = f"sampling.bad_words[{place}]"
                 if not word.strip(" "):
-                    report.add(path, "is empty; expected at least one character that is no space")
+                    report.add(path, "is empty; expected at least one character other than a space")
                 report.fits(path, len(word), MAX_BAD_WORD_CHARS, "characters")
         return len(report.violations) == before
 

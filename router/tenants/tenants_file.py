@@ -53,7 +53,7 @@ class TokenReader:
     """Checks tokens of one signer for one audience. `claim` is the name of the claim that has the tenant's name."""
 
     def __init__(self, jwks: Path, issuer: str, audience: str, claim: str) -> None:
-        """Raises InvalidConfig for a file that is no JWKS with a usable public key."""
+        """Raises InvalidConfig for a file that is not a JWKS with a usable public key."""
         self._issuer, self._audience, self._claim = issuer, audience, claim
         self._keys = _read_keys(jwks)
 
@@ -77,7 +77,7 @@ class TokenReader:
             raise Unauthenticated(f"the token is not valid: {_words(error)}") from None
         name = claims[self._claim]
         if not isinstance(name, str):
-            raise Unauthenticated(f"the token's claim {self._claim} is no text")
+            raise Unauthenticated(f"the token's claim {self._claim} must be a string")
         return name, f"jwt {key_id}"
 
     def knows(self, credential: str) -> bool:
@@ -103,7 +103,7 @@ def _read_keys(path: Path) -> dict[str, jwt.PyJWK]:
         entries = json.loads(path.read_text())["keys"]
         keys = {entry["kid"]: jwt.PyJWK(entry) for entry in entries if entry.get("kty") != "oct"}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, jwt.PyJWTError) as error:
-        what = f"is no JWKS with public keys that have a kid: {type(error).__name__}: {error}"
+        what = f"is not a JWKS with public keys that have a kid: {type(error).__name__}: {error}"
         raise InvalidConfig(FieldViolation(str(path), what)) from None
     keys = {key_id: key for key_id, key in keys.items() if key.algorithm_name in ALGORITHMS}
     if not keys:

@@ -398,7 +398,7 @@ class WorkerClient:
             self.refused = False
             raise Unavailable(f"no hello within {self._pacing.hello:g} s") from None
         if answer is None or answer.WhichOneof("message") != "hello":
-            raise ProtocolViolation("the worker's first message was no hello")
+            raise ProtocolViolation("the worker's first message must be Hello")
         self._outbox = Outbox(answer.hello.silence_seconds)
         self._last_seq, self._draining, self.refused, self._stood_still = 0, False, False, False
         facts = facts_from_proto(answer.hello.info)

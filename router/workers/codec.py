@@ -172,7 +172,7 @@ def refusal_from_proto(refused: pb.Refused) -> Refused:
     try:
         status = status_pb2.Status.FromString(refused.status)
     except DecodeError:
-        raise ProtocolViolation(f"{len(refused.status)} bytes of a refusal are no google.rpc.Status") from None
+        raise ProtocolViolation(f"{len(refused.status)} bytes of a refusal are not a google.rpc.Status") from None
     return Refused(error_from_status(status))
 
 

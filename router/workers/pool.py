@@ -309,7 +309,7 @@ class WorkerPool:
         self._notify()
 
     def _log_absence(self, member: Member, error: QuireError) -> None:
-        """Log each reason once for all attempts to connect; a worker that never connected is no warning."""
+        """Log each reason once for all attempts to connect; a worker that never connected is not worth a warning."""
         # After the colon stand gRPC's details of one attempt, different each time.
         words = str(error).partition(":")[0]
         reasons = member.logged_reasons

@@ -200,7 +200,7 @@ ATTACKS = (
 async def test_a_request_with_very_long_fields_is_refused_at_little_cost(
     victim: Victim, attack: Call, budget: int
 ) -> None:
-    # What a first request costs (imports, tables) is no part of the attack.
+    # What a first request costs (imports, tables) is not part of the attack.
     await refusal(victim.stub.Generate(pb.GenerateRequest(), timeout=PATIENCE_S))
     victim.reset_peak()
     cpu, memory = victim.cpu(), victim.peak_mib()

@@ -31,7 +31,7 @@ def test_all_are_the_levels_of_this_processor() -> None:
 def test_an_unknown_level_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parsed("--level", "avx3")
-    assert f"'avx3' is no level; expected all, {', '.join(NAMES)}" in capsys.readouterr().err
+    assert f"'avx3' is not a level; expected all, {', '.join(NAMES)}" in capsys.readouterr().err
 
 
 def test_each_level_limits_the_references() -> None:

@@ -63,14 +63,14 @@ def test_a_soak_has_every_kind_before_any_comes_again_and_can_be_replayed() -> N
     ],
 )
 def test_what_is_no_plan_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="this is no plan"):
+    with pytest.raises(ValueError, match="this is not a plan"):
         read(text)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[1]", "this is no plan"),
+        ("[1]", "this is not a plan"),
         (None, "No such file"),
         (written([Fault(Kind.REDIS_CLOCK, "redis"), Fault(Kind.LEADER_KILLED, "")]), "has leader_killed, redis_clock"),
     ],
@@ -138,7 +138,7 @@ LED = [Fault(Kind.LEADER_KILLED, "", 2), Fault(Kind.LEADER_FENCED, "", 2)]
 @pytest.mark.parametrize("plan", [ROWS, JUMPS, DRAINED, LED], ids=["limits", "clocks", "rolling drain", "two managers"])
 def test_what_a_service_lacks_breaks_no_stream_and_changes_no_token(tmp_path: Path, plan: list[Fault]) -> None:
     if plan is JUMPS and compiler() is None:
-        pytest.skip("a clock that jumps needs a C compiler: none of cc, gcc and clang is on PATH, or this is no Linux")
+        pytest.skip("a clock that jumps needs a C compiler: none of cc, gcc and clang is on PATH, or this is not Linux")
     (tmp_path / "plan.json").write_text(written(plan))
     # Streams that outlast the failure, which lasts for 2 s and some more.
     words = ["--replay", str(tmp_path / "plan.json"), "--streams", "6", "--tokens", "600"]

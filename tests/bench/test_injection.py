@@ -159,7 +159,7 @@ def test_a_failed_injection_beside_another_error_hides_nothing() -> None:
 def test_a_run_whose_injection_fails_ends_with_one_line_and_leaves_no_process(
     bench: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second of two faults fails; the first one's figures are no figures of the plan."""
+    """The second of two faults fails; the first one's figures do not count for the plan."""
     plan = [Fault(Kind.CLIENTS_GONE, "", 1, 0.1), Fault(Kind.REDIS_WIPED, "", 1, 0.2)]
     (tmp_path / "plan.json").write_text(written(plan))
     which = {

@@ -76,8 +76,8 @@ async def test_an_alternative_takes_turns_with_the_suite() -> None:
         (("--seconds", "5"), "--seconds: is 5; expected 30 to 3600"),
         (("--plot", "figures.gif"), "--plot: is figures.gif; expected a file that ends with .png or .svg"),
         (("--plot", "no/such/folder/a.png"), "cannot be written; expected a file in a folder that is there"),
-        (("--blok-size", "8"), "--blok-size: is no flag here; did you mean --block-size?"),
-        (("no/such/model",), "--model: no/such/model is no folder of this machine"),
+        (("--blok-size", "8"), "--blok-size: is not an option here; did you mean --block-size?"),
+        (("no/such/model",), "--model: no/such/model is not a folder on this machine"),
     ],
 )
 def test_mistakes_are_found_before_anything_starts(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:

@@ -155,5 +155,5 @@ async def test_piped_bytes_that_are_no_text_are_refused(router: tuple[ChatRouter
         env={**os.environ, "LC_ALL": locale},
     )
     assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr == b"quire: standard input: is no UTF-8; expected text\n"
+    assert done.stderr == b"quire: standard input: is not UTF-8; expected text\n"
     assert not double.requests

@@ -33,7 +33,7 @@ def test_an_error_is_one_line_and_a_status(capsys: pytest.CaptureFixture[str]) -
 async def test_a_server_that_is_no_router_is_distinguished_from_one(tmp_path: Path) -> None:
     server = RpcServer(["another.Service"])
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
-    said = f"what answers at {address} is no router, or another of its ports; `quire serve` names them when ready"
+    said = f"the server at {address} is not a router, or this is not its API port; `quire serve` prints the address"
     with pytest.raises(Unsupported) as error:
         async with router_client(address) as client:
             await client.generate("Hello")

@@ -19,7 +19,7 @@ NO_ADDRESS = "expected HOST:PORT, with [..] around an IPv6 address"
 NO_PATH = "is empty; expected a path"
 NO_MESSAGES = "--chat: has no messages; expected"
 NO_HOST_NAME = "expected a host name such as quire.example.org or *.example.org, or an address"
-NO_TABLE = "its tenants are no table; expected tables such as [tenants.red]"
+NO_TABLE = "`tenants` must be a table; expected tables such as [tenants.red]"
 
 WRONG: tuple[tuple[Sequence[str], str], ...] = (
     (["generate", "Hi", "--address", ""], f"--address: is ''; {NO_ADDRESS}"),
@@ -30,24 +30,24 @@ WRONG: tuple[tuple[Sequence[str], str], ...] = (
     (["batch", "binary", "out", "--http-address", ""], NO_ADDRESS),
     (["generate", "Hi", "--max-tokens", "9" * 20], f"--max-tokens: is {'9' * 20}; expected -2147483648 to 2147483647"),
     (["generate", "Hi", "--seed", "9" * 30], f"--seed: is {'9' * 30}; expected -9223372036854775808 to "),
-    (["generate", "Hi", "--regex", "@binary"], "--regex: binary cannot be read: it is no UTF-8"),
-    (["generate", "-"], "PROMPT: of standard input is no UTF-8; expected text"),
+    (["generate", "Hi", "--regex", "@binary"], "--regex: binary cannot be read: it is not UTF-8"),
+    (["generate", "-"], "PROMPT: of standard input is not UTF-8; expected text"),
     (["explain", "a", "--n", "9999999999"], "--n: is 9999999999; expected -2147483648 to 2147483647"),
-    (["explain", "--chat", "deep.json"], "--chat: is no JSON: "),
-    (["pin", "--chat", "deep.json"], "--chat: is no JSON: "),
+    (["explain", "--chat", "deep.json"], "--chat: is not valid JSON: "),
+    (["pin", "--chat", "deep.json"], "--chat: is not valid JSON: "),
     (["explain", "--chat", "list.json"], NO_MESSAGES),
     (["pin", "--chat", "list.json"], NO_MESSAGES),
-    (["advise-block-size", "deep.json"], "line 1: is no JSON: "),
+    (["advise-block-size", "deep.json"], "line 1: is not valid JSON: "),
     (["advise-block-size", "."], "log: . cannot be read: Is a directory"),
-    (["advise-block-size", "binary"], "log: binary cannot be read: it is no UTF-8"),
-    (["advise-block-size", "-"], "log: - cannot be read: it is no UTF-8"),
-    (["advise-block-size", "log.jsonl", "--speeds", "binary"], "--speeds: binary cannot be read: it is no UTF-8"),
+    (["advise-block-size", "binary"], "log: binary cannot be read: it is not UTF-8"),
+    (["advise-block-size", "-"], "log: - cannot be read: it is not UTF-8"),
+    (["advise-block-size", "log.jsonl", "--speeds", "binary"], "--speeds: binary cannot be read: it is not UTF-8"),
     (["advise-block-size", "log.jsonl", "--speeds", "."], "--speeds: . cannot be read: Is a directory"),
     (["advise-block-size", "log.jsonl", "--speeds", "deep.json"], "does not end with the JSON line of bench.phases;"),
     (["advise-block-size", "log.jsonl", "--speeds", "list.json"], "does not end with the JSON line of bench.phases;"),
     (["keys", "red", "--append", "three.toml"], NO_TABLE),
     (["keys", "red", "--append", "many.toml"], NO_TABLE),
-    (["keys", "red", "--append", "binary"], "--append: binary is no file of tenants in TOML: "),
+    (["keys", "red", "--append", "binary"], "--append: binary is not a TOML file of tenants: "),
     (["keys", "red", "--append", ""], NO_PATH),
     (["certs", ""], NO_PATH),
     (["record", ""], NO_PATH),
@@ -78,7 +78,7 @@ WRONG: tuple[tuple[Sequence[str], str], ...] = (
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Run in a folder with a few files and without a router; standard input is no text."""
+    """Run in a folder with a few files and without a router; standard input is not text."""
     for name, port in zip(("ADDRESS", "ADMIN_ADDRESS", "HTTP_ADDRESS"), free_ports(3), strict=True):
         monkeypatch.setenv(f"QUIRE_{name}", f"127.0.0.1:{port}")
     monkeypatch.setenv("QUIRE_STATE_DIR", str(tmp_path / "state"))

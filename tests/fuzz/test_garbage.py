@@ -1,4 +1,4 @@
-"""Bytes that are no HTTP: a connection is answered or closed, without effect on others."""
+"""Bytes that are not HTTP: a connection is answered or closed, without effect on others."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ async def test_a_router_without_a_worker_says_what_it_waits_for(flags: tuple[str
     ("flags", "said"),
     [
         (("--port", "99999", "--max-queued-requests", "0"), "2 bad options; nothing was started."),
-        (("--model", "/nowhere"), "/nowhere is no folder of this machine"),
+        (("--model", "/nowhere"), "/nowhere is not a folder on this machine"),
     ],
 )
 async def test_bad_options_are_all_told_and_nothing_starts(flags: tuple[str, ...], said: str) -> None:

@@ -118,7 +118,7 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
     ),
 }
 
-# What is promised elsewhere: in the guides, and for failures that are no row of their own.
+# What is promised elsewhere: in the guides, and for failures that have no row of their own.
 PROMISES: dict[str, tuple[Kind | str, ...]] = {
     "a client goes on at another router, in Python by itself, over HTTP by the id of the last event": (
         Kind.ROUTER_KILLED,

@@ -123,7 +123,7 @@ def configuration(header: Header) -> dict[str, Any]:
     _refuse_unknown(facts)
     tensors = header.tensors
     if EMBEDDING not in tensors:
-        raise header.refuse(f"it has no tensor {EMBEDDING}: it is no whole model")
+        raise header.refuse(f"tensor {EMBEDDING} is missing: the file does not hold a whole model")
     heads = facts.number("attention.head_count")
     hidden = facts.number("embedding_length")
     head_dim = facts.number("attention.key_length", facts.get("rope.dimension_count") or hidden // heads)

@@ -125,7 +125,7 @@ def refused(path: Path, why: str) -> InvalidConfig:
 
 
 def read_header(path: Path) -> Header:
-    """Return the header of a file. Raises InvalidConfig when it is no GGUF file, is broken, or has unknown types."""
+    """Return the header of a file. Raises InvalidConfig when it is not a GGUF file, is broken, or has unknown types."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
             return _read(path, pages)

@@ -329,7 +329,7 @@ def read_config(directory: Path) -> PretrainedConfig:
         return unwrapped(config, directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         why = " ".join(f"{error}".split())[:_MOST_CHARACTERS]
-        what = f"{directory}/config.json is no configuration that transformers reads: {why}; correct it"
+        what = f"{directory}/config.json is not a configuration that transformers can read: {why}; correct it"
         raise InvalidConfig(FieldViolation("--model", what)) from error
 
 

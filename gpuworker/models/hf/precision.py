@@ -29,7 +29,7 @@ class Precision:
     def __post_init__(self) -> None:
         """Refuse values that no option gives: they are a mistake of the caller."""
         if self.kv_dtype not in CACHE_DTYPES or self.quantization not in QUANTIZATIONS:
-            raise ValueError(f"{self.kv_dtype!r} or {self.quantization!r} is no precision")
+            raise ValueError(f"kv_dtype {self.kv_dtype!r} or quantization {self.quantization!r} is unknown")
 
 
 def resolve_precision(

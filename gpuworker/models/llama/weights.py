@@ -135,7 +135,7 @@ class LayerTensors:
 
     @property
     def singles(self) -> tuple[str | None, ...]:
-        """Names of what is no part of a linear that is packed as the options say: norms and the router."""
+        """Names of what is not part of a linear that is packed as the options say: norms and the router."""
         return (self.router, self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm)
 
 

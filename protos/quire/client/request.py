@@ -154,18 +154,18 @@ def prompt_of(prompt: Prompt, options: Mapping[str, Any] = MappingProxyType({}))
     if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
         return pb.Prompt(chat=chat_of(prompt, options))
     if options:
-        what = f"is no chat, and {', '.join(sorted(options))} belong to one; send messages, or leave them out"
+        what = f"is not a chat, and {', '.join(sorted(options))} apply to chats only; send messages, or leave them out"
         raise InvalidRequest(FieldViolation("prompt", what))
     if isinstance(prompt, str):
         return pb.Prompt(text=prompt)
     try:
         return pb.Prompt(token_ids=pb.TokenIds(ids=prompt))  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(FieldViolation("prompt.token_ids.ids", f"are no token ids: {error}")) from error
+        raise InvalidRequest(FieldViolation("prompt.token_ids.ids", f"must be token ids: {error}")) from error
 
 
 def embed_request_of(inputs: Sequence[Prompt], dimensions: int | None) -> pb.EmbedRequest:
-    """Raises InvalidRequest where an input is no prompt, or a single text stands where a list of them belongs."""
+    """Raises InvalidRequest where an input is not a prompt, or a single text stands where a list of them belongs."""
     if isinstance(inputs, str):
         raise InvalidRequest(FieldViolation("inputs", "is one text; expected a list of inputs"))
     _check_fields(pb.EmbedRequest, {"dimensions": dimensions}, "")

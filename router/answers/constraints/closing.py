@@ -24,7 +24,7 @@ _SAYS_ITSELF: Final = (_ADDITIONAL, "unevaluatedProperties")
 
 
 def closed_text(text: str) -> str:
-    """Return a schema, as JSON, with its objects closed; what is no schema is returned as it is."""
+    """Return a schema, as JSON, with its objects closed; what is not a schema is returned as it is."""
     try:
         schema = json.loads(text)
         return json.dumps(schema, ensure_ascii=False, separators=(",", ":")) if close(schema) else text

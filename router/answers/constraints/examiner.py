@@ -98,7 +98,7 @@ _PLAINER = (
     (r"invalid regex (\".*?\") \(in regex\): (.*?)( in regex.*)?$", r"is wrong: \2; in the expression \1"),
     (r"increase limits|[Tt]oo complex|TooComplex|grammar size|[Tt]oo many items|max is \d+", _TOO_COMPLEX),
     (r"recursion limit", "is nested too deeply; make it flatter"),
-    (r"Expecting object schema", 'is no JSON object; expected a schema such as {"type": "object"}'),
+    (r"Expecting object schema", 'must be a JSON object; expected a schema such as {"type": "object"}'),
 )
 _DEAD_END = "allows outputs that nothing can follow; make its patterns and lengths agree"
 _IN_GRAMMAR = re.compile(r"(?s).*?failed to compile JSON schema: ")

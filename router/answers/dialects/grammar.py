@@ -170,7 +170,7 @@ def _nested(constraint: Constraint) -> str:
         case ConstraintKind.JSON_SCHEMA:
             schema = _parsed(constraint.text)
             if not isinstance(schema, dict | bool):
-                raise ValueError('the JSON schema is no JSON object; expected a schema such as {"type": "object"}')
+                raise ValueError('the JSON schema must be a JSON object; expected a schema such as {"type": "object"}')
             return Lark.json_body({} if schema is True else {"not": {}} if schema is False else schema)
         case ConstraintKind.REGEX:
             pattern = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", constraint.text, flags=re.DOTALL)

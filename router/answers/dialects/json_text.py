@@ -129,7 +129,7 @@ def _code(tape: Tape, digits: int) -> Flow[int]:
 
 
 def _lone(high: str, sink: Sink) -> str:
-    """Pass U+FFFD for half a surrogate pair, which is no character."""
+    """Pass U+FFFD for half a surrogate pair, which is not a character."""
     if high:
         sink(_REPLACEMENT)
     return ""

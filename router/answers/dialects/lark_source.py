@@ -195,7 +195,7 @@ class _Reader:
     def _import(self) -> None:
         library = self._next()
         if library.text != "common":
-            raise self._refused(f"{library.text} is no library; terminals are imported from common alone")
+            raise self._refused(f"{library.text} is not a library; terminals can be imported from common only")
         if self._take("("):
             self._imported(self._next())
             while self._take(","):

@@ -15,7 +15,7 @@ _MOST_BLANK = 256
 class PartTape(Tape):
     """Text that comes, and the parts that a reader has made of it.
 
-    White space between calls, and between the start of the answer and its first call, is no part of the answer.
+    White space between calls, and between the start of the answer and its first call, is not part of the answer.
     """
 
     def __init__(self, offered: Sequence[OfferedTool] = ()) -> None:
@@ -59,7 +59,7 @@ class PartTape(Tape):
     def attempt(self, flow: Flow[None], back: int = 0) -> Flow[None]:
         """Read what may be calls, the last `back` characters included. If it is none, its text becomes words.
 
-        What an output that is cut off has of a call is no text for the user.
+        The part of a call that a cut-off output holds is not text for the user.
         """
         self.hold(back)
         before = self._calls

@@ -53,7 +53,7 @@ def _call(tape: PartTape) -> Flow[None]:
 
 
 def _unpacked(tape: PartTape, name: str) -> Flow[None]:
-    """Read `f(**{...})`, which has room for keys that are no names in Python."""
+    """Read `f(**{...})`, which has room for keys that are not names in Python."""
     if (yield from tape.peek()) != "{":
         raise Mismatch
     tape.begin(name)

@@ -247,7 +247,7 @@ class _Rules:
     def _after_gap(self, pattern: Pattern, lazy: bool) -> _Symbol:
         """Return the rule of a token that is the first one, or has before it what is ignored.
 
-        What is ignored is no token, whatever else matches it; before the first token nothing is.
+        What is ignored is not a token, whatever else matches it; before the first token nothing is ignored.
         """
         first = All((pattern, SOME))
         later = first if lazy else All((first, excluded(Named(_IGNORED))))

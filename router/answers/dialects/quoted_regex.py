@@ -210,7 +210,7 @@ class _Reader:
             self._at = code.end()
             number = int(next(filter(None, code.groups())), 16)
             if number > 0x10FFFF or 0xD800 <= number < 0xE000:
-                raise self._refused(f"has \\{code[0]}, which is no character")
+                raise self._refused(f"has \\{code[0]}, which is not a character")
             return chr(number), _NONE
         if named := _PROPERTY.match(self._source, self._at):
             self._at = named.end()

@@ -70,7 +70,7 @@ def read_template(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidConfig(FieldViolation("--chat-template", f"{file} is no text in UTF-8: {error}")) from None
+        raise InvalidConfig(FieldViolation("--chat-template", f"{file} must be text in UTF-8: {error}")) from None
     except OSError as error:
         raise InvalidConfig(FieldViolation("--chat-template", f"{file} cannot be read: {error.strerror}")) from None
 

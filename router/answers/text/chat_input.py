@@ -150,7 +150,7 @@ def _documents(text: str) -> list[Any] | None:
         return None
     given = _parsed(text, "documents_json")
     if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
-        _refuse("documents_json", 'is no list of objects; expected [{"title": ..., "text": ...}]')
+        _refuse("documents_json", 'must be a list of objects; expected [{"title": ..., "text": ...}]')
     if len(given) > MAX_DOCUMENTS:
         _refuse("documents_json", f"has {len(given)} documents; expected at most {MAX_DOCUMENTS}")
     return given or None
@@ -164,7 +164,7 @@ def _variables(text: str) -> Mapping[str, Any]:
         _refuse(name, f"has {len(text)} characters; expected at most {MAX_TEMPLATE_BYTES}")
     given = _parsed(text, name)
     if not isinstance(given, dict):
-        _refuse(name, 'is no object; expected one such as {"enable_thinking": false}')
+        _refuse(name, 'must be an object, such as {"enable_thinking": false}')
     if len(given) > MAX_TEMPLATE_VARIABLES:
         _refuse(name, f"has {len(given)} variables; expected at most {MAX_TEMPLATE_VARIABLES}")
     for key in given:
@@ -192,11 +192,11 @@ def _parsed(text: str, name: str) -> Any:
     try:
         return json.loads(text, parse_constant=_no_json)
     except (ValueError, RecursionError) as error:
-        _refuse(name, f"is no valid JSON: {error}")
+        _refuse(name, f"is not valid JSON: {error}")
 
 
 def _no_json(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _refuse(name: str, what: str) -> NoReturn:

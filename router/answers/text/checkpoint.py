@@ -56,7 +56,7 @@ def read_checkpoint(directory: Path, tokenizer: Path | None = None) -> Checkpoin
     """
     path = directory / "config.json"
     if not directory.is_dir():
-        what = f"{directory} is no folder of this machine; expected that of a checkpoint (hub names: workers and up)"
+        what = f"{directory} is not a folder on this machine; expected that of a checkpoint (hub names: workers and up)"
         raise InvalidConfig(FieldViolation("--model", what))
     if not path.is_file():
         what = f"no config.json in {directory}; expected the folder of a checkpoint in Hugging Face format"

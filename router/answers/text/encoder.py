@@ -62,7 +62,7 @@ class _Piece:
             return
         try:
             self.done.set_result(self._work())
-        except BaseException as error:  # noqa: BLE001 - who waits gets it, be it a panic of Rust, which is no Exception
+        except BaseException as error:  # noqa: BLE001 - the waiter gets it, also a Rust panic, which is not an Exception
             self.done.set_exception(error)
 
 

@@ -63,7 +63,7 @@ class Tokenizer:
         path = tokenizer_json(directory)
         if path is None:
             return None
-        # Broad, as the library raises bare Exception for a file that it cannot parse, and what is no Exception where
+        # Broad, as the library raises bare Exception for a file that it cannot parse, and not an Exception where
         # its code panics.
         try:
             made = cls(tokenizers.Tokenizer.from_file(str(path)))

@@ -168,7 +168,7 @@ def group_in_words(group: str) -> str:
 
 def in_words(error: aio.AioRpcError, address: str) -> QuireError:
     found = error_from_rpc(error)
-    if isinstance(found, Cancelled):  # not by this router: its own cancellation is no error of the call
+    if isinstance(found, Cancelled):  # not by this router: its own cancellation is not an error of the call
         return Unavailable(f"the KV manager at {address} ended the call as it stopped")
     if isinstance(found, Unavailable) and "connect" in str(found).lower():
         return Unavailable(f"no KV manager answers at {address}; start one, or name it to the router with --manager")

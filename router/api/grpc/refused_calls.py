@@ -29,7 +29,7 @@ from router.requests.request_ids import automatic_id, correlation_id, recorded_i
 _KSERVE: Final = "inference."
 # Of callers that ask whether the service is well: their calls are counted alone.
 _PROBES: Final = "grpc.health."
-# The method of calls to a name that no method has: what a client calls is no label.
+# The method of calls to a name that no method has: what a client calls must not become a label.
 _NO_METHOD: Final = "unknown"
 # Of statuses that no error of Quire stands behind: health answers so, and clients that leave end calls so.
 _FAULT_OF_CODE: Final[Mapping[grpc.StatusCode, str]] = {

@@ -33,7 +33,7 @@ from router.observe.siblings import Siblings
 from router.requests.request_ids import is_own_choice
 
 _NUMBER_BYTES: Final = 4
-# What GetStatus leaves out for callers who are no operators, and where each has a key: of the answer, and of a worker.
+# What GetStatus leaves out for callers who are not operators, and where each has a key: of the answer, and of a worker.
 _OF_OPERATORS: Final = ("discovery_problem", "managers"), ("address", "reason")
 _OF_OTHERS: Final = (
     ("queued_requests", "running_requests"),
@@ -66,7 +66,7 @@ class Routers:
         return self._abort(request.request_id, request.tenant)
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
-        """Raises InvalidRequest for what is no id, and NotFound where no request has it."""
+        """Raises InvalidRequest for what is not an id, and NotFound where no request has it."""
         if not is_id(request.request_id):
             raise InvalidRequest(FieldViolation("request_id", f"is not {ID_WORDS}"))
         aborted = self.abort_here(request) + await self._siblings.abort_elsewhere(request)

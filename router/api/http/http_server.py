@@ -58,7 +58,7 @@ class _TooLargeError(Exception):
 _MOST_HEADERS: Final = f"{limits.MAX_HTTP_HEADERS} headers, of {limits.MAX_HTTP_HEAD_BYTES} bytes with the request line"
 _HEAD_TOO_LARGE: Final = (431, f"the headers are too large; expected at most {_MOST_HEADERS}")
 _AHEAD: Final = (429, f"more than {limits.MAX_HTTP_PIPELINED} requests were sent ahead; wait for the answers")
-_NO_HTTP: Final = (400, "this is no HTTP/1.1 request")
+_NO_HTTP: Final = (400, "this is not an HTTP/1.1 request")
 _NO_HEAD: Final = (408, f"the headers did not come within {limits.HTTP_HEAD_SECONDS:g} s")
 _UPLOADS: Final = b"/v1/files"
 
@@ -143,7 +143,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_lines += 1
         if self._head_bytes > limits.MAX_HTTP_HEAD_BYTES or self._head_lines > limits.MAX_HTTP_HEADERS:
             self._stop_parser(_HEAD_TOO_LARGE)
-        if not self._head_ended:  # a trailer, which a proxy may let pass, is no header
+        if not self._head_ended:  # a trailer, which a proxy may let pass, is not a header
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -414,7 +414,7 @@ async def serve_http(
     tls: PublicCertificate | None = None,
     connections: Connections | None = None,
 ) -> HttpServer:
-    """Listen and serve; port 0 takes a free one. `app.state.refusals` sees what is no request. Raises PortTaken."""
+    """Listen and serve; port 0 takes a free one. `app.state.refusals` sees what is not a request. Raises PortTaken."""
     try:
         listens = listener(host, port, _BACKLOG, reuse_port)
     except OSError as error:

@@ -1,6 +1,6 @@
 """JSON pages of the admin plane, under the paths that operators of other servers know.
 
-/server_info   the served model, and the options that are no secrets and no paths
+/server_info   the served model, and the options that are neither secrets nor paths
 /load          queue and workers
 /tokenizer_info   tokenizer_config.json, with the chat template that is in use
 """

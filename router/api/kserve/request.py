@@ -271,7 +271,7 @@ class _Reader:
             self._refuse("parameters.priority", what)
 
     def timeout(self, microseconds: int) -> float | None:
-        """Return the seconds that the client gives; 0 is no limit."""
+        """Return the seconds that the client gives; 0 means no limit."""
         if microseconds < 0:
             self._refuse("parameters.timeout", f"is {microseconds}; expected microseconds, or 0 for no limit")
         return microseconds / _MICROSECONDS if microseconds > 0 else None

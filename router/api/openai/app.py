@@ -96,10 +96,10 @@ class LastEvent:
 
     @staticmethod
     def of(header: str) -> LastEvent:
-        """Raises InvalidRequest for what is no id of ours."""
+        """Raises InvalidRequest for what is not an event id of this API."""
         found = _FORM.fullmatch(header)
         if found is None:
-            what = "is no id of an event of this API; send the last `id` of the stream that broke, or leave it out"
+            what = "is not an event id of this API; send the last `id` of the stream that broke, or leave it out"
             raise InvalidRequest(FieldViolation("Last-Event-ID", what))
         parts = found[2].split(",")
         return LastEvent(
@@ -306,7 +306,7 @@ class Invocations:
             await self._app(scope, receive, send)
             return
         message = await receive()
-        # Whatever is no JSON by its type was not looked at before: it may be anything.
+        # Whatever is not JSON by its type was not looked at before: it may be anything.
         is_json = "json" in Headers(scope=scope).get("content-type", "").lower()
         path = _path_of(message.get("body", b"")) if is_json else None
         if path is None:

@@ -197,7 +197,7 @@ async def _malformed(request: Request, error: Exception) -> JSONResponse:
 
 async def _no_text(request: Request, error: Exception) -> JSONResponse:
     """Answer a body with halves of characters: JSON can write them, but messages to the worker cannot hold them."""
-    message = "a text has half of a surrogate pair, which is no character; send whole ones"
+    message = "a text has half of a surrogate pair, which is not a character; send whole pairs"
     body = _body(400, message, None, _CODES[errors.InvalidRequest.reason])
     return _answer(request.scope, body, 400, {"x-should-retry": "false"}, fault=(errors.MALFORMED, ()))
 
@@ -244,13 +244,13 @@ def _place(location: Sequence[str | int]) -> str | None:
 
 def _mistake(request: Request, found: Mapping[str, Any]) -> str:
     if found["type"] == "json_invalid":
-        return f"the body is no valid JSON: {found['ctx']['error']} at character {found['loc'][-1]}"
+        return f"the body is not valid JSON: {found['ctx']['error']} at character {found['loc'][-1]}"
     if len(found["loc"]) > 1:
         return mistake(found)
     given = request.headers.get("content-type", "none")
     if not given.partition(";")[0].strip().lower().endswith("json"):
         return f"the content-type is {given}; expected application/json"
-    return 'the body is no JSON object; expected one such as {"model": ...}'
+    return 'the body must be a JSON object, such as {"model": ...}'
 
 
 def _path(field: str) -> str:

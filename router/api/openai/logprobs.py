@@ -128,7 +128,7 @@ def _id_spelling(codec: TextCodec, token_id: int) -> tuple[str, str]:
 
 
 def _named(codec: TextCodec, token_id: int) -> tuple[str, bytes | None]:
-    """Return a token's text, and its bytes where they are known. A token that is no text by itself shows its bytes."""
+    """Return a token's text, and its bytes where they are known. A token that is not text by itself shows its bytes."""
     try:
         spelt = codec.token_bytes(token_id)
     except Unsupported:

@@ -14,7 +14,7 @@ from router.api.openai.identification import Ids
 from router.contracts.ports import RefusalWatch
 from router.contracts.refusals import Refusal, fault_of_status
 
-# The method of paths that there are not: what a client calls is no label.
+# The method of paths that there are not: what a client calls must not become a label.
 NO_ROUTE: Final = "unknown"
 
 

@@ -100,7 +100,7 @@ def _allowed(choice: dict[str, Any], path: str, use: ToolUse) -> ToolUse:
     if mode not in ("auto", "required"):
         _refuse(f"{path}.mode", f"is {quoted(mode)}; expected auto or required")
     if not isinstance(listed, list) or not listed:
-        _refuse(f"{path}.tools", 'is no list of tools; expected [{"type": "function", "function": {"name": ...}}]')
+        _refuse(f"{path}.tools", 'must be a list of tools; expected [{"type": "function", "function": {"name": ...}}]')
     names = [_name_of(each) for each in listed]
     found = [_tool(name, f"{path}.tools[{place}]", use) for place, name in enumerate(names)]
     allowed = tuple([tool for tool in use.tools if tool in found])

@@ -300,7 +300,7 @@ class CompletionChunk(_Head):
     usage: Usage | None = None
 
 
-# Their streams end with a line that is no JSON.
+# Their streams end with a line that is not JSON.
 _ENDED_BY_DONE: Final = (ChatChunk, CompletionChunk)
 
 

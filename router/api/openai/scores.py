@@ -362,7 +362,7 @@ class _Scores:
         place = self._service.room.place(MAX_ANSWER_BYTES)
         try:
             message = body.message([*first, *second])
-            # The vectors are no part of the answer: their numbers take no bytes of it.
+            # The vectors are not part of the answer: their numbers take none of its bytes.
             asked = await self._embedder.validated(message, self._service.call(request), 0, MAX_ANSWER_BYTES)
             found = await self._embedder.run(asked, place.grow)
         finally:

@@ -1,7 +1,7 @@
 """What the router predicted of requests against what happened: the wait at the worker, hits, prefill, first token.
 
 A prediction is that of the last choice of a worker, the actual value is of the record that ends the request. Both begin
-at the choice: the wait in the router's queue is no part of them. Requests that moved between workers, that had no first
+at the choice: they exclude the wait in the router's queue. Requests that moved between workers, that had no first
 token, or whose choice is not among the records do not count.
 """
 

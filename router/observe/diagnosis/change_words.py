@@ -11,7 +11,7 @@ from router.observe.diagnosis.outcome import Phase
 from router.observe.diagnosis.phases import LABELS
 from router.observe.diagnosis.words import count, duration, listed, percent
 
-# Less than this is no change: points of a hundred of the hit rate, or a share of the time.
+# Less than this is not a change: percentage points of the hit rate, or a share of the time.
 _NO_POINTS: Final = 0.005
 _NO_SHARE: Final = 0.02
 # Causes are named until they explain so much of a change.

@@ -39,7 +39,7 @@ LABELS: Final = {
 }
 # Phases in which the request itself is worked on.
 WORK: Final = frozenset({Phase.PREFILL, Phase.DECODE})
-# An event that the client leaves unread for longer is no matter of a busy event loop.
+# An event that the client leaves unread for longer has nothing to do with a busy event loop.
 SLOW_READ_S: Final = 0.25
 # A shorter wait at the KV manager is none.
 _LEAST_WAIT_S: Final = 0.001

@@ -64,8 +64,8 @@ def test_what_goes_out_in_mooncakes_form_comes_back(tmp_path: Path) -> None:
     ("lines", "what"),
     [
         ((), "is empty; expected a log of `quire record`, or a trace of Mooncake"),
-        (("{",), "log, line 1: is no JSON object; the file may be cut or corrupt"),
-        (("[" * 100_000,), "log, line 1: is no JSON object; the file may be cut or corrupt"),
+        (("{",), "log, line 1: is not a JSON object; the file may be cut or corrupt"),
+        (("[" * 100_000,), "log, line 1: is not a JSON object; the file may be cut or corrupt"),
         (('{"quire_trace": 9}',), "has version 9; this quire reads version 1"),
         (('{"quire_trace": 1, "block_size": 0}',), "log, line 1: block_size is 0; expected 1 to 65536"),
         (('{"quire_trace": 1, "block_size": 16}',), "has no request; record one while requests arrive"),
@@ -94,7 +94,7 @@ def test_what_goes_out_in_mooncakes_form_comes_back(tmp_path: Path) -> None:
         ),
         (
             ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": 3}',),
-            "line 1: hash_ids is no list of numbers",
+            "line 1: hash_ids must be a list of numbers",
         ),
     ],
 )
@@ -110,5 +110,5 @@ def test_times_of_a_clock_count_from_the_first_arrival(tmp_path: Path) -> None:
 def test_a_file_that_is_no_text_or_is_not_there_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"\xff\xfe\x00")
-    assert "is no text in UTF-8" in refusal(path)
+    assert "must be text in UTF-8" in refusal(path)
     assert "cannot be read: No such file or directory" in refusal(tmp_path / "nowhere")

@@ -25,9 +25,7 @@ def test_a_hub_name_is_resolved_once_and_keeps_its_name(folder: Path, tmp_path: 
 
 def test_a_hub_name_that_the_hub_does_not_give_is_refused(tmp_path: Path) -> None:
     done = resolve("quire/no-such-model", tmp_path, HF_HUB_OFFLINE="1")
-    assert (
-        "InvalidConfig: --model: 'quire/no-such-model' is no directory here, and the hub did not give it" in done.stderr
-    )
+    assert "InvalidConfig: --model: 'quire/no-such-model' is not a local directory, and the hub did not" in done.stderr
 
 
 def test_a_gguf_file_is_served_from_the_folder_that_stands_for_it_under_its_own_name(

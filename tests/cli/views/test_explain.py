@@ -102,7 +102,7 @@ def test_wrong_flags_are_said_in_one_line(words: tuple[str, ...], what: str) -> 
 def test_a_file_without_messages_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     file.write_text(text)
-    with pytest.raises(InvalidRequest, match=r"--chat: (is no JSON|has no messages)"):
+    with pytest.raises(InvalidRequest, match=r"--chat: (is not valid JSON|has no messages)"):
         asked("--chat", str(file))
 
 

@@ -22,13 +22,13 @@ def test_a_line_becomes_a_request() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (b"{\n", "is no JSON"),
+        (b"{\n", "is not valid JSON"),
         (b"[" * 100_000, "has 100000 lists and objects; expected at most 8192"),
         (line(body={"prompt": [7] * 140_000}), "values; expected at most 135000"),
-        (b"[]\n", "is no object"),
-        (line(body={"temperature": float("nan")}), "is no JSON (Out of range float values are not JSON compliant"),
-        (line(body={"prompt": "\ud800"}), "is no JSON ('utf-8' codec can't encode character"),
-        (line("\ud800"), "is no JSON ('utf-8' codec can't encode character"),
+        (b"[]\n", "must be an object"),
+        (line(body={"temperature": float("nan")}), "is not valid JSON (Out of range float values are not JSON"),
+        (line(body={"prompt": "\ud800"}), "is not valid JSON ('utf-8' codec can't encode character"),
+        (line("\ud800"), "is not valid JSON ('utf-8' codec can't encode character"),
         (b'{"custom_id": "a", "url": "/v1/completions"}\n', "body is missing; expected an object"),
         (line(None), "custom_id is missing"),
         (line(7), "custom_id is 7"),

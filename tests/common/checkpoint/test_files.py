@@ -90,7 +90,7 @@ def index_of(*names: str) -> Callable[[Path], None]:
         ),
         (
             lambda folder: (folder / "model.safetensors").write_bytes(b"<!DOCTYPE html><html>not found</html>"),
-            "{0}/model.safetensors is no safetensors file: its header cannot be read; download the file again",
+            "{0}/model.safetensors is not a safetensors file: its header cannot be read; download the file again",
         ),
     ],
     ids=["none", "pickle", "pointer", "index", "short", "html"],

@@ -101,8 +101,8 @@ def test_an_entry_that_cannot_be_has_words(entry: object, why: str, tmp_path: Pa
         (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "it is nested too deeply; expected at most 8 lists and objects"),
         (b'{"a":[' + b"[]," * 2_000_000 + b"[]]}", "it has 2000003 lists and objects; expected at most 1500000"),
         (b'{"t": {}, "t": {}}', "it has 't' twice"),
-        (b"{]", "it is no JSON"),
-        (b"\xff\xff", "it is no JSON"),
+        (b"{]", "it is not JSON"),
+        (b"\xff\xff", "it is not JSON"),
     ],
     ids=["lists", "objects", "wide", "twice", "json", "utf-8"],
 )
@@ -123,7 +123,7 @@ def test_preflight_says_the_same(tmp_path: Path) -> None:
     path = written(tmp_path, json.dumps({"t": {**GOOD, "data_offsets": [-8, 0]}}).encode())
     (found,) = weight_problems(tmp_path)
     assert found.description == (
-        f"{path} is no safetensors file: tensor 't' has data_offsets [-8, 0]; expected the offsets of its first byte"
+        f"{path} is not a safetensors file: tensor 't' has data_offsets [-8, 0]; expected the offsets of its first byte"
         " and of its end; download the file again"
     )
 

@@ -42,7 +42,7 @@ def test_an_address_that_dns_lost_stays_while_its_manager_is_reachable() -> None
     names.take(NAME, ["10.0.0.3"], reachable={"10.0.0.1:50052"})
     assert list(names.addresses) == ["10.0.0.1:50052", "10.0.0.3:50052"]
     names.take(NAME, [])
-    assert list(names.addresses) == ["10.0.0.1:50052", "10.0.0.3:50052"], "no answer is no news"
+    assert list(names.addresses) == ["10.0.0.1:50052", "10.0.0.3:50052"], "no answer changes nothing"
     names.take(NAME, ["10.0.0.3"])
     assert list(names.addresses) == ["10.0.0.3:50052"]
 

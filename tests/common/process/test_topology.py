@@ -109,7 +109,7 @@ def test_a_list_of_cpus(text: str, cpus: set[int]) -> None:
 
 @pytest.mark.parametrize("text", ["x", "3-1", "-1", "1-", "0-99999999999", "1 2", "0x2"])
 def test_what_is_no_list_of_cpus(text: str) -> None:
-    with pytest.raises(ValueError, match="is no range of cpus"):
+    with pytest.raises(ValueError, match="is not a range of CPUs"):
         cpus_of(text)
 
 

@@ -119,7 +119,7 @@ def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
         QUIRE_WORKR="a:1",
     )
     assert found == {
-        "--prot": "is no flag here; did you mean --port?",
+        "--prot": "is not an option here; did you mean --port?",
         f"blok_size in {file}": "is an unknown key; did you mean block_size?",
         f"other.beyon in {file}": "is an unknown key; did you mean beyond?",
         "QUIRE_WORKR": "is an unknown variable; did you mean QUIRE_WORKER?",
@@ -162,10 +162,10 @@ def test_flags_of_other_engines_are_answered_and_their_values_taken_with_them() 
     found = violations("--ctx-size", "4096", "-tp=2", "-m", "x", "--page-size", "17", "--port", "x", "stray")
     one_device = "is not there: a model runs on one device; --workers N starts N replicas of it"
     assert found == {
-        "--ctx-size": "is no flag here; `quire serve` has --max-model-len",
+        "--ctx-size": "is not an option here; `quire serve` has --max-model-len",
         "-tp": one_device,
-        "-m": "is no flag here; `quire serve` has --model",
-        "--page-size": "is no flag here; --block-size is the same",
+        "-m": "is not an option here; `quire serve` has --model",
+        "--page-size": "is not an option here; --block-size is the same",
         "--port": "is 'x'; expected a valid integer",
         "stray": "was not expected; options start with --",
     }
@@ -204,7 +204,7 @@ def test_a_word_without_a_flag_sets_the_positional_option() -> None:
     [
         (("h", "--simulate", "g"), {"h": "was not expected: --simulate is 'g' already"}),
         (("h", "g"), {"g": "was not expected: SIMULATE is 'h' already"}),
-        (("--simulat", "g", "h"), {"--simulat": "is no flag here; did you mean --simulate?"}),
+        (("--simulat", "g", "h"), {"--simulat": "is not an option here; did you mean --simulate?"}),
     ],
 )
 def test_a_second_value_of_the_positional_option_is_refused(words: tuple[str, ...], said: dict[str, str]) -> None:
@@ -214,7 +214,7 @@ def test_a_second_value_of_the_positional_option_is_refused(words: tuple[str, ..
 
 
 def test_a_flag_that_resembles_none_gets_no_proposal() -> None:
-    assert violations("--nope") == {"--nope": "is no flag here"}
+    assert violations("--nope") == {"--nope": "is not an option here"}
 
 
 def test_exclusive_options_of_one_source_are_refused() -> None:

@@ -52,7 +52,7 @@ def test_the_key_comes_from_the_environment_or_from_a_file_that_it_names(tmp_pat
 
 def test_the_key_has_no_flag_and_no_message_shows_it() -> None:
     assert "pool-key" not in build_parser(PoolSettings).format_help()
-    with pytest.raises(InvalidConfig, match="--pool-key: is no flag here"):
+    with pytest.raises(InvalidConfig, match="--pool-key: is not an option here"):
         settings("--pool-key", KEY)
     with pytest.raises(InvalidConfig) as caught:
         settings(QUIRE_POOL_KEY="too short")

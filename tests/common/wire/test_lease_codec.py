@@ -193,7 +193,7 @@ BELOW = packing.pack_blocks([BlockId(-2)])
     ],
 )
 def test_a_grant_of_a_negative_block_is_a_protocol_violation(message: kvmanager_pb2.GrantBatch) -> None:
-    with pytest.raises(ProtocolViolation, match="is no block"):
+    with pytest.raises(ProtocolViolation, match="is not a block"):
         lease_codec.batch_from_proto(message)
 
 
@@ -203,7 +203,7 @@ def test_a_block_table_of_an_inventory_may_have_trimmed_places_and_no_other_nega
             phase=kvmanager_pb2.SEQUENCE_PHASE_RUNNING, block_table=packing.pack_blocks([BlockId(number)])
         )
         chunk = kvmanager_pb2.Inventory(sequences=[sequence], last=True)
-        with nullcontext() if is_allowed else pytest.raises(ProtocolViolation, match="is no block"):
+        with nullcontext() if is_allowed else pytest.raises(ProtocolViolation, match="is not a block"):
             InventoryAssembler(BOUNDS).add(chunk)
 
 

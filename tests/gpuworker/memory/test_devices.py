@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_device_that_is_none_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match="--device: 'toaster' is no device"):
+    with pytest.raises(InvalidConfig, match="--device: 'toaster' is not a device"):
         pick_device("toaster")
 
 

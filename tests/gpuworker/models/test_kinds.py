@@ -35,10 +35,10 @@ def known() -> KnownKinds:
     ("config", "reason"),
     [
         ({}, 'config.json names no "model_type"; expected a checkpoint in Hugging Face format'),
-        ({"model_type": "lama"}, f"'lama' is no model type of transformers {VERSION}; did you mean llama?"),
+        ({"model_type": "lama"}, f"'lama' is not a model type of transformers {VERSION}; did you mean llama?"),
         (
             {"model_type": "0123456789"},
-            f"'0123456789' is no model type of transformers {VERSION}; a newer transformers may know it",
+            f"'0123456789' is not a model type of transformers {VERSION}; a newer transformers may know it",
         ),
         (
             {"model_type": "own_kind", "auto_map": {"AutoModelForCausalLM": "modeling.Own"}},
@@ -110,7 +110,7 @@ def known() -> KnownKinds:
                 " cache cannot take part"
             ),
         ),
-        ({"model_type": "vit"}, f"vit is no language model that continues text; {ONLY}"),
+        ({"model_type": "vit"}, f"vit is not a language model that continues text; {ONLY}"),
         ({"model_type": "mamba"}, f"mamba cannot be served: {STATE}"),
         (
             {"model_type": "diffllama"},

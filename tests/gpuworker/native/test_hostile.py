@@ -101,7 +101,7 @@ def opened(count: int, vocab: int, word: int) -> GrammarBitmask:
 
 
 def test_an_extreme_penalty_leaves_a_distribution() -> None:
-    """A logit over the smallest number is infinite; its share was no number, which no sorting can place."""
+    """A logit over the smallest number is infinite; its share was NaN, which no sorting can place."""
     sampling = SamplingParams(temperature=0.5, repetition_penalty=1e-45, top_k=5, top_p=0.5, logprobs=3)
     batch = SamplingBatch([SampledRow(sampling, 3)], 40, torch.device("cpu"))
     table = torch.tensor([[7, 7, 7, 0]], dtype=torch.int32)

@@ -63,7 +63,7 @@ def test_reports_carry_their_session_and_stop_when_it_is_lost(session: LeaseSess
     assert taken is not None
     assert taken[0] == 1
     session.note_loss(0)
-    assert session.open, "an older session's loss is no news"
+    assert session.open, "an older session's loss changes nothing"
     session.note_loss(1)
     assert session.take_report() is None
 

@@ -177,7 +177,7 @@ async def test_an_orphan_that_another_router_has_had_is_its_until_it_acknowledge
 
 
 async def test_an_orphan_whose_time_was_over_is_not_found() -> None:
-    """It is no other router's: the client must send the request again, and not wait for another stream."""
+    """It does not belong to another router: the client must send the request again, and not wait for another stream."""
     runner = ManualRunner()
     async with served(runner, orphan_grace=LONG) as worker:
         await lost(worker, runner, resumable(1, 40))

@@ -289,7 +289,7 @@ async def test_a_fork_shares_the_blocks_of_its_parent_and_draws_what_the_prompt_
         await router.until_finished(1, 2)
         await asyncio.to_thread(worker.driver.assert_all_free)
     assert router.tokens == {1: wanted, 2: wanted}
-    assert router.admitted[2].cached_tokens == 8, "what is copied is no hit"
+    assert router.admitted[2].cached_tokens == 8, "what is copied is not a hit"
     assert [copy.length for plan in plans for copy in plan.copies] == [10]
     first = next(row for plan in plans for row in plan.rows if row.sequence == 2)
     assert (first.start, first.length) == (10, 1)

@@ -77,7 +77,7 @@ async def test_bad_words_are_spelt_with_and_without_a_space() -> None:
     ("words", "field", "what"),
     [
         (["a"] * 129, "sampling.bad_words", "has 129 words; expected at most 128"),
-        (["a", "  "], "sampling.bad_words[1]", "is empty; expected at least one character that is no space"),
+        (["a", "  "], "sampling.bad_words[1]", "is empty; expected at least one character other than a space"),
         (["a" * 129], "sampling.bad_words[0]", "has 129 characters; expected at most 128"),
     ],
 )

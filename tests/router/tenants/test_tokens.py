@@ -66,7 +66,7 @@ def test_a_token_names_its_tenant(directory: TenantDirectory) -> None:
         ({"key": OTHER}, "its signature is wrong"),
         ({"kid": "two"}, "not known here"),
         ({"kid": None}, "not known here"),
-        ({"tenant": 7}, "is no text"),
+        ({"tenant": 7}, "must be a string"),
     ],
 )
 def test_a_token_with_a_wrong_claim_or_key_is_refused(

@@ -103,7 +103,7 @@ def test_without_a_compiler_make_says_so_and_builds_once_there_is_one(clone: Pat
 
 
 def test_a_compiler_that_fails_is_quoted_and_make_fails(clone: Path) -> None:
-    (clone / "gpuworker/native/tiny.cpp").write_text("this is no C++\n")
+    (clone / "gpuworker/native/tiny.cpp").write_text("this is not C++\n")
     env = os.environ | {"CXX": "false --really"}
     done = subprocess.run(
         ["make", "install", f"PYTHON={sys.executable}"], cwd=clone, env=env, capture_output=True, text=True, check=False

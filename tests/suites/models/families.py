@@ -37,7 +37,7 @@ class Entry:
         return tiny_config(self.whole(), **(_SECOND.get(self.family, {}) | self.options))
 
 
-# Options without which a family's default configuration cannot be built, or is no decoder.
+# Options without which a family's default configuration cannot be built, or is not a decoder.
 _FIRST: Final[Mapping[str, Options]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},

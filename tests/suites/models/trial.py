@@ -56,7 +56,7 @@ def run(entry: Entry, directory: Path) -> Outcome:
             plane = _served(directory)
         except QuireError as error:
             return Outcome(entry.name, REFUSED, _short(str(error).replace(str(directory), "DIR")))
-        except Exception as error:  # noqa: BLE001 - whatever it is, that it is no QuireError is the finding
+        except Exception as error:  # noqa: BLE001 - whatever it is, that it is not a QuireError is the finding
             return Outcome(entry.name, CRASHES, _short(repr(error)))
         try:
             return _compared(entry, model, plane, directory)

@@ -209,7 +209,7 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def kept_special_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Special tokens whose text stays in the output, such as `<tool_call>`; all others are left out. At most 32, of at most
-        64 characters each. Names that are no special tokens have no effect.
+        64 characters each. Names that are not special tokens have no effect.
         """
 
     @_builtins.property

@@ -51,7 +51,7 @@ def boundary_of(content_type: str) -> bytes:
 
 
 class MultipartReader:
-    """Takes a body in pieces of any size. Raises InvalidRequest for what is no multipart/form-data."""
+    """Takes a body in pieces of any size. Raises InvalidRequest for what is not multipart/form-data."""
 
     def __init__(self, boundary: bytes) -> None:
         self._delimiter = b"\r\n--" + boundary

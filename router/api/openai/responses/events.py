@@ -102,7 +102,7 @@ class ResponseBuilder:
     def add(self, parts: Sequence[Part], logprobs: str = "") -> str:
         """Add what came next; `logprobs` are those of its tokens, a list in JSON without its brackets.
 
-        A message keeps those of tokens that came with its words, or with none. The mark that ends a thought is no part.
+        A message keeps those of tokens that came with its words, or with none, without the mark that ends a thought.
         """
         if logprobs and (parts or self._open is None or self._open.kind != "reasoning"):
             self._logprobs.append(logprobs)

@@ -106,7 +106,9 @@ def _output(item: Item, path: str) -> Message:
 def _string(item: Item, name: str, path: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        _refuse(f"{path}.{name}", "is missing; expected a text" if value is None else f"is {quoted(value)}; no text")
+        _refuse(
+            f"{path}.{name}", "is missing; expected a text" if value is None else f"is {quoted(value)}; expected a text"
+        )
     return value
 
 

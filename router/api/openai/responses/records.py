@@ -108,13 +108,13 @@ def response_with(item_id: str) -> str | None:
 
 
 def check_id(name: str) -> None:
-    """Raise NotFound for what can be no response's id."""
+    """Raise NotFound for what cannot be a response's id."""
     if not _ID.fullmatch(name):
         raise not_found(name)
 
 
 def check_conversation_id(name: str) -> None:
-    """Raise NotFound for what can be no conversation's id."""
+    """Raise NotFound for what cannot be a conversation's id."""
     if not _CONVERSATION_ID.fullmatch(name):
         raise no_conversation(name)
 
@@ -169,4 +169,4 @@ def _dumps(value: object) -> bytes:
     except ValueError as error:
         if isinstance(error, UnicodeEncodeError):
             raise
-        raise InvalidRequest(FieldViolation("body", "has NaN or Infinity, which is no JSON; leave it out")) from None
+        raise InvalidRequest(FieldViolation("body", "has NaN or Infinity, which is not JSON; leave it out")) from None

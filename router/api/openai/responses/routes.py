@@ -289,7 +289,8 @@ class Responses:
         assert record is not None
         body = record.seen_at(time.time())
         if not body["background"]:
-            raise InvalidRequest(FieldViolation("response_id", "is no background response; only these are cancelled"))
+            what = "is not a background response; only these can be cancelled"
+            raise InvalidRequest(FieldViolation("response_id", what))
         if body["status"] in RUNNING:
             await self._store.put(_tenant(request), _wish(response_id), b"cancel")
             body |= {"status": CANCELLED}

@@ -136,9 +136,11 @@ def _flat(given: Sequence[Json]) -> Iterator[tuple[str, Json, str | None]]:
             continue
         name, inner = tool.get("name"), tool.get("tools")
         if not isinstance(name, str):
-            _refuse(f"{path}.name", "is missing; expected a text" if name is None else f"is {quoted(name)}; no text")
+            _refuse(
+                f"{path}.name", "is missing; expected a text" if name is None else f"is {quoted(name)}; expected a text"
+            )
         if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
-            _refuse(f"{path}.tools", "is no list of tools")
+            _refuse(f"{path}.tools", "must be a list of tools")
         for number, each in enumerate(inner):
             yield f"{path}.tools[{number}]", each, name
 
@@ -148,7 +150,7 @@ def _function(tool: Json, kind: Any, namespace: str | None, path: str) -> tuple[
     if kind not in (FUNCTION, CUSTOM):
         raise Unsupported(f"{path}.type: {quoted(kind)} is not offered; {_SERVED}")
     given = tool.get("name")
-    # What is no text is refused where all functions are read.
+    # What is not text is refused where all functions are read.
     name = ToolName(kind, given if isinstance(given, str) else "", namespace)
     named = {"name": name.function} if isinstance(given, str) else {}
     if kind == CUSTOM:
@@ -167,7 +169,7 @@ def _custom(tool: Json, path: str) -> Json:
     if kind == "grammar":
         syntax, rules = form.get("syntax"), form.get("definition")
         if syntax not in ("lark", "regex") or not isinstance(rules, str):
-            _refuse(f"{path}.format", "is no grammar; expected its syntax, lark or regex, and its definition")
+            _refuse(f"{path}.format", "must be a grammar; expected its syntax, lark or regex, and its definition")
         if syntax == "regex":
             text["pattern"] = f"^(?:{rules})$"
         else:

@@ -79,7 +79,7 @@ def test_a_configuration_of_wrong_values_is_refused_in_words(wrong: dict[str, An
     with pytest.raises(InvalidConfig) as caught:
         load_model(ModelSource(str(tmp_path), load_format="dummy"), CPU)
     (found,) = caught.value.violations
-    assert found.description.startswith(f"{tmp_path}/config.json is no configuration that transformers reads: ")
+    assert found.description.startswith(f"{tmp_path}/config.json is not a configuration that transformers can read: ")
     assert len(found.description) < 500
 
 
@@ -133,7 +133,7 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
 
 def test_a_kind_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
-    with pytest.raises(InvalidConfig, match=r"is no configuration that transformers reads: .*no_such_model"):
+    with pytest.raises(InvalidConfig, match=r"is not a configuration that transformers can read: .*no_such_model"):
         load_model(ModelSource(str(tmp_path)), CPU)
 
 
@@ -145,7 +145,7 @@ def test_a_kind_that_is_no_decoder_is_refused(tmp_path: Path, load_format: str) 
 
 
 def test_what_is_neither_directory_nor_hub_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match="is no directory here"):
+    with pytest.raises(InvalidConfig, match="is not a local directory"):
         checkpoint_directory(str(tmp_path / "missing" / "there"))
 
 

@@ -75,7 +75,7 @@ def test_the_weights_count_as_before() -> None:
 
 @needs_packing
 def test_a_head_that_shares_the_embedding_is_copied_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
-    model = plain("gpt2")  # its head is its embedding; its other layers are no nn.Linear
+    model = plain("gpt2")  # its head is its embedding; its other layers are not nn.Linear
     before, expected = weight_bytes(model.module), model.reference_logits(TOKENS)
     with caplog.at_level("INFO"):
         done = prepack(model)

@@ -97,7 +97,7 @@ async def test_what_can_be_enforced_is_accepted(shared: ConstraintChecker, kind:
     ("kind", "text", "words"),
     [
         (JSON, "{", "is not valid: EOF while parsing an object at line 1 column 1; expected a JSON schema"),
-        (JSON, "[1]", 'is no JSON object; expected a schema such as {"type": "object"}'),
+        (JSON, "[1]", 'must be a JSON object; expected a schema such as {"type": "object"}'),
         (JSON, '{"type": "text"}', "is not valid: Invalid type: text; expected a JSON schema"),
         (JSON, '{"not": {}, "if": {}}', 'uses keywords that cannot be enforced: "if", "not"; leave them out'),
         (

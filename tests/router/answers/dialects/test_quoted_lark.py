@@ -284,7 +284,7 @@ def test_whatever_is_sent_is_compiled_or_refused(scraps: list[str]) -> None:
         ("%declare A\n", "%declare has no meaning here"),
         ("start: <|end|>\n", "<|end|> is a token or another grammar"),
         ("start: @other\n", "@other is a token or another grammar"),
-        ("%import python.NAME\n", "python is no library"),
+        ("%import python.NAME\n", "python is not a library"),
         ("start: A\n%import common.A\n", "common.A is not known; expected one of CNAME,"),
         ('start: "a" & "b"\n', "a rule has & or ~"),
         ('start: "a"~3..2\n', "3 to 2 times"),

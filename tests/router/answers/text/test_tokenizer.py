@@ -435,7 +435,7 @@ def test_a_file_may_replace_the_template_and_keeps_the_tokens_of_the_tokenizer(t
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"{% if %}", "this chat template is not valid, line 1"), (b"\xff\xfe", "is no text in UTF-8")],
+    [(b"{% if %}", "this chat template is not valid, line 1"), (b"\xff\xfe", "must be text in UTF-8")],
 )
 def test_a_bad_file_is_named_by_its_flag(content: bytes, words: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.jinja"

@@ -256,7 +256,7 @@ async def test_every_group_pins_and_one_pin_is_shown(calls: ManagerCalls) -> Non
 async def test_the_groups_get_a_duration_as_the_operator_gave_it(
     calls: ManagerCalls, managers: list[Manager], seconds: float
 ) -> None:
-    """A manager refuses what is no duration."""
+    """A manager refuses what is not a duration."""
     request = pb.PinPrefixRequest(name="common", duration=seconds)
     await calls.pin(request)
     assert [each.asked for each in managers] == [[request], [request]]

@@ -127,7 +127,7 @@ async def test_a_compressed_body_counts_with_what_it_becomes(
 
 
 async def test_a_request_has_come_when_its_body_is_whole() -> None:
-    """What a client takes to send it is no work of the router."""
+    """What a client takes to send it is not work of the router."""
     app, clock = FastAPI(), ManualClock(3.0)
 
     @app.post("/")

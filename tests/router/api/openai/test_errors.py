@@ -32,9 +32,9 @@ def detail(answer: httpx.Response) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("content", "headers", "param", "message"),
     [
-        (b"{", JSON, None, "the body is no valid JSON: Expecting property name enclosed in double quotes at char"),
-        (b"[1]", JSON, None, 'the body is no JSON object; expected one such as {"model": ...}'),
-        (b"", JSON, None, 'the body is no JSON object; expected one such as {"model": ...}'),
+        (b"{", JSON, None, "the body is not valid JSON: Expecting property name enclosed in double quotes at char"),
+        (b"[1]", JSON, None, 'the body must be a JSON object, such as {"model": ...}'),
+        (b"", JSON, None, 'the body must be a JSON object, such as {"model": ...}'),
         (
             b'{"prompt": "a"}', {"content-type": "text/plain"},
             None, "the content-type is text/plain; expected application/json",

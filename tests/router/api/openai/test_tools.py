@@ -243,7 +243,7 @@ async def test_without_a_choice_of_tools_their_marks_are_words(api: Api) -> None
         ),
         (
             {"tools": [{"function": {"name": "a", "parameters": 7}}]},
-            "tools[0].function.parameters", "is no JSON schema; expected an object",
+            "tools[0].function.parameters", "must be a JSON schema; expected an object",
         ),
         ({"tools": [NOW] * 129}, "tools", "has 129 tools; expected at most 128"),
         (

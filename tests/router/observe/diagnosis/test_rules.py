@@ -584,7 +584,7 @@ def test_a_prompt_that_was_sent_before_and_ends_in_a_block_says_what_counts(miss
         "count, because only whole blocks of 16 do."
     )
     assert asked(replace(outcome, shared_tokens=16), routed(), granted(0.0)).prefix is None
-    assert asked(replace(CALM, shared_tokens=100), routed(), granted(0.0)).prefix is None, "four tokens are no matter"
+    assert asked(replace(CALM, shared_tokens=100), routed(), granted(0.0)).prefix is None, "four tokens do not matter"
 
 
 def test_a_prompt_that_diverges_within_a_block_says_how_much_of_it_was_copied() -> None:

@@ -149,7 +149,7 @@ def desired(autoscaler: dict[str, Any], values: dict[str, Decimal], ready: int) 
         ("0", "1.2", "192", 4, 4),  # as many sequences as four workers should have
         ("0", "1.2", "256", 4, 6),  # no worker takes another sequence, though blocks are free
         ("2", "2.0", "100", 4, 8),  # requests wait, whatever they wait for
-        ("1", "2.0", "100", 4, 4),  # a short queue is no reason
+        ("1", "2.0", "100", 4, 4),  # a short queue is not a reason
         ("50", "8.0", "900", 8, 8),  # never more than the most
         ("0", "0.7", "40", 4, 2),  # a lull
     ],

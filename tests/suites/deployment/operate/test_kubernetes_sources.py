@@ -16,7 +16,7 @@ from tests.suites.deployment.operate.manifests import K8S
 CERT_MANAGER = K8S / "components" / "cert-manager"
 # What other programs define; test_kubernetes_scaling.py and test_kubernetes_monitoring.py look at theirs.
 FOREIGN = {"cert-manager.io/v1", "keda.sh/v1alpha1", "monitoring.coreos.com/v1"}
-# Parts of overlays are patches, which are no manifests by themselves.
+# Parts of overlays are patches, which are not manifests by themselves.
 WHOLE = [
     path
     for path in sorted(K8S.glob("**/*.yaml"))

@@ -415,7 +415,7 @@ async def test_answers_are_no_input(served: Served) -> None:
 @pytest.mark.parametrize(
     ("file", "purpose", "param", "words"),
     [
-        (("in.jsonl", b"no json"), "batch", "line 1", "is no JSON"),
+        (("in.jsonl", b"no json"), "batch", "line 1", "is not valid JSON"),
         (("in.jsonl", b""), "batch", "file", "has no lines"),
         (("in.jsonl", json.dumps(completion("a")).encode()), "fine-tune", "purpose", "expected batch"),
         (("../in.jsonl", json.dumps(completion("a")).encode()), "batch", "file", "and no path"),

@@ -79,10 +79,10 @@ def test_a_client_says_how_long_a_file_is_kept() -> None:
         (form(line(), filename="x" * 256), "file", "expected at most 255 characters"),
         (form(b""), "file", "has no lines"),
         (form(b"\r\n \n"), "file", "has no lines"),
-        (form(b"not json\n" + line()), "line 1", "is no JSON"),
+        (form(b"not json\n" + line()), "line 1", "is not valid JSON"),
         (form(line() + line()), "line 2", 'custom_id "a" stands in line 1 too'),
         (form(line("b") + b'\n{"custom_id": "a"}'), "line 3", "url is missing"),
-        (form(b"\x89PNG\r\n\x1a\n"), "line 1", "is no JSON"),
+        (form(b"\x89PNG\r\n\x1a\n"), "line 1", "is not valid JSON"),
         (form(b"[" + b" " * (limits.MAX_HTTP_BODY_BYTES + 1)), "line 1", "the server takes at most"),
         (form(line(), **{"expires_after[seconds]": "3600"}), "expires_after.anchor", "expected created_at"),
         (
