@@ -3,7 +3,7 @@
     python -m bench.engine --workload W1 --scale 0.5 --dtype bfloat16
     python -m bench.engine --check                     both paths must give equal tokens
 
-It measures throughput, time to first token and gaps between tokens. It also shows where an engine's time goes: the
+It measures throughput, time to first token and inter-token latency. It also shows where an engine's time goes: the
 model's forward, the rest of a step (laying out, sampling, reading back), and between steps. Without --model a random
 one of 128 million parameters is made.
 """

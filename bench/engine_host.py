@@ -109,7 +109,7 @@ async def _echo(stub: rpc.GpuWorkerServiceStub, times: list[float]) -> None:
 
 
 async def _stream(call: Any, seed: int, rows: int, count: int) -> tuple[int, list[float]]:
-    """Run `rows` sequences at once; return their tokens and the gaps between messages with tokens, in seconds."""
+    """Run `rows` sequences at once; return their tokens and the times between messages with tokens, in seconds."""
     for handle, prompt in enumerate(random_prompts(rows, PROMPT_TOKENS, seed), start=1 + seed * rows):
         await call.write(_submit(handle, prompt, count))
     tokens, left, last, gaps = 0, rows, 0.0, []
@@ -210,7 +210,7 @@ def figures_of(kind: str, what: str, pairs: list[dict[str, Sample]]) -> Iterator
             ("steps_per_second", 1.0, "steps a second"),
             ("echo_median", 1e3, "round trip of a status call, median, ms"),
             ("echo_p99", 1e3, "round trip of a status call, 99th percentile, ms"),
-            ("gap_p99", 1e3, "gap between messages of tokens, 99th percentile, ms"),
+            ("gap_p99", 1e3, "time between messages with tokens, 99th percentile, ms"),
             ("cpu_per_token", 1e6, "CPU of a token in all of the worker's processes, us"),
         ):
             value = statistics.median(getattr(pair[host], part) for pair in pairs) * scale

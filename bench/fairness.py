@@ -8,7 +8,7 @@ The real ledger and lease agent run. Steps follow each other, each of the same 8
 and the figures are exact for a seed. Each scenario runs by the rule alone (`_before`: in turn, by priority) and with
 backfilling and admission by age (`_after`). Waits are seconds from arrival to the grant of the blocks.
 
-The router's real queue orders requests with deadlines for places at workers: in turn, whether or not they can still be
+The router's real queue orders requests with deadlines for slots at workers: in turn, whether or not they can still be
 in time (`_before`), in turn without those that are hopeless (`_refused`), and the earliest deadline first without those
 (`_after`).
 """
@@ -135,7 +135,7 @@ def huge_request(seed: int, seconds: float, *, fair: bool, per_second: float) ->
 
 
 def low_priority(seed: int, seconds: float, *, fair: bool) -> dict[str, float]:
-    """Requests of a higher priority ask for more places than there are; one of a low priority comes after a while."""
+    """Requests of a higher priority ask for more slots than there are; one of a low priority comes after a while."""
     rest = mixed(60.0, seconds, seed, priority=10)
     low = Arrival(int(seconds / 12 / STEP_S), 256, 64)
     arrivals = sorted([*rest, low], key=lambda each: each.step)
@@ -147,7 +147,7 @@ def low_priority(seed: int, seconds: float, *, fair: bool) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A request of the router's queue, in seconds: its arrival, how long it holds a place, the time for its answer."""
+    """A request of the router's queue, in seconds: its arrival, how long it holds a slot, the time for its answer."""
 
     at: float
     holds: float
@@ -159,7 +159,7 @@ class Timed:
 
 
 def timed(load: float, seconds: float, seed: int) -> list[Timed]:
-    """Return Poisson arrivals that use so much of the places: some must be quick, others have 20 times as long."""
+    """Return Poisson arrivals that use so much of the slots: some must be quick, others have 20 times as long."""
     rng, at, found = random.Random(seed), 0.0, list[Timed]()
     while (at := at + rng.expovariate(load * QUEUED_PLACES)) < seconds:
         holds = rng.expovariate(1.0)
@@ -170,7 +170,7 @@ def timed(load: float, seconds: float, seed: int) -> list[Timed]:
 def in_time(requests: Sequence[Timed], *, earliest: bool, refuse: bool) -> float:
     """Return the share of requests that end in time: by the earliest deadline or in turn, hopeless ones refused or not.
 
-    How long a request holds its place is known here; a router predicts it.
+    How long a request holds its slot is known here; a router predicts it.
     """
     clock = ManualClock()
     queue, running, kept = FairQueue[Timed](clock), list[float](), 0
@@ -196,7 +196,7 @@ def in_time(requests: Sequence[Timed], *, earliest: bool, refuse: bool) -> float
 
 
 def deadlines(seed: int, seconds: float) -> dict[str, float]:
-    """Requests with deadlines use 0.9 and 1.1 of the places."""
+    """Requests with deadlines use 0.9 and 1.1 of the slots."""
     found: dict[str, float] = {}
     for load in (0.9, 1.1):
         requests, name = timed(load, seconds, seed), f"in_time_load_{load:g}"
@@ -241,9 +241,9 @@ def main() -> None:
         "huge_wait_s_after": f"a prompt of {HUGE} tokens, four fifths of the pool, beside {args.rate:g} requests/s",
         "behind_wait_p50_s_after": "requests that came while the huge one waited",
         "low_priority_wait_s_after": (
-            f"of at most {2 * args.seconds * 11 / 12:.0f} s, beside requests of a higher priority for every place"
+            f"of at most {2 * args.seconds * 11 / 12:.0f} s, beside requests of a higher priority for every slot"
         ),
-        "in_time_load_1.1_after": "share of requests that end by their deadline, where they need 1.1 of the places",
+        "in_time_load_1.1_after": "share of requests that end by their deadline, where they need 1.1 of the slots",
     }
     report("fairness", figures, notes, args.json)
 

@@ -44,7 +44,7 @@ _CAPACITY: Final = Capacity(4096, 16, 256, 1 << 20)
 _IDENTITY: Final = PoolIdentity("scale", "none", 16, KvGeometry(1, 1, 1, 1, "float32"))
 _CALL: Final = 256
 _NOTES: Final = {
-    "decision_us": "a request placed and its place released, workers with room",
+    "decision_us": "a request placed and its slot released, workers with room",
     "full_us": "a request that waits tried again while all workers are full, as at each end of another",
     "heartbeat_us": "a heartbeat of a full worker while a request waits",
     "requests_per_s": "replayed a second of CPU time",

@@ -2,7 +2,7 @@
 
     python -m bench.tenants --json
 
-Simulated workers with steps of 8 ms and 32 places. A victim keeps some streams running, each with requests one after
+Simulated workers with steps of 8 ms and 32 slots. A victim keeps some streams running, each with requests one after
 the other. First it is alone; then another tenant floods the suite with requests of many sequences. The ratio compares
 medians of the victim's times to first token. For the shares, tenants of different weights all ask for more than the
 suite has; their output tokens are compared with their weights.

@@ -156,7 +156,8 @@ class UpSettings(EngineSettings, DecisionLogSettings):
         None, description="seconds to the first token that clients were promised; a later one is kept as slow"
     )
     slo_itl: Seconds | None = Field(
-        None, description="seconds between two outputs; a request with more than 1 % of longer gaps is kept as slow"
+        None,
+        description="inter-token latency in seconds; above it on over 1 % of its outputs, a request is kept as slow",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line shown")
     drain_timeout: Seconds = Field(30.0, description="seconds that running requests get after Ctrl-C")

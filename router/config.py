@@ -175,7 +175,7 @@ class RouterSettings(PoolSettings, DecisionLogSettings):
     max_wait: float = Field(
         DEFAULT_MAX_WAIT,
         ge=0.0,
-        description="seconds after which a request that waits for a worker gets every eighth place, whatever its "
+        description="seconds after which a request that waits for a worker gets every eighth free slot, whatever its "
         "priority; 0: never; give KV managers the same",
     )
     max_tokens_in_flight: Count | None = Field(
@@ -199,7 +199,8 @@ class RouterSettings(PoolSettings, DecisionLogSettings):
         None, description="seconds to the first token that clients were promised; a later one is kept as slow"
     )
     slo_itl: Seconds | None = Field(
-        None, description="seconds between two outputs; a request with more than 1 % of longer gaps is kept as slow"
+        None,
+        description="inter-token latency in seconds; above it on over 1 % of its outputs, a request is kept as slow",
     )
     debug_loop_turns: bool = Field(
         False, description="measure the turns of the event loop for `quire debug dump`; costs up to 4 % of a core"

@@ -156,7 +156,7 @@ async def predicted_ids(target: Target) -> str:
 
 
 async def high_priority(target: Target) -> str:
-    """Take 64 places with one request, before everybody else's."""
+    """Take 64 slots with one request, before everybody else's."""
     sampling = wire.number(5, 4000) + wire.number(14, 1) + wire.number(16, 64)
     await streamed(target, wire.prompt() + wire.field(4, sampling) + wire.number(8, 100), HOLD_S)
     return "OK"
@@ -213,7 +213,7 @@ async def unknown_ids(target: Target) -> str:
 
 
 async def many_prompts(target: Target) -> str:
-    """Take a thousand places with one body."""
+    """Take a thousand slots with one body."""
     prompts = [[target.rng.randrange(8, 200) for _ in range(8)] for _ in range(1000)]
     body = {"prompt": prompts, "max_tokens": 200, "ignore_eos": True, "priority": 100}
     try:
@@ -305,7 +305,7 @@ async def control_tokens(target: Target) -> str:
 
 
 async def preempting(target: Target) -> str:
-    """Take places that others' sequences then need back: long ones of the least, and short ones of the highest rank."""
+    """Take slots that others' sequences then need back: long ones of the least, and short ones of the highest rank."""
     long = target.rng.randrange(2) == 0
     sampling = wire.number(5, 4000 if long else 8) + wire.number(14, 1) + wire.number(16, 64)
     rank = -100 if long else 100

@@ -1,4 +1,4 @@
-"""Draws a comparison with the peers: throughput, time to first token and gap between tokens, by workload and engine.
+"""Draws a comparison with the peers: throughput, time to first token and inter-token latency, by workload and engine.
 
     python -m bench.comparison.plots bench/results/peers-*.jsonl
 
@@ -35,7 +35,7 @@ NAMES: Final = {
     "naive": "transformers, static",
 }
 _COLOURS: Final = {OURS: ACCENT, "vllm": "#8fa3b8", "openvino": "#a9b8c6", "hf-cb": "#c3cdd6", "naive": "#d9dfe5"}
-_ROWS: Final = (("Output tokens a second", ""), ("Time to first token", "ttft"), ("Gap between tokens", "itl"))
+_ROWS: Final = (("Output tokens a second", ""), ("Time to first token", "ttft"), ("Inter-token latency", "itl"))
 _RATIO_FONT: Final[dict[str, Any]] = {"fontsize": 12, "fontweight": "bold", "pad": 8}
 _PANEL_WIDTH, _PANEL_HEIGHT = 2.55, 1.75
 

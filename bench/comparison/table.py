@@ -34,9 +34,9 @@ def throughput_table(lines: Lines) -> Table:
 
 
 def latency_table(lines: Lines) -> Table:
-    """Return times to first token and gaps between tokens: 50th and 99th percentile, medians over repetitions."""
+    """Return times to first token and inter-token latencies: 50th and 99th percentile, medians over repetitions."""
     names = _engines(lines)
-    table = _table("Time to first token; gap between tokens: 50th / 99th percentile, ms")
+    table = _table("Time to first token; inter-token latency: 50th / 99th percentile, ms")
     for heading in ("workload", *names):
         table.add_column(heading, justify="left" if heading == "workload" else "right")
     for setting, engines in by_engine(lines).items():

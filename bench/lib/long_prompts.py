@@ -37,7 +37,7 @@ class Machine:
 
     costs: StepCosts
     blocks: int
-    places: int
+    slots: int
     budget: int
     cap: int
     per_second: float
@@ -86,11 +86,11 @@ class Server:
     def __init__(self, machine: Machine, *, chunked: bool) -> None:
         self.machine, self.run, self.now = machine, Run(), 0.0
         ids, self.clock = itertools.count(1), ManualClock()
-        config = LedgerConfig(machine.blocks, BLOCK_SIZE, max_num_seqs=machine.places, chunked_grants=chunked)
+        config = LedgerConfig(machine.blocks, BLOCK_SIZE, max_num_seqs=machine.slots, chunked_grants=chunked)
         self.ledger = Ledger(config, self.clock, lambda: f"d{next(ids)}")
         self.agent = LeaseAgent(
             AgentConfig(
-                machine.blocks, BLOCK_SIZE, machine.budget, long_prefill_cap=machine.cap, max_num_seqs=machine.places
+                machine.blocks, BLOCK_SIZE, machine.budget, long_prefill_cap=machine.cap, max_num_seqs=machine.slots
             )
         )
         self.ledger.rebuild(Inventory())

@@ -1,4 +1,4 @@
-"""The gaps of running decodes while a long prompt is computed, over a step of the whole token budget.
+"""Inter-token latency of running decodes while a long prompt is computed, over a step of the whole token budget.
 
 A conversation starts with the decodes and goes on after a few tokens, with a prompt that fills the budget beside them.
 A gap counts if it overlaps the time from that prompt's submission to its first token.
@@ -19,7 +19,7 @@ DECODES = 8
 _PROMPT, _OUTPUT, _FEW = 16, 48, 8
 NOTES = {
     "budget_step_ms": "a prompt that fills the token budget, alone, to its first token, ms",
-    "itl_p99_during_prefill": f"99th percentile of the gaps of {DECODES} decodes meanwhile, over budget_step_ms",
+    "itl_p99_during_prefill": f"99th percentile of the latency of {DECODES} decodes meanwhile, over budget_step_ms",
 }
 
 

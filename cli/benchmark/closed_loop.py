@@ -56,7 +56,7 @@ def steady_window(records: Sequence[Record]) -> tuple[float, float]:
 
 
 def step_seconds(records: Sequence[Record]) -> float:
-    """Return the median gap between tokens while every request decodes."""
+    """Return the median inter-token latency while every request decodes."""
     begin, end = steady_window(records)
     return statistics.median(
         later - earlier
@@ -75,7 +75,7 @@ def decode_rate(records: Sequence[Record]) -> float:
 
 
 def figures(seconds: float, records: Iterable[Record]) -> dict[str, float]:
-    """Return throughput, time to first token, gap between tokens (ITL) and end-to-end time.
+    """Return throughput, time to first token, inter-token latency (ITL) and end-to-end time.
 
     Their names and definitions are those of the peers' drivers, so that lines of both can stand side by side.
     """
@@ -117,7 +117,7 @@ NOTES = {
     "total_tok_s": "prompt and output tokens a second",
     "ttft_p50_ms": "time to first token, milliseconds: median",
     "ttft_p99_ms": "99th percentile",
-    "itl_p50_ms": "gap between two tokens of a request, milliseconds: median",
+    "itl_p50_ms": "inter-token latency, milliseconds: median",
     "itl_p99_ms": "99th percentile",
     "itl_mean_ms": "mean",
     "e2e_p50_ms": "submission to last token, milliseconds: median",

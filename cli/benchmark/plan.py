@@ -56,7 +56,7 @@ class FirstRequest:
 
     @staticmethod
     def seen(prompt: int, submitted: float, times: Sequence[float]) -> FirstRequest:
-        """Return what a client saw. Tokens of a quick model come several at once, so a step is the mean gap."""
+        """Return what a client saw. A quick model sends several tokens at once: a step is the mean latency."""
         step = (times[-1] - times[0]) / max(1, len(times) - 1)
         return FirstRequest(prompt, max(_LEAST_SECONDS, times[0] - submitted), max(_LEAST_SECONDS, step))
 

@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
         async with opened(args) as source:
             gatherer = Gatherer(source, args.tenant)
             ids, missing = await chosen_ids(gatherer, args)
-            found = [diagnose(await gatherer.story(each)) for each in ids[:_MOST]]
+            found = [diagnose(await gatherer.history(each)) for each in ids[:_MOST]]
             if args.export is not None:
                 write(args.export, [await exported(gatherer, each) for each in found])
         more, runbook = len(ids) - len(found), gatherer.runbook

@@ -76,7 +76,7 @@ class Screen:
 
     async def _why(self) -> RenderableType:
         try:
-            found = diagnose(await Gatherer(self._channel).story(self._choice.selected))
+            found = diagnose(await Gatherer(self._channel).history(self._choice.selected))
             return Group(WhyView(found, await runbook_at(self._channel, self._address)), _BACK)
         except (QuireError, grpc.aio.AioRpcError) as error:
             return Group(Text(str(error), "yellow"), _BACK)

@@ -10,7 +10,7 @@ from typing import Final
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.types import Decision, DecisionKind
 from router.observe.diagnosis.outcome import Outcome, outcome_of
-from router.observe.diagnosis.story import REFUSED_BY_MANAGER
+from router.observe.diagnosis.request_history import REFUSED_BY_MANAGER
 
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 # A century. Times of records are nanoseconds since 1970 in 64 bits; two centuries before now are among them.

@@ -18,7 +18,7 @@ from common.contracts.types import Decision, DecisionKind
 from common.decisions.query import concerned
 from common.wire.decision_codec import known_decisions
 from quire.decision.v1 import decision_pb2 as pb
-from router.observe.diagnosis.story import Story, story_of
+from router.observe.diagnosis.request_history import RequestHistory, request_history
 
 # A router that is gone says so at once; one that is busy is asked about just that.
 _PATIENCE_S: Final = 60.0
@@ -70,28 +70,28 @@ class Gatherer:
         decisions = known_decisions(record for _, record in listed.records)
         return Ends(tuple(decisions), tuple(dict.fromkeys((*cut, *listed.missing, *unread))))
 
-    async def story(self, name: str) -> Story:
-        """Return the story of a request by its id, the client's own name for it, or the first characters of its id.
+    async def history(self, name: str) -> RequestHistory:
+        """Return the history of a request by its id, the client's own name for it, or the first characters of its id.
 
         Raises NotFound, and InvalidRequest when several requests begin so.
         """
         for request_id in (name, without_prefix(name)):
-            if (found := await self._story(request_id)) is not None:
+            if (found := await self._history(request_id)) is not None:
                 return found
         lister = Lister(self._source, _PATIENCE_S)
         known = await self._correlated(name) or await request_that_begins(lister, without_prefix(name), self._tenant)
-        if known and (found := await self._story(known)) is not None:
+        if known and (found := await self._history(known)) is not None:
             return found
         what = f"no record of request {name}: no router here has served it, or newer records took the place of its own"
         raise NotFound(f"{what} ({self._source.bound}); `quire why --last` shows the newest one that there is")
 
-    async def _story(self, request_id: str) -> Story | None:
-        """Return the story of a request; None when no record concerns it."""
+    async def _history(self, request_id: str) -> RequestHistory | None:
+        """Return the history of a request; None when no record concerns it."""
         messages, unread = await self.records(request_id)
         decisions = list(known_decisions(messages))
         own = _own_id(request_id, decisions)
         self._check_tenant(own, decisions)
-        return story_of(own, decisions, unread) if decisions else None
+        return request_history(own, decisions, unread) if decisions else None
 
     async def records(self, request_id: str) -> tuple[list[pb.DecisionRecord], tuple[str, ...]]:
         """Return all records that concern a request, and which services could not be asked, with the reason."""

@@ -96,7 +96,7 @@ MAX_QUOTED_CHARS: Final = 40
 SHORT_TEXT_BYTES: Final = 64 << 10
 # Bytes that one tenant may have waiting for each of the two threads; about 20 s of one thread.
 MAX_WAITING_TEXT_BYTES_A_TENANT: Final = 16 << 20
-# Breaks of its worker that a request may be suspected of; then it is refused, and not tried at another worker.
+# Worker breaks after which a suspected request is refused, and not tried at another worker.
 MAX_STRIKES: Final = 2
 
 # ------------------------------------------------------------ between router and worker
@@ -357,8 +357,8 @@ MAX_ORPHANS_A_TENANT: Final = 1024
 MAX_ORPHANS: Final = 2048
 MAX_ORPHAN_BYTES_A_TENANT: Final = 32 << 20
 MAX_ORPHAN_BYTES: Final = 64 << 20
-# Orphans of a worker without a router live so many times their grace: a router may start slowly, on an overloaded
-# machine. No new request comes for their blocks meanwhile.
+# Orphans (abandoned sequences) of a worker without a router live so many times their grace: a router may start slowly,
+# on an overloaded machine. No new request comes for their blocks meanwhile.
 ORPHANS_ALONE: Final = 12
 # Bytes of what a sequence's submit carries for another router: stop strings and names of special tokens.
 MAX_CONTINUATION_BYTES: Final = 128 << 10

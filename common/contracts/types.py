@@ -194,5 +194,5 @@ class Decision:
     traceparent: str = ""
     # The tenant of the request where a key showed it; empty otherwise.
     tenant: str = ""
-    # The worker whose blocks or places it is about, or that was chosen; empty where there is none.
+    # The worker whose blocks or slots it is about, or that was chosen; empty where there is none.
     worker: str = ""

@@ -11,7 +11,7 @@ import math
 from typing import Final
 
 SILENCE_S: Final = 10.0
-"""Seconds that workers bear from a router or a manager. A client bears 15 s: then its request is an orphan already."""
+"""Seconds that workers bear from a router or a manager. A client bears 15 s."""
 _PULSES: Final = 6
 _SHORTEST_S: Final = 0.01
 

@@ -561,7 +561,7 @@ class Engine:
             case Granted(session, batch):
                 applied = self._lease.receive(session, batch)
                 if applied is not None:
-                    self._seat(applied)
+                    self._start_admitted(applied)
             case Detached(session):
                 self._lease.note_loss(session)
 
@@ -569,7 +569,7 @@ class Engine:
         self._lease.leave_session()
         self._channel.reconnect()
 
-    def _seat(self, applied: Applied) -> None:
+    def _start_admitted(self, applied: Applied) -> None:
         """Hand admitted sequences to the runner."""
         for admit in applied.admitted:
             request = self._requests[admit.sequence]

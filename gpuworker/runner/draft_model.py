@@ -21,7 +21,7 @@ from gpuworker.runner.model_runner import ModelRunner
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.scheduling.draft_store import DraftStore
 from gpuworker.scheduling.drafting import Drafter, DraftPrices, Speculation
-from gpuworker.scheduling.model_drafter import ModelDrafter, Seat, Trust
+from gpuworker.scheduling.model_drafter import DraftState, ModelDrafter, Trust
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class _Turn:
     """One sequence that gets guesses."""
 
     drafter: ModelDrafter
-    seat: Seat
+    state: DraftState
     count: int
     guesses: list[int]
 
@@ -106,7 +106,7 @@ class RunnerDraftModel:
     def close(self) -> None:
         self._runner.close()
 
-    # ------------------------------------------------------------ seats
+    # ------------------------------------------------------------ states of sequences
 
     def _turns(self, wanted: Sequence[tuple[Drafter, int]]) -> list[_Turn]:
         turns: list[_Turn] = []
@@ -117,36 +117,36 @@ class RunnerDraftModel:
             if not self._can_follow(drafter, count):
                 self.release(drafter)
                 drafter.give_up()
-            elif (seat := self._seated(drafter, count, {turn.seat.sequence for turn in turns})) is not None:
-                turns.append(_Turn(drafter, seat, count, []))
+            elif (state := self._state_of(drafter, count, {turn.state.sequence for turn in turns})) is not None:
+                turns.append(_Turn(drafter, state, count, []))
             else:
                 drafter.wait()
         return turns
 
     def _can_follow(self, drafter: ModelDrafter, count: int) -> bool:
         """Whether the model knows all tokens and positions of a sequence; a padded vocabulary may have more ids."""
-        seen = 0 if drafter.seat is None else drafter.seat.computed
+        seen = 0 if drafter.state is None else drafter.state.computed
         known = max(drafter.tokens[seen:], default=0) < self._limits.vocab_size
         return known and len(drafter.tokens) + count <= self._limits.max_model_len
 
-    def _seated(self, drafter: ModelDrafter, count: int, kept: set[SequenceId]) -> Seat | None:
-        """Return the seat of a sequence, with blocks and with the tokens that it has by now."""
-        new = drafter.seat is None
+    def _state_of(self, drafter: ModelDrafter, count: int, kept: set[SequenceId]) -> DraftState | None:
+        """Return the state of a sequence, with blocks and with the tokens that it has by now."""
+        new = drafter.state is None
         lost = self._store.place(drafter, len(drafter.tokens) + count, kept)
         for sequence in lost or ():
             self._runner.remove(sequence)
         if lost is None:
             return None
-        seat, tokens = drafter.seat, drafter.tokens
-        assert seat is not None
+        state, tokens = drafter.state, drafter.tokens
+        assert state is not None
         if new:
             sampling = _plain(drafter.sampling or SamplingParams(temperature=0.0), self._limits.vocab_size)
-            self._runner.add_sequence(seat.sequence, tokens, sampling, drafter.prompt_tokens)
-        elif seat.written < len(tokens):
-            self._runner.rewrite(seat.sequence, seat.written, tokens[seat.written :])
-        seat.written = len(tokens)
-        seat.computed = min(seat.computed, len(tokens) - 1)
-        return seat
+            self._runner.add_sequence(state.sequence, tokens, sampling, drafter.prompt_tokens)
+        elif state.written < len(tokens):
+            self._runner.rewrite(state.sequence, state.written, tokens[state.written :])
+        state.written = len(tokens)
+        state.computed = min(state.computed, len(tokens) - 1)
+        return state
 
     # ------------------------------------------------------------ guessing
 
@@ -169,16 +169,16 @@ class RunnerDraftModel:
     def _catch_up(self, turns: list[_Turn]) -> list[_Turn]:
         """Run the step that ends with the first guesses; return the turns that have one. A long text takes several."""
         rows, ready, left = [], [], self._limits.max_num_batched_tokens
-        for turn in sorted(turns, key=lambda turn: len(turn.drafter.tokens) - turn.seat.computed):
-            seat, missing = turn.seat, len(turn.drafter.tokens) - turn.seat.computed
+        for turn in sorted(turns, key=lambda turn: len(turn.drafter.tokens) - turn.state.computed):
+            state, missing = turn.state, len(turn.drafter.tokens) - turn.state.computed
             length = min(missing, left)
             if length:
-                rows.append(ScheduledRow(seat.sequence, seat.computed, length, seat.blocks, length == missing))
+                rows.append(ScheduledRow(state.sequence, state.computed, length, state.blocks, length == missing))
                 left -= length
             if length == missing:
                 ready.append(turn)
             else:
-                seat.computed += length
+                state.computed += length
         if rows:
             began = time.perf_counter()
             self._take(self._submit(rows), ready)
@@ -192,7 +192,7 @@ class RunnerDraftModel:
     def _take(self, flight: Future[StepResult], turns: list[_Turn]) -> None:
         sampled = flight.result().sampled
         for turn in turns:
-            turn.guesses += sampled.get(turn.seat.sequence, ())
+            turn.guesses += sampled.get(turn.state.sequence, ())
 
     def _usable(self, guesses: list[int]) -> list[int]:
         """Return the guesses before the first that is not a token of the target: a padded vocabulary may have more."""
@@ -214,7 +214,7 @@ class RunnerDraftModel:
 
 def _next_row(turn: _Turn, n: int) -> ScheduledRow:
     """Return the row that computes guess n of a sequence, from 1 on, and samples the next one."""
-    return ScheduledRow(turn.seat.sequence, len(turn.drafter.tokens) + n - 1, 1, turn.seat.blocks, True)
+    return ScheduledRow(turn.state.sequence, len(turn.drafter.tokens) + n - 1, 1, turn.state.blocks, True)
 
 
 def _plain(sampling: SamplingParams, vocab_size: int) -> SamplingParams:

@@ -11,17 +11,17 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 from common.contracts.types import BlockId, SequenceId
-from gpuworker.scheduling.model_drafter import ModelDrafter, Seat
+from gpuworker.scheduling.model_drafter import DraftState, ModelDrafter
 
 
 class DraftStore:
-    """Gives out `num_blocks` blocks of `block_size` slots, to at most `seats` sequences at once."""
+    """Gives out `num_blocks` blocks of `block_size` slots, to at most `max_num_seqs` sequences at once."""
 
-    def __init__(self, num_blocks: int, block_size: int, seats: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
         self.num_blocks = num_blocks
         self._free = [BlockId(block) for block in reversed(range(num_blocks))]
-        self._block_size, self._seats = block_size, seats
-        self._seated: OrderedDict[SequenceId, ModelDrafter] = OrderedDict()
+        self._block_size, self._max_num_seqs = block_size, max_num_seqs
+        self._drafters: OrderedDict[SequenceId, ModelDrafter] = OrderedDict()
         self._next = 0
 
     @property
@@ -31,49 +31,49 @@ class DraftStore:
     def place(
         self, drafter: ModelDrafter, positions: int, kept: Collection[SequenceId] = ()
     ) -> list[SequenceId] | None:
-        """Give a drafter a seat with blocks for so many positions, and return the seats that others lost for it.
+        """Give a drafter blocks for so many positions, and return the sequences that lost theirs for it.
 
         Those in `kept` lose none. Return None, and change nothing, where there would be too few blocks.
         """
-        seat = drafter.seat
-        held = 0 if seat is None else len(seat.blocks)
+        state = drafter.state
+        held = 0 if state is None else len(state.blocks)
         missing = -(-positions // self._block_size) - held
-        losers = self._losers(missing, seat, kept)
+        losers = self._losers(missing, state, kept)
         if losers is None:
             return None
         for each in losers:
-            self.release(self._seated[each])
-        if seat is None:
-            seat = drafter.seat = Seat(SequenceId(self._next))
+            self.release(self._drafters[each])
+        if state is None:
+            state = drafter.state = DraftState(SequenceId(self._next))
             self._next += 1
         if missing > 0:
-            seat.blocks += tuple([self._free.pop() for _ in range(missing)])
-        self._seated[seat.sequence] = drafter
-        self._seated.move_to_end(seat.sequence)
+            state.blocks += tuple([self._free.pop() for _ in range(missing)])
+        self._drafters[state.sequence] = drafter
+        self._drafters.move_to_end(state.sequence)
         return losers
 
-    def _losers(self, missing: int, seat: Seat | None, kept: Collection[SequenceId]) -> list[SequenceId] | None:
-        """Return the sequences that lose their seats, the least recently used first; None where that is too little."""
-        free, seats = len(self._free), self._seats - len(self._seated) + (seat is not None)
+    def _losers(self, missing: int, state: DraftState | None, kept: Collection[SequenceId]) -> list[SequenceId] | None:
+        """Return the sequences that lose their blocks, the least recently used first; None where that is too little."""
+        free, room = len(self._free), self._max_num_seqs - len(self._drafters) + (state is not None)
         losers = []
-        for sequence, other in self._seated.items():
-            if free >= missing and seats > 0:
+        for sequence, other in self._drafters.items():
+            if free >= missing and room > 0:
                 break
-            if sequence not in kept and other.seat is not seat:
+            if sequence not in kept and other.state is not state:
                 losers.append(sequence)
-                free, seats = free + len(_seat(other).blocks), seats + 1
-        return losers if free >= missing and seats > 0 else None
+                free, room = free + len(_state_of(other).blocks), room + 1
+        return losers if free >= missing and room > 0 else None
 
     def release(self, drafter: ModelDrafter) -> SequenceId | None:
-        """Take a drafter's blocks back, and return the number of its seat, if it has one."""
-        if drafter.seat is None:
+        """Take a drafter's blocks back, and return the number of its sequence, if it has one."""
+        if drafter.state is None:
             return None
-        seat, drafter.seat = drafter.seat, None
-        self._free += reversed(seat.blocks)
-        del self._seated[seat.sequence]
-        return seat.sequence
+        state, drafter.state = drafter.state, None
+        self._free += reversed(state.blocks)
+        del self._drafters[state.sequence]
+        return state.sequence
 
 
-def _seat(drafter: ModelDrafter) -> Seat:
-    assert drafter.seat is not None, "a sequence in the store has a seat"
-    return drafter.seat
+def _state_of(drafter: ModelDrafter) -> DraftState:
+    assert drafter.state is not None, "a sequence in the store has a state"
+    return drafter.state

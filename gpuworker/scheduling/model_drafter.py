@@ -40,7 +40,7 @@ class Trust:
 
 
 @dataclass(slots=True)
-class Seat:
+class DraftState:
     """What a draft model has of a sequence, under the number `sequence`.
 
     The K and V of positions before `computed` are in `blocks`. The model's table of tokens is that of the sequence up
@@ -54,13 +54,13 @@ class Seat:
 
 
 class ModelDrafter:
-    """Implements `Drafter` with a draft model's guesses. `seat` is None while the model has nothing of the sequence."""
+    """Implements `Drafter` with a draft model's guesses. `state` is None while the model knows nothing of it."""
 
     def __init__(self, tokens: Sequence[int], speculation: Speculation, trust: Trust) -> None:
         self.tokens = list(tokens)
         self.prompt_tokens = len(tokens) - speculation.output_before
         self.sampling = speculation.sampling
-        self.seat: Seat | None = None
+        self.state: DraftState | None = None
         self._ngrams = NgramDrafter(tokens, speculation)
         self._guesses: tuple[int, ...] = ()
         self._trust, self._share, self._able = trust, trust.of_new(), True
@@ -74,7 +74,7 @@ class ModelDrafter:
     def behind(self) -> int | None:
         if not self._guesses_well:
             return None
-        return len(self.tokens) - (0 if self.seat is None else self.seat.computed)
+        return len(self.tokens) - (0 if self.state is None else self.state.computed)
 
     @property
     def chance(self) -> float:
@@ -91,10 +91,10 @@ class ModelDrafter:
 
     def guessed(self, guesses: Sequence[int]) -> None:
         """Note what the model guesses to follow: each guess but the last is computed already."""
-        assert self.seat is not None
+        assert self.state is not None
         self._guesses = tuple(guesses)
-        self.seat.computed = len(self.tokens) + max(0, len(guesses) - 1)
-        self.seat.written = len(self.tokens) + len(guesses)
+        self.state.computed = len(self.tokens) + max(0, len(guesses) - 1)
+        self.state.written = len(self.tokens) + len(guesses)
 
     def forget_guesses(self) -> None:
         self._guesses = ()
@@ -111,7 +111,7 @@ class ModelDrafter:
     def _judge(self, token: int) -> None:
         """Compare a token with the guess for it, if there is one."""
         if not self._guesses:
-            if self._share < HOPE and (self.seat is None or self._caught_up):
+            if self._share < HOPE and (self.state is None or self._caught_up):
                 self._share += _RECOVERY * (HOPE - self._share)
             return
         right = self._guesses[0] == token
@@ -121,11 +121,11 @@ class ModelDrafter:
             self._guesses = self._guesses[1:]
             return
         self._guesses = ()
-        if self.seat is not None:
-            self.seat.computed = min(self.seat.computed, len(self.tokens))
-            self.seat.written = min(self.seat.written, len(self.tokens))
+        if self.state is not None:
+            self.state.computed = min(self.state.computed, len(self.tokens))
+            self.state.written = min(self.state.written, len(self.tokens))
 
     @property
     def _caught_up(self) -> bool:
         """Whether a guess costs little: not where the model must compute a long text before it."""
-        return self.seat is not None and len(self.tokens) - self.seat.computed <= MAX_DRAFTS + 1
+        return self.state is not None and len(self.tokens) - self.state.computed <= MAX_DRAFTS + 1

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from gpuworker.engine.ports import EngineLoad, MaskLateness
 from gpuworker.engine.step_rates import STEP_BOUNDS, StepTimes
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTally
-from gpuworker.server.orphans import Fate, Orphans
+from gpuworker.server.orphans import Orphans, Outcome
 
 _ROUND_TRIP_BUCKETS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -119,9 +119,13 @@ class OrphanCollector:
 
     def collect(self) -> Iterator[Metric]:
         orphans = self._orphans
-        yield GaugeMetricFamily("quire:orphans", "Sequences of lost routers that are kept.", value=len(orphans))
+        yield GaugeMetricFamily(
+            "quire:orphans",
+            "Abandoned sequences: their router is lost, and they are kept for another one.",
+            value=len(orphans),
+        )
         yield GaugeMetricFamily("quire:orphan_bytes", "Bytes of their prompts and outputs.", value=orphans.size)
-        fates = CounterMetricFamily("quire:orphan_fates", "What became of orphans.", labels=("fate",))
-        for fate in Fate:
-            fates.add_metric((fate.value,), orphans.fates[fate])
-        yield fates
+        outcomes = CounterMetricFamily("quire:orphan_fates", "What became of abandoned sequences.", labels=("fate",))
+        for outcome in Outcome:
+            outcomes.add_metric((outcome.value,), orphans.outcomes[outcome])
+        yield outcomes

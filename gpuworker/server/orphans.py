@@ -31,8 +31,8 @@ _INCARNATION_BYTES: Final = 16
 _MOST_BYTES: Final = 15 << 20
 
 
-class Fate(StrEnum):
-    """What became of orphans, in metrics."""
+class Outcome(StrEnum):
+    """How orphans ended or went on; the values are labels of metrics."""
 
     KEPT = "kept"
     RESUMED = "resumed"
@@ -95,8 +95,8 @@ class Orphans:
         self._leaving: dict[SequenceId, LiveSequence] = {}  # cancelled; the engine has not said so yet
         self._count: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
-        self.fates: Counter[Fate] = Counter()
-        """How many sequences met each fate, in this life of the worker."""
+        self.outcomes: Counter[Outcome] = Counter()
+        """How many sequences met each outcome, in this life of the worker."""
 
     def __len__(self) -> int:
         return len(self._orphans)
@@ -141,16 +141,16 @@ class Orphans:
     def returned(self, router: bytes) -> None:
         """End the orphans of a router that is here again: it has moved its sequences to other workers."""
         if len(router) == _INCARNATION_BYTES:
-            self._end([name for name, orphan in self._orphans.items() if orphan.router == router], Fate.REPLACED)
+            self._end([name for name, orphan in self._orphans.items() if orphan.router == router], Outcome.REPLACED)
 
     def replaced(self, request: tuple[str, str]) -> None:
         """End the orphans of a request whose client begins anew."""
         if self._orphans:
-            self._end([orphan.live.id for orphan in self._of(request)], Fate.REPLACED)
+            self._end([orphan.live.id for orphan in self._of(request)], Outcome.REPLACED)
 
     def close(self) -> None:
         """End all: the worker stops."""
-        self._end(list(self._orphans), Fate.EXPIRED)
+        self._end(list(self._orphans), Outcome.EXPIRED)
 
     # ------------------------------------------------------------ the engine
 
@@ -181,11 +181,11 @@ class Orphans:
         return found if found.ByteSize() <= _MOST_BYTES else pb.Found(query=query, held=held)
 
     def adopt(self, sequence: int) -> LiveSequence | None:
-        """Give an orphan to the router that adopts it; None when it has gone."""
+        """Give an orphan to the router that takes it over; None when it has gone."""
         orphan = self._remove(SequenceId(sequence))
         if orphan is None:
             return None
-        self.fates[Fate.RESUMED] += 1
+        self.outcomes[Outcome.RESUMED] += 1
         return orphan.live
 
     def _of(self, request: tuple[str, str]) -> list[_Orphan]:
@@ -196,7 +196,7 @@ class Orphans:
     def _add(self, live: LiveSequence, router: bytes, now: float) -> None:
         orphan = self._orphans[live.id] = _Orphan(live, router, now)
         self._count[live.message.tenant] += 1
-        self.fates[Fate.KEPT] += 1
+        self.outcomes[Outcome.KEPT] += 1
         if live.spans is not None and not live.ended:
             live.spans.orphaned()
         self._measure(orphan)
@@ -212,13 +212,13 @@ class Orphans:
         if len(self._orphans) > MAX_ORPHANS or self.size > MAX_ORPHAN_BYTES:
             for name in self._droppable(self._orphans):
                 if len(self._orphans) > MAX_ORPHANS or self.size > MAX_ORPHAN_BYTES:
-                    self._end([name], Fate.DROPPED)
+                    self._end([name], Outcome.DROPPED)
         for tenant in [name for name in self._count if self._has_too_much(name)]:
             for name in self._droppable(
                 [each for each, orphan in self._orphans.items() if orphan.live.message.tenant == tenant]
             ):
                 if self._has_too_much(tenant):
-                    self._end([name], Fate.DROPPED)
+                    self._end([name], Outcome.DROPPED)
 
     def _droppable(self, names: Iterable[SequenceId]) -> list[SequenceId]:
         return sorted(names, key=lambda name: not self._orphans[name].live.ended)
@@ -245,14 +245,16 @@ class Orphans:
     def _expire(self, left: _Left) -> None:
         """End what was orphaned then and still is."""
         orphans = self._orphans
-        self._end([each for each in left.names if each in orphans and orphans[each].since == left.since], Fate.EXPIRED)
+        self._end(
+            [each for each in left.names if each in orphans and orphans[each].since == left.since], Outcome.EXPIRED
+        )
 
-    def _end(self, names: Iterable[SequenceId], fate: Fate) -> None:
+    def _end(self, names: Iterable[SequenceId], outcome: Outcome) -> None:
         for name in names:
             orphan = self._remove(name)
             if orphan is None:
                 continue
-            self.fates[fate] += 1
+            self.outcomes[outcome] += 1
             if not orphan.live.ended:
                 self._leaving[name] = orphan.live
                 self._cancel(name, FinishReason.CANCELLED)

@@ -138,7 +138,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds, as the router saw them; `time_per_output_token` is the mean gap after the first token."""
+    """Seconds, as the router saw them; `time_per_output_token` is the mean inter-token latency (TPOT)."""
 
     queue_seconds: float
     time_to_first_token: float

@@ -58,7 +58,9 @@ class RouterMetrics:
         self.finished = self._counter("request_success", "sequences that ended by themselves", "finished_reason")
         self.failed = self._counter("request_failure", "requests that failed", "reason")
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "arrival to first token", _SECONDS)
-        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "gap between outputs", _SECONDS)
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "time between two outputs of a sequence", _SECONDS
+        )
         self.queue_time = self._histogram("request_queue_time_seconds", "arrival to blocks granted", _SECONDS)
         self.latency = self._histogram("e2e_request_latency_seconds", "arrival to end of the sequence", _SECONDS)
         self.request_prompt = self._histogram("request_prompt_tokens", "prompt tokens a request", _TOKENS)
@@ -174,7 +176,7 @@ class RequestMetrics:
     def traced(self, outcome: Outcome, trace_id: str, sampled: bool) -> None:
         """Let the times of a request that has ended point at its trace.
 
-        A sampled one is known from its beginning: then only its longest gap is still to be named.
+        A sampled one is known from its beginning: then only its longest inter-token latency is still to be named.
         """
         if outcome.longest_gap:
             self.inter_token_latency.point(outcome.longest_gap, trace_id)

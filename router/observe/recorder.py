@@ -87,7 +87,7 @@ class Recorder:
             self._keep(trace, EndedRequest(request_id, began_ns, ended_ns, outcome, outcome.failure), rules)
 
     def _with_usual_gap(self, outcome: Outcome) -> Outcome:
-        """Return the outcome with the gap that is usual at its worker, and count its own for those that come later."""
+        """Return the outcome with the usual inter-token latency of its worker, and count its own for later ones."""
         usual = self._gaps.usual(outcome.worker)
         if outcome.output_tokens >= _STEADY_TOKENS * max(1, outcome.sequences) and outcome.decode_gap:
             self._gaps.add(outcome.worker, outcome.decode_gap)

@@ -4,7 +4,7 @@ refused     by a limit, by a worker, or because its deadline was hopeless
 failed      any other error; a client that left, and an abort by a call, are none
 preempted   it lost its blocks
 migrated    it lost its worker
-slow        its first token was late, or more than a hundredth of the gaps after it were
+slow        its first token was late, or more than a hundredth of its other tokens
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What clients were promised, in seconds: the time to the first token, and the gaps after it, but for a hundredth.
+    """What clients were promised, in seconds: time to first token, and inter-token latency of 99 % of the tokens.
 
     Without a promise no request is slow.
     """

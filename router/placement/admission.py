@@ -108,7 +108,7 @@ class AdmissionLimiter:
         self._quotas.release_request(inside.tenant, unused, inside.sequences)
 
     def retry_after(self, now: float) -> float:
-        """Return seconds until a place is likely: the mean gap between starts, or the current gap if it is longer."""
+        """Return seconds until a slot is likely: the mean time between starts, or that since the last one if longer."""
         if self._gap.value is None or self._last_start is None:
             return 1.0
         return min(max(self._gap.value, now - self._last_start, _MIN_RETRY_S), _MAX_RETRY_S)

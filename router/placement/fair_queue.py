@@ -7,14 +7,14 @@ A tenant in the round earns `weight` sequences a turn, and a request costs its s
 the request that is paid for after the fewest. So each tenant that always waits gets sequences by its weight, exactly,
 whatever its requests cost. This is deficit round robin (Shreedhar and Varghese 1995) with a quantum that goes to 0. In
 terms of virtual time it is self-clocked fair queueing (Golestani 1994), where a turn is a unit of time. The head is
-recomputed at each call. While a request of 64 sequences waits for places, a request of one sequence of another tenant
+recomputed at each call. While a request of 64 sequences waits for slots, a request of one sequence of another tenant
 goes first.
 
 A request is due at its deadline, and after PASSED_SECONDS at the latest (`due_at`). So requests without a deadline go
 in the order of their arrival, and nobody passes a request who arrives so long after it.
 
-Whoever is next by age and lacks places stays next until it has them, while its tenant is below its share. Those that
-have places end and nobody gets one before it, so it is placed when its worker is empty at the latest. The others wait
+Whoever is next by age and lacks slots stays next until it has them, while its tenant is below its share. Those that
+have slots end and nobody gets one before it, so it is placed when its worker is empty at the latest. The others wait
 no longer than that. Turns by age go by sequences as weights do: an old request of 16 sequences has one after 112 that
 were served in the order of the queue.
 """
@@ -49,7 +49,7 @@ PASSED_SECONDS = 30.0
 """For so long after its arrival, a request may be passed by later ones that have an earlier deadline."""
 
 PASSED_LOAD = 4 / 3
-"""What a tenant holds over its share when requests of others pass its next one, which lacks places."""
+"""What a tenant holds over its share when requests of others pass its next one, which lacks slots."""
 
 
 def due_at(now: float, deadline: float | None) -> float:
@@ -122,10 +122,10 @@ class _Line(Generic[ItemT]):
 
 
 class Held(Protocol):
-    """What tenants hold of the places at workers."""
+    """What tenants hold of the slots at workers."""
 
     def load(self, flow: Flow) -> float:
-        """Return the places of a tenant over its share of them: 1 is exactly the share."""
+        """Return the slots of a tenant over its share of them: 1 is exactly the share."""
 
     def is_over(self, flow: Flow, largest: int) -> bool:
         """Return whether others go before a tenant while requests of up to so many sequences wait."""
@@ -234,7 +234,7 @@ class FairQueue(Generic[ItemT]):
         return ticket, item
 
     def passing(self, head: Ticket, held: Held = _NOTHING) -> tuple[Ticket, ItemT] | None:
-        """Return who goes before a head that lacks places, as `_passing` has it.
+        """Return who goes before a head that lacks slots, as `_passing` has it.
 
         Nobody passes one that goes by age: its tenant is below its share, or waits alone.
         """
@@ -290,7 +290,7 @@ class FairQueue(Generic[ItemT]):
         return ahead + min(old, (min(self._in_turn, IN_TURN) + ahead) // IN_TURN)
 
     def serve_ticket(self, ticket: Ticket) -> None:
-        """Remove the head, which got its place: its tenant pays, and each waiting tenant earns the turns until then."""
+        """Remove the head, which got its slots: its tenant pays, and each waiting tenant earns the turns until then."""
         lines = self._rounds[ticket.priority]
         line = lines[ticket.flow.tenant]
         turns, passed_by = line.turns_until(ticket), ticket.cost / line.flow.weight
@@ -311,9 +311,9 @@ def _next_in_round(round_: Collection[_Line[Any]], held: Held) -> _Line[Any]:
 
 
 def _passing(round_: Collection[_Line[Any]], head: Flow, held: Held) -> _Line[Any] | None:
-    """Return the line whose request goes before the head of one priority, which lacks places; None: nobody does.
+    """Return the line whose request goes before the head of one priority, which lacks slots; None: nobody does.
 
-    It stays within its tenant's share, and the head's tenant holds PASSED_LOAD of its own. So those who hold places of
+    It stays within its tenant's share, and the head's tenant holds PASSED_LOAD of its own. So those who hold slots of
     others do not make these wait until they give some back.
     """
     if held.load(head) < PASSED_LOAD:

@@ -28,9 +28,9 @@ def _has_room(worker: WorkerModel, head: PlacementRequest, now: float) -> bool:
     return room and verdict(worker, head, now)[0] is Outcome.PLACED
 
 
-# Sequences at a worker per place in its batch: some wait there, so that the batch stays full between two messages.
+# Sequences at a worker per slot in its batch: some wait there, so that the batch stays full between two messages.
 OVERCOMMIT = 2
-# Times as many for tenants below their share: the places of others do not count for them.
+# Times as many for tenants below their share: the slots of others do not count for them.
 ENTITLED = 2
 TOO_LARGE = "too large"
 """How the reason begins of a worker that could never hold the request; the request's sizes follow."""
@@ -56,7 +56,7 @@ class PlacementRequest:
     max_tokens: int
     sequences: int = 1
     traceparent: str = ""
-    # Whether the tenant is below its share: its sequences may go to a worker whose places others hold.
+    # Whether the tenant is below its share: its sequences may go to a worker whose slots others hold.
     entitled: bool = False
     # Workers that are not to serve it.
     avoids: frozenset[str] = frozenset()

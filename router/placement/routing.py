@@ -2,7 +2,7 @@
 
     cost(w) = queue_delay(w) + prefill(prompt - hit(w)) + decode_pressure(w)
 
-    queue_delay      prompt tokens ahead, the steps in flight, and the wait for a place in the batch or for blocks
+    queue_delay      prompt tokens ahead, the steps in flight, and the wait for a batch slot or for blocks
     prefill          uncached prompt tokens, and the step that samples the first token
     decode_pressure  the steps of the expected output, each as slow as a batch with this request in it
 
@@ -84,7 +84,7 @@ def unnamed(candidates: Sequence[Candidate], kept: Sequence[Candidate], workers:
 # A deadline that none of the priced workers keeps asks for all the others, and a client may send many such
 # deadlines. To price a worker costs ten microseconds; to compare a bound costs less than one. The look is at no
 # request in particular: what one client asks changes nothing for the others. So the bound has what is before any
-# request, and the request's own work at the worker's rates. A request that needs more places or blocks may have to
+# request, and the request's own work at the worker's rates. A request that needs more slots or blocks may have to
 # wait for longer than its bound says.
 
 
@@ -254,7 +254,7 @@ def believed(shown: float | None, usual: float, trust: float) -> float:
     return usual if shown is None else usual + trust * (shown - usual)
 
 
-# What a request waits for at a worker, beside the prompts before it: steps in flight, a place in the batch, blocks.
+# What a request waits for at a worker, beside the prompts before it: steps in flight, a batch slot, blocks.
 
 
 # The rest of the step that runs, which is half of it in the mean, and the step that is planned while that runs.
@@ -284,16 +284,16 @@ def departures(worker: WorkerModel, usual_stay: float, longest_stay: float) -> f
 
 
 def wait_for_room(worker: WorkerModel, prompt_tokens: int, sequences: int, hit_blocks: int, leave: float) -> float:
-    """Return predicted seconds until so many sequences have places, and blocks for their prompt beside the hits.
+    """Return predicted seconds until so many sequences have slots, and blocks for their prompt beside the hits.
 
     `leave` is how many sequences leave the worker in a second.
     """
     capacity, there = worker.capacity, worker.sequences
-    places = there + sequences - capacity.max_num_seqs
+    slots = there + sequences - capacity.max_num_seqs
     blocks = capacity.fresh_blocks(prompt_tokens, hit_blocks) - worker.spare_blocks
-    if places <= 0 and blocks <= 0:
+    if slots <= 0 and blocks <= 0:
         return 0.0  # most often there is room now
-    return max(0.0, places / leave, _departures_for(blocks, worker) / leave)
+    return max(0.0, slots / leave, _departures_for(blocks, worker) / leave)
 
 
 def _departures_for(blocks: float, worker: WorkerModel) -> float:
@@ -328,7 +328,7 @@ class Choice:
     """A routing decision; `worker` is None unless the outcome is PLACED.
 
     `first_token_s` is in predicted seconds. `least_s` may refuse the request for its deadline: what is known of that at
-    the chosen worker, or, where all with a place would be too late, the least at any worker that may serve it.
+    the chosen worker, or, where all with a free slot would be too late, the least at any worker that may serve it.
     """
 
     outcome: Outcome

@@ -19,10 +19,10 @@ from router.contracts.refusals import too_large, waiting_record
 from router.placement.admission import ANY_WORKER, check_deadline, too_late_words
 from router.placement.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_at
 from router.placement.first_tokens import FirstTokens, Foretold
-from router.placement.place_shares import PlaceShares, Shares
 from router.placement.placement import Outcome, PlacementRequest, must_wait, places_of, verdict, waits_for_a_place
 from router.placement.routed_prefixes import BURST_SECONDS, MEMORY_SECONDS, RoutedPrefixes
 from router.placement.routing import Choice, Router
+from router.placement.slot_shares import Shares, SlotShares
 from router.placement.worker_model import WorkerModel
 from router.workers.client import WorkerClient
 from router.workers.pool import WorkerPool
@@ -85,14 +85,14 @@ class LoadReservation:
 
 
 class Reserver:
-    """Reserves load at workers, and counts the places of each tenant there.
+    """Reserves load at workers, and counts the slots of each tenant there.
 
     `on_release` is called for each sequence that leaves.
     """
 
     def __init__(self, clock: Clock, on_release: Callable[[], None]) -> None:
         self._clock, self._on_release = clock, on_release
-        self.in_use = PlaceShares()
+        self.in_use = SlotShares()
 
     def reserve(
         self, worker: WorkerModel, request: PlacementRequest, hit_blocks: int, flow: Flow
@@ -110,15 +110,15 @@ class Reserver:
         """Count a sequence that runs at a worker already, whose heartbeats show its load."""
         return LoadReservation(worker, 0, 0, self._clock, self._taken(flow, 1), measured=False)
 
-    def _taken(self, flow: Flow, places: int) -> Callable[[], None]:
-        """Count places of a tenant; return what takes back one of them."""
+    def _taken(self, flow: Flow, slots: int) -> Callable[[], None]:
+        """Count slots of a tenant; return what takes back one of them."""
 
         def released() -> None:
-            self.in_use.release_place(flow)
+            self.in_use.release_slot(flow)
             self._on_release()
 
-        for _ in range(places):
-            self.in_use.take_place(flow)
+        for _ in range(slots):
+            self.in_use.take_slot(flow)
         return released
 
 
@@ -392,8 +392,8 @@ class Dispatcher:
     def _serve_queue(self) -> None:
         """Place jobs in order, up to the first that has to wait: a later one must not take its place.
 
-        A tenant below its share does not wait for places that others hold: the KV manager takes blocks from those, and
-        the queue says who may pass a head that lacks places.
+        A tenant below its share does not wait for slots that others hold: the KV manager takes blocks from those, and
+        the queue says who may pass a head that lacks slots.
         """
         self._head = None
         while self._queue:
@@ -466,7 +466,7 @@ class Dispatcher:
         return self._reserver.in_use.among(self._places(), self._queue.flows().union(more))
 
     def _places(self) -> int:
-        """Return the places of all workers, counted once for each list of them."""
+        """Return the slots of all workers, counted once for each list of them."""
         workers = self._pool.models()
         if workers is not self._counted:
             self._counted, self._places_of_all = workers, sum(places_of(worker) for worker in workers)

@@ -112,7 +112,7 @@ def _foreseen(foresight: Foresight) -> tuple[Foreseen, str] | None:
         case Outcome.NO_WORKER:
             return Foreseen.NO_WORKER, out or "no worker is known"
         case Outcome.WAIT:
-            return Foreseen.QUEUED, f"no worker has a place: {out}"
+            return Foreseen.QUEUED, f"no worker has a free slot: {out}"
         case _ if not foresight.leads:
             return Foreseen.QUEUED, "another request waits for a worker and goes first"
         case _:

@@ -55,7 +55,7 @@ class Adopter:
     async def adopt(self, run: RequestRun, resumable: Resumable) -> None:
         """Go on with every sequence, one after the other in the order of their indices.
 
-        Of two routers that adopt one request, only one gets the first sequence; the other one then has taken none.
+        Of two routers that take over one request, only one gets the first sequence; the other one then has taken none.
         Return early when the request is interrupted: its stream then finds the reason in its inbox.
 
         Raises AlreadyExists for the router that came second, and NotFound when a sequence has ended meanwhile. Raises
@@ -78,7 +78,7 @@ class Adopter:
         for running, found in places:
             running.reservation = self._dispatcher.count_running(found.client, run.request.flow)
             handle, confirmed = found.client.adopt(found.orphan.sequence, run.sink(running), left)
-            running.take_place(found.client, handle)
+            running.take_slot(found.client, handle)
             if not await _confirmed(confirmed, run):
                 return
         # From here on a worker that drains may hand the sequences over.

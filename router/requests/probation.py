@@ -1,7 +1,7 @@
-"""Tries suspects again (`workers/suspicion.py`): those without a token first, and one at a time.
+"""Tries suspected requests again (`workers/suspicion.py`): those without a token first, and one at a time.
 
-Requests that are lost together would be suspects together again if they went to the next worker together. With its
-turn a suspect is alone among suspects: what breaks under it convicts it, and its tokens clear it.
+Requests that are lost together would be suspected together again if they went to the next worker together. In its
+turn a suspected request runs without the others: a break then blames it, and new tokens clear it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Final
 from common.contracts.limits import MAX_STRIKES
 from router.workers.suspicion import Breakdown, Suspicion
 
-# Seconds after which the next suspect may go, while this one waits for blocks, computes a long prompt or gets nowhere.
+# Seconds after which the next suspected request may go, while this one waits, computes a long prompt or gets nowhere.
 TURN_SECONDS: Final = 5.0
 # Seconds that a request with tokens waits for those of its break that have none.
 HOLD_SECONDS: Final = 1.0
 # Seconds that a worker has to show that it lives after its connection broke: a few attempts to connect.
 VERDICT_SECONDS: Final = 5.0
-# Seconds that a suspect waits for its turn; then it goes with the others, and keeps the limit of moves alone.
+# Seconds that a suspected request waits for its turn; then it goes with the others, bounded only by the limit of moves.
 MAX_WAIT_SECONDS: Final = 10.0
 
 
 class Turn:
-    """The turn of one suspect; `end` is idempotent."""
+    """The turn of one suspected request; `end` is idempotent."""
 
     def __init__(self, lock: asyncio.Lock, seconds: float) -> None:
         self._lock = lock
@@ -33,7 +33,7 @@ class Turn:
         self.ended = False
 
     def end(self) -> None:
-        """Let the next suspect go: this one is cleared, ended, or was lost again."""
+        """Let the next suspected request go: this one is cleared, ended, or was lost again."""
         self._timer.cancel()
         if not self.ended:
             self.ended = True
@@ -41,13 +41,13 @@ class Turn:
 
 
 class Probation:
-    """The line of suspects of one router."""
+    """The queue of one router's suspected requests."""
 
     def __init__(self, seconds: float = TURN_SECONDS) -> None:
         self._lock, self._seconds = asyncio.Lock(), seconds
 
     async def wait(self, suspicion: Suspicion, interrupted: asyncio.Event) -> Turn | None:
-        """Wait until a suspect may be tried; return its turn, which the caller ends, where it needs one.
+        """Wait until a suspected request may be tried; return its turn, which the caller ends, where it needs one.
 
         A request that is interrupted meanwhile waits no longer, and gets no turn.
         """
@@ -56,18 +56,18 @@ class Probation:
             await self._hold(breakdown, seconds, interrupted)
         return await self._turn(interrupted) if suspicion.apart and not interrupted.is_set() else None
 
-    async def is_guilty(self, suspicion: Suspicion, interrupted: asyncio.Event) -> bool:
+    async def is_blamed(self, suspicion: Suspicion, interrupted: asyncio.Event) -> bool:
         """Return whether a request that has just lost a worker broke its workers itself.
 
         Before that is said, the workers may show that they live. One that does not show it in time has ended. A request
         that is interrupted meanwhile gets no verdict: False.
         """
         async with _at_most(VERDICT_SECONDS, interrupted):
-            while suspicion.guilty and (unsettled := suspicion.unsettled):
+            while suspicion.is_blamed and (unsettled := suspicion.unsettled):
                 settled = asyncio.Event()
                 unsettled[0].when_settled(settled.set)
                 await settled.wait()
-        return suspicion.guilty and not interrupted.is_set()
+        return suspicion.is_blamed and not interrupted.is_set()
 
     async def _hold(self, breakdown: Breakdown, seconds: float, interrupted: asyncio.Event) -> None:
         clear = asyncio.Event()

@@ -97,7 +97,7 @@ class Running:
         self.phase = Phase.AT_WORKER
         return self.attempt
 
-    def take_place(self, client: WorkerClient, handle: int) -> None:
+    def take_slot(self, client: WorkerClient, handle: int) -> None:
         """Take a place at a worker."""
         self.client, self.handle = client, handle
         self._places.append((client, handle))
@@ -232,7 +232,7 @@ class RequestRun:
         return sink
 
     def _follow(self, event: SequenceEvent) -> None:
-        """Count what clears or accuses the request; end its turn once it is cleared or gone."""
+        """Count what clears or incriminates the request; end its turn once it is cleared or gone."""
         if isinstance(event, TokensSampled | PromptScored):
             if self.foretold is not None:
                 self.foretold.came(self._clock.monotonic())
@@ -242,12 +242,12 @@ class RequestRun:
                 self.take_turn(None)
         elif not isinstance(event, SequenceAdmitted | SequenceStarted | SequenceDelayed | Preempted):
             if isinstance(event, Lost) and event.breakdown is not None:
-                self.suspicion.accuse(event.breakdown, self._holds_turn)
+                self.suspicion.add_break(event.breakdown, self._holds_turn)
             self.take_turn(None)
 
     @property
     def waits(self) -> bool:
-        """Whether the request is a suspect that other requests go before."""
+        """Whether the request is suspected and other requests go before it."""
         return not self._holds_turn and (self.suspicion.apart or self.suspicion.waits_for is not None)
 
     @property
@@ -255,7 +255,7 @@ class RequestRun:
         return self._turn is not None and not self._turn.ended
 
     def take_turn(self, turn: Turn | None) -> None:
-        """Hold the turn of a suspect until it is cleared or gone; None ends the turn."""
+        """Hold the turn of a suspected request until it is cleared or gone; None ends the turn."""
         if self._turn is not None:
             self._turn.end()
         self._turn = turn

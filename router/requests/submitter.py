@@ -49,7 +49,7 @@ class Submitter:
     async def submit_sequences(self, run: RequestRun, sequences: Sequence[Running], moved_because: str = "") -> None:
         """Place sequences with the same tokens at one worker. Raises as `Dispatcher.place_job` does.
 
-        A suspect that is interrupted while it waits is not placed: its stream finds the reason in its inbox.
+        A suspected request that is interrupted while it waits is not placed: its stream finds the reason in its inbox.
         """
         identity = await self._dispatcher.known_identity()
         check_kind(run.request.embeds, identity.pooling)
@@ -105,9 +105,9 @@ class Submitter:
         return self._dispatcher.book_place(job, request.flow)
 
     async def _may_be_tried(self, run: RequestRun, placement: Placement) -> bool:
-        """Let a suspect wait; return False when its worker may not get it any more, or it was interrupted.
+        """Let a suspected request wait; return False when its worker may not get it any more, or it was interrupted.
 
-        Then it has no place. While it waits, the worker may begin to drain.
+        Then its reservation is released. While it waits, the worker may begin to drain.
         """
         there, interrupted = False, run.inbox.interrupted
         try:
@@ -135,7 +135,7 @@ class Submitter:
                 # The worker was lost after it was chosen: the sequence moves on like any other of that worker.
                 sink(Lost(str(gone)))
                 continue
-            running.take_place(placement.client, handle)
+            running.take_slot(placement.client, handle)
             first = handle if first is None else first
 
     async def move_lost_sequences(self, run: RequestRun) -> None:
@@ -147,10 +147,10 @@ class Submitter:
         """
         for running in [each for each in run.sequences if each.phase is Phase.LOST]:
             reason = running.take_loss()
-            guilty = await self._probation.is_guilty(run.suspicion, run.inbox.interrupted)
+            blamed = await self._probation.is_blamed(run.suspicion, run.inbox.interrupted)
             if run.inbox.interrupted.is_set():
                 return
-            if guilty:
+            if blamed:
                 what = f"{run.suspicion.breaks} workers broke with this request, which got no further each time"
                 raise EngineFailure(f"{what}; it is not tried again; the last one: {reason}")
             losses = running.attempt - running.drained

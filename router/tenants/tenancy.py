@@ -39,7 +39,7 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One tenant. `weight` is its share of places and blocks while others want them.
+    """One tenant. `weight` is its share of batch slots and blocks while others want them.
 
     `cache_domain` separates its cached blocks from those of others. `shared_domains` are (name, domain) of the domains
     that the operator opened to it. `models` None allows every model.

@@ -1,15 +1,15 @@
 """Which request broke a worker, and which ones were only there.
 
-A break makes a suspect of every request that the worker had begun. Two facts clear or convict a suspect: its presence
-at another break, and its progress between two breaks.
+Every request that the worker had begun when it broke is suspected. Two facts clear or blame it: its presence at another
+break, and its progress between two breaks.
 
 * A request is cleared once it gets further: by more tokens in one run than in its run that broke.
 * A request without a token in that run goes first, one at a time; the others of the break wait for it for a moment.
-* At its second break a request is guilty if it is the only one there that was at an earlier break, and got just as far
-  as before. So it is with a request that breaks its worker at once, or after its n-th token.
-* If several were at two breaks, or one got elsewhere, they are tried one at a time. A break in its turn convicts.
+* At its second break a request is blamed if it is the only one there that was at an earlier break, and got just as far
+  as before. This is the pattern of a request that breaks its worker at once, or after its n-th token.
+* If several were at two breaks, or one got elsewhere, they are tried one at a time. A break in its turn blames one.
 
-A request that was at one break is never convicted. Of several that were at two breaks, each is tried alone first.
+A request that was at one break is never blamed. Of several that were at two breaks, each is tried alone first.
 
 A connection also breaks while its worker lives. The next handshake with the worker tells. If the same process answers,
 the break is excused: it counts for no request.
@@ -124,7 +124,7 @@ class Suspicion:
         self._breaks.clear()
         return True
 
-    def accuse(self, breakdown: Breakdown, in_turn: bool) -> None:
+    def add_break(self, breakdown: Breakdown, in_turn: bool) -> None:
         """Join a break, in the request's turn or not; of several sequences that one break ends, the first counts."""
         if not self._at_worker or breakdown.excused:
             return
@@ -154,7 +154,7 @@ class Suspicion:
         self._first = False
 
     @property
-    def guilty(self) -> bool:
+    def is_blamed(self) -> bool:
         """Whether the request broke its workers, as far as that can be told; once all have joined its last break."""
         if self.breaks < MAX_STRIKES:
             return False
@@ -171,12 +171,12 @@ class Suspicion:
 
     @property
     def apart(self) -> bool:
-        """Whether the request is to be tried while no other suspect runs."""
+        """Whether the request is to be tried while no other suspected request runs."""
         return self.breaks > 0 and (self._first or self.breaks >= MAX_STRIKES)
 
     @property
     def waits_for(self) -> Breakdown | None:
-        """The break whose first suspects go before this request."""
+        """The break whose requests without tokens go before this request."""
         if self._first or not self._breaks:
             return None
         breakdown = self._breaks[-1].breakdown

@@ -103,7 +103,7 @@ async def test_a_request_that_breaks_its_worker_twice_is_refused_and_the_others_
 
 
 async def test_requests_that_were_only_lost_beside_a_poison_are_not_refused_with_it() -> None:
-    """None has a token when the first worker breaks, so all are suspects; they are tried again one after the other."""
+    """None has a token when the first worker breaks, so all are suspected; they are tried again one after the other."""
     worker, other = FakeWorker("w0", max_num_seqs=64, num_blocks=1024), BrittleWorker("w1")
     async with frontend_over(worker) as harness, innocents(harness) as others:
         async with in_background(harness, request(prompt=POISON)) as poison:

@@ -55,7 +55,7 @@ def flood(suite: Suite, metadata: tuple[tuple[str, str], ...] = ()) -> list[asyn
 
 
 async def until_full(suite: Suite) -> None:
-    """Wait until all requests of the attack are there and hold every place that one tenant may hold."""
+    """Wait until all requests of the attack are there and hold every slot that one tenant may hold."""
     await until(
         suite.status,
         lambda status: status.queued_requests + status.running_requests >= REQUESTS,

@@ -33,7 +33,7 @@ from router.contracts.refusals import Refusal, fault_of_status
 # One HTTP connection with bounds, which uvicorn and httptools do not have.
 # Bounds hold for the bytes and number of headers, the time to receive a request, and requests sent ahead. Others
 # hold for the time that an answer waits for its reader, and for connections, all and by peer. What breaks a bound,
-# and what is no HTTP, gets a proper answer and not a line in the log.
+# or is not HTTP, gets a proper answer and not a line in the log.
 
 
 class HttpConfig(uvicorn.Config):

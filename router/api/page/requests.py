@@ -18,8 +18,8 @@ from router.api.page.query import Query, invalid
 from router.api.page.records import MANAGER, MOST, ROUTER, Records, known, record_of
 from router.observe.diagnosis.outcome import Outcome, outcome_of
 from router.observe.diagnosis.phases import LABELS, WORK
+from router.observe.diagnosis.request_history import request_history
 from router.observe.diagnosis.rules import diagnose
-from router.observe.diagnosis.story import story_of
 from router.observe.diagnosis.verdict import Diagnosis, advised
 
 Json = dict[str, Any]
@@ -83,15 +83,15 @@ class Requests:
     async def _whole(
         self, request_id: str, records: Sequence[tuple[str, pb.DecisionRecord]], unread: tuple[str, ...]
     ) -> Json:
-        story = story_of(request_id, await known(record for _, record in records), unread)
+        history = request_history(request_id, await known(record for _, record in records), unread)
         ordered = sorted(records, key=lambda each: each[1].time_unix_nano)
-        found = diagnose(story)
+        found = diagnose(history)
         return {
             "request": request_id,
-            "began": story.began_ns / 1e9,
+            "began": history.began_ns / 1e9,
             "diagnosis": diagnosis_of(found),
-            "timeline": timeline_of(found, story.outcome),
-            "outcome": ended_of(request_id, story.outcome) if story.outcome is not None else None,
+            "timeline": timeline_of(found, history.outcome),
+            "outcome": ended_of(request_id, history.outcome) if history.outcome is not None else None,
             "records": await in_steps(lambda each: record_of(each[1], each[0]), ordered),
             "spans": await self._spans(request_id),
         }

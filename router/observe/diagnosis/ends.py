@@ -7,7 +7,7 @@ from typing import Final
 from router.contracts.refusals import CONTEXT_LENGTH, FAULTS, WRONG_FIELDS
 from router.observe.diagnosis.causes import Cause, advice_for
 from router.observe.diagnosis.outcome import Outcome
-from router.observe.diagnosis.story import REFUSED_BY_MANAGER, Story
+from router.observe.diagnosis.request_history import REFUSED_BY_MANAGER, RequestHistory
 from router.observe.diagnosis.verdict import Verdict
 from router.placement.admission import ANY_WORKER, PREDICTED
 
@@ -85,9 +85,9 @@ def end_cause(outcome: Outcome) -> Cause | None:
     return _BY_REASON.get(outcome.ended, Cause.FAILED)
 
 
-def refusal_verdict(story: Story) -> Verdict | None:
+def refusal_verdict(history: RequestHistory) -> Verdict | None:
     """Return why the router refused a request when it came; None if it did not."""
-    refused = [each for each in story.refusals if each.subject != REFUSED_BY_MANAGER]
+    refused = [each for each in history.refusals if each.subject != REFUSED_BY_MANAGER]
     if not refused:
         return None
     words = refused[-1].words or "the limit is reached"

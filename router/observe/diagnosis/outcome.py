@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from common.contracts.types import Decision
 
-# A request decodes slowly from so many usual gaps a token on.
+# A request decodes slowly from so many times the usual inter-token latency on.
 SLOW_GAPS: Final = 2.0
 
 Seconds = tuple[tuple[str, float], ...]

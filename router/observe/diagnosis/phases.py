@@ -13,7 +13,7 @@ from common.contracts.types import ShortfallReason
 from router.observe.diagnosis.causes import Cause
 from router.observe.diagnosis.index_words import index_words
 from router.observe.diagnosis.outcome import Outcome, Phase
-from router.observe.diagnosis.story import Holder, Placement, Preemption, Shortfall, Story
+from router.observe.diagnosis.request_history import Holder, Placement, Preemption, RequestHistory, Shortfall
 from router.observe.diagnosis.words import count, duration, listed
 
 LABELS: Final = {
@@ -60,25 +60,27 @@ _ALWAYS: Final = {
 }
 
 
-def parts_of(phase: Phase, seconds: float, story: Story, outcome: Outcome) -> tuple[tuple[Phase, float], ...]:
+def parts_of(
+    phase: Phase, seconds: float, history: RequestHistory, outcome: Outcome
+) -> tuple[tuple[Phase, float], ...]:
     """Return the phases that so many recorded seconds of a phase are, each with its own cause.
 
     Of a wait for blocks, the KV manager's record of the admission says how long it let the sequence wait.
     """
-    if phase is not Phase.BLOCKS or not outcome.admissions or len(story.grants) < outcome.admissions:
+    if phase is not Phase.BLOCKS or not outcome.admissions or len(history.grants) < outcome.admissions:
         return ((phase, seconds),)
-    waited = min(seconds, story.grants[0].waited)
+    waited = min(seconds, history.grants[0].waited)
     parts = ((Phase.BLOCKS, waited), (Phase.MESSAGES, seconds - waited))
     return tuple([each for each in parts if each[1] > 0.0])
 
 
-def cause_of(phase: Phase, story: Story, outcome: Outcome) -> Cause:
+def cause_of(phase: Phase, history: RequestHistory, outcome: Outcome) -> Cause:
     """Return the cause of the seconds in a phase."""
     match phase:
         case Phase.QUEUE:
-            return _queue_cause(story, outcome)
+            return _queue_cause(history, outcome)
         case Phase.BLOCKS:
-            return _blocks_cause(story, outcome)
+            return _blocks_cause(history, outcome)
         case Phase.DECODE:
             return Cause.SLOW_DECODE if outcome.decodes_slowly else Cause.DECODE
         case Phase.PREFILL:
@@ -89,41 +91,41 @@ def cause_of(phase: Phase, story: Story, outcome: Outcome) -> Cause:
             return _ALWAYS.get(phase, Cause.NOT_KNOWN)
 
 
-def _queue_cause(story: Story, outcome: Outcome) -> Cause:
+def _queue_cause(history: RequestHistory, outcome: Outcome) -> Cause:
     if not outcome.queued:
         return Cause.ROUTER
-    if not story.queued:
+    if not history.queued:
         return Cause.NOT_KNOWN
     return Cause.OUTRANKED if outcome.passed_by else Cause.WORKER_QUEUE
 
 
-def _blocks_cause(story: Story, outcome: Outcome) -> Cause:
+def _blocks_cause(history: RequestHistory, outcome: Outcome) -> Cause:
     """Return why the manager let the sequence wait. That needs its records of all admissions, and of the wait."""
-    if len(story.grants) < outcome.admissions or not story.shortfalls:
+    if len(history.grants) < outcome.admissions or not history.shortfalls:
         return Cause.NOT_KNOWN
-    return Cause.OUTRANKED if _passed_at_manager(story) else Cause.BLOCKS
+    return Cause.OUTRANKED if _passed_at_manager(history) else Cause.BLOCKS
 
 
-def _passed_at_manager(story: Story) -> int:
+def _passed_at_manager(history: RequestHistory) -> int:
     """Return how many sequences of a higher priority were admitted while the request waited for its blocks."""
-    return story.grants[0].passed_by if story.grants else 0
+    return history.grants[0].passed_by if history.grants else 0
 
 
 # ------------------------------------------------------------ in words
 
 
-def phrase(cause: Cause, seconds: float, story: Story, outcome: Outcome) -> str:
+def phrase(cause: Cause, seconds: float, history: RequestHistory, outcome: Outcome) -> str:
     """Return what happened in the time of a cause, as the end of a sentence."""
-    return _PHRASES[cause](seconds, story, outcome)
+    return _PHRASES[cause](seconds, history, outcome)
 
 
-def unknown_words(phase: Phase, story: Story, outcome: Outcome) -> str:
+def unknown_words(phase: Phase, history: RequestHistory, outcome: Outcome) -> str:
     """Return what is known of a phase whose cause is not."""
     match phase:
         case Phase.QUEUE:
             return "it waited for a worker, and the router's record of that is gone"
         case Phase.BLOCKS:
-            return f"it waited at {_worker(outcome)} to be admitted, and {_unrecorded_words(story, outcome)}"
+            return f"it waited at {_worker(outcome)} to be admitted, and {_unrecorded_words(history, outcome)}"
         case Phase.PREFILL:
             return "it had its blocks, and its worker did not say when it began to compute the prompt"
         case Phase.SILENT:
@@ -132,10 +134,10 @@ def unknown_words(phase: Phase, story: Story, outcome: Outcome) -> str:
             return "its output waited for the client or for the router's own event loop"
 
 
-def _unrecorded_words(story: Story, outcome: Outcome) -> str:
+def _unrecorded_words(history: RequestHistory, outcome: Outcome) -> str:
     """Return why no record of a KV manager says what a sequence waited for."""
-    if story.unread:
-        return f"the KV manager's records of that could not be read ({'; '.join(story.unread)})"
+    if history.unread:
+        return f"the KV manager's records of that could not be read ({'; '.join(history.unread)})"
     if not outcome.admissions:
         return "no KV manager has a record of that: it may have been away"
     return "the KV manager's records of that are gone"
@@ -145,44 +147,44 @@ def _worker(outcome: Outcome) -> str:
     return outcome.worker or "its worker"
 
 
-def _queued_words(story: Story) -> str:
-    first = story.queued[0]
+def _queued_words(history: RequestHistory) -> str:
+    first = history.queued[0]
     reasons = [f"{name}: {reason}" for name, reason in first.workers]
     ahead = f", with {count(first.ahead, 'request')} before it" if first.ahead else ""
     return f"no worker could take it{ahead} ({listed(reasons)})" if reasons else f"it waited for a worker{ahead}"
 
 
-def _blocks_words(story: Story, outcome: Outcome) -> str:
-    first = story.shortfalls[0]
+def _blocks_words(history: RequestHistory, outcome: Outcome) -> str:
+    first = history.shortfalls[0]
     at = f"at {_worker(outcome)}"
     if first.reason == ShortfallReason.PLACES:
-        return f"it waited {at} for a place in the batch, which {_holders_words(first)}"
+        return f"it waited {at} for a slot in the batch, which {_holders_words(first)}"
     if first.reason == ShortfallReason.BEHIND:
         head = f"{first.head or 'another request'}, which goes first and needs {count(first.head_needed, 'block')}"
         return f"it waited {at} behind {head}; {first.available} of {first.num_blocks} blocks were free or cached"
     return f"it waited {at} for {count(first.needed, 'block')}, and {_holders_words(first)}"
 
 
-def _outranked_words(story: Story, outcome: Outcome) -> str:
+def _outranked_words(history: RequestHistory, outcome: Outcome) -> str:
     """Return who went first: at the router, where it waited for a worker, and at the KV manager."""
     words = []
-    if outcome.passed_by and story.queued:
+    if outcome.passed_by and history.queued:
         first = f"{count(outcome.passed_by, 'request')} of a higher priority went first"
-        words.append(f"{first} while it waited for a worker: {_queued_words(story)}")
-    if passed := _passed_at_manager(story):
+        words.append(f"{first} while it waited for a worker: {_queued_words(history)}")
+    if passed := _passed_at_manager(history):
         first = f"{count(passed, 'sequence')} of a higher priority went first"
-        words.append(f"{first} at {_worker(outcome)}: {_blocks_words(story, outcome)}")
+        words.append(f"{first} at {_worker(outcome)}: {_blocks_words(history, outcome)}")
     return "; ".join(words)
 
 
-def _stalled_words(story: Story, outcome: Outcome) -> str:
-    lacking = story.grants[0].lacking if story.grants else 0
+def _stalled_words(history: RequestHistory, outcome: Outcome) -> str:
+    lacking = history.grants[0].lacking if history.grants else 0
     if lacking:
         began = f"it began with a part of its prompt's blocks, and waited at {_worker(outcome)} for the other {lacking}"
     else:
         lacks = "which had no block for its next tokens: the KV manager had none free, or answered late"
         began = f"it ran at {_worker(outcome)}, {lacks}"
-    return f"{began}; {_holders_words(story.shortfalls[0])}" if story.shortfalls else began
+    return f"{began}; {_holders_words(history.shortfalls[0])}" if history.shortfalls else began
 
 
 def _holders_words(shortfall: Shortfall) -> str:
@@ -201,8 +203,8 @@ def _tenant_words(holder: Holder) -> str:
     return f"{count(holder.sequences, 'sequence')}{owner} with {count(holder.blocks, 'block')}"
 
 
-def _messages_words(story: Story, outcome: Outcome) -> str:
-    waited = story.grants[0].waited if story.grants else 0.0
+def _messages_words(history: RequestHistory, outcome: Outcome) -> str:
+    waited = history.grants[0].waited if history.grants else 0.0
     granted = f"after a wait of {duration(waited)}" if waited >= _LEAST_WAIT_S else "without a wait"
     late = f"the KV manager answered {_worker(outcome)} late: it stood still, or the messages between them were slow"
     return f"{late}; it granted the blocks {granted}"
@@ -232,29 +234,31 @@ def _decode_words(seconds: float, outcome: Outcome) -> str:
 def _slow_decode_words(outcome: Outcome) -> str:
     sampled = f"{_worker(outcome)} sampled {count(outcome.output_tokens - max(1, outcome.sequences), 'further token')}"
     gaps = f"{duration(outcome.decode_gap)} from one to the next, where {duration(outcome.usual_gap)} is usual there"
-    return f"{sampled} slowly, {gaps} (the longest gap: {duration(outcome.longest_gap)})"
+    return f"{sampled} slowly, {gaps} (longest inter-token latency: {duration(outcome.longest_gap)})"
 
 
-def _preempted_words(story: Story, outcome: Outcome) -> str:
+def _preempted_words(history: RequestHistory, outcome: Outcome) -> str:
     times = "" if outcome.preemptions < 2 else f" {outcome.preemptions} times"
-    if not story.lost_to:
+    if not history.lost_to:
         return f"it was preempted{times}; for whom is not known, because the KV manager's record of it is not here"
-    if len(story.lost_to) < 2:
-        return f"it was preempted{times}: {preemption_words(story.lost_to[0])}"
-    most, seconds = _costliest(story)
+    if len(history.lost_to) < 2:
+        return f"it was preempted{times}: {preemption_words(history.lost_to[0])}"
+    most, seconds = _costliest(history)
     return f"it was preempted{times}; what cost most, {duration(seconds)}, was that {preemption_words(most)}"
 
 
-def _costliest(story: Story) -> tuple[Preemption, float]:
+def _costliest(history: RequestHistory) -> tuple[Preemption, float]:
     """Return the preemption after which the request waited longest for its blocks, and these seconds."""
-    waits = [(each, _seconds_without_blocks(each, story)) for each in story.lost_to]
+    waits = [(each, _seconds_without_blocks(each, history)) for each in history.lost_to]
     return max(waits, key=lambda wait: (wait[1], wait[0].tokens_lost))
 
 
-def _seconds_without_blocks(preemption: Preemption, story: Story) -> float:
+def _seconds_without_blocks(preemption: Preemption, history: RequestHistory) -> float:
     """Return the seconds from a preemption to the next grant, or to the end of the request."""
-    ended = (story.outcome.time_ns,) if story.outcome is not None else ()
-    later = (time_ns for time_ns in (*(each.time_ns for each in story.grants), *ended) if time_ns > preemption.time_ns)
+    ended = (history.outcome.time_ns,) if history.outcome is not None else ()
+    later = (
+        time_ns for time_ns in (*(each.time_ns for each in history.grants), *ended) if time_ns > preemption.time_ns
+    )
     return (min(later, default=preemption.time_ns) - preemption.time_ns) / 1e9
 
 
@@ -263,52 +267,52 @@ def preemption_words(preemption: Preemption) -> str:
     return f"its {freed} went to {preemption.beneficiary or 'another request'} ({preemption.reason})"
 
 
-def _moved_words(story: Story) -> str:
-    moves: list[Placement] = [each for each in story.placements if each.moved_because]
+def _moved_words(history: RequestHistory) -> str:
+    moves: list[Placement] = [each for each in history.placements if each.moved_because]
     if not moves:
         return "it lost its worker; which one and why is not known, because the router's record of it is gone"
-    before = [each.worker for each in story.placements if each.time_ns < moves[0].time_ns]
+    before = [each.worker for each in history.placements if each.time_ns < moves[0].time_ns]
     lost = before[-1] if before else "its worker"
     verb = "left" if moves[0].moved_because.startswith("drain:") else "lost"
     return f"it {verb} {lost} ({moves[0].moved_because}) and went on at {moves[0].worker}"
 
 
-_PHRASES: Final[Mapping[Cause, Callable[[float, Story, Outcome], str]]] = {
-    Cause.READING: lambda seconds, story, outcome: _reading_words(outcome),
-    Cause.ROUTER_STILL: lambda seconds, story, outcome: (
+_PHRASES: Final[Mapping[Cause, Callable[[float, RequestHistory, Outcome], str]]] = {
+    Cause.READING: lambda seconds, history, outcome: _reading_words(outcome),
+    Cause.ROUTER_STILL: lambda seconds, history, outcome: (
         "the router stood still: its process was stopped, had no processor, or was held up by one long task"
     ),
-    Cause.ON_THE_WAY: lambda seconds, story, outcome: (
+    Cause.ON_THE_WAY: lambda seconds, history, outcome: (
         f"messages between the router and {_worker(outcome)} took so long: the network was slow, or one of the two "
         "did not read them"
     ),
-    Cause.WORKER_STILL: lambda seconds, story, outcome: (
+    Cause.WORKER_STILL: lambda seconds, history, outcome: (
         f"{_worker(outcome)} stood still: its process was stopped or had no processor, or its steps took many times "
         "their usual"
     ),
-    Cause.SENDING: lambda seconds, story, outcome: (
+    Cause.SENDING: lambda seconds, history, outcome: (
         f"{_worker(outcome)} had finished, and the router still wrote the output"
     ),
-    Cause.WORKER_QUEUE: lambda seconds, story, outcome: _queued_words(story),
-    Cause.ROUTER: lambda seconds, story, outcome: "the router's own work, before it chose a worker",
-    Cause.INDEX_SLOW: lambda seconds, story, outcome: index_words(outcome),
-    Cause.OUTRANKED: lambda seconds, story, outcome: _outranked_words(story, outcome),
-    Cause.CONSTRAINT: lambda seconds, story, outcome: (
+    Cause.WORKER_QUEUE: lambda seconds, history, outcome: _queued_words(history),
+    Cause.ROUTER: lambda seconds, history, outcome: "the router's own work, before it chose a worker",
+    Cause.INDEX_SLOW: lambda seconds, history, outcome: index_words(outcome),
+    Cause.OUTRANKED: lambda seconds, history, outcome: _outranked_words(history, outcome),
+    Cause.CONSTRAINT: lambda seconds, history, outcome: (
         "its constraint (a schema, a regular expression or a grammar) was compiled before its first token"
     ),
-    Cause.BLOCKS: lambda seconds, story, outcome: _blocks_words(story, outcome),
-    Cause.MESSAGES: lambda seconds, story, outcome: _messages_words(story, outcome),
-    Cause.MANAGER_AWAY: lambda seconds, story, outcome: (
+    Cause.BLOCKS: lambda seconds, history, outcome: _blocks_words(history, outcome),
+    Cause.MESSAGES: lambda seconds, history, outcome: _messages_words(history, outcome),
+    Cause.MANAGER_AWAY: lambda seconds, history, outcome: (
         f"it lacked blocks at {_worker(outcome)}, whose KV manager did not answer for {duration(seconds)}"
     ),
-    Cause.STALLED: lambda seconds, story, outcome: _stalled_words(story, outcome),
-    Cause.HEAD_OF_LINE: lambda seconds, story, outcome: _ahead_words(outcome),
-    Cause.PREFILL: lambda seconds, story, outcome: _prefill_words(seconds, outcome),
-    Cause.DECODE: lambda seconds, story, outcome: _decode_words(seconds, outcome),
-    Cause.SLOW_DECODE: lambda seconds, story, outcome: _slow_decode_words(outcome),
-    Cause.PREEMPTED: lambda seconds, story, outcome: _preempted_words(story, outcome),
-    Cause.WORKER_LOST: lambda seconds, story, outcome: _moved_words(story),
-    Cause.SLOW_CLIENT: lambda seconds, story, outcome: (
+    Cause.STALLED: lambda seconds, history, outcome: _stalled_words(history, outcome),
+    Cause.HEAD_OF_LINE: lambda seconds, history, outcome: _ahead_words(outcome),
+    Cause.PREFILL: lambda seconds, history, outcome: _prefill_words(seconds, outcome),
+    Cause.DECODE: lambda seconds, history, outcome: _decode_words(seconds, outcome),
+    Cause.SLOW_DECODE: lambda seconds, history, outcome: _slow_decode_words(outcome),
+    Cause.PREEMPTED: lambda seconds, history, outcome: _preempted_words(history, outcome),
+    Cause.WORKER_LOST: lambda seconds, history, outcome: _moved_words(history),
+    Cause.SLOW_CLIENT: lambda seconds, history, outcome: (
         f"the client left output unread, for {duration(outcome.client_longest)} at a time"
     ),
 }

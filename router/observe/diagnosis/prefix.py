@@ -13,7 +13,7 @@ from router.contracts.index_answer import IndexSaid
 from router.observe.diagnosis.causes import Cause, advice_for
 from router.observe.diagnosis.index_words import index_said, index_words
 from router.observe.diagnosis.outcome import Outcome
-from router.observe.diagnosis.story import Option, Placement, Story
+from router.observe.diagnosis.request_history import Option, Placement, RequestHistory
 from router.observe.diagnosis.verdict import Verdict
 from router.observe.diagnosis.words import count, duration
 from router.placement.routing import TOO_LATE
@@ -39,15 +39,15 @@ _MUCH: Final = 0.25
 _UNSEEN: Final = frozenset({"never_seen", "diverged_at"})
 
 
-def prefix_verdict(story: Story) -> Verdict | None:
+def prefix_verdict(history: RequestHistory) -> Verdict | None:
     """Return why no more was cached; None where all that can be cached was, or where the request got no blocks."""
-    outcome = story.outcome
+    outcome = history.outcome
     if outcome is None or not outcome.miss or (outcome.miss in _NO_MISS and not _ends_in_a_block(outcome)):
         return None
-    cause = Cause.WHOLE_BLOCKS if outcome.miss in _NO_MISS else _cause(story, outcome)
+    cause = Cause.WHOLE_BLOCKS if outcome.miss in _NO_MISS else _cause(history, outcome)
     whole = f"{outcome.cached_tokens:,} of {count(outcome.prompt_tokens, 'prompt token')} were cached"
-    sentence = f"{whole}: {_words(cause, story, outcome)}."
-    return Verdict(cause, 0.0, sentence, _evidence(story, outcome), advice_for(cause))
+    sentence = f"{whole}: {_words(cause, history, outcome)}."
+    return Verdict(cause, 0.0, sentence, _evidence(history, outcome), advice_for(cause))
 
 
 def _ends_in_a_block(outcome: Outcome) -> bool:
@@ -56,12 +56,12 @@ def _ends_in_a_block(outcome: Outcome) -> bool:
     return beyond > _MUCH * outcome.prompt_tokens
 
 
-def _cause(story: Story, outcome: Outcome) -> Cause:
+def _cause(history: RequestHistory, outcome: Outcome) -> Cause:
     if outcome.miss in _AT_ONCE:
         return _AT_ONCE[outcome.miss]
     if outcome.miss in _UNSEEN and outcome.other_domain_tokens > outcome.cached_tokens:
         return Cause.OTHER_DOMAIN
-    placement = _placement(story, outcome)
+    placement = _placement(history, outcome)
     if placement is None:
         return Cause.NOT_KNOWN
     return _cause_at(placement, outcome)
@@ -84,9 +84,9 @@ def _cause_at(placement: Placement, outcome: Outcome) -> Cause:
     return Cause.DIVERGED if outcome.miss == "diverged_at" else Cause.NEVER_SEEN
 
 
-def _placement(story: Story, outcome: Outcome) -> Placement | None:
+def _placement(history: RequestHistory, outcome: Outcome) -> Placement | None:
     """Return the first choice of a worker, whose hits the client got; None unless all choices are here."""
-    return story.placements[0] if story.placements and len(story.placements) >= outcome.placements else None
+    return history.placements[0] if history.placements and len(history.placements) >= outcome.placements else None
 
 
 def _hit_blocks(outcome: Outcome) -> int:
@@ -102,18 +102,18 @@ def _holder(placement: Placement, hit: int) -> Option | None:
 # ------------------------------------------------------------ in words
 
 
-def _words(cause: Cause, story: Story, outcome: Outcome) -> str:
-    placement = _placement(story, outcome)
+def _words(cause: Cause, history: RequestHistory, outcome: Outcome) -> str:
+    placement = _placement(history, outcome)
     if placement is not None and cause in (Cause.HOT_WORKER, Cause.LATE_WORKER):
         return _holder_words(placement, outcome)
     if placement is not None and placement.chosen is not None and cause is Cause.STALE_INDEX:
         promised = count(placement.chosen.hit_blocks * outcome.block_size, "token")
         return f"{placement.worker} was expected to hold {promised} and did not, because the index was stale"
     if cause is Cause.EVICTED:
-        return f"{outcome.worker} had more of it, and evicted that{_evicted_for(story)}{_retention(story)}"
+        return f"{outcome.worker} had more of it, and evicted that{_evicted_for(history)}{_retention(history)}"
     if cause in _SILENT.values():
         return f"{index_words(outcome)}, so the router could not know who holds it; {outcome.worker} does not"
-    return _plain_words(cause, outcome) + _partial(story)
+    return _plain_words(cause, outcome) + _partial(history)
 
 
 def _plain_words(cause: Cause, outcome: Outcome) -> str:
@@ -165,30 +165,30 @@ def _cost_words(option: Option) -> str:
     return f"predicted {duration(option.cost or 0.0)}{most}"
 
 
-def _evicted_for(story: Story) -> str:
+def _evicted_for(history: RequestHistory) -> str:
     """Return who needed the room. A grant without a name means the runway: the blocks leased ahead of need."""
-    if not story.grants:
+    if not history.grants:
         return "; for whom is not known"
-    name = story.grants[0].evicted_for
+    name = history.grants[0].evicted_for
     return f" to make room for {name}" if name else " to lease blocks ahead of need"
 
 
-def _retention(story: Story) -> str:
+def _retention(history: RequestHistory) -> str:
     """Return what had become of the retention of the first block that was evicted; "" if it had none."""
-    reasons = story.grants[0].reasons if story.grants else ()
+    reasons = history.grants[0].reasons if history.grants else ()
     found = (each.removeprefix(RETENTION_REASON) for each in reasons if each.startswith(RETENTION_REASON))
     return "".join(f" ({each})" for each in found)
 
 
-def _partial(story: Story) -> str:
+def _partial(history: RequestHistory) -> str:
     """Return how much of a cached block was copied; "" where nothing was."""
-    reasons = story.grants[0].reasons if story.grants else ()
+    reasons = history.grants[0].reasons if history.grants else ()
     found = (each.removeprefix(PARTIAL_REASON) for each in reasons if each.startswith(PARTIAL_REASON))
     return "".join(f" (partial block: {each})" for each in found)
 
 
-def _evidence(story: Story, outcome: Outcome) -> tuple[str, ...]:
-    placement = _placement(story, outcome)
+def _evidence(history: RequestHistory, outcome: Outcome) -> tuple[str, ...]:
+    placement = _placement(history, outcome)
     said = [f"the manager says {outcome.miss}"]
     if placement is not None:
         said += [

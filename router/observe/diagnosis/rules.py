@@ -17,7 +17,7 @@ from router.observe.diagnosis.ends import end_cause, end_words, refusal_verdict
 from router.observe.diagnosis.outcome import Outcome, Phase
 from router.observe.diagnosis.phases import LABELS, WORK, cause_of, parts_of, phrase, preemption_words, unknown_words
 from router.observe.diagnosis.prefix import prefix_verdict
-from router.observe.diagnosis.story import Grant, Option, Placement, Queued, Shortfall, Story
+from router.observe.diagnosis.request_history import Grant, Option, Placement, Queued, RequestHistory, Shortfall
 from router.observe.diagnosis.verdict import Diagnosis, PhaseSpan, Step, Verdict
 from router.observe.diagnosis.words import count, duration, listed, percent
 
@@ -27,32 +27,32 @@ from router.observe.diagnosis.words import count, duration, listed, percent
 ROUTER, MANAGER = "router", "kvmanager"
 
 
-def steps_of(story: Story) -> tuple[Step, ...]:
+def steps_of(history: RequestHistory) -> tuple[Step, ...]:
     """Return the decisions in sentences; offsets are from the first record of the request."""
-    told = sorted(_told(story), key=lambda each: (each[0], each[1], each[2]))
-    return tuple([Step((time_ns - story.began_ns) / 1e9, service, sentence) for time_ns, service, sentence in told])
+    told = sorted(_told(history), key=lambda each: (each[0], each[1], each[2]))
+    return tuple([Step((time_ns - history.began_ns) / 1e9, service, sentence) for time_ns, service, sentence in told])
 
 
-def _told(story: Story) -> Iterator[tuple[int, str, str]]:
-    for note in story.notes:
+def _told(history: RequestHistory) -> Iterator[tuple[int, str, str]]:
+    for note in history.notes:
         yield note.time_ns, ROUTER, f"tells the client: {note.words}"
-    for refusal in story.refusals:
+    for refusal in history.refusals:
         yield refusal.time_ns, ROUTER, f"refused by {refusal.subject}: {refusal.words}"
-    for queued in story.queued:
+    for queued in history.queued:
         yield queued.time_ns, ROUTER, _queued(queued)
-    for placement in story.placements:
+    for placement in history.placements:
         yield placement.time_ns, ROUTER, _placed(placement)
-    for shortfall in story.shortfalls:
+    for shortfall in history.shortfalls:
         yield shortfall.time_ns, MANAGER, _short(shortfall)
-    for grant in story.grants:
+    for grant in history.grants:
         yield grant.time_ns, MANAGER, _granted(grant)
-    for lost in story.lost_to:
+    for lost in history.lost_to:
         yield lost.time_ns, MANAGER, f"preempted: {preemption_words(lost)}; {count(lost.tokens_lost, 'token')} lost"
-    for gained in story.gained_from:
+    for gained in history.gained_from:
         taken = count(gained.blocks_freed, "block")
         yield gained.time_ns, MANAGER, f"{gained.victim or 'another request'} gave {taken} ({gained.reason})"
-    if story.outcome is not None:
-        yield story.outcome.time_ns, ROUTER, _ended(story.outcome)
+    if history.outcome is not None:
+        yield history.outcome.time_ns, ROUTER, _ended(history.outcome)
 
 
 def _queued(queued: Queued) -> str:
@@ -109,44 +109,44 @@ NEGLIGIBLE: Final = 0.2
 WORTH_SAYING_S: Final = 0.1
 
 
-def diagnose(story: Story) -> Diagnosis:
+def diagnose(history: RequestHistory) -> Diagnosis:
     """Return why a request took its time or ended early, and why no more of its prompt was cached."""
-    outcome = story.outcome
-    phases = _phases(story, outcome) if outcome is not None else ()
-    prefix = prefix_verdict(story)
+    outcome = history.outcome
+    phases = _phases(history, outcome) if outcome is not None else ()
+    prefix = prefix_verdict(history)
     return Diagnosis(
-        request_id=story.request_id,
-        tenant=story.tenant,
-        verdict=_verdict(story, outcome, phases),
+        request_id=history.request_id,
+        tenant=history.tenant,
+        verdict=_verdict(history, outcome, phases),
         prefix=prefix,
         phases=phases,
-        steps=steps_of(story),
-        missing=_missing(story, phases),
+        steps=steps_of(history),
+        missing=_missing(history, phases),
         total_s=outcome.total_s if outcome is not None else None,
         first_token_s=outcome.first_token_s if outcome is not None and outcome.has_first_token else None,
     )
 
 
-def _phases(story: Story, outcome: Outcome) -> tuple[PhaseSpan, ...]:
+def _phases(history: RequestHistory, outcome: Outcome) -> tuple[PhaseSpan, ...]:
     total = outcome.total_s
     if total <= 0.0:
         return ()
     parts = ((False, outcome.before), (True, outcome.after))
     return tuple(
         [
-            PhaseSpan(phase, after, seconds, seconds / total, cause_of(phase, story, outcome))
+            PhaseSpan(phase, after, seconds, seconds / total, cause_of(phase, history, outcome))
             for after, part in parts
             for name, whole in part
-            for phase, seconds in parts_of(Phase(name), whole, story, outcome)
+            for phase, seconds in parts_of(Phase(name), whole, history, outcome)
         ]
     )
 
 
-def _verdict(story: Story, outcome: Outcome | None, phases: tuple[PhaseSpan, ...]) -> Verdict:
+def _verdict(history: RequestHistory, outcome: Outcome | None, phases: tuple[PhaseSpan, ...]) -> Verdict:
     if outcome is None:
-        return refusal_verdict(story) or _unfinished(story)
+        return refusal_verdict(history) or _unfinished(history)
     ended = end_cause(outcome)
-    args = story, outcome, phases
+    args = history, outcome, phases
     found = _time_verdict(*args) if ended is None else _end_verdict(ended, *args)
     if outcome.unread_before < max(NEGLIGIBLE * outcome.total_s, WORTH_SAYING_S):
         return found
@@ -159,8 +159,8 @@ def _unread_words(outcome: Outcome) -> str:
     return f"{still}: before these {duration(outcome.total_s)} it may have lain unread for as long."
 
 
-def _unfinished(story: Story) -> Verdict:
-    steps = steps_of(story)
+def _unfinished(history: RequestHistory) -> Verdict:
+    steps = steps_of(history)
     last = f"; the last record: {steps[-1].sentence}" if steps else ""
     sentence = f"Not known: the request has not ended yet, or the record of its end is gone{last}."
     return Verdict(Cause.NOT_KNOWN, 0.0, sentence, (), NOTHING)
@@ -169,12 +169,12 @@ def _unfinished(story: Story) -> Verdict:
 # ------------------------------------------------------------ the time
 
 
-def _time_verdict(story: Story, outcome: Outcome, phases: tuple[PhaseSpan, ...]) -> Verdict:
+def _time_verdict(history: RequestHistory, outcome: Outcome, phases: tuple[PhaseSpan, ...]) -> Verdict:
     """Return what took the time to the first token, or of the whole request where that was the better question."""
     before = [each for each in phases if not each.after_first_token]
     if outcome.has_first_token and _asks_for_the_first_token(phases, outcome):
-        return _greatest(story, outcome, before, f"the {duration(outcome.first_token_s)} to the first token")
-    return _greatest(story, outcome, phases, f"its {duration(outcome.total_s)}")
+        return _greatest(history, outcome, before, f"the {duration(outcome.first_token_s)} to the first token")
+    return _greatest(history, outcome, phases, f"its {duration(outcome.total_s)}")
 
 
 def _asks_for_the_first_token(phases: Iterable[PhaseSpan], outcome: Outcome) -> bool:
@@ -187,25 +187,25 @@ def _asks_for_the_first_token(phases: Iterable[PhaseSpan], outcome: Outcome) -> 
     return waits[False] >= max(waits[True], NEGLIGIBLE * outcome.first_token_s)
 
 
-def _greatest(story: Story, outcome: Outcome, phases: Iterable[PhaseSpan], whole: str) -> Verdict:
+def _greatest(history: RequestHistory, outcome: Outcome, phases: Iterable[PhaseSpan], whole: str) -> Verdict:
     """Return the cause of the greatest part of the time; "not known" if another one could be as great."""
     seconds = _by_cause(phases)
     total = sum(seconds.values())
     unknown = seconds.pop(Cause.NOT_KNOWN, 0.0)
     ordered = sorted(seconds.items(), key=lambda each: (-each[1], each[0]))
-    evidence = tuple([_part(story, outcome, cause, part, total) for cause, part in ordered if part >= TIE * total])
+    evidence = tuple([_part(history, outcome, cause, part, total) for cause, part in ordered if part >= TIE * total])
     if ordered and ordered[0][1] > _second(ordered) + unknown + TIE * total:
         cause, part = ordered[0]
         least = max(NEGLIGIBLE * total, WORTH_SAYING_S)
         wait = next((each for each in ordered if not _is_work(each[0]) and each[1] >= least), None)
         lead = "Nothing held it up: " if _is_work(cause) and part > (1 - NEGLIGIBLE) * total else ""
-        words = f"{lead}{percent(part / total)} of {whole}: {phrase(cause, part, story, outcome)}"
+        words = f"{lead}{percent(part / total)} of {whole}: {phrase(cause, part, history, outcome)}"
         if not _is_work(cause) or wait is None:
             return Verdict(cause, part / total, f"{words}.", evidence, advice_for(cause))
-        words = f"{words}; {_part(story, outcome, *wait, total)}."
+        words = f"{words}; {_part(history, outcome, *wait, total)}."
         return Verdict(cause, part / total, words, evidence, advice_for(wait[0]))
     return Verdict(Cause.NOT_KNOWN, unknown / total if total else 0.0,
-                   _unknown_sentence(story, outcome, phases, ordered, unknown, whole), evidence, NOTHING)  # fmt: skip
+                   _unknown_sentence(history, outcome, phases, ordered, unknown, whole), evidence, NOTHING)  # fmt: skip
 
 
 def _by_cause(phases: Iterable[PhaseSpan]) -> dict[Cause, float]:
@@ -223,12 +223,12 @@ def _is_work(cause: Cause) -> bool:
     return cause in (Cause.PREFILL, Cause.DECODE)
 
 
-def _part(story: Story, outcome: Outcome, cause: Cause, seconds: float, total: float) -> str:
-    return f"{percent(seconds / total)} ({duration(seconds)}): {phrase(cause, seconds, story, outcome)}"
+def _part(history: RequestHistory, outcome: Outcome, cause: Cause, seconds: float, total: float) -> str:
+    return f"{percent(seconds / total)} ({duration(seconds)}): {phrase(cause, seconds, history, outcome)}"
 
 
 def _unknown_sentence(
-    story: Story,
+    history: RequestHistory,
     outcome: Outcome,
     phases: Iterable[PhaseSpan],
     ordered: list[tuple[Cause, float]],
@@ -239,11 +239,13 @@ def _unknown_sentence(
     total = unknown + sum(part for _, part in ordered)
     if hidden and unknown >= TIE * total:
         greatest = max(hidden, key=lambda each: each.seconds)
-        return f"Not known for {percent(unknown / total)} of {whole}: {unknown_words(greatest.phase, story, outcome)}."
+        return (
+            f"Not known for {percent(unknown / total)} of {whole}: {unknown_words(greatest.phase, history, outcome)}."
+        )
     if len(ordered) < 2:
         return f"Not known: the records of {whole} say nothing of where the time went."
     (one, first), (other, second) = ordered[:2]
-    words = [f"{percent(part / total)} ({phrase(cause, part, story, outcome)})" for cause, part in
+    words = [f"{percent(part / total)} ({phrase(cause, part, history, outcome)})" for cause, part in
              ((one, first), (other, second))]  # fmt: skip
     return f"Not known which of two causes counts more in {whole}: {words[0]}, and {words[1]}."
 
@@ -251,7 +253,7 @@ def _unknown_sentence(
 # ------------------------------------------------------------ an early end
 
 
-def _end_verdict(ended: Cause, story: Story, outcome: Outcome, phases: tuple[PhaseSpan, ...]) -> Verdict:
+def _end_verdict(ended: Cause, history: RequestHistory, outcome: Outcome, phases: tuple[PhaseSpan, ...]) -> Verdict:
     """Return why a request ended early, and where its time went until then."""
     words = f"{end_words(ended, outcome)} after {duration(outcome.total_s)}"
     if ended in (
@@ -264,34 +266,34 @@ def _end_verdict(ended: Cause, story: Story, outcome: Outcome, phases: tuple[Pha
         Cause.FAILED,
     ):
         sentence = f"{words}: {outcome.failure}."
-        return Verdict(ended, 0.0, sentence, _worth_saying(story, outcome, phases), advice_for(ended))
-    time = _greatest(story, outcome, phases, "them")
+        return Verdict(ended, 0.0, sentence, _worth_saying(history, outcome, phases), advice_for(ended))
+    time = _greatest(history, outcome, phases, "them")
     sentence = f"{words}. {time.sentence}"
     advice = time.advice if time.cause is not Cause.NOT_KNOWN and not _is_work(time.cause) else advice_for(ended)
     return Verdict(ended, time.share, sentence, time.evidence, advice)
 
 
-def _worth_saying(story: Story, outcome: Outcome, phases: tuple[PhaseSpan, ...]) -> tuple[str, ...]:
-    return _greatest(story, outcome, phases, "them").evidence if phases else ()
+def _worth_saying(history: RequestHistory, outcome: Outcome, phases: tuple[PhaseSpan, ...]) -> tuple[str, ...]:
+    return _greatest(history, outcome, phases, "them").evidence if phases else ()
 
 
 # ------------------------------------------------------------ what is missing
 
 
-def _missing(story: Story, phases: tuple[PhaseSpan, ...]) -> tuple[str, ...]:
+def _missing(history: RequestHistory, phases: tuple[PhaseSpan, ...]) -> tuple[str, ...]:
     """Return what the records do not say, in words."""
-    found = [f"records of {each}" for each in story.unread]
-    outcome = story.outcome
+    found = [f"records of {each}" for each in history.unread]
+    outcome = history.outcome
     if outcome is None:
         return tuple(found)
     found += [f"the cause of {duration(each.seconds)} {LABELS[each.phase]}" for each in phases
               if each.cause is Cause.NOT_KNOWN and each.share >= TIE]  # fmt: skip
-    if len(story.placements) < outcome.placements:
+    if len(history.placements) < outcome.placements:
         found.append("a choice of worker: the router's record of it is gone")
-    if len(story.lost_to) < outcome.preemptions:
+    if len(history.lost_to) < outcome.preemptions:
         found.append("for whom it was preempted: the KV manager's record of it is gone")
-    if outcome.admissions and len(story.grants) < outcome.admissions:
+    if outcome.admissions and len(history.grants) < outcome.admissions:
         found.append("a grant of blocks: the KV manager's record of it is gone")
-    if story.runs > 1:
-        found.append(f"which of {story.runs} requests with this id is meant: this is the last one")
+    if history.runs > 1:
+        found.append(f"which of {history.runs} requests with this id is meant: this is the last one")
     return tuple(found)

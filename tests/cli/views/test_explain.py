@@ -34,8 +34,8 @@ def test_workers_that_cost_the_same_are_all_named() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"outcome": "queued", "reason": "no worker has a place", "requests_before": 1},
-         "It would wait for a worker, 1 request before it: no worker has a place."),
+        ({"outcome": "queued", "reason": "no worker has a free slot", "requests_before": 1},
+         "It would wait for a worker, 1 request before it: no worker has a free slot."),
         ({"outcome": "refused", "reason": "router.queue: 9 requests wait"},
          "It would be refused: router.queue: 9 requests wait."),
         ({"outcome": "too_large", "reason": "it fits none"}, "It would be refused for its size: it fits none."),

@@ -64,24 +64,24 @@ async def test_records_of_both_services_make_one_story(planes: Planes) -> None:
     planes.ended("r1")
     planes.manager_ring.record(Decision("g", DecisionKind.GRANT, 1, "2 fresh blocks", "r1"))
     planes.manager_ring.record(Decision("p", DecisionKind.PREEMPTION, 2, "r0", "r0", victim="r0", beneficiary="r1"))
-    story = await Gatherer(planes.channel).story("r1")
-    assert story.outcome is not None
-    assert (len(story.grants), [each.victim for each in story.gained_from], story.unread) == (1, ["r0"], ())
+    history = await Gatherer(planes.channel).history("r1")
+    assert history.outcome is not None
+    assert (len(history.grants), [each.victim for each in history.gained_from], history.unread) == (1, ["r0"], ())
 
 
 async def test_a_manager_that_does_not_answer_is_named_and_the_rest_is_told(planes: Planes) -> None:
     planes.ended("r1")
     await planes.manager.stop(0.0)
-    story = await Gatherer(planes.channel).story("r1")
-    assert story.outcome is not None
-    (unread,) = story.unread
+    history = await Gatherer(planes.channel).history("r1")
+    assert history.outcome is not None
+    (unread,) = history.unread
     assert unread.startswith("the KV manager: no KV manager answers at 127.0.0.1:")
 
 
 @pytest.mark.parametrize("name", ["r1", "chatcmpl-r1", "cmpl-r1", "msg_r1"])
 async def test_the_id_of_an_answer_is_the_requests_id_behind_a_prefix(planes: Planes, name: str) -> None:
     planes.ended("r1")
-    assert (await Gatherer(planes.channel).story(name)).request_id == "r1"
+    assert (await Gatherer(planes.channel).history(name)).request_id == "r1"
 
 
 async def test_a_clients_own_id_is_found_by_the_trace(planes: Planes) -> None:
@@ -89,14 +89,14 @@ async def test_a_clients_own_id_is_found_by_the_trace(planes: Planes) -> None:
     span = tracer_to(planes.store.add_own).start_span("request")
     span.set_attributes({"quire.request_id": "r1", "quire.correlation_id": "order-77"})
     span.end()
-    assert (await Gatherer(planes.channel).story("order-77")).request_id == "r1"
+    assert (await Gatherer(planes.channel).history("order-77")).request_id == "r1"
 
 
 @pytest.mark.parametrize("name", ["r-4", "chatcmpl-r-4", "r-41f", id_of("r-41…")])
 async def test_the_first_characters_of_an_id_are_enough(planes: Planes, name: str) -> None:
     planes.ended("r-41f0")
     planes.ended("r-5")
-    assert (await Gatherer(planes.channel).story(name)).request_id == "r-41f0"
+    assert (await Gatherer(planes.channel).history(name)).request_id == "r-41f0"
     lister = Lister(planes.channel)
     assert [await full_id(lister, each) for each in (name, "r-5", "x")] == ["r-41f0", "r-5", "x"]
 
@@ -109,7 +109,7 @@ async def test_a_request_that_runs_is_found_by_its_placement(planes: Planes) -> 
 async def test_an_id_that_another_one_begins_with_is_itself(planes: Planes) -> None:
     planes.ended("r1")
     planes.ended("r12")
-    assert (await Gatherer(planes.channel).story("r1")).request_id == "r1"
+    assert (await Gatherer(planes.channel).history("r1")).request_id == "r1"
 
 
 async def test_characters_that_begin_several_ids_are_refused_with_the_newest(planes: Planes) -> None:
@@ -117,19 +117,19 @@ async def test_characters_that_begin_several_ids_are_refused_with_the_newest(pla
         planes.ended(f"r-{number}")
     said = r"REQUEST: r- begins the ids of 5 requests \(r-4, r-3, r-2, \.\.\.\); give more of the one that you mean"
     with pytest.raises(InvalidRequest, match=said):
-        await Gatherer(planes.channel).story("r-")
+        await Gatherer(planes.channel).history("r-")
 
 
 async def test_an_unknown_id_is_said_with_what_to_do(planes: Planes) -> None:
     with pytest.raises(NotFound, match=r"no record of request r9: .* `quire why --last` shows the newest one"):
-        await Gatherer(planes.channel).story("r9")
+        await Gatherer(planes.channel).history("r9")
 
 
 async def test_a_request_of_another_tenant_is_said_with_what_to_do(planes: Planes) -> None:
     planes.ended("r1", tenant="red")
-    assert (await Gatherer(planes.channel, "red").story("r1")).tenant == "red"
+    assert (await Gatherer(planes.channel, "red").history("r1")).tenant == "red"
     with pytest.raises(NotFound, match="request r1 is none of tenant blue; name its own tenant, or leave --tenant out"):
-        await Gatherer(planes.channel, "blue").story("r1")
+        await Gatherer(planes.channel, "blue").history("r1")
 
 
 async def test_lists_have_the_requests_of_one_tenant(planes: Planes) -> None:

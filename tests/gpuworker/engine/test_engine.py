@@ -246,7 +246,7 @@ def test_grants_of_an_old_session_are_dropped(scripted: tuple[EngineDriver, Scri
     assert driver.engine.load().waiting == 1
 
 
-def test_a_failed_step_frees_the_seat_of_a_sequence_that_ended_while_the_step_still_had_it() -> None:
+def test_a_failed_step_frees_the_batch_index_of_a_sequence_that_ended_while_the_step_still_had_it() -> None:
     runner = ManualRunner()
     with EngineDriver(runner, CONFIG) as driver:
         driver.submit([1, 2, 3], 10, eos=[7])

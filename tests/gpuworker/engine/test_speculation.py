@@ -235,7 +235,7 @@ def test_the_guesses_of_a_draft_model_are_right_in_parts(
         assert 0 < accepted < drafted
 
 
-def test_sequences_lose_their_seats_to_others_and_keep_their_tokens() -> None:
+def test_sequences_lose_their_draft_blocks_to_others_and_keep_their_tokens() -> None:
     """The draft model has room for one or two of five sequences: they take turns, and compute their texts again."""
     options = {"dtype": "float32"}
     with engine("none", "transformers", options) as plain:
@@ -243,7 +243,7 @@ def test_sequences_lose_their_seats_to_others_and_keep_their_tokens() -> None:
     with engine("draft", "transformers", options) as drafting:
         model = drafting.config.draft_model
         assert isinstance(model, RunnerDraftModel)
-        model._store = DraftStore(24, 4, seats=2)
+        model._store = DraftStore(24, 4, max_num_seqs=2)
         same(run(drafting, GREEDY, [()] * 5), wanted, bits=False)
         assert model_drafts(drafting).accepted > 0
         assert model._store.free_blocks == 24, "every sequence has ended"

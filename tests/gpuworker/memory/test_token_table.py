@@ -13,7 +13,7 @@ def table() -> TokenTable:
     return made
 
 
-def test_places_are_seat_times_width_plus_position() -> None:
+def test_an_entry_is_at_batch_index_times_width_plus_position() -> None:
     assert table().take(torch.tensor([4, 6, 0])).tolist() == [7, 9, 0]
 
 
@@ -24,7 +24,7 @@ def test_what_is_put_is_taken_by_the_next_step() -> None:
     assert made.tensor.tolist() == [[0, 0, 6, 0], [7, 8, 9, 5]]
 
 
-def test_the_spare_place_belongs_to_no_seat() -> None:
+def test_the_spare_entry_belongs_to_no_sequence() -> None:
     made = table()
     before = made.tensor.clone()
     made.put(torch.tensor([made.spare]), torch.tensor([3]))

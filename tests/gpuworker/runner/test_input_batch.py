@@ -53,7 +53,7 @@ def test_trimmed_blocks_read_as_block_zero() -> None:
     assert table(batch, row(A, TRIMMED, TRIMMED, 9)) == [[0, 0, 9]]
 
 
-def test_a_seat_that_was_left_is_taken_again_without_its_old_row() -> None:
+def test_a_batch_index_that_was_left_is_taken_again_without_its_old_row() -> None:
     batch = batch_of(A, B)
     table(batch, row(A, 7, 8))
     index = batch[A].index
@@ -70,7 +70,7 @@ def test_the_table_that_was_handed_out_does_not_change() -> None:
 
 
 @pytest.mark.parametrize(("sequence", "why"), [(A, "in the batch already"), (C, "2 others in it")])
-def test_a_seat_that_cannot_be_given_is_the_callers_mistake(sequence: SequenceId, why: str) -> None:
+def test_a_batch_index_that_cannot_be_given_is_the_callers_mistake(sequence: SequenceId, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         batch_of(A, B).add(sequence, ROW)
 

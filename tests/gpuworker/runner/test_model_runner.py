@@ -358,7 +358,7 @@ def test_the_runner_goes_on_once_every_sequence_of_the_failure_is_removed(broken
     assert tokens == hf_greedy(checkpoint(LLAMA), prompts(9)[0], 2)
 
 
-def test_more_tokens_than_a_seat_holds_are_the_callers_mistake(llama_runner: NewRunner) -> None:
+def test_more_tokens_than_a_row_of_the_table_holds_are_the_callers_mistake(llama_runner: NewRunner) -> None:
     runner = llama_runner(max_model_len=8)
     with pytest.raises(ValueError, match="has 9 tokens; 8 fit"):
         runner.add_sequence(A, prompts(9)[0], GREEDY, 9)

@@ -6,13 +6,13 @@ import pytest
 
 from common.contracts.types import BlockId, SequenceId
 from gpuworker.scheduling.drafting import MAX_DRAFTS, Speculation
-from gpuworker.scheduling.model_drafter import HOPE, ModelDrafter, Seat, Trust
+from gpuworker.scheduling.model_drafter import HOPE, DraftState, ModelDrafter, Trust
 
 
 def drafter(tokens: int = 5, computed: int = 0, trust: Trust | None = None) -> ModelDrafter:
     """Return the drafter of a text without repetitions; the draft model has computed the first tokens of it."""
     made = ModelDrafter(range(tokens), Speculation(), trust or Trust())
-    made.seat = Seat(SequenceId(0), (BlockId(0),), computed, tokens)
+    made.state = DraftState(SequenceId(0), (BlockId(0),), computed, tokens)
     return made
 
 
@@ -24,7 +24,7 @@ def test_a_new_sequence_is_behind_by_its_whole_text() -> None:
 def test_each_guess_but_the_last_is_computed() -> None:
     made = drafter(5)
     made.guessed([10, 11, 12])
-    assert made.seat == Seat(SequenceId(0), (BlockId(0),), computed=7, written=8)
+    assert made.state == DraftState(SequenceId(0), (BlockId(0),), computed=7, written=8)
     assert made.propose(2) == (10, 11)
 
 
@@ -32,15 +32,15 @@ def test_right_guesses_stay_computed() -> None:
     made = drafter(5)
     made.guessed([10, 11, 12])
     made.take([10, 11, 12, 13])
-    assert (made.behind, made.seat and made.seat.written) == (2, 8), "the last guess, and the token behind it"
+    assert (made.behind, made.state and made.state.written) == (2, 8), "the last guess, and the token behind it"
 
 
 def test_behind_a_wrong_guess_all_is_computed_again() -> None:
     made = drafter(5)
     made.guessed([10, 11, 12])
     made.take([10, 99])
-    assert made.seat is not None
-    assert (made.seat.computed, made.seat.written, made.behind) == (6, 6, 1)
+    assert made.state is not None
+    assert (made.state.computed, made.state.written, made.behind) == (6, 6, 1)
     assert made.propose(4) == (), "what was guessed behind it is void"
 
 

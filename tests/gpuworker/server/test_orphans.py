@@ -18,7 +18,7 @@ from gpuworker.engine.ports import EngineOutputs
 from gpuworker.scheduling.sequence import NewSequence
 from gpuworker.server import orphans as orphans_module
 from gpuworker.server.live_sequence import LiveSequence
-from gpuworker.server.orphans import Fate, Orphans
+from gpuworker.server.orphans import Orphans, Outcome
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 from tests.support.gpuworker.fake_engine_ports import ManualRunner, ScriptedChannel
@@ -43,7 +43,10 @@ async def test_the_next_router_gets_all_tokens_of_an_orphan_once_and_then_the_ot
         assert len(router.tokens[9]) == 6
         assert len(set(router.tokens[9])) == 6, "a token came twice"
         assert router.finished[9].usage.output_tokens == 6
-        assert (worker.servicer.orphans.fates[Fate.KEPT], worker.servicer.orphans.fates[Fate.RESUMED]) == (1, 1)
+        assert (worker.servicer.orphans.outcomes[Outcome.KEPT], worker.servicer.orphans.outcomes[Outcome.RESUMED]) == (
+            1,
+            1,
+        )
 
 
 async def test_a_token_is_kept_that_comes_while_a_write_to_the_dead_router_holds_the_writer(
@@ -219,7 +222,7 @@ async def test_orphans_end_when_their_time_is_over_and_free_everything(router_re
             await worker.until(lambda: len(runner.num_tokens) == 2)
             router.call.cancel()
         await worker.step_until(runner, lambda: not runner.num_tokens and not worker.servicer.live_sequences)
-        await worker.until(lambda: worker.servicer.orphans.fates[Fate.EXPIRED] == 2)
+        await worker.until(lambda: worker.servicer.orphans.outcomes[Outcome.EXPIRED] == 2)
         assert (len(worker.servicer.orphans), worker.servicer.orphans.size) == (0, 0)
         assert not worker.servicer.orphans.waits
         assert len(worker.servicer._streams) == router_remains
@@ -280,7 +283,7 @@ async def test_orphans_end_though_no_router_comes(monkeypatch: pytest.MonkeyPatc
     assert not ended
     timers.pass_seconds(1.0)
     assert ended == [SequenceId(1)]
-    assert orphans.fates[Fate.EXPIRED] == 1
+    assert orphans.outcomes[Outcome.EXPIRED] == 1
 
 
 async def test_a_worker_that_drains_gives_orphans_their_grace_alone() -> None:
@@ -322,7 +325,7 @@ async def test_a_stream_that_breaks_leaves_nothing_unless_it_said_so(who: str) -
             await worker.until(lambda: len(runner.num_tokens) == 1)
             router.call.cancel()
         await worker.step_until(runner, lambda: not runner.num_tokens and not worker.servicer.live_sequences)
-        assert not worker.servicer.orphans.fates
+        assert not worker.servicer.orphans.outcomes
 
 
 async def test_a_client_that_hangs_up_leaves_no_orphan() -> None:
@@ -349,7 +352,7 @@ async def test_over_a_bound_the_oldest_orphan_ends(bound: str, monkeypatch: pyte
             await worker.until(lambda: len(runner.num_tokens) == 2)
             router.call.cancel()
         await worker.step_until(runner, lambda: len(runner.num_tokens) == 1)
-        assert worker.servicer.orphans.fates[Fate.DROPPED] == 1
+        assert worker.servicer.orphans.outcomes[Outcome.DROPPED] == 1
         async with router_of(worker, SECOND) as router:
             (left,) = (await found(router)).orphans
             assert left.submit.index == 1
@@ -364,7 +367,7 @@ async def test_bytes_are_bounded_while_orphans_run_on(bound: str, monkeypatch: p
         await lost(worker, runner, resumable(1, 40))
         monkeypatch.setattr(orphans_module, bound, worker.servicer.orphans.size)
         await worker.step_until(runner, lambda: not runner.num_tokens)
-        assert worker.servicer.orphans.fates[Fate.DROPPED] == 1
+        assert worker.servicer.orphans.outcomes[Outcome.DROPPED] == 1
 
 
 async def test_a_router_that_comes_back_and_a_client_that_begins_anew_end_their_orphans() -> None:
@@ -379,7 +382,7 @@ async def test_a_router_that_comes_back_and_a_client_that_begins_anew_end_their_
             await worker.until(lambda: len(worker.servicer.orphans) == 0)
             await worker.step_until(runner, lambda: not runner.num_tokens)
             await router.until_finished(1)
-        assert worker.servicer.orphans.fates[Fate.REPLACED] == 2
+        assert worker.servicer.orphans.outcomes[Outcome.REPLACED] == 2
 
 
 async def test_a_worker_that_drains_waits_for_orphans_and_closing_ends_them() -> None:
@@ -411,7 +414,7 @@ async def test_a_router_that_is_back_before_its_old_stream_died_leaves_no_orphan
             await worker.step_until(runner, lambda: not runner.num_tokens and not worker.servicer.live_sequences)
             old.call.cancel()
         await worker.until(lambda: not worker.servicer._streams)
-        assert not worker.servicer.orphans.fates
+        assert not worker.servicer.orphans.outcomes
         assert not worker.servicer._connections
 
 

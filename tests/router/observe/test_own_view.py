@@ -12,6 +12,7 @@ from router.observe.own_view import ANOTHER, own_decision, own_explanation, own_
 from router.observe.trace_codec import UNREAD
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
+FULL = "no worker has a free slot"
 AHEAD = "another request waits for a worker and goes first"
 LATE = "0.100 s are left, and the first token is predicted in 0.500 s"
 
@@ -161,7 +162,7 @@ def test_an_explanation_says_nothing_of_what_others_do() -> None:
     ("outcome", "whole", "own"),
     [
         ("placed", "", ""),
-        ("queued", "no worker has a place: w0: over limit: 24 sequences of at most 24", "no worker has a place"),
+        ("queued", f"{FULL}: w0: over limit: 24 sequences of at most 24", FULL),
         ("queued", AHEAD, AHEAD),
         ("refused", "router.queue: 512 requests wait; at most 512", "router.queue"),
         ("refused", "tenant ana.sequences: 3 of at most 2", "tenant ana.sequences"),

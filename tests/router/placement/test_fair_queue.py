@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from common.contracts.clock import ManualClock
 from router.placement.fair_queue import PASSED_SECONDS, FairQueue, Flow, Ticket, due_at
-from router.placement.place_shares import PlaceShares
+from router.placement.slot_shares import SlotShares
 
 RED, BLUE = Flow("red"), Flow("blue")
 FLOWS = {"red": RED, "blue": BLUE, "green": Flow("green")}
@@ -290,7 +290,7 @@ def test_seven_go_in_order_before_the_first_one_by_age() -> None:
 
 
 def test_a_head_by_age_that_has_to_wait_stays_the_head_and_nobody_goes_before_it() -> None:
-    """Its 64 sequences have no places yet; each look at the queue finds it again. It has its turn after 7 for each."""
+    """Its 64 sequences have no slots yet; each look at the queue finds it again. It has its turn after 7 for each."""
     clock = ManualClock()
     queue: FairQueue[str] = FairQueue(clock, max_wait=30.0)
     join(queue, ("large", -10), sequences=64)
@@ -329,9 +329,9 @@ def test_the_least_load_goes_first_by_age_then_the_first_arrival() -> None:
     join(queue, ("blue", -10), flow=BLUE)
     rise(queue, 7)
     clock.advance(30.0)
-    counts = PlaceShares()
+    counts = SlotShares()
     assert queue.head(counts.among(8, queue.flows()))[1] == "red"
-    counts.take_place(RED)
+    counts.take_slot(RED)
     assert queue.head(counts.among(8, queue.flows()))[1] == "blue"
 
 

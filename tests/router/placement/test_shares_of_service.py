@@ -1,6 +1,6 @@
 """Which part of all sequences each tenant gets while all of them always wait: by weight, whatever their requests are.
 
-The real queue and the real shares of places serve a pure loop: a request gets its places where they are free, or where
+The real queue and the real shares of slots serve a pure loop: a request gets its slots where they are free, or where
 its tenant is entitled to those of others, and each sequence keeps its place for a time that is drawn beforehand.
 """
 
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from common.contracts.clock import ManualClock
 from router.placement.fair_queue import FairQueue, Flow, Ticket
-from router.placement.place_shares import PlaceShares, Shares
 from router.placement.placement import ENTITLED
+from router.placement.slot_shares import Shares, SlotShares
 
 WEIGHTS = ((1.0, 1.9), (1.0, 3.0), (2.0, 3.0, 5.0), (0.1, 1.0), (1.0, 10.0))
 # Sequences of a request, of the first tenant and of the others: from, to.
@@ -40,7 +40,7 @@ class Service:
         self,
         weights: Sequence[float],
         sizes: Sequence[tuple[int, int]],
-        places: int,
+        slots: int,
         seed: int = 1,
         seconds: Sequence[float] = (1.0, 1.0, 1.0, 1.0),
         max_wait: float = 0.0,
@@ -51,9 +51,9 @@ class Service:
         """
         self.flows = [Flow(str(number), weight) for number, weight in enumerate(weights)]
         self.sizes, self.seconds = sizes, seconds
-        self.places, self.rng, self.now = places, random.Random(seed), 0.0
+        self.slots, self.rng, self.now = slots, random.Random(seed), 0.0
         self.clock = ManualClock()
-        self.queue, self.counts = FairQueue[int](self.clock, max_wait), PlaceShares()
+        self.queue, self.counts = FairQueue[int](self.clock, max_wait), SlotShares()
         self.running: list[tuple[float, int]] = []
         self.served, self.most = [0] * len(weights), [0] * len(weights)
 
@@ -61,8 +61,8 @@ class Service:
         self.queue.join_queue(self.queue.ticket(0, self.flows[tenant], self.rng.randint(*self.sizes[tenant])), tenant)
 
     def serve(self) -> bool:
-        """Give the head its places, or who passes it; return False when both have to wait."""
-        shares = self.counts.among(self.places, self.queue.flows())
+        """Give the head its slots, or who passes it; return False when both have to wait."""
+        shares = self.counts.among(self.slots, self.queue.flows())
         entry = self.queue.head(shares)
         if self.attempt(entry, shares):
             return True
@@ -71,14 +71,14 @@ class Service:
 
     def attempt(self, entry: tuple[Ticket, int], shares: Shares) -> bool:
         ticket, tenant = entry
-        limit = self.places * (1 if shares.exceeded_by(ticket) else ENTITLED)
+        limit = self.slots * (1 if shares.exceeded_by(ticket) else ENTITLED)
         if len(self.running) + ticket.sequences > max(limit, ticket.sequences):
             return False
         self.queue.serve_ticket(ticket)
         self.ask(tenant)
         for _ in range(ticket.sequences):
             heapq.heappush(self.running, (self.now + self.seconds[tenant] * self.rng.expovariate(1.0), tenant))
-            self.counts.take_place(self.flows[tenant])
+            self.counts.take_slot(self.flows[tenant])
         self.served[tenant] += ticket.sequences
         self.most[tenant] = max(self.most[tenant], self.counts.used(self.flows[tenant]))
         return True
@@ -92,7 +92,7 @@ class Service:
             if not self.serve():
                 self.now, tenant = heapq.heappop(self.running)
                 self.clock.now = self.now
-                self.counts.release_place(self.flows[tenant])
+                self.counts.release_slot(self.flows[tenant])
 
     def entitled(self) -> list[float]:
         """Return the sequences of each tenant by its weight."""
@@ -100,21 +100,21 @@ class Service:
         return [sum(self.served) * flow.weight / weights for flow in self.flows]
 
 
-@pytest.mark.parametrize("places", [16, 64])
+@pytest.mark.parametrize("slots", [16, 64])
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_each_tenant_gets_sequences_by_its_weight(weights: tuple[float, ...], mix: str, places: int) -> None:
+def test_each_tenant_gets_sequences_by_its_weight(weights: tuple[float, ...], mix: str, slots: int) -> None:
     first, others = MIXES[mix]
-    service = Service(weights, [first, *[others] * (len(weights) - 1)], places)
+    service = Service(weights, [first, *[others] * (len(weights) - 1)], slots)
     service.run(6_000)
     assert service.served == pytest.approx(service.entitled(), rel=NEAR)
 
 
-@pytest.mark.parametrize("places", [16, 64])
+@pytest.mark.parametrize("slots", [16, 64])
 @pytest.mark.parametrize(("light", "sequences"), [(9.0, 16), (3.0, 16), (19.0, 1)])
-def test_turns_by_age_leave_the_weights(light: float, sequences: int, places: int) -> None:
-    """Everybody is old. Age may add to a tenant of few places, and not by the size of its requests."""
-    service = Service((1.0, light), ((sequences, sequences), (1, 1)), places, max_wait=1e-9)
+def test_turns_by_age_leave_the_weights(light: float, sequences: int, slots: int) -> None:
+    """Everybody is old. Age may add to a tenant of few slots, and not by the size of its requests."""
+    service = Service((1.0, light), ((sequences, sequences), (1, 1)), slots, max_wait=1e-9)
     service.run(6_000)
     share = service.served[0] / sum(service.served)
     assert share == pytest.approx(1.0 / (1.0 + light), abs=0.02)
@@ -128,9 +128,9 @@ sizes = st.sampled_from([(1, 1), (1, 2), (2, 2), (4, 4), (1, 8), (8, 8)])
     st.lists(st.tuples(st.floats(0.1, 10.0), sizes), min_size=2, max_size=4), st.integers(16, 64), st.integers(0, 99)
 )
 @example([(0.1, (8, 8)), (1.0, (1, 1))], 16, 1)
-def test_any_mix_gets_sequences_by_weight(tenants: list[tuple[float, tuple[int, int]]], places: int, seed: int) -> None:
+def test_any_mix_gets_sequences_by_weight(tenants: list[tuple[float, tuple[int, int]]], slots: int, seed: int) -> None:
     """Beside one in twenty, a few requests: so many may be over at the end."""
-    service = Service([weight for weight, _ in tenants], [size for _, size in tenants], places, seed)
+    service = Service([weight for weight, _ in tenants], [size for _, size in tenants], slots, seed)
     service.run(3_000)
     for got, entitled in zip(service.served, service.entitled(), strict=True):
         assert abs(got - entitled) <= NEAR * entitled + 4 * MOST

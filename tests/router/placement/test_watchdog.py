@@ -1,4 +1,4 @@
-"""Which requests in the queue should have a place, and what explains that they have none."""
+"""Which requests in the queue should have a slot, and what explains that they have none."""
 
 from __future__ import annotations
 

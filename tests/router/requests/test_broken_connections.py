@@ -1,4 +1,4 @@
-"""A connection that breaks while its worker lives accuses nobody, and one whose worker has ended does."""
+"""A broken connection makes no request suspected while its worker lives, and does where the worker has ended."""
 
 from __future__ import annotations
 

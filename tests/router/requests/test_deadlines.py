@@ -19,7 +19,7 @@ from router.placement.worker_model import Load, WorkerModel, WorkerState
 from router.requests.dispatcher import Job, LoadReservation
 from router.requests.explainer import Foreseen
 from tests.router.requests.test_explainer import explainer_of
-from tests.router.requests.test_outcomes import outcome, story
+from tests.router.requests.test_outcomes import history, outcome
 from tests.router.requests.test_placements import full, job
 from tests.support.deadlines import TooSlow, with_enough_time
 from tests.support.router.fake_worker import FakeWorker
@@ -60,7 +60,7 @@ def stayed(harness: Harness, seconds: float, ago: float = 0.0) -> WorkerModel:
 
 
 async def waits(harness: Harness, wanted: Job, reservation: LoadReservation) -> None:
-    """Demand that a job is not refused at its arrival: it gets the place that is then released."""
+    """Demand that a job is not refused at its arrival: it gets the slot that is then released."""
     before = len(harness.decisions.find(kind=DecisionKind.QUEUED))
     waiting = asyncio.create_task(harness.dispatcher.place_job(wanted, harness.dispatcher.ticket(wanted.priority)))
     await harness.until(lambda: waiting.done() or len(harness.decisions.find(kind=DecisionKind.QUEUED)) > before)
@@ -69,7 +69,7 @@ async def waits(harness: Harness, wanted: Job, reservation: LoadReservation) -> 
 
 
 async def test_a_request_that_must_wait_too_long_is_refused_at_arrival_with_the_prediction() -> None:
-    """Two sequences are before it at the only place, where one has just stayed for 1,000 s."""
+    """Two sequences are before it at the only slot, where one has just stayed for 1,000 s."""
     async with frontend_over(FakeWorker(max_num_seqs=1)) as harness:
         measured(harness, prefill=1e-6)
         reservation = await full(harness)
@@ -123,7 +123,7 @@ async def test_another_worker_than_the_cheapest_keeps_a_deadline() -> None:
 
 
 async def test_a_full_worker_that_would_be_in_time_keeps_a_request_from_its_refusal() -> None:
-    """The one with a place has 10,000 s of work. The full one may be in time, so nobody can say that all is lost."""
+    """The one with a slot has 10,000 s of work. The full one may be in time, so nobody can say that all is lost."""
     async with frontend_over(FakeWorker("w-0", max_num_seqs=1), FakeWorker("w-1", max_num_seqs=1)) as harness:
         free, quick = harness.pool.models()
         quick.placed(4, 0, 0)  # twice its places, and the tenant is entitled to twice as many
@@ -245,7 +245,7 @@ async def test_the_end_in_the_queue_comes_before_the_deadline_and_says_why(monke
             await harness.events(request(request_id="r1", deadline=CLOCK.monotonic() + FAR))
         assert len(harness.decisions.find(kind=DecisionKind.QUEUED)) == 1
         assert outcome(harness).ended == "DEADLINE_EXCEEDED"
-        found = diagnose(story(harness)).verdict
+        found = diagnose(history(harness)).verdict
         assert found.cause is Cause.HOPELESS_DEADLINE
         assert found.sentence.startswith("It waited for a worker until its deadline was hopeless, after ")
         assert "predicted in 2000.000 s" in found.sentence
@@ -308,7 +308,7 @@ async def test_a_refusal_says_how_sure_it_is_and_so_does_its_record() -> None:
         with pytest.raises(DeadlineExceeded, match=r"predicted in 1000\.\d* s \(no such prediction was measured\)"):
             await harness.events(request(request_id="r1", deadline=CLOCK.monotonic() + 10.0))
         assert "no such prediction was measured" in outcome(harness).failure
-        found = diagnose(story(harness)).verdict
+        found = diagnose(history(harness)).verdict
         assert (found.cause, "no such prediction was measured" in found.sentence) == (Cause.HOPELESS_DEADLINE, True)
 
 

@@ -66,7 +66,7 @@ async def test_a_request_behind_others_waits() -> None:
             await harness.until(lambda: harness.admission.running == 1)
             full = await explain(request())
             assert full.outcome is Foreseen.QUEUED
-            assert full.reason.startswith("no worker has a place: ")
+            assert full.reason.startswith("no worker has a free slot: ")
             assert full.foresight.before == 0
             async with in_background(harness, request()):
                 await harness.until(lambda: harness.admission.queued == 1)

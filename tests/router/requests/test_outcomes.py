@@ -13,8 +13,8 @@ from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from router.contracts.events import Admitted
 from router.observe.diagnosis.causes import Cause
 from router.observe.diagnosis.outcome import Outcome, outcome_of
+from router.observe.diagnosis.request_history import RequestHistory, request_history
 from router.observe.diagnosis.rules import diagnose, steps_of
-from router.observe.diagnosis.story import Story, story_of
 from router.placement.admission import AdmissionLimits
 from tests.support.router.fake_worker import FakeWorker
 from tests.support.router.frontend_harness import (
@@ -28,8 +28,8 @@ from tests.support.router.frontend_harness import (
 )
 
 
-def story(harness: Harness, request_id: str = "r1") -> Story:
-    return story_of(request_id, harness.decisions.find(request_id))
+def history(harness: Harness, request_id: str = "r1") -> RequestHistory:
+    return request_history(request_id, harness.decisions.find(request_id))
 
 
 def outcome(harness: Harness, request_id: str = "r1") -> Outcome:
@@ -56,7 +56,7 @@ async def test_what_the_client_was_told_stands_in_the_story() -> None:
         await harness.events(
             replace(request(prompt=10, request_id="r1"), notes=("an image is left out", "so is a tool"))
         )
-        told = [step.sentence for step in steps_of(story(harness)) if step.sentence.startswith("tells the client")]
+        told = [step.sentence for step in steps_of(history(harness)) if step.sentence.startswith("tells the client")]
     assert told == ["tells the client: an image is left out", "tells the client: so is a tool"]
 
 
@@ -138,7 +138,7 @@ async def test_a_worker_that_is_lost_before_its_grant_has_all_seconds_until_the_
         found = dict(outcome(harness).before)
         assert found["moved"] >= 0.02
         assert "prefill" in found, "at the other worker the request begins anew"
-        assert f"it lost {lost.worker_id} (" in diagnose(story(harness)).verdict.sentence
+        assert f"it lost {lost.worker_id} (" in diagnose(history(harness)).verdict.sentence
 
 
 async def test_what_held_a_sequence_up_at_its_worker_is_taken_from_the_phase_that_it_was_in() -> None:
@@ -229,7 +229,7 @@ async def test_a_wait_for_a_worker_is_recorded_with_the_reason_of_each() -> None
             await harness.until(lambda: bool(harness.decisions.find("r1", kind=DecisionKind.QUEUED)))
             (record,) = harness.decisions.find("r1", kind=DecisionKind.QUEUED)
             assert [each.figures for each in record.candidates] == [()], "hits are those of the queue's head"
-            (queued,) = story(harness).queued
+            (queued,) = history(harness).queued
             assert (queued.workers, queued.ahead) == ((("w0", "over limit: 2 sequences of at most 2"),), 0)
             worker.step({1: [1]}, admitted={1: 0, 2: 0}, finished={1: FinishReason.LENGTH})
             await worker.until(lambda: len(worker.submits) == 3)
@@ -261,7 +261,7 @@ async def test_a_deadline_is_the_end_in_the_record(seconds: float, cause: Cause)
         with pytest.raises(DeadlineExceeded):
             await harness.events(request(request_id="r1", deadline=CLOCK.monotonic() + seconds))
         assert outcome(harness).ended == "DEADLINE_EXCEEDED"
-        assert diagnose(story(harness)).verdict.cause is cause
+        assert diagnose(history(harness)).verdict.cause is cause
 
 
 async def test_a_client_that_leaves_and_a_call_that_aborts_are_told_apart() -> None:
@@ -269,20 +269,20 @@ async def test_a_client_that_leaves_and_a_call_that_aborts_are_told_apart() -> N
     async with frontend_over(worker) as harness:
         async with in_background(harness, request(request_id="r1")):
             await worker.until(lambda: bool(worker.submits))
-        assert diagnose(story(harness)).verdict.cause is Cause.CLIENT_GONE
+        assert diagnose(history(harness)).verdict.cause is Cause.CLIENT_GONE
         async with in_background(harness, request(request_id="r2")) as task:
             await worker.until(lambda: len(worker.submits) == 2)
             assert harness.frontend.abort_request("r2") == 1
             with pytest.raises(QuireError):
                 await task
-        assert diagnose(story(harness, "r2")).verdict.cause is Cause.ABORTED
+        assert diagnose(history(harness, "r2")).verdict.cause is Cause.ABORTED
 
 
 async def test_a_refusal_has_the_numbers_in_words() -> None:
     async with frontend_over(FakeWorker(), limits=AdmissionLimits(max_tokens_in_flight=5)) as harness:
         with pytest.raises(QuireError):
             await harness.events(request(request_id="r1"))
-        verdict = diagnose(story(harness)).verdict
+        verdict = diagnose(history(harness)).verdict
     assert verdict.sentence == (
         "Refused at once by the limit router.tokens_in_flight: 0 tokens in flight and 13 more requested; at most 5."
     )

@@ -148,7 +148,7 @@ async def test_a_placement_is_reserved_before_it_is_returned() -> None:
 
 
 async def full(harness: Harness) -> LoadReservation:
-    """Fill the only worker (one place, so two with the overcommit); return one of its two reservations."""
+    """Fill the only worker (one slot, so two with the overcommit); return one of its two reservations."""
     placement = await harness.dispatcher.place_job(job(sequences=2), harness.dispatcher.ticket(0))
     return placement.reservations[0]
 

@@ -1,4 +1,4 @@
-"""A suspect that waits to be tried again: it ends with its request, and goes to no worker that drains by then."""
+"""A suspected request that waits to be tried again can end meanwhile, and goes to no worker that drains by then."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Waiting:
 
 @pytest.fixture(params=["its turn", "those that go first"])
 async def waiting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Waiting]:
-    """The suspect "r2" while it waits. At the end "r1" has ended alone at its worker, and no request is left."""
+    """The suspected "r2" while it waits. At the end "r1" has ended alone at its worker, and no request is left."""
     for name in ("HOLD_SECONDS", "MAX_WAIT_SECONDS"):
         monkeypatch.setattr(probation, name, LONG)
     suspects, wait = list[Suspicion](), Probation.wait

@@ -100,7 +100,7 @@ async def test_the_first_worker_forgets_a_sequence_once_another_one_has_it() -> 
         scene.other.step(admitted={handle: 0})
         await scene.whole.worker.until(lambda: not scene.places())
         await scene.first.pool.aclose()
-        assert not scene.whole.worker.servicer.orphans.fates
+        assert not scene.whole.worker.servicer.orphans.outcomes
 
 
 async def test_a_request_that_leaves_meanwhile_is_forgotten() -> None:

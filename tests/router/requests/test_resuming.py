@@ -14,7 +14,7 @@ from common.contracts.types import DecisionKind, FinishReason, SamplingParams
 from common.process.ports import free_ports
 from common.wire.identity_codec import identity_to_proto
 from gpuworker.scheduling.batch_plan import StepPlan
-from gpuworker.server.orphans import Fate
+from gpuworker.server.orphans import Outcome
 from gpuworker.server.router_stream import RouterStream
 from gpuworker.server.servicer import Serving
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
@@ -135,11 +135,11 @@ class World:
 
     async def dies(self, router: Harness) -> None:
         """End a router's connections without a word; its clients get nothing more."""
-        before = self.worker.servicer.orphans.fates[Fate.KEPT]
+        before = self.worker.servicer.orphans.outcomes[Outcome.KEPT]
         for member in router.pool.members():
             assert member.task is not None
             member.task.cancel()
-        await self.worker.until(lambda: self.worker.servicer.orphans.fates[Fate.KEPT] > before)
+        await self.worker.until(lambda: self.worker.servicer.orphans.outcomes[Outcome.KEPT] > before)
 
     async def finish(self) -> None:
         self.runner.release()
@@ -402,7 +402,7 @@ async def test_a_router_that_stops_leaves_no_orphans_at_a_worker_that_reads_late
             await closing
         await whole.finish()
         await whole.worker.until(lambda: whole.worker.servicer.live_sequences == 0)
-        assert not whole.worker.servicer.orphans.fates
+        assert not whole.worker.servicer.orphans.outcomes
 
 
 async def test_a_dead_address_does_not_hold_up_the_answer_to_an_unknown_request() -> None:

@@ -1,4 +1,4 @@
-"""Requests of several tenants before one frontend: turns, shares of places, and keys that are revoked."""
+"""Requests of several tenants before one frontend: turns, shares of slots, and keys that are revoked."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_revoked_request_that_waits_for_a_worker_ends_at_once() -> None:
 
 
 async def test_places_that_become_free_go_to_the_tenant_below_its_share() -> None:
-    """Four places: red alone holds them all, then blue comes, whose share is two of them."""
+    """Four slots: red alone holds them all, then blue comes, whose share is two of them."""
     worker = FakeWorker(max_num_seqs=2)
 
     def names() -> list[str]:

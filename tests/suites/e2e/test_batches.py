@@ -124,7 +124,7 @@ async def test_routers_of_one_folder_run_a_batch_once_and_one_goes_on_when_the_o
 
 
 async def test_a_client_who_waits_passes_a_batch(tenants: TenantSuite, clients: dict[str, Client]) -> None:
-    """The worker has four places, and all requests of the batch want one."""
+    """The worker has four slots, and all requests of the batch want one."""
     client, other = clients["red"], clients["blue"]
     batch = await client.begin([completion(f"n{each}", 200) for each in range(60)])
     await until(lambda: client.counted(batch), lambda found: found >= 4, every=0.05, seconds=PATIENCE)

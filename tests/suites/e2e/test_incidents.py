@@ -36,7 +36,7 @@ _random = random.Random(17)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def suite(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite]:
-    """One simulated worker of 256 blocks and four places."""
+    """One simulated worker of 256 blocks and four slots."""
     worker = ("--kv-blocks", str(BLOCKS), "--max-num-seqs", "4", "--simulate", "base=4ms,prefill=400us")
     router = ("--max-queued-requests", str(QUEUE))
     options = StackOptions(model=CHECKPOINT, worker_flags=worker, router_flags=router)
@@ -477,7 +477,7 @@ async def test_incident_a_request_that_only_decoded_slowly(suite: Suite) -> None
     head = await until_blamed("worker-0 sampled 39 further tokens slowly", beside_a_prompt)
     assert re.search(
         r"worker-0 sampled 39 further tokens slowly, [\d.]+ m?s from one to the next, where [\d.]+ m?s is usual there "
-        r"\(the longest gap: [\d.]+ m?s\)\.",
+        r"\(longest inter-token latency: [\d.]+ m?s\)\.",
         head,
     )
     assert "quireslowtokens" in head

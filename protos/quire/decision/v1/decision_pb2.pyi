@@ -97,7 +97,7 @@ class DecisionRecord(_message.Message):
     tenant: _builtins.str
     """The tenant of the request; empty where no key showed it. Records of the KV manager have none."""
     worker: _builtins.str
-    """The worker whose blocks or places it is about, or that was chosen; empty where there is none."""
+    """The worker whose blocks or slots it is about, or that was chosen; empty where there is none."""
     sequence: _builtins.int
     """The number of the record at the process that made it, from 1; 0 on the public port."""
     @_builtins.property

@@ -86,9 +86,9 @@ Global___Pulse: _TypeAlias = Pulse  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """The sequences of a router whose stream is lost are orphans. They run on for the worker's --orphan-grace. Any router of
-    the pool may adopt them. A router that comes back has moved its sequences to other workers, so its orphans end. Those of
-    one that stood still stay.
+    """The sequences of a router whose stream is lost are abandoned (Orphan): they run on for the worker's --orphan-grace, and
+    any router of the pool may take them over (Adopt). A router that comes back has moved its sequences to other workers, so
+    its abandoned ones end. Those of one that stood still stay.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -100,7 +100,7 @@ class Hello(_message.Message):
     STOOD_STILL_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     incarnation: _builtins.bytes
-    """16 random bytes per router process. A router without them leaves no orphans."""
+    """16 random bytes per router process. A router without them abandons nothing."""
     connection: _builtins.int
     """Names one connection of the router process through all its streams; 0 names none. A new stream ends the earlier one
     of its connection, whose break the worker may not have seen yet, and cancels what that one left.
@@ -421,7 +421,7 @@ Global___Ack: _TypeAlias = Ack  # noqa: Y015
 
 @_typing.final
 class Find(_message.Message):
-    """Asks for the orphans of a request. Found answers it."""
+    """Asks for the abandoned sequences of a request. Found answers it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -432,7 +432,7 @@ class Find(_message.Message):
     """Chosen by the router, to tell answers apart."""
     request_id: _builtins.str
     tenant: _builtins.str
-    """Of the caller. Orphans of another tenant are unknown to it."""
+    """Of the caller. Those of another tenant are unknown to it."""
     def __init__(
         self,
         *,
@@ -450,7 +450,7 @@ Global___Find: _TypeAlias = Find  # noqa: Y015
 
 @_typing.final
 class Adopt(_message.Message):
-    """Continues an orphan on this stream, under a new handle. All that it has put out since its submit comes once more, as
+    """Takes over a sequence on this stream, under a new handle. All that it has put out since its submit comes once more, as
     StepOutputs, then the rest. The answer is Adopted, or Refused: ALREADY_EXISTS where another stream has the sequence,
     NOT_FOUND where it has ended meanwhile.
     """
@@ -525,7 +525,7 @@ Global___StreamResponse: _TypeAlias = StreamResponse  # noqa: Y015
 
 @_typing.final
 class Adopted(_message.Message):
-    """The orphan belongs to this stream."""
+    """The sequence belongs to this stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -605,7 +605,7 @@ class Orphan(_message.Message):
     """Whether it has ended."""
     @_builtins.property
     def submit(self) -> Global___Submit:
-        """As it was sent, without handle and block hashes. After the first orphan of an answer: only index, outputs before,
+        """As it was sent, without handle and block hashes. After the first one of an answer: only index, outputs before,
         continuation, and the prompt where it is another.
         """
 
@@ -651,7 +651,7 @@ class WorkerHello(_message.Message):
     SILENCE_SECONDS_FIELD_NUMBER: _builtins.int
     silence_seconds: _builtins.float
     """Once a router has sent a Pulse, the worker ends its stream with DEADLINE_EXCEEDED when no message comes for so many
-    seconds; its sequences are orphans then. A router sends a Pulse every sixth of that. 0: no bound.
+    seconds; its sequences are abandoned then. A router sends a Pulse every sixth of that. 0: no bound.
     """
     @_builtins.property
     def info(self) -> Global___WorkerInfo: ...

@@ -806,7 +806,7 @@ class Timings(_message.Message):
     queue_seconds: _builtins.float
     time_to_first_token: _builtins.float
     time_per_output_token: _builtins.float
-    """Mean gap between output tokens after the first (TPOT)."""
+    """Mean inter-token latency after the first token (TPOT)."""
     total_seconds: _builtins.float
     def __init__(
         self,

@@ -420,7 +420,7 @@ class Reserve(_message.Message):
     request_id: _builtins.str
     traceparent: _builtins.str
     tenant: _builtins.str
-    """Tenants share a worker's places and blocks by weight; 1 where it is unset."""
+    """Tenants share a worker's slots and blocks by weight; 1 where it is unset."""
     weight: _builtins.float
     computes_all: _builtins.bool
     """The sequence computes all its tokens: it takes no hit, and shares a block only once that is sealed."""

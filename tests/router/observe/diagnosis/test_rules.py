@@ -14,8 +14,8 @@ from common.contracts.types import Candidate, Decision, DecisionKind, ShortfallR
 from router.contracts.refusals import FAULTS, Refusal, refusal_record, wrong_request_record
 from router.observe.diagnosis.causes import Cause
 from router.observe.diagnosis.outcome import Outcome, Phase, figures_of, outcome_of, texts_of
+from router.observe.diagnosis.request_history import request_history
 from router.observe.diagnosis.rules import diagnose
-from router.observe.diagnosis.story import story_of
 from router.observe.diagnosis.verdict import Diagnosis
 
 R = "r1"
@@ -72,7 +72,7 @@ def queued() -> Decision:
 
 
 def asked(outcome: Outcome | None, *records: Decision, unread: tuple[str, ...] = ()) -> Diagnosis:
-    return diagnose(story_of(R, [*records, *([ended(outcome)] if outcome else [])], unread))
+    return diagnose(request_history(R, [*records, *([ended(outcome)] if outcome else [])], unread))
 
 
 # ------------------------------------------------------------ time
@@ -200,7 +200,7 @@ def test_a_request_that_only_decoded_slowly_is_held_against_what_is_usual() -> N
     found = asked(slow, routed(), granted(0.0)).verdict
     assert found.sentence == (
         "75 % of its 530 ms: w0 sampled 10 further tokens slowly, 40 ms from one to the next, where 8.0 ms is usual "
-        "there (the longest gap: 500 ms)."
+        "there (longest inter-token latency: 500 ms)."
     )
     assert (found.cause, found.advice.anchor) == (Cause.SLOW_DECODE, "quireslowtokens")
     usual = asked(replace(slow, usual_gap=0.03, before=seconds(prefill=0.01)), routed(), granted(0.0)).verdict
@@ -262,7 +262,7 @@ def test_of_several_preemptions_the_one_that_cost_most_is_named() -> None:
     ]
     again = [replace(granted(0.1, number=number), time_ns=int(at * second)) for number, (_, at, _) in enumerate(times)]
     end = replace(ended(slow), time_ns=6 * second)
-    found = diagnose(story_of(R, [routed(), granted(0.0, number=9), *lost, *again, end]))
+    found = diagnose(request_history(R, [routed(), granted(0.0, number=9), *lost, *again, end]))
     assert found.verdict.sentence == (
         "97 % of its 3.6 s: it was preempted 3 times; what cost most, 2.5 s, was that its 2 blocks went to r8 "
         "(a higher priority waits)."
@@ -655,7 +655,7 @@ outcomes = st.builds(
 
 
 @st.composite
-def stories(draw: st.DrawFn) -> list[Decision]:
+def histories(draw: st.DrawFn) -> list[Decision]:
     """Draw records of one request that are whole: as many of each kind as the outcome counts."""
     outcome = draw(outcomes)
     grants = [granted(draw(st.floats(0.0, 10.0)), number=n) for n in range(draw(st.integers(0, 2)))]
@@ -669,26 +669,26 @@ def stories(draw: st.DrawFn) -> list[Decision]:
 
 
 def causes(records: list[Decision]) -> tuple[Cause, Cause | None]:
-    found = diagnose(story_of(R, records))
+    found = diagnose(request_history(R, records))
     return found.verdict.cause, found.prefix.cause if found.prefix else None
 
 
-@given(stories())
+@given(histories())
 def test_shares_are_parts_of_one_whole(records: list[Decision]) -> None:
-    found = diagnose(story_of(R, records))
+    found = diagnose(request_history(R, records))
     assert sum(each.share for each in found.phases) <= 1.0 + 1e-9
     assert 0.0 <= found.verdict.share <= 1.0 + 1e-9
     assert sum(each.seconds for each in found.phases) == pytest.approx(found.total_s)
 
 
-@given(stories(), st.randoms(use_true_random=False))
+@given(histories(), st.randoms(use_true_random=False))
 def test_the_order_of_records_does_not_matter(records: list[Decision], random: object) -> None:
     shuffled = list(records)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert diagnose(story_of(R, shuffled)) == diagnose(story_of(R, records))
+    assert diagnose(request_history(R, shuffled)) == diagnose(request_history(R, records))
 
 
-@given(stories(), st.data())
+@given(histories(), st.data())
 def test_a_lost_record_hides_a_cause_and_never_names_another(records: list[Decision], data: st.DataObject) -> None:
     lost = data.draw(st.sets(st.integers(0, len(records) - 1), min_size=1))
     whole = causes(records)

@@ -38,7 +38,7 @@ def test_a_time_leads_to_its_trace() -> None:
     assert data_sources()[destination["datasourceUid"]]["type"] == "jaeger"
     assert destination["name"] == "trace_id"  # the label that router/observe/metrics.py gives its exemplars
     with_traces = [panel["title"] for panel in panels() if any(each.get("exemplar") for each in panel["targets"])]
-    assert with_traces == ["Time to first token", "Gap between tokens (ITL)", "End to end", "Where waiting goes"]
+    assert with_traces == ["Time to first token", "Inter-token latency (ITL)", "End to end", "Where waiting goes"]
 
 
 def test_panels_have_ids_of_their_own_titles_and_explanations() -> None:

@@ -60,7 +60,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """A sequence waits for blocks or a place; `head` is the request that goes before it, if any."""
+    """A sequence waits for blocks or a batch slot; `head` is the request that goes before it, if any."""
 
     time_ns: int
     reason: str
@@ -119,7 +119,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class RequestHistory:
     """All records of one request. `unread` names the services whose records could not be read, with the reason."""
 
     request_id: str
@@ -138,13 +138,13 @@ class Story:
     unread: tuple[str, ...] = field(default=())
 
 
-def story_of(request_id: str, decisions: Iterable[Decision], unread: Iterable[str] = ()) -> Story:
-    """Return the story of a request from records in any order. A record that came twice counts once."""
+def request_history(request_id: str, decisions: Iterable[Decision], unread: Iterable[str] = ()) -> RequestHistory:
+    """Return the history of a request from records in any order. A record that came twice counts once."""
     found = {each.decision_id: each for each in decisions}
     records = _last_run(request_id, sorted(found.values(), key=lambda each: (each.time_ns, each.decision_id)))
     own = [each for each in records if each.request_id == request_id]
     outcomes = [outcome_of(each) for each in own if each.kind is DecisionKind.OUTCOME]
-    return Story(
+    return RequestHistory(
         request_id=request_id,
         outcome=outcomes[-1] if outcomes else None,
         began_ns=min((each.time_ns for each in own), default=0),
