@@ -86,12 +86,12 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
         "tests/common/process/test_watchdog.py::test_work_that_waits_for_longer_than_the_bound_is_named_and_not_before",
         f"{MANAGER}/ledger/test_watchdog.py::test_waiting_beside_free_blocks_with_nothing_running_is_a_stall",
     ),
-    "a step cannot be built, a request breaks its worker twice, or has no memory": (
+    "a step cannot be built; a request crashes its worker twice or exhausts memory": (
         f"{WORKER}/engine/test_engine.py::test_of_a_step_that_cannot_be_built_the_cause_ends_and_the_others_go_on",
         f"{ROUTER}/test_broken_connections.py::test_a_request_whose_workers_end_twice_is_refused",
         "tests/common/rpc/test_malformed.py::test_a_message_for_which_there_is_no_memory_is_no_mistake_of_its_caller",
     ),
-    "a clock jumps; no disk, descriptor or memory is left": (
+    "a clock jumps; disk, descriptors or memory run out": (
         Kind.MANAGER_CLOCK,
         Kind.ROUTER_CLOCK,
         Kind.WORKER_CLOCK,
