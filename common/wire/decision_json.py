@@ -47,7 +47,7 @@ def record_of(line: bytes) -> pb.DecisionRecord:
     try:
         return ParseDict(fields, pb.DecisionRecord(), ignore_unknown_fields=True)
     except (ParseError, TypeError, AttributeError) as error:
-        raise ValueError(f"is no decision record: {error}") from None
+        raise ValueError(f"is not a decision record: {error}") from None
 
 
 def _fields(number: int, decision: Decision) -> dict[str, Any]:

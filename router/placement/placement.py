@@ -12,7 +12,7 @@ from router.placement.worker_model import Capacity, WorkerModel
 # When a router should place requests: what does not count as standing still.
 
 
-def waits_for_a_place(head: PlacementRequest | None, queued: int, workers: Sequence[WorkerModel], now: float) -> str:
+def waits_for_a_slot(head: PlacementRequest | None, queued: int, workers: Sequence[WorkerModel], now: float) -> str:
     """Return in words how many requests wait although a worker is idle enough for the next one; "" otherwise.
 
     `head` is the next one. A request that is too large, and workers that are full or in trouble, explain its wait.
@@ -74,7 +74,7 @@ def verdict(worker: WorkerModel, placement: PlacementRequest, now: float) -> tup
         return Outcome.NO_WORKER, "another worker is wanted: it has computed the prompt"
     if trouble := worker.trouble(now):
         return Outcome.NO_WORKER, f"{trouble[0].value}: {trouble[1]}"
-    limit = max(places_of(worker) * (ENTITLED if placement.entitled else 1), placement.sequences)
+    limit = max(slots_of(worker) * (ENTITLED if placement.entitled else 1), placement.sequences)
     if worker.sequences + placement.sequences > limit:
         return Outcome.WAIT, f"over limit: {worker.sequences} sequences of at most {limit}"
     return Outcome.PLACED, ""
@@ -93,7 +93,7 @@ def may_recover(worker: WorkerModel, placement: PlacementRequest) -> bool:
     return worker.worker_id not in placement.avoids and not worker.drains
 
 
-def places_of(worker: WorkerModel) -> int:
+def slots_of(worker: WorkerModel) -> int:
     """Return how many sequences a worker may have, those that wait there included."""
     return OVERCOMMIT * worker.capacity.max_num_seqs
 

@@ -194,7 +194,7 @@ class WorkerModel:
         reported = self.load.running + self.load.waiting + self._since.sequences
         return max(reported, self._outstanding.sequences)
 
-    def has_batch_place(self, sequences: int = 1) -> bool:
+    def has_batch_slot(self, sequences: int = 1) -> bool:
         """Return whether the batch has room for so many more sequences; beyond it they would wait at the worker."""
         return self.sequences + sequences <= self.capacity.max_num_seqs
 

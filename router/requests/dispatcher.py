@@ -19,7 +19,7 @@ from router.contracts.refusals import too_large, waiting_record
 from router.placement.admission import ANY_WORKER, check_deadline, too_late_words
 from router.placement.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_at
 from router.placement.first_tokens import FirstTokens, Foretold
-from router.placement.placement import Outcome, PlacementRequest, must_wait, places_of, verdict, waits_for_a_place
+from router.placement.placement import Outcome, PlacementRequest, must_wait, slots_of, verdict, waits_for_a_slot
 from router.placement.routed_prefixes import BURST_SECONDS, MEMORY_SECONDS, RoutedPrefixes
 from router.placement.routing import Choice, Router
 from router.placement.slot_shares import Shares, SlotShares
@@ -236,7 +236,7 @@ class Dispatcher:
         # What has to wait at the head of the queue, as of the last attempt, where the workers are full.
         self._head: PlacementRequest | None = None
         self._counted: Sequence[WorkerModel] = ()
-        self._places_of_all = 0
+        self._slots_of_all = 0
         self._settled = 0
         # Jobs that got a worker, by priority.
         self._placed: Counter[int] = Counter()
@@ -367,7 +367,7 @@ class Dispatcher:
         """Return in words what waits for a place that is free, and what differs after each placement."""
         shares = self._shares()
         head = self._queue.head(shares)[1].job.request if self._queue else None
-        words = waits_for_a_place(head, len(self._queue), self._pool.models(), self._clock.monotonic())
+        words = waits_for_a_slot(head, len(self._queue), self._pool.models(), self._clock.monotonic())
         return words, self._settled
 
     # ------------------------------------------------------------ PoolListener
@@ -469,8 +469,8 @@ class Dispatcher:
         """Return the slots of all workers, counted once for each list of them."""
         workers = self._pool.models()
         if workers is not self._counted:
-            self._counted, self._places_of_all = workers, sum(places_of(worker) for worker in workers)
-        return self._places_of_all
+            self._counted, self._slots_of_all = workers, sum(slots_of(worker) for worker in workers)
+        return self._slots_of_all
 
     def _choose(
         self,
@@ -543,14 +543,14 @@ class Dispatcher:
             return None
         return self._placement(job, choice.worker, self._pool.client(choice.worker), choice, flow)
 
-    def has_batch_place(self, request: PlacementRequest) -> bool:
+    def has_batch_slot(self, request: PlacementRequest) -> bool:
         """Return whether `book_place` would find a place."""
         return bool(self._with_batch_place(request))
 
     def _with_batch_place(self, request: PlacementRequest) -> list[WorkerModel]:
         """Return the workers in whose batch the sequences have room now; a cached prefix elsewhere does not count."""
         now = self._clock.monotonic()
-        roomy = [each for each in self._pool.models() if each.has_batch_place(request.sequences)]
+        roomy = [each for each in self._pool.models() if each.has_batch_slot(request.sequences)]
         return [each for each in roomy if verdict(each, request, now)[0] is Outcome.PLACED]
 
     def take_booked_place(self, placement: Placement, job: Job) -> Placement | None:

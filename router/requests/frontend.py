@@ -78,7 +78,7 @@ class Adopter:
         for running, found in places:
             running.reservation = self._dispatcher.count_running(found.client, run.request.flow)
             handle, confirmed = found.client.adopt(found.orphan.sequence, run.sink(running), left)
-            running.take_slot(found.client, handle)
+            running.assign_worker(found.client, handle)
             if not await _confirmed(confirmed, run):
                 return
         # From here on a worker that drains may hand the sequences over.
@@ -174,12 +174,12 @@ class DrainMover:
 
 
 def _takes(worker: WorkerModel) -> bool:
-    return worker.has_batch_place() and not worker.drains
+    return worker.has_batch_slot() and not worker.drains
 
 
 def _matters(reported: WorkerModel | None) -> bool:
     """Return whether news may let a sequence move: of the pool, of a worker that drains, or of one with room."""
-    return reported is None or reported.drains or reported.has_batch_place()
+    return reported is None or reported.drains or reported.has_batch_slot()
 
 
 Figures = tuple[tuple[str, float], ...]

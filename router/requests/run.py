@@ -1,4 +1,4 @@
-"""One running request: its sequences, their places at workers, and the events that wait for the client."""
+"""One running request: its sequences, their workers, and the events that wait for the client."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class Running:
     drained: int = 0
     # Output tokens that the client had when the request was resumed here.
     received: int = 0
-    # The places of this run and of those before it, whose workers may still keep what they put out.
-    _places: list[tuple[WorkerClient, int]] = field(default_factory=list)
+    # Worker and handle of this run and of those before it, which may still keep output of the sequence.
+    _handles: list[tuple[WorkerClient, int]] = field(default_factory=list)
 
     def begin_run(self) -> int:
         """Begin the next run, at the worker that gets the sequence now; return its number."""
@@ -97,23 +97,23 @@ class Running:
         self.phase = Phase.AT_WORKER
         return self.attempt
 
-    def take_slot(self, client: WorkerClient, handle: int) -> None:
-        """Take a place at a worker."""
+    def assign_worker(self, client: WorkerClient, handle: int) -> None:
+        """Note the worker that runs the sequence now, and its handle there."""
         self.client, self.handle = client, handle
-        self._places.append((client, handle))
+        self._handles.append((client, handle))
 
     def forget_earlier_runs(self) -> None:
         """Let the workers of earlier runs forget the sequence: the present one has it."""
-        self._acknowledge(self._places[:-1])
+        self._acknowledge(self._handles[:-1])
 
     def forget_all_runs(self) -> None:
         """Let all workers forget the sequence: its request leaves the router."""
-        self._acknowledge(self._places)
+        self._acknowledge(self._handles)
 
-    def _acknowledge(self, places: list[tuple[WorkerClient, int]]) -> None:
-        for client, handle in places:
+    def _acknowledge(self, handles: list[tuple[WorkerClient, int]]) -> None:
+        for client, handle in handles:
             client.acknowledge(handle)
-        self._places = self._places[len(places) :]
+        self._handles = self._handles[len(handles) :]
 
     def leave_worker(self, reason: FinishReason | None) -> None:
         """Give up the place at the worker; with a reason, cancel the sequence there."""
@@ -303,7 +303,7 @@ class RequestRun:
             )
 
     def close(self, reason: FinishReason) -> None:
-        """Give up the places of all sequences that still run."""
+        """End all sequences that still run."""
         self.take_turn(None)
         self.suspicion.leave()
         if self.foretold is not None:

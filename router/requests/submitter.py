@@ -98,7 +98,7 @@ class Submitter:
         request, output = run.request, running.output.tokens
         wanted = placement_request_of(run, len(request.prompt) + len(output), 1)
         # Room is looked for before the blocks are hashed: 100,000 tokens take 4 ms.
-        if run.identity is None or not self._dispatcher.has_batch_place(wanted):
+        if run.identity is None or not self._dispatcher.has_batch_slot(wanted):
             return None
         hashes = Prefix.of(request, run.identity, output).block_hashes if request.takes_hits else ()
         job = Job(wanted, hashes, request.priority, request.deadline, DRAINED)
@@ -135,7 +135,7 @@ class Submitter:
                 # The worker was lost after it was chosen: the sequence moves on like any other of that worker.
                 sink(Lost(str(gone)))
                 continue
-            running.take_slot(placement.client, handle)
+            running.assign_worker(placement.client, handle)
             first = handle if first is None else first
 
     async def move_lost_sequences(self, run: RequestRun) -> None:

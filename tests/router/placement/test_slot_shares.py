@@ -13,7 +13,7 @@ def ticket(flow: Flow, sequences: int = 1) -> Ticket:
     return FairQueue[str](ManualClock()).ticket(0, flow, sequences)
 
 
-def test_a_tenant_alone_may_hold_every_place() -> None:
+def test_a_tenant_alone_may_hold_every_slot() -> None:
     counts = SlotShares()
     for _ in range(7):
         counts.take_slot(RED)
@@ -31,7 +31,7 @@ def test_a_tenant_that_waits_halves_the_share_of_another() -> None:
     assert not shares.exceeded_by(ticket(BLUE))
 
 
-def test_weights_divide_the_places() -> None:
+def test_weights_divide_the_slots() -> None:
     counts = SlotShares()
     heavy = Flow("heavy", 3.0)
     for _ in range(5):
@@ -43,7 +43,7 @@ def test_weights_divide_the_places() -> None:
     assert shares.exceeded_by(ticket(RED))
 
 
-def test_the_first_place_is_always_in_the_share() -> None:
+def test_the_first_slot_is_always_in_the_share() -> None:
     counts = SlotShares()
     for _ in range(100):
         counts.take_slot(RED)
@@ -64,7 +64,7 @@ def test_a_tenant_beside_one_that_holds_more_than_its_share() -> None:
     assert not counts.among(10, []).exceeded_beside(RED)
 
 
-def test_released_places_count_no_longer() -> None:
+def test_released_slots_count_no_longer() -> None:
     counts = SlotShares()
     counts.take_slot(RED)
     counts.release_slot(RED)
@@ -73,7 +73,7 @@ def test_released_places_count_no_longer() -> None:
     assert not counts.among(2, []).exceeded_by(ticket(BLUE))
 
 
-def test_others_go_first_beyond_the_share_the_largest_request_and_a_place() -> None:
+def test_others_go_first_beyond_the_share_the_largest_request_and_a_slot() -> None:
     counts, shares = SlotShares(), [RED, BLUE]
     for _ in range(9):
         counts.take_slot(RED)
@@ -83,7 +83,7 @@ def test_others_go_first_beyond_the_share_the_largest_request_and_a_place() -> N
     assert not counts.among(16, shares).is_over(BLUE, 1)
 
 
-def test_a_tenant_that_holds_both_places_is_over_its_share_of_one() -> None:
+def test_a_tenant_that_holds_both_slots_is_over_its_share_of_one() -> None:
     counts = SlotShares()
     for _ in range(2):
         counts.take_slot(RED)

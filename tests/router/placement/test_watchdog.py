@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.placement.placement import PlacementRequest, waits_for_a_place
+from router.placement.placement import PlacementRequest, waits_for_a_slot
 from router.placement.worker_model import Capacity, Load, WorkerModel
 
 NOW = 100.0
@@ -15,15 +15,15 @@ def _worker(running: int = 0, blocks: int = 64, draining: bool = False, seen: fl
 
 
 def test_an_idle_worker_beside_a_queue_is_a_stall() -> None:
-    words = waits_for_a_place(HEAD, 3, [_worker(running=6), _worker(running=7)], NOW)
+    words = waits_for_a_slot(HEAD, 3, [_worker(running=6), _worker(running=7)], NOW)
     assert words == "3 requests wait for a worker, and 1 workers have room for the next one"
 
 
 def test_without_a_queue_nothing_waits() -> None:
-    assert waits_for_a_place(None, 0, [_worker()], NOW) == ""
+    assert waits_for_a_slot(None, 0, [_worker()], NOW) == ""
 
 
 def test_what_explains_a_wait() -> None:
     full, small, draining, silent = _worker(running=7), _worker(blocks=2), _worker(draining=True), _worker(seen=0.0)
-    assert waits_for_a_place(HEAD, 3, [full, small, draining, silent], NOW) == ""
-    assert waits_for_a_place(HEAD, 3, [], NOW) == ""
+    assert waits_for_a_slot(HEAD, 3, [full, small, draining, silent], NOW) == ""
+    assert waits_for_a_slot(HEAD, 3, [], NOW) == ""
