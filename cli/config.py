@@ -114,7 +114,7 @@ class UpSettings(EngineSettings, DecisionLogSettings):
     routers: Count = Field(1, description="router processes, which share the router's ports")
     own_port: FixedPort = Field(
         50150,
-        description="with several routers: admin port of the first one alone, its /metrics 1000 above; others follow",
+        description="with several routers: admin port of the first one only, its /metrics 1000 above; others follow",
     )
     admin_port: FixedPort | None = Field(
         None, description="gRPC port of the router's admin plane: spans, traces, status; unset: 1 below --grpc-port"

@@ -53,7 +53,7 @@ class EngineSettings(Settings):
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("kv_blocks", "kv_memory", "gpu_memory_utilization"),)
 
-    load_format: LoadFormat = Field("auto", description="dummy makes random weights from the configuration alone")
+    load_format: LoadFormat = Field("auto", description="dummy makes random weights from the configuration only")
     tokenizer: TokenizerFolder | None = Field(
         None, description="folder of a tokenizer to use instead of the checkpoint's; the same on every service"
     )
@@ -65,7 +65,7 @@ class EngineSettings(Settings):
     )
     quantization: Quantization = Field(
         "none",
-        description="how linear layers hold their weights: int8 and int4 quantise weights alone, w8a8 activations too; "
+        description="how linear layers hold their weights: int8 and int4 quantise only weights, w8a8 activations too; "
         "auto: the fastest type for the shape of each layer that loses at most 1 % of perplexity, timed at start and "
         "said in the log with the reason; none: as the "
         "checkpoint has them, in integers too. Other than none only on the native path of a CPU",

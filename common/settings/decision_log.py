@@ -21,7 +21,7 @@ class DecisionLogSettings(Settings):
     decision_log: Annotated[Path | None, BeforeValidator(lambda value: value or None)] = Field(
         None,
         description="folder in which decision records are kept on disk too, for `quire why --log`; several services "
-        "may share it; unset: memory alone",
+        "may share it; unset: only in memory",
     )
     decision_log_size: Annotated[Bytes, Field(ge=_SMALLEST)] = Field(
         256 << 20,

@@ -246,7 +246,7 @@ class GrammarCompiler:
             from llguidance import LLTokenizer
         except ImportError as error:
             what = "this worker cannot follow constraints: llguidance is not installed there"
-            raise Unsupported(f"{what}; install quire-llm[gpuworker], or llguidance alone") from error
+            raise Unsupported(f"{what}; install quire-llm[gpuworker], or just llguidance") from error
         if not self._path.is_file():
             raise Unsupported(f"a constraint needs the tokenizer, and there is no {self._path.name} in the checkpoint")
         try:

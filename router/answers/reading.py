@@ -125,7 +125,7 @@ class AnswerReader:
         if use.tools and dialects.tools is None:
             raise Unsupported("tools: not offered, as this router runs with --tool-call-parser none; leave them out")
         if use.tools and asked is not None and asked.constraint.kind is not ConstraintKind.JSON_SCHEMA:
-            what = "contradicts tools, beside which a JSON schema alone can stand; leave out one of them"
+            what = "cannot be combined with tools, which allow only a JSON schema; leave out one of them"
             raise InvalidRequest(FieldViolation(asked.field, what))
         thought = None
         if dialects.reasoning is not None:

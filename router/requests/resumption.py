@@ -196,7 +196,7 @@ def check_resume(request: pb.GenerateRequest) -> None:
         wrong.append(FieldViolation("resume.output_tokens_received", what))
     for field, _ in request.ListFields():
         if field.name not in _ALLOWED:
-            what = "stands beside resume; leave it out: the request goes on as it was sent first"
+            what = "cannot be combined with resume; leave it out: the request continues as it was first sent"
             wrong.append(FieldViolation(field.name, what))
     if wrong:
         raise InvalidRequest(*wrong)

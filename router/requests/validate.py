@@ -102,7 +102,7 @@ def _wrong_range(given: pb.RetentionRange, path: str, chat: pb.Chat | None) -> I
 
 def _wrong_messages(given: pb.RetentionRange, path: str, chat: pb.Chat | None) -> Iterator[FieldViolation]:
     if given.start or given.HasField("end"):
-        yield FieldViolation(f"{path}.messages", "is given beside start or end; leave one of them out")
+        yield FieldViolation(f"{path}.messages", "cannot be combined with start or end; leave one of them out")
     elif chat is None:
         yield FieldViolation(f"{path}.messages", "belongs to a chat, and the prompt is none; give start and end")
     elif not 0 <= given.messages <= len(chat.messages):
@@ -463,7 +463,8 @@ class Validator:
         """Return whether bad words can be followed; else add violations."""
         before = len(report.violations)
         if constraint is not None:
-            report.add("sampling.bad_words", f"is given beside {constraint}, and both could forbid all; leave one out")
+            what = f"cannot be combined with {constraint}, as both could forbid every token; leave one out"
+            report.add("sampling.bad_words", what)
         if not self._has_tokenizer:
             report.add("sampling.bad_words", "needs a tokenizer, and this checkpoint has none; use logit_bias")
         if report.fits("sampling.bad_words", len(words), MAX_BAD_WORDS, "words"):

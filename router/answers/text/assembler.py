@@ -344,7 +344,7 @@ class CheckpointText:
 
     def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            what = "this checkpoint has no tokenizer.json, so token ids alone can be served: send prompt.token_ids, or"
+            what = "this checkpoint has no tokenizer.json, so only token ids can be served: send prompt.token_ids, or"
             raise Unsupported(f"{what} add one by `AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)`")
         return self._tokenizer
 

@@ -142,7 +142,7 @@ class MessageForm:
             if role == "user" and self.turns is not Turns.ALL:
                 which, shown = ("first", asked[0]) if self.turns is Turns.FIRST else ("last", asked[-1])
                 if place != shown:
-                    raise _hidden(place, f"would be left out: this chat template shows the {which} question alone")
+                    raise _hidden(place, f"would be left out: this chat template shows only the {which} question")
 
     def _arranged(self, messages: Sequence[Message]) -> Sequence[Message]:
         found: Sequence[Message] = messages

@@ -130,7 +130,7 @@ def sampling_of(parameters: Mapping[str, Any], text: bytes | None) -> tuple[Samp
         fields = SamplingFields.model_validate({name: merged[name] for name in merged.keys() - problems})
     wrong += [FieldViolation(paths[name] + inner, what) for name, (inner, what) in problems.items()]
     first, *others = [name for name in CONSTRAINTS if getattr(fields, name) is not None] or [""]
-    wrong += [FieldViolation(paths[name], f"is given beside {first}; expected one of them") for name in others]
+    wrong += [FieldViolation(paths[name], f"cannot be combined with {first}; expected one of them") for name in others]
     return Sampling(fields, paths), wrong
 
 
@@ -232,7 +232,9 @@ class _Reader:
         given = self._given & {TEXT_INPUT.name, INPUT_IDS.name}
         if len(given) != 1:
             what = (
-                "is given beside input_ids; expected one of them" if given else "is missing; expected it or input_ids"
+                "cannot be combined with input_ids; expected one of them"
+                if given
+                else "is missing; expected it or input_ids"
             )
             self._refuse(TEXT_INPUT.name, what)
         elif INPUT_IDS.name in self._inputs:

@@ -265,7 +265,7 @@ def _chat_order(body: ChatOptions, conversations: Sequence[list[Message]]) -> Or
     sampling = _sampling(body, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
     tools = asked_tools(body)
     if tools.use.tools and body.allowed_token_ids is not None:
-        what = "contradicts tools, whose calls need other tokens; leave out one of them, or send tool_choice none"
+        what = "cannot be combined with tools, whose calls need other tokens; omit one, or send tool_choice none"
         raise InvalidRequest(FieldViolation(FIELD, what))
     prompts = [_prompt(place, body, tools, conversations) for place in range(len(conversations))]
     order = _order(body, prompts, sampling)

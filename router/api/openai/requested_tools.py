@@ -53,7 +53,7 @@ def asked_tools(body: ChatFields) -> AskedTools:
     """Return the tools of a body. Raises InvalidRequest for malformed ones, and a choice of what is not there."""
     if body.functions:
         if body.tools:
-            _refuse("functions", "contradicts tools, its newer form; give one of them")
+            _refuse("functions", "cannot be combined with tools, its newer form; send only one of them")
         return _asked(_wrapped(body.functions), body.function_call, "function_call", ToolUse(parallel=False), True)
     parallel = body.parallel_tool_calls is not False
     return _asked(body.tools or [], body.tool_choice, "tool_choice", ToolUse(parallel=parallel), False)

@@ -186,7 +186,7 @@ class AssistantMessage(_Exact):
     """The answer."""
 
     role: Literal["assistant"]
-    content: str | None = Field(..., description="null where the answer has calls alone")
+    content: str | None = Field(..., description="null where the answer has only calls")
     reasoning_content: str | None = Field(None, description="what the model thought before it answered")
     reasoning: str | None = Field(None, description="the same by another name")
     refusal: None

@@ -168,7 +168,7 @@ class Service:
     def check_media(self, media: Iterable[str]) -> None:
         """Raise Unsupported for more than text where the operator refuses that."""
         if self.parts.refuses_media and (found := ", ".join(sorted({*media}))):
-            raise Unsupported(f"the conversation has {found}, which this server refuses; send text alone")
+            raise Unsupported(f"the conversation has {found}, which this server refuses; send only text")
 
     async def reading(self, order: Order, call: CallContext) -> Reading | None:
         """Return how the answers to a chat are read, if not as they are.

@@ -107,7 +107,7 @@ class GenerationFields(BaseModel):
     regex: str | None = Field(None, description="SGLang's name of guided_regex")
     ebnf: str | None = Field(None, description="SGLang's constraint by a grammar in GBNF, with the rule `root`")
     json_schema: dict[str, Any] | str | None = Field(None, description="SGLang's name of guided_json")
-    allowed_token_ids: TokenIds | None = Field(None, description="sample these tokens alone; excludes a constraint")
+    allowed_token_ids: TokenIds | None = Field(None, description="sample only these tokens; excludes a constraint")
     bad_words: Annotated[list[str], Field(fail_fast=True, max_length=limits.MAX_BAD_WORDS)] | None = Field(
         None, description="up to 128 texts that the answer may not contain; excludes a constraint"
     )
@@ -155,7 +155,7 @@ class CompletionRequest(GenerationFields):
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)] = Field(
         ..., description="texts or token ids"
     )
-    max_tokens: Int32 | None = Field(16, description="0 with echo or prompt_logprobs: compute the prompt alone")
+    max_tokens: Int32 | None = Field(16, description="0 with echo or prompt_logprobs: compute only the prompt")
     logprobs: Int32 | None = Field(None, description="so many of the most likely tokens at each position, 0 to 20")
     add_special_tokens: bool | None = Field(
         None, description="add the tokens that the tokenizer puts around a text; unset: true"

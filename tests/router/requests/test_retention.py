@@ -152,7 +152,7 @@ async def test_what_is_not_cached_is_not_retained() -> None:
         ),
         (
             {"ranges": [pb.RetentionRange(messages=1, end=5, priority=80)]},
-            "ranges[0].messages: is given beside start or end; leave one of them out",
+            "ranges[0].messages: cannot be combined with start or end; leave one of them out",
         ),
     ],
 )

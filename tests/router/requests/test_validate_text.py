@@ -88,7 +88,7 @@ async def test_wrong_bad_words_are_named(words: list[str], field: str, what: str
 async def test_bad_words_stand_beside_no_constraint() -> None:
     by = validator(codec=Letters(), constraints=OnlyDigits())
     (what,) = await refused(_with_words("a", regex="[0-9]+"), by)
-    assert what.startswith("sampling.bad_words: is given beside regex")
+    assert what.startswith("sampling.bad_words: cannot be combined with regex")
 
 
 async def test_nothing_is_sampled_only_where_log_probabilities_of_the_prompt_are_asked_for() -> None:

@@ -164,7 +164,7 @@ class FilePage(_Page):
 
     limit: int = Field(_MOST_FILES, ge=1, le=_MOST_FILES)
     order: Literal["asc", "desc"] = "desc"
-    purpose: str | None = Field(None, description="those of this purpose alone")
+    purpose: str | None = Field(None, description="only files of this purpose")
 
 
 class BatchPage(_Page):

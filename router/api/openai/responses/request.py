@@ -50,7 +50,7 @@ def check(body: ResponsesRequest) -> None:
     if body.background and body.store is False:
         _refuse("background", "needs a stored response, and store is false; leave out one of them")
     if body.conversation is not None and body.previous_response_id is not None:
-        _refuse("conversation", "stands beside previous_response_id; leave out one of them")
+        _refuse("conversation", "cannot be combined with previous_response_id; leave out one of them")
 
 
 def chat_request(body: ResponsesRequest, kinds: ToolKinds, messages: list[Message]) -> ChatRequest:

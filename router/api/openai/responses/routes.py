@@ -495,7 +495,7 @@ class Responses:
 def _events_of(job: Job | None, after: int) -> EventStream:
     """Return the events of a background response after this one."""
     if job is None or job.log is None:
-        what = "offers events of background responses alone that were created with stream, and at their own router"
+        what = "is offered only for background responses that were created with stream, at their own router"
         raise InvalidRequest(FieldViolation("stream", f"{what}; leave it out"))
     job.log.check(after)
     lines = job.log.after(after)

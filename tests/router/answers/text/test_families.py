@@ -173,12 +173,12 @@ def test_calls_that_a_template_does_not_show_are_words_of_the_answer() -> None:
         (
             "{{ messages[-1].content }}",
             (USER, ANSWER, AGAIN),
-            "messages[0]: would be left out: this chat template shows the last question alone; leave it out",
+            "messages[0]: would be left out: this chat template shows only the last question; leave it out",
         ),
         (
             "{% for m in messages %}{% if m.role == 'assistant' or loop.last %}{{ m.content }}{% endif %}{% endfor %}",
             (USER, ANSWER, AGAIN),
-            "messages[0]: would be left out: this chat template shows the last question alone; leave it out",
+            "messages[0]: would be left out: this chat template shows only the last question; leave it out",
         ),
         (
             "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}{% endif %}{% endfor %}",

@@ -170,7 +170,7 @@ async def test_a_resume_beside_a_new_request_names_the_fields() -> None:
         error = await code_of(service, request)
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "resume.request_id" in (error.details() or "")
-        assert "priority: stands beside resume" in (error.details() or "")
+        assert "priority: cannot be combined with resume" in (error.details() or "")
 
 
 async def test_a_constraint_reaches_the_worker() -> None:

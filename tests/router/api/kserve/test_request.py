@@ -56,7 +56,7 @@ def test_a_prompt_is_needed() -> None:
 
 def test_two_prompts_are_one_too_many() -> None:
     assert wrong(infer(text_input="a", input_ids=[1], stream=True)) == {
-        "text_input": "is given beside input_ids; expected one of them"
+        "text_input": "cannot be combined with input_ids; expected one of them"
     }
 
 
@@ -222,7 +222,7 @@ def test_a_constraint_is_handed_on(given: dict[str, Any], kind: str, text: str) 
 
 def test_two_constraints_are_one_too_many() -> None:
     request = infer(input_ids=[1], parameters={"grammar": "start: /a/"}, sampling_parameters={"regex": "a"})
-    assert wrong(request) == {"parameters.grammar": "is given beside regex; expected one of them"}
+    assert wrong(request) == {"parameters.grammar": "cannot be combined with regex; expected one of them"}
 
 
 def test_cache_options_are_handed_on() -> None:

@@ -71,7 +71,7 @@ async def test_an_operator_refuses_what_is_no_text(path: str, body: dict[str, An
     async with served_api(refuses_media=True) as strict:
         answer = await strict.http.post(path, json=body)
         assert answer.status_code == 400
-        assert "the conversation has image, which this server refuses; send text alone" in answer.text
+        assert "the conversation has image, which this server refuses; send only text" in answer.text
         assert strict.frontend.requests == []
         text = {"messages": [{"role": "user", "content": "a"}], "input": "a", "max_tokens": 9}
         assert (await strict.http.post(path, json=text)).status_code == 200

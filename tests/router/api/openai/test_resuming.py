@@ -132,9 +132,9 @@ async def test_the_request_and_what_the_client_has_are_asked_for(api: Api) -> No
 @pytest.mark.parametrize(
     ("header", "changed", "words"),
     [
-        ("nonsense", {}, "no id of an event"),
-        ("quire-1:", {}, "no id of an event"),
-        ("quire-1:" + ",".join(["1"] * 65), {}, "no id of an event"),
+        ("nonsense", {}, "not an event id"),
+        ("quire-1:", {}, "not an event id"),
+        ("quire-1:" + ",".join(["1"] * 65), {}, "not an event id"),
         ("quire-1:1,2", {}, "2 choices, and the body asks for 1"),
         ("quire-1:1", {"stream": False, "stream_options": None}, "goes on with a stream"),
     ],

@@ -252,14 +252,14 @@ async def test_without_a_choice_of_tools_their_marks_are_words(api: Api) -> None
         ),
         ({"tools": [ADD], "tool_choice": "always"}, "tool_choice", "is 'always'; expected none, auto, required or"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools, and there is none"),
-        ({"tools": [ADD], "allowed_token_ids": [7]}, "allowed_token_ids", "contradicts tools, whose calls need other"),
+        ({"tools": [ADD], "allowed_token_ids": [7]}, "allowed_token_ids", "cannot be combined with tools, whose calls"),
         (
             {"tools": [ADD], "response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
             "response_format.json_schema.schema", "uses keywords that cannot be enforced",
         ),
-        ({"tools": [ADD], "guided_regex": "[a-z]+"}, "guided_regex", "beside which a JSON schema alone can stand"),
+        ({"tools": [ADD], "guided_regex": "[a-z]+"}, "guided_regex", "which allow only a JSON schema"),
         ({"thinking_token_budget": -1}, "thinking_token_budget", "is -1; expected 0 or more"),
-        ({"tools": [ADD], "functions": [ADD["function"]]}, "functions", "contradicts tools, its newer form"),
+        ({"tools": [ADD], "functions": [ADD["function"]]}, "functions", "cannot be combined with tools, its"),
         (
             {"tools": [STRICT | {"function": {"name": "a", "strict": True, "parameters": {"not": {}}}}]},
             "tools", "uses keywords that cannot be enforced",

@@ -452,7 +452,7 @@ async def test_events_of_a_foreground_response_cannot_be_read_again(api: Api) ->
     made = await api.client.responses.create(model="demo", input="Hi")
     answer = await api.http.get(f"{PATH}/{made.id}", params={"stream": "true"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
-    with pytest.raises(openai.BadRequestError, match="no background response"):
+    with pytest.raises(openai.BadRequestError, match="not a background response"):
         await api.client.responses.cancel(made.id)
 
 
