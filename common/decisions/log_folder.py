@@ -4,7 +4,7 @@
     DIR/router-0/00000001.jsonl.gz   records, oldest first
 
 A process takes the first folder of its service that no other process holds, so a service that restarts goes on in its
-own. Files are for their owner alone: records hold names of tenants. What is no regular file that begins as ours do is
+own. Files are for their owner alone: records hold names of tenants. What is not a regular file that begins as ours do is
 another's: it is neither read nor counted nor removed, and no link is followed.
 """
 
@@ -87,7 +87,7 @@ def _opened(path: Path) -> BinaryIO:
         raise
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     return os.fdopen(number, "rb")
 
 

@@ -147,7 +147,7 @@ class FolderReader:
         """Say what stands before the first member; the first of the newest file may just be written."""
         unread = file.members[0].start if file.members else len(file.data)
         if not is_ours(file.data):
-            self._fault(number, "is no file of a decision log; remove it if it is in the wrong folder")
+            self._fault(number, "is not a file of a decision log; remove it if it is in the wrong folder")
         elif unread and (file.members or number != self._numbers[-1]):
             self._fault(number, f"is corrupt at byte 0: {unread:,} bytes are not read")
 
@@ -219,7 +219,7 @@ def _complete_since_ns(folders: Sequence[FolderReader]) -> int:
 
 def _readers(root: Path, flag: str) -> list[FolderReader]:
     if not root.is_dir():
-        what = f"{root} is no folder; name the one that the services have as --decision-log"
+        what = f"{root} is not a folder; name the one that the services have as --decision-log"
         raise InvalidConfig(FieldViolation(flag, what))
     try:
         found = [FolderReader(each) for each in folders_in([root]) if os.access(each, os.R_OK)]

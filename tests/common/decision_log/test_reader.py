@@ -120,9 +120,9 @@ def test_files_that_are_no_regular_ones_are_not_read(tmp_path: Path) -> None:
     reader = LogReader([tmp_path])
     assert ids(reader) == ["d1"]
     assert sorted(line.removeprefix(f"{folder.path}/") for line in reader.faults) == [
-        "00000002.jsonl.gz cannot be read: it is no regular file",
+        "00000002.jsonl.gz cannot be read: it is not a regular file",
         "00000003.jsonl.gz cannot be read: it is a link",
-        "00000004.jsonl.gz cannot be read: it is no regular file",
+        "00000004.jsonl.gz cannot be read: it is not a regular file",
     ]
 
 
@@ -163,7 +163,7 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_read(tmp_path: Path) -> Non
     damaged, *others = sorted(line.removeprefix(f"{folder.path}/") for line in reader.faults)
     assert damaged.startswith(f"00000001.jsonl.gz is corrupt at byte {second}: a gzip member cannot be decompressed: ")
     assert others == [
-        "00000002.jsonl.gz is no file of a decision log; remove it if it is in the wrong folder",
+        "00000002.jsonl.gz is not a file of a decision log; remove it if it is in the wrong folder",
         f"00000003.jsonl.gz is corrupt at byte 0: {len(half)} bytes are not read",
         "00000004.jsonl.gz is corrupt at byte 0: 12 bytes are not read",
     ]
@@ -208,7 +208,7 @@ def test_records_that_a_disk_did_not_take_are_counted(tmp_path: Path) -> None:
 
 def test_folders_without_a_log_are_refused_in_a_line(tmp_path: Path) -> None:
     for path, words in (
-        (tmp_path / "nowhere", "nowhere is no folder; name the one"),
+        (tmp_path / "nowhere", "nowhere is not a folder; name the one"),
         (tmp_path, "has no decision log; name a folder that services have, or had, as --decision-log"),
     ):
         with pytest.raises(InvalidConfig, match=words) as error:

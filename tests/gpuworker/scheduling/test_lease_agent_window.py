@@ -1,4 +1,4 @@
-"""Behaviour 12: every layer has a window, so leading blocks leave the row. They stay cached."""
+"""Every layer has a window, so leading blocks leave the row. They stay cached."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_behaviour_11_no_position_beyond_the_limit_is_planned() -> None:
 
 
 class TestInFlightSharing:
-    """Behaviour 21b: a prefix that several sequences share is computed once, by whichever comes to it."""
+    """A prefix that several sequences share is computed once, by whichever comes to it."""
 
     PREFIX = 768
 
