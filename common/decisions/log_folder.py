@@ -4,8 +4,8 @@
     DIR/router-0/00000001.jsonl.gz   records, oldest first
 
 A process takes the first folder of its service that no other process holds, so a service that restarts goes on in its
-own. Files are for their owner alone: records hold names of tenants. What is not a regular file that begins as ours do is
-another's: it is neither read nor counted nor removed, and no link is followed.
+own. Only their owner may read the files: records hold names of tenants. A file of another kind, or with another
+beginning, is not ours: it is neither read nor counted nor removed, and no link is followed.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ async def test_a_suite_that_is_gone_is_asked_about_requests_of_both_lives(tmp_pa
     assert out == "no decision here matches; the newest are kept (--decision-log-size, --decision-log-age)\n"
     for words, ends, line in (
         (("why", "nobody", *where), 1, "no record of request nobody"),
-        (("decisions", "--log", str(tmp_path / "nowhere")), 2, "is no folder; name the one that the services have"),
+        (("decisions", "--log", str(tmp_path / "nowhere")), 2, "is not a folder; name the one that the services have"),
         (("why", "before", "--log", str(tmp_path / "state")), 2, "has no decision log; name a folder"),
         (("decisions", "--follow", *where), 2, "--log: has no new records; expected it without --follow"),
     ):
