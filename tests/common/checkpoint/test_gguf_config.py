@@ -201,7 +201,7 @@ def test_a_file_of_an_encoder_says_which_server_takes_it(tmp_path: Path, family:
 def test_a_missing_number_and_a_missing_embedding_are_named(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", "qwen3")
     writer.add_tensor("output_norm.weight", np.ones(2, np.float32))
-    assert "no tensor token_embd.weight" in refusal(finish(writer, tmp_path / "m.gguf"))
+    assert "token_embd.weight is missing" in refusal(finish(writer, tmp_path / "m.gguf"))
     writer = GGUFWriter(tmp_path / "n.gguf", "qwen3")
     writer.add_tensor("token_embd.weight", np.ones((2, 2), np.float32))
     assert "qwen3.attention.head_count is missing" in refusal(finish(writer, tmp_path / "n.gguf"))

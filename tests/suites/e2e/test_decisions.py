@@ -115,12 +115,12 @@ async def test_why_compares_a_span_of_time_with_the_one_before(suite: Suite) -> 
     assert status == 2
 
 
-async def test_top_has_the_blocks_of_each_worker(suite: Suite) -> None:
+async def test_the_watched_status_has_the_blocks_of_each_worker(suite: Suite) -> None:
     await served(suite, "watched")
     await suite.until_all_free(2)
     where = ["--admin-address", suite.stack.admin_address, "--state-dir", str(suite.stack.options.state_dir)]
     pipe = asyncio.subprocess.PIPE
-    command = module_command("cli.main", "top", "--json", *where)
+    command = module_command("cli.main", "status", "--watch", "--json", *where)
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
     async with asyncio.timeout(PATIENCE):
         out, err = await process.communicate()
