@@ -21,7 +21,7 @@ CONFIG = AgentConfig(num_blocks=32, block_size=4, max_num_seqs=4)
 class FailingRunner(SimulatedRunner):
     """Fails every step."""
 
-    def submit(self, plan: StepPlan) -> Future[StepResult]:
+    def submit_step(self, plan: StepPlan) -> Future[StepResult]:
         failed: Future[StepResult] = Future()
         failed.set_exception(EngineFailure("the device is gone"))
         return failed
@@ -30,7 +30,7 @@ class FailingRunner(SimulatedRunner):
 class BrokenRunner(SimulatedRunner):
     """Raises where a runner may not, which ends the engine."""
 
-    def submit(self, plan: StepPlan) -> Future[StepResult]:
+    def submit_step(self, plan: StepPlan) -> Future[StepResult]:
         raise RuntimeError("a bug")
 
 
@@ -41,7 +41,7 @@ class RecordingRunner(SimulatedRunner):
         super().__init__(costs, tokens)
         self.steps: list[Future[StepResult]] = []
 
-    def submit(self, plan: StepPlan) -> Future[StepResult]:
+    def submit_step(self, plan: StepPlan) -> Future[StepResult]:
         self.steps.append(super().submit_step(plan))
         return self.steps[-1]
 
