@@ -21,7 +21,8 @@ from tests.support.reference import assert_greedy, next_logprobs
 from tests.support.suite import PATIENCE, Outcome, Suite, greedy, running_suite, stream
 from tests.support.waiting import until
 
-TOLERANCE = 1e-4
+# Where steps cut a prompt changes the order of float32 sums: 1.01e-4 was seen. A wrong token is off by 1e-2 and more.
+TOLERANCE = 3e-4
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
