@@ -136,7 +136,7 @@ class Watchdog:
         last_resort: LastResort | None = None,
         standstill: Standstill | None = None,
     ) -> None:
-        """`standstill` is told of each late timer: an idle process has no other."""
+        """The watchdog reports each late timer to `standstill`: an idle process has no other timer."""
         self._bound, self._look, self._report, self.last_resort = bound, look, report, last_resort
         self._clocks: dict[str, StallClock] = {}
         self._files = OpenFiles()

@@ -131,7 +131,7 @@ async def test_a_slot_that_a_wipe_removed_was_taken_by_nobody(store_of: StoreOf,
 
 @dataclass
 class Rules:
-    """What `core/slots.py` makes of the same calls."""
+    """What `contracts/slots.py` makes of the same calls."""
 
     slots: dict[int, Registration] = field(default_factory=dict)
     alive: set[int] = field(default_factory=set)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from common.contracts.types import PoolIdentity
@@ -21,7 +21,6 @@ class KnownRouter:
     states: tuple[ManagerState, ...] = ()
     leaving: bool = False
     draining: bool = False
-    asked: list[str] = field(default_factory=list)
 
     def models(self) -> Sequence[Any]:
         return range(self.workers)
