@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from bench.lib.harness import parser, progress, report
 from bench.lib.tenants import Answer, Prompts, Tenant, tenants_on_suite
 
+
 # How well one figure separates two kinds of request.
-
-
 def auc(higher: Sequence[float], lower: Sequence[float]) -> float:
     """Return the chance that a sample of `higher` exceeds one of `lower`; ties count half. 0.5 separates nothing.
 

@@ -28,10 +28,9 @@ from quire.api.status import error_from_rpc
 from quire.client import AsyncClient
 from quire.client.setup import credentials_of
 
+
 # Options of the commands that call a router, from flags, environment and a TOML file.
 # They stand apart from those of `quire serve`, which take longer to import than most commands to run.
-
-
 class ClientSettings(TlsSettings):
     """options of the commands that talk to a router"""
 

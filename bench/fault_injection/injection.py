@@ -32,9 +32,6 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
-# Calls that need memory in the process that answers them: each carries megabytes.
-
-
 _CALLS: Final = 8
 _PAUSE_S: Final = 0.1
 _HUNGRY_CALL_S: Final = 60.0
@@ -45,6 +42,7 @@ _WORDS: Final = 80  # characters of an error
 _REST_BYTES: Final = 1 << 10
 
 
+# Calls that need memory in the process that answers them: each carries megabytes.
 async def feed(dial: Callable[[], grpc.aio.Channel], became: Counter[str]) -> None:
     """Make such calls until cancelled, so many at once; count in `became` how they end, by status and words.
 
@@ -71,14 +69,12 @@ def lacked_memory(became: Counter[str]) -> bool:
     return any(not status.startswith(HAD_MEMORY) for status in became)
 
 
-# Limits of a running process that are lowered for a while: no more files, memory, or bytes on disk.
-
-
 _CONNECTIONS: Final = 64
 # Files that the process may still open, so that the first of the connections come through.
 _LEFT: Final = 4
 
 
+# Limits of a running process that are lowered for a while: no more files, memory, or bytes on disk.
 @contextmanager
 def lowered(pid: int, limit: int, soft: int) -> Iterator[None]:
     """Lower a soft limit of a process, and set it back, unless the process has ended."""

@@ -37,11 +37,6 @@ from quire.types.v1 import types_pb2 as types
 from router.answers.text.checkpoint import read_checkpoint
 from router.answers.text.tokenizer import Tokenizer
 
-# Requests of the Messages API, streamed or not, whose text is compared with the one that must come.
-# Only a gRPC client resumes by itself. Here an answer may end early with its router, which is not an error. The part
-# that came must be right all the same.
-
-
 _PATIENCE_S: Final = 240.0
 _MOST_TOKENS: Final = 80
 _WORDS: Final = 60
@@ -49,6 +44,9 @@ _OK: Final = 200
 _WHOLE: Final = "max_tokens"
 
 
+# Requests of the Messages API, streamed or not, whose text is compared with the one that must come.
+# Only a gRPC client resumes by itself. Here an answer may end early with its router, which is not an error. The part
+# that came must be right all the same.
 class Messages:
     """Sends requests; `compared` counts answers whose text was compared, `differing` the tokens that were not right."""
 

@@ -20,19 +20,17 @@ from typing import Final, NamedTuple
 
 import psutil
 
-# The slope of a figure, robust against outliers, and its 95 % confidence bounds; values may hang on each other.
-# Theil's estimate (1950): the median of the slopes of all pairs of values. Sen's bounds (1968): two of these
-# slopes, by the variance of Kendall's S. That variance holds for independent values. Where each value resembles the
-# one before, it is multiplied by (1 + r) / (1 - r), with r the autocorrelation of the residuals at lag 1 (Yue and
-# Wang 2004).
-
-
 # (place, value), by place: seconds, or requests
 Life = list[tuple[float, float]]
 _QUANTILE: Final = statistics.NormalDist().inv_cdf(0.975)
 _MOST_CORRELATED: Final = 0.95
 
 
+# The slope of a figure, robust against outliers, and its 95 % confidence bounds; values may hang on each other.
+# Theil's estimate (1950): the median of the slopes of all pairs of values. Sen's bounds (1968): two of these
+# slopes, by the variance of Kendall's S. That variance holds for independent values. Where each value resembles the
+# one before, it is multiplied by (1 + r) / (1 - r), with r the autocorrelation of the residuals at lag 1 (Yue and
+# Wang 2004).
 class Slope(NamedTuple):
     """Units of the value for each unit of the place. A bound is infinite where there are too few values for one."""
 

@@ -23,15 +23,13 @@ from common.rpc import event_loop
 from gpuworker.simulated.plane import simulated_tokens
 from gpuworker.simulated.tokens import SimulatedTokens
 
+POISSON = 1.0
+
+
 # Arrival times of requests in an open loop, from a seed alone: they do not depend on the system under load.
 # Gaps between arrivals follow a gamma distribution of mean 1 / rate and a given coefficient of variation (standard
 # deviation over mean). At 1 that is the exponential distribution, and the arrivals are a Poisson process. Above 1
 # they come in bursts with pauses between them.
-
-
-POISSON = 1.0
-
-
 def arrivals(rate: float, seconds: float, cv: float = POISSON, seed: int = 0) -> Iterator[float]:
     """Yield the times, in seconds from the start, of all arrivals before `seconds`; `rate` is arrivals a second.
 

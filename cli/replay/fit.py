@@ -16,19 +16,17 @@ from cli.replay.trace import Trace
 from cli.replay.worker import Timing
 from gpuworker.scheduling.step_costs import StepCosts
 
-# The cost of a step, from the times of streams: each further token of a stream is one step of its worker.
-#     last token - first token = base * steps + decode * rows + prefill * positions
-# `steps` are the stream's further tokens. `rows` are the further tokens of all streams of its worker in that time,
-# and `positions` the uncached tokens of prompts that ended in it. A regression over all streams gives the three
-# costs.
-
-
 _LEAST: Final = 1e-8
 _REFITS: Final = 12
 # Below this share of a column's size, what the other columns leave of it counts as nothing.
 _NOTHING: Final = 1e-9
 
 
+# The cost of a step, from the times of streams: each further token of a stream is one step of its worker.
+#     last token - first token = base * steps + decode * rows + prefill * positions
+# `steps` are the stream's further tokens. `rows` are the further tokens of all streams of its worker in that time,
+# and `positions` the uncached tokens of prompts that ended in it. A regression over all streams gives the three
+# costs.
 @dataclass(frozen=True, slots=True)
 class Stream:
     """One request at a worker, recorded or replayed. Times in seconds of one clock."""

@@ -12,9 +12,8 @@ from common.contracts.turns import DEFAULT_MAX_WAIT
 from kvmanager.contracts.ledger_config import DEFAULTS, EvictionName, Runway, VictimOrder
 from router.placement.routing import Router, WorkerCost
 
+
 # Other ways to choose a worker, for comparison: each sees the workers that the router's filters leave.
-
-
 class RoundRobin(Router):
     """Takes the workers in turn, whatever they hold and have to do."""
 

@@ -34,13 +34,11 @@ from router.placement.worker_model import Capacity
 from router.requests.dispatcher import Job, LoadReservation
 from router.tenants.tenancy import Tenant
 
-# The tokens of replayed requests: made up, but equal where the recorded blocks were equal.
-
-
 # Tokens of blocks that nothing names begin here: each is of one request alone.
 _NAMELESS = 1 << 30
 
 
+# The tokens of replayed requests: made up, but equal where the recorded blocks were equal.
 class Contents:
     """Names of blocks, numbered in the order in which they come; a block's number stands at each of its slots."""
 
@@ -64,16 +62,14 @@ def chain(root: bytes, prompt: Sequence[int], block_size: int) -> tuple[tuple[Bl
     return tuple([block_hash_of(each) for each in digests]), digests[-1] if digests else root
 
 
-# An asyncio event loop whose time jumps to the next timer, so that hours of waiting take no time.
-# Nothing waits for the outside: the loop is for coroutines and timers alone. Equal programs run equally: callbacks
-# run in the order of their times, and those of one time in the order in which they were scheduled.
-
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 _FEW: Final = 1024
 
 
+# An asyncio event loop whose time jumps to the next timer, so that hours of waiting take no time.
+# Nothing waits for the outside: the loop is for coroutines and timers alone. Equal programs run equally: callbacks
+# run in the order of their times, and those of one time in the order in which they were scheduled.
 class Stuck(RuntimeError):
     """Every coroutine waits, and no timer would ever wake one."""
 

@@ -50,9 +50,6 @@ from common.rpc.server import open_channel
 from common.settings.config import PORT_TAKEN_STATUS, REFUSED_STATUS
 from quire.inference.v1 import inference_pb2, inference_pb2_grpc
 
-# One supervised child process: its output is passed on, it restarts with back-off, and it stops by pid.
-
-
 _BACKOFF = Backoff(first=0.5, longest=30.0)  # seconds between restarts
 _STABLE_SECONDS = 30.0
 _KEPT_LINES = 20
@@ -61,6 +58,7 @@ _LONGEST_LINE = 1 << 20
 _PORT_TAKEN_WORDS = "Address already in use"
 
 
+# One supervised child process: its output is passed on, it restarts with back-off, and it stops by pid.
 class Child:
     """Keeps one program running until `stop`. `say(name, line)` gets every line and event of it.
 
@@ -173,12 +171,10 @@ def _ended(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
 
-# Whether somebody listens at a Redis URL, in words for the first line of a suite's start. Standard library only.
-
-
 _PATIENCE_S: Final = 2.0
 
 
+# Whether somebody listens at a Redis URL, in words for the first line of a suite's start. Standard library only.
 def redis_words(url: str) -> str:
     """Return the state of the Redis at a URL, "" for none; the URL's login stays out of it."""
     if not url:
@@ -216,12 +212,10 @@ def _connect(address: tuple[str, int] | str) -> None:
         probe.connect(address)
 
 
-# The key of a suite's routers that separates tenants' cached blocks.
-
-
 _RANDOM_BYTES = 32
 
 
+# The key of a suite's routers that separates tenants' cached blocks.
 def ensure_server_key(path: Path) -> None:
     """Write a random key that its owner alone can read, unless there is a file already."""
     path.parent.mkdir(parents=True, exist_ok=True)

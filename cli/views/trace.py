@@ -23,15 +23,13 @@ from rich.text import Text
 from cli.views.cutting import cut
 from quire.decision.v1 import decision_pb2 as pb
 
-# Decision records in a line for people: the choice, the reason, and the cost of each candidate.
-
-
 # As common/telemetry/decisions.py writes them.
 _EVENT, _PREFIX = "decision", "quire.decision."
 _WORDS = frozenset({"id", "kind", "chosen", "candidates", "reasons", "victim", "beneficiary"})
 _INDENT = "    "
 
 
+# Decision records in a line for people: the choice, the reason, and the cost of each candidate.
 def is_decision(event: pb.SpanEvent) -> bool:
     return event.name == _EVENT and _PREFIX + "chosen" in event.attributes
 

@@ -21,12 +21,10 @@ from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from router.observe.diagnosis.outcome import Outcome, outcome_of
 
-# What the KV manager says of its ledgers, through a router's admin plane.
-
-
 _PATIENCE_S: Final = 5.0
 
 
+# What the KV manager says of its ledgers, through a router's admin plane.
 async def pools_of(channel: grpc.aio.Channel) -> tuple[dict[str, kvmanager_pb2.Pool], str]:
     """Return the pool of each worker, and "" or why some are missing: a manager does not answer."""
     stub = kvmanager_pb2_grpc.KvManagerServiceStub(channel)

@@ -6,12 +6,6 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import parse_qs, unquote, urlsplit
 
-# URLs of Redis: those of one server, as redis-py has them, and those of Sentinels, which name the master.
-#     redis://[USER:PASSWORD@]HOST[:PORT][/DB]        one server; rediss:// with TLS, unix://PATH through a socket
-#     redis+sentinel://[USER:PASSWORD@]HOST[:PORT][,HOST[:PORT]...]/SERVICE[/DB][?sentinel_password=...]
-# USER and PASSWORD are those of the server; `sentinel_username` and `sentinel_password` those of the Sentinels.
-
-
 SERVER_PORT: Final = 6379
 SENTINEL_PORT: Final = 26379
 _SENTINEL: Final = {"redis+sentinel": False, "rediss+sentinel": True}
@@ -24,6 +18,10 @@ EXPECTED: Final = (
 )
 
 
+# URLs of Redis: those of one server, as redis-py has them, and those of Sentinels, which name the master.
+#     redis://[USER:PASSWORD@]HOST[:PORT][/DB]        one server; rediss:// with TLS, unix://PATH through a socket
+#     redis+sentinel://[USER:PASSWORD@]HOST[:PORT][,HOST[:PORT]...]/SERVICE[/DB][?sentinel_password=...]
+# USER and PASSWORD are those of the server; `sentinel_username` and `sentinel_password` those of the Sentinels.
 @dataclass(frozen=True, slots=True)
 class SentinelUrl:
     """The Sentinels, as (host, port), and the service whose master they name."""

@@ -19,9 +19,6 @@ from typing import IO, Any, Final
 from common.backoff import Backoff
 from common.contracts.errors import FieldViolation, InvalidRequest, Unavailable
 
-# Which answers to a request of a batch are none yet, and when to ask again.
-
-
 # Statuses of a server that is busy, drains, or is behind a proxy that cannot reach it.
 AGAIN: Final = frozenset({429, 502, 503, 504})
 BACKOFF: Final = Backoff(first=0.25, longest=30.0, jitter=0.5)
@@ -29,6 +26,7 @@ BACKOFF: Final = Backoff(first=0.25, longest=30.0, jitter=0.5)
 _LONGEST_ASKED_S: Final = 60.0
 
 
+# Which answers to a request of a batch are none yet, and when to ask again.
 def asked_pause(retry_after: str) -> float:
     """Return the seconds that a server asks for in its header; 0 where it asks for none, or for a date."""
     try:

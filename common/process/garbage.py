@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-# Sets how the C library allocates memory in a service. Standard library only.
-
-
 _M_ARENA_MAX: Final = -8
 # An operator's own choice counts.
 _VARIABLES: Final = ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
 
 
+# Sets how the C library allocates memory in a service. Standard library only.
 def one_arena() -> None:
     """Call before any thread begins: glibc then keeps one heap, and not one for each thread up to eight a core.
 

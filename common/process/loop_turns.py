@@ -17,9 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final, TypeVar
 
-# Long work on the event loop in short steps, between which other tasks have their turns.
-
-
 # Records that one step turns into a message, into JSON, or into text: some 50 microseconds each.
 A_STEP: Final = 8
 
@@ -27,6 +24,7 @@ ItemT = TypeVar("ItemT")
 MadeT = TypeVar("MadeT")
 
 
+# Long work on the event loop in short steps, between which other tasks have their turns.
 async def in_steps(make: Callable[[ItemT], MadeT], items: Iterable[ItemT]) -> list[MadeT]:
     """Return what `make` returns for each item; other tasks have a turn after every few."""
     made = list[MadeT]()

@@ -27,16 +27,14 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 from common.contracts.clock import until_tick
 from common.process.standstill import Standstill
 
-# Notices that this process, or the machine, has no file descriptor left, and says so once.
-# Without one no connection is accepted and none is opened. Event loop and gRPC try again by themselves, without a
-# word.
-
-
 log = logging.getLogger(__name__)
 
 _NONE_LEFT: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
 
+# Notices that this process, or the machine, has no file descriptor left, and says so once.
+# Without one no connection is accepted and none is opened. Event loop and gRPC try again by themselves, without a
+# word.
 class OpenFiles:
     """`look` once a second or so: it opens a file and closes it, some microseconds."""
 

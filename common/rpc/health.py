@@ -19,11 +19,6 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from common.contracts.errors import Unavailable
 
-# Server reflection, in both versions: newer clients ask for grpc.reflection.v1, grpcio has v1alpha alone.
-# The messages of both have the same fields. So v1alpha's servicer answers v1 too, and the description of v1 is that
-# of v1alpha under another name.
-
-
 V1ALPHA: Final[str] = reflection.SERVICE_NAME
 V1: Final = "grpc.reflection.v1.ServerReflection"
 _OLD, _NEW = "grpc.reflection.v1alpha", "grpc.reflection.v1"
@@ -33,6 +28,9 @@ Guard = Callable[[Any], object]
 """Takes the context of a call, and raises for a caller who may not ask."""
 
 
+# Server reflection, in both versions: newer clients ask for grpc.reflection.v1, grpcio has v1alpha alone.
+# The messages of both have the same fields. So v1alpha's servicer answers v1 too, and the description of v1 is that
+# of v1alpha under another name.
 class _Guarded(reflection.aio.ReflectionServicer):  # type: ignore[misc]  # grpcio-reflection has no types
     def __init__(self, described: Sequence[str], guard: Guard) -> None:
         super().__init__(described)

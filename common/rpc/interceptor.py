@@ -25,12 +25,6 @@ from common.rpc.status import abort, no_memory
 from common.untrusted.rare_lines import RareLines
 from quire.api.status import error_from_rpc
 
-# Messages that cannot be decoded: the caller gets INVALID_ARGUMENT, and the log a line now and then.
-# gRPC itself answers UNKNOWN, and writes a traceback for each such message. Here a failed decoding returns
-# `Malformed`, which becomes an error inside the handler's interceptors. Streams check each message. A message for
-# which there was no memory is not its caller's mistake: it becomes a MemoryError.
-
-
 log = logging.getLogger(__name__)
 
 Context: TypeAlias = "aio.ServicerContext[Any, Any]"
@@ -41,6 +35,10 @@ _WHAT: Final = FieldViolation("message", "cannot be decoded; expected the protob
 _NO_MEMORY: Final = "alloc failed"
 
 
+# Messages that cannot be decoded: the caller gets INVALID_ARGUMENT, and the log a line now and then.
+# gRPC itself answers UNKNOWN, and writes a traceback for each such message. Here a failed decoding returns
+# `Malformed`, which becomes an error inside the handler's interceptors. Streams check each message. A message for
+# which there was no memory is not its caller's mistake: it becomes a MemoryError.
 class Malformed:
     """Replaces a message that could not be decoded."""
 

@@ -35,9 +35,6 @@ from common.settings.service_links import service_links
 from common.untrusted.rare_lines import redacted
 from common.version import quire_version
 
-# The exit statuses of all programs: 2 for wrong usage, 1 for what failed (docs/usage.md).
-
-
 FAILED_STATUS: Final = 1
 # Options or files are refused: the call itself must change.
 REFUSED_STATUS: Final = 2
@@ -45,6 +42,7 @@ REFUSED_STATUS: Final = 2
 PORT_TAKEN_STATUS: Final = errno.EADDRINUSE
 
 
+# The exit statuses of all programs: 2 for wrong usage, 1 for what failed (docs/usage.md).
 def exit_status(error: QuireError) -> int:
     """Return the exit status of a program that ends with an error."""
     if isinstance(error, PortTaken):
@@ -53,8 +51,6 @@ def exit_status(error: QuireError) -> int:
 
 
 # Pydantic's errors in the words of all other errors: the value that was given, and what was expected.
-
-
 def mistake(problem: Mapping[str, Any]) -> str:
     """Return the words of one of pydantic's `ErrorDetails`; a long value is cut."""
     if problem["type"] == "missing":
@@ -77,8 +73,6 @@ def expectation(problem: Mapping[str, Any]) -> str:
 # The flags of other engines: Quire's option of the same meaning, or why there is none.
 # The names are those of vLLM, SGLang, text-generation-inference and llama.cpp's server, as of 2026. A flag that
 # Quire spells in the same way is not here.
-
-
 # Quire's option -> the flags of others that mean it.
 _OPTIONS: Final[Mapping[str, str]] = {
     "model": "-m --model-path --model-id -hf -hfr --hf-repo",

@@ -9,12 +9,10 @@ from typing import Any
 from common.contracts.types import SamplingParams, ThoughtBudget
 from quire.types.v1 import types_pb2
 
-# Codec of the budget of a thought.
-
-
 _SAME = ("max_tokens", "opener", "closer", "is_open", "anywhere")
 
 
+# Codec of the budget of a thought.
 def thought_to_proto(budget: ThoughtBudget | None) -> types_pb2.ThoughtBudget | None:
     """Return the budget without its end, whose tokens travel beside it."""
     if budget is None:

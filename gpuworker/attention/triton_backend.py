@@ -24,9 +24,8 @@ from gpuworker.kernels.triton_rope import QkNorm, rope_and_write
 from gpuworker.memory.byte_plan import bytes_per_block
 from gpuworker.memory.kv_cache import KvCache
 
+
 # Brings the work list of a step to the device, into memory that outlives the step.
-
-
 @dataclass(frozen=True, slots=True)
 class Launches:
     """The launches of a layer: items of one query, items of many, and queries whose parts may need merging."""

@@ -15,14 +15,12 @@ import numpy.typing as npt
 
 from gpuworker.attention.interface import AttentionMetadata, Int32Array
 
-# Finds rows of a step that begin with the same blocks, so that their prefix is attended once (cascade attention).
-# Blocks are shared by id alone, so the block tables suffice. The manager gives two sequences one block where their
-# tokens up to it are the same. Prefixes nest: all rows may share a system prompt and some of them a document.
-
-
 Int64Array = npt.NDArray[np.int64]
 
 
+# Finds rows of a step that begin with the same blocks, so that their prefix is attended once (cascade attention).
+# Blocks are shared by id alone, so the block tables suffice. The manager gives two sequences one block where their
+# tokens up to it are the same. Prefixes nest: all rows may share a system prompt and some of them a document.
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
     """Rows order[first : last] share the blocks of columns begin .. end-1, and all columns before them."""

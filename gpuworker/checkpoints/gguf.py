@@ -18,6 +18,11 @@ from common.checkpoint.gguf.folder import LINK, WEIGHTS, read_places
 from gpuworker.checkpoints.quantised import Found, Packed, QuantisedLinear
 from gpuworker.checkpoints.stored_tensors import StoredTensor, StoredTensors
 
+_HALF: Final = 2  # bytes of a float16
+_SCALES: Final = 12  # bytes with the 6 bits of eight scales and eight minimums, or of sixteen scales
+_ZERO: Final = -8  # that of unsigned numbers of 4 bits once they are centred
+
+
 # The blocks of GGUF's types as integers. With d and m in float16 and q in whole numbers, a block of 32 weights is
 # * Q8_0: d, then q of 8 bits: weight = q · d;
 # * Q4_0: d, then q of 4 bits, the first 16 in low halves of bytes: weight = (q - 8) · d;
@@ -28,13 +33,6 @@ from gpuworker.checkpoints.stored_tensors import StoredTensor, StoredTensors
 # * Q6_K: sixteen groups of 16, weight = (q - 32) · (d · s), with s of 8 bits;
 # * Q3_K: the same with (q - 4), of 3 bits, and (s - 32), of 6;
 # * Q2_K: sixteen groups of 16 as those of Q4_K, with s and t of 4 bits.
-
-
-_HALF: Final = 2  # bytes of a float16
-_SCALES: Final = 12  # bytes with the 6 bits of eight scales and eight minimums, or of sixteen scales
-_ZERO: Final = -8  # that of unsigned numbers of 4 bits once they are centred
-
-
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """The numbers of rows of blocks: values of each weight, and for each group what is scaled and what is added."""

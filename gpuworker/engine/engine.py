@@ -37,326 +37,10 @@ from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.lease_session import LeaseSession
 from gpuworker.scheduling.outcomes import Applied, Completion, SequenceFinished
 
-# A step between its submission and its result.
-
-
 _NS = 1_000_000_000
 
 
-@dataclass(slots=True)
-class Flight:
-    """A submitted step: the plan, its future, the predicted seconds, and when the device began it."""
-
-    plan: StepPlan
-    result: Future[StepResult]
-    predicted: float
-    planned: float
-    """When its planning began, on the monotonic clock as all seconds here."""
-    planned_ns: int
-    """The same on the wall clock, which may be set while the step runs: it is read once for a step."""
-    began: float = 0.0
-    submitted: float | None = None
-    after: float | None = None
-    """When the step before it was over, if no other step was in flight then or since."""
-    ahead: bool = False
-    """Whether it was planned while another step was in flight."""
-
-    def begin(self, clock: Clock) -> None:
-        """Note that no other step is before it: at its submission, or when the step before it is over."""
-        self.began = clock.monotonic()
-        if self.submitted is None:
-            self.submitted = self.began
-
-    def wall_ns(self, instant: float) -> int:
-        """Return the time of an instant for spans; those of one step have the order of their instants."""
-        return self.planned_ns + round(max(0.0, instant - self.planned) * _NS)
-
-    def record(self, result: StepResult, ended: float, traced: tuple[SequenceId, ...]) -> StepRecord:
-        """Return what a span of the step says; `traced` are its sequences that have spans of their own."""
-        plan = self.plan
-        submitted = self.began if self.submitted is None else self.submitted
-        decodes = sum(1 for row in plan.rows if row.samples and row.length == 1)
-        return StepRecord(
-            step=plan.step,
-            begin_ns=self.planned_ns,
-            end_ns=self.wall_ns(ended),
-            decodes=decodes,
-            prefill_tokens=plan.scheduled_tokens - plan.drafts - decodes,
-            drafts=plan.drafts,
-            predicted=self.predicted,
-            planning=max(0.0, submitted - self.planned - plan.guessing),
-            guessing=plan.guessing,
-            waiting=self.began - submitted,
-            running=result.seconds,
-            finishing=max(0.0, ended - self.began - result.seconds),
-            traced=traced,
-        )
-
-
-# The outputs of one turn of the engine's loop, until they go to the sink.
-
-
-@dataclass(slots=True)
-class GatheredOutputs:
-    """The outputs of one turn of the engine's loop."""
-
-    admitted: list[Admit] = field(default_factory=list)
-    tokens: list[tuple[SequenceId, tuple[int, ...]]] = field(default_factory=list)
-    logprobs: dict[SequenceId, list[TokenLogprobs]] = field(default_factory=dict)
-    finished: list[SequenceFinished] = field(default_factory=list)
-    preempted: list[SequenceId] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    prompt_logprobs: dict[SequenceId, list[TokenLogprobs]] = field(default_factory=dict)
-    recounted: dict[SequenceId, int] = field(default_factory=dict)
-    started: list[Started] = field(default_factory=list)
-    steps: list[StepRecord] = field(default_factory=list)
-    delayed: list[Delayed] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        events = self.tokens or self.admitted or self.finished or self.preempted or self.chunks
-        return bool(events or self.prompt_logprobs or self.recounted or self.started or self.steps or self.delayed)
-
-    def pack(self, step: int, at: float = 0.0, lost: float = 0.0) -> EngineOutputs:
-        """Return the gathered outputs and clear them; `at` and `lost` are those of EngineOutputs."""
-        outputs = EngineOutputs(
-            step,
-            tuple(self.admitted),
-            tuple(self.tokens),
-            _tuples(self.logprobs),
-            tuple(self.finished),
-            tuple(self.preempted),
-            tuple(self.chunks),
-            _tuples(self.prompt_logprobs),
-            self.recounted.copy(),
-            tuple(self.started),
-            tuple(self.steps),
-            tuple(self.delayed),
-            at,
-            lost,
-        )
-        for part in (self.admitted, self.tokens, self.finished, self.preempted, self.chunks):
-            part.clear()
-        for told in (self.started, self.steps, self.delayed):
-            told.clear()
-        self.logprobs.clear()
-        self.prompt_logprobs.clear()
-        self.recounted.clear()
-        return outputs
-
-
-def _tuples(lists: dict[SequenceId, list[TokenLogprobs]]) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
-    return {sequence: tuple(each) for sequence, each in lists.items()}
-
-
-# How long a report that nothing waits for gathers the content of short steps.
-# A message costs both ends more than its content. Such a report is looked for after 50 ms, or once the sequences
-# have used a quarter of their runway: a lease want that rises must reach the manager long before a sequence needs
-# the block.
-
-
-GATHER_SECONDS: Final = 0.05
-
-
-class ReportPace:
-    """The time and the slots since the engine last looked for a report."""
-
-    __slots__ = ("_looked", "_most_slots", "_slots")
-
-    def __init__(self, runway_slots: int) -> None:
-        self._most_slots = max(1, runway_slots // 4)
-        self._looked, self._slots = -math.inf, 0
-
-    def completed(self, plan: StepPlan) -> None:
-        """Count the slots by which a sequence may have come further in a step."""
-        self._slots += 1 + (max(len(row.drafts) for row in plan.rows) if plan.drafts else 0)
-
-    def due(self, now: float) -> bool:
-        """Whether the content has gathered for long enough."""
-        return self._slots >= self._most_slots or now - self._looked >= GATHER_SECONDS
-
-    def looked(self, now: float) -> None:
-        self._looked, self._slots = now, 0
-
-
-# Watches admitted sequences until their first step: how long they wait, and for whom the worker computes then.
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """When a sequence was admitted, and the positions computed since: in all, and of the longest row of each step."""
-
-    since: float
-    computed: int = 0
-    longest: Counter[SequenceId] = field(default_factory=Counter)
-
-
-class StartWatch:
-    """A step costs nothing here while every admitted sequence has begun. Times are readings of Clock.monotonic."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[SequenceId, _Waiting] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
-    def admitted(self, sequence: SequenceId, now: float) -> None:
-        self._waiting[sequence] = _Waiting(now)
-
-    def left(self, sequence: SequenceId) -> None:
-        """Forget a sequence that ended or lost its blocks."""
-        self._waiting.pop(sequence, None)
-
-    def clear(self) -> None:
-        self._waiting.clear()
-
-    def stepped(self, plan: StepPlan, began: float, name: Callable[[SequenceId], str]) -> Iterable[Started]:
-        """Return the sequences whose first step this was; count its positions for those that still wait.
-
-        `name` returns the request of a sequence, or "" where it has gone.
-        """
-        rows = {row.sequence: row.length for row in plan.rows}
-        started = [self._started(each, began, name) for each in rows if each in self._waiting]
-        longest, computed = max(rows, key=lambda each: rows[each]), sum(rows.values())
-        for waiting in self._waiting.values():
-            waiting.computed += computed
-            if rows[longest] > 1:  # a prompt; a decode takes one position, and delays no other row
-                waiting.longest[longest] += rows[longest]
-        return started
-
-    def _started(self, sequence: SequenceId, began: float, name: Callable[[SequenceId], str]) -> Started:
-        waiting = self._waiting.pop(sequence)
-        most = waiting.longest.most_common(1)
-        ahead_of = name(most[0][0]) if most else ""
-        return Started(sequence, max(0.0, began - waiting.since), waiting.computed, ahead_of)
-
-
-# Watches what holds sequences up for want of blocks: a KV manager that is away, and an empty pool.
-
-
-# Seconds below which a delay is told with the next one.
-_LEAST_S: Final = 0.02
-
-
-class DelayWatch:
-    """A step costs nothing here while every sequence has blocks. Times are readings of Clock.monotonic.
-
-    `away` returns the seconds between two times in which no KV manager answered.
-    """
-
-    def __init__(self, away: Callable[[float, float], float]) -> None:
-        self._away = away
-        # Since when sequences wait to be admitted, and since when those that run have no block.
-        self._waiting: dict[SequenceId, float] = {}
-        self._stalled: dict[SequenceId, float] = {}
-        # Delays of sequences that run again, and were too short to be told.
-        self._untold: dict[SequenceId, Delayed] = {}
-
-    def waits(self, sequence: SequenceId, now: float) -> None:
-        """Watch a sequence that waits to be admitted, from now on if it did not before."""
-        self._waiting.setdefault(sequence, now)
-
-    def admitted(self, sequence: SequenceId, now: float) -> Iterator[Delayed]:
-        """Yield what of a sequence's wait the manager was away."""
-        since = self._waiting.pop(sequence, now)
-        if now > since and (away := self._away(since, now)) > 0.0:
-            yield Delayed(sequence, 0.0, away)
-
-    def planned(self, stalled: Collection[SequenceId], now: float) -> Iterator[Delayed]:
-        """Yield the delays of sequences that have blocks again; `stalled` are those that have none."""
-        if self._stalled or stalled:
-            for sequence in self._stalled.keys() - stalled:
-                yield from self._told(self._ended(sequence, now), _LEAST_S)
-            for sequence in stalled:
-                self._stalled.setdefault(sequence, now)
-
-    def left(self, sequence: SequenceId, now: float) -> Iterator[Delayed]:
-        """Yield the delays of a sequence that ended or lost its blocks, and forget it."""
-        yield from self.admitted(sequence, now)
-        if sequence in self._stalled:
-            yield from self._told(self._ended(sequence, now), 0.0)
-        elif (untold := self._untold.pop(sequence, None)) is not None:
-            yield untold
-
-    def _ended(self, sequence: SequenceId, now: float) -> Delayed:
-        since = self._stalled.pop(sequence)
-        before = self._untold.pop(sequence, Delayed(sequence, 0.0, 0.0))
-        return Delayed(sequence, before.stalled + now - since, before.away + self._away(since, now))
-
-    def _told(self, delay: Delayed, least: float) -> Iterator[Delayed]:
-        if delay.stalled >= least:
-            yield delay
-        else:
-            self._untold[delay.sequence] = delay
-
-
-# What traced sequences did in their steps: a prefill chunk is told at once, all decode steps together at the end.
-
-
-class _Traced:
-    """One traced sequence: the length of its prompt, and the sum of its decode steps."""
-
-    __slots__ = ("begin_ns", "drafts", "end_ns", "prompt_tokens", "start", "steps")
-
-    def __init__(self, prompt_tokens: int) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.begin_ns = self.end_ns = self.start = self.steps = self.drafts = 0
-
-
-class TracedSteps:
-    """The traced sequences of an engine. A decode step of one costs no object: it is added to a sum."""
-
-    def __init__(self) -> None:
-        self._traced: dict[SequenceId, _Traced] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._traced)
-
-    def follow(self, sequence: SequenceId, prompt_tokens: int) -> None:
-        """Trace a sequence from now on."""
-        self._traced[sequence] = _Traced(prompt_tokens)
-
-    def stepped(self, plan: StepPlan, begin_ns: int, end_ns: int) -> list[Chunk]:
-        """Take in a step; return what its rows computed of prompts, or anew after a preemption."""
-        chunks, find = list[Chunk](), self._traced.get
-        # Rows are unpacked, and hold few conditions: a step has a row for each sequence.
-        for sequence, start, length, _, samples, drafts in plan.rows:
-            one = find(sequence)
-            if one is None:
-                continue
-            if samples and length == 1 and start >= one.prompt_tokens:
-                if not one.steps:
-                    one.begin_ns, one.start = begin_ns, start
-                one.end_ns = end_ns
-                one.steps += 1
-                if drafts:
-                    one.drafts += len(drafts)
-            else:
-                chunks.append(Chunk(sequence, start, length, begin_ns, end_ns, drafts=len(drafts)))
-        return chunks
-
-    def among(self, plan: StepPlan) -> tuple[SequenceId, ...]:
-        """Return the traced sequences of a step."""
-        return tuple(row.sequence for row in plan.rows if row.sequence in self._traced)
-
-    def ended(self, sequence: SequenceId) -> tuple[Chunk, ...]:
-        """Forget a sequence; return its decode steps, if it was traced and had any."""
-        one = self._traced.pop(sequence, None)
-        if one is None or not one.steps:
-            return ()
-        # The wall clock may have been set back since the first step.
-        end_ns = max(one.begin_ns, one.end_ns)
-        return (Chunk(sequence, one.start, one.steps, one.begin_ns, end_ns, True, one.drafts, one.steps),)
-
-    def keep(self, sequences: Collection[SequenceId]) -> None:
-        """Forget all others."""
-        self._traced = {each: one for each, one in self._traced.items() if each in sequences}
-
-
-log = logging.getLogger(__name__)
-
-_LOAD_AGE_SECONDS = 0.05
-
-
+# A step between its submission and its result.
 class Engine:
     """Runs sequences until it is stopped. Any thread may call `submit`, `cancel`, `hand_over`, `load` and `wake`.
 
@@ -760,3 +444,308 @@ class Engine:
             mixed_times=self._rates.mixed_times,
             drafts=self._drafts,
         )
+
+
+@dataclass(slots=True)
+class Flight:
+    """A submitted step: the plan, its future, the predicted seconds, and when the device began it."""
+
+    plan: StepPlan
+    result: Future[StepResult]
+    predicted: float
+    planned: float
+    """When its planning began, on the monotonic clock as all seconds here."""
+    planned_ns: int
+    """The same on the wall clock, which may be set while the step runs: it is read once for a step."""
+    began: float = 0.0
+    submitted: float | None = None
+    after: float | None = None
+    """When the step before it was over, if no other step was in flight then or since."""
+    ahead: bool = False
+    """Whether it was planned while another step was in flight."""
+
+    def begin(self, clock: Clock) -> None:
+        """Note that no other step is before it: at its submission, or when the step before it is over."""
+        self.began = clock.monotonic()
+        if self.submitted is None:
+            self.submitted = self.began
+
+    def wall_ns(self, instant: float) -> int:
+        """Return the time of an instant for spans; those of one step have the order of their instants."""
+        return self.planned_ns + round(max(0.0, instant - self.planned) * _NS)
+
+    def record(self, result: StepResult, ended: float, traced: tuple[SequenceId, ...]) -> StepRecord:
+        """Return what a span of the step says; `traced` are its sequences that have spans of their own."""
+        plan = self.plan
+        submitted = self.began if self.submitted is None else self.submitted
+        decodes = sum(1 for row in plan.rows if row.samples and row.length == 1)
+        return StepRecord(
+            step=plan.step,
+            begin_ns=self.planned_ns,
+            end_ns=self.wall_ns(ended),
+            decodes=decodes,
+            prefill_tokens=plan.scheduled_tokens - plan.drafts - decodes,
+            drafts=plan.drafts,
+            predicted=self.predicted,
+            planning=max(0.0, submitted - self.planned - plan.guessing),
+            guessing=plan.guessing,
+            waiting=self.began - submitted,
+            running=result.seconds,
+            finishing=max(0.0, ended - self.began - result.seconds),
+            traced=traced,
+        )
+
+
+# The outputs of one turn of the engine's loop, until they go to the sink.
+@dataclass(slots=True)
+class GatheredOutputs:
+    """The outputs of one turn of the engine's loop."""
+
+    admitted: list[Admit] = field(default_factory=list)
+    tokens: list[tuple[SequenceId, tuple[int, ...]]] = field(default_factory=list)
+    logprobs: dict[SequenceId, list[TokenLogprobs]] = field(default_factory=dict)
+    finished: list[SequenceFinished] = field(default_factory=list)
+    preempted: list[SequenceId] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    prompt_logprobs: dict[SequenceId, list[TokenLogprobs]] = field(default_factory=dict)
+    recounted: dict[SequenceId, int] = field(default_factory=dict)
+    started: list[Started] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    delayed: list[Delayed] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        events = self.tokens or self.admitted or self.finished or self.preempted or self.chunks
+        return bool(events or self.prompt_logprobs or self.recounted or self.started or self.steps or self.delayed)
+
+    def pack(self, step: int, at: float = 0.0, lost: float = 0.0) -> EngineOutputs:
+        """Return the gathered outputs and clear them; `at` and `lost` are those of EngineOutputs."""
+        outputs = EngineOutputs(
+            step,
+            tuple(self.admitted),
+            tuple(self.tokens),
+            _tuples(self.logprobs),
+            tuple(self.finished),
+            tuple(self.preempted),
+            tuple(self.chunks),
+            _tuples(self.prompt_logprobs),
+            self.recounted.copy(),
+            tuple(self.started),
+            tuple(self.steps),
+            tuple(self.delayed),
+            at,
+            lost,
+        )
+        for part in (self.admitted, self.tokens, self.finished, self.preempted, self.chunks):
+            part.clear()
+        for told in (self.started, self.steps, self.delayed):
+            told.clear()
+        self.logprobs.clear()
+        self.prompt_logprobs.clear()
+        self.recounted.clear()
+        return outputs
+
+
+def _tuples(lists: dict[SequenceId, list[TokenLogprobs]]) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
+    return {sequence: tuple(each) for sequence, each in lists.items()}
+
+
+GATHER_SECONDS: Final = 0.05
+
+
+# How long a report that nothing waits for gathers the content of short steps.
+# A message costs both ends more than its content. Such a report is looked for after 50 ms, or once the sequences
+# have used a quarter of their runway: a lease want that rises must reach the manager long before a sequence needs
+# the block.
+class ReportPace:
+    """The time and the slots since the engine last looked for a report."""
+
+    __slots__ = ("_looked", "_most_slots", "_slots")
+
+    def __init__(self, runway_slots: int) -> None:
+        self._most_slots = max(1, runway_slots // 4)
+        self._looked, self._slots = -math.inf, 0
+
+    def completed(self, plan: StepPlan) -> None:
+        """Count the slots by which a sequence may have come further in a step."""
+        self._slots += 1 + (max(len(row.drafts) for row in plan.rows) if plan.drafts else 0)
+
+    def due(self, now: float) -> bool:
+        """Whether the content has gathered for long enough."""
+        return self._slots >= self._most_slots or now - self._looked >= GATHER_SECONDS
+
+    def looked(self, now: float) -> None:
+        self._looked, self._slots = now, 0
+
+
+# Watches admitted sequences until their first step: how long they wait, and for whom the worker computes then.
+@dataclass(slots=True)
+class _Waiting:
+    """When a sequence was admitted, and the positions computed since: in all, and of the longest row of each step."""
+
+    since: float
+    computed: int = 0
+    longest: Counter[SequenceId] = field(default_factory=Counter)
+
+
+class StartWatch:
+    """A step costs nothing here while every admitted sequence has begun. Times are readings of Clock.monotonic."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[SequenceId, _Waiting] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def admitted(self, sequence: SequenceId, now: float) -> None:
+        self._waiting[sequence] = _Waiting(now)
+
+    def left(self, sequence: SequenceId) -> None:
+        """Forget a sequence that ended or lost its blocks."""
+        self._waiting.pop(sequence, None)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+    def stepped(self, plan: StepPlan, began: float, name: Callable[[SequenceId], str]) -> Iterable[Started]:
+        """Return the sequences whose first step this was; count its positions for those that still wait.
+
+        `name` returns the request of a sequence, or "" where it has gone.
+        """
+        rows = {row.sequence: row.length for row in plan.rows}
+        started = [self._started(each, began, name) for each in rows if each in self._waiting]
+        longest, computed = max(rows, key=lambda each: rows[each]), sum(rows.values())
+        for waiting in self._waiting.values():
+            waiting.computed += computed
+            if rows[longest] > 1:  # a prompt; a decode takes one position, and delays no other row
+                waiting.longest[longest] += rows[longest]
+        return started
+
+    def _started(self, sequence: SequenceId, began: float, name: Callable[[SequenceId], str]) -> Started:
+        waiting = self._waiting.pop(sequence)
+        most = waiting.longest.most_common(1)
+        ahead_of = name(most[0][0]) if most else ""
+        return Started(sequence, max(0.0, began - waiting.since), waiting.computed, ahead_of)
+
+
+# Seconds below which a delay is told with the next one.
+_LEAST_S: Final = 0.02
+
+
+# Watches what holds sequences up for want of blocks: a KV manager that is away, and an empty pool.
+class DelayWatch:
+    """A step costs nothing here while every sequence has blocks. Times are readings of Clock.monotonic.
+
+    `away` returns the seconds between two times in which no KV manager answered.
+    """
+
+    def __init__(self, away: Callable[[float, float], float]) -> None:
+        self._away = away
+        # Since when sequences wait to be admitted, and since when those that run have no block.
+        self._waiting: dict[SequenceId, float] = {}
+        self._stalled: dict[SequenceId, float] = {}
+        # Delays of sequences that run again, and were too short to be told.
+        self._untold: dict[SequenceId, Delayed] = {}
+
+    def waits(self, sequence: SequenceId, now: float) -> None:
+        """Watch a sequence that waits to be admitted, from now on if it did not before."""
+        self._waiting.setdefault(sequence, now)
+
+    def admitted(self, sequence: SequenceId, now: float) -> Iterator[Delayed]:
+        """Yield what of a sequence's wait the manager was away."""
+        since = self._waiting.pop(sequence, now)
+        if now > since and (away := self._away(since, now)) > 0.0:
+            yield Delayed(sequence, 0.0, away)
+
+    def planned(self, stalled: Collection[SequenceId], now: float) -> Iterator[Delayed]:
+        """Yield the delays of sequences that have blocks again; `stalled` are those that have none."""
+        if self._stalled or stalled:
+            for sequence in self._stalled.keys() - stalled:
+                yield from self._told(self._ended(sequence, now), _LEAST_S)
+            for sequence in stalled:
+                self._stalled.setdefault(sequence, now)
+
+    def left(self, sequence: SequenceId, now: float) -> Iterator[Delayed]:
+        """Yield the delays of a sequence that ended or lost its blocks, and forget it."""
+        yield from self.admitted(sequence, now)
+        if sequence in self._stalled:
+            yield from self._told(self._ended(sequence, now), 0.0)
+        elif (untold := self._untold.pop(sequence, None)) is not None:
+            yield untold
+
+    def _ended(self, sequence: SequenceId, now: float) -> Delayed:
+        since = self._stalled.pop(sequence)
+        before = self._untold.pop(sequence, Delayed(sequence, 0.0, 0.0))
+        return Delayed(sequence, before.stalled + now - since, before.away + self._away(since, now))
+
+    def _told(self, delay: Delayed, least: float) -> Iterator[Delayed]:
+        if delay.stalled >= least:
+            yield delay
+        else:
+            self._untold[delay.sequence] = delay
+
+
+# What traced sequences did in their steps: a prefill chunk is told at once, all decode steps together at the end.
+class _Traced:
+    """One traced sequence: the length of its prompt, and the sum of its decode steps."""
+
+    __slots__ = ("begin_ns", "drafts", "end_ns", "prompt_tokens", "start", "steps")
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.begin_ns = self.end_ns = self.start = self.steps = self.drafts = 0
+
+
+class TracedSteps:
+    """The traced sequences of an engine. A decode step of one costs no object: it is added to a sum."""
+
+    def __init__(self) -> None:
+        self._traced: dict[SequenceId, _Traced] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._traced)
+
+    def follow(self, sequence: SequenceId, prompt_tokens: int) -> None:
+        """Trace a sequence from now on."""
+        self._traced[sequence] = _Traced(prompt_tokens)
+
+    def stepped(self, plan: StepPlan, begin_ns: int, end_ns: int) -> list[Chunk]:
+        """Take in a step; return what its rows computed of prompts, or anew after a preemption."""
+        chunks, find = list[Chunk](), self._traced.get
+        # Rows are unpacked, and hold few conditions: a step has a row for each sequence.
+        for sequence, start, length, _, samples, drafts in plan.rows:
+            one = find(sequence)
+            if one is None:
+                continue
+            if samples and length == 1 and start >= one.prompt_tokens:
+                if not one.steps:
+                    one.begin_ns, one.start = begin_ns, start
+                one.end_ns = end_ns
+                one.steps += 1
+                if drafts:
+                    one.drafts += len(drafts)
+            else:
+                chunks.append(Chunk(sequence, start, length, begin_ns, end_ns, drafts=len(drafts)))
+        return chunks
+
+    def among(self, plan: StepPlan) -> tuple[SequenceId, ...]:
+        """Return the traced sequences of a step."""
+        return tuple(row.sequence for row in plan.rows if row.sequence in self._traced)
+
+    def ended(self, sequence: SequenceId) -> tuple[Chunk, ...]:
+        """Forget a sequence; return its decode steps, if it was traced and had any."""
+        one = self._traced.pop(sequence, None)
+        if one is None or not one.steps:
+            return ()
+        # The wall clock may have been set back since the first step.
+        end_ns = max(one.begin_ns, one.end_ns)
+        return (Chunk(sequence, one.start, one.steps, one.begin_ns, end_ns, True, one.drafts, one.steps),)
+
+    def keep(self, sequences: Collection[SequenceId]) -> None:
+        """Forget all others."""
+        self._traced = {each: one for each, one in self._traced.items() if each in sequences}
+
+
+log = logging.getLogger(__name__)
+
+
+_LOAD_AGE_SECONDS = 0.05

@@ -53,15 +53,13 @@ from common.wire.lease_codec import (
 from gpuworker.scheduling.manager_silence import ManagerSilence
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
-# One stream of a worker to a KV manager: what is queued for it, how long grants take, and why it is to end.
-
-
 LeaseCall: TypeAlias = "aio.StreamStreamCall[kvmanager_pb2.SessionRequest, kvmanager_pb2.SessionResponse]"
 
 ANSWER_TIMEOUT_S: Final = 30.0
 _UNANSWERED: Final = 256
 
 
+# One stream of a worker to a KV manager: what is queued for it, how long grants take, and why it is to end.
 @dataclass(slots=True)
 class Connection:
     """One stream. `session` is the session offered on it, None before; `ended` says why the stream is to end.

@@ -51,14 +51,12 @@ from gpuworker.scheduling.draft_store import DraftStore
 from gpuworker.scheduling.drafting import MAX_STEP_DRAFTS, Speculation
 from gpuworker.structured.grammars import GrammarCompiler
 
-# Builds a worker's draft model: loaded and tested as the target is, with a runner and a KV cache of its own.
-
-
 _log = logging.getLogger(__name__)
 _MEASURED = 64  # tokens of the text on which a draft model is timed at start
 Open = Callable[[ModelSource], tuple[TransformersModel | LlamaModel, KvGeometry]]
 
 
+# Builds a worker's draft model: loaded and tested as the target is, with a runner and a KV cache of its own.
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
     """A draft model whose weights are there, and nothing else yet."""
@@ -137,8 +135,6 @@ def _time(draft: RunnerDraftModel, tokens: int) -> None:
 
 
 # Refuses --speculative where verified drafts could change tokens, or where none is sampled.
-
-
 def refuse_unequal_drafts(kind: str, model: TransformersModel | LlamaModel, pooling: Pooling | None) -> None:
     """Raise InvalidConfig unless the tokens of a step with drafts are those of steps without."""
     why = _why_not(model, pooling)

@@ -29,18 +29,16 @@ from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, LauncherFactor
 from gpuworker.sampling.rows import SampledTokens
 from gpuworker.sampling.truncation import invert
 
+_BUFFERS = 2  # at most two steps are unfinished, so the second last transfer is over when the next begins
+_PER_ROW = 8  # words of 32 bits in RowFields
+
+
 # The inputs of captured steps: tensors at fixed addresses, filled by one transfer from pinned memory a step.
 # A step of R rows runs as a step of a captured size. The rows beyond R are padding. They have no context and no
 # slot to write, and their samples go to a spare place beside the token table. The memory has the same layout on the
 # device and on the host. First come the fields of every row, for the largest number of rows. Then come the block
 # tables of this step's rows, as wide as this step needs. So a transfer is a few kilobytes, whatever the longest
 # context.
-
-
-_BUFFERS = 2  # at most two steps are unfinished, so the second last transfer is over when the next begins
-_PER_ROW = 8  # words of 32 bits in RowFields
-
-
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Return the numbers of rows to capture, rising: 1, 2, 4, then multiples of 8, from 64 on of 16, and the most."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs + 16, 16)]

@@ -35,10 +35,9 @@ from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.mask_thread import GrammarMaskThread
 from gpuworker.structured.native_matchers import Follower, follower, native_matchers
 
+
 # The sequences that the runner holds: each has a batch index, its row of the token table and of the block tables.
 # The block tables lie on the host and are kept from step to step, because a row seldom gains more than one block.
-
-
 @dataclass(slots=True)
 class BatchEntry:
     """One sequence of the batch; `blocks` are those that its row of the block table holds."""

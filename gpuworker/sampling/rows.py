@@ -14,12 +14,10 @@ from gpuworker.sampling.masks import GrammarBitmask
 from gpuworker.scheduling.splitmix64 import GOLDEN, MIX_1, MIX_2
 from gpuworker.scheduling.stopping import FinishCause
 
-# The random numbers of samples: each depends on the seed and the position of its token alone.
-
-
 _GOLDEN, _MIX_1, _MIX_2 = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
 
 
+# The random numbers of samples: each depends on the seed and the position of its token alone.
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Return one number in [0, 1) with 53 random bits for each (seed, position): splitmix64, keyed twice."""
     with np.errstate(over="ignore"):

@@ -36,12 +36,10 @@ from gpuworker.sampling.rows import (
 from gpuworker.sampling.scoring import best_tokens
 from gpuworker.sampling.truncation import Truncation, invert, sample_truncated
 
-# Forbids tokens that would complete a bad word, on any device and without waiting for it.
-
-
 _ANY = -1  # fills short words from the left
 
 
+# Forbids tokens that would complete a bad word, on any device and without waiting for it.
 class BadWords:
     """W bad words of a batch of rows. A word forbids its last token after output that ends with its other tokens."""
 

@@ -21,9 +21,8 @@ from gpuworker.native.library import best
 from gpuworker.sampling.rows import Int32Array, Int64Array, PromptScores
 from gpuworker.scheduling.batch_plan import StepPlan
 
+
 # The largest values of a row, in an order that depends on the row alone.
-
-
 def best_tokens(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the largest `count` of float32 values [n, vocab] and their ids, of equal ones the lowest ids first.
 

@@ -37,266 +37,6 @@ from gpuworker.scheduling.sequence import NewSequence, Sequence
 from gpuworker.scheduling.step_scheduler import StepScheduler
 from gpuworker.scheduling.stopping import LENGTH
 
-# Closes blocks once a step has computed them: seals those that are full, frees those that no layer reads any more.
-
-
-class BlockCloser:
-    """The rules by which completed steps change the content of blocks. It has no state of its own.
-
-    A `step` is that of the last plan: it may have used the blocks too.
-    """
-
-    def __init__(self, block_size: int, window: int, blocks: BlockStates, report: ReportBuilder) -> None:
-        self._block_size, self._window = block_size, window
-        self._shift = block_size.bit_length() - 1
-        self._blocks = blocks
-        self._report = report
-
-    def close(self, sequence: Sequence, row: ScheduledRow, end: int, step: int) -> None:
-        """Seal each block whose last slot before position `end` a row wrote, by its id in the row's snapshot.
-
-        None is sealed past the accepted tokens.
-        """
-        if sequence.hashed:
-            for index in range(row.start >> self._shift, min(end, len(sequence.tokens)) >> self._shift):
-                self._seal(row.blocks[index], sequence, index, step)
-        if self._window:
-            self._trim(sequence, end, step)
-
-    def _seal(self, block: BlockId, sequence: Sequence, index: int, step: int) -> None:
-        block_hashes, parts = sequence.block_hashes, sequence.parts_of(index) if sequence.partly else ()
-        parent = block_hashes[index - 1] if index else None
-        self._blocks.content[block] = Content(block_hashes[index], parent, index, step)
-        self._report.seal(block, block_hashes[index], parts)
-
-    def _trim(self, sequence: Sequence, next_position: int, step: int) -> None:
-        """Free leading blocks that no position from `next_position` on reads; steps in flight start there or later."""
-        gone = blocks_before_window(next_position, self._window, self._block_size)
-        if gone <= sequence.trimmed or sequence.phase is not SequencePhase.RUNNING:
-            return
-        self._blocks.let_go(sequence.block_table[sequence.trimmed : gone], step)
-        sequence.block_table[sequence.trimmed : gone] = [TRIMMED] * (gone - sequence.trimmed)
-        sequence.snapshot = None
-        sequence.trimmed = gone
-        self._report.trim(sequence.id, gone)
-
-
-# Checks a batch of grants before any of it is applied: kernels and copies use block ids as they are.
-
-
-def check_grants(
-    batch: GrantBatch, blocks: BlockStates, sequences: Mapping[SequenceId, Sequence], block_size: int, window: int = 0
-) -> None:
-    """Raise ProtocolViolation when a grant names a block that there is not, or that the worker still holds.
-
-    Raises it also for a block table that is too long for its sequence, that leaves nothing to compute, or that lacks a
-    block which the sequence reads.
-    """
-    blocks.refuse_unknown(batch.lease)
-    for admit in batch.admit:
-        empty = leading_empty(admit.block_table)
-        blocks.refuse_unknown(admit.block_table[empty:])
-        if empty:
-            _check_window(admit, empty, blocks, sequences.get(admit.sequence), block_size, window)
-        _check_table(admit, sequences.get(admit.sequence), block_size)
-    granted = [block for admit in batch.admit for block in admit.block_table[admit.n_shared :]]
-    blocks.refuse_held([*granted, *batch.lease])
-    if batch.copy:
-        blocks.refuse_unknown([copy.src for copy in batch.copy])
-        _check_targets([copy.dst for copy in batch.copy], frozenset(granted))
-
-
-def leading_empty(block_table: tuple[BlockId, ...]) -> int:
-    """Return how many places at the start of a block table have no block."""
-    if not block_table or block_table[0] != TRIMMED:
-        return 0
-    return next((place for place, block in enumerate(block_table) if block != TRIMMED), len(block_table))
-
-
-def _check_window(
-    admit: Admit, empty: int, blocks: BlockStates, sequence: Sequence | None, block_size: int, window: int
-) -> None:
-    """Check that no token behind the shared blocks reads an empty place, and that all they read is there already."""
-    shared = admit.block_table[empty : admit.n_shared]
-    most = blocks_before_window(admit.n_shared * block_size, window, block_size)
-    if not shared or empty > most:
-        what = f"a block table without its first {empty} blocks, of {admit.n_shared} shared; it may lack {most}"
-        raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")
-    for place, block in enumerate(shared, start=empty):
-        content = blocks.content.get(block)
-        wanted = sequence.block_hashes[place : place + 1] if sequence is not None else None
-        other = content is not None and wanted is not None and wanted != [content.hash]
-        if blocks.fill[block] != block_size or other:
-            what = f"block {block}, which is not the full block {place} of it, behind {empty} that it lacks"
-            raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")
-
-
-def _check_table(admit: Admit, sequence: Sequence | None, block_size: int) -> None:
-    length, shared = len(admit.block_table), admit.n_shared
-    if shared > length:
-        raise ProtocolViolation(f"sequence {admit.sequence} shares {shared} blocks of a block table of {length}")
-    if sequence is None:
-        return
-    if shared * block_size >= len(sequence.tokens):
-        raise ProtocolViolation(f"sequence {sequence.id} shares {shared} blocks: all of its tokens")
-    if shared and sequence.computes_all:
-        raise ProtocolViolation(f"sequence {sequence.id} shares {shared} blocks, and computes all its tokens")
-    most = -(-sequence.limit // block_size)
-    if length > most:
-        raise ProtocolViolation(f"sequence {sequence.id} was granted {length} blocks; at most {most} fit")
-
-
-def _check_targets(targets: Collection[BlockId], granted: frozenset[BlockId]) -> None:
-    for block in targets:
-        if block not in granted:
-            raise ProtocolViolation(f"block {block} is the target of a copy, and no admission grants it")
-
-
-# Applies what the manager grants: copies of blocks, block tables of waiting sequences, and leases for the pool.
-
-
-class GrantApplier:
-    """The rules by which grants change blocks and sequences. It has no state of its own."""
-
-    def __init__(
-        self,
-        config: AgentConfig,
-        sequences: dict[SequenceId, Sequence],
-        blocks: BlockStates,
-        scheduler: StepScheduler,
-        partial_copies: PartialCopies,
-    ) -> None:
-        self._block_size, self._window = config.block_size, config.window
-        self._sequences = sequences
-        self._blocks = blocks
-        self._scheduler = scheduler
-        self._partial_copies = partial_copies
-
-    def apply(self, batch: GrantBatch) -> tuple[Admit, ...]:
-        """Apply the grants of a batch, and return the admissions of sequences that still waited.
-
-        Raises ProtocolViolation, with nothing applied, as `check_grants` does.
-        """
-        check_grants(batch, self._blocks, self._sequences, self._block_size, self._window)
-        for copy in batch.copy:
-            slots = copy.length % self._block_size or self._block_size
-            self._blocks.copy(copy.src, copy.dst, slots)
-        copied = frozenset(copy.dst for copy in batch.copy)
-        admitted = tuple([admit for admit in batch.admit if self._admit(admit, copied)])
-        if batch.copy:
-            self._partial_copies.granted(admitted, batch.copy, self._block_size)
-        for block in batch.lease:
-            self._blocks.lease(block)
-        return admitted
-
-    def _admit(self, admit: Admit, copied: frozenset[BlockId]) -> bool:
-        """Empty the granted blocks; give the block table to the sequence if it still waits.
-
-        The blocks of a dropped admission are emptied too: a second sharer may already be admitted on them.
-        """
-        sequence = self._sequences.get(admit.sequence)
-        self._blocks.reset_fresh(admit.block_table[admit.n_shared :], copied)
-        if sequence is None or sequence.phase is not SequencePhase.WAITING:
-            return False
-        sequence.start(admit.block_table, admit.cached_tokens)
-        if empty := leading_empty(admit.block_table):
-            sequence.trimmed = empty
-            sequence.skip(empty * self._block_size, self._block_size)
-        self._blocks.hold(admit.block_table)
-        self._uncover_last_known(sequence, admit.n_shared)
-        self._scheduler.add_sequence(sequence)
-        return True
-
-    def _uncover_last_known(self, sequence: Sequence, n_shared: int) -> None:
-        """Leave the slot of the last token unfilled in a copied block: its logits must be computed."""
-        index, offset = divmod(len(sequence.tokens) - 1, self._block_size)
-        if n_shared <= index < len(sequence.block_table):
-            block = sequence.block_table[index]
-            self._blocks.fill[block] = min(self._blocks.fill[block], offset)
-
-
-# Audits the worker's own bookkeeping: the holders of each block, its fill, and the content of steps in flight.
-
-
-def violations(
-    sequences: Mapping[SequenceId, Sequence], blocks: BlockStates, in_flight: Iterable[StepPlan], block_size: int
-) -> list[str]:
-    """Return every rule that does not hold, in words; empty when all is well."""
-    return [
-        *_holders(sequences, blocks),
-        *_claims(blocks, block_size),
-        *(text for sequence in sequences.values() for text in _progress(sequence, blocks)),
-        *_flights(sequences, in_flight),
-    ]
-
-
-def _holders(sequences: Mapping[SequenceId, Sequence], blocks: BlockStates) -> list[str]:
-    held = Counter(block for s in sequences.values() for block in s.block_table if block != TRIMMED)
-    found = [f"block {block} is in the pool and in a row" for block in blocks.pool if held[block]]
-    if len(set(blocks.pool)) != len(blocks.pool):
-        found.append("a block is in the pool twice")
-    counted = {block: n for block, n in enumerate(blocks.holders) if n}
-    if counted != dict(held):
-        found.append(f"holders are counted as {counted}, the rows say {dict(held)}")
-    return found
-
-
-def _claims(blocks: BlockStates, block_size: int) -> list[str]:
-    found = [f"block {block} is claimed while in the pool" for block in blocks.pool if block in blocks.content]
-    found += [f"block {block} is claimed and not full" for block in blocks.content if blocks.fill[block] != block_size]
-    return found
-
-
-def _progress(sequence: Sequence, blocks: BlockStates) -> list[str]:
-    name, found = f"sequence {sequence.id}", []
-    if sequence.phase is SequencePhase.WAITING:
-        if sequence.block_table or sequence.in_flight or sequence.sampling:
-            found.append(f"{name} waits and has a row or a step")
-        return found
-    if sequence.snapshot is not None and list(sequence.snapshot) != sequence.block_table:
-        found.append(f"{name} has a stale snapshot of its row")
-    if sequence.num_computed_tokens > len(sequence.tokens) + sequence.sampling:
-        found.append(f"{name} computes position {sequence.num_computed_tokens} of unknown tokens")
-    if not sequence.in_flight and sequence.sampling:
-        found.append(f"{name} awaits a token from no step")
-    return found
-
-
-def _flights(sequences: Mapping[SequenceId, Sequence], in_flight: Iterable[StepPlan]) -> list[str]:
-    flights = Counter(row.sequence for plan in in_flight for row in plan.rows)
-    found = [f"sequence {s} is in a step and forgotten" for s in flights if s not in sequences]
-    found += [
-        f"sequence {s.id} counts {s.in_flight} steps in flight, there are {flights[s.id]}"
-        for s in sequences.values()
-        if s.in_flight != flights[s.id]
-    ]
-    return found
-
-
-# Checks a new sequence: one that could never run is refused at once, with the numbers.
-
-
-def check_request(sequence: Sequence, config: AgentConfig) -> None:
-    """Raise InvalidRequest when a sequence has no token or no room for one more, or needs more blocks than there are.
-
-    A sequence that samples nothing needs no room.
-    """
-    prompt, limit = sequence.prompt_tokens, sequence.limit
-    sampled = int(sequence.new.stop.max_tokens != 0)
-    if not 0 < prompt <= limit - sampled:
-        text = f"{prompt} tokens, with room for {limit} in all: at least one is needed, and room to sample one"
-        raise InvalidRequest(FieldViolation("prompt", text))
-    needed = blocks_needed(prompt, limit, config.block_size, config.window)
-    if needed > config.num_blocks:
-        text = (
-            f"{limit} tokens (prompt {prompt}) need {needed} blocks of {config.block_size}; "
-            f"the worker has {config.num_blocks}: shorten the prompt or lower max_tokens"
-        )
-        raise InvalidRequest(FieldViolation("sampling.max_tokens", text))
-
-
-MAX_STEPS_IN_FLIGHT = 2
-
 
 class LeaseAgent:
     """The sequences, blocks, steps in flight and the report of one worker. Only the engine's thread may use it."""
@@ -618,6 +358,257 @@ class LeaseAgent:
         found = violations(self._sequences, self._blocks, self._in_flight, self.config.block_size)
         if found:
             raise AssertionError("; ".join(found))
+
+
+# Closes blocks once a step has computed them: seals those that are full, frees those that no layer reads any more.
+class BlockCloser:
+    """The rules by which completed steps change the content of blocks. It has no state of its own.
+
+    A `step` is that of the last plan: it may have used the blocks too.
+    """
+
+    def __init__(self, block_size: int, window: int, blocks: BlockStates, report: ReportBuilder) -> None:
+        self._block_size, self._window = block_size, window
+        self._shift = block_size.bit_length() - 1
+        self._blocks = blocks
+        self._report = report
+
+    def close(self, sequence: Sequence, row: ScheduledRow, end: int, step: int) -> None:
+        """Seal each block whose last slot before position `end` a row wrote, by its id in the row's snapshot.
+
+        None is sealed past the accepted tokens.
+        """
+        if sequence.hashed:
+            for index in range(row.start >> self._shift, min(end, len(sequence.tokens)) >> self._shift):
+                self._seal(row.blocks[index], sequence, index, step)
+        if self._window:
+            self._trim(sequence, end, step)
+
+    def _seal(self, block: BlockId, sequence: Sequence, index: int, step: int) -> None:
+        block_hashes, parts = sequence.block_hashes, sequence.parts_of(index) if sequence.partly else ()
+        parent = block_hashes[index - 1] if index else None
+        self._blocks.content[block] = Content(block_hashes[index], parent, index, step)
+        self._report.seal(block, block_hashes[index], parts)
+
+    def _trim(self, sequence: Sequence, next_position: int, step: int) -> None:
+        """Free leading blocks that no position from `next_position` on reads; steps in flight start there or later."""
+        gone = blocks_before_window(next_position, self._window, self._block_size)
+        if gone <= sequence.trimmed or sequence.phase is not SequencePhase.RUNNING:
+            return
+        self._blocks.let_go(sequence.block_table[sequence.trimmed : gone], step)
+        sequence.block_table[sequence.trimmed : gone] = [TRIMMED] * (gone - sequence.trimmed)
+        sequence.snapshot = None
+        sequence.trimmed = gone
+        self._report.trim(sequence.id, gone)
+
+
+# Checks a batch of grants before any of it is applied: kernels and copies use block ids as they are.
+def check_grants(
+    batch: GrantBatch, blocks: BlockStates, sequences: Mapping[SequenceId, Sequence], block_size: int, window: int = 0
+) -> None:
+    """Raise ProtocolViolation when a grant names a block that there is not, or that the worker still holds.
+
+    Raises it also for a block table that is too long for its sequence, that leaves nothing to compute, or that lacks a
+    block which the sequence reads.
+    """
+    blocks.refuse_unknown(batch.lease)
+    for admit in batch.admit:
+        empty = leading_empty(admit.block_table)
+        blocks.refuse_unknown(admit.block_table[empty:])
+        if empty:
+            _check_window(admit, empty, blocks, sequences.get(admit.sequence), block_size, window)
+        _check_table(admit, sequences.get(admit.sequence), block_size)
+    granted = [block for admit in batch.admit for block in admit.block_table[admit.n_shared :]]
+    blocks.refuse_held([*granted, *batch.lease])
+    if batch.copy:
+        blocks.refuse_unknown([copy.src for copy in batch.copy])
+        _check_targets([copy.dst for copy in batch.copy], frozenset(granted))
+
+
+def leading_empty(block_table: tuple[BlockId, ...]) -> int:
+    """Return how many places at the start of a block table have no block."""
+    if not block_table or block_table[0] != TRIMMED:
+        return 0
+    return next((place for place, block in enumerate(block_table) if block != TRIMMED), len(block_table))
+
+
+def _check_window(
+    admit: Admit, empty: int, blocks: BlockStates, sequence: Sequence | None, block_size: int, window: int
+) -> None:
+    """Check that no token behind the shared blocks reads an empty place, and that all they read is there already."""
+    shared = admit.block_table[empty : admit.n_shared]
+    most = blocks_before_window(admit.n_shared * block_size, window, block_size)
+    if not shared or empty > most:
+        what = f"a block table without its first {empty} blocks, of {admit.n_shared} shared; it may lack {most}"
+        raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")
+    for place, block in enumerate(shared, start=empty):
+        content = blocks.content.get(block)
+        wanted = sequence.block_hashes[place : place + 1] if sequence is not None else None
+        other = content is not None and wanted is not None and wanted != [content.hash]
+        if blocks.fill[block] != block_size or other:
+            what = f"block {block}, which is not the full block {place} of it, behind {empty} that it lacks"
+            raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")
+
+
+def _check_table(admit: Admit, sequence: Sequence | None, block_size: int) -> None:
+    length, shared = len(admit.block_table), admit.n_shared
+    if shared > length:
+        raise ProtocolViolation(f"sequence {admit.sequence} shares {shared} blocks of a block table of {length}")
+    if sequence is None:
+        return
+    if shared * block_size >= len(sequence.tokens):
+        raise ProtocolViolation(f"sequence {sequence.id} shares {shared} blocks: all of its tokens")
+    if shared and sequence.computes_all:
+        raise ProtocolViolation(f"sequence {sequence.id} shares {shared} blocks, and computes all its tokens")
+    most = -(-sequence.limit // block_size)
+    if length > most:
+        raise ProtocolViolation(f"sequence {sequence.id} was granted {length} blocks; at most {most} fit")
+
+
+def _check_targets(targets: Collection[BlockId], granted: frozenset[BlockId]) -> None:
+    for block in targets:
+        if block not in granted:
+            raise ProtocolViolation(f"block {block} is the target of a copy, and no admission grants it")
+
+
+# Applies what the manager grants: copies of blocks, block tables of waiting sequences, and leases for the pool.
+class GrantApplier:
+    """The rules by which grants change blocks and sequences. It has no state of its own."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        sequences: dict[SequenceId, Sequence],
+        blocks: BlockStates,
+        scheduler: StepScheduler,
+        partial_copies: PartialCopies,
+    ) -> None:
+        self._block_size, self._window = config.block_size, config.window
+        self._sequences = sequences
+        self._blocks = blocks
+        self._scheduler = scheduler
+        self._partial_copies = partial_copies
+
+    def apply(self, batch: GrantBatch) -> tuple[Admit, ...]:
+        """Apply the grants of a batch, and return the admissions of sequences that still waited.
+
+        Raises ProtocolViolation, with nothing applied, as `check_grants` does.
+        """
+        check_grants(batch, self._blocks, self._sequences, self._block_size, self._window)
+        for copy in batch.copy:
+            slots = copy.length % self._block_size or self._block_size
+            self._blocks.copy(copy.src, copy.dst, slots)
+        copied = frozenset(copy.dst for copy in batch.copy)
+        admitted = tuple([admit for admit in batch.admit if self._admit(admit, copied)])
+        if batch.copy:
+            self._partial_copies.granted(admitted, batch.copy, self._block_size)
+        for block in batch.lease:
+            self._blocks.lease(block)
+        return admitted
+
+    def _admit(self, admit: Admit, copied: frozenset[BlockId]) -> bool:
+        """Empty the granted blocks; give the block table to the sequence if it still waits.
+
+        The blocks of a dropped admission are emptied too: a second sharer may already be admitted on them.
+        """
+        sequence = self._sequences.get(admit.sequence)
+        self._blocks.reset_fresh(admit.block_table[admit.n_shared :], copied)
+        if sequence is None or sequence.phase is not SequencePhase.WAITING:
+            return False
+        sequence.start(admit.block_table, admit.cached_tokens)
+        if empty := leading_empty(admit.block_table):
+            sequence.trimmed = empty
+            sequence.skip(empty * self._block_size, self._block_size)
+        self._blocks.hold(admit.block_table)
+        self._uncover_last_known(sequence, admit.n_shared)
+        self._scheduler.add_sequence(sequence)
+        return True
+
+    def _uncover_last_known(self, sequence: Sequence, n_shared: int) -> None:
+        """Leave the slot of the last token unfilled in a copied block: its logits must be computed."""
+        index, offset = divmod(len(sequence.tokens) - 1, self._block_size)
+        if n_shared <= index < len(sequence.block_table):
+            block = sequence.block_table[index]
+            self._blocks.fill[block] = min(self._blocks.fill[block], offset)
+
+
+# Audits the worker's own bookkeeping: the holders of each block, its fill, and the content of steps in flight.
+def violations(
+    sequences: Mapping[SequenceId, Sequence], blocks: BlockStates, in_flight: Iterable[StepPlan], block_size: int
+) -> list[str]:
+    """Return every rule that does not hold, in words; empty when all is well."""
+    return [
+        *_holders(sequences, blocks),
+        *_claims(blocks, block_size),
+        *(text for sequence in sequences.values() for text in _progress(sequence, blocks)),
+        *_flights(sequences, in_flight),
+    ]
+
+
+def _holders(sequences: Mapping[SequenceId, Sequence], blocks: BlockStates) -> list[str]:
+    held = Counter(block for s in sequences.values() for block in s.block_table if block != TRIMMED)
+    found = [f"block {block} is in the pool and in a row" for block in blocks.pool if held[block]]
+    if len(set(blocks.pool)) != len(blocks.pool):
+        found.append("a block is in the pool twice")
+    counted = {block: n for block, n in enumerate(blocks.holders) if n}
+    if counted != dict(held):
+        found.append(f"holders are counted as {counted}, the rows say {dict(held)}")
+    return found
+
+
+def _claims(blocks: BlockStates, block_size: int) -> list[str]:
+    found = [f"block {block} is claimed while in the pool" for block in blocks.pool if block in blocks.content]
+    found += [f"block {block} is claimed and not full" for block in blocks.content if blocks.fill[block] != block_size]
+    return found
+
+
+def _progress(sequence: Sequence, blocks: BlockStates) -> list[str]:
+    name, found = f"sequence {sequence.id}", []
+    if sequence.phase is SequencePhase.WAITING:
+        if sequence.block_table or sequence.in_flight or sequence.sampling:
+            found.append(f"{name} waits and has a row or a step")
+        return found
+    if sequence.snapshot is not None and list(sequence.snapshot) != sequence.block_table:
+        found.append(f"{name} has a stale snapshot of its row")
+    if sequence.num_computed_tokens > len(sequence.tokens) + sequence.sampling:
+        found.append(f"{name} computes position {sequence.num_computed_tokens} of unknown tokens")
+    if not sequence.in_flight and sequence.sampling:
+        found.append(f"{name} awaits a token from no step")
+    return found
+
+
+def _flights(sequences: Mapping[SequenceId, Sequence], in_flight: Iterable[StepPlan]) -> list[str]:
+    flights = Counter(row.sequence for plan in in_flight for row in plan.rows)
+    found = [f"sequence {s} is in a step and forgotten" for s in flights if s not in sequences]
+    found += [
+        f"sequence {s.id} counts {s.in_flight} steps in flight, there are {flights[s.id]}"
+        for s in sequences.values()
+        if s.in_flight != flights[s.id]
+    ]
+    return found
+
+
+# Checks a new sequence: one that could never run is refused at once, with the numbers.
+def check_request(sequence: Sequence, config: AgentConfig) -> None:
+    """Raise InvalidRequest when a sequence has no token or no room for one more, or needs more blocks than there are.
+
+    A sequence that samples nothing needs no room.
+    """
+    prompt, limit = sequence.prompt_tokens, sequence.limit
+    sampled = int(sequence.new.stop.max_tokens != 0)
+    if not 0 < prompt <= limit - sampled:
+        text = f"{prompt} tokens, with room for {limit} in all: at least one is needed, and room to sample one"
+        raise InvalidRequest(FieldViolation("prompt", text))
+    needed = blocks_needed(prompt, limit, config.block_size, config.window)
+    if needed > config.num_blocks:
+        text = (
+            f"{limit} tokens (prompt {prompt}) need {needed} blocks of {config.block_size}; "
+            f"the worker has {config.num_blocks}: shorten the prompt or lower max_tokens"
+        )
+        raise InvalidRequest(FieldViolation("sampling.max_tokens", text))
+
+
+MAX_STEPS_IN_FLIGHT = 2
 
 
 def _inventory_of(sequence: Sequence) -> InventorySequence:

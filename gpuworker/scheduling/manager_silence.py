@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+
 # For how long a worker without a KV manager still counts as ready for new requests.
-
-
 class ManagerAbsence:
     """Routers send a worker new requests for `patience` seconds without a KV manager: its leases last for a while.
 

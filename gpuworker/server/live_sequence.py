@@ -22,11 +22,6 @@ from gpuworker.server.spans import SequenceSpans
 from gpuworker.structured.grammars import Grammar
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
-# What a sequence has put out since its submit, kept so that another router can go on with it.
-# Tokens cost four bytes each. Log-probabilities are bounded in bytes: a client that lags behind its router by more
-# has lost them with the router.
-
-
 # Bytes of an entry and of each likely token beside it, as CPython holds them (measured).
 _ENTRY_BYTES: Final = 200
 _LIKELY_BYTES: Final = 130
@@ -37,6 +32,9 @@ _PART_ENTRIES: Final = 32
 _DROPPED: Final = TokenLogprobs(0, 0.0)
 
 
+# What a sequence has put out since its submit, kept so that another router can go on with it.
+# Tokens cost four bytes each. Log-probabilities are bounded in bytes: a client that lags behind its router by more
+# has lost them with the router.
 class KeptLogprobs:
     """The last entries of a list that grows. `dropped` counts those before them."""
 

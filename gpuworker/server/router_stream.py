@@ -51,9 +51,8 @@ from gpuworker.server.submit_check import SubmitLimits
 from gpuworker.structured.grammars import Grammar, GrammarCompiler
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 
+
 # Sequences that have ended, and whose router may still be sending what they put out: it may die before it has.
-
-
 class EndedSequences:
     """Those of one stream by handle, bounded: the oldest leave first."""
 
@@ -84,13 +83,11 @@ class EndedSequences:
         self._bytes = 0
 
 
-# Holds the submits of one router while their constraints are compiled, off the I/O loop.
-
-
 Compiled = Callable[[pb.Submit, float, "Grammar | QuireError"], None]
 _RETRY_S: Final = 1.0
 
 
+# Holds the submits of one router while their constraints are compiled, off the I/O loop.
 class _Key(NamedTuple):
     """What is compiled once for all submits that wait for it; a tenant waits for its own turn alone."""
 

@@ -18,13 +18,11 @@ from common.contracts.errors import FieldViolation, InvalidRequest, Unsupported
 from common.contracts.types import Constraint, ConstraintKind
 from gpuworker.structured.digits import DigitTokens
 
-# A thread on which tenants take turns: who queues much work delays others by one piece of it at a time.
-
-
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 
+# A thread on which tenants take turns: who queues much work delays others by one piece of it at a time.
 class Turns(Generic[ItemT]):
     """Plain round robin over tenants; within a tenant by arrival. Items are unique. Not for several threads."""
 

@@ -36,13 +36,12 @@ from gpuworker.serial_thread import SerialThread
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.sequence import Constrained, allow, allow_others, forbid, unfollowable
 
-# One sequence whose tokens a mask limits: by a constraint, by a budget of thoughts, or by both.
-
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
+# One sequence whose tokens a mask limits: by a constraint, by a budget of thoughts, or by both.
 class Followed:
     """Only the mask thread uses it. `position` is that of the next token.
 

@@ -26,6 +26,11 @@ from kvmanager.cache.eviction.interface import NO_MARK, Mark
 from kvmanager.contracts.block import ROOT, Blocks
 from kvmanager.contracts.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
 
+_WIDTH = len(BlockHash(bytes(16)))
+_KEY_BYTES = 7
+"""The last ones of a partial hash. Their number takes half the memory of the hash; a search compares whole hashes."""
+
+
 # Which registered contents begin with a part of a block: the partial hashes that workers gave with seals and
 # reserves.
 # Contents are named by their block hashes, so nothing changes here when one of several copies comes or goes. What a
@@ -34,13 +39,6 @@ from kvmanager.contracts.index_events import Cleared, IndexEvent, IndexSnapshot,
 # There is one content for each cached block, so each object counts. The parts of a content are one value. Nearly
 # every content is the only one with its first quarter: then the longer parts have no keys, and a search compares
 # the value.
-
-
-_WIDTH = len(BlockHash(bytes(16)))
-_KEY_BYTES = 7
-"""The last ones of a partial hash. Their number takes half the memory of the hash; a search compares whole hashes."""
-
-
 class PartialIndex:
     """Partial hash -> contents that begin with it. Each method takes O(1), however many contents begin alike.
 

@@ -32,9 +32,8 @@ from kvmanager.contracts.block import Blocks, BlockState
 from kvmanager.contracts.ledger_config import RetentionLimits
 from kvmanager.contracts.sequence import Sequence
 
+
 # How many cached blocks each tenant retains, and which tenant retains the most.
-
-
 class Holdings:
     """The retained blocks of each tenant, the first released first. Each method takes O(1), however many tenants
     there are.

@@ -1,7 +1,5 @@
 """Changes of the prefix cache's membership for the index: numbered densely, with snapshots to repair gaps."""
 
-# `Stored` and `Removed` are not frozen: to make a frozen one takes twice as long, and each seal makes one.
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -9,6 +7,7 @@ from dataclasses import dataclass
 from common.contracts.types import BlockHash
 
 
+# `Stored` and `Removed` are not frozen: to make a frozen one takes twice as long, and each seal makes one.
 @dataclass(slots=True)
 class Stored:
     """The first copy of a hash was registered. `depth` is 0 for the first block of a prompt."""

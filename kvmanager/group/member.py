@@ -22,16 +22,14 @@ from kvmanager.group.leadership import Change, GroupLease, Leadership, Lease
 from kvmanager.group.processes import has_ended
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
-# Watches the owner of a lease, and tells for certain that its process has ended.
-# Certain are two observations: nothing listens at the owner's address any more, or another process does. They count
-# only after this owner has answered at that address: else the address may be wrong, or a firewall may refuse it. A
-# connection that breaks or times out is none: the owner may be hung, or the network between may be cut.
-
-
 _PAUSE_S: Final = 0.05
 _CONNECT_S: Final = 1.0
 
 
+# Watches the owner of a lease, and tells for certain that its process has ended.
+# Certain are two observations: nothing listens at the owner's address any more, or another process does. They count
+# only after this owner has answered at that address: else the address may be wrong, or a firewall may refuse it. A
+# connection that breaks or times out is none: the owner may be hung, or the network between may be cut.
 async def owner_gone(lease: Lease, dial: Dial, resigned: Callable[[], None]) -> None:
     """Return once the owner's process has ended for certain. `resigned` is called when the owner stops leading."""
     met = False

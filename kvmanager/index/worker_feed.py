@@ -12,11 +12,10 @@ from common.contracts.types import BlockHash
 from kvmanager.contracts.index_events import Cleared, IndexEvent, IndexSnapshot, Stored
 from kvmanager.contracts.ports import IndexCall, WorkerEntry
 
+
 # The net effect of many membership events on the prefix index, in an order that keeps the index prefix-closed.
 # A pending change is ADDED when the index did not have the hash before, and KEPT when it may (a removal must be
 # sent then). Else it is REMOVED. An addition that is removed again before it was sent leaves nothing.
-
-
 class _Kind(Enum):
     ADDED = auto()
     KEPT = auto()

@@ -440,8 +440,6 @@ def lease_free_blocks(store: BlockStore, target: int) -> list[BlockId]:
 # Copy-on-write for sequences of one prompt: full blocks are shared, the partial last block is copied, never shared. A
 # fork computes its last known token itself, for the logits. So a copy covers num_tokens - 1 slots. If the copy held the
 # last token too, nothing would be left to compute, and the fork would wait for ever.
-
-
 def _find_shared_blocks(parent: Sequence, limit: int) -> list[BlockId]:
     """Return up to `limit` leading blocks of the parent's block table. The caller checks that they are full."""
     shared = parent.block_table[:limit]

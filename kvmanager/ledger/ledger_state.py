@@ -175,8 +175,6 @@ class Admission:
 # The manager forgets at once. The worker still claims the content, and an inventory would bring it back. So the id
 # of a reset is a level: the worker confirms it, keeps it and names it at each attach. A worker that names another
 # id than the manager's latest is reset again.
-
-
 @dataclass(slots=True)
 class ResetOrder:
     """Ids of resets in one session; 0 is none."""

@@ -156,15 +156,13 @@ class TenantUse(NamedTuple):
         return TenantUse(self.weight, self.live, self.running + running, self.blocks + blocks)
 
 
-# Sequences that wait for blocks: a line for each tenant, the highest priority first in it, then by arrival.
-# The grant order chooses among the heads of the lines. `backfill.py` says who may pass one that does not fit.
-
-
 _Place = tuple[int, int, SequenceId]
 _Arrival = tuple[int, SequenceId]
 Key = TypeVar("Key", _Place, _Arrival)
 
 
+# Sequences that wait for blocks: a line for each tenant, the highest priority first in it, then by arrival.
+# The grant order chooses among the heads of the lines. `backfill.py` says who may pass one that does not fit.
 class WaitingQueue:
     """Sorted lines. A sequence keeps its arrival for life, so a preempted sequence returns to its old place.
 

@@ -44,9 +44,8 @@ from kvmanager.sessions.kv_events import Position
 from kvmanager.sessions.pins import OperatorPins
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 
+
 # Encodes the answers to operator calls as messages.
-
-
 def table_to_proto(table: BlockTable) -> kvmanager_pb2.BlockTable:
     return kvmanager_pb2.BlockTable(
         sequence=table.sequence,

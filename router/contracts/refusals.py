@@ -21,9 +21,8 @@ from common.contracts.errors import (
 from common.contracts.types import Candidate, Decision, DecisionKind
 from router.placement.placement import TOO_LARGE, PlacementRequest
 
+
 # Words for requests that the context cannot hold: clients recognise them, and shorten the conversation.
-
-
 def beyond_context(field: str, context: int, what: str) -> FieldViolation:
     """Return the violation of a field; `what` follows the context's length, and says what to do."""
     words = f"This model's maximum context length is {context} tokens. However, {what}"

@@ -22,12 +22,10 @@ from opentelemetry.util.types import Attributes
 
 from common.contracts.limits import CLIENT_TRACES_BURST, CLIENT_TRACES_PER_SECOND
 
-# Ids of traces: an API may choose that of the trace that a request begins, to name it in answers of every kind.
-
-
 _CHOSEN: Final = ContextVar("chosen_trace_id", default=0)
 
 
+# Ids of traces: an API may choose that of the trace that a request begins, to name it in answers of every kind.
 class ChosenTraceIds(RandomIdGenerator):
     """Gives a trace the id that `beginning` chose, else a random one."""
 

@@ -23,9 +23,6 @@ from common.telemetry.spans import RecordedSpan
 from common.untrusted.ids import is_id
 from quire.decision.v1 import decision_pb2
 
-# Cuts spans that other services send to a bounded size: long texts at their end, and items beyond what fits.
-
-
 TRACE_ID_BYTES: Final = 16
 SPAN_ID_BYTES: Final = 8
 # The attribute of a span that was cut; its value is the number of bytes that are missing.
@@ -34,6 +31,7 @@ CUT: Final = "quire.cut_bytes"
 _HEAD_BYTES: Final = 16 << 10
 
 
+# Cuts spans that other services send to a bounded size: long texts at their end, and items beyond what fits.
 def has_ids(span: trace_pb2.Span) -> bool:
     """Return whether the ids of a span have the lengths that OpenTelemetry gives them."""
     ids = len(span.trace_id), len(span.span_id)

@@ -21,13 +21,11 @@ from common.telemetry.spans import RecordedSpan
 from quire.decision.v1 import decision_pb2
 from router.observe.trace_codec import KeptSpan, from_otlp, from_own
 
-# Which spans a full store gives up: the oldest, but first those of a sender that holds more than its share.
-# Sizes are bytes. A sender that floods the store pushes out its own spans, so the newest traces of the others stay.
-
-
 Key = tuple[str, str]  # trace id, span id
 
 
+# Which spans a full store gives up: the oldest, but first those of a sender that holds more than its share.
+# Sizes are bytes. A sender that floods the store pushes out its own spans, so the newest traces of the others stay.
 @dataclass(slots=True)
 class _Sender:
     keys: deque[Key] = field(default_factory=deque)  # oldest first

@@ -9,9 +9,8 @@ from enum import StrEnum
 from common.contracts.lease import blocks_needed
 from router.placement.worker_model import Capacity, WorkerModel
 
+
 # When a router should place requests: what does not count as standing still.
-
-
 def waits_for_a_slot(head: PlacementRequest | None, queued: int, workers: Sequence[WorkerModel], now: float) -> str:
     """Return in words how many requests wait although a worker is idle enough for the next one; "" otherwise.
 

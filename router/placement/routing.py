@@ -26,13 +26,6 @@ from common.contracts.types import Candidate, Decision, DecisionKind
 from router.placement.placement import Outcome, PlacementRequest, may_recover, too_large, verdict
 from router.placement.worker_model import Capacity, WorkerModel
 
-# The workers that a routing decision prices, and those that its record names: all of a few, some of many.
-# A price costs ten microseconds, so a thousand of them would cost more than the request. Above MOST_PRICED workers
-# those with the longest hits are priced, and others that are drawn at random: the cheapest of d drawn ones has on
-# average the rank n / (d + 1), and routers that draw differently do not all run to one worker (Mitzenmacher, "The
-# Power of Two Choices in Randomized Load Balancing", 2001).
-
-
 MOST_PRICED = 64
 MOST_HOLDERS = 16
 # Seconds between two looks at all workers for a deadline. A heartbeat may be as old.
@@ -41,6 +34,11 @@ LOOK_EVERY_S = 0.1
 MOST_NAMED = 8
 
 
+# The workers that a routing decision prices, and those that its record names: all of a few, some of many.
+# A price costs ten microseconds, so a thousand of them would cost more than the request. Above MOST_PRICED workers
+# those with the longest hits are priced, and others that are drawn at random: the cheapest of d drawn ones has on
+# average the rank n / (d + 1), and routers that draw differently do not all run to one worker (Mitzenmacher, "The
+# Power of Two Choices in Randomized Load Balancing", 2001).
 def shortlist(workers: Sequence[WorkerModel], hits: Mapping[str, int], seed: int) -> Sequence[WorkerModel]:
     """Return the workers to price, in the given order; `hits` are blocks by worker id."""
     if len(workers) <= MOST_PRICED:
@@ -86,8 +84,6 @@ def unnamed(candidates: Sequence[Candidate], kept: Sequence[Candidate], workers:
 # request in particular: what one client asks changes nothing for the others. So the bound has what is before any
 # request, and the request's own work at the worker's rates. A request that needs more slots or blocks may have to
 # wait for longer than its bound says.
-
-
 @dataclass(frozen=True, slots=True)
 class LeastTime:
     """Of the smallest request at one worker: seconds before it, of each prompt token, and of the step that samples."""
@@ -186,9 +182,6 @@ class LeastTimes:
 _NEW = (0.0, 0.0, 0.0, -1)
 
 
-# The rates that are assumed for a worker: its own, those of all workers where they are newer, or priors.
-
-
 # Assumed until the first worker has been measured.
 PRIOR_PREFILL_TOKEN_S = 1e-4
 PRIOR_STEP_S = 0.02
@@ -197,6 +190,7 @@ PRIOR_OUTPUT_TOKENS = 64.0
 TRUST_HALF_LIFE_S = 10.0
 
 
+# The rates that are assumed for a worker: its own, those of all workers where they are newer, or priors.
 @dataclass(frozen=True, slots=True)
 class UsualRates:
     """Mean rates of all workers, assumed for a worker that has no measurements, or only old ones."""
@@ -254,15 +248,13 @@ def believed(shown: float | None, usual: float, trust: float) -> float:
     return usual if shown is None else usual + trust * (shown - usual)
 
 
-# What a request waits for at a worker, beside the prompts before it: steps in flight, a batch slot, blocks.
-
-
 # The rest of the step that runs, which is half of it in the mean, and the step that is planned while that runs.
 _STEPS_AHEAD: Final = 1.5
 # With a measured stay of 0 s sequences would leave infinitely fast.
 _LEAST_STAY_S: Final = 1e-4
 
 
+# What a request waits for at a worker, beside the prompts before it: steps in flight, a batch slot, blocks.
 def steps_ahead(worker: WorkerModel) -> float:
     """Return how many steps are before the first one with a new request in it."""
     return _STEPS_AHEAD if worker.sequences else 0.0

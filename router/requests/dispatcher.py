@@ -27,9 +27,8 @@ from router.placement.worker_model import WorkerModel
 from router.workers.client import WorkerClient
 from router.workers.pool import WorkerPool
 
+
 # The load that the router counts for sequences at a worker, from their placement until they leave.
-
-
 class LoadReservation:
     """One sequence, its prefill tokens and its blocks, counted in a worker's model until `release`."""
 
@@ -123,8 +122,6 @@ class Reserver:
 
 
 # Sequences that want a worker: what they ask for, how they wait, and the place that they get.
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """Sequences with the same tokens, to be placed at one worker.

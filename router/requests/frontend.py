@@ -37,154 +37,12 @@ from router.requests.submitter import Submitter
 from router.tenants.tenancy import Caller
 from router.workers.pool import WorkerPool
 
-# Takes over the sequences of a request that another router began, where they run.
-
-
 LOST_WORDS = "its router was lost, and its client resumed it here"
 # Seconds that a worker has for the answer to an adoption. A worker of an earlier version gives none.
 CONFIRM_SECONDS = 5.0
 
 
-class Adopter:
-    """Puts orphans in the place of sequences that a worker would be chosen for."""
-
-    def __init__(self, dispatcher: Dispatcher, admission: AdmissionLimiter, recorder: Recorder) -> None:
-        self._dispatcher, self._admission, self._recorder = dispatcher, admission, recorder
-        self._clock = recorder.clock
-
-    async def adopt(self, run: RequestRun, resumable: Resumable) -> None:
-        """Go on with every sequence, one after the other in the order of their indices.
-
-        Of two routers that take over one request, only one gets the first sequence; the other one then has taken none.
-        Return early when the request is interrupted: its stream then finds the reason in its inbox.
-
-        Raises AlreadyExists for the router that came second, and NotFound when a sequence has ended meanwhile. Raises
-        Unavailable when a worker has just gone, or when it does not answer.
-        """
-        now = self._clock.monotonic()
-        run.received, run.hits_counted = resumable.received, True
-        run.worker_id = resumable.sequences[0].worker_id
-        self._record(run, resumable)
-        run.log.resumed(resumable.sequences[0].orphan, now)
-        run.suspicion.placed()
-        if not all(found.client.ready for found in resumable.sequences):
-            raise Unavailable("a worker of this request has just gone; resume again")
-        deadline = run.request.deadline
-        left = None if deadline is None else max(0.0, deadline - now)
-        places = list(zip(run.sequences, resumable.sequences, strict=True))
-        for running, found in places:
-            running.received = resumable.received.of(found.orphan.index)
-            running.output.resume(found.orphan, now)
-        for running, found in places:
-            running.reservation = self._dispatcher.count_running(found.client, run.request.flow)
-            handle, confirmed = found.client.adopt(found.orphan.sequence, run.sink(running), left)
-            running.assign_worker(found.client, handle)
-            if not await _confirmed(confirmed, run):
-                return
-        # From here on a worker that drains may hand the sequences over.
-        run.identity = self._dispatcher.pool.identity
-        self._admission.start_request(run.request_id, now, run.request.tenant)
-        self._recorder.metrics.resumed.inc()
-
-    def _record(self, run: RequestRun, resumable: Resumable) -> None:
-        output = sum(found.orphan.total for found in resumable.sequences)
-        figures = (
-            ("orphaned_seconds", resumable.orphaned_seconds),
-            ("output_tokens", float(output)),
-            ("received_tokens", float(sum(resumable.received.tokens))),
-        )
-        reasons = (LOST_WORDS,)
-        run.decision_id = self._recorder.decided(
-            run.trace, DecisionKind.MIGRATION, run.request_id, run.worker_id, figures, reasons
-        )
-        run.trace.called()
-
-
-async def _confirmed(answer: asyncio.Future[None], run: RequestRun) -> bool:
-    """Wait until a worker has given a sequence; return False when the request was interrupted.
-
-    Raises the worker's refusal, and Unavailable when no answer comes in time.
-    """
-    interrupted = asyncio.ensure_future(run.inbox.interrupted.wait())
-    try:
-        await asyncio.wait((answer, interrupted), timeout=CONFIRM_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        interrupted.cancel()
-    if run.inbox.interrupted.is_set():
-        return False
-    if not answer.done():
-        what = f"a worker of this request did not answer within {CONFIRM_SECONDS:g} s"
-        raise Unavailable(f"{what}; resume again, or send the request again")
-    answer.result()
-    return True
-
-
-# Moves sequences away from workers that drain with `--drain migrate`.
-# A place at another worker is booked first. Then the draining worker ends the sequence, and what it sampled until
-# then reaches the client. From there the sequence goes on at the booked place as one that lost its worker does:
-# from its prompt and its output so far. So no token is computed twice, and a sequence without another place runs on
-# where it is.
-
-
-# Attempts of one pass: each hashes the blocks of a sequence, 4 ms for 100,000 tokens.
-_AT_ONCE: Final = 8
-# Seconds between two passes: 1000 workers send 10,000 heartbeats a second. Those of the draining worker itself come
-# until its last sequence has left, so a chance that is passed over comes again.
-_PERIOD_S: Final = 0.1
-
-
-class DrainMover:
-    """Implements PoolListener over the requests inside."""
-
-    def __init__(self, pool: WorkerPool, submitter: Submitter, runs: Collection[RequestRun], clock: Clock) -> None:
-        self._pool, self._submitter, self._runs, self._clock = pool, submitter, runs, clock
-        self._tried, self._next = 0, float("-inf")
-
-    def cache_lost(self, worker_id: str) -> None:
-        """Nothing moves for that."""
-
-    def capacity_changed(self, reported: WorkerModel | None = None) -> None:
-        """Begin to move what another worker has room for now; no sequence keeps the others from their attempt.
-
-        A heartbeat of a full worker gives no room. The others count once in `_PERIOD_S` all together.
-        """
-        if not self._pool.migrating() or not _matters(reported) or self._clock.monotonic() < self._next:
-            return
-        self._next = self._clock.monotonic() + _PERIOD_S
-        if any(_takes(each) for each in self._pool.models()):
-            self._move()
-
-    def _move(self) -> None:
-        waiting = deque(self._waiting())
-        waiting.rotate(-self._tried)
-        for run, running in islice(waiting, _AT_ONCE):
-            place = self._submitter.book_place(run, running)
-            if place is not None:
-                running.move_to(place)
-            else:
-                self._tried += 1
-
-    def _waiting(self) -> Iterator[tuple[RequestRun, Running]]:
-        """Yield the sequences at draining workers that have no other place yet."""
-        leaving = self._pool.migrating()
-        for run in tuple(self._runs):
-            for running in run.unfinished():
-                if running.client in leaving and running.phase is Phase.AT_WORKER:
-                    yield run, running
-
-
-def _takes(worker: WorkerModel) -> bool:
-    return worker.has_batch_slot() and not worker.drains
-
-
-def _matters(reported: WorkerModel | None) -> bool:
-    """Return whether news may let a sequence move: of the pool, of a worker that drains, or of one with room."""
-    return reported is None or reported.drains or reported.has_batch_slot()
-
-
-Figures = tuple[tuple[str, float], ...]
-
-
+# Takes over the sequences of a request that another router began, where they run.
 class RouterFrontend:
     """The Frontend over a dispatcher and its workers."""
 
@@ -397,3 +255,143 @@ class RouterFrontend:
             await self._submitter.submit_sequences(run, run.sequences)
         else:
             await self._adopter.adopt(run, resumable)
+
+
+class Adopter:
+    """Puts orphans in the place of sequences that a worker would be chosen for."""
+
+    def __init__(self, dispatcher: Dispatcher, admission: AdmissionLimiter, recorder: Recorder) -> None:
+        self._dispatcher, self._admission, self._recorder = dispatcher, admission, recorder
+        self._clock = recorder.clock
+
+    async def adopt(self, run: RequestRun, resumable: Resumable) -> None:
+        """Go on with every sequence, one after the other in the order of their indices.
+
+        Of two routers that take over one request, only one gets the first sequence; the other one then has taken none.
+        Return early when the request is interrupted: its stream then finds the reason in its inbox.
+
+        Raises AlreadyExists for the router that came second, and NotFound when a sequence has ended meanwhile. Raises
+        Unavailable when a worker has just gone, or when it does not answer.
+        """
+        now = self._clock.monotonic()
+        run.received, run.hits_counted = resumable.received, True
+        run.worker_id = resumable.sequences[0].worker_id
+        self._record(run, resumable)
+        run.log.resumed(resumable.sequences[0].orphan, now)
+        run.suspicion.placed()
+        if not all(found.client.ready for found in resumable.sequences):
+            raise Unavailable("a worker of this request has just gone; resume again")
+        deadline = run.request.deadline
+        left = None if deadline is None else max(0.0, deadline - now)
+        places = list(zip(run.sequences, resumable.sequences, strict=True))
+        for running, found in places:
+            running.received = resumable.received.of(found.orphan.index)
+            running.output.resume(found.orphan, now)
+        for running, found in places:
+            running.reservation = self._dispatcher.count_running(found.client, run.request.flow)
+            handle, confirmed = found.client.adopt(found.orphan.sequence, run.sink(running), left)
+            running.assign_worker(found.client, handle)
+            if not await _confirmed(confirmed, run):
+                return
+        # From here on a worker that drains may hand the sequences over.
+        run.identity = self._dispatcher.pool.identity
+        self._admission.start_request(run.request_id, now, run.request.tenant)
+        self._recorder.metrics.resumed.inc()
+
+    def _record(self, run: RequestRun, resumable: Resumable) -> None:
+        output = sum(found.orphan.total for found in resumable.sequences)
+        figures = (
+            ("orphaned_seconds", resumable.orphaned_seconds),
+            ("output_tokens", float(output)),
+            ("received_tokens", float(sum(resumable.received.tokens))),
+        )
+        reasons = (LOST_WORDS,)
+        run.decision_id = self._recorder.decided(
+            run.trace, DecisionKind.MIGRATION, run.request_id, run.worker_id, figures, reasons
+        )
+        run.trace.called()
+
+
+async def _confirmed(answer: asyncio.Future[None], run: RequestRun) -> bool:
+    """Wait until a worker has given a sequence; return False when the request was interrupted.
+
+    Raises the worker's refusal, and Unavailable when no answer comes in time.
+    """
+    interrupted = asyncio.ensure_future(run.inbox.interrupted.wait())
+    try:
+        await asyncio.wait((answer, interrupted), timeout=CONFIRM_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        interrupted.cancel()
+    if run.inbox.interrupted.is_set():
+        return False
+    if not answer.done():
+        what = f"a worker of this request did not answer within {CONFIRM_SECONDS:g} s"
+        raise Unavailable(f"{what}; resume again, or send the request again")
+    answer.result()
+    return True
+
+
+# Attempts of one pass: each hashes the blocks of a sequence, 4 ms for 100,000 tokens.
+_AT_ONCE: Final = 8
+
+
+# Seconds between two passes: 1000 workers send 10,000 heartbeats a second. Those of the draining worker itself come
+# until its last sequence has left, so a chance that is passed over comes again.
+_PERIOD_S: Final = 0.1
+
+
+# Moves sequences away from workers that drain with `--drain migrate`.
+# A place at another worker is booked first. Then the draining worker ends the sequence, and what it sampled until
+# then reaches the client. From there the sequence goes on at the booked place as one that lost its worker does:
+# from its prompt and its output so far. So no token is computed twice, and a sequence without another place runs on
+# where it is.
+class DrainMover:
+    """Implements PoolListener over the requests inside."""
+
+    def __init__(self, pool: WorkerPool, submitter: Submitter, runs: Collection[RequestRun], clock: Clock) -> None:
+        self._pool, self._submitter, self._runs, self._clock = pool, submitter, runs, clock
+        self._tried, self._next = 0, float("-inf")
+
+    def cache_lost(self, worker_id: str) -> None:
+        """Nothing moves for that."""
+
+    def capacity_changed(self, reported: WorkerModel | None = None) -> None:
+        """Begin to move what another worker has room for now; no sequence keeps the others from their attempt.
+
+        A heartbeat of a full worker gives no room. The others count once in `_PERIOD_S` all together.
+        """
+        if not self._pool.migrating() or not _matters(reported) or self._clock.monotonic() < self._next:
+            return
+        self._next = self._clock.monotonic() + _PERIOD_S
+        if any(_takes(each) for each in self._pool.models()):
+            self._move()
+
+    def _move(self) -> None:
+        waiting = deque(self._waiting())
+        waiting.rotate(-self._tried)
+        for run, running in islice(waiting, _AT_ONCE):
+            place = self._submitter.book_place(run, running)
+            if place is not None:
+                running.move_to(place)
+            else:
+                self._tried += 1
+
+    def _waiting(self) -> Iterator[tuple[RequestRun, Running]]:
+        """Yield the sequences at draining workers that have no other place yet."""
+        leaving = self._pool.migrating()
+        for run in tuple(self._runs):
+            for running in run.unfinished():
+                if running.client in leaving and running.phase is Phase.AT_WORKER:
+                    yield run, running
+
+
+def _takes(worker: WorkerModel) -> bool:
+    return worker.has_batch_slot() and not worker.drains
+
+
+def _matters(reported: WorkerModel | None) -> bool:
+    """Return whether news may let a sequence move: of the pool, of a worker that drains, or of one with room."""
+    return reported is None or reported.drains or reported.has_batch_slot()
+
+
+Figures = tuple[tuple[str, float], ...]

@@ -53,9 +53,6 @@ from router.requests.request_ids import AUTOMATIC_PREFIX
 from router.requests.violations import RANGES, Range, Report
 from router.tenants.tenancy import Caller
 
-# Reads which parts of a prompt a request retains in the cache: checks the numbers, and finds the ends of messages.
-
-
 Encode = Callable[[pb.Prompt], Awaitable[Sequence[int]]]
 
 _PRIORITIES: Final = Range(
@@ -67,6 +64,7 @@ _LONGEST: Final = 30 * 86_400.0
 _FIELD: Final = "cache_retention"
 
 
+# Reads which parts of a prompt a request retains in the cache: checks the numbers, and finds the ends of messages.
 def wrong_retention(request: pb.GenerateRequest) -> list[FieldViolation]:
     """Return what is wrong with the retention of a request."""
     given = request.cache_retention
@@ -189,12 +187,10 @@ async def _end_of_messages(chat: pb.Chat, count: int, prompt: Sequence[int], enc
     return next(alike, min(len(tokens), len(prompt)))
 
 
-# Checks the budget of a request's thoughts.
-
-
 _MOST = {"opener": MAX_THOUGHT_MARK_CHARS, "closer": MAX_THOUGHT_MARK_CHARS, "end": MAX_THOUGHT_END_CHARS}
 
 
+# Checks the budget of a request's thoughts.
 def wrong_thought(given: types_pb2.ThoughtBudget) -> list[FieldViolation]:
     """Return what is wrong with a budget."""
     found = [
@@ -209,8 +205,6 @@ def wrong_thought(given: types_pb2.ThoughtBudget) -> list[FieldViolation]:
 
 
 # Stop texts that are special tokens: texts leave these out, so that no search in a text finds them.
-
-
 def shown_and_hidden(stops: Sequence[str], hidden: Mapping[str, int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return the stop texts to look for in a text, and the ids of those that are tokens which it leaves out."""
     texts = tuple([stop for stop in stops if stop not in hidden])

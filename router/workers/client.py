@@ -45,12 +45,10 @@ from router.workers.outbox import Outbox
 from router.workers.suspicion import Breakdown
 from router.workers.worker_events import Lost, Refused, SequenceEvent, SequenceFinished
 
-# Reads and writes of a call to a worker, and what its errors mean.
-
-
 WorkerCall = aio.StreamStreamCall[pb.StreamRequest, pb.StreamResponse]
 
 
+# Reads and writes of a call to a worker, and what its errors mean.
 def is_refused(error: aio.AioRpcError) -> bool:
     """Return whether a call failed because no process listens at its address: a worker there has ended."""
     return "Connection refused" in (error.details() or "")
@@ -76,8 +74,6 @@ async def write(call: WorkerCall, outbox: Outbox) -> None:
 
 
 # Adoptions that a worker has not answered yet.
-
-
 class Confirmations:
     """Futures by the handle of the sequence that is to be adopted."""
 
@@ -101,8 +97,6 @@ class Confirmations:
 
 
 # Breaks of one worker's connection of which it is not known yet whether the worker's process ended.
-
-
 def is_severed(error: aio.AioRpcError) -> bool:
     """Return whether a connection broke under a call: a worker that ends a call itself says why."""
     said = any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ())

@@ -26,12 +26,6 @@ from gpuworker.memory.devices import dtype_name, free_bytes
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.hf.precision import Precision, resolve_precision
 
-# Linear layers of a transformers model on CPU: oneDNN's layout of the weights is made once, not at every call.
-# The operations are private to torch (torch.compile uses them). Where they are missing, or do not take the type,
-# the layers stay as they are. Only a plain nn.Linear is replaced, and only if no other module reads its weight; one
-# run of the model shows that. The unpacked weight is freed, except where an embedding shares it.
-
-
 # How many tokens a call is laid out for; other numbers run as well, as fast as measured for 1 to 256.
 _TOKENS: Final = 32
 # A copy of a weight that an embedding keeps may take this much of the free memory at most.
@@ -41,6 +35,10 @@ _MIB: Final = 1 << 20
 _log = logging.getLogger(__name__)
 
 
+# Linear layers of a transformers model on CPU: oneDNN's layout of the weights is made once, not at every call.
+# The operations are private to torch (torch.compile uses them). Where they are missing, or do not take the type,
+# the layers stay as they are. Only a plain nn.Linear is replaced, and only if no other module reads its weight; one
+# run of the model shows that. The unpacked weight is freed, except where an embedding shares it.
 class PrepackedLinear(nn.Module):
     """y = x · weightᵀ + bias, as nn.Linear computes it; it has no `weight` to read."""
 
@@ -169,9 +167,6 @@ def _replace(place: _Place, copied: bool, done: Prepacking) -> None:
     done.copied_bytes += packed.packed_bytes if copied else 0
 
 
-# The configuration of a language model that lies in a model of several media (common/checkpoint/wrappers.py).
-
-
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -181,6 +176,7 @@ _OF_POSITIONS: Final = ("mrope_section", "mrope_interleaved")
 _ALWAYS: Final[Mapping[str, Mapping[str, Any]]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 
 
+# The configuration of a language model that lies in a model of several media (common/checkpoint/wrappers.py).
 def unwrapped(config: PretrainedConfig, directory: Path) -> PretrainedConfig:
     """Return the configuration of the language model of a wrapper; any other configuration as it is.
 

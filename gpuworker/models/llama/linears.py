@@ -23,16 +23,14 @@ from gpuworker.models.llama.weights import FusedLinear, TensorOf
 from gpuworker.native import library as native
 from gpuworker.native.linear import IntegerWeight, Kind, LinearStruct, Memory, Rows, Store, declared
 
-# Which quantisations `--quantization auto` may take: those that lose at most 1 % of perplexity. Pure functions.
-# The losses are measured on a real model (`bench.quality`). The loss of another model is predicted from how its
-# weights round: the power of the noise in a product grows with the square of the error, and the loss is taken to
-# grow so too. What rounding activations loses depends on their outliers, which weights do not show.
-
-
 MOST_LOST: Final = 1.01
 _WHERE: Final = "SmolLM2-135M"
 
 
+# Which quantisations `--quantization auto` may take: those that lose at most 1 % of perplexity. Pure functions.
+# The losses are measured on a real model (`bench.quality`). The loss of another model is predicted from how its
+# weights round: the power of the noise in a product grows with the square of the error, and the loss is taken to
+# grow so too. What rounding activations loses depends on their outliers, which weights do not show.
 @dataclass(frozen=True, slots=True)
 class Loss:
     """What a quantisation lost: `ratio` is its perplexity over that of bf16.
@@ -82,11 +80,6 @@ def by_error(name: str, error: float, measured: Mapping[str, Loss] = MEASURED) -
     return Verdict(expected <= MOST_LOST, f"{words}; {expected:.4f} of bf16's perplexity expected")
 
 
-# The fastest kind of packed weight for a shape on this machine, measured briefly at start.
-# Reading decides at few rows and arithmetic at many, and both differ from machine to machine. So the kinds are
-# timed, on memory of the packed size whose content does not matter, large enough that no cache holds it.
-
-
 # Calls read weights in turn from so much memory that no cache keeps a weight until its next use.
 _BYTES: Final = 128 << 20
 # The fastest call of each kind counts, among at least so many calls in at least so many seconds.
@@ -95,6 +88,9 @@ _SECONDS: Final = 0.006
 _FILL: Final = 0x3C  # makes small numbers of bytes, halves and floats alike
 
 
+# The fastest kind of packed weight for a shape on this machine, measured briefly at start.
+# Reading decides at few rows and arithmetic at many, and both differ from machine to machine. So the kinds are
+# timed, on memory of the packed size whose content does not matter, large enough that no cache holds it.
 @dataclass(frozen=True, slots=True)
 class LinearShape:
     """A weight [n, k]; `group` inputs share a scale in the int4 kinds."""
@@ -192,15 +188,13 @@ class _Call:
         self._run(ctypes.byref(self._linear), *self._arguments)
 
 
-# Integers for a float weight: 8 bits for each output, or 4 bits for each group of inputs, to nearest.
-# For 4 bits the largest number need not be kept: a range clipped to what gives the least squared error is better.
-
-
 # Rows are quantised this many numbers at a time: what is in between stays small beside the weight.
 _AT_ONCE: Final = 4 << 20
 _CLIPS: Final = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 
+# Integers for a float weight: 8 bits for each output, or 4 bits for each group of inputs, to nearest.
+# For 4 bits the largest number need not be kept: a range clipped to what gives the least squared error is better.
 def int8_by_output(weight: torch.Tensor) -> IntegerWeight:
     """Return a weight [N, K] as int8 in [-127, 127], one scale for each output: the largest number there is 127."""
     parts = [_symmetric(rows[:, None], 127)[:2] for rows in _slices(weight)]

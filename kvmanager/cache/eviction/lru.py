@@ -17,12 +17,10 @@ from common.contracts.types import BlockHash, BlockId
 from kvmanager.cache.eviction.interface import NO_MARK, Mark, no_leaf
 from kvmanager.contracts.block import Blocks
 
-# An order of blocks in which any one leaves in O(1): a doubly linked list threaded through two arrays.
-
-
 _ABSENT = -1
 
 
+# An order of blocks in which any one leaves in O(1): a doubly linked list threaded through two arrays.
 class LinkedBlocks:
     """First in, first out, with removal from the middle. Holds each of `num_blocks` block ids at most once.
 

@@ -13,13 +13,6 @@ from common.contracts.types import BlockHash, BlockId
 from kvmanager.cache.eviction.interface import Mark, no_leaf
 from kvmanager.contracts.block import Blocks
 
-# The classes of blocks whose reuse a policy learns apart.
-# A block counts its uses. A new block that extends a chain whose last block ended a request inherits the count of
-# that block: the next turn of a conversation is as likely as that of its earlier blocks. Any other new block begins
-# at one. Blocks of one use are told apart by how often the block before them was used, the others by the mean time
-# between uses.
-
-
 MOST_USES: Final = 127
 _USES: Final = (2, 4, 9, MOST_USES)
 _ORIGINS: Final = (0, 2, 8, MOST_USES)
@@ -27,6 +20,11 @@ _PACES: Final = 12
 CLASSES: Final = len(_ORIGINS) + len(_USES) * _PACES
 
 
+# The classes of blocks whose reuse a policy learns apart.
+# A block counts its uses. A new block that extends a chain whose last block ended a request inherits the count of
+# that block: the next turn of a conversation is as likely as that of its earlier blocks. Any other new block begins
+# at one. Blocks of one use are told apart by how often the block before them was used, the others by the mean time
+# between uses.
 def _steps(bounds: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(next(k for k, most in enumerate(bounds) if uses <= most) for uses in range(MOST_USES + 1))
 
@@ -45,13 +43,11 @@ def class_of(uses: int, origin: int, span: int) -> int:
     return _USES_OF[uses] + min(_PACES - 1, (span // (uses - 1)).bit_length() >> 1)
 
 
-# A set of blocks from which some can be picked at random, in O(1) each.
-
-
 _ABSENT: Final = -1
 _MASK = (1 << 64) - 1
 
 
+# A set of blocks from which some can be picked at random, in O(1) each.
 class LeafSet:
     """The blocks of an array without gaps, and the place of each. The picks are the same in every run."""
 
@@ -97,15 +93,6 @@ class LeafSet:
         return found
 
 
-# What a policy learns of reuse: after how long blocks of a class are used again, and what a block is worth by its
-# age.
-# The age of a block is the number of blocks that were released since it was. Ages fall into buckets of half an
-# octave. A block that waits costs its place for so long; it pays when it is used again. The worth of a block of age
-# a is the greatest ratio, over all later ages b, of the chance to be used between a and b to the expected wait
-# until the use or b: the index of Gittins. To evict the block of the least worth is best when blocks are
-# independent of each other.
-
-
 _BUCKETS = 2 * 33
 _DECAY = 0.9
 _FLAT = 1.0
@@ -114,6 +101,13 @@ _POOLED = 60.0
 """Blocks that are assumed to have the lifetimes of all classes together."""
 
 
+# What a policy learns of reuse: after how long blocks of a class are used again, and what a block is worth by its
+# age.
+# The age of a block is the number of blocks that were released since it was. Ages fall into buckets of half an
+# octave. A block that waits costs its place for so long; it pays when it is used again. The worth of a block of age
+# a is the greatest ratio, over all later ages b, of the chance to be used between a and b to the expected wait
+# until the use or b: the index of Gittins. To evict the block of the least worth is best when blocks are
+# independent of each other.
 def bucket_of(age: int) -> int:
     """Return the bucket of an age: two for each power of two, and the last for all that is older."""
     bits = age.bit_length()

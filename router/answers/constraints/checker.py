@@ -38,12 +38,10 @@ from common.contracts.limits import (
 from common.contracts.types import Constraint
 from common.process.python import module_command
 
-# A queue that takes turns: who has put many things into it does not delay who has put one.
-
-
 ItemT = TypeVar("ItemT")
 
 
+# A queue that takes turns: who has put many things into it does not delay who has put one.
 class PeerQueue(Generic[ItemT]):
     """Items by peer: in the order of arrival for one peer, one of each peer in turn."""
 

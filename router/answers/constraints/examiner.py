@@ -27,17 +27,15 @@ from common.constraint_grammar import grammar_of, parser_limits, passes_a_limit
 from common.contracts.limits import CONSTRAINT_CPU_SECONDS, CONSTRAINT_SECONDS, CONSTRAINT_TRIAL_SECONDS
 from common.contracts.types import Constraint, ConstraintKind
 
-# Tries whether outputs of a grammar can be followed: some pass a limit of llguidance, or end nowhere, after a
-# while.
-# A worker would find that when the request runs. A few random outputs find it before the request is queued. Each
-# takes what the grammar forces, else a mark such as a quote or a comma, or any allowed token.
-
-
 _OUTPUTS: Final = 8
 _TOKENS: Final = 48
 _MARKS: Final = '"{}[],:0a '
 
 
+# Tries whether outputs of a grammar can be followed: some pass a limit of llguidance, or end nowhere, after a
+# while.
+# A worker would find that when the request runs. A few random outputs find it before the request is queued. Each
+# takes what the grammar forces, else a mark such as a quote or a comma, or any allowed token.
 def fault_of(matcher: LLMatcher, tokenizer: LLTokenizer, seconds: float = CONSTRAINT_TRIAL_SECONDS) -> str:
     """Return llguidance's words where an output cannot go on, "" where all could for so many seconds of the CPU."""
     until, marks = time.process_time() + seconds, _marks(tokenizer)

@@ -16,9 +16,6 @@ from router.answers.dialects.marked_calls import HERMES, HERMES_END
 from router.answers.dialects.offered import OfferedTool, Schema, is_plain_text, kinds
 from router.answers.dialects.tagged_calls import CODER, GLM, Tags
 
-# The parameters of a tool one by one, for dialects that do not write arguments as one JSON object.
-
-
 # With these keywords alone a schema is a list of parameters.
 _LIST = frozenset(
     (
@@ -29,6 +26,7 @@ _LIST = frozenset(
 _DEFINITIONS = ("$defs", "definitions")
 
 
+# The parameters of a tool one by one, for dialects that do not write arguments as one JSON object.
 @dataclass(frozen=True, slots=True)
 class Parameter:
     name: str

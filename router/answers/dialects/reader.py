@@ -13,9 +13,8 @@ from router.answers.dialects.reasoning import MARKS, thought_parser
 from router.answers.dialects.tape import Flow, Mismatch
 from router.contracts.answer_parts import Parser, Part, Words
 
+
 # The parser of each dialect of tool calls.
-
-
 @dataclass(frozen=True, slots=True)
 class Form:
     """Where calls stand: after an opener anywhere (`after`), and, of some dialects, at the start (`first`)."""

@@ -22,11 +22,10 @@ from router.contracts.answer_parts import Parser
 from router.contracts.ports import TextAssembler, TextDelta
 from router.contracts.refusals import beyond_context
 
+
 # Text of one sequence's output: whole characters, and stop strings that may span tokens.
 # Text that may still become a stop string is held back. The stop string that completes first ends the output; of
 # two that end at one character, the longer. So the result does not depend on how tokens divide the text.
-
-
 class OutputText:
     """The TextAssembler of one sequence. A stop counts only when the output has `min_tokens` tokens at its end."""
 

@@ -34,14 +34,12 @@ from router.answers.text.form_probes import TEMPLATE_ERRORS, Probes
 from router.answers.text.message_forms import MessageForm, System, Tools, Turns
 from router.answers.text.turn_ends import AddedToken, end_mark
 
-# The files that hold the chat templates of a checkpoint; which one counts is as in transformers.
-
-
 # A file of this name in a folder of more templates is that for chats with tools.
 TOOL_USE: Final = "additional_chat_templates/tool_use.jinja"
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 
 
+# The files that hold the chat templates of a checkpoint; which one counts is as in transformers.
 @dataclass(frozen=True, slots=True)
 class TemplateSources:
     """The template of a checkpoint, and the one for chats with tools where it has one of its own for them."""

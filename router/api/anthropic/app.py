@@ -43,9 +43,6 @@ from router.contracts.events import ValidatedRequest
 from router.contracts.ports import CallContext
 from router.tenants.tenancy import Charge
 
-# Errors in the form of Anthropic's API, for the paths of this API.
-
-
 # Not 503: clients of this API know a server that is busy or not ready by this status.
 OVERLOADED: Final = 529
 _TYPES: Final[Mapping[int, str]] = {
@@ -61,6 +58,7 @@ _TYPES: Final[Mapping[int, str]] = {
 }
 
 
+# Errors in the form of Anthropic's API, for the paths of this API.
 def in_this_form(status: int, body: Json, error: QuireError | None) -> tuple[int, Json]:
     """Return status and body for those of the OpenAI-compatible API; `error` is what they were made of, if anything."""
     if status == 503 or (isinstance(error, Overloaded) and not isinstance(error, RateLimited)):
@@ -81,12 +79,10 @@ def _message(body: Json, error: QuireError | None) -> str:
     return f"prompt is too long: {message}" if too_long else message
 
 
-# The answers of the Messages API as /openapi.json describes them; tests compare them with real ones.
-
-
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
+# The answers of the Messages API as /openapi.json describes them; tests compare them with real ones.
 class _Exact(BaseModel):
     """A body without undescribed fields."""
 

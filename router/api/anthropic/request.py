@@ -37,11 +37,6 @@ from router.api.openai.types import (
 from router.api.shared.field_names import CacheRetention, FieldNames, RetentionRange, in_words_by
 from router.contracts.media import medium_of
 
-# The marks `cache_control` of a body: each retains the prompt up to the item that has it.
-# An item is a tool, a block of a message, or the whole body, whose mark stands for the last message. The turn of a
-# marked block counts as a whole.
-
-
 PRIORITY: Final = 60
 """Above all blocks without retention, and below what an operator's own clients may ask for."""
 _SHORT: Final = "5m"
@@ -50,6 +45,9 @@ _SECONDS: Final = {_SHORT: 300.0, "1h": 3600.0}
 Mark = tuple[CacheControl, str]
 
 
+# The marks `cache_control` of a body: each retains the prompt up to the item that has it.
+# An item is a tool, a block of a message, or the whole body, whose mark stands for the last message. The turn of a
+# marked block counts as a whole.
 def retention_of(body: CountRequest, marked: Sequence[tuple[Mark, int]], messages: int) -> CacheRetention | None:
     """Return what the marks of a body retain. `marked` are those of its blocks, each with the number of messages of the
     chat up to it; `messages` are all of them. Raises InvalidRequest.
@@ -96,9 +94,6 @@ def _refuse(path: str, what: str) -> NoReturn:
     raise InvalidRequest(FieldViolation(path, what))
 
 
-# Turns the messages of a body into those of a chat: results of tools become messages of their own.
-
-
 T = TypeVar("T")
 
 # Blocks by the role of their message.
@@ -112,6 +107,7 @@ _RESULTS: Final = "text, image, document or search_result"
 _BETWEEN_TURNS: Final = "\n\n"
 
 
+# Turns the messages of a body into those of a chat: results of tools become messages of their own.
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """The messages of a chat, and the place in the body that each comes from.

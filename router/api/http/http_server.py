@@ -30,12 +30,11 @@ from common.rpc.tls import PublicCertificate, RenewedContext
 from router.contracts.ports import UNWATCHED, RefusalWatch
 from router.contracts.refusals import Refusal, fault_of_status
 
+
 # One HTTP connection with bounds, which uvicorn and httptools do not have.
 # Bounds hold for the bytes and number of headers, the time to receive a request, and requests sent ahead. Others
 # hold for the time that an answer waits for its reader, and for connections, all and by peer. What breaks a bound,
 # or is not HTTP, gets a proper answer and not a line in the log.
-
-
 class HttpConfig(uvicorn.Config):
     """uvicorn's settings, and what all connections of the server share."""
 
@@ -258,15 +257,13 @@ def _answer(status: int, message: str, request_id: str) -> bytes:
     return STATUS_LINE[status] + (head % (len(body), more)).encode() + body
 
 
-# Accepts the connections of a TLS port, which count from their first moment.
-# The servers of event loops show a connection only after its handshake: clients that never finish one would hold as
-# many files as they like.
-
-
 # Until the process may have files for new connections again.
 _RETRY_S: Final = 0.5
 
 
+# Accepts the connections of a TLS port, which count from their first moment.
+# The servers of event loops show a connection only after its handshake: clients that never finish one would hold as
+# many files as they like.
 class TlsListener:
     """A listening socket, with the two methods that uvicorn calls on a server."""
 

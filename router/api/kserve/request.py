@@ -30,11 +30,6 @@ from router.api.shared.field_names import CacheRetention, Float32, Int32, Int64
 from router.contracts.events import ValidatedRequest
 from router.contracts.ports import CallContext, RequestValidator
 
-# Sampling parameters as clients of Triton's vLLM backend send them: in a JSON tensor, or as parameters of the
-# request.
-# The names are vLLM's. Such clients send numbers as text too, and pydantic converts them.
-
-
 CONSTRAINTS: Final = ("json_schema", "regex", "grammar")
 # Fields whose name is the same in SamplingParams of quire.types.v1.
 _SAME: Final = (
@@ -46,6 +41,9 @@ _SAME: Final = (
 _MOST_NAMES: Final = 100
 
 
+# Sampling parameters as clients of Triton's vLLM backend send them: in a JSON tensor, or as parameters of the
+# request.
+# The names are vLLM's. Such clients send numbers as text too, and pydantic converts them.
 class SamplingFields(BaseModel):
     """The parameters. Their ranges are checked in `requests/validate.py`, for every API."""
 

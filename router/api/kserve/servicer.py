@@ -27,9 +27,6 @@ from router.contracts.ports import CallContext, Frontend, ModelCard, RequestVali
 from router.requests.request_ids import automatic_id
 from router.tenants.tenancy import Charge
 
-# Encodes the router's events as responses of the Open Inference Protocol.
-
-
 VERSION: Final = "1"
 # The finish reason of an unfinished sequence, as Triton's vLLM backend writes it and its clients expect it.
 _UNFINISHED: Final = "None"
@@ -40,6 +37,7 @@ LEAST_ENTRY_BYTES: Final = 20
 _MOST_CHARACTERS: Final = 4096
 
 
+# Encodes the router's events as responses of the Open Inference Protocol.
 @dataclass(slots=True)
 class _Sequence:
     """One sequence: its output since the last response, and the state that every response repeats."""

@@ -20,9 +20,8 @@ from router.contracts.answer_parts import CallBegun, Parser, Part, Thought, Word
 from router.contracts.events import Admitted, Finished, GenerateEvent, PromptLogprobs, Tokens
 from router.contracts.ports import TextCodec
 
+
 # Counts the tokens of an answer's thought.
-
-
 class TokenTexts:
     """Divides the text of several tokens among them, where the tokenizer spells tokens as bytes.
 

@@ -61,11 +61,6 @@ from router.contracts.events import Finished, GenerateEvent, Tokens, ValidatedRe
 from router.contracts.ports import CallContext
 from router.tenants.tenancy import Tenant
 
-# Ids of the events of a stream, and what a client says with one: `Last-Event-ID`, with the body that it sent first.
-# An id is `<request id>:<received>`. The second part has, for each choice, its tokens so far. `r` follows where the
-# text has come that the output held back at its end, `e` where its last event has: `quire-4f..:12,7e`.
-
-
 HEADER: Final = "last-event-id"
 _CHOICE: Final = r"\d{1,9}[re]?"
 _ID: Final = rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}"
@@ -73,6 +68,9 @@ _FORM: Final = re.compile(rf"({_ID}):((?:{_CHOICE},){{0,{MAX_SEQUENCES - 1}}}{_C
 _ALL: Final = (1 << 31) - 1
 
 
+# Ids of the events of a stream, and what a client says with one: `Last-Event-ID`, with the body that it sent first.
+# An id is `<request id>:<received>`. The second part has, for each choice, its tokens so far. `r` follows where the
+# text has come that the output held back at its end, `e` where its last event has: `quire-4f..:12,7e`.
 @dataclass(slots=True)
 class _Choice:
     tokens: int = 0
@@ -159,14 +157,12 @@ class NoEventIds:
         return lines
 
 
-# A streamed answer of the OpenAI-compatible API: each piece becomes one line of server-sent events.
-# Every token of a stream passes here, so lines are written from a template. A chunk takes 0.3 microseconds, where
-# `json.dumps` of the whole chunk took 3.2 (CPython 3.11).
-
-
 DONE = "data: [DONE]\n\n"
 
 
+# A streamed answer of the OpenAI-compatible API: each piece becomes one line of server-sent events.
+# Every token of a stream passes here, so lines are written from a template. A chunk takes 0.3 microseconds, where
+# `json.dumps` of the whole chunk took 3.2 (CPython 3.11).
 class StreamedAnswer:
     """Writes the lines of one answer; the answer must have taken its first event."""
 
@@ -278,9 +274,6 @@ def _dumps(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-# POST /invocations, which SageMaker calls: the body says which of OpenAI's paths is meant. Its probe is GET /ping.
-
-
 PATH: Final = "/invocations"
 # The path of the first field that a body has.
 _PATHS: Final = {
@@ -292,6 +285,7 @@ _PATHS: Final = {
 }
 
 
+# POST /invocations, which SageMaker calls: the body says which of OpenAI's paths is meant. Its probe is GET /ping.
 class Invocations:
     """Middleware that puts the path that is meant in place of /invocations. It gets bodies whole (BodyGate).
 
@@ -332,13 +326,11 @@ def _path_of(body: bytes) -> str | None:
     return next(named, None)
 
 
-# Charges tenants for requests that are refused as wrong before their prompts are looked at.
-
-
 # Statuses of answers to a wrong body, model or path.
 _WRONG: Final = frozenset({400, 404, 413, 415, 422})
 
 
+# Charges tenants for requests that are refused as wrong before their prompts are looked at.
 class WrongRequestsCharged:
     """Middleware that charges a wrong request which nothing has charged so far; 429 where the rate has no room for it.
 

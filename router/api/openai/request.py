@@ -31,12 +31,10 @@ from router.api.openai.types import (
 )
 from router.contracts.media import note_of
 
-# Reads the constraint of a body: OpenAI's `response_format`, and vLLM's names for the same.
-
-
 _ANY_OBJECT = '{"type": "object"}'
 
 
+# Reads the constraint of a body: OpenAI's `response_format`, and vLLM's names for the same.
 def constraint_of(body: GenerationFields) -> AskedConstraint | None:
     """Return the one constraint of a body. Raises InvalidRequest for a malformed one, or two that contradict."""
     asked = [*_of_response_format(body.response_format), *_of_structured_outputs(body), *_of_guided(body)]

@@ -15,10 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from common.contracts.limits import MAX_HTTP_SEQUENCES
 from router.requests.violations import RANGES, Range
 
-# Writes into the OpenAPI document which values are served: the ranges that `requests/validate.py` checks.
-# They stand in no model of a body: each API would say in other words what is wrong.
-
-
 Json = dict[str, Any]
 # Fields under the name of the range that holds for them.
 _NAMES: Final = {
@@ -40,6 +36,8 @@ _NOT_EMPTY: Final[Mapping[tuple[str, str], Json]] = {
 }
 
 
+# Writes into the OpenAPI document which values are served: the ranges that `requests/validate.py` checks.
+# They stand in no model of a body: each API would say in other words what is wrong.
 def add_ranges(schemas: Mapping[str, Json]) -> None:
     """Add the ranges to the properties of bodies."""
     for name, schema in schemas.items():

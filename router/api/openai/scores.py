@@ -36,12 +36,11 @@ from router.contracts.embedding import cosine, numbers_of
 from router.contracts.events import Admitted, Finished, Tokens, ValidatedRequest
 from router.contracts.ports import CallContext
 
+
 # Scores of a decoder that ranks by its answer: the probability of yes, where it may say yes or no alone.
 # Each pair is a chat with the roles `query` and `document`, which the checkpoint's template writes, and one token
 # of output, whose log-probabilities are those of both answers. Their difference is that of the logits, and the
 # probability of yes follows from it.
-
-
 @dataclass(frozen=True, slots=True)
 class Scored:
     """The scores of pairs, the tokens of their prompts, and the trace of the first."""

@@ -41,15 +41,13 @@ from router.contracts.ports import (
 from router.requests.request_ids import correlation_id
 from router.tenants.tenancy import Charge
 
-# Merges several streams of events, for requests of several prompts. All end when one fails or the reader stops.
-
-
 T = TypeVar("T")
 
 # Events that wait for the reader. Further ones wait in their streams, whose own bounds then count.
 _MOST_WAITING: Final = 16
 
 
+# Merges several streams of events, for requests of several prompts. All end when one fails or the reader stops.
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """Yield (number of the stream, event) as events come. Raises the error of the first failing stream."""
     if len(streams) == 1:

@@ -18,10 +18,6 @@ from common.process.loop_turns import in_steps
 from common.process.small_http import Reply
 from router.api.page.query import Query
 
-# A small share of the event loop for work that is not urgent: one step at a time, and a pause after each.
-# A step is what a coroutine does between two awaits. The pause is a multiple of the time that the step took.
-
-
 # All work together has a tenth of the loop.
 IDLE: Final = 9
 # A process that was stopped during a step need not make up for it.
@@ -30,6 +26,8 @@ MOST_PAUSE_S: Final = 1.0
 ResultT = TypeVar("ResultT")
 
 
+# A small share of the event loop for work that is not urgent: one step at a time, and a pause after each.
+# A step is what a coroutine does between two awaits. The pause is a multiple of the time that the step took.
 class _Step(NamedTuple):
     """What a coroutine waits for after a step, or its result at the end."""
 

@@ -15,8 +15,6 @@ from common.contracts.limits import MAX_RETENTION_RANGES
 from quire.inference.v1 import inference_pb2 as pb
 
 # Numbers of client requests in JSON, bounded to the ranges of the protobuf fields that receive them.
-
-
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 # The range of protobuf's float; router/requests/validate.py checks the narrower range of each field.
@@ -24,8 +22,6 @@ Float32 = Annotated[float, Field(ge=-3.4e38, le=3.4e38)]
 
 
 # The field `cache_retention` of a body: which blocks the KV manager keeps once the request has ended.
-
-
 class RetentionRange(BaseModel):
     """A part of the prompt: the tokens from `start` on and before `end`, or the first `messages` of a chat."""
 

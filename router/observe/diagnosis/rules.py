@@ -21,12 +21,10 @@ from router.observe.diagnosis.request_history import Grant, Option, Placement, Q
 from router.observe.diagnosis.verdict import Diagnosis, PhaseSpan, Step, Verdict
 from router.observe.diagnosis.words import count, duration, listed, percent
 
-# Each decision on a request in a sentence, in the order of their times.
-
-
 ROUTER, MANAGER = "router", "kvmanager"
 
 
+# Each decision on a request in a sentence, in the order of their times.
 def steps_of(history: RequestHistory) -> tuple[Step, ...]:
     """Return the decisions in sentences; offsets are from the first record of the request."""
     told = sorted(_told(history), key=lambda each: (each[0], each[1], each[2]))

@@ -25,9 +25,8 @@ from router.api.openai.schema import answers, refused
 from router.api.openai.service import Service
 from router.tenants.tenancy import Caller
 
+
 # Files and batches as /openapi.json describes them.
-
-
 class _Exact(BaseModel):
     model_config = ConfigDict(extra="forbid")
 

@@ -36,9 +36,8 @@ from router.api.openai.batches.records import (
 from router.api.openai.batches.uploads import Uploads, on_disk
 from router.tenants.tenancy import Caller
 
+
 # What the routes of files and batches use; there is none where the router has no folder for them.
-
-
 @dataclass(frozen=True, slots=True)
 class BatchParts:
     """`now` are Unix seconds."""
@@ -49,12 +48,10 @@ class BatchParts:
     now: Callable[[], float]
 
 
-# Asks the router's own HTTP application, without a connection: a line of a batch is a request like any other.
-
-
 log = logging.getLogger(__name__)
 
 
+# Asks the router's own HTTP application, without a connection: a line of a batch is a request like any other.
 @dataclass(slots=True)
 class Answer:
     """What the application answered; a status of 500 where it failed before it could."""
@@ -112,12 +109,6 @@ async def asked(app: ASGIApp, caller: Caller, path: str, body: bytes, correlatio
     return answer
 
 
-# One batch on its way: its lines are sent, some at once, and each answer is written as it comes.
-#     lines --> workers, each with one request --> results --> writer --> files of answers and of errors
-# A router that is killed leaves the files as they are. The next one reads in them which lines have an answer, and
-# sends the others. So a line that was sent in that moment is sent again.
-
-
 Ask = Callable[[Caller, str, bytes, str], Awaitable[Answer]]
 # Seconds between two looks at what ends a batch early, and between two writings of its counts.
 LOOK_S: Final = 1.0
@@ -129,6 +120,10 @@ _MOST_WAITING: Final = 16
 _REFUSED_CALLER: Final = frozenset({401, 403})
 
 
+# One batch on its way: its lines are sent, some at once, and each answer is written as it comes.
+#     lines --> workers, each with one request --> results --> writer --> files of answers and of errors
+# A router that is killed leaves the files as they are. The next one reads in them which lines have an answer, and
+# sends the others. So a line that was sent in that moment is sent again.
 @dataclass(frozen=True, slots=True)
 class End:
     """How a batch ends; `code` and `words` say what is wrong with the batch, or with the lines that are left."""

@@ -12,9 +12,8 @@ from common.contracts import limits
 from common.contracts.errors import FieldViolation, InvalidRequest, Overloaded, QuotaViolation
 from router.api.openai.responses.store import ResponseStore
 
+
 # The parts of the Responses API that the process makes, and closes at its end.
-
-
 @dataclass(frozen=True, slots=True)
 class ResponseParts:
     """Where responses are kept, and those that a router makes in the background."""

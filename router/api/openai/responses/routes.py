@@ -64,9 +64,8 @@ from router.contracts.answer_parts import CallBegun, Part, Words
 from router.contracts.events import ValidatedRequest
 from router.contracts.ports import CallContext
 
+
 # The tokens of a response, those of its thought apart.
-
-
 def usage_body(bill: Bill) -> Json:
     output = bill.output_tokens
     return {
@@ -79,12 +78,10 @@ def usage_body(bill: Bill) -> Json:
     }
 
 
-# One response from its body to its end: what was asked, how its answer is read, and what is kept of it.
-
-
 _SYSTEM = ("system", "developer")
 
 
+# One response from its body to its end: what was asked, how its answer is read, and what is kept of it.
 @dataclass(slots=True)
 class Asked:
     """A validated response that is to be made, or is being made. `given` are the items of its own input."""
