@@ -29,6 +29,9 @@ from gpuworker.runner.launcher import EagerLauncher, LaidOutStep, LauncherFactor
 from gpuworker.sampling.rows import SampledTokens
 from gpuworker.sampling.truncation import invert
 
+if TYPE_CHECKING:
+    from gpuworker.models.llama.gpu_model import LlamaGpuModel
+
 _BUFFERS = 2  # at most two steps are unfinished, so the second last transfer is over when the next begins
 _PER_ROW = 8  # words of 32 bits in RowFields
 
@@ -186,9 +189,6 @@ class GraphInputs:
 def _views(fields: RowFields) -> list[tuple[str, torch.Tensor]]:
     return [(name, getattr(fields, name)) for name in RowFields.__slots__]
 
-
-if TYPE_CHECKING:
-    from gpuworker.models.llama.gpu_model import LlamaGpuModel
 
 _log = logging.getLogger(__name__)
 Replay = Callable[[], None]

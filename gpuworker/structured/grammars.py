@@ -18,6 +18,9 @@ from common.contracts.errors import FieldViolation, InvalidRequest, Unsupported
 from common.contracts.types import Constraint, ConstraintKind
 from gpuworker.structured.digits import DigitTokens
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
@@ -96,9 +99,6 @@ class FairThread(Generic[ResultT]):
             self._running = future is not None
             return None if future is None else (future, self._work.pop(future))
 
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
 
 _KEPT = 64  # recently used grammars; those of live sequences stay anyway
 _MOST_WORDS = 500

@@ -36,9 +36,8 @@ from gpuworker.serial_thread import SerialThread
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.sequence import Constrained, allow, allow_others, forbid, unfollowable
 
-
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLExecutor, LLMatcher
 
 
 # One sequence whose tokens a mask limits: by a constraint, by a budget of thoughts, or by both.
@@ -111,9 +110,6 @@ class Followed:
     def _forced(self) -> int | None:
         return None if self._thought is None else self._thought.forced
 
-
-if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
 
 _CORES_PER_THREAD, _MOST_THREADS = 4, 8
 _ALL = np.uint32(0xFFFFFFFF)

@@ -26,6 +26,9 @@ from gpuworker.memory.devices import dtype_name, free_bytes
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.hf.precision import Precision, resolve_precision
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
 # How many tokens a call is laid out for; other numbers run as well, as fast as measured for 1 to 256.
 _TOKENS: Final = 32
 # A copy of a weight that an embedding keeps may take this much of the free memory at most.
@@ -167,9 +170,6 @@ def _replace(place: _Place, copied: bool, done: Prepacking) -> None:
     done.copied_bytes += packed.packed_bytes if copied else 0
 
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
 # Entries of a rope with three positions a token, which are equal for text.
 _OF_POSITIONS: Final = ("mrope_section", "mrope_interleaved")
 # What a language model does whatever its configuration says, and its plain kind where its configuration says so.
@@ -213,9 +213,6 @@ def _is_tied(config: PretrainedConfig, directory: Path) -> bool:
     plain = [found for name in names if (found := language_tensor(name)) is not None]
     return not any(name.startswith("lm_head.") for name in plain) if plain else bool(config.tie_word_embeddings)
 
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 LOAD_FORMATS = get_args(LoadFormat)
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
