@@ -34,7 +34,7 @@ from common.process.local_redis import redis_at
 from kvmanager.contracts.ports import IndexCall, WorkerEntry
 from kvmanager.index.store import RedisIndexStore
 from router.placement.fair_queue import ONE_FLOW
-from router.placement.placement import PlacementRequest
+from router.placement.placement_request import PlacementRequest
 from router.placement.routing import Router
 from router.placement.worker_model import Capacity, Load
 from router.requests.dispatcher import Job

@@ -49,7 +49,7 @@ from kvmanager.index.state_file import EpochFile
 from kvmanager.index.store import TIMEOUT_S, RedisIndexStore
 from kvmanager.index.writer import IndexWriter
 from kvmanager.ledger.ledger import Ledger
-from kvmanager.ledger.manager import Manager
+from kvmanager.ledger.registry import WorkerRegistry
 from kvmanager.ledger.watchdog import waits_for_a_grant
 from kvmanager.service import decision_servicer, servicer
 from kvmanager.service.decision_servicer import DecisionServicer
@@ -95,7 +95,7 @@ class ManagerProcess:
         opener = _store_opener(settings, self.leading)
         self.index = IndexWriter(epoch_file, opener, clock, times, stale, key, self.supervisor)
         self.index.before_writing = self.leading.writes
-        manager = Manager(settings.manager_config(), clock, _decision_ids(source))
+        manager = WorkerRegistry(settings.manager_config(), clock, _decision_ids(source))
         self.attachments = Attachments(
             manager, self.index, self.ring, self._telemetry.tracer, self.leading, configured_identity(settings)
         )

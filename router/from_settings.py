@@ -12,8 +12,8 @@ from common.contracts.limits import MAX_BATCH_REQUESTS
 from common.contracts.types import PoolIdentity
 from common.settings.pool_key import pool_key_of
 from router.answers.reading import Dialects
-from router.answers.text.assembler import CheckpointText
 from router.answers.text.checkpoint import Checkpoint
+from router.answers.text.checkpoint_text import CheckpointText
 from router.api.openai.batches.folder import BatchFolder
 from router.api.openai.batches.runner import BatchParts, BatchRunner
 from router.api.openai.batches.uploads import Uploads

@@ -44,8 +44,8 @@ from quire.inference.v1 import inference_pb2_grpc
 from quire.kserve.v2 import kserve_pb2_grpc
 from router.answers.constraints.checker import ConstraintChecker
 from router.answers.reading import AnswerReader
-from router.answers.text.assembler import CheckpointText
 from router.answers.text.checkpoint import read_checkpoint
+from router.answers.text.checkpoint_text import CheckpointText
 from router.answers.text.tokenizer_files import TokenizerFiles
 from router.api.anthropic.app import add_messages
 from router.api.grpc.admin import DECISIONS, INFERENCE, AdminPlane

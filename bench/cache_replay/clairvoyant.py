@@ -70,7 +70,7 @@ class Clairvoyant:
         for block in blocks:
             self.add_block(block)
 
-    def take_block(self, block: BlockId) -> None:
+    def reuse_block(self, block: BlockId) -> None:
         del self._next[block]
 
     def discard_block(self, block: BlockId) -> None:
@@ -89,7 +89,7 @@ class Clairvoyant:
         if not self.can_pop():
             raise no_leaf() if self._next else IndexError("nothing is cached")
         _, block = heapq.heappop(self._heap)
-        self.evict_block(block)
+        self.pop_withheld(block)
         return block
 
     def can_pop(self) -> bool:
@@ -109,7 +109,7 @@ class Clairvoyant:
         if not self._blocks.children[block]:
             heapq.heappush(self._heap, (-self._next[block], block))
 
-    def evict_block(self, block: BlockId) -> None:
+    def pop_withheld(self, block: BlockId) -> None:
         del self._next[block]
         parent = self._blocks.parent[block]
         if parent:

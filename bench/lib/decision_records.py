@@ -21,7 +21,7 @@ from common.decisions.ring import DecisionRing
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.ledger.ledger import Ledger
 from router.observe.diagnosis.outcome import Outcome, figures_of, texts_of
-from router.placement.placement import PlacementRequest
+from router.placement.placement_request import PlacementRequest
 from router.placement.routing import Router
 from router.placement.worker_model import Capacity, Load, WorkerModel
 

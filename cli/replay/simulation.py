@@ -26,9 +26,9 @@ from gpuworker.scheduling.outcomes import AgentConfig
 from gpuworker.scheduling.sequence import NewSequence
 from gpuworker.scheduling.stopping import StopRule
 from kvmanager.contracts.ledger_config import ManagerConfig
-from kvmanager.ledger.manager import Manager
+from kvmanager.ledger.registry import WorkerRegistry
 from router.placement.fair_queue import Flow
-from router.placement.placement import PlacementRequest
+from router.placement.placement_request import PlacementRequest
 from router.placement.routing import Router
 from router.placement.worker_model import Capacity
 from router.requests.dispatcher import Job, LoadReservation
@@ -270,7 +270,7 @@ class _Simulation:
         self._root = root_digest("replay", "none", options.block_size)
         self._identity, ids = identity, itertools.count(1)
         self._routers = [self._router(options.seed + number) for number in range(options.routers)]
-        self._manager = Manager(options.manager, self._clock, lambda: f"m{next(ids)}", epoch=1)
+        self._manager = WorkerRegistry(options.manager, self._clock, lambda: f"m{next(ids)}", epoch=1)
         self._workers: dict[str, ReplayWorker] = {}
         # Their ids are unique over all workers.
         self._live: dict[SequenceId, _Live] = {}

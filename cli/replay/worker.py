@@ -19,7 +19,7 @@ from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.outcomes import AgentConfig
 from gpuworker.scheduling.step_costs import DEFAULT_COSTS, StepCosts, parse_costs
 from kvmanager.contracts.index_events import IndexEvent
-from kvmanager.ledger.manager import Manager, WorkerRegistration
+from kvmanager.ledger.registry import WorkerRegistration, WorkerRegistry
 from router.placement.worker_model import Load
 
 SIMULATED: Final = parse_costs(DEFAULT_COSTS)
@@ -82,7 +82,7 @@ class ReplayWorker:
         attach: Attach,
         config: AgentConfig,
         timing: Timing,
-        manager: Manager,
+        manager: WorkerRegistry,
         listener: Listener,
     ) -> None:
         self._loop, self._manager, self._timing, self._listener = loop, manager, timing, listener

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from gpuworker.engine.ports import EngineLoad, MaskLateness
 from gpuworker.engine.step_rates import STEP_BOUNDS, StepTimes
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTally
-from gpuworker.server.orphans import Orphans, Outcome
+from gpuworker.server.orphans import OrphanEnd, Orphans
 
 _ROUND_TRIP_BUCKETS_S: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -126,6 +126,6 @@ class OrphanCollector:
         )
         yield GaugeMetricFamily("quire:orphan_bytes", "Bytes of their prompts and outputs.", value=orphans.size)
         outcomes = CounterMetricFamily("quire:orphan_fates", "What became of abandoned sequences.", labels=("fate",))
-        for outcome in Outcome:
+        for outcome in OrphanEnd:
             outcomes.add_metric((outcome.value,), orphans.outcomes[outcome])
         yield outcomes

@@ -31,7 +31,7 @@ _INCARNATION_BYTES: Final = 16
 _MOST_BYTES: Final = 15 << 20
 
 
-class Outcome(StrEnum):
+class OrphanEnd(StrEnum):
     """How orphans ended or went on; the values are labels of metrics."""
 
     KEPT = "kept"
@@ -95,7 +95,7 @@ class Orphans:
         self._leaving: dict[SequenceId, LiveSequence] = {}  # cancelled; the engine has not said so yet
         self._count: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
-        self.outcomes: Counter[Outcome] = Counter()
+        self.outcomes: Counter[OrphanEnd] = Counter()
         """How many sequences met each outcome, in this life of the worker."""
 
     def __len__(self) -> int:
@@ -141,16 +141,16 @@ class Orphans:
     def returned(self, router: bytes) -> None:
         """End the orphans of a router that is here again: it has moved its sequences to other workers."""
         if len(router) == _INCARNATION_BYTES:
-            self._end([name for name, orphan in self._orphans.items() if orphan.router == router], Outcome.REPLACED)
+            self._end([name for name, orphan in self._orphans.items() if orphan.router == router], OrphanEnd.REPLACED)
 
     def replaced(self, request: tuple[str, str]) -> None:
         """End the orphans of a request whose client begins anew."""
         if self._orphans:
-            self._end([orphan.live.id for orphan in self._of(request)], Outcome.REPLACED)
+            self._end([orphan.live.id for orphan in self._of(request)], OrphanEnd.REPLACED)
 
     def close(self) -> None:
         """End all: the worker stops."""
-        self._end(list(self._orphans), Outcome.EXPIRED)
+        self._end(list(self._orphans), OrphanEnd.EXPIRED)
 
     # ------------------------------------------------------------ the engine
 
@@ -185,7 +185,7 @@ class Orphans:
         orphan = self._remove(SequenceId(sequence))
         if orphan is None:
             return None
-        self.outcomes[Outcome.RESUMED] += 1
+        self.outcomes[OrphanEnd.RESUMED] += 1
         return orphan.live
 
     def _of(self, request: tuple[str, str]) -> list[_Orphan]:
@@ -196,7 +196,7 @@ class Orphans:
     def _add(self, live: LiveSequence, router: bytes, now: float) -> None:
         orphan = self._orphans[live.id] = _Orphan(live, router, now)
         self._count[live.message.tenant] += 1
-        self.outcomes[Outcome.KEPT] += 1
+        self.outcomes[OrphanEnd.KEPT] += 1
         if live.spans is not None and not live.ended:
             live.spans.orphaned()
         self._measure(orphan)
@@ -212,13 +212,13 @@ class Orphans:
         if len(self._orphans) > MAX_ORPHANS or self.size > MAX_ORPHAN_BYTES:
             for name in self._droppable(self._orphans):
                 if len(self._orphans) > MAX_ORPHANS or self.size > MAX_ORPHAN_BYTES:
-                    self._end([name], Outcome.DROPPED)
+                    self._end([name], OrphanEnd.DROPPED)
         for tenant in [name for name in self._count if self._has_too_much(name)]:
             for name in self._droppable(
                 [each for each, orphan in self._orphans.items() if orphan.live.message.tenant == tenant]
             ):
                 if self._has_too_much(tenant):
-                    self._end([name], Outcome.DROPPED)
+                    self._end([name], OrphanEnd.DROPPED)
 
     def _droppable(self, names: Iterable[SequenceId]) -> list[SequenceId]:
         return sorted(names, key=lambda name: not self._orphans[name].live.ended)
@@ -246,10 +246,10 @@ class Orphans:
         """End what was orphaned then and still is."""
         orphans = self._orphans
         self._end(
-            [each for each in left.names if each in orphans and orphans[each].since == left.since], Outcome.EXPIRED
+            [each for each in left.names if each in orphans and orphans[each].since == left.since], OrphanEnd.EXPIRED
         )
 
-    def _end(self, names: Iterable[SequenceId], outcome: Outcome) -> None:
+    def _end(self, names: Iterable[SequenceId], outcome: OrphanEnd) -> None:
         for name in names:
             orphan = self._remove(name)
             if orphan is None:

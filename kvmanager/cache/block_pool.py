@@ -77,7 +77,7 @@ class BlockPool:
         """Add a reference to a block in use or in the cache."""
         blocks = self.blocks
         if blocks.state[block] is CACHED:
-            self.cached.take_block(block)
+            self.cached.reuse_block(block)
             if self.marks or self.pinned:
                 self.retention.note_taken(block)
             blocks.state[block] = IN_USE

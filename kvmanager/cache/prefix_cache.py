@@ -335,7 +335,7 @@ class PrefixCache:
         self.number += 1
         self.events.append(Removed(self.number, block_hash, depth))
 
-    def evict_block(self, block: BlockId, beneficiary: str = "", mark: Mark = NO_MARK, retention: str = "") -> int:
+    def forget_block(self, block: BlockId, beneficiary: str = "", mark: Mark = NO_MARK, retention: str = "") -> int:
         """Drop a copy for a sequence and return its depth; when it was the last, the hash becomes a ghost."""
         blocks = self._blocks
         block_hash, depth = blocks.hash[block], blocks.index[block]

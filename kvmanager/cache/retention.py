@@ -300,7 +300,7 @@ class Retention:
         if block is None:
             block = order.pop_block()
         else:
-            order.evict_block(block)
+            order.pop_withheld(block)
         self._note(block)
         return block
 

@@ -113,7 +113,7 @@ class BlockStore:
                 if cache.watched:
                     cache.touch_hash(block_hash)
                 if block_hash in copies:
-                    cache.evict_block(block)
+                    cache.forget_block(block)
             if pool.drop_block(block):
                 if pending[block] is not None:
                     cache.forget_pending(block)
@@ -147,7 +147,7 @@ class BlockStore:
         pool.cached.note_registered(block, entries.get(parent), ghost[2:] if ghost else NO_MARK)
         first = entries[block_hash]
         if first != block and self.blocks.state[first] is CACHED:
-            cache.evict_block(first)
+            cache.forget_block(first)
             pool.replace_cached_block(first, block)
 
     # ------------------------------------------------------------ remembered matches

@@ -25,7 +25,7 @@ def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | Non
     retained, pinned = totals.retained_evictions, totals.pinned_evictions
     evicted, fates = list[Candidate](), dict[Fate, list[str]]()
     for _ in range(min(missing, _NAMED)):
-        evicted.append(evict_block(state, name))
+        evicted.append(evict_next(state, name))
         if (found := state.store.retention.evicted) is not None:
             fates.setdefault(found.fate, []).append(evicted[-1].name)
     for _ in range(missing - len(evicted)):
@@ -55,7 +55,7 @@ def drop_cached_blocks(state: LedgerState) -> int:
     if pool.in_use:
         # Nothing is learned of their uses: they go for another reason than want of room.
         for block in sorted((*pool.cached, *copied), key=state.store.blocks.index.__getitem__, reverse=True):
-            state.store.cache.evict_block(block)
+            state.store.cache.forget_block(block)
             if block not in copied:
                 pool.free_cached_block(block)
     else:
@@ -76,7 +76,7 @@ def _find_only_copied(store: BlockStore, sequences: SequenceTable) -> set[BlockI
     return {block for block, count in held.items() if blocks.refs[block] == count and blocks.hash[block]}
 
 
-def evict_block(state: LedgerState, beneficiary: str = "") -> Candidate:
+def evict_next(state: LedgerState, beneficiary: str = "") -> Candidate:
     """Free the next block in the order of eviction and drop its content; return the record of the block."""
     block, depth = _uncache_block(state, beneficiary)
     figures, retention = state.store.pool.cached.explain_choice(block), state.store.retention.evicted
@@ -97,4 +97,4 @@ def _uncache_block(state: LedgerState, beneficiary: str) -> tuple[BlockId, int]:
         state.totals.retained_evictions += evicted.fate is Fate.RETAINED
         state.totals.pinned_evictions += evicted.fate is Fate.PINNED
     state.totals.evictions += 1
-    return block, state.store.cache.evict_block(block, beneficiary, pool.cached.mark_of(block), fate)
+    return block, state.store.cache.forget_block(block, beneficiary, pool.cached.mark_of(block), fate)

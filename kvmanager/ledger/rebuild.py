@@ -221,7 +221,7 @@ def _restore_copy(state: LedgerState, block: BlockId, block_hash: BlockHash, par
         cache.register_block(block, block_hash, parent)
         first = cache.entries[block_hash]
         if blocks.state[first] is BlockState.FREE:
-            cache.evict_block(first)
+            cache.forget_block(first)
     return False
 
 

@@ -13,7 +13,7 @@ from common.contracts.types import Decision
 from kvmanager.contracts.index_events import IndexEvent
 from kvmanager.index.worker_feed import WorkerFeed
 from kvmanager.index.writer import IndexWriter
-from kvmanager.ledger.manager import Manager, WorkerRegistration
+from kvmanager.ledger.registry import WorkerRegistration, WorkerRegistry
 from kvmanager.sessions.kv_events import KvEventHub
 from kvmanager.sessions.reserve_spans import ReserveSpans
 
@@ -42,7 +42,7 @@ class AttachedWorker:
 
     def __init__(
         self,
-        manager: Manager,
+        manager: WorkerRegistry,
         registration: WorkerRegistration,
         index: IndexWriter,
         sink: DecisionSink,

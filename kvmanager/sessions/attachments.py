@@ -18,8 +18,8 @@ from common.rpc.roles import Peer
 from kvmanager.contracts.ports import Leading
 from kvmanager.index.writer import IndexWriter
 from kvmanager.ledger.ledger import Ledger
-from kvmanager.ledger.manager import Manager, WorkerRegistration
 from kvmanager.ledger.past_totals import PastTotals
+from kvmanager.ledger.registry import WorkerRegistration, WorkerRegistry
 from kvmanager.sessions.attached_worker import AttachedWorker, DecisionSink, Effects
 from kvmanager.sessions.kv_events import KvEventHub
 from kvmanager.sessions.reserve_spans import ReserveSpans
@@ -69,7 +69,7 @@ class Attachments:
     the last one has left. `attaching` is called when a worker attaches and the namespace of the index is known.
     """
 
-    manager: Manager
+    manager: WorkerRegistry
     index: IndexWriter
     sink: DecisionSink
     tracer: Tracer

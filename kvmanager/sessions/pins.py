@@ -24,7 +24,7 @@ from kvmanager.cache.pins import Pin, PinAtWorker, fitting, num_listed, one_work
 from kvmanager.contracts.ports import FenceLost, IndexUnavailable, KeptPins, Leading, PinsUnreadable
 from kvmanager.index.writer import IndexWriter
 from kvmanager.ledger.ledger import Ledger
-from kvmanager.ledger.manager import Manager
+from kvmanager.ledger.registry import WorkerRegistry
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ _MOST_BYTES: Final = MAX_PINNED_BLOCKS * KEY_BYTES + MAX_PINS * (
 class OperatorPins:
     """The pins of the namespace that the manager serves. `run` is its background task."""
 
-    def __init__(self, manager: Manager, index: IndexWriter, leading: Leading, clock: Clock) -> None:
+    def __init__(self, manager: WorkerRegistry, index: IndexWriter, leading: Leading, clock: Clock) -> None:
         self._manager, self._index, self._leading, self._clock = manager, index, leading, clock
         self._changing = asyncio.Lock()
         self._wake = asyncio.Event()

@@ -19,7 +19,7 @@ from common.contracts.errors import (
     Unavailable,
 )
 from common.contracts.types import Candidate, Decision, DecisionKind
-from router.placement.placement import TOO_LARGE, PlacementRequest
+from router.placement.placement_request import TOO_LARGE, PlacementRequest
 
 
 # Words for requests that the context cannot hold: clients recognise them, and shorten the conversation.

@@ -23,7 +23,7 @@ from typing import Final
 
 from common.contracts.clock import Clock
 from common.contracts.types import Candidate, Decision, DecisionKind
-from router.placement.placement import Outcome, PlacementRequest, may_recover, too_large, verdict
+from router.placement.placement_request import PlacementOutcome, PlacementRequest, may_recover, too_large, verdict
 from router.placement.worker_model import Capacity, WorkerModel
 
 MOST_PRICED = 64
@@ -312,7 +312,7 @@ OLD_S = 30.0
 MANAGER_AWAY_S = 1.0
 TOO_LATE = "too late"
 """How the reason begins of a worker that would miss the deadline; the seconds follow."""
-_BEST_FIRST = (Outcome.PLACED, Outcome.WAIT, Outcome.NO_WORKER, Outcome.TOO_LARGE)
+_BEST_FIRST = (PlacementOutcome.PLACED, PlacementOutcome.WAIT, PlacementOutcome.NO_WORKER, PlacementOutcome.TOO_LARGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +323,7 @@ class Choice:
     the chosen worker, or, where all with a free slot would be too late, the least at any worker that may serve it.
     """
 
-    outcome: Outcome
+    outcome: PlacementOutcome
     decision: Decision
     worker: WorkerModel | None = None
     hit_blocks: int = 0
@@ -412,7 +412,7 @@ class Router:
         if not found.costs and len(seen) < len(workers):
             # Nearly all are full: one of the others may have room, and of many with room a few are enough.
             verdicts = [verdict(each, placement, now)[0] for each in workers]
-            room = [each for each, outcome in zip(workers, verdicts, strict=True) if outcome is Outcome.PLACED]
+            room = [each for each, outcome in zip(workers, verdicts, strict=True) if outcome is PlacementOutcome.PLACED]
             if room:
                 seen = shortlist(room, hits, self._drawn(decision_id))
                 found = _Priced.of(placement, seen, hits, now)
@@ -423,7 +423,7 @@ class Router:
             seen, found, least_s = look.seen, look.priced, look.least_s(placement, placement.passes or bool(absent))
         found.leave_out_late(placement)
         best, tied = self._pick(found.costs, decision_id) if found.costs else (None, 0)
-        outcome = next((each for each in _BEST_FIRST if each in found.verdicts), Outcome.NO_WORKER)
+        outcome = next((each for each in _BEST_FIRST if each in found.verdicts), PlacementOutcome.NO_WORKER)
         chosen = best.worker.worker_id if best else outcome.value
         candidates = [cost.candidate() for cost in found.costs] + found.out
         kept = (*named(candidates, chosen), *(Candidate(name, rejected=reason) for name, reason in absent))
@@ -511,7 +511,7 @@ class _Priced:
     now: float
     costs: list[WorkerCost] = field(default_factory=list)
     out: list[Candidate] = field(default_factory=list)
-    verdicts: set[Outcome] = field(default_factory=set)
+    verdicts: set[PlacementOutcome] = field(default_factory=set)
     later: list[tuple[WorkerModel, int]] = field(default_factory=list)
     recovering: list[WorkerModel] = field(default_factory=list)
 
@@ -522,13 +522,13 @@ class _Priced:
             outcome, reason = verdict(worker, placement, now)
             found.verdicts.add(outcome)
             hit_blocks = hits.get(worker.worker_id, 0)
-            if outcome is Outcome.PLACED:
+            if outcome is PlacementOutcome.PLACED:
                 found.costs.append(_cost(worker, placement, hit_blocks, found.usual, now))
                 continue
             figures = (("hit_blocks", float(hit_blocks)),) if hit_blocks else ()
             found.out.append(Candidate(worker.worker_id, rejected=reason, figures=figures))
-            recovers = outcome is Outcome.NO_WORKER and may_recover(worker, placement)
-            if recovers or outcome is Outcome.WAIT:
+            recovers = outcome is PlacementOutcome.NO_WORKER and may_recover(worker, placement)
+            if recovers or outcome is PlacementOutcome.WAIT:
                 found.later.append((worker, hit_blocks))
             if recovers:
                 found.recovering.append(worker)

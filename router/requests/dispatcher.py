@@ -19,7 +19,14 @@ from router.contracts.refusals import too_large, waiting_record
 from router.placement.admission import ANY_WORKER, check_deadline, too_late_words
 from router.placement.fair_queue import ONE_FLOW, FairQueue, Flow, Ticket, due_at
 from router.placement.first_tokens import FirstTokens, Foretold
-from router.placement.placement import Outcome, PlacementRequest, must_wait, slots_of, verdict, waits_for_a_slot
+from router.placement.placement_request import (
+    PlacementOutcome,
+    PlacementRequest,
+    must_wait,
+    slots_of,
+    verdict,
+    waits_for_a_slot,
+)
 from router.placement.routed_prefixes import BURST_SECONDS, MEMORY_SECONDS, RoutedPrefixes
 from router.placement.routing import Choice, Router
 from router.placement.slot_shares import Shares, SlotShares
@@ -426,12 +433,12 @@ class Dispatcher:
     def _serve(self, ticket: Ticket, waiting: WaitingJob, request: PlacementRequest) -> bool:
         """Place one job; return False when it has to wait."""
         choice = self._choose(waiting.job, request, waiting.index.hits)
-        if choice.outcome is Outcome.NO_WORKER:
+        if choice.outcome is PlacementOutcome.NO_WORKER:
             self._blocked = choice
             self._begin_patience()
             return False
         self._end_patience()
-        if choice.outcome is Outcome.WAIT:
+        if choice.outcome is PlacementOutcome.WAIT:
             self._blocked, self._head = choice, request
             return False
         refused = self._refusal(waiting, choice)
@@ -548,7 +555,7 @@ class Dispatcher:
         """Return the workers in whose batch the sequences have room now; a cached prefix elsewhere does not count."""
         now = self._clock.monotonic()
         roomy = [each for each in self._pool.models() if each.has_batch_slot(request.sequences)]
-        return [each for each in roomy if verdict(each, request, now)[0] is Outcome.PLACED]
+        return [each for each in roomy if verdict(each, request, now)[0] is PlacementOutcome.PLACED]
 
     def take_booked_place(self, placement: Placement, job: Job) -> Placement | None:
         """Record the move to a booked place; None, with the place released, where its worker may not get it."""
@@ -594,7 +601,7 @@ class Dispatcher:
         self._patience_timer = None
         for ticket, waiting in list(self._queue):
             choice = self._choose(waiting.job, waiting.job.request, waiting.index.hits)
-            if choice.outcome is Outcome.NO_WORKER:
+            if choice.outcome is PlacementOutcome.NO_WORKER:
                 self.refuse_job(ticket, self._no_worker())
         self._serve_queue()
 

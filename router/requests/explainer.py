@@ -13,7 +13,7 @@ from router.contracts.identity import is_complete
 from router.contracts.ports import Leaving
 from router.contracts.refusals import reasons_against
 from router.placement.admission import AdmissionLimiter, check_deadline
-from router.placement.placement import Outcome
+from router.placement.placement_request import PlacementOutcome
 from router.placement.routing import TIE_SECONDS, Choice
 from router.requests.dispatcher import Dispatcher, Foresight, Job
 from router.requests.run import Prefix, placement_of
@@ -107,11 +107,11 @@ def _foreseen(foresight: Foresight) -> tuple[Foreseen, str] | None:
     """Return why a request would not get a worker at once; None if it would."""
     out = reasons_against(foresight.choice.decision)
     match foresight.choice.outcome:
-        case Outcome.TOO_LARGE:
+        case PlacementOutcome.TOO_LARGE:
             return Foreseen.TOO_LARGE, f"prompt and output fit no worker: {out}"
-        case Outcome.NO_WORKER:
+        case PlacementOutcome.NO_WORKER:
             return Foreseen.NO_WORKER, out or "no worker is known"
-        case Outcome.WAIT:
+        case PlacementOutcome.WAIT:
             return Foreseen.QUEUED, f"no worker has a free slot: {out}"
         case _ if not foresight.leads:
             return Foreseen.QUEUED, "another request waits for a worker and goes first"

@@ -18,7 +18,7 @@ from router.observe.request_tap import EndedSequence
 from router.observe.request_trace import RequestTrace
 from router.placement.fair_queue import Ticket
 from router.placement.first_tokens import Foretold
-from router.placement.placement import PlacementRequest
+from router.placement.placement_request import PlacementRequest
 from router.requests.dispatcher import LoadReservation, Placement
 from router.requests.inbox import Aborted, Expired, Inbox, Revoked, Stopped, Turns
 from router.requests.output_stream import OutputStream

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 
 from quire.inference.v1 import inference_pb2 as pb
 from router.answers.text import tokenizer as router_tokenizer
-from router.answers.text.assembler import CheckpointText
 from router.answers.text.chat import ChatTemplate
+from router.answers.text.checkpoint_text import CheckpointText
 from tests.support.router.tokenizers import byte_fallback, byte_level, metaspace
 
 TURN, END = "<|turn|>", "<|turn_end|>"

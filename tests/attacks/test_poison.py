@@ -15,7 +15,7 @@ from common.contracts.errors import EngineFailure, ProtocolViolation
 from common.contracts.types import FinishReason
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from router.contracts.events import GenerateEvent
-from router.placement.placement import PlacementRequest
+from router.placement.placement_request import PlacementRequest
 from router.placement.routing import Choice, Router
 from router.placement.worker_model import WorkerModel
 from router.requests.inbox import Inbox

@@ -17,8 +17,8 @@ from cli.demo_model import CHECKPOINT
 from common.contracts.errors import QuireError
 from common.process.python import module_command
 from quire.inference.v1 import inference_pb2 as pb
-from router.answers.text.assembler import CheckpointText
 from router.answers.text.checkpoint import read_checkpoint
+from router.answers.text.checkpoint_text import CheckpointText
 from router.contracts.ports import CallContext
 from router.requests.validate import Validator
 from tests.fuzz.decoders import DECODERS

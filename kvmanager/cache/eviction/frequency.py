@@ -83,7 +83,7 @@ class Frequency:
         for block in blocks:
             self.add_block(block)
 
-    def take_block(self, block: BlockId) -> None:
+    def reuse_block(self, block: BlockId) -> None:
         self.discard_block(block)
         self.note_used(block)
 
@@ -148,7 +148,7 @@ class Frequency:
     def can_pop(self) -> bool:
         return bool(self._small or self._main)
 
-    def evict_block(self, block: BlockId) -> None:
+    def pop_withheld(self, block: BlockId) -> None:
         self._leave(block)
         self._expose(block)
 

@@ -49,7 +49,7 @@ class EvictionOrder(Protocol):
         """
         ...
 
-    def take_block(self, block: BlockId) -> None:
+    def reuse_block(self, block: BlockId) -> None:
         """Let a cached block go that is used again."""
         ...
 
@@ -84,7 +84,7 @@ class EvictionOrder(Protocol):
         """Return whether there is a leaf that is not withheld."""
         ...
 
-    def evict_block(self, block: BlockId) -> None:
+    def pop_withheld(self, block: BlockId) -> None:
         """Let a withheld leaf go, as if `pop_block` had chosen it."""
         ...
 

@@ -123,7 +123,7 @@ class LeastRecentlyUsed(LinkedBlocks):
         for block in blocks:
             self.append(block)
 
-    def take_block(self, block: BlockId) -> None:
+    def reuse_block(self, block: BlockId) -> None:
         if self._aside:
             self.discard_block(block)
         else:
@@ -178,7 +178,7 @@ class LeastRecentlyUsed(LinkedBlocks):
         if block in self._aside and not self._blocks.children[block]:
             heapq.heappush(self._ready, (self._aside[block], block))
 
-    def evict_block(self, block: BlockId) -> None:
+    def pop_withheld(self, block: BlockId) -> None:
         self.discard_block(block)
         self._expose(block)
 

@@ -282,7 +282,7 @@ class PredictedUtility:
         self._now, self._run = now, run
         self._length += length
 
-    def take_block(self, block: BlockId) -> None:
+    def reuse_block(self, block: BlockId) -> None:
         self._lifetimes.reuse(self._klass[block], self._now - self._released[block])
         self.discard_block(block)
         self.note_used(block)
@@ -306,7 +306,7 @@ class PredictedUtility:
             raise IndexError("nothing is cached")
         number = self._least() if self._follower is None else self._follower
         self._leaves.remove(number)
-        # What `evict_block` does: a call more for each block would show.
+        # What `pop_withheld` does: a call more for each block would show.
         self._gone = self._released[number]
         self._released[number] = _ABSENT
         self._length -= 1
@@ -327,7 +327,7 @@ class PredictedUtility:
     def can_pop(self) -> bool:
         return bool(self._leaves)
 
-    def evict_block(self, block: BlockId) -> None:
+    def pop_withheld(self, block: BlockId) -> None:
         self._gone = self._released[block]
         self._released[block] = _ABSENT
         self._length -= 1

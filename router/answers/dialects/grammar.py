@@ -16,7 +16,7 @@ from typing import Any
 from common.contracts.json_schema import enforceable
 from common.contracts.types import Constraint, ConstraintKind
 from router.answers.dialects import harmony
-from router.answers.dialects.call_rules import Calls, any_arguments, arguments_rule, calls, plain
+from router.answers.dialects.call_grammar import Calls, any_arguments, arguments_rule, calls, plain
 from router.answers.dialects.lark import TOO_DEEP, Lark, literal, one_of
 from router.answers.dialects.offered import OfferedTool
 from router.answers.dialects.reader import GPT_OSS

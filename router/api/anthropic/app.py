@@ -247,7 +247,7 @@ class Messages:
         call = self._service.call(request)
         turn = await unless_gone(request, self._turn(body, given, call))
         if body.stream:
-            events = await unless_gone(request, self._service.begun([turn.request], turn.answer))
+            events = await unless_gone(request, self._service.start_streams([turn.request], turn.answer))
             return EventStream(_lines(turn, events), events, answer_headers(turn.answer), PING)
         place = self._service.room.place(MAX_ANSWER_BYTES)
         try:
@@ -291,7 +291,7 @@ class Messages:
 
     async def _collected(self, turn: _Turn, place: AnswerPlace) -> list[bytes]:
         whole = WholeMessage(place.grow)
-        async with aclosing(await self._service.begun([turn.request], turn.answer)) as events:
+        async with aclosing(await self._service.start_streams([turn.request], turn.answer)) as events:
             async for prompt, event in events:
                 if (piece := turn.answer.take(prompt, event)) is not None:
                     whole.add(turn.steps(piece))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from json.encoder import encode_basestring
+from dataclasses import replace
 from typing import Any, Final
 
 from fastapi import FastAPI, Request, Response
@@ -19,21 +17,20 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.contracts.errors import FieldViolation, InvalidRequest, Overloaded, QuireError
-from common.contracts.limits import MAX_ANSWER_BYTES, MAX_REQUEST_ID_CHARS, MAX_SEQUENCES
+from common.contracts.limits import MAX_ANSWER_BYTES
 from common.version import quire_version
 from quire.inference.v1 import inference_pb2 as pb
 from router.answers.requested_tools import NOTE_HEADER
 from router.api.http.event_stream import EventStream
 from router.api.openai import errors, schema
 from router.api.openai.allowed_tokens import check_allowed, forbid_other_ends
-from router.api.openai.answer import Answer, Form, Json, Piece, new_call_id
+from router.api.openai.answer import Answer, Form, Json
 from router.api.openai.authentication import Authenticated, OwnNames
 from router.api.openai.batches.routes import batch_routes
 from router.api.openai.bodies import BodyGate
 from router.api.openai.embeddings import embedding_routes
 from router.api.openai.http_spans import HttpSpans
 from router.api.openai.identification import Identified, WithoutPrefix
-from router.api.openai.logprobs import lists
 from router.api.openai.prompt_logprobs import LEAST_RANKED_BYTES, WantedLogprobs
 from router.api.openai.public_metrics import PublicMetrics
 from router.api.openai.refused import RefusalsSeen
@@ -48,231 +45,26 @@ from router.api.openai.service import (
     Service,
     answer_headers,
     as_read,
-    begun,
     in_words_of,
+    start_streams,
     unless_gone,
+)
+from router.api.openai.streamed_answer import (
+    DONE,
+    LAST_EVENT_HEADER,
+    EventIds,
+    LastEvent,
+    NoEventIds,
+    StreamedAnswer,
+    error_line,
 )
 from router.api.openai.tokens import token_routes
 from router.api.openai.types import ChatBatchRequest, ChatOptions, ChatRequest, CompletionRequest, GenerationFields
 from router.api.shared.answer_size import AnswerPlace, check_least_size
 from router.api.shared.metering import Meter
-from router.contracts.answer_parts import CallArguments, CallBegun, Part, Thought, Words
-from router.contracts.events import Finished, GenerateEvent, Tokens, ValidatedRequest
+from router.contracts.events import ValidatedRequest
 from router.contracts.ports import CallContext
 from router.tenants.tenancy import Tenant
-
-HEADER: Final = "last-event-id"
-_CHOICE: Final = r"\d{1,9}[re]?"
-_ID: Final = rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}"
-_FORM: Final = re.compile(rf"({_ID}):((?:{_CHOICE},){{0,{MAX_SEQUENCES - 1}}}{_CHOICE})")
-_ALL: Final = (1 << 31) - 1
-
-
-# Ids of the events of a stream, and what a client says with one: `Last-Event-ID`, with the body that it sent first.
-# An id is `<request id>:<received>`. The second part has, for each choice, its tokens so far. `r` follows where the
-# text has come that the output held back at its end, `e` where its last event has: `quire-4f..:12,7e`.
-@dataclass(slots=True)
-class _Choice:
-    tokens: int = 0
-    rested: bool = False
-    ended: bool = False
-
-    @staticmethod
-    def of(part: str) -> _Choice:
-        return _Choice(int(part.rstrip("re")), rested=part[-1] in "re", ended=part[-1] == "e")
-
-    def __str__(self) -> str:
-        return f"{self.tokens}{'e' if self.ended else 'r' if self.rested else ''}"
-
-
-@dataclass(frozen=True, slots=True)
-class LastEvent:
-    """What a client has of a request."""
-
-    request_id: str
-    choices: Sequence[_Choice]
-
-    @staticmethod
-    def of(header: str) -> LastEvent:
-        """Raises InvalidRequest for what is not an event id of this API."""
-        found = _FORM.fullmatch(header)
-        if found is None:
-            what = "is not an event id of this API; send the last `id` of the stream that broke, or leave it out"
-            raise InvalidRequest(FieldViolation("Last-Event-ID", what))
-        parts = found[2].split(",")
-        return LastEvent(
-            found[1], [_Choice(int(part.rstrip("re")), part[-1] in "re", part[-1] == "e") for part in parts]
-        )
-
-    def check(self, choices: int) -> None:
-        """Raise InvalidRequest where a body, or the request that is resumed, has other choices."""
-        if len(self.choices) != choices:
-            what = f"is of an answer with {len(self.choices)} choices, and the body asks for {choices}"
-            raise InvalidRequest(FieldViolation("Last-Event-ID", f"{what}; send the body of the stream that broke"))
-
-    def request(self, choices: int) -> pb.GenerateRequest:
-        """Return what resumes the request. Raises InvalidRequest where the body asks for other choices."""
-        self.check(choices)
-        received = [choice.tokens for choice in self.choices]
-        resume = pb.Resume(request_id=self.request_id, output_tokens_received=received, prompt_logprobs_received=_ALL)
-        return pb.GenerateRequest(resume=resume)
-
-
-class EventIds:
-    """Follows one request's events: gives ids, and says which events the client has."""
-
-    def __init__(self, request_id: str, choices: int, last: LastEvent | None = None) -> None:
-        self._request_id, self._choices = request_id, [_Choice() for _ in range(choices)]
-        self._last = last
-
-    def take(self, event: GenerateEvent) -> bool:
-        """Count an event; return whether the client has it already."""
-        if not isinstance(event, Tokens | Finished):
-            return False
-        choice = self._choices[event.index]
-        known = None if self._last is None else self._last.choices[event.index]
-        if isinstance(event, Finished):
-            choice.ended = True
-            return known is not None and known.ended
-        if not event.token_ids:
-            choice.rested = True
-            return known is not None and known.rested
-        choice.tokens += len(event.token_ids)
-        return known is not None and choice.tokens <= known.tokens
-
-    def marked(self, lines: str) -> str:
-        """Return one or several events, the last of them with the id of what has come by then."""
-        before, _, last = lines.removesuffix("\n\n").rpartition("\n\n")
-        mark = ",".join(map(str, self._choices))
-        return f"{before}{'' if not before else chr(10) * 2}id: {self._request_id}:{mark}\n{last}\n\n"
-
-
-class NoEventIds:
-    """Without `stream_options.event_ids`, which some clients could not read, and for an answer to several prompts."""
-
-    def take(self, event: GenerateEvent) -> bool:
-        return False
-
-    def marked(self, lines: str) -> str:
-        return lines
-
-
-DONE = "data: [DONE]\n\n"
-
-
-# A streamed answer of the OpenAI-compatible API: each piece becomes one line of server-sent events.
-# Every token of a stream passes here, so lines are written from a template. A chunk takes 0.3 microseconds, where
-# `json.dumps` of the whole chunk took 3.2 (CPython 3.11).
-class StreamedAnswer:
-    """Writes the lines of one answer; the answer must have taken its first event."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer, self._form = answer, answer.form
-        kind = "chat.completion.chunk" if self._form.chat else "text_completion"
-        # Without the closing brace of the object.
-        self._head = f"data: {_dumps(answer.head(kind))[:-1]}"
-        self._logprobs = answer.new_logprobs()
-        self._prompts = answer.new_prompt_logprobs()
-
-    def openings(self) -> Iterator[str]:
-        """Yield the lines before the first token: the role of each choice in a chat, else its prompt if wanted."""
-        for choice in self._form.choices(self._answer.prompts):
-            ids = self._form.prompt_ids(choice.index)
-            if self._form.chat:
-                # Whether words or calls follow shows only later.
-                content = encode_basestring(choice.text) if choice.text or self._form.reading is None else "null"
-                yield self._line(choice, f'"delta":{{"role":"assistant","content":{content}}}', ids)
-            elif self._form.echo or ids:
-                text = f'"text":{encode_basestring(choice.text)}{ids}'
-                yield self._line(choice, text, logprobs=self._first_logprobs(choice.index))
-
-    def line(self, piece: Piece) -> str:
-        """Return the line of a piece, "" for one without content. Each part that was read has a line of its own."""
-        if piece.prompt_logprobs:
-            return self._prompt_line(piece)
-        if self._form.reading is not None:
-            return self._lines(piece)
-        ids = piece.token_ids if self._form.return_token_ids else ()
-        if not (piece.text or piece.logprobs or piece.finish_reason or ids):
-            return ""
-        if not self._form.chat:
-            return self._line(piece, f'"text":{encode_basestring(piece.text)}')
-        content = f'"content":{encode_basestring(piece.text)}' if piece.text else ""
-        return self._line(piece, f'"delta":{{{content}}}')
-
-    def _first_logprobs(self, index: int) -> str:
-        """Return the lists of a prompt's first token; "null" where they are not wanted."""
-        if self._form.of_prompts.echoed is None:
-            return "null"
-        prompt = index // self._form.sequences
-        return f"{{{lists(self._prompts[prompt].first(self._form.first_tokens[prompt]))}}}"
-
-    def _prompt_line(self, piece: Piece) -> str:
-        """Return a line with the next log-probabilities of an echoed prompt, whose text came first."""
-        columns = self._prompts[piece.index // self._form.sequences].columns(piece.prompt_logprobs)
-        return self._line(piece, '"text":""', logprobs=f"{{{lists(columns)}}}") if columns else ""
-
-    def _lines(self, piece: Piece) -> str:
-        """Return the lines of a piece that was read; its tokens and its end belong to the last one."""
-        deltas = [delta_of(part, self._form.older_calls) for part in piece.parts]
-        last = "{}" if piece.finish_reason or not deltas else deltas.pop()
-        lines = [self._line(Piece(piece.index), f'"delta":{delta}') for delta in deltas]
-        ids = piece.token_ids if self._form.return_token_ids else ()
-        if last != "{}" or piece.logprobs or piece.finish_reason or ids:
-            lines.append(self._line(piece, f'"delta":{last}'))
-        return "".join(lines)
-
-    def closing(self) -> str:
-        """Return the line with the usage of the stream, "" if it is not wanted."""
-        if not self._form.include_usage:
-            return ""
-        return f'{self._head},"choices":[],"usage":{_dumps(self._answer.bill.body())}}}\n\n'
-
-    def _line(self, piece: Piece, text: str, more: str = "", logprobs: str = "") -> str:
-        logprobs = logprobs or self._logprobs[piece.index].text(piece.logprobs)
-        finish = f'"{piece.finish_reason}"' if piece.finish_reason else "null"
-        stop = "null" if piece.stop_reason is None else _dumps(piece.stop_reason)
-        ids = f',"token_ids":{_dumps(list(piece.token_ids))}' if self._form.return_token_ids else ""
-        choice = (
-            f'"index":{piece.index},{text},"logprobs":{logprobs},"finish_reason":{finish},"stop_reason":{stop}{ids}'
-        )
-        return f'{self._head},"choices":[{{{choice}}}]{more}{self._usage()}}}\n\n'
-
-    def _usage(self) -> str:
-        if not self._form.include_usage:
-            return ""
-        return f',"usage":{_dumps(self._answer.bill.so_far())}' if self._form.continuous_usage else ',"usage":null'
-
-
-def delta_of(part: Part, older: bool) -> str:
-    """Return what a part adds to a message, in JSON. A call begins with its name; its arguments follow in pieces."""
-    match part:
-        case Thought(text):
-            thought = encode_basestring(text)
-            return f'{{"reasoning_content":{thought},"reasoning":{thought}}}'
-        case Words(text):
-            return f'{{"content":{encode_basestring(text)}}}'
-        case CallBegun(index, name):
-            function = f'{{"name":{encode_basestring(name)},"arguments":""}}'
-            if older:
-                return f'{{"function_call":{function}}}'
-            call = f'"index":{index},"id":"{new_call_id()}","type":"function","function":{function}'
-            return f'{{"tool_calls":[{{{call}}}]}}'
-        case CallArguments(index, text):
-            function = f'{{"arguments":{encode_basestring(text)}}}'
-            if older:
-                return f'{{"function_call":{function}}}'
-            return f'{{"tool_calls":[{{"index":{index},"function":{function}}}]}}'
-
-
-def error_line(body: Json) -> str:
-    """Return the line of an error that comes after the status; clients look for `error` in each chunk."""
-    return f"data: {_dumps(body)}\n\n"
-
-
-def _dumps(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
 
 PATH: Final = "/invocations"
 # The path of the first field that a body has.
@@ -471,19 +263,19 @@ class _Api:
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Complete one or several prompts."""
-        self._begin_with(body, request)
+        self._check_body(body, request)
         order = self._within_allowed(completion_order(body), body)
         return await self._serve(order, self._form(body, chat=False), request)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a chat, rendered with the checkpoint's own template."""
-        self._begin_with(body, request)
+        self._check_body(body, request)
         echo = (body.messages[-1].text,) if body.echo and body.continue_final_message and body.messages else ()
         return await self._chat(chat_order(body), body, request, echo)
 
     async def chat_batch(self, body: ChatBatchRequest, request: Request) -> Response:
         """Answer several conversations, which share all options, with a choice each."""
-        self._begin_with(body, request)
+        self._check_body(body, request)
         return await self._chat(chat_batch_order(body), body, request)
 
     async def _chat(self, order: Order, body: ChatOptions, request: Request, echo: tuple[str, ...] = ()) -> Response:
@@ -545,7 +337,7 @@ class _Api:
             continuous_usage=options is not None and options.continuous_usage_stats,
         )
 
-    def _begin_with(self, body: GenerationFields, request: Request) -> None:
+    def _check_body(self, body: GenerationFields, request: Request) -> None:
         """Take over the id that a body names; check what does not depend on its prompts."""
         self._service.begin_with(body.request_id, body.model, request)
         if body.stream_options is not None and not body.stream:
@@ -564,12 +356,12 @@ class _Api:
             return await self._answered(order, form, request)
 
     async def _answered(self, order: Order, form: Form, request: Request) -> Response:
-        if (header := request.headers.get(HEADER)) is not None:
+        if (header := request.headers.get(LAST_EVENT_HEADER)) is not None:
             return await self._resumed(order, form, request, header)
         call = self._service.call(request)
         answer = Answer(form, len(order.prompts), form.id_prefix + call.request_id)
         if form.streamed:
-            events = await unless_gone(request, self._begin(order, call, answer))
+            events = await unless_gone(request, self._start(order, call, answer))
             has_ids = form.event_ids and len(order.prompts) == 1
             ids = EventIds(call.request_id, form.sequences) if has_ids else NoEventIds()
             return EventStream(_lines(events, answer, ids), events, answer_headers(answer))
@@ -597,10 +389,10 @@ class _Api:
         resumed = await self._parts.resumer.resumed(last.request(answer.form.sequences), call, again=True)
         last.check(resumed.request.sampling.n)
         await self._add_prompts(order, [resumed.request], answer)
-        return await begun([resumed.events(as_read(resumed.request, answer))], answer)
+        return await start_streams([resumed.events(as_read(resumed.request, answer))], answer)
 
     async def _collect(self, order: Order, call: CallContext, answer: Answer, place: AnswerPlace) -> Iterator[bytes]:
-        async with aclosing(await self._begin(order, call, answer)) as events:
+        async with aclosing(await self._start(order, call, answer)) as events:
             whole = WholeAnswer(answer, place.grow)  # after validation: until then n may be any number
             async for prompt, event in events:
                 piece = answer.take(prompt, event)
@@ -608,7 +400,7 @@ class _Api:
                     whole.add(piece)
         return whole.parts()
 
-    async def _begin(self, order: Order, call: CallContext, answer: Answer) -> Events:
+    async def _start(self, order: Order, call: CallContext, answer: Answer) -> Events:
         """Return the events after the first, which shows that the request is not refused and a status can be sent."""
         # Coding agents ask for tens of thousands of tokens in a chat, whatever the model.
         validated = await self._service.validated(order, replace(call, lowers_max_tokens=answer.form.chat))
@@ -618,7 +410,7 @@ class _Api:
             entry = _LEAST_CHAT_ENTRY_BYTES if answer.form.chat else _LEAST_ENTRY_BYTES
             ranked = 0 if answer.form.of_prompts.ranked is None else LEAST_RANKED_BYTES
             check_least_size(validated, 0, entry, MAX_ANSWER_BYTES, ranked)
-        return await self._service.begun(validated, answer)
+        return await self._service.start_streams(validated, answer)
 
     async def _add_prompts(self, order: Order, validated: Sequence[ValidatedRequest], answer: Answer) -> None:
         """Add to the form what choices show of their prompts."""

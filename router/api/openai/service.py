@@ -206,9 +206,9 @@ class Service:
                 raise
             raise InvalidRequest(*(of_conversation(each, place) for each in error.violations)) from None
 
-    async def begun(self, requests: Iterable[ValidatedRequest], answer: Answer) -> Events:
+    async def start_streams(self, requests: Iterable[ValidatedRequest], answer: Answer) -> Events:
         """Return the events after the first, which shows that the request is not refused and a status can be sent."""
-        return await begun([self.parts.frontend.generate(as_read(each, answer)) for each in requests], answer)
+        return await start_streams([self.parts.frontend.generate(as_read(each, answer)) for each in requests], answer)
 
 
 def as_read(request: ValidatedRequest, answer: Answer) -> ValidatedRequest:
@@ -220,7 +220,7 @@ def as_read(request: ValidatedRequest, answer: Answer) -> ValidatedRequest:
     return replace(request, whole=not answer.form.streamed, new_parser=new_parser, response_id=answer.id)
 
 
-async def begun(streams: Sequence[AsyncGenerator[GenerateEvent, None]], answer: Answer) -> Events:
+async def start_streams(streams: Sequence[AsyncGenerator[GenerateEvent, None]], answer: Answer) -> Events:
     """Return the events of several requests after the first, which the answer takes."""
     events = merged(streams)
     try:

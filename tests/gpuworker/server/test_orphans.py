@@ -18,7 +18,7 @@ from gpuworker.engine.ports import EngineOutputs
 from gpuworker.scheduling.sequence import NewSequence
 from gpuworker.server import orphans as orphans_module
 from gpuworker.server.live_sequence import LiveSequence
-from gpuworker.server.orphans import Orphans, Outcome
+from gpuworker.server.orphans import OrphanEnd, Orphans
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2 as types
 from tests.support.gpuworker.fake_engine_ports import ManualRunner, ScriptedChannel
@@ -43,7 +43,10 @@ async def test_the_next_router_gets_all_tokens_of_an_orphan_once_and_then_the_ot
         assert len(router.tokens[9]) == 6
         assert len(set(router.tokens[9])) == 6, "a token came twice"
         assert router.finished[9].usage.output_tokens == 6
-        assert (worker.servicer.orphans.outcomes[Outcome.KEPT], worker.servicer.orphans.outcomes[Outcome.RESUMED]) == (
+        assert (
+            worker.servicer.orphans.outcomes[OrphanEnd.KEPT],
+            worker.servicer.orphans.outcomes[OrphanEnd.RESUMED],
+        ) == (
             1,
             1,
         )
@@ -222,7 +225,7 @@ async def test_orphans_end_when_their_time_is_over_and_free_everything(router_re
             await worker.until(lambda: len(runner.num_tokens) == 2)
             router.call.cancel()
         await worker.step_until(runner, lambda: not runner.num_tokens and not worker.servicer.live_sequences)
-        await worker.until(lambda: worker.servicer.orphans.outcomes[Outcome.EXPIRED] == 2)
+        await worker.until(lambda: worker.servicer.orphans.outcomes[OrphanEnd.EXPIRED] == 2)
         assert (len(worker.servicer.orphans), worker.servicer.orphans.size) == (0, 0)
         assert not worker.servicer.orphans.waits
         assert len(worker.servicer._streams) == router_remains
@@ -283,7 +286,7 @@ async def test_orphans_end_though_no_router_comes(monkeypatch: pytest.MonkeyPatc
     assert not ended
     timers.pass_seconds(1.0)
     assert ended == [SequenceId(1)]
-    assert orphans.outcomes[Outcome.EXPIRED] == 1
+    assert orphans.outcomes[OrphanEnd.EXPIRED] == 1
 
 
 async def test_a_worker_that_drains_gives_orphans_their_grace_alone() -> None:
@@ -352,7 +355,7 @@ async def test_over_a_bound_the_oldest_orphan_ends(bound: str, monkeypatch: pyte
             await worker.until(lambda: len(runner.num_tokens) == 2)
             router.call.cancel()
         await worker.step_until(runner, lambda: len(runner.num_tokens) == 1)
-        assert worker.servicer.orphans.outcomes[Outcome.DROPPED] == 1
+        assert worker.servicer.orphans.outcomes[OrphanEnd.DROPPED] == 1
         async with router_of(worker, SECOND) as router:
             (left,) = (await found(router)).orphans
             assert left.submit.index == 1
@@ -367,7 +370,7 @@ async def test_bytes_are_bounded_while_orphans_run_on(bound: str, monkeypatch: p
         await lost(worker, runner, resumable(1, 40))
         monkeypatch.setattr(orphans_module, bound, worker.servicer.orphans.size)
         await worker.step_until(runner, lambda: not runner.num_tokens)
-        assert worker.servicer.orphans.outcomes[Outcome.DROPPED] == 1
+        assert worker.servicer.orphans.outcomes[OrphanEnd.DROPPED] == 1
 
 
 async def test_a_router_that_comes_back_and_a_client_that_begins_anew_end_their_orphans() -> None:
@@ -382,7 +385,7 @@ async def test_a_router_that_comes_back_and_a_client_that_begins_anew_end_their_
             await worker.until(lambda: len(worker.servicer.orphans) == 0)
             await worker.step_until(runner, lambda: not runner.num_tokens)
             await router.until_finished(1)
-        assert worker.servicer.orphans.outcomes[Outcome.REPLACED] == 2
+        assert worker.servicer.orphans.outcomes[OrphanEnd.REPLACED] == 2
 
 
 async def test_a_worker_that_drains_waits_for_orphans_and_closing_ends_them() -> None:

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from grpc import aio
 
-from gpuworker.server.orphans import Outcome
+from gpuworker.server.orphans import OrphanEnd
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from tests.support.gpuworker.fake_engine_ports import ManualRunner
 from tests.support.gpuworker.lost_routers import FIRST, LONG, SECOND, adopt, found, resumable, router_of
@@ -34,7 +34,7 @@ async def test_what_a_silent_router_holds_goes_on_elsewhere_while_its_stream_is_
             runner.release()
             await router.until_finished(9)
             assert len(set(router.tokens[9])) == 6
-        assert worker.servicer.orphans.outcomes == {Outcome.KEPT: 1, Outcome.RESUMED: 1}
+        assert worker.servicer.orphans.outcomes == {OrphanEnd.KEPT: 1, OrphanEnd.RESUMED: 1}
 
 
 async def test_what_a_silent_router_left_stays_when_it_is_here_again() -> None:
@@ -50,7 +50,7 @@ async def test_what_a_silent_router_left_stays_when_it_is_here_again() -> None:
             await adopt(router, 9, orphan.sequence)
             runner.release()
             await router.until_finished(9)
-        assert worker.servicer.orphans.outcomes == {Outcome.KEPT: 1, Outcome.RESUMED: 1}
+        assert worker.servicer.orphans.outcomes == {OrphanEnd.KEPT: 1, OrphanEnd.RESUMED: 1}
 
 
 @pytest.mark.parametrize("open_still", [False, True], ids=["the connection broke", "the break is not known"])
@@ -70,7 +70,7 @@ async def test_what_a_router_left_stays_when_it_says_that_it_stood_still(open_st
                 await adopt(router, 9, orphan.sequence)
                 runner.release()
                 await router.until_finished(9)
-        assert worker.servicer.orphans.outcomes == {Outcome.KEPT: 1, Outcome.RESUMED: 1}
+        assert worker.servicer.orphans.outcomes == {OrphanEnd.KEPT: 1, OrphanEnd.RESUMED: 1}
 
 
 async def test_a_silent_router_that_runs_again_reads_why_its_stream_ended() -> None:

@@ -12,7 +12,7 @@ from common.contracts.lease import CachedBlock, CachedBlocks, Inventory, Invento
 from common.contracts.types import TRIMMED, BlockHash, BlockId, SequenceId, SequencePhase
 from kvmanager.contracts.index_events import Cleared
 from kvmanager.contracts.ledger_config import EvictionName
-from kvmanager.ledger.evicting import evict_block
+from kvmanager.ledger.evicting import evict_next
 from kvmanager.ledger.ledger import Ledger
 from kvmanager.ledger.rebuild import STEP_BLOCKS
 from tests.support.kvmanager.fake_worker import FakeWorker
@@ -297,5 +297,5 @@ def test_a_policy_takes_restored_blocks_as_if_they_were_released_one_by_one(poli
         one_by_one.add_block(BlockId(block))
     for each in ledgers:
         each.check_invariants()
-    evicted = [[evict_block(each.state) for _ in range(96)] for each in ledgers]
+    evicted = [[evict_next(each.state) for _ in range(96)] for each in ledgers]
     assert evicted[0] == evicted[1]

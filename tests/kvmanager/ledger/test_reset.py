@@ -7,7 +7,7 @@ from common.contracts.lease import Attach, Inventory, Report
 from common.contracts.types import DecisionKind, KvGeometry, PoolIdentity
 from kvmanager.contracts.index_events import Cleared, Removed
 from kvmanager.contracts.ledger_config import ManagerConfig
-from kvmanager.ledger.manager import Manager, WorkerRegistration
+from kvmanager.ledger.registry import WorkerRegistration, WorkerRegistry
 from tests.support.kvmanager.fake_worker import FakeWorker
 from tests.support.kvmanager.ledgers import (
     admit,
@@ -79,11 +79,11 @@ def test_the_decision_is_recorded_with_its_numbers() -> None:
     assert ledger.pool_counts().totals.evictions == 0
 
 
-def new_manager() -> Manager:
-    return Manager(ManagerConfig(), ManualClock(), counted_ids(), epoch=1)
+def new_manager() -> WorkerRegistry:
+    return WorkerRegistry(ManagerConfig(), ManualClock(), counted_ids(), epoch=1)
 
 
-def attached(manager: Manager, worker: FakeWorker, session: int) -> WorkerRegistration:
+def attached(manager: WorkerRegistry, worker: FakeWorker, session: int) -> WorkerRegistration:
     """Attach a worker that names the last reset that it carried out."""
     attach = Attach("w", b"i" * 16, session, 0, IDENTITY, len(worker.content), reset=worker.reset)
     registration = manager.attach(attach)
@@ -92,7 +92,7 @@ def attached(manager: Manager, worker: FakeWorker, session: int) -> WorkerRegist
     return registration
 
 
-def worker_with_cached_blocks(manager: Manager) -> tuple[FakeWorker, WorkerRegistration]:
+def worker_with_cached_blocks(manager: WorkerRegistry) -> tuple[FakeWorker, WorkerRegistration]:
     """Return a worker of 8 blocks whose only request has ended and left two cached blocks."""
     worker = FakeWorker(8, 4)
     registration = attached(manager, worker, 1)

@@ -80,7 +80,7 @@ def evicted(ledger: Ledger, *places: int) -> None:
     for place in places:
         block = ledger.state.store.cache.entries[KEYS[place]]
         ledger.state.store.pool.free_cached_block(block)
-        ledger.state.store.cache.evict_block(block, "r9")
+        ledger.state.store.cache.forget_block(block, "r9")
     ledger.check_invariants()
 
 

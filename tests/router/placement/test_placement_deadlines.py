@@ -11,7 +11,7 @@ import pytest
 
 from common.contracts.clock import ManualClock
 from router.placement import routing
-from router.placement.placement import PlacementRequest
+from router.placement.placement_request import PlacementRequest
 from router.placement.rates import StepLine
 from router.placement.routing import LOOK_EVERY_S, MOST_PRICED, Router, WorkerCost
 from router.placement.worker_model import Load, WorkerModel

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from common.contracts.clock import ManualClock
-from router.placement.placement import PlacementRequest
+from router.placement.placement_request import PlacementRequest
 from router.placement.routing import Choice, Router
 from router.placement.worker_model import Capacity, Load, WorkerModel
 

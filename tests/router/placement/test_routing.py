@@ -8,7 +8,7 @@ import pytest
 
 from common.contracts.clock import ManualClock
 from common.contracts.types import Decision
-from router.placement.placement import Outcome, too_large
+from router.placement.placement_request import PlacementOutcome, too_large
 from router.placement.routed_prefixes import RoutedPrefixes
 from router.placement.routing import TIE_SECONDS, Router
 from router.placement.worker_model import Capacity, Load, WorkerModel
@@ -28,7 +28,7 @@ def test_of_many_workers_a_few_with_room_are_found_and_only_those_priced() -> No
     found = {router(seed).route(placement(), many, {}).decision.chosen for seed in range(20)}
     assert found == {"w0", "w250", "w500", "w750"}
     without_room = router().route(placement(), [worker(f"w{number}", full) for number in range(1000)], {})
-    assert (without_room.outcome, without_room.worker) == (Outcome.WAIT, None)
+    assert (without_room.outcome, without_room.worker) == (PlacementOutcome.WAIT, None)
 
 
 # ------------------------------------------------------------ the choice
@@ -65,30 +65,30 @@ def test_a_difference_below_the_tie_is_none() -> None:
 
 def test_a_worker_with_twice_its_batch_is_over_limit() -> None:
     choice = router().route(placement(), [worker("w0", Load(running=4, waiting=4, unheld_blocks=64))], {})
-    assert choice.outcome is Outcome.WAIT
+    assert choice.outcome is PlacementOutcome.WAIT
     assert rejected(choice) == {"w0": "over limit: 8 sequences of at most 8"}
 
 
 def test_more_sequences_than_the_limit_fit_an_idle_worker() -> None:
-    assert router().route(placement(sequences=20), [worker("w0")], {}).outcome is Outcome.PLACED
+    assert router().route(placement(sequences=20), [worker("w0")], {}).outcome is PlacementOutcome.PLACED
 
 
 def test_a_request_larger_than_every_pool_is_refused_with_the_numbers() -> None:
     small = worker("w0", capacity=Capacity(num_blocks=8, block_size=16, max_num_seqs=4, max_model_len=4096))
     choice = router().route(placement(prompt=120, output=20), [small], {})
-    assert choice.outcome is Outcome.TOO_LARGE
+    assert choice.outcome is PlacementOutcome.TOO_LARGE
     assert rejected(choice) == {"w0": "too large: 9 blocks of 8 in its pool"}
 
 
 def test_a_request_whose_last_token_alone_is_beyond_the_pool_is_placed() -> None:
     small = worker("w0", capacity=Capacity(num_blocks=8, block_size=16, max_num_seqs=4, max_model_len=4096))
-    assert router().route(placement(prompt=120, output=9), [small], {}).outcome is Outcome.PLACED
-    assert router().route(placement(prompt=120, output=10), [small], {}).outcome is Outcome.TOO_LARGE
+    assert router().route(placement(prompt=120, output=9), [small], {}).outcome is PlacementOutcome.PLACED
+    assert router().route(placement(prompt=120, output=10), [small], {}).outcome is PlacementOutcome.TOO_LARGE
 
 
 def test_a_request_longer_than_the_context_is_refused_with_the_numbers() -> None:
     choice = router().route(placement(prompt=500, output=20), [worker("w0")], {})
-    assert choice.outcome is Outcome.TOO_LARGE
+    assert choice.outcome is PlacementOutcome.TOO_LARGE
     assert rejected(choice) == {"w0": "too large: 520 tokens of at most 512"}
 
 
@@ -108,20 +108,20 @@ def test_with_a_window_the_blocks_that_a_request_holds_at_once_must_fit(
     capacity = Capacity(num_blocks, block_size=4, max_num_seqs=4, max_model_len=512, window=window)
     assert too_large(capacity, placement(prompt=100, output=8)) == reason
     found = router().route(placement(prompt=100, output=8), [worker("w0", capacity=capacity)], {})
-    assert found.outcome is (Outcome.TOO_LARGE if reason else Outcome.PLACED)
+    assert found.outcome is (PlacementOutcome.TOO_LARGE if reason else PlacementOutcome.PLACED)
 
 
 def test_a_larger_worker_that_is_busy_is_waited_for() -> None:
     small = worker("small", capacity=Capacity(num_blocks=4, block_size=16, max_num_seqs=4, max_model_len=512))
     busy = worker("busy", Load(running=8, unheld_blocks=64))
-    assert router().route(placement(), [small, busy], {}).outcome is Outcome.WAIT
+    assert router().route(placement(), [small, busy], {}).outcome is PlacementOutcome.WAIT
 
 
 def test_draining_and_hung_workers_are_left_out_with_their_reasons() -> None:
     draining = worker("draining", Load(unheld_blocks=64, draining=True))
     hung = worker("hung", Load(unheld_blocks=64, step_age_seconds=12.0, step_predicted_seconds=0.01))
     choice = router().route(placement(), [draining, hung], {}, absent=[("lost", "connecting: refused")])
-    assert choice.outcome is Outcome.NO_WORKER
+    assert choice.outcome is PlacementOutcome.NO_WORKER
     assert rejected(choice) == {
         "lost": "connecting: refused",
         "draining": "draining: it finishes what it has and takes nothing new",
@@ -194,4 +194,4 @@ def test_a_quiet_trickle_with_one_prefix_stays_on_one_worker() -> None:
 
 def test_without_any_worker_nothing_is_chosen() -> None:
     choice = router().route(placement(), [], {})
-    assert (choice.outcome, choice.worker, choice.decision.chosen) == (Outcome.NO_WORKER, None, "no_worker")
+    assert (choice.outcome, choice.worker, choice.decision.chosen) == (PlacementOutcome.NO_WORKER, None, "no_worker")

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from common.contracts.clock import ManualClock
-from router.placement.placement import PlacementRequest
+from router.placement.placement_request import PlacementRequest
 from router.placement.routing import Router
 from router.placement.worker_model import Capacity, Load, WorkerModel
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from common.contracts.clock import ManualClock
 from router.placement.fair_queue import FairQueue, Flow, Ticket
-from router.placement.placement import ENTITLED
+from router.placement.placement_request import ENTITLED
 from router.placement.slot_shares import Shares, SlotShares
 
 WEIGHTS = ((1.0, 1.9), (1.0, 3.0), (2.0, 3.0, 5.0), (0.1, 1.0), (1.0, 10.0))

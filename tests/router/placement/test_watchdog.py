@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.placement.placement import PlacementRequest, waits_for_a_slot
+from router.placement.placement_request import PlacementRequest, waits_for_a_slot
 from router.placement.worker_model import Capacity, Load, WorkerModel
 
 NOW = 100.0

@@ -12,7 +12,7 @@ from common.contracts.errors import QuireError, Unavailable
 from common.contracts.turns import BY_AGE
 from common.contracts.types import DecisionKind
 from router.placement.fair_queue import PASSED_SECONDS
-from router.placement.placement import PlacementRequest
+from router.placement.placement_request import PlacementRequest
 from router.placement.worker_model import Capacity, Load, WorkerModel
 from router.requests.dispatcher import Job, LoadReservation
 from router.workers.client import WorkerClient

@@ -6,7 +6,7 @@ import pytest
 
 from common.contracts.clock import ManualClock
 from router.placement.fair_queue import Flow
-from router.placement.placement import PlacementRequest
+from router.placement.placement_request import PlacementRequest
 from router.placement.worker_model import Capacity, Load, WorkerModel
 from router.requests.dispatcher import Reserver
 from tests.support.kvmanager.ledgers import admit, lived, make_ledger, prompt, reserve

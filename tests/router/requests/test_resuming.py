@@ -14,7 +14,7 @@ from common.contracts.types import DecisionKind, FinishReason, SamplingParams
 from common.process.ports import free_ports
 from common.wire.identity_codec import identity_to_proto
 from gpuworker.scheduling.batch_plan import StepPlan
-from gpuworker.server.orphans import Outcome
+from gpuworker.server.orphans import OrphanEnd
 from gpuworker.server.router_stream import RouterStream
 from gpuworker.server.servicer import Serving
 from quire.gpuworker.v1 import gpuworker_pb2 as worker_pb
@@ -135,11 +135,11 @@ class World:
 
     async def dies(self, router: Harness) -> None:
         """End a router's connections without a word; its clients get nothing more."""
-        before = self.worker.servicer.orphans.outcomes[Outcome.KEPT]
+        before = self.worker.servicer.orphans.outcomes[OrphanEnd.KEPT]
         for member in router.pool.members():
             assert member.task is not None
             member.task.cancel()
-        await self.worker.until(lambda: self.worker.servicer.orphans.outcomes[Outcome.KEPT] > before)
+        await self.worker.until(lambda: self.worker.servicer.orphans.outcomes[OrphanEnd.KEPT] > before)
 
     async def finish(self) -> None:
         self.runner.release()

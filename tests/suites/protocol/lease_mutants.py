@@ -12,8 +12,8 @@ from kvmanager.contracts import epochs
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.ledger import block_granter, chunked_grants, grant_order, preemption, rebuild, report_applier
 from kvmanager.ledger.block_store import BlockStore
-from kvmanager.ledger.manager import Manager
 from kvmanager.ledger.preemption import Exposure
+from kvmanager.ledger.registry import WorkerRegistry
 from kvmanager.ledger.sequence_table import SequenceTable
 from tests.suites.protocol.edge_rules import break_without_loss_of_session, keep_the_generation, no_jump, resume
 from tests.suites.protocol.index import Index
@@ -163,7 +163,7 @@ LEASE_MUTANTS = (
     Mutant(
         "14b",
         "reports of an old session that are still queued are applied",
-        ((Manager, "is_current", always),),
+        ((WorkerRegistry, "is_current", always),),
         Exhaustive("break"),
         ("I2", "I4"),
     ),
@@ -275,7 +275,7 @@ LEASE_MUTANTS = (
     Mutant(
         "30",
         "a reset whose order was lost with its stream is not repeated",
-        ((Manager, "complete", complete_without_reset),),
+        ((WorkerRegistry, "complete", complete_without_reset),),
         Exhaustive("reset"),
         ("I11",),
     ),

@@ -19,13 +19,13 @@ from kvmanager.ledger.block_granter import GrantPlan
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.grant_order import Turn, next_turn
 from kvmanager.ledger.ledger_state import LedgerState
-from kvmanager.ledger.manager import Manager, WorkerRegistration
 from kvmanager.ledger.partial_copy import PartialCopy, partial_copy
 from kvmanager.ledger.preemption import Exposure
+from kvmanager.ledger.registry import WorkerRegistration, WorkerRegistry
 from kvmanager.ledger.sequence_table import SequenceTable
 from tests.suites.protocol.mutant import Patch
 
-_register, _complete, _deepest_run = PrefixCache.register_block, Manager.complete, PrefixCache.find_deepest_run
+_register, _complete, _deepest_run = PrefixCache.register_block, WorkerRegistry.complete, PrefixCache.find_deepest_run
 _live_stalled = SequenceTable.find_stalled
 _comes_first, _lease_want = chunked_grants.comes_first, chunked_grants.lease_want
 _order_preemption, _entitled_victims = preemption.order_preemption, preemption.entitled_victims
@@ -136,7 +136,7 @@ def publish_beside_a_cached_copy(store: BlockStore, block: BlockId, key: BlockHa
     store.cache.register_block(block, key, parent)
 
 
-def complete_without_reset(manager: Manager, registration: WorkerRegistration, inventory: Inventory) -> AttachOk:
+def complete_without_reset(manager: WorkerRegistry, registration: WorkerRegistration, inventory: Inventory) -> AttachOk:
     registration.attach = replace(registration.attach, reset=manager.last_reset)
     return _complete(manager, registration, inventory)
 
@@ -211,7 +211,7 @@ def expect_the_last_block_too(config: LedgerConfig, num_tokens: int) -> int:
 def evict_two_more(state: LedgerState, count: int, beneficiary: ManagerSequence | None) -> int:
     evicted = _evict_until_free(state, count, beneficiary)
     for _ in range(min(2, len(state.store.pool.cached))):
-        evicting.evict_block(state)
+        evicting.evict_next(state)
     return evicted
 
 

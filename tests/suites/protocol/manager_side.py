@@ -1,4 +1,4 @@
-"""The managers' side of a world: epochs and sessions of the real Manager and Ledger, and their index writes."""
+"""The managers' side of a world: epochs and sessions of the real WorkerRegistry and Ledger, and their index writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvmanager.contracts import epochs
 from kvmanager.contracts.index_events import Cleared
 from kvmanager.contracts.ledger_config import ManagerConfig
 from kvmanager.ledger.ledger import Ledger
-from kvmanager.ledger.manager import Manager
+from kvmanager.ledger.registry import WorkerRegistry
 from tests.suites.protocol.index import Replaced, Wiped
 from tests.suites.protocol.state import WORKER, Link, ModelManager, State
 
@@ -32,7 +32,7 @@ class ManagerSide(State):
             max_wait=self.scenario.max_wait,
             in_turn=self.scenario.in_turn,
         )
-        manager = ModelManager(Manager(config, CLOCK, lambda: ""))
+        manager = ModelManager(WorkerRegistry(config, CLOCK, lambda: ""))
         self.managers.append(manager)
         self.take_epoch(manager, seen=0)
 

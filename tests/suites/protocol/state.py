@@ -11,7 +11,7 @@ from gpuworker.scheduling.batch_plan import StepPlan, StepResult
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.lease_session import LeaseSession
 from kvmanager.contracts.ledger_config import EvictionName
-from kvmanager.ledger.manager import Manager, WorkerRegistration
+from kvmanager.ledger.registry import WorkerRegistration, WorkerRegistry
 from tests.suites.protocol.agent_copies import shallow
 from tests.suites.protocol.content import Device
 from tests.suites.protocol.index import Index, Publisher
@@ -46,7 +46,7 @@ class Link:
 class ModelManager:
     """One manager process and what it has yet to write to the index."""
 
-    core: Manager
+    core: WorkerRegistry
     publisher: Publisher = field(default_factory=Publisher)
     alive: bool = True
 

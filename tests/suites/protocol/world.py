@@ -10,7 +10,7 @@ from __future__ import annotations
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import Attach, Copy, Inventory, Report
 from common.contracts.types import BlockId, FinishReason, SequenceId
-from kvmanager.ledger.manager import WorkerRegistration
+from kvmanager.ledger.registry import WorkerRegistration
 from tests.suites.protocol.agent_copies import agent_key, copy_agent, shallow
 from tests.suites.protocol.index import Index
 from tests.suites.protocol.invariants import Violation, check

@@ -17,8 +17,8 @@ from common.contracts.types import KvGeometry, PoolIdentity
 from quire.inference.v1 import inference_pb2 as pb
 from router.answers.constraints.checker import ConstraintChecker
 from router.answers.reading import AnswerReader, Dialects
-from router.answers.text.assembler import CheckpointText
 from router.answers.text.checkpoint import read_checkpoint
+from router.answers.text.checkpoint_text import CheckpointText
 from router.api.anthropic.app import add_messages
 from router.api.http.http_server import serve_http
 from router.api.openai.app import create_app

@@ -16,8 +16,8 @@ from common.contracts.types import FinishReason, KvGeometry, PoolIdentity, Token
 from common.rpc.server import RpcServer, open_channel
 from quire.kserve.v2 import kserve_pb2 as pb
 from quire.kserve.v2 import kserve_pb2_grpc as rpc
-from router.answers.text.assembler import CheckpointText
 from router.answers.text.checkpoint import read_checkpoint
+from router.answers.text.checkpoint_text import CheckpointText
 from router.api.kserve.servicer import KSERVE_SERVICE, KserveServicer
 from router.api.shared.call_context import Calls
 from router.contracts.events import ValidatedRequest

@@ -14,8 +14,8 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.types.v1 import types_pb2
 from router.answers.constraints.checker import ConstraintChecker
-from router.answers.text.assembler import CheckpointText
 from router.answers.text.checkpoint import read_checkpoint
+from router.answers.text.checkpoint_text import CheckpointText
 from router.answers.text.tokenizer_files import TokenizerFiles
 from router.api.grpc.servicer import InferenceServicer, Routers
 from router.api.shared.call_context import Calls

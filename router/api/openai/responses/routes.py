@@ -241,7 +241,7 @@ class Responses:
         if body.background:
             return await self._in_background(asked, bool(body.stream))
         if body.stream:
-            events = await unless_gone(request, self._service.begun([asked.request], asked.answer))
+            events = await unless_gone(request, self._service.start_streams([asked.request], asked.answer))
             return EventStream(self._lines(asked, events), events, answer_headers(asked.answer))
         try:
             whole = await unless_gone(request, self._collected(asked))
@@ -396,7 +396,7 @@ class Responses:
     # ------------------------------------------------------------ the answer
 
     async def _collected(self, asked: Asked) -> bytes:
-        async with aclosing(await self._service.begun([asked.request], asked.answer)) as events:
+        async with aclosing(await self._service.start_streams([asked.request], asked.answer)) as events:
             asked.builder.begin()
             async for prompt, event in events:
                 if (piece := asked.answer.take(prompt, event)) is not None:
@@ -459,7 +459,7 @@ class Responses:
     async def _answer(self, asked: Asked, job: Job) -> None:
         looking = asyncio.create_task(self._look(job))
         try:
-            async with aclosing(await self._service.begun([asked.request], asked.answer)) as events:
+            async with aclosing(await self._service.start_streams([asked.request], asked.answer)) as events:
                 job.write(asked.builder.begin(IN_PROGRESS))
                 async for lines in self._rest(asked, events):
                     job.write(lines)

@@ -18,10 +18,10 @@ from common.contracts.limits import MAX_CHAT_MESSAGES
 from common.contracts.types import SamplingParams
 from quire.inference.v1 import inference_pb2 as pb
 from router.answers.dialects.detect import detect_tools
-from router.answers.text.assembler import CheckpointText
 from router.answers.text.chat import ChatTemplate
 from router.answers.text.chat_input import ChatInput, Message, chat_input
 from router.answers.text.checkpoint import read_checkpoint
+from router.answers.text.checkpoint_text import CheckpointText
 from router.answers.text.tokenizer import Tokenizer
 from tests.support.router.tokenizers import byte_level
 from tests.support.turns import counted_turns
@@ -447,7 +447,7 @@ def test_a_bad_file_is_named_by_its_flag(content: bytes, words: str, tmp_path: P
 def test_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
     shutil.copytree(DEMO, tmp_path / "checkpoint")
     code = (
-        "import sys; from pathlib import Path; from router.answers.text.assembler import CheckpointText;"
+        "import sys; from pathlib import Path; from router.answers.text.checkpoint_text import CheckpointText;"
         "assert CheckpointText.load(Path(sys.argv[1]), 64).has_chat_template;"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from common.checkpoint.ends import named_ends
-from router.answers.text.assembler import CheckpointText
 from router.answers.text.chat import ChatTemplate
 from router.answers.text.checkpoint import read_checkpoint
+from router.answers.text.checkpoint_text import CheckpointText
 from router.answers.text.turn_ends import TurnMarks, end_mark
 from tests.support.router.families import FAMILIES
 from tests.support.router.tokenizers import byte_level

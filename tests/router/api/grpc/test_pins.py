@@ -15,8 +15,8 @@ from common.contracts.hashing import KEY_BYTES, block_digests, root_digest
 from common.contracts.types import KvGeometry, PoolIdentity
 from quire.inference.v1 import inference_pb2 as pb
 from quire.kvmanager.v1 import kvmanager_pb2
-from router.answers.text.assembler import CheckpointText
 from router.answers.text.checkpoint import read_checkpoint
+from router.answers.text.checkpoint_text import CheckpointText
 from router.api.grpc.manager_calls import ManagerCalls
 from router.api.grpc.pins import PinParts, Pins
 from router.contracts.events import ValidatedRequest

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.contracts.types import TokenLogprobs
-from router.answers.text.assembler import CheckpointText
+from router.answers.text.checkpoint_text import CheckpointText
 from router.answers.text.tokenizer import Tokenizer
 from router.api.openai import schema as described
 from router.api.openai.prompt_logprobs import PromptEncoder, WantedLogprobs

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.contracts.types import FinishReason, SamplingParams
 from router.answers.dialects.reader import kept_tokens, reader
 from router.answers.reading import Reading
-from router.answers.text.assembler import CheckpointText
+from router.answers.text.checkpoint_text import CheckpointText
 from router.answers.text.tokenizer import Tokenizer
 from router.api.openai.answer import Answer, Form, Piece
 from tests.support.router.tokenizers import byte_level

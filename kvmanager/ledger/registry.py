@@ -35,7 +35,7 @@ class WorkerRegistration:
         return (self.attach.incarnation, self.attach.session)
 
 
-class Manager:
+class WorkerRegistry:
     """Sessions by worker id, and the epoch."""
 
     def __init__(

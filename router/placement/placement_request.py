@@ -10,32 +10,7 @@ from common.contracts.lease import blocks_needed
 from router.placement.worker_model import Capacity, WorkerModel
 
 
-# When a router should place requests: what does not count as standing still.
-def waits_for_a_slot(head: PlacementRequest | None, queued: int, workers: Sequence[WorkerModel], now: float) -> str:
-    """Return in words how many requests wait although a worker is idle enough for the next one; "" otherwise.
-
-    `head` is the next one. A request that is too large, and workers that are full or in trouble, explain its wait.
-    """
-    if head is None:
-        return ""
-    idle = sum(_has_room(worker, head, now) for worker in workers)
-    return f"{queued} requests wait for a worker, and {idle} workers have room for the next one" if idle else ""
-
-
-def _has_room(worker: WorkerModel, head: PlacementRequest, now: float) -> bool:
-    room = worker.sequences + head.sequences <= worker.capacity.max_num_seqs
-    return room and verdict(worker, head, now)[0] is Outcome.PLACED
-
-
-# Sequences at a worker per slot in its batch: some wait there, so that the batch stays full between two messages.
-OVERCOMMIT = 2
-# Times as many for tenants below their share: the slots of others do not count for them.
-ENTITLED = 2
-TOO_LARGE = "too large"
-"""How the reason begins of a worker that could never hold the request; the request's sizes follow."""
-
-
-class Outcome(StrEnum):
+class PlacementOutcome(StrEnum):
     PLACED = "placed"
     WAIT = "wait"
     NO_WORKER = "no_worker"
@@ -65,18 +40,49 @@ class PlacementRequest:
     passes: bool = False
 
 
-def verdict(worker: WorkerModel, placement: PlacementRequest, now: float) -> tuple[Outcome, str]:
+def verdict(worker: WorkerModel, placement: PlacementRequest, now: float) -> tuple[PlacementOutcome, str]:
     """Return PLACED when the worker may be chosen, else the outcome without it and the reason."""
     if reason := too_large(worker.capacity, placement):
-        return Outcome.TOO_LARGE, reason
+        return PlacementOutcome.TOO_LARGE, reason
     if worker.worker_id in placement.avoids:
-        return Outcome.NO_WORKER, "another worker is wanted: it has computed the prompt"
+        return PlacementOutcome.NO_WORKER, "another worker is wanted: it has computed the prompt"
     if trouble := worker.trouble(now):
-        return Outcome.NO_WORKER, f"{trouble[0].value}: {trouble[1]}"
+        return PlacementOutcome.NO_WORKER, f"{trouble[0].value}: {trouble[1]}"
     limit = max(slots_of(worker) * (ENTITLED if placement.entitled else 1), placement.sequences)
     if worker.sequences + placement.sequences > limit:
-        return Outcome.WAIT, f"over limit: {worker.sequences} sequences of at most {limit}"
-    return Outcome.PLACED, ""
+        return PlacementOutcome.WAIT, f"over limit: {worker.sequences} sequences of at most {limit}"
+    return PlacementOutcome.PLACED, ""
+
+
+# When a router should place requests: what does not count as standing still.
+def waits_for_a_slot(head: PlacementRequest | None, queued: int, workers: Sequence[WorkerModel], now: float) -> str:
+    """Return in words how many requests wait although a worker is idle enough for the next one; "" otherwise.
+
+    `head` is the next one. A request that is too large, and workers that are full or in trouble, explain its wait.
+    """
+    if head is None:
+        return ""
+    idle = sum(_has_room(worker, head, now) for worker in workers)
+    return f"{queued} requests wait for a worker, and {idle} workers have room for the next one" if idle else ""
+
+
+def _has_room(worker: WorkerModel, head: PlacementRequest, now: float) -> bool:
+    room = worker.sequences + head.sequences <= worker.capacity.max_num_seqs
+    return room and verdict(worker, head, now)[0] is PlacementOutcome.PLACED
+
+
+# Sequences at a worker per slot in its batch: some wait there, so that the batch stays full between two messages.
+OVERCOMMIT = 2
+
+
+# Times as many for tenants below their share: the slots of others do not count for them.
+ENTITLED = 2
+
+
+TOO_LARGE = "too large"
+
+
+"""How the reason begins of a worker that could never hold the request; the request's sizes follow."""
 
 
 def too_large(capacity: Capacity, placement: PlacementRequest) -> str:
@@ -99,4 +105,4 @@ def slots_of(worker: WorkerModel) -> int:
 
 def must_wait(worker: WorkerModel, placement: PlacementRequest, now: float) -> bool:
     """Return whether a worker could take the request later, and not now: too many sequences are there."""
-    return verdict(worker, placement, now)[0] is Outcome.WAIT
+    return verdict(worker, placement, now)[0] is PlacementOutcome.WAIT

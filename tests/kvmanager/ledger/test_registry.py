@@ -13,7 +13,7 @@ from common.contracts.lease import Attach, AttachOk, AttachRejected
 from common.contracts.types import BlockHash, KvGeometry, PoolIdentity
 from kvmanager.cache.pins import Pin
 from kvmanager.contracts.ledger_config import LedgerConfig, ManagerConfig
-from kvmanager.ledger.manager import Manager, WorkerRegistration
+from kvmanager.ledger.registry import WorkerRegistration, WorkerRegistry
 from tests.support.kvmanager.ledgers import EMPTY, counted_ids
 
 GEOMETRY = KvGeometry(num_layers=2, num_kv_heads=1, head_dim_k=8, head_dim_v=8, dtype="float32")
@@ -24,8 +24,8 @@ def of_geometry(**changes: Any) -> PoolIdentity:
     return replace(IDENTITY, kv_geometry=replace(GEOMETRY, **changes))
 
 
-def make_manager(epoch: int = 5, **options: Any) -> Manager:
-    return Manager(ManagerConfig(**options), ManualClock(), counted_ids(), epoch)
+def make_manager(epoch: int = 5, **options: Any) -> WorkerRegistry:
+    return WorkerRegistry(ManagerConfig(**options), ManualClock(), counted_ids(), epoch)
 
 
 def attach(worker: str = "w0", session: int = 1, **options: Any) -> Attach:
@@ -35,13 +35,13 @@ def attach(worker: str = "w0", session: int = 1, **options: Any) -> Attach:
     )
 
 
-def opened(manager: Manager, request: Attach) -> WorkerRegistration:
+def opened(manager: WorkerRegistry, request: Attach) -> WorkerRegistration:
     answer = manager.attach(request)
     assert isinstance(answer, WorkerRegistration)
     return answer
 
 
-def refused(manager: Manager, request: Attach) -> AttachRejected:
+def refused(manager: WorkerRegistry, request: Attach) -> AttachRejected:
     answer = manager.attach(request)
     assert isinstance(answer, AttachRejected)
     return answer
