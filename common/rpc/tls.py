@@ -111,7 +111,7 @@ class ServerTls(Protocol):
 
 
 class TlsOptions(Protocol):
-    """The options that name the certificate of a service (`common/settings/tls.py`)."""
+    """The options that name the certificate of a service (`TlsSettings` of `common/settings/options.py`)."""
 
     @property
     def tls_cert(self) -> Path | None: ...

@@ -42,7 +42,9 @@ _NS = 1_000_000_000
 
 # A step between its submission and its result.
 class Engine:
-    """Runs sequences until it is stopped. Any thread may call `submit`, `cancel`, `hand_over`, `load` and `wake`.
+    """Runs sequences until it is stopped.
+
+    Any thread may call `submit_request`, `cancel_request`, `hand_over`, `load` and `wake`.
 
     `new_agent` makes an empty lease agent and `new_attach` the identity part of an attach. Both are called again after
     a failed step, which voids the KV cache and therefore the worker's incarnation. `attach` is the present one.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn.functional import linear
 
-from gpuworker.kernels.experts import Experts
 from gpuworker.kernels.torch_elementwise import silu_and_mul
 
 
@@ -29,3 +30,23 @@ def choose(logits: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.
     shares = torch.softmax(logits.float(), dim=-1)
     weights, chosen = shares.topk(experts.top_k, dim=-1)
     return chosen, weights / weights.sum(dim=-1, keepdim=True) if experts.normalised else weights
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The MLPs of a layer, of which each token goes through `top_k`, and the router that chooses them.
+
+    router [count, hidden]; gate_up [count, 2 * inner, hidden], the gates before the ups; down [count, hidden, inner].
+    All are contiguous and of one type. The weights of a token's experts are a softmax of their logits: over those
+    experts where they are `normalised`, else over all.
+    """
+
+    router: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    top_k: int
+    normalised: bool
+
+    @property
+    def count(self) -> int:
+        return len(self.router)

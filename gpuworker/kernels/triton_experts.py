@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch.nn.functional import linear
 
-from gpuworker.kernels.experts import Experts
+from gpuworker.kernels.torch_experts import Experts
 
 _PLACE_TILE: Final = 1024
 _SUM_TILE: Final = 1024

@@ -41,11 +41,10 @@ from gpuworker.plane.memory import MemoryOptions, plan_draft, plan_memory
 from gpuworker.runner.cuda_graphs import graph_launcher
 from gpuworker.runner.draft_model import DraftLimits, RunnerDraftModel
 from gpuworker.runner.executor import ExecutorFactory
-from gpuworker.runner.launcher import LauncherFactory
+from gpuworker.runner.launcher import LauncherFactory, pooling_launcher
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.native_executor import native_executor
 from gpuworker.runner.pooling import Pooler
-from gpuworker.runner.pooling_launcher import pooling_launcher
 from gpuworker.runner.thread_executor import thread_executor
 from gpuworker.scheduling.draft_store import DraftStore
 from gpuworker.scheduling.drafting import MAX_STEP_DRAFTS, Speculation

@@ -102,7 +102,7 @@ def _pooling_problems(settings: GpuWorkerSettings, directory: Path) -> Sequence[
 
 
 def _speculative_problems(settings: GpuWorkerSettings, directory: Path) -> Iterator[FieldViolation]:
-    """Find what refuses drafts whichever way the model is run; `plane/speculative.py` finds the rest."""
+    """Find what refuses drafts whichever way the model is run; `gpuworker/plane/draft_checks.py` finds the rest."""
     if settings.speculation == "none":
         return
     what = f"is {settings.speculation}, and"

@@ -9,7 +9,7 @@ from typing import Protocol
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.step_inputs import StagedStep, StepInputs
 from gpuworker.memory.token_table import TokenTable
-from gpuworker.models.step_model import StepModel
+from gpuworker.models.step_model import EmbeddingModel, StepModel
 from gpuworker.runner.pooling import StepPooling
 from gpuworker.sampling.rows import SampledTokens, SamplePoint
 from gpuworker.sampling.sampler import SamplingBatch
@@ -62,3 +62,23 @@ class EagerLauncher:
         if step.scored is None:
             return sampled
         return replace(sampled, scores=score(logits[len(inputs.put) :], step.scored))
+
+
+class PoolingLauncher:
+    """Implements `StepLauncher`: launches kernel by kernel, and pools on the device."""
+
+    def __init__(self, model: EmbeddingModel, attention: AttentionBackend, tokens: TokenTable) -> None:
+        self._model, self._attention, self._tokens = model, attention, tokens
+
+    def launch(self, step: LaidOutStep) -> SampledTokens:
+        """Run the model over all rows and pool; the token table stays as it is."""
+        assert step.pooling is not None, "a runner with a pooler lays out every step so"
+        inputs = step.inputs or step.staged.on(self._model.device)
+        self._attention.begin(inputs.metadata)
+        token_ids = self._tokens.take(inputs.take)
+        hidden = self._model.hidden_states(token_ids, inputs.positions, inputs.keep, self._attention)
+        return SampledTokens(token_ids[:0], pooled=step.pooling.pool(hidden))
+
+
+def pooling_launcher(model: EmbeddingModel, attention: AttentionBackend) -> LauncherFactory:
+    return lambda tokens: PoolingLauncher(model, attention, tokens)

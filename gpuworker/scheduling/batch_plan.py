@@ -115,7 +115,7 @@ class StepNotBuilt(EngineFailure):
 
 
 class StepRunner(Protocol):
-    """Runs plans in the order of `submit`, on a device; called from the engine's thread.
+    """Runs plans in the order of `submit_step`, on a device; called from the engine's thread.
 
     At most two steps are unfinished at a time. The future of a failed step fails with EngineFailure; the content of the
     KV cache is then unknown.

@@ -224,7 +224,7 @@ class LeaseAgent:
     def departures(self) -> Completion:
         """Return the sequences that ended since the last completion without a step.
 
-        Call it after `apply` and `cancel`.
+        Call it after `apply_grant` and `cancel_sequence`.
         """
         return self._departures.completion({}, 0, (), {})
 

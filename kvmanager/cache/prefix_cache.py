@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from common.contracts.errors import ProtocolViolation
-from common.contracts.types import BlockHash, BlockId, MissReason
+from common.contracts.types import BlockHash, BlockId, MissReason, SequenceId
 from kvmanager.cache.eviction.interface import NO_MARK, Mark
 from kvmanager.contracts.block import ROOT, Blocks
 from kvmanager.contracts.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
@@ -440,3 +440,20 @@ class PrefixCache:
         entries = [(key, index[block]) for key, block in self.entries.items() if key not in ambiguous]
         entries.sort(key=itemgetter(1))
         return IndexSnapshot(self.number, tuple(entries))
+
+
+@dataclass(frozen=True, slots=True)
+class RememberedMatch:
+    """The hits of a sequence that it reads, and how many of them no sequence holds; `unread` ones stand before them.
+
+    The prefix cache watches the hashes of the hits, and the first hash that is no hit; with a window, those of
+    `deciding_hashes`. The match holds until a block of one of these hashes is registered, evicted, expected, given up,
+    taken into use or released.
+    """
+
+    sequence: SequenceId
+    num_tokens: int
+    hits: list[BlockId]
+    match: PrefixMatch
+    cached_hits: int
+    unread: int = 0

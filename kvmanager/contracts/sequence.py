@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from common.contracts.lease import Reserve, blocks_needed
-from common.contracts.types import BlockHash, BlockId, SequenceId, SequencePhase
+from common.contracts.types import TRIMMED, BlockHash, BlockId, SequenceId, SequencePhase
+from kvmanager.contracts.block import Blocks
 
 
 class Sequence:
@@ -107,3 +110,21 @@ class Sequence:
     def own_blocks(self) -> int:
         """Blocks that the sequence holds beside those that it shares or has released."""
         return len(self.block_table) - max(self.n_shared, self.trimmed)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """Blocks of a sequence in order; the first `n_shared` were hits at admission, `sealed_blocks` are registered."""
+
+    sequence: SequenceId
+    request_id: str
+    phase: SequencePhase
+    block_ids: tuple[BlockId, ...]
+    n_shared: int
+    sealed_blocks: int
+
+
+def table_of(sequence: Sequence, blocks: Blocks) -> BlockTable:
+    sealed = sum(blocks.hash[block] is not None for block in sequence.block_table if block != TRIMMED)
+    block_table = tuple(sequence.block_table)
+    return BlockTable(sequence.id, sequence.request_id, sequence.phase, block_table, sequence.n_shared, sealed)

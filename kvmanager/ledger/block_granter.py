@@ -20,8 +20,7 @@ from common.contracts.types import (
     SequencePhase,
     ShortfallReason,
 )
-from kvmanager.cache.prefix_cache import PrefixMatch
-from kvmanager.cache.remembered_match import RememberedMatch
+from kvmanager.cache.prefix_cache import PrefixMatch, RememberedMatch
 from kvmanager.cache.window_match import match_in_window, settled
 from kvmanager.contracts.block import CACHED
 from kvmanager.contracts.ledger_config import LedgerConfig

@@ -15,8 +15,7 @@ from common.contracts.types import BlockHash, BlockId
 from kvmanager.cache.block_pool import BlockPool
 from kvmanager.cache.eviction.choice import order_of
 from kvmanager.cache.eviction.interface import NO_MARK
-from kvmanager.cache.prefix_cache import PrefixCache
-from kvmanager.cache.remembered_match import RememberedMatch
+from kvmanager.cache.prefix_cache import PrefixCache, RememberedMatch
 from kvmanager.cache.retention import Retention
 from kvmanager.cache.window_match import deciding_hashes
 from kvmanager.contracts.block import CACHED, ROOT, Blocks

@@ -16,7 +16,7 @@ from kvmanager.contracts.block import ROOT
 from kvmanager.contracts.counts import PoolCounts
 from kvmanager.contracts.index_events import IndexEvent, IndexSnapshot
 from kvmanager.contracts.ledger_config import LedgerConfig
-from kvmanager.contracts.sequence import Sequence
+from kvmanager.contracts.sequence import BlockTable, Sequence, table_of
 from kvmanager.ledger import (
     block_granter,
     chunked_grants,
@@ -29,7 +29,6 @@ from kvmanager.ledger import (
 )
 from kvmanager.ledger.audit import audit
 from kvmanager.ledger.block_map import BlockMap, BlockView, map_of, view_of
-from kvmanager.ledger.block_table import BlockTable, table_of
 from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.preemption import Shortage
 

@@ -34,8 +34,8 @@ from kvmanager.cache.pins import Pin, PinAtWorker
 from kvmanager.cache.prefix_cache import PrefixMatch
 from kvmanager.contracts.counts import PoolCounts
 from kvmanager.contracts.ports import LeaderState
+from kvmanager.contracts.sequence import BlockTable
 from kvmanager.ledger.block_map import BlockMap, BlockView, SequenceUse
-from kvmanager.ledger.block_table import BlockTable
 from kvmanager.ledger.ledger import Ledger
 from kvmanager.sessions.attachments import Attachments
 from kvmanager.sessions.handler import DEFAULT_LIMITS, SessionHandler, SessionLimits

@@ -1,4 +1,4 @@
-"""The choice of a worker: a continuous cost in predicted seconds, filters with reasons (`placement.py`), and a record.
+"""The choice of a worker: a continuous cost in predicted seconds, filters with reasons (`verdict`), and a record.
 
     cost(w) = queue_delay(w) + prefill(prompt - hit(w)) + decode_pressure(w)
 
@@ -6,8 +6,8 @@
     prefill          uncached prompt tokens, and the step that samples the first token
     decode_pressure  the steps of the expected output, each as slow as a batch with this request in it
 
-There is no switch between affinity and balance. A hit is worth the prefill that it saves, and a busy worker costs more
-by its queue and its slower steps.
+`Dispatcher._hits` finds hit(w). There is no switch between affinity and balance: a hit is worth the prefill that it
+saves, and a busy worker costs more by its queue and its slower steps.
 """
 
 from __future__ import annotations

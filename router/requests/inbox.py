@@ -210,7 +210,7 @@ class Inbox:
         self._stalled: asyncio.TimerHandle | None = None
         self._closed = False
         self.interrupted = asyncio.Event()
-        """Set when something other than a worker ends the request: `take` then returns it, or raises."""
+        """Set when something other than a worker ends the request: `take_arrivals` then returns it, or raises."""
 
     def put_event(self, index: int, attempt: int, event: SequenceEvent | Interruption) -> None:
         """Add an event, and wake the stream. A request whose client was too slow gets nothing more."""

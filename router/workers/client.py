@@ -1,7 +1,7 @@
 """The router's connection to one worker: a multiplexed stream that is opened again whenever it breaks.
 
 One task writes the stream and one reads it (two concurrent writes end an RPC). A handle names a sequence; its events go
-to the sink that was passed to submit. When the stream breaks, every sequence on it is Lost.
+to the sink that was passed to `submit_sequence`. When the stream breaks, every sequence on it is Lost.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 COLUMNS = 100
 # A path in backticks that begins with one of these is a path from the root of the repository.
+PRODUCT = ("cli", "common", "gpuworker", "kvmanager", "router")
 TOPS = "bench|cli|common|docker|docs|gpuworker|kvmanager|protos|router|tests"
 
 
@@ -76,6 +77,18 @@ def test_paths_that_a_document_names_exist() -> None:
         return sorted(path for path in named if not (ROOT / path).exists())
 
     assert of_each(gone, DOCUMENTS) == {}
+
+
+def test_files_that_a_docstring_or_a_comment_names_exist() -> None:
+    """By their names or the ends of their paths; benchmarks and tests also name files of others."""
+    sources = [path for top in PRODUCT for path in (ROOT / top).rglob("*") if path.suffix in (".py", ".cpp", ".h")]
+    files = {path.as_posix() for path in [*sources, *DOCUMENTS, *(ROOT / "protos" / "quire").rglob("*.py")]}
+
+    def gone(source: Path) -> list[str]:
+        named = set(re.findall(r"`([\w/]+\.(?:py|md|cpp|h))`", source.read_text()))
+        return sorted(name for name in named if not any(file.endswith(f"/{name}") for file in files))
+
+    assert of_each(gone, sources) == {}
 
 
 def test_prose_is_wrapped() -> None:

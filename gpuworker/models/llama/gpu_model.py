@@ -18,8 +18,8 @@ from torch.nn.functional import embedding, linear
 
 from gpuworker.attention.interface import LayerAttention, LayerSink
 from gpuworker.kernels import torch_elementwise, torch_experts
-from gpuworker.kernels.experts import Experts
 from gpuworker.kernels.rope import Rope
+from gpuworker.kernels.torch_experts import Experts
 from gpuworker.models.llama.gpu_weights import GpuLayer, GpuWeights
 from gpuworker.models.llama.spec import LlamaSpec, llama_spec, rope_table
 

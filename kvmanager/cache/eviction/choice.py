@@ -1,4 +1,4 @@
-"""The policies of eviction by their names; the default is `DEFAULT_EVICTION` of `contracts/ledger_config.py`."""
+"""The policies of eviction by their names; the default is in `kvmanager/contracts/ledger_config.py`."""
 
 from __future__ import annotations
 

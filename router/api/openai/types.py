@@ -228,7 +228,7 @@ class Message(BaseModel):
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, max_length=limits.MAX_CHAT_MESSAGES)]
-# Read by `tools.py`, which names what is wrong; here they stay as they are, for the chat template.
+# Read by `requested_tools.py`, which names what is wrong; here they stay as they are, for the chat template.
 Objects = list[dict[str, Any]]
 _EXAMPLE = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 

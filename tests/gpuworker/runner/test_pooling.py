@@ -21,9 +21,9 @@ from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.self_test import self_test
 from gpuworker.native.library import best
 from gpuworker.plane.assembly import executor_for
+from gpuworker.runner.launcher import pooling_launcher
 from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.pooling import Pooler, StepPooling
-from gpuworker.runner.pooling_launcher import pooling_launcher
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
 from gpuworker.scheduling.outcomes import AgentConfig
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint

@@ -13,7 +13,7 @@ from common.contracts.types import KvGeometry
 from gpuworker.attention.interface import LayerAttention
 from gpuworker.attention.triton_backend import TritonAttention
 from gpuworker.attention.triton_tuning import Chip
-from gpuworker.kernels.experts import Experts
+from gpuworker.kernels.torch_experts import Experts
 from gpuworker.kernels.triton_elementwise import add_rms_norm, rms_norm, silu_and_mul
 from gpuworker.kernels.triton_experts import mix_experts
 from gpuworker.kernels.triton_rope import QkNorm, rope_and_write, rope_table

@@ -13,7 +13,7 @@ import triton
 from triton.runtime import interpreter
 
 from gpuworker.kernels import torch_experts, triton_experts
-from gpuworker.kernels.experts import Experts
+from gpuworker.kernels.torch_experts import Experts
 from gpuworker.kernels.triton_experts import choose, gate_up_product, group, mix_experts, most_tiles, product, tiles_for
 
 DRAW = torch.Generator().manual_seed(0)
