@@ -28,6 +28,8 @@ TIMES  ?= 5
 # The cores that this shell may use. Tests run in JOBS processes, two for each core: half of their time is waiting.
 CORES  := $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 JOBS   ?= $(shell echo $$(( $(CORES) < 6 ? 2 * $(CORES) : 12 )))
+# Those of test-fast wait most of their time.
+FAST_JOBS := $(shell echo $$(( $(JOBS) * 3 / 2 )))
 BENCH  ?= split
 COVERAGE_FLOOR := 95
 # Seconds of all of `make fuzz`, which its parts share.
@@ -181,7 +183,7 @@ dist: $(SERVING) ## Build both wheels into dist/: quire-llm with the kernels of 
 	@ls -l dist
 
 test-fast: $(TESTED) ## Run the tests that need neither torch nor a started service: the cores and the units (a minute)
-	$(BIN)/python -m pytest -n $(JOBS) --fast tests
+	$(BIN)/python -m pytest -n $(FAST_JOBS) --fast tests
 
 test: $(if $(filter tests,$(TESTS)),$(TESTED),$(STAMP)) ## Run the tests that find most faults (TESTS=PATH for some of all tests, JOBS=N in that many processes)
 	$(PYTEST) $(call report,test) $(if $(filter tests,$(TESTS)),-m "not clients and not rest") $(TESTS)
