@@ -148,7 +148,10 @@ def owner_from_values(values: Sequence[bytes | None]) -> SlotOwner | None:
 
 def discovered_to_value(worker: DiscoveredWorker, key: bytes | None, now: float) -> str:
     """Return the value of a discovery key, signed if the pool has a key. `now` is in seconds since 1970."""
-    body = json.dumps(asdict(worker) | {"written": int(now)})
+    parts = asdict(worker) | {"written": int(now)}
+    if not worker.identity.kv_geometry.values_in_keys:
+        del parts["identity"]["kv_geometry"]["values_in_keys"]  # routers that do not know it read all other entries
+    body = json.dumps(parts)
     return f"{_signature(key, worker.worker_id, body.encode())} {body}"
 
 

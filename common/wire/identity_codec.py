@@ -27,6 +27,7 @@ def identity_to_proto(identity: PoolIdentity) -> types_pb2.PoolIdentity:
             head_dim_v=shape.head_dim_v,
             dtype=shape.dtype,
             window=shape.window,
+            values_in_keys=shape.values_in_keys,
         ),
     )
 
@@ -51,6 +52,7 @@ def identity_from_proto(message: types_pb2.PoolIdentity) -> PoolIdentity:
             head_dim_v=shape.head_dim_v,
             dtype=shape.dtype,
             window=shape.window,
+            values_in_keys=shape.values_in_keys,
         ),
     )
 

@@ -6,7 +6,7 @@ This module imports the standard library and `quire.api.errors` only, so that th
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from quire.api.errors import Mismatch
@@ -64,7 +64,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """Shape of one token's K/V. `window` is the widest attention window if every layer has one, else 0."""
+    """Shape of one token's K/V.
+
+    `num_layers` counts the layers that keep K/V of their own. `window` is the widest attention window if every layer
+    has one, else 0. With `values_in_keys` V is the first `head_dim_v` numbers of K and is kept nowhere else.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -72,6 +76,7 @@ class KvGeometry:
     head_dim_v: int
     dtype: str
     window: int = 0
+    values_in_keys: bool = field(default=False, repr=False)  # not in `repr`, of which `namespace` is made
 
 
 ANY_ARITHMETIC = "any"
@@ -104,10 +109,12 @@ class PoolIdentity:
             ours, other = getattr(self, name), getattr(theirs, name)
             if ours != other:
                 found.append(Mismatch(name, str(ours), str(other), flag))
+        same_kind = self.kv_geometry.values_in_keys == theirs.kv_geometry.values_in_keys
+        shape = "--model" if same_kind else "--model, or the Quire version"  # only newer ones keep latents
         for part in fields(KvGeometry):
             ours, other = getattr(self.kv_geometry, part.name), getattr(theirs.kv_geometry, part.name)
             if ours != other:
-                flag = "--dtype or --kv-cache-dtype" if part.name == "dtype" else "--model"
+                flag = "--dtype or --kv-cache-dtype" if part.name == "dtype" else shape
                 found.append(Mismatch(f"kv_geometry.{part.name}", str(ours), str(other), flag))
         return tuple(found)
 
@@ -117,6 +124,8 @@ class PoolIdentity:
         parts = f"{self.tokenizer_fingerprint} {self.kv_geometry} {self.hash_version} {self.arithmetic}"
         if self.embeds:
             parts = f"{parts} {self.pooling}"
+        if self.kv_geometry.values_in_keys:
+            parts = f"{parts} values_in_keys"
         rest = hashlib.sha256(parts.encode())
         return f"{{quire:{self.model_fingerprint[:16]}:{rest.hexdigest()[:16]}:{self.block_size}}}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -65,6 +65,15 @@ def read(value: str | bytes, key: bytes | None = KEY, name: str = "worker-0", no
 def test_discovered_worker_survives_redis(identity: PoolIdentity, key: bytes | None) -> None:
     worker = worker_of(identity)
     assert read(index_format.discovered_to_value(worker, key, NOW), key) == worker
+
+
+@pytest.mark.parametrize("in_keys", [False, True])
+def test_only_a_worker_of_latents_says_so(in_keys: bool) -> None:
+    """A router of an older version reads the entries of all other workers."""
+    identity = replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, values_in_keys=in_keys))
+    value = index_format.discovered_to_value(worker_of(identity), None, NOW)
+    assert read(value, None).identity == identity
+    assert ("values_in_keys" in value) == in_keys
 
 
 def test_value_of_another_version_is_malformed() -> None:

@@ -194,6 +194,12 @@ DIFFERENT = {
         "1",
         "--model",
     ),
+    "kv_geometry.values_in_keys": (
+        replace(IDENTITY, kv_geometry=KvGeometry(2, 2, 8, 8, "float32", values_in_keys=True)),
+        "False",
+        "True",
+        "--model, or the Quire version",
+    ),
     "kv_geometry.dtype": (
         replace(IDENTITY, kv_geometry=KvGeometry(2, 2, 8, 8, "bfloat16")),
         "float32",

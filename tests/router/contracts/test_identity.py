@@ -33,6 +33,13 @@ def test_pools_that_embed_share_no_keys_with_others() -> None:
     assert adopt(replace(FULL, pooling=""), known) == known
 
 
+def test_a_pool_of_latents_has_keys_of_its_own_and_all_others_keep_theirs() -> None:
+    assert FULL.namespace == "{quire:model:0bbd9bc4e54f3ed9:16}"
+    latents = replace(FULL, kv_geometry=replace(FULL.kv_geometry, values_in_keys=True))
+    assert latents.namespace != FULL.namespace
+    assert is_complete(latents)
+
+
 def test_an_unknown_part_is_no_difference() -> None:
     assert differences(PARTIAL, FULL) == ()
 

@@ -153,7 +153,9 @@ class KvGeometry(_message.Message):
     HEAD_DIM_V_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    VALUES_IN_KEYS_FIELD_NUMBER: _builtins.int
     num_layers: _builtins.int
+    """Layers that keep K/V of their own."""
     num_kv_heads: _builtins.int
     head_dim_k: _builtins.int
     head_dim_v: _builtins.int
@@ -161,6 +163,8 @@ class KvGeometry(_message.Message):
     """As torch names it: float32, bfloat16, float8_e4m3fn, ..."""
     window: _builtins.int
     """The widest attention window when every layer has one; 0 when any layer sees the whole sequence."""
+    values_in_keys: _builtins.bool
+    """V is the first head_dim_v numbers of K, and is kept nowhere else: latents of multi-head latent attention."""
     def __init__(
         self,
         *,
@@ -170,10 +174,11 @@ class KvGeometry(_message.Message):
         head_dim_v: _builtins.int = ...,
         dtype: _builtins.str = ...,
         window: _builtins.int = ...,
+        values_in_keys: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim_k", b"head_dim_k", "head_dim_v", b"head_dim_v", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim_k", b"head_dim_k", "head_dim_v", b"head_dim_v", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "values_in_keys", b"values_in_keys", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
