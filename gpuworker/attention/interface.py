@@ -23,6 +23,7 @@ class LayerAttention:
 
     `scale` multiplies the scores; `softcap` bounds them to ±softcap by tanh; `window` counts the positions that a query
     sees, itself included; `sinks` [num_heads] are logits of a key without value that enters the softmax's denominator.
+    With `values_in_keys` V is a prefix of K, and a cache of this layer keeps K alone (`KvGeometry.values_in_keys`).
     """
 
     layer: int
@@ -30,6 +31,7 @@ class LayerAttention:
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    values_in_keys: bool = False
 
 
 @dataclass(frozen=True, slots=True)

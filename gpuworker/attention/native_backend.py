@@ -39,6 +39,7 @@ class CacheStruct(ctypes.Structure):
         ("block_size", _int32),
         ("head_dim_k", _int32),
         ("head_dim_v", _int32),
+        ("value_stride", _int32),
     )
 
 
@@ -89,6 +90,7 @@ def cache_struct(cache: KvCache) -> CacheStruct:
         cache.block_size,
         geometry.head_dim_k,
         geometry.head_dim_v,
+        cache.values.stride(3),
     )
 
 

@@ -57,7 +57,8 @@ class TorchAttention:
         self._kv_heads = cache.geometry.num_kv_heads
         self._slots_at_once = _GATHERED_BYTES // (4 * self._kv_heads * cache.geometry.head_dim_k)
         self._device = cache.keys.device
-        self._pools = (_Pool(cache.keys, cache.key_scales), _Pool(cache.values, cache.value_scales))
+        self._keys, self._head_dim_v = _Pool(cache.keys, cache.key_scales), cache.geometry.head_dim_v
+        self._values = None if cache.geometry.values_in_keys else _Pool(cache.values, cache.value_scales)
 
     def begin(self, step: AttentionMetadata) -> None:
         """Find the slots to write and the rows that attend together."""
@@ -73,8 +74,9 @@ class TorchAttention:
     def write_and_attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        for pool, new in zip(self._pools, (key, value), strict=True):
-            pool.write(layer.layer, self._writes, new.reshape(-1, new.shape[-1]))
+        self._keys.write(layer.layer, self._writes, key.reshape(-1, key.shape[-1]))
+        if self._values is not None:
+            self._values.write(layer.layer, self._writes, value.reshape(-1, value.shape[-1]))
         if self._permutation is not None:
             query = query.index_select(0, self._permutation)
         parts = [self._attend(layer, query[batch.queries], batch) for batch in self._batches]
@@ -86,9 +88,12 @@ class TorchAttention:
         if layer.window not in batch.views:
             batch.views[layer.window] = self._view(batch, layer.window)
         view, rows = batch.views[layer.window], len(batch.rows)
-        keys, values = (
-            pool.read(layer.layer, view.blocks).view(rows, self._kv_heads, -1, pool.head_dim) for pool in self._pools
-        )
+        shape = (rows, self._kv_heads, -1)
+        keys = self._keys.read(layer.layer, view.blocks).view(*shape, self._keys.head_dim)
+        if self._values is None:
+            values = keys[..., : self._head_dim_v]
+        else:
+            values = self._values.read(layer.layer, view.blocks).view(*shape, self._head_dim_v)
         # [tokens, heads, d] -> [rows, kv_heads, group, queries, d]
         stacked = query.reshape(rows, batch.query_count, self._kv_heads, -1, query.shape[-1]).permute(0, 2, 3, 1, 4)
         out = _attend_stacked(layer, stacked.float(), keys, values, view.mask)

@@ -67,6 +67,7 @@ def _attend_tiles(
     TILE: tl.constexpr,
     HEAD_DIM_K: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attend from `query` [M, K] over tiles of positions that begin at `first`, up to `stop`; update the softmax.
@@ -93,7 +94,7 @@ def _attend_tiles(
             block = tl.load(blocks_at, mask=at < end, other=0) if MASKED else tl.load(blocks_at)
             slot = (block * KV_HEADS + kv_head) * BLOCK_SIZE + in_tile % BLOCK_SIZE
         key_at = keys + slot.to(tl.int64)[:, None] * HEAD_DIM_K + dim_k[None, :]
-        value_at = values + slot.to(tl.int64)[:, None] * HEAD_DIM_V + dim_v[None, :]
+        value_at = values + slot.to(tl.int64)[:, None] * VALUE_STRIDE + dim_v[None, :]
         # Slots past the end are not read, which saves traffic; a head whose size is not a power of two is padded.
         if MASKED:
             key = tl.load(key_at, mask=(at < end)[:, None] & (dim_k < HEAD_DIM_K)[None, :], other=0.0)
@@ -185,8 +186,10 @@ def attend_kernel(
     one,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    SLICES: tl.constexpr,
     HEAD_DIM_K: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
     TILE_K: tl.constexpr,
     TILE_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -201,17 +204,20 @@ def attend_kernel(
     BY_WORDS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute one item for one K/V head: into `out` if it is its queries' only part, else as a partial result.
+    """Compute one item for GROUP heads: into `out` if it is its queries' only part, else as a partial result.
 
-    query [T, H, K] and out [T, H, V] (contiguous), H = KV_HEADS * GROUP; keys, values and their scales: one layer of
-    the pools, contiguous; partial_out [n, H, V] and partial_lse [n, H] float32, the latter as power of two. `scale`
+    query [T, H, K] and out [T, H, V] (contiguous), H = KV_HEADS * SLICES * GROUP: SLICES programs share a K/V head.
+    keys, values and their scales: one layer of the pools, contiguous, but that slots of V are VALUE_STRIDE numbers
+    apart; partial_out [n, H, V] and partial_lse [n, H] float32, the latter as power of two. `scale`
     holds log2(e), or with SOFTCAPPED 2 / softcap instead; `one` is 1.0. With ONE_QUERY an item has no more, and one
     loop masks all tiles: where loading bounds, filling and draining the pipeline of loads once more costs more than
     masks. With HALVES products are of float16 whatever the type of the queries: fp8 widens to it in a third of the
     instructions. BY_WORDS saves a chip with registers to spare instructions on quantised V.
     """
-    item = items + (tl.program_id(0) // KV_HEADS).to(tl.int64) * _ITEM_FIELDS
-    kv_head = tl.program_id(0) % KV_HEADS
+    HEADS: tl.constexpr = KV_HEADS * SLICES * GROUP
+    item = items + (tl.program_id(0) // (KV_HEADS * SLICES)).to(tl.int64) * _ITEM_FIELDS
+    stack = tl.program_id(0) % (KV_HEADS * SLICES)
+    kv_head = stack // SLICES
     row = tl.load(item)
     if row < 0:
         return
@@ -231,7 +237,7 @@ def attend_kernel(
     position = highest
     if not ONE_QUERY:
         position = tl.load(of_query + 1, mask=valid, other=-1)
-    head = kv_head * GROUP + m % GROUP
+    head = stack * GROUP + m % GROUP
     dim_k = tl.arange(0, TILE_K)
     q = tl.load(
         query + (token * query_token + head * query_head)[:, None] + dim_k[None, :],
@@ -268,19 +274,19 @@ def attend_kernel(
                 acc, total, peak, q, first, tl.minimum(inner, end), end, position,
                 keys, values, key_scales, value_scales, table, kv_head, scale, softcap, window, one,
                 True, ONE_QUERY, WINDOWED, SOFTCAPPED, QUANTISED, BY_WORDS, LIFT,
-                KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, PRECISION,
+                KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, VALUE_STRIDE, PRECISION,
             )  # fmt: skip
         acc, total, peak = _attend_tiles(
             acc, total, peak, q, inner, edge, end, position,
             keys, values, key_scales, value_scales, table, kv_head, scale, softcap, window, one,
             False, ONE_QUERY, WINDOWED, SOFTCAPPED, QUANTISED, BY_WORDS, LIFT,
-            KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, PRECISION,
+            KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, VALUE_STRIDE, PRECISION,
         )  # fmt: skip
     acc, total, peak = _attend_tiles(
         acc, total, peak, q, tl.maximum(inner, edge), end, end, position,
         keys, values, key_scales, value_scales, table, kv_head, scale, softcap, window, one,
         True, ONE_QUERY, WINDOWED, SOFTCAPPED, QUANTISED, BY_WORDS, LIFT,
-        KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, PRECISION,
+        KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, VALUE_STRIDE, PRECISION,
     )  # fmt: skip
     if ONE_QUERY:
         total = tl.sum(total, axis=1)
@@ -291,10 +297,10 @@ def attend_kernel(
     dim_v = tl.arange(0, TILE_V)
     stored = valid[:, None] & (dim_v < HEAD_DIM_V)[None, :]
     if part < 0:
-        at = ((token * KV_HEADS * GROUP + head) * HEAD_DIM_V)[:, None] + dim_v[None, :]
+        at = ((token * HEADS + head) * HEAD_DIM_V)[:, None] + dim_v[None, :]
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=stored)
     else:
-        slot = (tl.load(of_query + 2, mask=valid, other=0) + part).to(tl.int64) * (KV_HEADS * GROUP) + head
+        slot = (tl.load(of_query + 2, mask=valid, other=0) + part).to(tl.int64) * HEADS + head
         tl.store(partial_out + (slot * HEAD_DIM_V)[:, None] + dim_v[None, :], acc, mask=stored)
         tl.store(partial_lse + slot, peak + tl.log2(total), mask=valid)
 

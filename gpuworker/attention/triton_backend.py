@@ -173,7 +173,7 @@ class TritonAttention:
         cascade_bytes: int | None = CASCADE_BYTES,
     ) -> None:
         assert cache.keys.is_contiguous()
-        assert cache.values.is_contiguous()
+        assert cache.geometry.values_in_keys or cache.values.is_contiguous()
         self._cache, self._device = cache, cache.keys.device
         self._chip, self._tuned = chip or chip_of(self._device), tuned
         self._tunings: dict[Heads, Tuning] = {}
@@ -300,7 +300,7 @@ class TritonAttention:
         assert self._step is not None
         keys, values, key_scales, value_scales = self._pools[layer.layer]
         heads, table, softcap = plan.heads, self._step.device.block_table, layer.softcap
-        attend_kernel[(len(items) * heads.num_kv_heads,)](
+        attend_kernel[(len(items) * heads.stacks,)](
             query,
             keys,
             values,
@@ -322,8 +322,10 @@ class TritonAttention:
             1.0,
             GROUP=heads.group,
             KV_HEADS=heads.num_kv_heads,
+            SLICES=heads.slices,
             HEAD_DIM_K=heads.head_dim_k,
             HEAD_DIM_V=heads.head_dim_v,
+            VALUE_STRIDE=values.stride(2),
             TILE_K=heads.tile_k,
             TILE_V=heads.tile_v,
             BLOCK_SIZE=self._cache.block_size,

@@ -18,6 +18,8 @@ from gpuworker.attention.work_list import Cut
 _STAGE_BYTES = 32 << 10
 # Quantised elements of K or V that four warps widen at once without running out of registers.
 _WIDENED = 8192
+# Of heads wider than this, a program takes so many query heads at most: 128 of 576 numbers would take 256 KiB.
+_WIDE, _WIDE_GROUP = 256, 16
 # Shared memory that holds no tile of K or V: weights on their way between warps, barriers.
 _SPARE_BYTES = 8 << 10
 # Programs that should run at once on a multiprocessor, and the shortest chunk worth a partial result.
@@ -46,9 +48,21 @@ class Heads:
     cache_bytes: int
 
     @property
+    def slices(self) -> int:
+        """Programs that share the query heads of a K/V head: beside tiles of wide heads there is room for few rows."""
+        whole = self.num_heads // self.num_kv_heads
+        most = _WIDE_GROUP if self.widest > _WIDE else whole
+        return next(count for count in range(1, whole + 1) if whole % count == 0 and whole // count <= most)
+
+    @property
+    def stacks(self) -> int:
+        """Programs of an item."""
+        return self.num_kv_heads * self.slices
+
+    @property
     def group(self) -> int:
-        """Query heads a K/V head."""
-        return self.num_heads // self.num_kv_heads
+        """Query heads of a program; they share a K/V head."""
+        return self.num_heads // self.stacks
 
     @property
     def tile_k(self) -> int:
@@ -120,12 +134,12 @@ def tuning(chip: Chip, heads: Heads) -> Tuning:
     return Tuning(
         single,
         many,
-        Cut(1, single.tile, max(_SINGLE_CHUNK, single.tile), -(-_SINGLE_PROGRAMS * programs // heads.num_kv_heads)),
+        Cut(1, single.tile, max(_SINGLE_CHUNK, single.tile), -(-_SINGLE_PROGRAMS * programs // heads.stacks)),
         Cut(
             max(1, many.block_m // heads.group),
             many.tile,
             max(_MANY_CHUNK, many.tile),
-            -(-_MANY_PROGRAMS * programs // heads.num_kv_heads),
+            -(-_MANY_PROGRAMS * programs // heads.stacks),
         ),
     )
 

@@ -37,7 +37,10 @@ def scales_of(cache: KvCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def write_kv(cache: KvCache, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Write key [T, kv_heads, head_dim_k] and value [T, kv_heads, head_dim_v] into slots [T]; -1 is written nowhere."""
+    """Write key [T, kv_heads, head_dim_k] and value [T, kv_heads, head_dim_v] into slots [T]; -1 is written nowhere.
+
+    Nor is V where it is a prefix of K.
+    """
     tokens, kv_heads, head_dim_k = key.shape
     if not tokens:
         return
@@ -67,6 +70,7 @@ def write_kv(cache: KvCache, layer: int, slots: torch.Tensor, key: torch.Tensor,
         TILE_K=triton.next_power_of_2(head_dim_k),
         TILE_V=triton.next_power_of_2(value.shape[2]),
         QUANTISED=cache.key_scales is not None,
+        WITH_VALUES=not cache.geometry.values_in_keys,
         LARGEST=largest_value(cache),
         num_warps=1,
     )
@@ -147,6 +151,7 @@ def write_kv_kernel(
     TILE_K: tl.constexpr,
     TILE_V: tl.constexpr,
     QUANTISED: tl.constexpr,
+    WITH_VALUES: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
     """One program writes one K/V head of one token."""
@@ -158,12 +163,22 @@ def write_kv_kernel(
     offset = slot % BLOCK_SIZE
     scale_at = (block * KV_HEADS + head) * BLOCK_SIZE + offset
     at_k = tl.arange(0, TILE_K)
-    at_v = tl.arange(0, TILE_V)
     k = tl.load(key + token * key_token + head * key_head + at_k, mask=at_k < HEAD_DIM_K, other=0.0).to(tl.float32)
-    v = tl.load(value + token * value_token + head * value_head + at_v, mask=at_v < HEAD_DIM_V, other=0.0)
     base_k = block * keys_block + head * keys_head + offset * HEAD_DIM_K
-    base_v = block * values_block + head * values_head + offset * HEAD_DIM_V
     store_head(k, at_k < HEAD_DIM_K, at_k, keys, base_k, key_scales, scale_at, written, QUANTISED, LARGEST)
-    store_head(
-        v.to(tl.float32), at_v < HEAD_DIM_V, at_v, values, base_v, value_scales, scale_at, written, QUANTISED, LARGEST
-    )
+    if WITH_VALUES:
+        at_v = tl.arange(0, TILE_V)
+        v = tl.load(value + token * value_token + head * value_head + at_v, mask=at_v < HEAD_DIM_V, other=0.0)
+        base_v = block * values_block + head * values_head + offset * HEAD_DIM_V
+        store_head(
+            v.to(tl.float32),
+            at_v < HEAD_DIM_V,
+            at_v,
+            values,
+            base_v,
+            value_scales,
+            scale_at,
+            written,
+            QUANTISED,
+            LARGEST,
+        )

@@ -26,10 +26,15 @@ def max_scored_tokens(vocab_size: int) -> int:
 
 def bytes_per_block(geometry: KvGeometry, block_size: int) -> int:
     """Return the bytes of one block in all layers, K, V and their scales together."""
-    per_head = (geometry.head_dim_k + geometry.head_dim_v) * KV_BYTES[geometry.dtype]
+    per_head = kept_numbers(geometry) * KV_BYTES[geometry.dtype]
     if geometry.dtype in SCALED:
-        per_head += 2 * _SCALE_BYTES
+        per_head += (1 if geometry.values_in_keys else 2) * _SCALE_BYTES
     return geometry.num_layers * block_size * geometry.num_kv_heads * per_head
+
+
+def kept_numbers(geometry: KvGeometry) -> int:
+    """Return how many numbers a head of a token has in a layer, in K and V together."""
+    return geometry.head_dim_k + (0 if geometry.values_in_keys else geometry.head_dim_v)
 
 
 def longest_sequence(wanted: int, num_blocks: int, block_size: int, window: int) -> int:

@@ -1,8 +1,9 @@
-"""The paged K/V of one worker: two pools of blocks, written by slot, copied by block.
+"""The paged K/V of one worker: pools of blocks, written by slot, copied by block.
 
 K and V are separate and head-major, `[layer, block, kv_head, block_size, head_dim]`. The content of one head of a block
 is contiguous, which suits vector loads, and a block of a layer is one contiguous copy. Head sizes may differ. In an
-int8 or fp8 cache each (slot, head) has a scale of its own, in pools `[layer, block, kv_head, block_size]`.
+int8 or fp8 cache each (slot, head) has a scale of its own, in pools `[layer, block, kv_head, block_size]`. Where V is a
+prefix of K (`KvGeometry.values_in_keys`), it is a view of K's pool, and K's scales are its own.
 """
 
 from __future__ import annotations
@@ -33,18 +34,29 @@ class KvCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.keys = _zeroed((*shape, geometry.head_dim_k), dtype, device)
-        self.values = _zeroed((*shape, geometry.head_dim_v), dtype, device)
         self.key_scales: torch.Tensor | None = None
         self.value_scales: torch.Tensor | None = None
         if geometry.dtype in QUANTISED_DTYPES:
             self.key_scales = _zeroed(shape, torch.float32, device)
+        if geometry.values_in_keys:
+            self.values, self.value_scales = self.keys[..., : geometry.head_dim_v], self.key_scales
+            return
+        self.values = _zeroed((*shape, geometry.head_dim_v), dtype, device)
+        if geometry.dtype in QUANTISED_DTYPES:
             self.value_scales = _zeroed(shape, torch.float32, device)
+
+    @property
+    def pools(self) -> list[torch.Tensor]:
+        """The tensors that lie in memory of their own: K, V, their scales; less where V lies in K."""
+        found = [self.keys, self.key_scales]
+        if not self.geometry.values_in_keys:
+            found += [self.values, self.value_scales]
+        return [pool for pool in found if pool is not None]
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
         """Copy whole blocks of all layers, in list order: a source may be the destination of an earlier copy."""
-        pools = [pool for pool in (self.keys, self.values, self.key_scales, self.value_scales) if pool is not None]
         for copy in copies:
-            for pool in pools:
+            for pool in self.pools:
                 pool[:, copy.dst].copy_(pool[:, copy.src])
 
 

@@ -48,14 +48,14 @@ class CacheTiles : public TileNumbers<typename Kind::Number, Tiles * kTile> {
     for (int tile = 0; tile < next_tiles; ++tile) find_runs(work, item, base + tile * kTile, next_runs_ + tile * kRuns);
     for (int run = 0; run < next_tiles * kRuns; ++run) {
       next_keys[run] = static_cast<const Stored*>(work.cache.keys) + next_runs_[run] * work.cache.head_dim_k;
-      next_values[run] = static_cast<const Stored*>(work.cache.values) + next_runs_[run] * work.cache.head_dim_v;
+      next_values[run] = static_cast<const Stored*>(work.cache.values) + next_runs_[run] * work.cache.value_stride;
     }
   }
 
   void load(const quire_cache& cache, const Item& item) {
     base = next_base_;
     slots = std::min(kSlots, padded(item.end - base, kRun));
-    const int dk = cache.head_dim_k, dv = cache.head_dim_v;
+    const int dk = cache.head_dim_k, dv = cache.head_dim_v, stored = cache.value_stride;
     key_stride = dk;
     for (int run = 0; run < slots / kRun; ++run) {
       if (kScaled) {
@@ -66,11 +66,11 @@ class CacheTiles : public TileNumbers<typename Kind::Number, Tiles * kTile> {
         keys[run] = reinterpret_cast<const Number*>(next_keys[run]);
       } else {
         key_stride = padded(dk, 32);
-        keys[run] = widen(next_keys[run], dk, own_keys + run * kRun * key_stride);
+        keys[run] = widen(next_keys[run], dk, dk, own_keys + run * kRun * key_stride);
       }
-      if constexpr (!kAmx) load_values(run, dv);
+      if constexpr (!kAmx) load_values(run, stored, dv);
     }
-    if constexpr (kAmx) this->transpose_values(dv);  // a name that only levels with pairs have
+    if constexpr (kAmx) this->transpose_values(stored, dv);  // a name that only levels with pairs have
   }
 
   int next_tiles = 0;
@@ -84,10 +84,10 @@ class CacheTiles : public TileNumbers<typename Kind::Number, Tiles * kTile> {
     return of[1] - of[0] == kRun && of[2] - of[1] == kRun && of[3] - of[2] == kRun;
   }
 
-  // A run as numbers that are multiplied, with zeros up to a multiple of 32.
-  static const Number* widen(const Stored* from, int dim, Number* to) {
+  // A run of slots `apart` numbers apart as numbers that are multiplied, with zeros up to a multiple of 32.
+  static const Number* widen(const Stored* from, int apart, int dim, Number* to) {
     const int stride = padded(dim, 32);
-    for (int slot = 0; slot < kRun; ++slot) widen_row(from + slot * dim, dim, to + slot * stride);
+    for (int slot = 0; slot < kRun; ++slot) widen_row(from + slot * apart, dim, to + slot * stride);
     return to;
   }
 
@@ -107,25 +107,25 @@ class CacheTiles : public TileNumbers<typename Kind::Number, Tiles * kTile> {
     for (; i < padded(dim, 32); i += kLanes) Vec::zero().store(to + i);
   }
 
-  void load_values(int run, int dv) {
+  void load_values(int run, int stored, int dv) {
     if constexpr (kStraight && Kind::kPer == 1) {
       values[run] = reinterpret_cast<const Number*>(next_values[run]);
-      value_stride = dv;
+      value_stride = stored;
     } else if constexpr (Kind::kPer == 1) {
       value_stride = padded(dv, 32);
-      values[run] = widen(next_values[run], dv, own_values + run * kRun * value_stride);
+      values[run] = widen(next_values[run], stored, dv, own_values + run * kRun * value_stride);
     } else {
-      this->interleave_run(run, dv);
+      this->interleave_run(run, stored, dv);
     }
   }
 
 #if defined(QUIRE_BF16_DOTS)
   // Two slots after the other, column by column: [slot / 2][column][2].
-  void interleave_run(int run, int dv) {
+  void interleave_run(int run, int stored, int dv) {
     const int stride = padded(dv, 32);
     for (int pair = 0; pair < 2; ++pair) {
       Number* to = own_values + (run * 2 + pair) * 2 * stride;
-      const Stored *a = next_values[run] + pair * 2 * dv, *b = a + dv;
+      const Stored *a = next_values[run] + pair * 2 * stored, *b = a + stored;
       for (int i = 0; i < dv; i += 32) {
         const Interleaved both = interleave(row32(a + i, dv - i), row32(b + i, dv - i));
         Vec first, second;
@@ -137,15 +137,15 @@ class CacheTiles : public TileNumbers<typename Kind::Number, Tiles * kTile> {
   }
 
   // By columns, [column][slot], with zeros for slots that are not there.
-  void transpose_values(int dv) {
+  void transpose_values(int stored, int dv) {
     for (int first = 0; first < slots; first += 32) {
       for (int column = 0; column < dv; column += 32) {
         __m512i low[kLanes], high[kLanes];
         for (int pair = 0; pair < kLanes; ++pair) {
           const int slot = first + 2 * pair, run = slot / kRun;
-          const Stored* v = next_values[run < slots / kRun ? run : 0] + slot % kRun * dv + column;
+          const Stored* v = next_values[run < slots / kRun ? run : 0] + slot % kRun * stored + column;
           const int count = run < slots / kRun ? dv - column : 0;
-          const Interleaved both = interleave(row32(v, count), row32(v + dv, count));
+          const Interleaved both = interleave(row32(v, count), row32(v + stored, count));
           low[pair] = both.low;
           high[pair] = both.high;
         }

@@ -144,18 +144,18 @@ struct Wide : WideNumbers<T>, Scores<WideNumbers<T>> {
   // How often it fetches: for each slot, or each four of them, where it adds few columns at once.
   static constexpr int kFetches = kParts == 1 ? kTile : kRuns;
 
-  // Adds weights · values to `acc`, for `Columns` times kWidth columns from `column`.
+  // Adds weights · values to `acc`, for `Columns` times kWidth of `dim` columns from `column`; slots are `stride` apart.
   template <int Q, int Columns, bool Whole>
-  static __attribute__((noinline)) void accumulate(const T* const* runs, int dim, int column, const Lanes<Q>& lanes,
-                                                   Fetcher& fetcher) {
+  static __attribute__((noinline)) void accumulate(const T* const* runs, int stride, int dim, int column,
+                                                   const Lanes<Q>& lanes, Fetcher& fetcher) {
     constexpr int V = Columns * kParts;
-    accumulate<Whole>(runs, dim, column, lanes, fetcher, UpTo<Q>(), UpTo<V>(), UpTo<Q * V>());
+    accumulate<Whole>(runs, stride, dim, column, lanes, fetcher, UpTo<Q>(), UpTo<V>(), UpTo<Q * V>());
   }
 
   // One vector of values after the other: at AVX2 it, the weights of a slot and the sums fill the registers.
   template <bool Whole, int Q, int... Qs, int... Vs, int... Is>
-  static QUIRE_INLINE void accumulate(const T* const* runs, int dim, int column, const Lanes<Q>& lanes, Fetcher& fetcher,
-                                      Places<Qs...> all, Places<Vs...>, Places<Is...>) {
+  static QUIRE_INLINE void accumulate(const T* const* runs, int stride, int dim, int column, const Lanes<Q>& lanes,
+                                      Fetcher& fetcher, Places<Qs...> all, Places<Vs...>, Places<Is...>) {
     constexpr int V = sizeof...(Vs);
     FloatSums sum[] = {load_sums(lanes.acc[Is / V] + column + Is % V * kFloats, lanes.keep[Is / V])...};
     for (int run = 0; run < kRuns; ++run) {
@@ -163,7 +163,7 @@ struct Wide : WideNumbers<T>, Scores<WideNumbers<T>> {
 #pragma GCC unroll 4
       for (int slot = 0; slot < kRun; ++slot) {
         if (kFetches == kTile) fetcher.some();
-        const T* row = runs[run] + slot * dim + column;
+        const T* row = runs[run] + slot * stride + column;
         const float* weights = lanes.weights + run * kRun + slot;
         const Floats weight[] = {all_floats(weights[Qs * kTile])...};
         (add<V, Vs>(Whole ? Numbers::template load<Vs % kParts, Q>(row + Vs / kParts * kWidth)
@@ -203,15 +203,15 @@ struct Pairs : Numbers, Scores<Numbers> {
   static float pack_query(float* query, int dim) { return Numbers::pack_query(query, padded(dim, 32)); }
 
   template <int Q, int Columns, bool Whole>
-  static __attribute__((noinline)) void accumulate(const Number* const* runs, int dim, int column, const Lanes<Q>& lanes,
-                                                   Fetcher& fetcher) {
-    accumulate<Whole, chains(Q)>(runs, dim, column, lanes, fetcher, UpTo<Q>(), UpTo<Columns>(), UpTo<Q * Columns>());
+  static __attribute__((noinline)) void accumulate(const Number* const* runs, int stride, int dim, int column,
+                                                   const Lanes<Q>& lanes, Fetcher& fetcher) {
+    accumulate<Whole, chains(Q)>(runs, stride, dim, column, lanes, fetcher, UpTo<Q>(), UpTo<Columns>(), UpTo<Q * Columns>());
   }
 
   // Even and odd pairs of slots have separate accumulators, where registers suffice: dependent sums wait for the latency
   // of each addition.
   template <bool Whole, int Chains, int Q, int... Qs, int... Cs, int... Is>
-  static QUIRE_INLINE void accumulate(const Number* const* runs, int dim, int column, const Lanes<Q>& lanes,
+  static QUIRE_INLINE void accumulate(const Number* const* runs, int stride, int dim, int column, const Lanes<Q>& lanes,
                                       Fetcher& fetcher, Places<Qs...> all, Places<Cs...>, Places<Is...>) {
     constexpr int C = sizeof...(Cs), N = Q * C, odd = (Chains - 1) * N;
     const int rest = Whole ? kWidth : dim - column;
@@ -222,8 +222,8 @@ struct Pairs : Numbers, Scores<Numbers> {
       fetcher.some();
       const Number* from = runs[run] + column;
       const float* weights = lanes.weights + run * 2;
-      (add<C, Cs>(pair<Whole>(from + Cs * kWidth, dim, rest), weights, low, high, all), ...);
-      (add<C, odd + Cs>(pair<Whole>(from + 2 * dim + Cs * kWidth, dim, rest), weights + 1, low, high, all), ...);
+      (add<C, Cs>(pair<Whole>(from + Cs * kWidth, stride, rest), weights, low, high, all), ...);
+      (add<C, odd + Cs>(pair<Whole>(from + 2 * stride + Cs * kWidth, stride, rest), weights + 1, low, high, all), ...);
     }
     if constexpr (Chains == 2) {
       ((low[Is] = Numbers::sum(low[Is], low[N + Is]), high[Is] = Numbers::sum(high[Is], high[N + Is])), ...);
@@ -233,9 +233,9 @@ struct Pairs : Numbers, Scores<Numbers> {
 
   // The numbers of a slot and of the next one.
   template <bool Whole>
-  static QUIRE_INLINE Interleaved pair(const Number* a, int dim, int rest) {
-    return Whole ? interleave(Numbers::template load<0, 1>(a), Numbers::template load<0, 1>(a + dim))
-                 : interleave(Numbers::template load<0, 1>(a, rest), Numbers::template load<0, 1>(a + dim, rest));
+  static QUIRE_INLINE Interleaved pair(const Number* a, int stride, int rest) {
+    return Whole ? interleave(Numbers::template load<0, 1>(a), Numbers::template load<0, 1>(a + stride))
+                 : interleave(Numbers::template load<0, 1>(a, rest), Numbers::template load<0, 1>(a + stride, rest));
   }
 
   template <int C, int first, int N, int... Qs>

@@ -17,7 +17,8 @@ class RowsKernel {
 
  public:
   RowsKernel(const Work& work, const Item& item, float* scratch)
-      : work_(work), item_(item), dk_(work.cache.head_dim_k), dv_(work.cache.head_dim_v), lanes_(item.count * item.heads) {
+      : work_(work), item_(item), dk_(work.cache.head_dim_k), dv_(work.cache.head_dim_v),
+        stride_(work.cache.value_stride), lanes_(item.count * item.heads) {
     queries_ = scratch;
     weights_ = queries_ + static_cast<size_t>(lanes_) * padded(dk_, 32);
     acc_ = weights_ + static_cast<size_t>(lanes_) * kTile;
@@ -70,7 +71,7 @@ class RowsKernel {
     find_runs(work_, item, base, tile.runs);
     for (int run = 0; run < kRuns; ++run) {
       tile.keys[run] = static_cast<const Number*>(work_.cache.keys) + tile.runs[run] * dk_;
-      tile.values[run] = static_cast<const Number*>(work_.cache.values) + tile.runs[run] * dv_;
+      tile.values[run] = static_cast<const Number*>(work_.cache.values) + tile.runs[run] * stride_;
     }
     if (!Kind::kScaled) return;
     for (int run = 0; run < kRuns; run += kNear) {
@@ -291,17 +292,17 @@ class RowsKernel {
     constexpr int kAtOnce = Kind::columns_at_once(Q);
     int column = 0;
     for (; column + kAtOnce * Kind::kWidth <= dv_; column += kAtOnce * Kind::kWidth) {
-      Kind::template accumulate<Q, kAtOnce, true>(now_->values, dv_, column, lanes, fetcher_);
+      Kind::template accumulate<Q, kAtOnce, true>(now_->values, stride_, dv_, column, lanes, fetcher_);
     }
     for (; column + Kind::kWidth <= dv_; column += Kind::kWidth) {
-      Kind::template accumulate<Q, 1, true>(now_->values, dv_, column, lanes, fetcher_);
+      Kind::template accumulate<Q, 1, true>(now_->values, stride_, dv_, column, lanes, fetcher_);
     }
-    if (column < dv_) Kind::template accumulate<Q, 1, false>(now_->values, dv_, column, lanes, fetcher_);
+    if (column < dv_) Kind::template accumulate<Q, 1, false>(now_->values, stride_, dv_, column, lanes, fetcher_);
   }
 
   const Work& work_;
   const Item& item_;
-  const int dk_, dv_, lanes_;
+  const int dk_, dv_, stride_, lanes_;
   float *queries_, *weights_, *acc_, *totals_;
   Tile tiles_[2];
   Tile *now_ = tiles_, *next_ = tiles_ + 1;

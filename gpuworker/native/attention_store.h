@@ -46,26 +46,28 @@ inline float store_int8(int8_t* to, const float* from, int count) {
   return scale;
 }
 
+// Whether V is a prefix of K, and is not written.
+inline bool values_in_keys(const quire_cache& cache) { return cache.values == cache.keys; }
+
+template <typename T>
+inline void store_both(const quire_cache& cache, int64_t index, const float* k, const float* v, float most) {
+  store_numbers(static_cast<T*>(cache.keys) + index * cache.head_dim_k, k, cache.head_dim_k, most);
+  if (values_in_keys(cache)) return;
+  store_numbers(static_cast<T*>(cache.values) + index * cache.value_stride, v, cache.head_dim_v, most);
+}
+
 // k [head_dim_k], v [head_dim_v]. Several threads may call this, each for other (slot, head) pairs.
 inline void store_slot(const quire_cache& cache, int layer, int64_t slot, int kv_head, const float* k, const float* v) {
   const int64_t index = slot_index(cache, layer, slot, kv_head);
   const int dk = cache.head_dim_k, dv = cache.head_dim_v;
   switch (cache.type) {
-    case QUIRE_F32:
-      store_numbers(static_cast<float*>(cache.keys) + index * dk, k, dk, kMostFloat);
-      store_numbers(static_cast<float*>(cache.values) + index * dv, v, dv, kMostFloat);
-      break;
-    case QUIRE_BF16:
-      store_numbers(static_cast<bf16*>(cache.keys) + index * dk, k, dk, kMostBf16);
-      store_numbers(static_cast<bf16*>(cache.values) + index * dv, v, dv, kMostBf16);
-      break;
-    case QUIRE_F16:
-      store_numbers(static_cast<f16*>(cache.keys) + index * dk, k, dk, kMostF16);
-      store_numbers(static_cast<f16*>(cache.values) + index * dv, v, dv, kMostF16);
-      break;
+    case QUIRE_F32: return store_both<float>(cache, index, k, v, kMostFloat);
+    case QUIRE_BF16: return store_both<bf16>(cache, index, k, v, kMostBf16);
+    case QUIRE_F16: return store_both<f16>(cache, index, k, v, kMostF16);
     default:
       cache.key_scales[index] = store_int8(static_cast<int8_t*>(cache.keys) + index * dk, k, dk);
-      cache.value_scales[index] = store_int8(static_cast<int8_t*>(cache.values) + index * dv, v, dv);
+      if (values_in_keys(cache)) return;
+      cache.value_scales[index] = store_int8(static_cast<int8_t*>(cache.values) + index * cache.value_stride, v, dv);
   }
 }
 

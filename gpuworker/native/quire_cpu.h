@@ -16,12 +16,13 @@ extern "C" {
 enum quire_type { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_F16 = 2, QUIRE_I8 = 3 };
 
 // The paged K/V of all layers: pools [layer, block, kv_head, block_size, head_dim]; scale pools
-// [layer, block, kv_head, block_size] are null unless `type` is QUIRE_I8 (stored = value / scale).
+// [layer, block, kv_head, block_size] are null unless `type` is QUIRE_I8 (stored = value / scale). Where V is a prefix of
+// K, `values` is `keys` and the scales are the same; `value_stride` are the numbers between slots of V.
 typedef struct {
   void *keys, *values;
   float *key_scales, *value_scales;
   int32_t type;
-  int32_t num_layers, num_blocks, num_kv_heads, block_size, head_dim_k, head_dim_v;
+  int32_t num_layers, num_blocks, num_kv_heads, block_size, head_dim_k, head_dim_v, value_stride;
 } quire_cache;
 
 // What a step computes: R rows, T tokens; see gpuworker/attention/interface.py. Rows with one query stand first.

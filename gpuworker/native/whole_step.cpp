@@ -44,8 +44,9 @@ extern "C" void quire_copy_blocks(const quire_cache* cache, const int32_t* copie
     const int32_t from = copies[2 * i], to = copies[2 * i + 1];
     if (from == to) continue;
     copy_in(*cache, cache->keys, slots * cache->head_dim_k * size, from, to);
-    copy_in(*cache, cache->values, slots * cache->head_dim_v * size, from, to);
     copy_in(*cache, cache->key_scales, slots * 4, from, to);
+    if (cache->values == cache->keys) continue;  // V is a prefix of K
+    copy_in(*cache, cache->values, slots * cache->head_dim_v * size, from, to);
     copy_in(*cache, cache->value_scales, slots * 4, from, to);
   }
 }

@@ -17,7 +17,15 @@ from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.lease import blocks_needed
 from common.contracts.types import KvGeometry
 from gpuworker.attention.torch_backend import MAX_MASK
-from gpuworker.memory.byte_plan import GIB, BytePlan, bytes_per_block, in_words, longest_sequence, max_scored_tokens
+from gpuworker.memory.byte_plan import (
+    GIB,
+    BytePlan,
+    bytes_per_block,
+    in_words,
+    kept_numbers,
+    longest_sequence,
+    max_scored_tokens,
+)
 from gpuworker.memory.devices import free_bytes, total_bytes
 from gpuworker.models.choose import LlamaModel
 from gpuworker.models.hf.model import TransformersModel
@@ -225,7 +233,11 @@ def _estimate(model: TransformersModel | LlamaGpuModel, geometry: KvGeometry, op
     hidden = _size(config, "hidden_size")
     inner = _size(config, "intermediate_size") or 4 * hidden
     inner = max(inner, _size(config, "num_experts_per_tok") * _size(config, "moe_intermediate_size"))
-    gathered = 4 * context * geometry.num_kv_heads * (geometry.head_dim_k + geometry.head_dim_v)
+    gathered = 4 * context * geometry.num_kv_heads * kept_numbers(geometry)
+    if geometry.values_in_keys:
+        # Queries and results of every head are as wide as latents, in the model's type and as floats.
+        wide = _size(config, "num_attention_heads") * (geometry.head_dim_k + geometry.head_dim_v)
+        gathered += tokens * wide * (4 + model.dtype.itemsize)
     mask = 5 * min(tokens * context, MAX_MASK)  # as booleans, and as the floats that torch converts them to
     results = _result_bytes(model, options)
     return tokens * (8 * hidden + 3 * inner) * model.dtype.itemsize + gathered + mask + results

@@ -59,6 +59,18 @@ def test_values_may_be_narrower_than_keys(backend: str) -> None:
     check(backend, Case(MIXED, head_dim_k=24, head_dim_v=12), PLAIN)
 
 
+@pytest.mark.parametrize("block_size", [4, 8, 32])
+@pytest.mark.parametrize(("heads", "dim_k", "dim_v"), [(1, 24, 16), (4, 24, 16), (7, 19, 9), (20, 72, 64)])
+def test_values_may_be_a_prefix_of_keys(backend: str, heads: int, dim_k: int, dim_v: int, block_size: int) -> None:
+    case = Case(MIXED, block_size, heads, 1, dim_k, dim_v, values_in_keys=True)
+    check(backend, case, PLAIN)
+    check(backend, case, LayerAttention(layer=0, scale=0.3, window=9, softcap=1.5))
+
+
+def test_values_may_be_a_prefix_of_the_keys_of_several_heads(backend: str) -> None:
+    check(backend, Case(MIXED, 16, 6, 2, 40, 24, values_in_keys=True), PLAIN)
+
+
 def test_decodes_of_very_different_lengths_keep_their_places(backend: str) -> None:
     case = Case(((40, 1), (2, 1), (150, 1), (3, 1), (41, 1), (149, 1), (90, 1)), block_size=16)
     check(backend, case, PLAIN)
@@ -107,11 +119,12 @@ def test_what_a_masked_slot_holds_weighs_nothing(backend: str) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8", "fp8"])
 def test_torch_attends_over_what_a_narrow_cache_keeps(kv_dtype: str) -> None:
-    step = in_type(random_step(Case(MIXED)), kv_dtype)
-    attention = TorchAttention(step.cache)
-    attention.begin(step.metadata)
-    out = attention.write_and_attend(PLAIN, step.query, step.key, step.value)
-    np.testing.assert_allclose(out.numpy(), reference(step, PLAIN), atol=2e-5)
+    for case in (Case(MIXED), Case(MIXED, 4, 6, 1, 24, 16, values_in_keys=True)):
+        step = in_type(random_step(case), kv_dtype)
+        attention = TorchAttention(step.cache)
+        attention.begin(step.metadata)
+        out = attention.write_and_attend(PLAIN, step.query, step.key, step.value)
+        np.testing.assert_allclose(out.numpy(), reference(step, PLAIN), atol=2e-5)
 
 
 def test_without_the_native_library_torch_attends(monkeypatch: pytest.MonkeyPatch) -> None:

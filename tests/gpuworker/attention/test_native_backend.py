@@ -80,6 +80,14 @@ def test_whole_tiles_of_queries_and_keys(library: ctypes.CDLL, layer: LayerAtten
     check(library, random_step(case), layer, kv_dtype)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("dim_k", "dim_v"), [(96, 64), (40, 32), (21, 13)])
+def test_values_that_are_a_prefix_of_keys(library: ctypes.CDLL, dim_k: int, dim_v: int, kv_dtype: str) -> None:
+    case = Case(((150, 1), (33, 1), (70, 40), (0, 23)), 16, 20, 1, dim_k, dim_v, values_in_keys=True)
+    check(library, random_step(case), LAYERS[0], kv_dtype)
+    check(library, random_step(replace(case, rows=((700, 1), (3, 1)), block_size=64)), LAYERS[0], kv_dtype, threads=3)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_a_long_context_is_cut_and_merged(library: ctypes.CDLL, kv_dtype: str, deterministic: bool) -> None:
@@ -121,8 +129,10 @@ def steps(draw: st.DrawFn) -> tuple[Step, LayerAttention]:
     prefills = draw(st.lists(st.tuples(start, st.integers(2, 20)), max_size=2))
     assume(decodes or prefills)
     kv_heads, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 4), (1, 14), (1, 70)]))
-    dims = st.integers(1, 80)
-    case = Case((*decodes, *prefills), size, kv_heads * group, kv_heads, draw(dims), draw(dims), layers=1)
+    dim_k, dim_v, in_keys = draw(st.integers(1, 80)), draw(st.integers(1, 80)), draw(st.booleans())
+    dims = (max(dim_k, dim_v), min(dim_k, dim_v)) if in_keys else (dim_k, dim_v)
+    rows = (*decodes, *prefills)
+    case = Case(rows, size, kv_heads * group, kv_heads, *dims, layers=1, values_in_keys=in_keys)
     layer = LayerAttention(
         layer=0,
         scale=draw(st.sampled_from([0.1, 0.25, -0.1])),

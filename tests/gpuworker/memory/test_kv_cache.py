@@ -48,6 +48,31 @@ def test_a_quantised_block_counts_its_scales(dtype: str) -> None:
     assert 4 * bytes_per_block(geometry, 16) == sum(pool.nbytes for pool in pools)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_values_in_keys_take_no_bytes(dtype: str) -> None:
+    geometry = replace(GEOMETRY, dtype=dtype, values_in_keys=True)
+    made = KvCache(geometry, 4, 16, torch.device("cpu"))
+    assert bytes_per_block(geometry, 16) == 2 * 3 * 16 * (8 * 4 if dtype == "float32" else 8 + 4)
+    assert 4 * bytes_per_block(geometry, 16) == sum(pool.nbytes for pool in made.pools)
+    made.keys.copy_(torch.arange(8).expand_as(made.keys))
+    assert made.values[1, 3, 2, 15].tolist() == [0, 1, 2, 3]
+    assert made.value_scales is made.key_scales
+
+
+def test_a_copy_of_values_in_keys_is_one_of_keys() -> None:
+    made = KvCache(replace(GEOMETRY, dtype="int8", values_in_keys=True), 4, 16, torch.device("cpu"))
+    assert made.key_scales is not None
+    made.keys[:, 3], made.key_scales[:, 3] = 7, 0.5
+    made.copy_blocks([copy(3, 1)])
+    assert bool((made.values[:, 1] == 7).all() and (made.key_scales[:, 1] == 0.5).all())
+    assert not made.keys[:, (0, 2)].any()
+
+
+def test_a_token_of_deepseek_v3_takes_576_numbers_a_layer() -> None:
+    geometry = KvGeometry(61, 1, 576, 512, "bfloat16", values_in_keys=True)
+    assert bytes_per_block(geometry, 1) == 576 * 61 * 2
+
+
 def test_a_copy_takes_the_scales_along() -> None:
     made = KvCache(replace(GEOMETRY, dtype="int8"), 4, 16, torch.device("cpu"))
     assert made.key_scales is not None

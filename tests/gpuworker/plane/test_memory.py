@@ -144,3 +144,16 @@ def test_the_ledger_reads_as_a_table(model: TransformersModel) -> None:
 @pytest.mark.parametrize(("count", "words"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB")])
 def test_bytes_in_words(count: int, words: str) -> None:
     assert in_words(count) == words
+
+
+def test_latents_take_fewer_bytes_a_block_and_more_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 2 * GIB)
+    monkeypatch.setattr(memory, "mapped_weight_bytes", lambda: 0)
+    model = transformers_model(checkpoint("deepseek_v3"))
+    options = MemoryOptions(max_num_batched_tokens=128)
+    latents = KvGeometry(3, 1, 24, 16, "float32", values_in_keys=True)
+    apart = replace(latents, values_in_keys=False)
+    less, more = (plan_memory(model, geometry, 1024, options) for geometry in (latents, apart))
+    assert (less.block_bytes, more.block_bytes) == (3 * 16 * 24 * 4, 3 * 16 * 40 * 4)
+    # Queries and results of 4 heads, in float32 twice; V of the longest context is no copy.
+    assert less.activations - more.activations == 128 * 4 * (24 + 16) * 8 - 1024 * 16 * 4

@@ -45,10 +45,12 @@ class Attention:
     softcap: float | None = None
     with_sinks: bool = False
     block_size: int = 16
+    values_in_keys: bool = False
 
     def prepared(self, chip: Chip) -> Callable[[], object]:
-        step = random_step(Case(ROWS, 128, self.num_heads, self.num_kv_heads, self.head_dim_k, self.head_dim_v, 1))
-        geometry = KvGeometry(1, self.num_kv_heads, self.head_dim_k, self.head_dim_v, self.cache_dtype)
+        sizes = (self.num_kv_heads, self.head_dim_k, self.head_dim_v)
+        step = random_step(Case(ROWS, 128, self.num_heads, *sizes, 1))
+        geometry = KvGeometry(1, *sizes, self.cache_dtype, values_in_keys=self.values_in_keys)
         attention = TritonAttention(KvCache(geometry, 2, self.block_size, CPU), chip=chip)
         sinks = torch.zeros(self.num_heads, dtype=self.dtype) if self.with_sinks else None
         layer = LayerAttention(0, 0.1, self.window, self.softcap, sinks)
@@ -125,6 +127,11 @@ WORKLOADS: dict[str, Workload] = {
     "deepseek": Attention(16, 16, 192, 128),
     "wide heads": Attention(8, 1, 512, 512),
     "one kv head": Attention(71, 1, 64, 64),
+    "deepseek v3, latents": Attention(128, 1, 576, 512, values_in_keys=True),
+    "deepseek v3, latents in fp8": Attention(128, 1, 576, 512, "fp8", values_in_keys=True),
+    "deepseek v3, latents in int8": Attention(128, 1, 576, 512, "int8", values_in_keys=True),
+    "glm 4.7 flash, latents": Attention(20, 1, 576, 512, values_in_keys=True),
+    "minicpm3, latents": Attention(40, 1, 288, 256, values_in_keys=True),
     "float32": Attention(32, 8, 64, 64, "float32", torch.float32),
     "llama 8b": LlamaLayer(32, 8, 128, 4096),
     "qwen3 0.6b": LlamaLayer(16, 8, 128, 1024, qk_norm=True),

@@ -50,16 +50,19 @@ def retyped(step: Step, cache_dtype: str, dtype: torch.dtype) -> Step:
     """
     geometry = replace(step.case.geometry, dtype=cache_dtype)
     cache = KvCache(geometry, step.cache.num_blocks, step.cache.block_size, CPU)
+    in_keys = step.case.values_in_keys
     for pool, scales, given in (
         (cache.keys, cache.key_scales, step.cache.keys),
         (cache.values, cache.value_scales, step.cache.values),
-    ):
+    )[: 1 if in_keys else 2]:
         stored, scale = quantised(given, pool.dtype)
         pool.copy_(stored)
         if scales is not None:
             scales.copy_(scale)
     past = [(held(keys, cache.keys.dtype), held(values, cache.values.dtype)) for keys, values in step.past]
     key, value = (held(new.to(dtype), cache.keys.dtype) for new in (step.key, step.value))
+    if in_keys:
+        past, value = [(keys, keys[..., : values.shape[-1]]) for keys, values in past], key[..., : value.shape[-1]]
     return replace(step, cache=cache, past=past, query=step.query.to(dtype), key=key, value=value)
 
 

@@ -75,6 +75,20 @@ def test_head_sizes_need_be_no_powers_of_two_and_may_differ(dim_k: int, dim_v: i
     check(Case(MIXED, head_dim_k=dim_k, head_dim_v=dim_v))
 
 
+@pytest.mark.parametrize("cache_dtype", ["float32", "int8", "fp8"])
+@pytest.mark.parametrize(("heads", "dim_k", "dim_v"), [(4, 24, 16), (20, 24, 12), (3, 19, 9)])
+def test_values_may_be_a_prefix_of_keys(heads: int, dim_k: int, dim_v: int, cache_dtype: str) -> None:
+    case = Case(MIXED, 4, heads, 1, dim_k, dim_v, values_in_keys=True)
+    check(case, [OPTIONS["plain"], OPTIONS["window5"]], cache_dtype)
+
+
+def test_programs_share_the_many_heads_of_wide_latents() -> None:
+    """40 query heads of 288 numbers: ten a program, as on every chip."""
+    step = random_step(Case(((37, 1), (9, 6)), 16, 40, 1, 288, 256, values_in_keys=True))
+    attention = TritonAttention(step.cache, chip=Chip(90, 2, 227 << 10))
+    np.testing.assert_allclose(attend(step, attention, PLAIN).numpy(), reference(step, PLAIN), atol=2e-5)
+
+
 def test_tiles_wider_than_what_is_left() -> None:
     check(Case(MIXED, 16), list(OPTIONS.values()), tuned=small(2, 64))
 

@@ -30,10 +30,12 @@ class Case:
     head_dim_k: int = 8
     head_dim_v: int = 8
     layers: int = 2
+    values_in_keys: bool = False
 
     @property
     def geometry(self) -> KvGeometry:
-        return KvGeometry(self.layers, self.num_kv_heads, self.head_dim_k, self.head_dim_v, "float32")
+        sizes = (self.layers, self.num_kv_heads, self.head_dim_k, self.head_dim_v)
+        return KvGeometry(*sizes, "float32", values_in_keys=self.values_in_keys)
 
     @property
     def tokens(self) -> int:
@@ -57,15 +59,15 @@ def random_step(case: Case, seed: int = 0) -> Step:
     """Fill a cache with random pasts on scattered blocks; slots that hold nothing are poisoned with a large number."""
     draw = torch.Generator().manual_seed(seed)
     cache = KvCache(case.geometry, len(case.rows) * BLOCKS_A_ROW + 1, case.block_size, CPU)
-    cache.keys.fill_(1e4)
-    cache.values.fill_(1e4)
+    for pool in cache.pools:
+        pool.fill_(1e4)
     table = np.random.default_rng(seed).permutation(len(case.rows) * BLOCKS_A_ROW).astype(np.int32) + 1
     table = table.reshape(len(case.rows), BLOCKS_A_ROW)
     past = []
     for start, _ in case.rows:
         keys = torch.randn((case.layers, start, case.num_kv_heads, case.head_dim_k), generator=draw)
         values = torch.randn((case.layers, start, case.num_kv_heads, case.head_dim_v), generator=draw)
-        past.append((keys, values))
+        past.append((keys, keys[..., : case.head_dim_v] if case.values_in_keys else values))
     for pool, numbers in ((cache.keys, [keys for keys, _ in past]), (cache.values, [values for _, values in past])):
         _fill(pool, None, table, numbers)
     start_length = np.array(case.rows, dtype=np.int32)
@@ -74,6 +76,8 @@ def random_step(case: Case, seed: int = 0) -> Step:
     query = torch.randn((case.tokens, case.num_heads, case.head_dim_k), generator=draw)
     key = torch.randn((case.tokens, case.num_kv_heads, case.head_dim_k), generator=draw)
     value = torch.randn((case.tokens, case.num_kv_heads, case.head_dim_v), generator=draw)
+    if case.values_in_keys:
+        value = key[..., : case.head_dim_v]
     return Step(case, cache, metadata, query, key, value, past)
 
 
@@ -81,14 +85,23 @@ def in_type(step: Step, kv_dtype: str) -> Step:
     """Return the step on a cache of this type, with all its K and V rounded to what the type can hold."""
     case = step.case
     cache = KvCache(replace(case.geometry, dtype=kv_dtype), step.cache.num_blocks, case.block_size, CPU)
-    past = [(kept(keys, kv_dtype)[0], kept(values, kv_dtype)[0]) for keys, values in step.past]
-    pools = (cache.keys, cache.key_scales), (cache.values, cache.value_scales)
-    for (pool, scales), which in zip(pools, (0, 1), strict=True):
-        pool.view(torch.uint8).fill_(0x44)  # a finite number in every type
-        if scales is not None:
-            scales.fill_(1e4)
-        _fill(pool, scales, step.metadata.block_table, [numbers[which] for numbers in past])
-    return replace(step, cache=cache, past=past, key=kept(step.key, kv_dtype)[0], value=kept(step.value, kv_dtype)[0])
+    past = [_both_kept(case, keys, values, kv_dtype) for keys, values in step.past]
+    for pool, scales, which in ((cache.values, cache.value_scales, 1), (cache.keys, cache.key_scales, 0)):
+        if not (which and case.values_in_keys):
+            pool.view(torch.uint8).fill_(0x44)  # a finite number in every type
+            if scales is not None:
+                scales.fill_(1e4)
+            _fill(pool, scales, step.metadata.block_table, [numbers[which] for numbers in step.past])
+    key, value = _both_kept(case, step.key, step.value, kv_dtype)
+    return replace(step, cache=cache, past=past, key=key, value=value)
+
+
+def _both_kept(
+    case: Case, keys: torch.Tensor, values: torch.Tensor, kv_dtype: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V as the cache gives them back: V by the scale of K where it is a prefix of it."""
+    found = kept(keys, kv_dtype)[0]
+    return found, found[..., : case.head_dim_v] if case.values_in_keys else kept(values, kv_dtype)[0]
 
 
 def kept(numbers: torch.Tensor, kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
