@@ -69,13 +69,13 @@ class CallRecorder:
 
     def __init__(self) -> None:
         self.layers: list[LayerAttention] = []
-        self.shapes: list[tuple[int, int, int]] = []  # kv_heads, head_dim_k, head_dim_v
+        self.shapes: list[tuple[int, int, int, bool]] = []  # kv_heads, head_dim_k, head_dim_v, whether V is in K
 
     def write_and_attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         self.layers.append(layer)
-        self.shapes.append((key.shape[1], key.shape[2], value.shape[2]))
+        self.shapes.append((key.shape[1], key.shape[2], value.shape[2], layer.values_in_keys))
         return attend_packed(layer, query, key, value)
 
 
@@ -88,7 +88,9 @@ class RoundedAttention:
     def write_and_attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        return attend_packed(layer, query, as_kept(key, self._kv_dtype), as_kept(value, self._kv_dtype))
+        keys = as_kept(key, self._kv_dtype)
+        values = keys[..., : value.shape[-1]] if layer.values_in_keys else as_kept(value, self._kv_dtype)
+        return attend_packed(layer, query, keys, values)
 
 
 def as_kept(numbers: torch.Tensor, kv_dtype: str) -> torch.Tensor:
@@ -168,12 +170,13 @@ def _geometry(model: ReferenceModel, recorder: CallRecorder) -> KvGeometry:
             f" ({len(called)} calls); its attention is computed inside the model (ALiBi, or an older style of code)"
         )
     if len(set(recorder.shapes)) != 1:
-        shapes = sorted(set(recorder.shapes))
+        shapes = sorted({shape[:3] for shape in recorder.shapes})
         raise Unsupported(f"{kind} cannot be served: layers differ in kv_heads, head_dim_k, head_dim_v: {shapes}")
     _check_windows(model, recorder)
     windows = [layer.window for layer in recorder.layers]
     widest = 0 if None in windows else max(window or 0 for window in windows)
-    return KvGeometry(layers, *recorder.shapes[0], dtype=model.kv_dtype, window=widest)
+    kv_heads, head_dim_k, head_dim_v, in_keys = recorder.shapes[0]
+    return KvGeometry(layers, kv_heads, head_dim_k, head_dim_v, model.kv_dtype, widest, in_keys)
 
 
 def _check_windows(model: ReferenceModel, recorder: CallRecorder) -> None:

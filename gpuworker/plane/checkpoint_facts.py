@@ -40,14 +40,24 @@ class CheckpointFacts:
         return context_of(self._config) or self._number(*CONTEXT_KEYS)
 
     def kv_geometry(self, dtype: str, kv_cache_dtype: str) -> KvGeometry:
-        """Return the shape of a token's K/V, if every layer has full attention; "auto" is the checkpoint's own type."""
+        """Return the shape of a token's K/V, if every layer has full attention; "auto" is the checkpoint's own type.
+
+        Where the configuration names latents, they are taken to be all that is kept.
+        """
+        kept = self._kept(dtype, kv_cache_dtype)
+        if self._config.get("kv_lora_rank"):
+            rank = self._number("kv_lora_rank")
+            wide = rank + self._number("qk_rope_head_dim")
+            return KvGeometry(self._number(*_LAYERS), 1, wide, rank, kept, values_in_keys=True)
         heads = self._number(*_HEADS)
         head_dim = self._config.get("head_dim") or self._number(*_HIDDEN) // heads
         kv_heads = self._config.get("num_key_value_heads") or heads
+        return KvGeometry(self._number(*_LAYERS), int(kv_heads), int(head_dim), int(head_dim), kept)
+
+    def _kept(self, dtype: str, kv_cache_dtype: str) -> str:
         own = self._config.get("dtype") or self._config.get("torch_dtype")
         of_model = dtype if dtype != "auto" else own if own in _DTYPES else "float32"
-        kept = of_model if kv_cache_dtype == "auto" else kv_cache_dtype
-        return KvGeometry(self._number(*_LAYERS), int(kv_heads), int(head_dim), int(head_dim), kept)
+        return of_model if kv_cache_dtype == "auto" else kv_cache_dtype
 
     def _number(self, *keys: str) -> int:
         found = next((value for key in keys if isinstance(value := self._config.get(key), int)), None)

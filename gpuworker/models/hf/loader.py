@@ -84,7 +84,8 @@ def prepack(model: TransformersModel) -> Prepacking:
     if reason := why_not(model.dtype):
         _log.info("no prepacking in %s, linear layers run as torch has them: %s", dtype_name(model.dtype), reason)
         return done
-    places = _places(model.module)
+    absorbed = {id(each.linear) for each in model.absorbed.layers}  # whose weights attention reads
+    places = [place for place in _places(model.module) if id(place.layer) not in absorbed]
     done.total = len(places)
     able = _seen_alone(model, [place.layer for place in places])
     holders = Counter(id(weight) for each in model.module.modules() for weight in each._parameters.values())
@@ -280,6 +281,10 @@ def load_model(source: ModelSource, device: torch.device) -> TransformersModel:
     except _RAISED as error:
         raise InvalidConfig(FieldViolation("--model", f"cannot load {directory}: {error}")) from error
     model = TransformersModel(module, precision.kv_dtype)
+    if model.absorbed.layers:
+        _log.info("%s attends on latents: V is a part of K, of one head", config.model_type)
+    if model.absorbed.reason:
+        _log.warning("%s: %s", config.model_type, model.absorbed.reason)
     prepack(model)
     return model
 

@@ -1,13 +1,15 @@
 """Runs any Hugging Face decoder on a paged KV cache by replacing its attention function.
 
 The model sees all rows of a step as one packed row of tokens, [1, T], without a mask and a cache. Each of its attention
-layers calls `_paged_attention` with queries, keys and values after rope; the step's backend then attends.
+layers calls `_paged_attention` with queries, keys and values after rope; the step's backend then attends. Layers of
+multi-head latent attention attend on latents (`latents.py`).
 """
 
 from __future__ import annotations
 
 import inspect
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from common.contracts.errors import EngineFailure, Unsupported
 from gpuworker.attention.interface import LayerAttention, LayerSink
 from gpuworker.memory.devices import dtype_name
+from gpuworker.models.hf.latents import Absorbed, absorb_latents, latents_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +49,8 @@ class TransformersModel:
         self.kv_dtype = kv_dtype or dtype_name(self.dtype)
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         module.set_attn_implementation(IMPLEMENTATION)
+        layers = int(self.config.num_hidden_layers)
+        self.absorbed: Absorbed = absorb_latents(module, layers, lambda: _sink.get() is not None)
 
     @property
     def arithmetic(self) -> str | None:
@@ -120,9 +125,11 @@ def _paged_attention(
         raise EngineFailure("the model's attention was called outside of a step")
     index = getattr(module, "layer_idx", None)
     _refuse_unknown(module, index, attention_mask, options)
-    layer = _layer_attention(int(index or 0), query.shape[-1], options)
+    layer, latents = _layer_attention(int(index or 0), query.shape[-1], options), latents_of(module)
+    if latents is not None:
+        layer, query = replace(layer, values_in_keys=True), latents.absorb(query)
     out = sink.write_and_attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return out[None], None
+    return (out if latents is None else latents.expand(out))[None], None
 
 
 def _refuse_unknown(

@@ -31,7 +31,7 @@ SHAPES = {
     "qwen3_moe": KvGeometry(3, 2, 32, 32, "float32"),
     "olmoe": KvGeometry(3, 2, 16, 16, "float32"),
     "gpt_oss": KvGeometry(3, 2, 16, 16, "float32"),
-    "deepseek_v3": KvGeometry(3, 4, 24, 12, "float32"),
+    "deepseek_v3": KvGeometry(3, 1, 24, 16, "float32", values_in_keys=True),
 }
 
 

@@ -142,6 +142,16 @@ def test_more_blocks_than_the_memory_holds_are_refused(tmp_path: Path) -> None:
     assert found(tmp_path, CPU, "--kv-blocks", str(3 << 20), "--kv-cache-dtype", "fp8") == {}
 
 
+def test_a_pool_of_latents_counts_latents(tmp_path: Path) -> None:
+    """deepseek_v3: 61 layers of 512 + 64 numbers, not of 128 heads."""
+    sizes = {"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    config = {"model_type": "deepseek_v3", "dtype": "bfloat16", **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    fitting = 16 * GIB // (16 * 576 * 61 * 2)
+    assert found(tmp_path, CPU, "--kv-blocks", str(fitting)) == {}
+    assert "--kv-blocks" in found(tmp_path, CPU, "--kv-blocks", str(fitting + 1))
+
+
 def test_a_cap_on_addresses_is_refused_with_both(folder: Path) -> None:
     capped = Machine("2.13.0+cpu", 0, 16 * GIB, address_space=4 * GIB)
     words = (
