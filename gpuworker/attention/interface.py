@@ -24,6 +24,7 @@ class LayerAttention:
     `scale` multiplies the scores; `softcap` bounds them to ±softcap by tanh; `window` counts the positions that a query
     sees, itself included; `sinks` [num_heads] are logits of a key without value that enters the softmax's denominator.
     With `values_in_keys` V is a prefix of K, and a cache of this layer keeps K alone (`KvGeometry.values_in_keys`).
+    `source` is the layer that attended before and whose K and V these are: nothing is written; None: the layer's own.
     """
 
     layer: int
@@ -32,6 +33,12 @@ class LayerAttention:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     values_in_keys: bool = False
+    source: int | None = None
+
+    @property
+    def kept_at(self) -> int:
+        """The layer of the cache in which K and V are."""
+        return self.layer if self.source is None else self.source
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,8 @@ class LayerSink(Protocol):
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Write key and value into their slots, then attend from every query over its row's context, causally.
+
+        Of a layer with a `source` nothing is written.
 
         query [T, num_heads, head_dim_k], key [T, num_kv_heads, head_dim_k], value [T, num_kv_heads, head_dim_v], all of
         any strides; returns [T, num_heads, head_dim_v] in the type of `query`.

@@ -70,6 +70,9 @@ class RowsStruct(ctypes.Structure):
     _fields_ = (("data", _pointer), ("token_stride", _int64), ("head_stride", _int64), ("type", _int32))
 
 
+_NOT_WRITTEN = RowsStruct(None, 0, 0, 0)
+
+
 def cache_struct(cache: KvCache) -> CacheStruct:
     """Return the pools as C sees them; the pools must outlive the result.
 
@@ -111,7 +114,7 @@ def step_struct(step: AttentionMetadata) -> StepStruct:
 def layer_struct(layer: LayerAttention) -> LayerStruct:
     """Return the layer as C sees it; its sinks (float32, contiguous) must outlive the result."""
     sinks = None if layer.sinks is None else layer.sinks.data_ptr()
-    return LayerStruct(layer.layer, layer.window or 0, layer.scale, layer.softcap or 0.0, sinks)
+    return LayerStruct(layer.kept_at, layer.window or 0, layer.scale, layer.softcap or 0.0, sinks)
 
 
 def rows_struct(tensor: torch.Tensor) -> RowsStruct:
@@ -160,7 +163,10 @@ class NativeAttention:
             layer = replace(layer, sinks=layer.sinks.float().contiguous())
         out = query.new_empty((*query.shape[:2], self.cache.head_dim_v))
         tensors = [each if each.stride(2) == 1 else each.contiguous() for each in (query, key, value, out)]
-        self._library.quire_attention_layer(self.plan, layer_struct(layer), *map(rows_struct, tensors))
+        rows = list(map(rows_struct, tensors))
+        if layer.source is not None:
+            rows[1] = _NOT_WRITTEN
+        self._library.quire_attention_layer(self.plan, layer_struct(layer), *rows)
         return out
 
 

@@ -74,8 +74,9 @@ class TorchAttention:
     def write_and_attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        self._keys.write(layer.layer, self._writes, key.reshape(-1, key.shape[-1]))
-        if self._values is not None:
+        if layer.source is None:
+            self._keys.write(layer.layer, self._writes, key.reshape(-1, key.shape[-1]))
+        if layer.source is None and self._values is not None:
             self._values.write(layer.layer, self._writes, value.reshape(-1, value.shape[-1]))
         if self._permutation is not None:
             query = query.index_select(0, self._permutation)
@@ -89,11 +90,11 @@ class TorchAttention:
             batch.views[layer.window] = self._view(batch, layer.window)
         view, rows = batch.views[layer.window], len(batch.rows)
         shape = (rows, self._kv_heads, -1)
-        keys = self._keys.read(layer.layer, view.blocks).view(*shape, self._keys.head_dim)
+        keys = self._keys.read(layer.kept_at, view.blocks).view(*shape, self._keys.head_dim)
         if self._values is None:
             values = keys[..., : self._head_dim_v]
         else:
-            values = self._values.read(layer.layer, view.blocks).view(*shape, self._head_dim_v)
+            values = self._values.read(layer.kept_at, view.blocks).view(*shape, self._head_dim_v)
         # [tokens, heads, d] -> [rows, kv_heads, group, queries, d]
         stacked = query.reshape(rows, batch.query_count, self._kv_heads, -1, query.shape[-1]).permute(0, 2, 3, 1, 4)
         out = _attend_stacked(layer, stacked.float(), keys, values, view.mask)

@@ -223,7 +223,8 @@ class TritonAttention:
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         assert self._step is not None
-        write_kv(self._cache, layer.layer, self._step.device.slot_mapping, key, value)
+        if layer.source is None:
+            write_kv(self._cache, layer.layer, self._step.device.slot_mapping, key, value)
         return self.attend(layer, query)
 
     def rope_write_and_attend(self, layer: LayerAttention, qkv: torch.Tensor, rope: Rope) -> torch.Tensor:
@@ -298,7 +299,7 @@ class TritonAttention:
         out: torch.Tensor,
     ) -> None:
         assert self._step is not None
-        keys, values, key_scales, value_scales = self._pools[layer.layer]
+        keys, values, key_scales, value_scales = self._pools[layer.kept_at]
         heads, table, softcap = plan.heads, self._step.device.block_table, layer.softcap
         attend_kernel[(len(items) * heads.stacks,)](
             query,

@@ -169,6 +169,7 @@ def _geometry(model: ReferenceModel, recorder: CallRecorder) -> KvGeometry:
             f"{kind} cannot be served: {len(set(called))} of its {layers} layers gave their attention to the cache"
             f" ({len(called)} calls); its attention is computed inside the model (ALiBi, or an older style of code)"
         )
+    own = sum(layer.source is None for layer in recorder.layers)
     if len(set(recorder.shapes)) != 1:
         shapes = sorted({shape[:3] for shape in recorder.shapes})
         raise Unsupported(f"{kind} cannot be served: layers differ in kv_heads, head_dim_k, head_dim_v: {shapes}")
@@ -176,7 +177,7 @@ def _geometry(model: ReferenceModel, recorder: CallRecorder) -> KvGeometry:
     windows = [layer.window for layer in recorder.layers]
     widest = 0 if None in windows else max(window or 0 for window in windows)
     kv_heads, head_dim_k, head_dim_v, in_keys = recorder.shapes[0]
-    return KvGeometry(layers, kv_heads, head_dim_k, head_dim_v, model.kv_dtype, widest, in_keys)
+    return KvGeometry(own, kv_heads, head_dim_k, head_dim_v, model.kv_dtype, widest, in_keys)
 
 
 def _check_windows(model: ReferenceModel, recorder: CallRecorder) -> None:

@@ -509,7 +509,7 @@ void quire_attention_layer(quire_attention* attention, const quire_layer* layer,
   AttentionPlan& plan = attention->plan;
   prepare(plan, layer->window);
   run_team(plan.members, 1 + kAttendPhases, [&](Team& team) {
-    attention_write(team, plan.cache, layer->layer, plan.step, *key, *value);
+    if (key->data) attention_write(team, plan.cache, layer->layer, plan.step, *key, *value);
     attend(team, plan.cache, *layer, plan, *query, *out);
   });
 }

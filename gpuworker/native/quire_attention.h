@@ -23,7 +23,8 @@ QUIRE_API void quire_attention_free(quire_attention *);
 QUIRE_API void quire_attention_begin(quire_attention *, const quire_cache *, const quire_step *, int32_t num_heads,
                                      int32_t threads, int32_t deterministic);
 
-// One layer of the step, in a parallel region of its own: writes key and value into their slots, then attends.
+// One layer of the step, in a parallel region of its own: writes key and value into their slots, then attends. Where `key`
+// has no data, another layer has written them.
 QUIRE_API void quire_attention_layer(quire_attention *, const quire_layer *, const quire_rows *query,
                                      const quire_rows *key, const quire_rows *value, const quire_rows *out);
 

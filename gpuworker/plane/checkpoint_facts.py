@@ -42,17 +42,18 @@ class CheckpointFacts:
     def kv_geometry(self, dtype: str, kv_cache_dtype: str) -> KvGeometry:
         """Return the shape of a token's K/V, if every layer has full attention; "auto" is the checkpoint's own type.
 
-        Where the configuration names latents, they are taken to be all that is kept.
+        Where the configuration names latents, they are taken to be all that is kept. Layers that share K/V have none.
         """
-        kept = self._kept(dtype, kv_cache_dtype)
+        heads, layers, kept = self._number(*_HEADS), self._number(*_LAYERS), self._kept(dtype, kv_cache_dtype)
+        if self._config.get("num_kv_shared_layers"):
+            layers = max(1, layers - self._number("num_kv_shared_layers"))
         if self._config.get("kv_lora_rank"):
             rank = self._number("kv_lora_rank")
             wide = rank + self._number("qk_rope_head_dim")
-            return KvGeometry(self._number(*_LAYERS), 1, wide, rank, kept, values_in_keys=True)
-        heads = self._number(*_HEADS)
+            return KvGeometry(layers, 1, wide, rank, kept, values_in_keys=True)
         head_dim = self._config.get("head_dim") or self._number(*_HIDDEN) // heads
         kv_heads = self._config.get("num_key_value_heads") or heads
-        return KvGeometry(self._number(*_LAYERS), int(kv_heads), int(head_dim), int(head_dim), kept)
+        return KvGeometry(layers, int(kv_heads), int(head_dim), int(head_dim), kept)
 
     def _kept(self, dtype: str, kv_cache_dtype: str) -> str:
         own = self._config.get("dtype") or self._config.get("torch_dtype")

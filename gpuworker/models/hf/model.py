@@ -2,7 +2,8 @@
 
 The model sees all rows of a step as one packed row of tokens, [1, T], without a mask and a cache. Each of its attention
 layers calls `_paged_attention` with queries, keys and values after rope; the step's backend then attends. Layers of
-multi-head latent attention attend on latents (`latents.py`).
+multi-head latent attention attend on latents (`latents.py`), layers that share K and V on those of another one
+(`shared_kv.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from common.contracts.errors import EngineFailure, Unsupported
 from gpuworker.attention.interface import LayerAttention, LayerSink
 from gpuworker.memory.devices import dtype_name
 from gpuworker.models.hf.latents import Absorbed, absorb_latents, latents_of
+from gpuworker.models.hf.shared_kv import find_sources, source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,6 +53,8 @@ class TransformersModel:
         module.set_attn_implementation(IMPLEMENTATION)
         layers = int(self.config.num_hidden_layers)
         self.absorbed: Absorbed = absorb_latents(module, layers, lambda: _sink.get() is not None)
+        first = torch.zeros(1, dtype=torch.int64, device=self.device)
+        find_sources(module, lambda sink: self.forward(first, first, first, sink))
 
     @property
     def arithmetic(self) -> str | None:
@@ -128,6 +132,8 @@ def _paged_attention(
     layer, latents = _layer_attention(int(index or 0), query.shape[-1], options), latents_of(module)
     if latents is not None:
         layer, query = replace(layer, values_in_keys=True), latents.absorb(query)
+    if (source := source_of(module)) is not None:
+        layer = replace(layer, source=source)
     out = sink.write_and_attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     return (out if latents is None else latents.expand(out))[None], None
 

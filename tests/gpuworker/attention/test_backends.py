@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -69,6 +71,20 @@ def test_values_may_be_a_prefix_of_keys(backend: str, heads: int, dim_k: int, di
 
 def test_values_may_be_a_prefix_of_the_keys_of_several_heads(backend: str) -> None:
     check(backend, Case(MIXED, 16, 6, 2, 40, 24, values_in_keys=True), PLAIN)
+
+
+def test_a_layer_may_attend_on_what_another_one_wrote(backend: str) -> None:
+    step = random_step(Case(MIXED))
+    attention = make_backend(backend, step.cache)
+    attention.begin(step.metadata)
+    attention.write_and_attend(LayerAttention(layer=0, scale=0.3), step.query, step.key, step.value)
+    before = [pool.clone() for pool in step.cache.pools]
+    other = LayerAttention(layer=7, scale=0.2, window=9, source=0)
+    query, unread = 2 * step.query, torch.full_like(step.key, torch.nan)
+    out = attention.write_and_attend(other, query, unread, unread)
+    expected = reference(replace(step, query=query), replace(other, layer=0))
+    np.testing.assert_allclose(out.numpy(), expected, atol=2e-5)
+    assert all(torch.equal(pool, was) for pool, was in zip(step.cache.pools, before, strict=True))
 
 
 def test_decodes_of_very_different_lengths_keep_their_places(backend: str) -> None:

@@ -152,6 +152,15 @@ def test_a_pool_of_latents_counts_latents(tmp_path: Path) -> None:
     assert "--kv-blocks" in found(tmp_path, CPU, "--kv-blocks", str(fitting + 1))
 
 
+def test_a_pool_counts_no_layer_that_shares(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 35, "num_kv_shared_layers": 15, "num_attention_heads": 8, "head_dim": 256}
+    config = {"model_type": "gemma3n_text", "dtype": "bfloat16", "num_key_value_heads": 2, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    fitting = 16 * GIB // (16 * 20 * 2 * 2 * 256 * 2)
+    assert found(tmp_path, CPU, "--kv-blocks", str(fitting)) == {}
+    assert "--kv-blocks" in found(tmp_path, CPU, "--kv-blocks", str(fitting + 1))
+
+
 def test_a_cap_on_addresses_is_refused_with_both(folder: Path) -> None:
     capped = Machine("2.13.0+cpu", 0, 16 * GIB, address_space=4 * GIB)
     words = (

@@ -82,6 +82,17 @@ def test_values_may_be_a_prefix_of_keys(heads: int, dim_k: int, dim_v: int, cach
     check(case, [OPTIONS["plain"], OPTIONS["window5"]], cache_dtype)
 
 
+def test_a_layer_may_attend_on_what_another_one_wrote() -> None:
+    step = random_step(Case(MIXED))
+    attention = TritonAttention(step.cache, tuned=small(2))
+    attend(step, attention, replace(PLAIN, layer=0))
+    before = [pool.clone() for pool in step.cache.pools]
+    other, unread = LayerAttention(layer=7, scale=0.2, window=9, source=0), torch.full_like(step.key, torch.nan)
+    out = attention.write_and_attend(other, step.query, unread, unread)
+    np.testing.assert_allclose(out.numpy(), reference(step, replace(other, layer=0)), atol=2e-5)
+    assert all(torch.equal(pool, was) for pool, was in zip(step.cache.pools, before, strict=True))
+
+
 def test_programs_share_the_many_heads_of_wide_latents() -> None:
     """40 query heads of 288 numbers: ten a program, as on every chip."""
     step = random_step(Case(((37, 1), (9, 6)), 16, 40, 1, 288, 256, values_in_keys=True))
