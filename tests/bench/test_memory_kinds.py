@@ -1,0 +1,25 @@
+"""The benchmark of kinds of memory: bytes are those of the formula, rates are there."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.bench_process import run_benchmark
+
+
+def test_a_token_takes_its_latent_alone() -> None:
+    figures, _ = run_benchmark("memory_kinds", "--only", "deepseek_v3", "minicpm3", "--rounds", "0")
+    assert figures == {
+        "latent_bytes_deepseek_v3": 1.0,
+        "kib_a_token_deepseek_v3": (512 + 64) * 61 * 2 / 1024,
+        "every_head_deepseek_v3": pytest.approx(128 * (128 + 64 + 128) / (512 + 64), abs=1e-6),
+        "latent_bytes_minicpm3": 1.0,
+        "kib_a_token_minicpm3": (256 + 32) * 62 * 2 / 1024,
+        "every_head_minicpm3": pytest.approx(40 * (64 + 32 + 64) / (256 + 32), abs=1e-6),
+    }
+
+
+def test_the_engine_runs_both_ways() -> None:
+    figures, _ = run_benchmark("memory_kinds", "--only", "youtu", "--rounds", "1")
+    assert figures["prefill_over_every_head"] > 0
+    assert figures["decode_over_every_head"] > 0
