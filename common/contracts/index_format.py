@@ -45,6 +45,8 @@ OWNER_FIELDS = ("worker_id", "incarnation", "address", "generation")
 _OWNER_KEYS = tuple(name.encode() for name in OWNER_FIELDS)
 _ENTRY = struct.Struct("<HI")
 _PartsT = TypeVar("_PartsT", KvGeometry, PoolIdentity)
+# Parts of a geometry that stand in entries where they say something: routers that do not know them read all others.
+_NEW_PARTS = ("values_in_keys", "shapes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +151,10 @@ def owner_from_values(values: Sequence[bytes | None]) -> SlotOwner | None:
 def discovered_to_value(worker: DiscoveredWorker, key: bytes | None, now: float) -> str:
     """Return the value of a discovery key, signed if the pool has a key. `now` is in seconds since 1970."""
     parts = asdict(worker) | {"written": int(now)}
-    if not worker.identity.kv_geometry.values_in_keys:
-        del parts["identity"]["kv_geometry"]["values_in_keys"]  # routers that do not know it read all other entries
+    geometry = parts["identity"]["kv_geometry"]
+    for name in _NEW_PARTS:
+        if not geometry[name]:
+            del geometry[name]
     body = json.dumps(parts)
     return f"{_signature(key, worker.worker_id, body.encode())} {body}"
 

@@ -28,6 +28,7 @@ def identity_to_proto(identity: PoolIdentity) -> types_pb2.PoolIdentity:
             dtype=shape.dtype,
             window=shape.window,
             values_in_keys=shape.values_in_keys,
+            shapes=shape.shapes,
         ),
     )
 
@@ -36,7 +37,7 @@ def identity_from_proto(message: types_pb2.PoolIdentity) -> PoolIdentity:
     """Raises ProtocolViolation when a text is longer than any identity has: it becomes part of keys and messages."""
     shape = message.kv_geometry
     texts = (message.model_fingerprint, message.tokenizer_fingerprint, message.hash_version, message.arithmetic)
-    if max(map(len, (*texts, message.pooling, shape.dtype))) > MAX_IDENTITY_CHARS:
+    if max(map(len, (*texts, message.pooling, shape.dtype, shape.shapes))) > MAX_IDENTITY_CHARS:
         raise ProtocolViolation(f"a pool's identity has a text of more than {MAX_IDENTITY_CHARS} characters")
     return PoolIdentity(
         model_fingerprint=message.model_fingerprint,
@@ -53,6 +54,7 @@ def identity_from_proto(message: types_pb2.PoolIdentity) -> PoolIdentity:
             dtype=shape.dtype,
             window=shape.window,
             values_in_keys=shape.values_in_keys,
+            shapes=shape.shapes,
         ),
     )
 

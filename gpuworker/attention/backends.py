@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.contracts.errors import FieldViolation, InvalidConfig, Unsupported
+from gpuworker.attention.by_shape import AttentionByShape
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.native_backend import NativeAttention
 from gpuworker.attention.native_backend import runs as native_runs
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.memory.kv_cache import KvCache
+from gpuworker.memory.layout import pools_of
 
 BackendFactory = Callable[[KvCache], AttentionBackend]
 
@@ -74,6 +76,9 @@ def make_backend(name: str, cache: KvCache, options: BackendOptions = _ANY_BITS)
     Raises InvalidConfig for a name that is unknown or that does not run here. Raises Unsupported when determinism is
     required and no remaining backend offers it.
     """
+    if cache.parts:
+        layers = [pool.layers for pool in pools_of(cache.geometry)]
+        return AttentionByShape([make_backend(name, part, options) for part in cache.parts], layers)
     able = [each for each in backends_on(cache.keys.device.type) if BACKENDS[each].runs(cache)]
     if name not in ("auto", *able):
         raise InvalidConfig(FieldViolation("--attention", f"{name!r}; expected auto, {', '.join(able)}"))

@@ -3,7 +3,8 @@
 K and V are separate and head-major, `[layer, block, kv_head, block_size, head_dim]`. The content of one head of a block
 is contiguous, which suits vector loads, and a block of a layer is one contiguous copy. Head sizes may differ. In an
 int8 or fp8 cache each (slot, head) has a scale of its own, in pools `[layer, block, kv_head, block_size]`. Where V is a
-prefix of K (`KvGeometry.values_in_keys`), it is a view of K's pool, and K's scales are its own.
+prefix of K (`KvGeometry.values_in_keys`), it is a view of K's pool, and K's scales are its own. Layers of another shape
+have pools of their own (`gpuworker/memory/layout.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from common.contracts.lease import Copy
 from common.contracts.types import KvGeometry
 from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES
+from gpuworker.memory.layout import pools_of
 
 
 class KvCache:
@@ -24,8 +26,12 @@ class KvCache:
 
     On a CPU the system maps the pages of a pool at their first write, as large pages where it can. Blocks lie
     scattered, and each small page costs a walk through the page table. `key_scales` and `value_scales` [layer, block,
-    kv_head, block_size] float32 are None unless the cache is quantised.
+    kv_head, block_size] float32 are None unless the cache is quantised. Where layers differ, `parts` has a cache for
+    each shape, in the order of `pools_of`; `keys` and `values` are theirs alone.
     """
+
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, geometry: KvGeometry, num_blocks: int, block_size: int, device: torch.device) -> None:
         shape = (geometry.num_layers, num_blocks, geometry.num_kv_heads, block_size)
@@ -33,9 +39,14 @@ class KvCache:
         self.geometry = geometry
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.keys = _zeroed((*shape, geometry.head_dim_k), dtype, device)
+        self.parts: tuple[KvCache, ...] = ()
         self.key_scales: torch.Tensor | None = None
         self.value_scales: torch.Tensor | None = None
+        if geometry.shapes:
+            made = (KvCache(pool.geometry, num_blocks, block_size, device) for pool in pools_of(geometry))
+            self.parts = tuple(made)
+            return
+        self.keys = _zeroed((*shape, geometry.head_dim_k), dtype, device)
         if geometry.dtype in QUANTISED_DTYPES:
             self.key_scales = _zeroed(shape, torch.float32, device)
         if geometry.values_in_keys:
@@ -48,6 +59,8 @@ class KvCache:
     @property
     def pools(self) -> list[torch.Tensor]:
         """The tensors that lie in memory of their own: K, V, their scales; less where V lies in K."""
+        if self.parts:
+            return [pool for part in self.parts for pool in part.pools]
         found = [self.keys, self.key_scales]
         if not self.geometry.values_in_keys:
             found += [self.values, self.value_scales]

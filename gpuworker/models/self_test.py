@@ -23,6 +23,7 @@ from gpuworker.attention.step_inputs import attention_arrays, attention_metadata
 from gpuworker.attention.torch_backend import attend_packed
 from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES, dtype_name
 from gpuworker.memory.kv_cache import KvCache
+from gpuworker.memory.layout import LayerShape, geometry_of
 from gpuworker.models.hf.loader import context_limit
 from gpuworker.models.step_model import StepModel
 
@@ -69,13 +70,13 @@ class CallRecorder:
 
     def __init__(self) -> None:
         self.layers: list[LayerAttention] = []
-        self.shapes: list[tuple[int, int, int, bool]] = []  # kv_heads, head_dim_k, head_dim_v, whether V is in K
+        self.shapes: list[LayerShape] = []  # of what each was called with
 
     def write_and_attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         self.layers.append(layer)
-        self.shapes.append((key.shape[1], key.shape[2], value.shape[2], layer.values_in_keys))
+        self.shapes.append(LayerShape(key.shape[1], key.shape[2], value.shape[2], layer.values_in_keys))
         return attend_packed(layer, query, key, value)
 
 
@@ -169,15 +170,12 @@ def _geometry(model: ReferenceModel, recorder: CallRecorder) -> KvGeometry:
             f"{kind} cannot be served: {len(set(called))} of its {layers} layers gave their attention to the cache"
             f" ({len(called)} calls); its attention is computed inside the model (ALiBi, or an older style of code)"
         )
-    own = sum(layer.source is None for layer in recorder.layers)
-    if len(set(recorder.shapes)) != 1:
-        shapes = sorted({shape[:3] for shape in recorder.shapes})
-        raise Unsupported(f"{kind} cannot be served: layers differ in kv_heads, head_dim_k, head_dim_v: {shapes}")
     _check_windows(model, recorder)
     windows = [layer.window for layer in recorder.layers]
     widest = 0 if None in windows else max(window or 0 for window in windows)
-    kv_heads, head_dim_k, head_dim_v, in_keys = recorder.shapes[0]
-    return KvGeometry(own, kv_heads, head_dim_k, head_dim_v, model.kv_dtype, widest, in_keys)
+    called_with = zip(recorder.layers, recorder.shapes, strict=True)
+    own = {layer.layer: shape for layer, shape in called_with if layer.source is None}
+    return geometry_of(own, model.kv_dtype, widest)
 
 
 def _check_windows(model: ReferenceModel, recorder: CallRecorder) -> None:

@@ -22,9 +22,10 @@ from gpuworker.attention.backends import BackendFactory, BackendOptions, make_ba
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.engine.ports import MaskLateness
-from gpuworker.memory.byte_plan import BytePlan, in_words
+from gpuworker.memory.byte_plan import BytePlan, bytes_per_block, in_words
 from gpuworker.memory.devices import default_threads, dtype_name, pick_device
 from gpuworker.memory.kv_cache import KvCache
+from gpuworker.memory.layout import pools_of
 from gpuworker.models.bit_equality import refuse_unequal_bits
 from gpuworker.models.choose import LlamaModel, open_native
 from gpuworker.models.hf.loader import ModelSource, context_limit, load_model
@@ -207,6 +208,7 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     options = BackendOptions(deterministic=settings.deterministic)
     backend = partial(make_backend, "auto", options=options)
     model, geometry = _open(source, device, settings.model_impl, backend)
+    _tell_of_windows(model, geometry)
     if settings.speculation != "none":
         refuse_unequal_drafts(settings.speculation, model, pooling)
     draft = load_draft(settings, source, lambda of: _open(of, device, settings.model_impl, backend))
@@ -294,6 +296,24 @@ def _open(
     geometry = self_test(model, backend)
     beyond_thresholds(model.config, lambda tiny, length: self_test(tiny_model(tiny, device), backend, length=length))
     return model, geometry
+
+
+def _tell_of_windows(model: TransformersModel | LlamaModel, geometry: KvGeometry) -> None:
+    """Say what it costs that layers with a window keep K/V as long as the others."""
+    kinds = getattr(model.config, "layer_types", None) or ()
+    windowed = {layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"}
+    counts = [(pool.geometry, len(windowed.intersection(pool.layers))) for pool in pools_of(geometry)]
+    if geometry.window or not any(count for _, count in counts):
+        return
+    kept = sum(bytes_per_block(replace(shape, num_layers=count), 1) for shape, count in counts)
+    _log.info(
+        "%d of %d layers have a window of %s tokens and keep K/V of the whole context: %s of %s a token",
+        sum(count for _, count in counts),
+        geometry.num_layers,
+        getattr(model.config, "sliding_window", None),
+        in_words(kept),
+        in_words(bytes_per_block(geometry, 1)),
+    )
 
 
 def executor_for(model: TransformersModel | LlamaModel, launcher: LauncherFactory | None = None) -> ExecutorFactory:

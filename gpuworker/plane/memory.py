@@ -8,7 +8,7 @@ K/V = the requested blocks or bytes, else
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -22,11 +22,11 @@ from gpuworker.memory.byte_plan import (
     BytePlan,
     bytes_per_block,
     in_words,
-    kept_numbers,
     longest_sequence,
     max_scored_tokens,
 )
 from gpuworker.memory.devices import free_bytes, total_bytes
+from gpuworker.memory.layout import numbers_a_layer, pools_of
 from gpuworker.models.choose import LlamaModel
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
@@ -233,11 +233,12 @@ def _estimate(model: TransformersModel | LlamaGpuModel, geometry: KvGeometry, op
     hidden = _size(config, "hidden_size")
     inner = _size(config, "intermediate_size") or 4 * hidden
     inner = max(inner, _size(config, "num_experts_per_tok") * _size(config, "moe_intermediate_size"))
-    gathered = 4 * context * geometry.num_kv_heads * kept_numbers(geometry)
-    if geometry.values_in_keys:
-        # Queries and results of every head are as wide as latents, in the model's type and as floats.
-        wide = _size(config, "num_attention_heads") * (geometry.head_dim_k + geometry.head_dim_v)
-        gathered += tokens * wide * (4 + model.dtype.itemsize)
+    gathered = 4 * context * numbers_a_layer(geometry)
+    for pool in pools_of(geometry):
+        if pool.geometry.values_in_keys:
+            # Queries and results of every head are as wide as latents, in the model's type and as floats.
+            wide = _size(config, "num_attention_heads") * (pool.geometry.head_dim_k + pool.geometry.head_dim_v)
+            gathered += tokens * wide * (4 + model.dtype.itemsize)
     mask = 5 * min(tokens * context, MAX_MASK)  # as booleans, and as the floats that torch converts them to
     results = _result_bytes(model, options)
     return tokens * (8 * hidden + 3 * inner) * model.dtype.itemsize + gathered + mask + results
@@ -245,6 +246,9 @@ def _estimate(model: TransformersModel | LlamaGpuModel, geometry: KvGeometry, op
 
 def _size(config: PretrainedConfig, name: str) -> int:
     """Return a size of the configuration, the largest where each layer has its own; 0 without it."""
+    if name in (getattr(config, "per_layer_attributes", None) or ()):
+        layers: Any = config
+        return max(_size(each, name) for each in layers.per_layer_config)
     found = getattr(config, name, 0) or 0
     return max(map(int, found), default=0) if isinstance(found, list | tuple) else int(found)
 

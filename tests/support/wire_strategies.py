@@ -40,7 +40,7 @@ identities = st.builds(
     model_fingerprint=text,
     tokenizer_fingerprint=text,
     block_size=st.sampled_from([4, 16, 256]),
-    kv_geometry=st.builds(KvGeometry, u32, u32, u32, u32, text, u32, st.booleans()),
+    kv_geometry=st.builds(KvGeometry, u32, u32, u32, u32, text, u32, st.booleans(), text),
     hash_version=text,
     arithmetic=text,
 )

@@ -70,7 +70,7 @@ class Latents:
 
 @dataclass(frozen=True, slots=True)
 class Absorbed:
-    """The attention layers of a model that attend on latents, all of them or none, and why they do not."""
+    """The attention layers of a model that attend on latents, and why others that could do not."""
 
     layers: Sequence[Latents] = ()
     reason: str = ""
@@ -83,22 +83,15 @@ def latents_of(module: nn.Module) -> Latents | None:
 
 
 @torch.inference_mode()
-def absorb_latents(model: nn.Module, num_layers: int, attends: Callable[[], bool]) -> Absorbed:
-    """Let all attention layers of a model attend on latents while `attends()`.
-
-    Where one of them cannot, or is none of latent attention, all keep K and V of every head: layers of a cache have one
-    shape.
-    """
+def absorb_latents(model: nn.Module, attends: Callable[[], bool]) -> Absorbed:
+    """Let the layers of latent attention of a model attend on latents while `attends()`, those that can."""
     modules = [each for each in model.modules() if hasattr(each, "expand_kv")]
-    if not modules:
-        return Absorbed()
-    reasons = {reason for each in modules if (reason := _why_not(each))}
-    if len(modules) < num_layers:
-        reasons.add(f"{len(modules)} of its {num_layers} layers have latents, and layers of a cache have one shape")
-    if reasons:
-        what = "K and V of every head are kept, which takes many times the bytes of latents"
-        return Absorbed(reason=f"{what}: {'; '.join(sorted(reasons))}")
-    return Absorbed([_absorb(each, attends) for each in modules])
+    reasons = [_why_not(each) for each in modules]
+    made = [_absorb(each, attends) for each, reason in zip(modules, reasons, strict=True) if not reason]
+    if len(made) == len(modules):
+        return Absorbed(made)
+    what = f"in {len(modules) - len(made)} of {len(modules)} layers K and V of every head are kept, which takes many"
+    return Absorbed(made, f"{what} times the bytes of latents: {'; '.join(sorted({*reasons} - {''}))}")
 
 
 def _why_not(module: Any) -> str:

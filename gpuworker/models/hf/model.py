@@ -51,8 +51,7 @@ class TransformersModel:
         self.kv_dtype = kv_dtype or dtype_name(self.dtype)
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         module.set_attn_implementation(IMPLEMENTATION)
-        layers = int(self.config.num_hidden_layers)
-        self.absorbed: Absorbed = absorb_latents(module, layers, lambda: _sink.get() is not None)
+        self.absorbed: Absorbed = absorb_latents(module, lambda: _sink.get() is not None)
         first = torch.zeros(1, dtype=torch.int64, device=self.device)
         find_sources(module, lambda sink: self.forward(first, first, first, sink))
 

@@ -7,7 +7,7 @@ tensors as the layer that made them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from itertools import takewhile
 
 import torch
 from torch import nn
@@ -26,10 +26,7 @@ def source_of(module: nn.Module) -> int | None:
 
 
 def find_sources(model: nn.Module, run: Callable[[LayerSink], object]) -> None:
-    """Note on each module that shares K and V whose they are; `run` runs the model on a token or more.
-
-    Where layers with K and V of their own are not the first ones, all layers keep theirs: a cache has no gaps.
-    """
+    """Note on each module that shares K and V whose they are; `run` runs the model on a token or more."""
     sharing = [each for each in model.modules() if getattr(each, "is_kv_shared_layer", False) is True]
     if not sharing:
         return
@@ -38,16 +35,9 @@ def find_sources(model: nn.Module, run: Callable[[LayerSink], object]) -> None:
         run(seen)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, Unsupported):
         return  # the self-test reports the error
-    found = {index: source for each in sharing if (source := seen.first_with(index := _index(each))) is not None}
-    own = sorted(set(seen.keys) - set(found))
-    if own != list(range(len(own))):
-        return
     for each in sharing:
-        setattr(each, _ATTRIBUTE, found.get(_index(each)))
-
-
-def _index(module: Any) -> int:
-    return int(module.layer_idx)
+        index = getattr(each, "layer_idx", None)
+        setattr(each, _ATTRIBUTE, seen.first_with(index) if index in seen.keys else None)
 
 
 class _Seen:
@@ -63,15 +53,14 @@ class _Seen:
         return attend_packed(layer, query, key, value)
 
     def first_with(self, layer: int) -> int | None:
-        """Return the earlier layer that handed over the same tensors, the first one."""
-        mine = self.keys.get(layer)
-        same = (other for other in self.keys if other != layer and _are_same(self.keys[other], mine))
-        return next(same, None)
+        """Return the first layer before this one that handed over the same tensors."""
+        before = takewhile(lambda other: other != layer, self.keys)
+        return next((other for other in before if _are_same(self.keys[other], self.keys[layer])), None)
 
 
-def _are_same(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor] | None) -> bool:
+def _are_same(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> bool:
     """Return whether both name the same memory. All of it is held, so that none is used again."""
-    return other is not None and all(
+    return all(
         (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
         for a, b in zip(one, other, strict=True)
     )

@@ -67,7 +67,8 @@ class KvGeometry:
     """Shape of one token's K/V.
 
     `num_layers` counts the layers that keep K/V of their own. `window` is the widest attention window if every layer
-    has one, else 0. With `values_in_keys` V is the first `head_dim_v` numbers of K and is kept nowhere else.
+    has one, else 0. With `values_in_keys` V is the first `head_dim_v` numbers of K and is kept nowhere else. Where
+    layers differ, `shapes` says how (gpuworker/memory/layout.py), and the other fields are those of the first one.
     """
 
     num_layers: int
@@ -76,7 +77,9 @@ class KvGeometry:
     head_dim_v: int
     dtype: str
     window: int = 0
-    values_in_keys: bool = field(default=False, repr=False)  # not in `repr`, of which `namespace` is made
+    # Not in `repr`, of which `namespace` is made.
+    values_in_keys: bool = field(default=False, repr=False)
+    shapes: str = field(default="", repr=False)
 
 
 ANY_ARITHMETIC = "any"
@@ -109,10 +112,11 @@ class PoolIdentity:
             ours, other = getattr(self, name), getattr(theirs, name)
             if ours != other:
                 found.append(Mismatch(name, str(ours), str(other), flag))
-        same_kind = self.kv_geometry.values_in_keys == theirs.kv_geometry.values_in_keys
-        shape = "--model" if same_kind else "--model, or the Quire version"  # only newer ones keep latents
+        mine, others = self.kv_geometry, theirs.kv_geometry
+        alike = (mine.values_in_keys, mine.shapes) == (others.values_in_keys, others.shapes)
+        shape = "--model" if alike else "--model, or the Quire version"  # older ones keep other things of a model
         for part in fields(KvGeometry):
-            ours, other = getattr(self.kv_geometry, part.name), getattr(theirs.kv_geometry, part.name)
+            ours, other = getattr(mine, part.name), getattr(others, part.name)
             if ours != other:
                 flag = "--dtype or --kv-cache-dtype" if part.name == "dtype" else shape
                 found.append(Mismatch(f"kv_geometry.{part.name}", str(ours), str(other), flag))
@@ -126,6 +130,8 @@ class PoolIdentity:
             parts = f"{parts} {self.pooling}"
         if self.kv_geometry.values_in_keys:
             parts = f"{parts} values_in_keys"
+        if self.kv_geometry.shapes:
+            parts = f"{parts} {self.kv_geometry.shapes}"
         rest = hashlib.sha256(parts.encode())
         return f"{{quire:{self.model_fingerprint[:16]}:{rest.hexdigest()[:16]}:{self.block_size}}}"
 

@@ -67,13 +67,14 @@ def test_discovered_worker_survives_redis(identity: PoolIdentity, key: bytes | N
     assert read(index_format.discovered_to_value(worker, key, NOW), key) == worker
 
 
-@pytest.mark.parametrize("in_keys", [False, True])
-def test_only_a_worker_of_latents_says_so(in_keys: bool) -> None:
+@pytest.mark.parametrize(("in_keys", "shapes"), [(False, ""), (True, ""), (False, "a=2x8+8 b=1x8+8 ab")])
+def test_only_a_worker_of_latents_or_of_several_shapes_says_so(in_keys: bool, shapes: str) -> None:
     """A router of an older version reads the entries of all other workers."""
-    identity = replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, values_in_keys=in_keys))
+    geometry = replace(IDENTITY.kv_geometry, values_in_keys=in_keys, shapes=shapes)
+    identity = replace(IDENTITY, kv_geometry=geometry)
     value = index_format.discovered_to_value(worker_of(identity), None, NOW)
     assert read(value, None).identity == identity
-    assert ("values_in_keys" in value) == in_keys
+    assert ("values_in_keys" in value, "shapes" in value) == (in_keys, bool(shapes))
 
 
 def test_value_of_another_version_is_malformed() -> None:

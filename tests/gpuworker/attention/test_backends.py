@@ -13,6 +13,8 @@ from gpuworker.attention import torch_backend as torch_attention
 from gpuworker.attention.backends import backends_on, make_backend
 from gpuworker.attention.interface import LayerAttention
 from gpuworker.attention.torch_backend import TorchAttention
+from gpuworker.memory.kv_cache import KvCache
+from gpuworker.memory.layout import LayerShape, geometry_of, pools_of
 from gpuworker.native import library as native
 from tests.support.gpuworker.attention_reference import Case, in_type, random_step, reference
 
@@ -154,3 +156,28 @@ def test_without_the_native_library_torch_attends(monkeypatch: pytest.MonkeyPatc
 def test_an_unknown_backend_is_refused_by_name() -> None:
     with pytest.raises(InvalidConfig, match="--attention: 'magic'"):
         make_backend("magic", random_step(Case(((0, 1),))).cache)
+
+
+def test_layers_of_several_shapes_attend_on_the_same_blocks(backend: str) -> None:
+    """Each layer on its pool, a gap in between, and a layer that attends on what another one wrote."""
+    case = Case(MIXED, 16, 6, 2, 24, 24, layers=1)
+    cases = {0: case, 1: replace(case, num_kv_heads=1, head_dim_k=40, head_dim_v=32, values_in_keys=True), 3: case}
+    steps = {layer: random_step(each) for layer, each in cases.items()}
+    shapes = {
+        layer: LayerShape(each.num_kv_heads, each.head_dim_k, each.head_dim_v, each.values_in_keys)
+        for layer, each in cases.items()
+    }
+    first = steps[0]
+    cache = KvCache(geometry_of(shapes, "float32", 0), first.cache.num_blocks, 16, torch.device("cpu"))
+    for pool, part in zip(pools_of(cache.geometry), cache.parts, strict=True):
+        for index, layer in enumerate(pool.layers):
+            for ours, given in zip(part.pools, steps[layer].cache.pools, strict=True):
+                ours[index] = given[0]
+    attention = make_backend(backend, cache)
+    attention.begin(first.metadata)
+    for layer, step in steps.items():
+        out = attention.write_and_attend(LayerAttention(layer, 0.3), step.query, step.key, step.value)
+        np.testing.assert_allclose(out.numpy(), reference(step, LayerAttention(0, 0.3)), atol=2e-5)
+    shared, unread = LayerAttention(4, 0.2, window=9, source=1), torch.full_like(steps[1].key, torch.nan)
+    out = attention.write_and_attend(shared, steps[1].query, unread, unread)
+    np.testing.assert_allclose(out.numpy(), reference(steps[1], LayerAttention(0, 0.2, window=9)), atol=2e-5)

@@ -200,6 +200,12 @@ DIFFERENT = {
         "True",
         "--model, or the Quire version",
     ),
+    "kv_geometry.shapes": (
+        replace(IDENTITY, kv_geometry=KvGeometry(2, 2, 8, 8, "float32", shapes="a=2x8+8 b=1x8+8 ab")),
+        "",
+        "a=2x8+8 b=1x8+8 ab",
+        "--model, or the Quire version",
+    ),
     "kv_geometry.dtype": (
         replace(IDENTITY, kv_geometry=KvGeometry(2, 2, 8, 8, "bfloat16")),
         "float32",

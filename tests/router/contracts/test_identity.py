@@ -36,7 +36,8 @@ def test_pools_that_embed_share_no_keys_with_others() -> None:
 def test_a_pool_of_latents_has_keys_of_its_own_and_all_others_keep_theirs() -> None:
     assert FULL.namespace == "{quire:model:0bbd9bc4e54f3ed9:16}"
     latents = replace(FULL, kv_geometry=replace(FULL.kv_geometry, values_in_keys=True))
-    assert latents.namespace != FULL.namespace
+    mixed = replace(FULL, kv_geometry=replace(FULL.kv_geometry, shapes="a=1x8+8 b=1x4+4 ab"))
+    assert len({each.namespace for each in (FULL, latents, mixed)}) == 3
     assert is_complete(latents)
 
 

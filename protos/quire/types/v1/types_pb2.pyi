@@ -154,6 +154,7 @@ class KvGeometry(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     VALUES_IN_KEYS_FIELD_NUMBER: _builtins.int
+    SHAPES_FIELD_NUMBER: _builtins.int
     num_layers: _builtins.int
     """Layers that keep K/V of their own."""
     num_kv_heads: _builtins.int
@@ -165,6 +166,10 @@ class KvGeometry(_message.Message):
     """The widest attention window when every layer has one; 0 when any layer sees the whole sequence."""
     values_in_keys: _builtins.bool
     """V is the first head_dim_v numbers of K, and is kept nowhere else: latents of multi-head latent attention."""
+    shapes: _builtins.str
+    """Where layers differ: their shapes, and which layer has which, as gpuworker/memory/layout.py writes them. The fields
+    above are then those of the first layer. Empty: all layers are alike.
+    """
     def __init__(
         self,
         *,
@@ -175,10 +180,11 @@ class KvGeometry(_message.Message):
         dtype: _builtins.str = ...,
         window: _builtins.int = ...,
         values_in_keys: _builtins.bool = ...,
+        shapes: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim_k", b"head_dim_k", "head_dim_v", b"head_dim_v", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "values_in_keys", b"values_in_keys", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim_k", b"head_dim_k", "head_dim_v", b"head_dim_v", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "shapes", b"shapes", "values_in_keys", b"values_in_keys", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

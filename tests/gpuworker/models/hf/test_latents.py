@@ -18,7 +18,7 @@ from common.contracts.types import BlockId, KvGeometry, SequenceId
 from gpuworker.attention.backends import make_backend
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.memory.byte_plan import bytes_per_block
-from gpuworker.models.hf.latents import Absorbed, latents_of
+from gpuworker.models.hf.latents import Absorbed
 from gpuworker.models.hf.loader import ModelSource, load_model, prepack, random_module
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.hf.tiny import tiny_config
@@ -221,36 +221,45 @@ def wrap(module: Any) -> None:
         (wrap, "kv_b_proj of DeepseekV3Attention is a Wrapped and not a plain linear layer"),
     ],
 )
-@pytest.mark.parametrize("layers", [slice(None), slice(1, 2)], ids=["all layers", "one layer"])
-def test_what_cannot_be_absorbed_keeps_every_head(layers: slice, change: Any, words: str) -> None:
-    """One layer suffices: a cache has one shape for all of them."""
-    model = changed("deepseek_v3", layers, change)
-    assert model.absorbed == Absorbed(
-        reason=f"K and V of every head are kept, which takes many times the bytes of latents: {words}"
+def test_what_cannot_be_absorbed_keeps_every_head(change: Any, words: str) -> None:
+    model = changed("deepseek_v3", slice(None), change)
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    assert model.absorbed.reason == (
+        f"in {layers} of {layers} layers K and V of every head are kept, which takes many times the bytes of latents:"
+        f" {words}"
     )
-    heads = model.config.num_attention_heads
-    assert shape_by_test(model) == KvGeometry(model.config.num_hidden_layers, heads, 24, 16, "float32")
+    assert shape_by_test(model) == KvGeometry(layers, heads, 24, 16, "float32")
 
 
-def test_a_model_with_latents_in_some_layers_keeps_every_head() -> None:
-    module: Any = copy.deepcopy(module_of("deepseek_v3"))
-    layers = module.config.num_hidden_layers
-    module.config.num_hidden_layers += 1
-    model = TransformersModel(module)
-    assert f"{layers} of its {layers + 1} layers have latents" in model.absorbed.reason
-    assert all(latents_of(each) is None for each in model.module.modules())
+def test_layers_that_can_attend_on_latents_beside_one_that_cannot() -> None:
+    """Each layer keeps what it can, in a block of several shapes; tokens stay those of transformers."""
+    model = changed("deepseek_v3, biases", slice(1, 2), wrap)
+    layers = model.config.num_hidden_layers
+    assert "in 1 of" in model.absorbed.reason
+    geometry = shape_by_test(model)
+    assert geometry.shapes == "a=1x24/16 b=4x24+16 " + "ab" + "a" * (layers - 2)
+    assert bytes_per_block(geometry, 1) == 4 * (24 * (layers - 1) + 4 * 40)
+    runner = runner_on(model, 4)
+    driver = Driver(runner, 4)
+    prompts = [prompt_of(length, 160) for length in (1, 14, 30)]
+    streams = [driver.add(prompt, 12, 7) for prompt in prompts]
+    driver.run()
+    runner.close()
+    assert [stream.output for stream in streams] == [greedy("deepseek_v3, biases", prompt, 12) for prompt in prompts]
 
 
 def test_a_model_without_latents_has_nothing_to_absorb() -> None:
-    assert model_of("llama").absorbed == Absorbed()
+    assert model_of("llama").absorbed == Absorbed([])
 
 
-@pytest.mark.parametrize(("bias", "words"), [(False, "attends on latents"), (True, "K and V of every head are kept")])
+@pytest.mark.parametrize(
+    ("bias", "words"), [(False, "attends on latents"), (True, "in 3 of 3 layers K and V of every head are kept")]
+)
 def test_the_log_says_what_is_kept(
     bias: bool, words: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if bias:
-        monkeypatch.setattr("gpuworker.models.hf.latents._why_not", lambda _: "a bias")
+        monkeypatch.setattr("gpuworker.models.hf.latents._why_not", lambda _: "it has a bias")
     with caplog.at_level("INFO"):
         load_model(ModelSource(str(checkpoint("deepseek_v3"))), CPU)
     assert f"deepseek_v3{':' if bias else ''} {words}" in caplog.text

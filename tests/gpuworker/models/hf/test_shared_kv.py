@@ -103,19 +103,29 @@ def test_a_backend_that_writes_what_is_shared_elsewhere_is_refused() -> None:
         self_test(model_of(), WritesAgain)
 
 
-def test_where_own_layers_are_not_the_first_all_keep_theirs() -> None:
-    """A module that says that it shares, and does not, has K and V of its own."""
+def test_own_layers_need_not_be_the_first() -> None:
+    """Layer 1 of five shares with layer 0: the cache has no layer for it."""
     module: Any = copy.deepcopy(module_of(shared=0))
     attention = [each for each in module.modules() if hasattr(each, "is_kv_shared_layer")]
-    attention[1].is_kv_shared_layer = True
-
-    def project(states: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("a layer that shares has no K of its own")
-
-    attention[1].k_proj.forward = project
-    for each in (attention[0], attention[1]):
-        each.layer_type = "sliding_attention"
-    attention[0].store_full_length_kv = True
+    attention[1].is_kv_shared_layer = attention[0].store_full_length_kv = True
+    attention[1].layer_type = attention[0].layer_type
     model = TransformersModel(module)
-    assert [source_of(each) for each in attention] == [None] * 5
-    assert [layer.source for layer in recorded(model)] == [None] * 5
+    assert [source_of(each) for each in attention] == [None, 0, None, None, None]
+    found = self_test(model, lambda cache: make_backend("auto", cache))
+    assert (found.num_layers, found.shapes) == (4, "a=2x16+16 a-aaa")
+
+
+def test_a_layer_that_says_that_it_shares_and_does_not_keeps_its_own() -> None:
+    module: Any = copy.deepcopy(module_of(shared=0))
+    attention = [each for each in module.modules() if hasattr(each, "is_kv_shared_layer")]
+
+    own = attention[1].forward
+
+    def forward(*args: Any, **options: Any) -> Any:
+        attention[1].is_kv_shared_layer = False
+        found = own(*args, **options)
+        attention[1].is_kv_shared_layer = True
+        return found
+
+    attention[1].is_kv_shared_layer, attention[1].forward = True, forward
+    assert [layer.source for layer in recorded(TransformersModel(module))] == [None] * 5

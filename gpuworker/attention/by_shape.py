@@ -1,0 +1,36 @@
+"""Attention over layers of several shapes: a backend for each pool, all on the same blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from gpuworker.attention.interface import AttentionBackend, AttentionMetadata, LayerAttention
+
+
+class AttentionByShape:
+    """Implements `gpuworker.attention.interface.AttentionBackend`.
+
+    `layers` has, for each backend, the numbers in the model of the layers of its pool.
+    """
+
+    def __init__(self, backends: Sequence[AttentionBackend], layers: Sequence[Sequence[int]]) -> None:
+        self._backends = backends
+        self._places = {
+            number: (backend, index)
+            for backend, numbers in zip(backends, layers, strict=True)
+            for index, number in enumerate(numbers)
+        }
+
+    def begin(self, step: AttentionMetadata) -> None:
+        for backend in self._backends:
+            backend.begin(step)
+
+    def write_and_attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        backend, index = self._places[layer.kept_at]
+        there = replace(layer, layer=index, source=None if layer.source is None else index)
+        return backend.write_and_attend(there, query, key, value)
