@@ -337,9 +337,6 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     These are layers and rope scalings that depend on more than a token's position and the keys before it.
     """
     text = config.get_text_config()
-    if differing := getattr(text, "per_layer_attributes", None):
-        what = f"{text.model_type} has layers that differ in {', '.join(sorted(differing))}"
-        raise Unsupported(f"{what}; only layers of one shape can be served")
     unknown = set(getattr(text, "layer_types", None) or ()) - _LAYER_KINDS
     if unknown:
         kinds, known = ", ".join(sorted(unknown)), " and ".join(sorted(_LAYER_KINDS))

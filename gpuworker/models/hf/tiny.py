@@ -10,7 +10,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -84,14 +84,51 @@ def tiny_config(config: PretrainedConfig, **changes: Any) -> PretrainedConfig:
 
     `changes` are fields that get another value. Raises what the class raises for sizes that do not fit each other.
     """
+    config = _readable(config)
     kept, shared = _kept_layers(config)
     values = {each.name: getattr(config, each.name, None) for each in fields(config) if each.init}
     for name, value in list(values.items()):
         values[name] = _tiny(config, name, value, kept)
     if shared:
         values["num_kv_shared_layers"] = shared
+    if _differing(config):
+        values["per_layer_config"] = {place: _tiny_overrides(config, layer) for place, layer in enumerate(kept)}
     values |= {name: value for name, value in vars(config).items() if name in _UNDECLARED and name not in values}
     return type(config)(**(_with_small_ids(values) | changes))
+
+
+def _readable(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a configuration whose fields may be read although layers have others: those of the layers come beside."""
+    if not _differing(config):
+        return config
+    copied: Any = copy.deepcopy(config)
+    copied.allow_global_per_layer_attribute_access = True
+    return cast("PretrainedConfig", copied)
+
+
+def _differing(config: PretrainedConfig) -> list[str]:
+    """Return the names of fields of which some layers have another value."""
+    return sorted(getattr(config, "per_layer_attributes", None) or ())
+
+
+def _overrides(config: PretrainedConfig, layer: int) -> dict[str, Any]:
+    """Return the fields of a layer that differ from those of the whole."""
+    if not (names := _differing(config)):
+        return {}
+    own: Any = config.per_layer_config[layer]
+    found = {name: getattr(own, name) for name in names}
+    return {name: value for name, value in found.items() if value != getattr(config, name)}
+
+
+def _tiny_overrides(config: PretrainedConfig, layer: int) -> dict[str, Any]:
+    """Return them for the tiny configuration: twice or half of what other layers have there, so that they differ."""
+    found = _overrides(config, layer)
+    for name, value in found.items():
+        whole = getattr(config, name)
+        if _is_count(value) and _is_count(whole):
+            tiny = _tiny_count(config, name, whole, range(_num_layers(config)))
+            found[name] = 2 * tiny if value > whole else max(1, tiny // 2)
+    return found
 
 
 def _tiny(config: PretrainedConfig, name: str, value: Any, kept: Sequence[int]) -> Any:
@@ -152,7 +189,7 @@ def _kept_layers(config: PretrainedConfig) -> tuple[list[int], int]:
     layers = _num_layers(config)
     named: list[Any] = [getattr(config, each.name, None) for each in fields(config)]
     lists = [found for found in named if _is_list_of(found, layers)]
-    kinds = [str([each[layer] for each in lists]) for layer in range(layers)]
+    kinds = [str([*(each[layer] for each in lists), _overrides(config, layer)]) for layer in range(layers)]
     kept = sorted({*range(min(2, layers)), *(kinds.index(kind) for kind in kinds)})[:6]
     if _is_count(getattr(config, "num_kv_shared_layers", None)):
         return kept * 2, len(kept)

@@ -47,7 +47,7 @@ def _unread(entries: Mapping[str, Any], config: PretrainedConfig, prefix: str = 
     known = {each.name for each in fields(config)} if is_dataclass(config) else set()
     known |= {*config.attribute_map, *config.attribute_map.values(), *parts}
     for name, value in entries.items():
-        part = getattr(config, name, None)
+        part = getattr(config, name, None) if name in parts else None  # some fields are those of a layer alone
         if name in _ROPE and isinstance(value, Mapping):
             yield from (f"{prefix}{name}.{each}" for each in _unread_of_rope(value, source))
         elif name == "text_config" and name in parts and isinstance(value, Mapping) and part is not None:

@@ -95,15 +95,24 @@ def why_not_llama(config: PretrainedConfig) -> str | None:
     kind = config.model_type
     if kind not in FAMILY:
         return f"{kind} is not of the Llama family ({', '.join(FAMILY)})"
+    if (reason := _why_not_layers(config)) is not None:
+        return reason
     if config.hidden_act not in _ACTIVATIONS:
         return f"its activation is {config.hidden_act}, not silu"
-    if kind in _ONE_WINDOW and getattr(config, "layer_types", None):
-        return f"a {kind} that names the kinds of its layers"
-    if (kinds := set(getattr(config, "layer_types", None) or ())) - {"full_attention", "sliding_attention"}:
-        return f"it has layers of kind {', '.join(sorted(kinds))}"
     if (experts := _experts(config)) is not None and not 0 < experts.top_k <= experts.count:
         return f"a token goes through {experts.top_k} of its {experts.count} experts"
     return _why_not_olmoe(config) or _why_not_rope(config)
+
+
+def _why_not_layers(config: PretrainedConfig) -> str | None:
+    if differing := getattr(config, "per_layer_attributes", None):
+        return f"its layers differ in {', '.join(sorted(differing))}"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds and config.model_type in _ONE_WINDOW:
+        return f"a {config.model_type} that names the kinds of its layers"
+    if kinds - {"full_attention", "sliding_attention"}:
+        return f"it has layers of kind {', '.join(sorted(kinds))}"
+    return None
 
 
 def llama_spec(config: PretrainedConfig) -> LlamaSpec | None:

@@ -144,6 +144,15 @@ def test_a_kind_of_which_no_tiny_model_can_be_made_is_refused() -> None:
         run(made)
 
 
+def test_layers_that_differ_from_the_whole_differ_in_the_tiny_one() -> None:
+    options = {"attention_k_eq_v": True, "num_key_value_heads": 8, "num_global_key_value_heads": 2}
+    tiny: Any = tiny_config(config("Gemma4TextConfig", num_attention_heads=16, **options))
+    assert tiny.layer_types == ["sliding_attention", "sliding_attention", "full_attention"]
+    found = [(each.head_dim, each.num_key_value_heads) for each in tiny.per_layer_config]
+    assert found == [(16, 2), (16, 2), (32, 1)]
+    assert run(config("Gemma4TextConfig", num_attention_heads=16, **options)) == [48]
+
+
 def test_a_tiny_configuration_keeps_kinds_of_layers_and_options() -> None:
     tiny = tiny_config(config("Gemma2Config", final_logit_softcapping=17.0))
     assert tiny.layer_types == ["sliding_attention", "full_attention"]

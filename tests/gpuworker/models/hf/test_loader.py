@@ -20,6 +20,7 @@ from gpuworker.models.hf.loader import (
     refuse_unsupported,
 )
 from gpuworker.models.hf.model import TransformersModel
+from gpuworker.models.llama.spec import why_not_llama
 from gpuworker.plane.checkpoint_facts import eos_token_ids
 from tests.support.checkpoints import checkpoint, config_of
 
@@ -187,10 +188,12 @@ def test_layers_with_a_state_are_refused() -> None:
         refuse_unsupported(config)
 
 
-def test_layers_of_several_shapes_are_refused() -> None:
+def test_layers_of_several_shapes_are_refused_where_transformers_has_no_such_model(tmp_path: Path) -> None:
     config = llama(per_layer_config={0: {"num_key_value_heads": 8}})
-    with pytest.raises(Unsupported, match="llama has layers that differ in num_key_value_heads"):
-        refuse_unsupported(config)
+    assert why_not_llama(config) == "its layers differ in num_key_value_heads"
+    config.save_pretrained(tmp_path)
+    with pytest.raises(InvalidConfig, match=r"--model: cannot load .*'num_key_value_heads' is a per-layer attribute"):
+        load_model(ModelSource(str(tmp_path), load_format="dummy"), CPU)
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
