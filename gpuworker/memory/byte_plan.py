@@ -65,19 +65,30 @@ class BytePlan:
     max_num_seqs: int
     graphs: int = 0
     window: int = 0
+    state_bytes: int = 0  # of one sequence, for layers that keep a state in place of K and V
 
     @property
     def kv(self) -> int:
         return self.num_blocks * self.block_bytes
 
     @property
+    def states(self) -> int:
+        """Bytes of the states of as many sequences as run."""
+        return self.max_num_seqs * self.state_bytes
+
+    @property
     def left(self) -> int:
         """Bytes that nothing of the plan uses."""
-        return self.free - self.activations - self.graphs - self.token_table - self.kv
+        return self.free - self.activations - self.graphs - self.token_table - self.states - self.kv
 
     def sequences_of(self, tokens: int) -> int:
         """Return how many sequences of this many tokens fit at once."""
         return self.num_blocks // blocks_needed(tokens, tokens, self.block_size, self.window)
+
+    def _of_states(self) -> str:
+        tokens = round(self.state_bytes * self.block_size / self.block_bytes)
+        each = f"{in_words(self.state_bytes)} each, as much as K and V of {tokens} tokens"
+        return f"{self.max_num_seqs} sequences, {each}; prompts share no blocks"
 
     def lines(self) -> list[str]:
         blocks = (
@@ -94,6 +105,7 @@ class BytePlan:
             *([f"  CUDA graphs  {in_words(self.graphs):>10}"] if self.graphs else []),
             f"  token table  {in_words(self.token_table):>10}",
             f"  KV cache     {in_words(self.kv):>10}  {blocks}",
+            *([f"  states       {in_words(self.states):>10}  {self._of_states()}"] if self.state_bytes else []),
             f"  left         {in_words(self.left):>10}",
             f"longest context: {self.max_model_len} tokens ({limit})",
             f"sequences that fit at once: {', '.join(fits)}; at most {self.max_num_seqs} run in a step",

@@ -3,13 +3,15 @@
 A model whose attention bypasses the backend, or reaches it without an input that it depends on, runs without an
 exception and writes nonsense. So before serving, two sequences of random tokens are run three ways: by the model's own
 eager attention; one of them packed, through a recorder of all calls; and both side by side, in chunks and single
-tokens, through a small paged cache. The model is refused unless every layer called once and all logits agree. A cache
-of a narrower type is compared with the model on K and V rounded to that type. `threshold_test` runs longer sequences.
+tokens, through a small paged cache. Layers that keep a state show it in the second run and go on with it in the third.
+The model is refused unless every layer called once and all logits agree. A cache of a narrower type is compared with
+the model on K and V rounded to that type. `threshold_test` runs longer sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,13 +27,15 @@ from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES, dtype_name
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.layout import LayerShape, geometry_of
 from gpuworker.models.hf.loader import context_limit
-from gpuworker.models.step_model import StepModel
+from gpuworker.models.step_model import RecurrentStates, StepModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SHORTEST = 16
 _BLOCK_SIZE = 4
+# What a configuration says of a layer that neither attends nor keeps a state.
+_NEITHER = (["mlp"], ["moe"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +53,31 @@ _ROUGH = Limit(2e-1, share=0.8)
 _ROUNDED = Limit(5e-1, share=0.5)
 
 
+class LearntStates(RecurrentStates, Protocol):
+    """States that a model shows in a run."""
+
+    token_by_token: bool
+    """Whether a row of several tokens that goes on with a state is computed one token at a time."""
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """The layers that keep a state, and may attend beside it."""
+        ...
+
+    def learn(self) -> AbstractContextManager[None]:
+        """Within this context one packed sequence runs, from its start; each layer shows which states it has."""
+        ...
+
+
 class ReferenceModel(StepModel, Protocol):
     """A model that also runs by itself, and says of which types it is; `config` is that of its text model."""
 
     config: PretrainedConfig
     dtype: torch.dtype
     kv_dtype: str
+
+    @property
+    def states(self) -> LearntStates | None: ...
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: LayerSink, /
@@ -122,8 +145,16 @@ def self_test(
     that it rounds more than its type does. Sequences have `length` tokens, at least 16 and a multiple of 4.
     Raises Unsupported, with the reason, when the model cannot be served.
     """
+    states = model.states
     try:
-        return _run(model, backend, other or model, rough, length)
+        try:
+            return _run(model, backend, other or model, rough, length)
+        except Unsupported:
+            if states is None or states.token_by_token:
+                raise
+            # Some code takes a chunk that goes on with a state for one that begins (mamba's scan).
+            states.token_by_token = True
+            return _run(model, backend, other or model, rough, length)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise Unsupported(f"{model.config.model_type} fails its self-test: {error!r}") from error
 
@@ -141,7 +172,8 @@ def _run(
     reference = model.reference_logits(tokens)
     recorder = CallRecorder()
     everything = torch.arange(length, device=model.device)
-    packed = model.forward(tokens[0], everything, everything, recorder)
+    with nullcontext() if model.states is None else model.states.learn():
+        packed = model.forward(tokens[0], everything, everything, recorder)
     geometry = _geometry(model, recorder)
     _compare(packed, reference[0], _limit(model), f"{kind} cannot be served: run packed")
     if model.kv_dtype != dtype_name(model.dtype):
@@ -165,7 +197,14 @@ def _rounded_logits(model: ReferenceModel, tokens: torch.Tensor, reference: torc
 def _geometry(model: ReferenceModel, recorder: CallRecorder) -> KvGeometry:
     kind, layers = model.config.model_type, int(model.config.num_hidden_layers)
     called = [layer.layer for layer in recorder.layers]
-    if sorted(called) != list(range(layers)):
+    if not called and model.states is not None:
+        raise Unsupported(
+            f"{kind} cannot be served: no layer of it attends, and a sequence is held by blocks of K and V"
+        )
+    kinds = getattr(model.config, "layer_types", None) or ()
+    others = frozenset() if model.states is None else model.states.layers
+    attending = [layer for layer in range(layers) if layer not in others and kinds[layer : layer + 1] not in _NEITHER]
+    if sorted(called) != sorted({*attending, *(layer for layer in called if layer in others)}):
         raise Unsupported(
             f"{kind} cannot be served: {len(set(called))} of its {layers} layers gave their attention to the cache"
             f" ({len(called)} calls); its attention is computed inside the model (ALiBi, or an older style of code)"
@@ -198,13 +237,18 @@ def _run_chunked(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of all positions that the steps compute, [N, vocab], and those of `reference`."""
     ours, theirs = [], []
-    blocks = tokens.numel() // _BLOCK_SIZE
+    blocks, places = tokens.numel() // _BLOCK_SIZE, np.array([2, 0], dtype=np.int32)
+    if model.states is not None:
+        model.states.reserve(3)
     block_table = np.random.default_rng(0).permutation(blocks).astype(np.int32).reshape(2, -1)
     for step in _steps(tokens.shape[1]):
         start, length = np.array(step, dtype=np.int32).T
         rows = pack_rows(start, length, block_table, _BLOCK_SIZE)
         *tables, row, position = to_device([*attention_arrays(rows), rows.row_of_token, rows.positions], model.device)
-        attention.begin(attention_metadata(rows, tables))
+        metadata = attention_metadata(rows, tables)
+        attention.begin(metadata)
+        if model.states is not None:
+            model.states.begin(metadata, places)
         keep = torch.arange(len(position), device=model.device)
         logits = model.forward(tokens[row, position], position.long(), keep, attention)
         ours.append(logits.clone())  # the next step may overwrite them

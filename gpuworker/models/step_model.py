@@ -6,11 +6,34 @@ from typing import Protocol
 
 import torch
 
-from gpuworker.attention.interface import AttentionBackend
+from gpuworker.attention.interface import AttentionBackend, AttentionMetadata, Int32Array
+
+
+class RecurrentStates(Protocol):
+    """The states that some layers of a model keep in place of K and V: each running sequence has a place for them."""
+
+    @property
+    def bytes_a_sequence(self) -> int: ...
+
+    def reserve(self, places: int) -> None:
+        """Allocate the states of so many sequences, in place of those before."""
+        ...
+
+    def begin(self, step: AttentionMetadata, places: Int32Array) -> None:
+        """Announce the step of the next forward, whose row r is of the sequence at places[r].
+
+        A row from position 0 on begins without a state, any other goes on with what its last step left.
+        """
+        ...
 
 
 class StepModel(Protocol):
     """A causal language model over a paged cache. Used by one thread."""
+
+    @property
+    def states(self) -> RecurrentStates | None:
+        """What its layers keep beside K and V; None where they keep nothing else. `begin` comes before each step."""
+        ...
 
     @property
     def device(self) -> torch.device: ...

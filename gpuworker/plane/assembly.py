@@ -38,7 +38,7 @@ from gpuworker.native.library import NativeUnavailable, use_level
 from gpuworker.plane.checkpoint_facts import eos_token_ids
 from gpuworker.plane.data_plane import DataPlane, Facts, pool_identity
 from gpuworker.plane.draft_checks import FLAG, draft_directory, of_draft
-from gpuworker.plane.memory import MemoryOptions, plan_draft, plan_memory
+from gpuworker.plane.memory import MemoryOptions, most_sequences, plan_draft, plan_memory
 from gpuworker.runner.cuda_graphs import graph_launcher
 from gpuworker.runner.draft_model import DraftLimits, RunnerDraftModel
 from gpuworker.runner.executor import ExecutorFactory
@@ -80,6 +80,9 @@ def load_draft(settings: GpuWorkerSettings, source: ModelSource, open_model: Ope
         raise InvalidConfig(*of_draft(error)) from error
     except Unsupported as error:
         raise InvalidConfig(FieldViolation(FLAG, f"{error}; take another one, or leave it out")) from error
+    if model.states is not None:
+        what = "its layers keep states, which a refused draft would have changed; take another one, or leave it out"
+        raise InvalidConfig(FieldViolation(FLAG, what))
     return LoadedDraft(model, geometry, directory)
 
 
@@ -145,6 +148,8 @@ def refuse_unequal_drafts(kind: str, model: TransformersModel | LlamaModel, pool
 def _why_not(model: TransformersModel | LlamaModel, pooling: Pooling | None) -> str:
     if pooling is not None:
         return "the workers embed prompts: no token is sampled that could be guessed"
+    if model.states is not None:
+        return "its layers keep states, which a refused draft would have changed"
     if model.device.type != "cpu":
         return f"the device is {model.device}, on which drafts have never been verified; use --device cpu"
     if isinstance(model, LlamaCpuModel) or model.dtype == torch.float32:
@@ -171,6 +176,10 @@ class ModelPlane(DataPlane):
     @property
     def draft_model(self) -> RunnerDraftModel | None:
         return self.draft
+
+    @property
+    def keeps_states(self) -> bool:
+        return self.model.states is not None
 
     def start_lines(self) -> list[str]:
         return [*self.memory.lines(), *([] if self.draft is None else [self.draft.in_words()])]
@@ -213,7 +222,8 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
         refuse_unequal_drafts(settings.speculation, model, pooling)
     draft = load_draft(settings, source, lambda of: _open(of, device, settings.model_impl, backend))
     arithmetic = _fixed_arithmetic(model, geometry, backend) if settings.deterministic else ANY_ARITHMETIC
-    max_num_seqs = settings.num_seqs(_MAX_NUM_SEQS.get(device.type, _MAX_NUM_SEQS_ELSEWHERE))
+    usual = _MAX_NUM_SEQS.get(device.type, _MAX_NUM_SEQS_ELSEWHERE)
+    max_num_seqs = settings.num_seqs(most_sequences(model, usual))
     limit, positions = context_limit(model.config), getattr(model.config, "max_position_embeddings", None) or 0
     if limit < positions:
         _log.warning("longrope: running up to its original length of %d positions, not %d", limit, positions)
@@ -222,6 +232,7 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     if isinstance(model, LlamaCpuModel) and pooling is None:
         model.reserve(settings.max_num_batched_tokens, max_num_seqs + _drafts(settings))
     cache = allocated_cache(geometry, memory, device)
+    _reserve_states(model, memory)
     limits = RunnerLimits(max_num_seqs, memory.max_model_len, settings.threads or 0)
     eos = eos_token_ids(directory, settings.tokenizer)
     identity = pool_identity(settings, directory, geometry, arithmetic, pooling)
@@ -257,6 +268,17 @@ def allocated_cache(geometry: KvGeometry, memory: BytePlan, device: torch.device
         first = str(error).strip().partition("\n")[0][:_MOST_CHARACTERS]
         what = f"{in_words(memory.kv)} for the KV cache cannot be had on {device}: {first}; ask for less"
         raise InvalidConfig(FieldViolation("--kv-memory", what)) from error
+
+
+def _reserve_states(model: TransformersModel | LlamaModel, memory: BytePlan) -> None:
+    if model.states is None:
+        return
+    try:
+        model.states.reserve(memory.max_num_seqs)
+    except (MemoryError, OSError, RuntimeError) as error:
+        first = str(error).strip().partition("\n")[0][:_MOST_CHARACTERS]
+        what = f"{in_words(memory.states)} for states cannot be had on {memory.device}: {first}; lower it"
+        raise InvalidConfig(FieldViolation("--max-num-seqs", what)) from error
 
 
 def _tokenizer_json(directory: Path) -> Path:

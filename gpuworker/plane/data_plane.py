@@ -62,8 +62,18 @@ class DataPlane:
 
     @property
     def prefix_caching(self) -> bool:
-        """Whether prompts may begin with cached blocks: not where the hidden state of every token is needed."""
-        return self.settings.prefix_caching and not needs_every_token(self.identity.pooling)
+        """Whether prompts may begin with cached blocks.
+
+        Not where the hidden state of every token is needed, nor where layers keep a state: cached blocks of K and V do
+        not say what it was behind them.
+        """
+        every = needs_every_token(self.identity.pooling)
+        return self.settings.prefix_caching and not every and not self.keeps_states
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers of the model keep a state in place of K and V."""
+        return False
 
     @property
     def draft_model(self) -> DraftModel | None:
@@ -147,7 +157,7 @@ class DataPlane:
             weights=memory.weights,
             kv_cache=memory.kv,
             activations=memory.activations,
-            reserved=memory.token_table + memory.graphs,
+            reserved=memory.token_table + memory.graphs + memory.states,
             longest_context=memory.max_model_len,
             sequences_at_1k=memory.sequences_of(1024),
             sequences_at_4k=memory.sequences_of(4096),

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _CPU_KV_BYTES, _CPU_KV_FRACTION = GIB, 0.25
+# States may take this much of the free memory where no option says how many sequences run.
+_STATES_FRACTION = 0.25
 _CPU_NUM_SEQS, _CUDA_NUM_SEQS = 64, 256
 _MOST = 2**31 - 1  # slots of a pool, and places of the token table: steps carry them as int32
 _LOGITS_BYTES = 16  # for each token of the vocabulary: float32 logits and weights, float64 cumulative sums
@@ -80,7 +82,8 @@ def plan_memory(
     table = 4 * seqs * (wanted_len + 1)
     block = bytes_per_block(geometry, options.block_size)
     free = free_bytes(device) - (mapped_weight_bytes() if device.type == "cpu" else 0)
-    room = _room(device, free, options) - activations - graphs - table
+    state = 0 if model.states is None else model.states.bytes_a_sequence
+    room = _room(device, free, options) - activations - graphs - table - seqs * state
     num_blocks = _num_blocks(device, room, block, options)
     if options.kv_blocks is None:
         num_blocks = min(num_blocks, _MOST // options.block_size)
@@ -100,7 +103,9 @@ def plan_memory(
         max_num_seqs=seqs,
         graphs=graphs,
         window=geometry.window,
+        state_bytes=state,
     )
+    _refuse_too_many_states(plan, room)
     _refuse_too_small(plan, room, options, geometry.window)
     _refuse_too_large(num_blocks * options.block_size, seqs * (wanted_len + 1))
     return plan
@@ -175,6 +180,23 @@ def _num_blocks(device: torch.device, room: int, block: int, options: MemoryOpti
     if device.type == "cuda":
         return max(0, room) // block
     return max(0, min(_CPU_KV_BYTES, int(_CPU_KV_FRACTION * room))) // block
+
+
+def most_sequences(model: TransformersModel | LlamaModel, usual: int) -> int:
+    """Return how many sequences run at most where no option says it: the usual number, or fewer of large states."""
+    if model.states is None:
+        return usual
+    fit = int(_STATES_FRACTION * free_bytes(model.device)) // max(1, model.states.bytes_a_sequence)
+    return max(1, min(usual, fit))
+
+
+def _refuse_too_many_states(plan: BytePlan, room: int) -> None:
+    if plan.states and room < plan.block_bytes:
+        what = (
+            f"{plan.max_num_seqs} sequences keep states of {in_words(plan.state_bytes)} each, {in_words(plan.states)}"
+            f" in all, and {in_words(max(0, room + plan.states))} may be taken on {plan.device}; lower it"
+        )
+        raise InvalidConfig(FieldViolation("--max-num-seqs", what))
 
 
 def _refuse_too_large(slots: int, places: int) -> None:

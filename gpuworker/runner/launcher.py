@@ -55,6 +55,8 @@ class EagerLauncher:
     def launch(self, step: LaidOutStep) -> SampledTokens:
         inputs = step.inputs or step.staged.on(self._model.device)
         self._attention.begin(inputs.metadata)
+        if self._model.states is not None:
+            self._model.states.begin(inputs.metadata, step.staged.batch_index)
         token_ids = self._tokens.take(inputs.take)
         logits = self._model.forward(token_ids, inputs.positions, inputs.keep, self._attention)
         sampled = step.sampling.sample(logits[: len(inputs.put)], step.point, self._tokens.tensor)
@@ -75,6 +77,8 @@ class PoolingLauncher:
         assert step.pooling is not None, "a runner with a pooler lays out every step so"
         inputs = step.inputs or step.staged.on(self._model.device)
         self._attention.begin(inputs.metadata)
+        if self._model.states is not None:
+            self._model.states.begin(inputs.metadata, step.staged.batch_index)
         token_ids = self._tokens.take(inputs.take)
         hidden = self._model.hidden_states(token_ids, inputs.positions, inputs.keep, self._attention)
         return SampledTokens(token_ids[:0], pooled=step.pooling.pool(hidden))

@@ -77,6 +77,41 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig",
         {**_SHAPE, "head_dim": 16, "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    # Layers that keep a state, beside one that attends: gated delta rule with experts, short convolutions, state spaces
+    # whose chunks transformers goes on with, and state spaces whose chunks it does not.
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **_SHAPE,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "lfm2": ("Lfm2Config", {**_SHAPE, "layer_types": ["conv", "full_attention", "conv"]}),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **_SHAPE,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 8,
+        },
+    ),
+    "jamba": (
+        "JambaConfig",
+        {**_SHAPE, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
+        | {"mamba_d_state": 8, "mamba_dt_rank": 8, "use_mamba_kernels": False},
+    ),
     "deepseek_v3": (
         "DeepseekV3Config",
         {

@@ -216,7 +216,8 @@ def _is_tied(config: PretrainedConfig, directory: Path) -> bool:
 
 
 LOAD_FORMATS = get_args(LoadFormat)
-_LAYER_KINDS = {"full_attention", "sliding_attention"}
+# Layers of attention, of a state, of both, and of neither.
+_LAYER_KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"}
 _OF_CONTEXT = ("model_type", "max_position_embeddings", "original_max_position_embeddings", "rope_parameters")
 _DEFAULT_LIMIT = 2048
 _MOST_CHARACTERS = 300  # of an error of transformers
@@ -281,6 +282,8 @@ def load_model(source: ModelSource, device: torch.device) -> TransformersModel:
     except _RAISED as error:
         raise InvalidConfig(FieldViolation("--model", f"cannot load {directory}: {error}")) from error
     model = TransformersModel(module, precision.kv_dtype)
+    for correction in model.corrections:
+        _log.warning("%s in transformers: %s", config.model_type, correction)
     if model.absorbed.layers:
         _log.info("%s attends on latents: V is a part of K, of one head", config.model_type)
     if model.absorbed.reason:

@@ -3,12 +3,14 @@
 The model sees all rows of a step as one packed row of tokens, [1, T], without a mask and a cache. Each of its attention
 layers calls `_paged_attention` with queries, keys and values after rope; the step's backend then attends. Layers of
 multi-head latent attention attend on latents (`latents.py`), layers that share K and V on those of another one
-(`shared_kv.py`).
+(`shared_kv.py`). Layers with a state in place of K and V are mixers (`mixers.py`).
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from common.contracts.errors import EngineFailure, Unsupported
 from gpuworker.attention.interface import LayerAttention, LayerSink
 from gpuworker.memory.devices import dtype_name
 from gpuworker.models.hf.latents import Absorbed, absorb_latents, latents_of
+from gpuworker.models.hf.mixers import MixerStates, correct_mixers
 from gpuworker.models.hf.shared_kv import find_sources, source_of
 
 if TYPE_CHECKING:
@@ -51,8 +54,11 @@ class TransformersModel:
         self.kv_dtype = kv_dtype or dtype_name(self.dtype)
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         module.set_attn_implementation(IMPLEMENTATION)
-        self.absorbed: Absorbed = absorb_latents(module, lambda: _sink.get() is not None)
+        self.corrections = correct_mixers(module)
+        mixers = MixerStates(module)
+        self.states: MixerStates | None = mixers if len(mixers) else None
         first = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.absorbed: Absorbed = absorb_latents(module, lambda: _sink.get() is not None)
         find_sources(module, lambda sink: self.forward(first, first, first, sink))
 
     @property
@@ -73,13 +79,10 @@ class TransformersModel:
         token_ids and positions are [T] int64, the rows of a step one after the other; `sink` attends.
         """
         options = {"logits_to_keep": keep} if self._keeps_logits else {}
-        token = _sink.set(sink)
-        try:
+        with self._step(sink):
             output = self.module(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **options
             )
-        finally:
-            _sink.reset(token)
         logits: torch.Tensor = output.logits[0]
         return (logits if self._keeps_logits else logits[keep]).float()
 
@@ -93,15 +96,22 @@ class TransformersModel:
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: LayerSink
     ) -> torch.Tensor:
         """Return float32 [S, hidden_size]: what the model without its head gives for the tokens that `keep` indexes."""
-        token = _sink.set(sink)
-        try:
+        with self._step(sink):
             output = self.module.base_model(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
             )
-        finally:
-            _sink.reset(token)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden[keep].float()
+
+    @contextmanager
+    def _step(self, sink: LayerSink) -> Iterator[None]:
+        token = _sink.set(sink)
+        try:
+            yield
+        finally:
+            _sink.reset(token)
+            if self.states is not None:
+                self.states.end()
 
     @torch.inference_mode()
     def reference_logits(self, token_ids: torch.Tensor) -> torch.Tensor:

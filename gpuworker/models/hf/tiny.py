@@ -59,9 +59,12 @@ _LARGEST: Final[Mapping[int, str]] = {
     4: """num_experts num_local_experts n_routed_experts moe_num_experts index_n_heads indexer_n_heads linear_num_heads
         linear_num_value_heads encoder_attention_heads decoder_attention_heads num_encoder_attention_heads
         num_decoder_attention_heads attention_heads""",
-    2: "num_experts_per_tok moe_topk moe_top_k top_k_experts moe_k n_group linear_num_key_heads indexer_kv_heads",
-    1: "n_shared_experts topk_group first_k_dense_replace num_shared_experts num_dense_layers",
+    2: """attn_layer_period num_experts_per_tok moe_topk moe_top_k top_k_experts moe_k n_group linear_num_key_heads
+        indexer_kv_heads""",
+    1: "attn_layer_offset n_shared_experts topk_group first_k_dense_replace num_shared_experts num_dense_layers",
 }
+# Ends of the names of lists that have the numbers of some layers.
+_NUMBERS_OF_LAYERS: Final = ("_layer_indices", "_attn_idxs")
 _SIZES: Final = {name: size for size, names in _LARGEST.items() for name in names.split()}
 # What models read although their class does not declare it.
 _UNDECLARED: Final = ("rope_theta",)
@@ -137,6 +140,8 @@ def _tiny(config: PretrainedConfig, name: str, value: Any, kept: Sequence[int]) 
         return tiny_config(value)
     if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
         return _tiny_rope(value, _rotated(config))
+    if isinstance(value, list | tuple) and name.endswith(_NUMBERS_OF_LAYERS):
+        return type(value)(place for place, layer in enumerate(kept) if layer in value)
     if isinstance(value, list | tuple):
         return _of_layers(name, value, kept, _num_layers(config))
     if name in _DEVIATIONS:
@@ -187,7 +192,9 @@ def _kept_layers(config: PretrainedConfig) -> tuple[list[int], int]:
     The first two and the first of each kind are kept. A kind is what all lists with an entry for each layer say of it.
     """
     layers = _num_layers(config)
-    named: list[Any] = [getattr(config, each.name, None) for each in fields(config)]
+    named: list[Any] = [
+        getattr(config, name, None) for name in ("layer_types", *(each.name for each in fields(config)))
+    ]
     lists = [found for found in named if _is_list_of(found, layers)]
     kinds = [str([*(each[layer] for each in lists), _overrides(config, layer)]) for layer in range(layers)]
     kept = sorted({*range(min(2, layers)), *(kinds.index(kind) for kind in kinds)})[:6]

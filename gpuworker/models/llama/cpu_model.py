@@ -43,6 +43,8 @@ class LlamaCpuModel:
     a step under its name in `PHASES`.
     """
 
+    states = None  # all of its layers attend
+
     def __init__(
         self, config: PretrainedConfig, packed: PackedModel, kv_dtype: str, rope: torch.Tensor | None = None
     ) -> None:

@@ -71,6 +71,8 @@ class LlamaGpuModel:
     Positions end at `max_positions`. Raises ValueError for a model that is not of the family.
     """
 
+    states = None  # all of its layers attend
+
     arithmetic: str | None = None  # cuBLAS chooses a kernel, and so the bits, by the number of rows
 
     def __init__(

@@ -22,7 +22,7 @@ COUNT = 12
 SLOTS = 2048
 NATIVE = ("llama", "qwen3", "mistral", "mixtral", "qwen3_moe", "olmoe") if native.best() is not None else ()
 CASES = [
-    *((kind, "transformers") for kind in ("llama", "qwen3", "mistral", "gemma2", "gpt2")),
+    *((kind, "transformers") for kind in ("llama", "qwen3", "mistral", "gemma2", "gpt2", "qwen3_next", "lfm2")),
     *((kind, "native") for kind in NATIVE),
 ]
 
@@ -81,7 +81,9 @@ def test_tokens_equal_transformers(kind: str, model_impl: ModelImpl, block_size:
         engine.assert_all_free()
 
 
-@pytest.mark.parametrize(("kind", "model_impl"), [case for case in CASES if case[0] in ("llama", "qwen3_moe")])
+@pytest.mark.parametrize(
+    ("kind", "model_impl"), [case for case in CASES if case[0] in ("llama", "qwen3_moe", "qwen3_next")]
+)
 def test_preempted_sequences_keep_their_tokens(kind: str, model_impl: ModelImpl) -> None:
     asked = [[*prompts()[1][:9], 20 + index] for index in range(6)]
     wanted = [hf_greedy(checkpoint(kind), prompt, 40) for prompt in asked]

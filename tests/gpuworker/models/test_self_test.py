@@ -31,6 +31,10 @@ SHAPES = {
     "qwen3_moe": KvGeometry(3, 2, 32, 32, "float32"),
     "olmoe": KvGeometry(3, 2, 16, 16, "float32"),
     "gpt_oss": KvGeometry(3, 2, 16, 16, "float32"),
+    "qwen3_next": KvGeometry(1, 2, 16, 16, "float32", shapes="a=2x16+16 ---a"),
+    "lfm2": KvGeometry(1, 2, 16, 16, "float32", shapes="a=2x16+16 -a"),
+    "falcon_h1": KvGeometry(3, 2, 16, 16, "float32"),
+    "jamba": KvGeometry(1, 2, 16, 16, "float32", shapes="a=2x16+16 -a"),
     "deepseek_v3": KvGeometry(3, 1, 24, 16, "float32", values_in_keys=True),
 }
 

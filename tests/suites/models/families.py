@@ -37,10 +37,15 @@ class Entry:
         return tiny_config(self.whole(), **(_SECOND.get(self.family, {}) | self.options))
 
 
-# Options without which a family's default configuration cannot be built, or is not a decoder.
+# Options without which a family's default configuration cannot be built, is not a decoder, or lacks kinds of layers
+# that published checkpoints have.
 _FIRST: Final[Mapping[str, Options]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": {"layer_types": (["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 4) * 4}
+    | {"num_hidden_layers": 40},
+    "lfm2": {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "num_hidden_layers": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
 _MAMBA: Final = {"mamba_n_heads": 8, "mamba_d_head": 16}

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from common.contracts.errors import QuireError, Unsupported
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.models.hf.loader import refuse_unsupported
+from gpuworker.models.hf.mixers import correct_mixers
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.plane.assembly import ModelPlane, assemble
 from router.answers.text.checkpoint import read_checkpoint
@@ -95,6 +96,7 @@ def _make(config: PretrainedConfig, directory: Path) -> PreTrainedModel:
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
+    correct_mixers(loaded)
     loaded.eval()
     return loaded
 

@@ -39,6 +39,8 @@ def runner_on(
     geometry = self_test(model, lambda cache: make_backend("auto", cache))
     cache = KvCache(geometry, SLOTS // block_size, block_size, CPU)
     limits = RunnerLimits(8, max_model_len, threads=1)
+    if model.states is not None:
+        model.states.reserve(limits.max_num_seqs)
     return ModelRunner(model, cache, make_backend("auto", cache), limits, thread_executor(), eos)
 
 

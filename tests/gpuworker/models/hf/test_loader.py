@@ -181,10 +181,10 @@ def test_rotary_scaling_by_the_batch_is_refused() -> None:
         refuse_unsupported(llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}))
 
 
-def test_layers_with_a_state_are_refused() -> None:
+def test_layers_of_unknown_kinds_are_refused() -> None:
     config = llama()
-    config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(Unsupported, match="layers of kind linear_attention"):
+    config.layer_types = ["full_attention", "indexed_attention"]
+    with pytest.raises(Unsupported, match="layers of kind indexed_attention"):
         refuse_unsupported(config)
 
 

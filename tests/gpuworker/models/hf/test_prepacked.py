@@ -61,7 +61,8 @@ def test_a_prepacked_model_computes_the_same(kind: str) -> None:
     expected = model.reference_logits(TOKENS)
     done = prepack(model)
     assert any(isinstance(each, PrepackedLinear) for each in model.module.modules())
-    assert done.layers == done.total
+    read = 2 if kind == "jamba" else 0  # its state spaces read the weight of one of their linear layers
+    assert done.layers == done.total - read
     torch.testing.assert_close(model.reference_logits(TOKENS), expected, rtol=1e-4, atol=1e-4)
 
 

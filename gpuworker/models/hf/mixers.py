@@ -1,0 +1,279 @@
+"""Mixers: layers that keep a state of fixed size in place of K and V (linear attention, state spaces, convolutions).
+
+A mixer of transformers takes sequences of one length, [B, T, hidden], and a cache with the state of each. A step has
+all its rows in one packed row, [1, T, hidden], of any lengths. So each mixer is called for parts of a step: once for
+all rows of one token that go on with a state, and once for each other row. Its cache is a `_Call`, which gathers the
+states of these rows and puts back what the mixer made of them.
+
+Each running sequence has a place, the index by which the runner knows it; a row from position 0 on begins without a
+state. Nothing of a state is shared between sequences.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from gpuworker.attention.interface import AttentionMetadata, Int32Array
+
+# What a module's code calls on its cache, if it keeps a state.
+_UPDATES: Final = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
+_CACHES: Final = ("cache_params", "past_key_values")
+
+Piece = tuple[str, int]
+"""A state of a mixer: its kind, and its number among those of this kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of a step for which a mixer is called once: B rows of L tokens, B or L is 1."""
+
+    tokens: torch.Tensor  # [B * L], index into the step's tokens
+    places: torch.Tensor  # [B]
+    shape: tuple[int, int]  # B, L
+    goes_on: bool
+
+
+class MixerStates:
+    """The states of all mixers of a model, for as many sequences as there are places. Used by one thread at a time.
+
+    `reserve` allocates them, `begin` announces a step; the next forward of the model is that step.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._mixers = [_Mixer(each, self) for each in model.modules() if _keeps_state(each)]
+        self.parts: Sequence[_Part] | None = None
+        """Those of the step that runs; None: modules run as transformers has them, without a state."""
+        self.learning = False
+        self.token_by_token = False
+        """Whether a row of several tokens that goes on with a state is computed one token at a time."""
+
+    def __len__(self) -> int:
+        return len(self._mixers)
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """The layers that have a mixer."""
+        return frozenset(mixer.layer for mixer in self._mixers)
+
+    @property
+    def bytes_a_sequence(self) -> int:
+        """The bytes of one sequence's states; 0 before `learn`."""
+        return sum(mixer.bytes_a_sequence for mixer in self._mixers)
+
+    @contextmanager
+    def learn(self) -> Iterator[None]:
+        """Within this context one packed sequence runs, from its start; each mixer shows which states it has."""
+        self.learning = True
+        try:
+            yield
+        finally:
+            self.learning = False
+
+    def reserve(self, places: int) -> None:
+        """Allocate the states of so many sequences, in place of those before. Call after `learn`."""
+        for mixer in self._mixers:
+            mixer.reserve(places)
+
+    def begin(self, step: AttentionMetadata, places: Int32Array) -> None:
+        """Plan a step whose row r is of the sequence at places[r]."""
+        start = step.context_len - np.diff(step.query_start)
+        self.parts = _parts(step.query_start, start, places, step.device.query_start.device, self.token_by_token)
+
+    def end(self) -> None:
+        """Forget the step."""
+        self.parts = None
+
+
+def correct_mixers(model: nn.Module) -> list[str]:
+    """Correct mixers whose code in transformers contradicts itself or their configuration. Return what was corrected.
+
+    nemotron_h bounds time steps from below in prefills, by `time_step_min`, and not in decodes; its configuration says
+    `time_step_limit`, which nothing reads there.
+    """
+    said = set()
+    for module in model.modules():
+        limit = getattr(getattr(module, "config", None), "time_step_limit", None)
+        found: Any = getattr(module, "time_step_limit", None) if _keeps_state(module) else None
+        if found is None or limit is None or tuple(found) == tuple(limit):
+            continue
+        setattr(module, "time_step_limit", tuple(limit))  # noqa: B010
+        said.add(f"time steps are bounded by {tuple(limit)}, as its configuration says, and not by {tuple(found)}")
+    return sorted(said)
+
+
+def _parts(
+    query_start: Int32Array, start: Int32Array, places: Int32Array, device: torch.device, token_by_token: bool
+) -> list[_Part]:
+    """Return the calls for a step's rows: those of one token that go on first, as one, then each other row."""
+    length = np.diff(query_start)
+    one = (length == 1) & (start > 0)
+    found = []
+    if one.any():
+        found.append(_part(query_start[:-1][one], places[one], (int(one.sum()), 1), True, device))
+    for row in np.flatnonzero(~one):
+        tokens, place = np.arange(query_start[row], query_start[row + 1]), places[row : row + 1]
+        if start[row] > 0 and token_by_token:
+            found += [_part(tokens[n : n + 1], place, (1, 1), True, device) for n in range(len(tokens))]
+        else:
+            found.append(_part(tokens, place, (1, len(tokens)), bool(start[row] > 0), device))
+    return found
+
+
+def _part(tokens: Any, places: Any, shape: tuple[int, int], goes_on: bool, device: torch.device) -> _Part:
+    at, of = (torch.from_numpy(each.astype(np.int64)).to(device) for each in (tokens, places))
+    return _Part(at, of, shape, goes_on)
+
+
+def _keeps_state(module: nn.Module) -> bool:
+    """Return whether the code of a module's forward writes a state into its cache."""
+    if not hasattr(module, "layer_idx"):
+        return False
+    try:
+        code = inspect.getsource(inspect.unwrap(type(module).forward))
+    except (OSError, TypeError):
+        return False
+    return any(f".{name}(" in code for name in _UPDATES)
+
+
+class _Mixer:
+    """One module, whose forward is replaced, and its states: piece -> [places, ...]."""
+
+    def __init__(self, module: Any, states: MixerStates) -> None:
+        self.layer = int(module.layer_idx)
+        self._states, self._forward = states, module.forward
+        self._signature = inspect.signature(module.forward)
+        self.kinds: dict[Piece, torch.Tensor] = {}
+        """For each piece one that a sequence had, [1, ...]."""
+        self.kept: dict[Piece, torch.Tensor] = {}
+        module.forward = self._run
+
+    @property
+    def bytes_a_sequence(self) -> int:
+        return sum(each.nbytes for each in self.kinds.values())
+
+    def reserve(self, places: int) -> None:
+        self.kept = {piece: each.new_zeros((places, *each.shape[1:])) for piece, each in self.kinds.items()}
+
+    def _run(self, *given: Any, **named: Any) -> Any:
+        parts = self._states.parts
+        if parts is None and not self._states.learning:
+            return self._forward(*given, **named)
+        bound = self._signature.bind(*given, **named)
+        hidden, options = self._options(bound)
+        if parts is None:
+            call = _Call(None, None)
+            result = self._called(hidden, options, call)
+            self.kinds = {piece: made.detach().clone() for piece, made in call.made.items()}
+            return result
+        out: torch.Tensor | None = None
+        result = None
+        for part in parts:
+            call = _Call(self.kept, part.places if part.goes_on else None)
+            result = self._called(
+                _cut(hidden, part, hidden.shape[1]),
+                {name: _cut(value, part, hidden.shape[1]) for name, value in options.items()},
+                call,
+            )
+            call.put_back(self.kept, part.places)
+            mixed = result[0] if isinstance(result, tuple) else result
+            if out is None:
+                out = mixed.new_empty((hidden.shape[1], mixed.shape[-1]))
+            out[part.tokens] = mixed.flatten(0, 1)
+        assert out is not None, "a step has a row"
+        return (out[None], *(None for _ in result[1:])) if isinstance(result, tuple) else out[None]
+
+    def _options(self, bound: inspect.BoundArguments) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return the hidden states and the other arguments. Masks of padding, and what describes packed rows, go."""
+        known = {
+            name: value
+            for name, value in bound.arguments.items()
+            if self._signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD
+        }
+        first = next(iter(known))
+        hidden = known.pop(first)
+        for name in ("attention_mask", *_CACHES):
+            known.pop(name, None)
+        return hidden, known
+
+    def _called(self, hidden: torch.Tensor, options: dict[str, Any], call: _Call) -> Any:
+        parameters = self._signature.parameters
+        cache = next(name for name in _CACHES if name in parameters)
+        mask = {"attention_mask": None} if "attention_mask" in parameters else {}
+        return self._forward(hidden, **options, **mask, **{cache: call})
+
+
+def _cut(value: Any, part: _Part, tokens: int) -> Any:
+    """Return the tokens of a part, [B, L, ...], of what has an entry for each token, [1, T, ...]; the rest as it is."""
+    if isinstance(value, tuple):
+        return tuple(_cut(each, part, tokens) for each in value)
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[:2] != (1, tokens):
+        return value
+    return value[0].index_select(0, part.tokens).view(*part.shape, *value.shape[2:])
+
+
+class _Call:
+    """The cache that a mixer sees in one call, by the interface of transformers' `Cache`; layers are not looked at.
+
+    `places` are those whose states it gathers; None: the sequences begin.
+    """
+
+    def __init__(self, kept: dict[Piece, torch.Tensor] | None, places: torch.Tensor | None) -> None:
+        self._kept, self._places = kept, places
+        self.made: dict[Piece, torch.Tensor] = {}
+
+    def put_back(self, kept: dict[Piece, torch.Tensor], places: torch.Tensor) -> None:
+        """Write the states that the mixer made, or changed where they were, to the places."""
+        for piece, state in self.made.items():
+            kept[piece].index_copy_(0, places, state.to(kept[piece].dtype))
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self._places is not None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._get(("conv", state_idx))
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> torch.Tensor:
+        """Append columns [B, channels, n]; return all that there are, and keep the last ones, as wide as the kernel."""
+        piece = ("conv", state_idx)
+        before, width = self._get(piece), conv_kernel_size or conv_states.shape[-1]
+        columns = conv_states if before is None else torch.cat((before, conv_states), dim=-1)
+        if (missing := width - columns.shape[-1]) > 0:
+            columns = nn.functional.pad(columns, (missing, 0))
+        self.made[piece] = columns[..., -width:]
+        return columns
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._get(("recurrent", state_idx))
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0
+    ) -> torch.Tensor:
+        self.made["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        return self._get(("linear", 0))
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        self.made["linear", 0] = linear_cache
+
+    def _get(self, piece: Piece) -> torch.Tensor | None:
+        """Return the rows' states of a piece; a mixer may change them in place."""
+        if self._places is None or self._kept is None:
+            return None
+        if piece not in self.made:
+            self.made[piece] = self._kept[piece].index_select(0, self._places)
+        return self.made[piece]
