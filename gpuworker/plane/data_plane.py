@@ -106,6 +106,7 @@ class DataPlane:
             long_prefill_cap=settings.long_prefill_cap or 0,
             window=self.identity.kv_geometry.window,
             prefix_caching=self.prefix_caching,
+            keeps_states=self.keeps_states,
             max_num_seqs=self.max_num_seqs,
             max_scored_tokens=max_scored_tokens(self.facts.vocab_size),
             new_drafter=self.new_drafter,

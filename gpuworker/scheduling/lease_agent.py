@@ -81,7 +81,7 @@ class LeaseAgent:
         """Queue a sequence for blocks. Raises InvalidRequest with the numbers when it could never run."""
         self._check_id(new.sequence)
         hashed = self.config.prefix_caching and not new.no_cache
-        sequence = Sequence(new, self._arrivals, hashed, self._partly)
+        sequence = Sequence(new, self._arrivals, hashed, self._partly, self.config.keeps_states)
         check_request(sequence, self.config)
         self._arrivals += 1
         self._last_sequence = new.sequence

@@ -17,8 +17,9 @@ class AgentConfig:
 
     `block_size` is a power of two. `max_scored_tokens` bounds the positions of a step that score prompts: each takes a
     row of logits. `long_prefill_cap` bounds one prompt's share of a step while others run too; 0 means no
-    bound. `window` > 0 is the widest attention window of a model whose layers all have one. Parts of blocks are
-    reused where a block has `min_partial_block` slots or more.
+    bound. `window` > 0 is the widest attention window of a model whose layers all have one. Where layers keep a state
+    (`keeps_states`), each sequence computes all its tokens, a fork too. Parts of blocks are reused where a block has
+    `min_partial_block` slots or more.
     """
 
     num_blocks: int
@@ -27,6 +28,7 @@ class AgentConfig:
     long_prefill_cap: int = 0
     window: int = 0
     prefix_caching: bool = True
+    keeps_states: bool = False
     runway_slots: int = 32
     max_num_seqs: int = 256
     max_scored_tokens: int = 256

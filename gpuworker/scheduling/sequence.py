@@ -95,10 +95,13 @@ class Sequence:
         "stopping",
         "tokens",
         "trimmed",
+        "whole",
     )
 
-    def __init__(self, new: NewSequence, arrival: int, hashed: bool, partly: bool = False) -> None:
+    def __init__(self, new: NewSequence, arrival: int, hashed: bool, partly: bool = False, whole: bool = False) -> None:
         self.new = new
+        # Begins at its first token, whatever blocks hold: layers keep a state.
+        self.whole = whole
         # Unique within the worker's incarnation.
         self.id = new.sequence
         self.stopping = new.stop.stopping
@@ -137,8 +140,8 @@ class Sequence:
 
     @property
     def computes_all(self) -> bool:
-        """Whether log-probabilities of the prompt are missing: then every position must be computed."""
-        return self.scored < self.score_until
+        """Whether every position must be computed: for a state, or for log-probabilities of the prompt that lack."""
+        return self.whole or self.scored < self.score_until
 
     @property
     def cached_tokens(self) -> int:

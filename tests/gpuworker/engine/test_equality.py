@@ -93,6 +93,21 @@ def test_preempted_sequences_keep_their_tokens(kind: str, model_impl: ModelImpl)
         engine.assert_all_free()
 
 
+@pytest.mark.parametrize("kind", ["llama", "lfm2", "qwen3_next"])
+def test_forks_have_the_tokens_of_their_prompt(kind: str) -> None:
+    """Those of a model that keeps states share no block with the sequence that they fork from: they compute all."""
+    prompt = prompts()[-1]
+    wanted = hf_greedy(checkpoint(kind), prompt, COUNT)
+    with driver(kind, "transformers", 4) as engine:
+        first = engine.submit(prompt, COUNT)
+        forks = [engine.submit(prompt, COUNT, fork_of=first) for _ in range(3)]
+        engine.finish()
+        assert [engine.results[each].tokens for each in (first, *forks)] == [wanted] * 4
+        cached = {engine.results[each].cached_tokens for each in forks}
+        assert cached == ({0} if kind != "llama" else {(len(prompt) - 1) // 4 * 4})
+        engine.assert_all_free()
+
+
 @pytest.mark.parametrize("model_impl", [impl for kind, impl in CASES if kind == "mistral"])
 def test_where_every_layer_has_a_window_long_prompts_run_in_a_pool_that_holds_little_more(
     model_impl: ModelImpl,

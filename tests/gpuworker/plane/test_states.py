@@ -1,0 +1,85 @@
+"""A worker whose model keeps states: what it takes of memory, what it refuses, and that it shares no prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.contracts.errors import InvalidConfig
+from gpuworker.config import GpuWorkerSettings
+from gpuworker.memory.byte_plan import GIB
+from gpuworker.plane import memory
+from gpuworker.plane.assembly import ModelPlane, assemble
+from tests.support.checkpoints import checkpoint
+
+STATE = 2 * 64 * 3 * 4
+"""Bytes of a sequence's states: two convolutions of lfm2, of 64 channels and 3 columns in float32."""
+BLOCK = 2 * 2 * 16 * 4 * 16
+"""Bytes of a block of its one layer that attends: K and V of 2 heads of 16 numbers, 16 slots."""
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Keep the process's number of threads, which assembling sets."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def assembled(kind: str = "lfm2", **options: Any) -> ModelPlane:
+    settings = {"kv_blocks": 64, "threads": 1, "device": "cpu", "dtype": "float32"} | options
+    plane = assemble(GpuWorkerSettings(model=str(checkpoint(kind)), **settings))
+    plane.runner.close()
+    return plane
+
+
+def test_states_take_memory_beside_the_blocks() -> None:
+    plan, without = assembled(max_num_seqs=5).memory, assembled("llama", max_num_seqs=5).memory
+    assert (plan.block_bytes, plan.state_bytes, plan.states) == (BLOCK, STATE, 5 * STATE)
+    assert plan.left == plan.free - plan.activations - plan.token_table - 5 * STATE - 64 * BLOCK
+    assert (without.state_bytes, without.states) == (0, 0)
+    (line,) = [line for line in plan.lines() if "states" in line]
+    each = "5 sequences, 1.5 KiB each, as much as K and V of 6 tokens; prompts share no blocks"
+    assert line == f"  states          7.5 KiB  {each}"
+    assert not [line for line in without.lines() if "states" in line]
+
+
+def test_a_worker_that_keeps_states_computes_every_prompt() -> None:
+    config, attach = assembled().agent_config(), assembled().attach("w0", "")
+    assert (config.prefix_caching, config.keeps_states, attach.prefix_caching) == (False, True, False)
+    config = assembled("llama").agent_config()
+    assert (config.prefix_caching, config.keeps_states) == (True, False)
+
+
+@pytest.mark.parametrize(("free", "most"), [(GIB, 64), (40 * STATE, 10), (STATE, 1)])
+def test_fewer_sequences_run_where_their_states_are_large(
+    free: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of the free memory at most, unless an option says how many; one runs always."""
+    plane = assembled()
+    monkeypatch.setattr(memory, "free_bytes", lambda _: free)
+    assert memory.most_sequences(plane.model, 64) == most
+
+
+def test_more_sequences_than_have_room_are_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_estimate", lambda *_: 0)
+    monkeypatch.setattr(memory, "mapped_weight_bytes", lambda: 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 1000 * STATE)
+    what = r"--max-num-seqs: 2000 sequences keep states of 1\.5 KiB each, 2\.9 MiB in all, and .* may be taken on cpu"
+    with pytest.raises(InvalidConfig, match=what):
+        assembled(max_num_seqs=2000, max_model_len=16)
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
+def test_drafts_are_refused(kind: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"--speculative: is ngram, and its layers keep states.*leave it out"):
+        assembled(kind, speculative="ngram")
+
+
+def test_it_is_no_draft_model(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"--draft-model: its layers keep states.*take another one"):
+        assembled("llama", draft_model=str(checkpoint("lfm2")))

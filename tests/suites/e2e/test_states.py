@@ -1,0 +1,44 @@
+"""A model whose layers keep states: tokens over worker deaths, siblings and preemptions, and no prefix is shared."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+from cli.suite.stack import StackOptions
+from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy
+from tests.support.load import kill
+from tests.support.suite import cached_tokens, greedy, running_suite
+
+TOKENS = 60
+FLAGS = ("--dtype", "float32", "--kv-blocks", "80", "--max-model-len", "160", "--max-num-seqs", "6")
+_random = random.Random(7)
+SHARED = [_random.randrange(6, VOCAB_SIZE) for _ in range(40)]
+PROMPTS = [[*SHARED, *(_random.randrange(6, VOCAB_SIZE) for _ in range(1 + 3 * n))] for n in range(8)]
+
+
+async def test_streams_outlive_a_worker_and_a_manager(tmp_path: Path) -> None:
+    """Two workers, pools too small for all; one worker and the manager are killed while all streams run."""
+    folder = checkpoint("qwen3_next")
+    wanted = [hf_greedy(folder, prompt, TOKENS) for prompt in PROMPTS]
+    options = StackOptions(model=folder, block_size=4, workers=2, worker_flags=FLAGS)
+    async with running_suite(tmp_path, options) as suite:
+        await suite.until_connected(2)
+        begun = [asyncio.Event() for _ in PROMPTS]
+        streams = [
+            asyncio.create_task(suite.generate(greedy(prompt, TOKENS), first_token=first))
+            for prompt, first in zip(PROMPTS, begun, strict=True)
+        ]
+        await asyncio.wait([asyncio.create_task(first.wait()) for first in begun], return_when=asyncio.FIRST_COMPLETED)
+        kill(suite, "worker-0")
+        kill(suite, "kvmanager")
+        outcomes = await asyncio.gather(*streams)
+        assert [outcome.tokens for outcome in outcomes] == wanted
+        again = await suite.generate(greedy(PROMPTS[0], TOKENS))
+        assert (again.tokens, cached_tokens(again)) == (wanted[0], 0)
+        several = greedy(PROMPTS[1], TOKENS)
+        several.sampling.n = 3
+        assert (await suite.generate(several)).sequences == dict.fromkeys(range(3), wanted[1])
+        await suite.until_connected(2)
+        await suite.until_all_free(2)
