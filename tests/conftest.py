@@ -111,8 +111,8 @@ _NEEDS = {
         suites/e2e/test_prompt_logprobs.py suites/e2e/test_record.py suites/e2e/test_resources.py
         suites/e2e/test_rolling_restart.py suites/e2e/test_router_end.py suites/e2e/test_routers.py
         suites/e2e/test_several_sequences.py suites/e2e/test_shards.py suites/e2e/test_speculation.py
-        suites/e2e/test_step_traces.py suites/e2e/test_thinking.py suites/e2e/test_trace_statuses.py
-        suites/e2e/test_windows.py
+        suites/e2e/test_states.py suites/e2e/test_step_traces.py suites/e2e/test_thinking.py
+        suites/e2e/test_trace_statuses.py suites/e2e/test_windows.py
     """,
     "frameworks": """
         suites/clients/test_ai_sdk.py suites/clients/test_aider.py suites/clients/test_coding_agents.py
