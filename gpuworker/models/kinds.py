@@ -44,10 +44,11 @@ _ENCODERS: Final = frozenset(
         ),
     }
 )
-_STATE: Final = "it keeps a state that each token overwrites, and a KV cache holds keys and values of every token"
+_STATES_ALONE: Final = "none of its layers attends, and a sequence is held by its blocks of keys and values"
 # Kinds that do something else with attention than the paged cache can follow.
 _PECULIAR: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma"), _STATE),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"), _STATES_ALONE),
+    "recurrent_gemma": "its modules keep the state of one batch, and steps mix sequences",
     "diffllama": "each of its layers attends twice (differential attention), and the paged cache has one call a layer",
     "hrm_text": "it runs the same layers several times for each token, and the paged cache holds one K and V a layer",
     "reformer": "it attends by hashing (LSH), and the paged cache compares each query with every key",

@@ -316,6 +316,8 @@ def _open(
         return native
     model = load_model(source, device)
     geometry = self_test(model, backend)
+    if model.states is not None and model.states.token_by_token:
+        _log.warning("%s: chunks of a prompt after the first go token by token", model.config.model_type)
     beyond_thresholds(model.config, lambda tiny, length: self_test(tiny_model(tiny, device), backend, length=length))
     return model, geometry
 

@@ -311,7 +311,7 @@ def test_an_option_for_the_workers_alone_is_checked_too(tmp_path: Path, base: di
     [
         ("model.safetensors", POINTER, "model.safetensors in {0} is a Git LFS pointer"),
         ("config.json", b'{"model_type": ', "{0}/config.json is not valid JSON: "),
-        ("config.json", b'{"model_type": "mamba"}', "mamba cannot be served: it keeps a state"),
+        ("config.json", b'{"model_type": "mamba"}', "mamba cannot be served: none of its layers attends"),
         ("config.json", b'{"model_type": "lama"}', "'lama' is not a model type of transformers "),
         ("tokenizer.json", POINTER, "tokenizer.json in {0} is a Git LFS pointer"),
     ],

@@ -21,7 +21,7 @@ ENCODERS = (
 )
 SCORES = f"ForSequenceClassification gives scores, as for reranking, and continues no text: {ELSEWHERE}"
 SCORES_OF_TOKENS = f"Gemma2ForTokenClassification gives scores, as for reranking, and continues no text: {ELSEWHERE}"
-STATE = "it keeps a state that each token overwrites, and a KV cache holds keys and values of every token"
+STATES_ALONE = "none of its layers attends, and a sequence is held by its blocks of keys and values"
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def known() -> KnownKinds:
         ),
         (
             {"model_type": "llava", "text_config": {"model_type": "mamba"}},
-            f"the language model of llava cannot be served: mamba cannot be served: {STATE}",
+            f"the language model of llava cannot be served: mamba cannot be served: {STATES_ALONE}",
         ),
         ({"model_type": "t5"}, f"t5 is an encoder-decoder; {ONLY}"),
         ({"model_type": "bart"}, f"bart is an encoder-decoder; {ONLY}"),
@@ -111,7 +111,7 @@ def known() -> KnownKinds:
             ),
         ),
         ({"model_type": "vit"}, f"vit is not a language model that continues text; {ONLY}"),
-        ({"model_type": "mamba"}, f"mamba cannot be served: {STATE}"),
+        ({"model_type": "mamba"}, f"mamba cannot be served: {STATES_ALONE}"),
         (
             {"model_type": "diffllama"},
             (
@@ -188,6 +188,6 @@ def test_the_tables_are_those_that_transformers_has_when_it_is_imported(known: K
 
 
 def test_without_transformers_what_config_json_says_still_counts() -> None:
-    assert why_not_served({"model_type": "mamba"}, None) == f"mamba cannot be served: {STATE}"
+    assert why_not_served({"model_type": "mamba"}, None) == f"mamba cannot be served: {STATES_ALONE}"
     assert why_not_served({"model_type": "llama"}, None) is None
     assert why_not_served({"model_type": "bert"}, None) == f"bert {ENCODER}"
