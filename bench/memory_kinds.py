@@ -1,18 +1,20 @@
-"""What the kinds of memory of a model take: bytes of a token with latents, and what attending on them costs.
+"""What the kinds of memory of a model take: bytes of a token with latents, and what attending on them or states costs.
 
     python -m bench.memory_kinds --json
 
 Bytes are counted on two layers of the attention of a published model, with random weights, as the self-test at start
-finds them; they do not depend on the machine. Rates are those of a worker's engine on a small deepseek_v3 in float32,
-with latents and, in turns, with K and V of every head.
+finds them; they do not depend on the machine. Rates are those of a worker's engine in float32: on a small deepseek_v3,
+with latents and, in turns, with K and V of every head; on a small qwen3_next, whose layers keep states, and in turns
+by transformers' `generate` of the same weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 from unittest.mock import patch
 
 import torch
@@ -26,7 +28,7 @@ from gpuworker.attention.backends import make_backend
 from gpuworker.memory.byte_plan import bytes_per_block
 from gpuworker.models.hf import latents
 from gpuworker.models.hf.loader import random_module
-from gpuworker.models.hf.model import TransformersModel
+from gpuworker.models.hf.model import IMPLEMENTATION, TransformersModel
 from gpuworker.models.hf.tiny import tiny_config
 from gpuworker.models.self_test import self_test
 from gpuworker.plane.assembly import ModelPlane
@@ -79,6 +81,28 @@ _SMALL: Final = {
     "v_head_dim": 128,
     "max_position_embeddings": 4096,
 }
+# Six layers of the gated delta rule and two that attend, with experts, as Qwen3-Next has them.
+_HYBRID: Final = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "initializer_range": 0.1,
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "max_position_embeddings": 4096,
+}
 _BLOCK_SIZE, _ROWS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 16, 8, 512, 33
 
 
@@ -120,10 +144,10 @@ def byte_figures(name: str, shape: Shape) -> Iterator[tuple[str, float, str]]:
     yield f"every_head_{name}", expanded / kept, "K and V of every head over latents"
 
 
-def _plane() -> ModelPlane:
+def _plane(shape: Mapping[str, object] = _SMALL) -> ModelPlane:
     slots = _ROWS * (_PROMPT_TOKENS + _OUTPUT_TOKENS + 2 * _BLOCK_SIZE)
     options = {"device": "cpu", "dtype": "float32", "kv_blocks": slots // _BLOCK_SIZE, "block_size": _BLOCK_SIZE}
-    return data_plane(None, _SMALL, max_num_seqs=_ROWS, prefix_caching=False, **options)
+    return data_plane(None, shape, max_num_seqs=_ROWS, prefix_caching=False, **options)
 
 
 def _rates(worker: BenchWorker, seed: int) -> tuple[float, float]:
@@ -150,6 +174,40 @@ def rate_figures(rounds: int) -> Iterator[tuple[str, float, str]]:
         yield f"{name}_over_every_head", median, words
 
 
+@torch.inference_mode()
+def _generated(plane: ModelPlane, prompts: Sequence[Sequence[int]]) -> float:
+    """Return tokens a second of transformers' `generate` for one batch, prompts and outputs together."""
+    model: Any = plane.model
+    ids = torch.tensor(prompts)
+    model.module.set_attn_implementation("sdpa")
+    try:
+        began = time.perf_counter()
+        model.module.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=_OUTPUT_TOKENS, do_sample=False, pad_token_id=0
+        )
+        return len(prompts) * (_PROMPT_TOKENS + _OUTPUT_TOKENS) / (time.perf_counter() - began)
+    finally:
+        model.module.set_attn_implementation(IMPLEMENTATION)
+
+
+def hybrid_figures(rounds: int) -> Iterator[tuple[str, float, str]]:
+    """Yield the rates of a model whose layers keep states over those of `generate`: medians of rounds, in turns."""
+    plane = _plane(_HYBRID)
+    with plane_worker(plane, _BLOCK_SIZE) as worker:
+        for rows in (1, _ROWS):
+            ratios = []
+            for seed in range(rounds + 1):
+                prompts = random_prompts(rows, _PROMPT_TOKENS, seed)
+                run = worker.load(prompts, _OUTPUT_TOKENS)
+                ratios.append((run.prompt_tokens + run.tokens) / run.seconds / _generated(plane, prompts))
+                progress(f"hybrid, batch {rows}: round {seed} of {rounds}")
+            median, least, most = median_interval(ratios[1:])
+            words = (
+                f"tokens/s of {rows} over transformers' generate, median of {rounds}; 95 % {least:.2f} to {most:.2f}"
+            )
+            yield f"hosted_hybrid_{rows}", median, words
+
+
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--only", choices=SHAPES, nargs="+", default=list(SHAPES), help="some models")
@@ -157,7 +215,7 @@ def main() -> None:
     args = flags.parse_args()
     found = [figure for name in args.only for figure in byte_figures(name, SHAPES[name])]
     if args.rounds:
-        found += rate_figures(args.rounds)
+        found += [*rate_figures(args.rounds), *hybrid_figures(args.rounds)]
     report(
         "memory_kinds", {name: value for name, value, _ in found}, {name: words for name, _, words in found}, args.json
     )

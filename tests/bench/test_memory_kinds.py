@@ -23,3 +23,5 @@ def test_the_engine_runs_both_ways() -> None:
     figures, _ = run_benchmark("memory_kinds", "--only", "youtu", "--rounds", "1")
     assert figures["prefill_over_every_head"] > 0
     assert figures["decode_over_every_head"] > 0
+    assert figures["hosted_hybrid_1"] > 0
+    assert figures["hosted_hybrid_8"] > 0
