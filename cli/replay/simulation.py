@@ -337,7 +337,7 @@ class _Simulation:
         )
         worker = ReplayWorker(self._loop, self._clock, attach, config, options.timing, self._manager, listener)
         sizes = (options.num_blocks, options.block_size, options.max_num_seqs, options.max_model_len)
-        capacity = Capacity(*sizes, options.window)
+        capacity = Capacity(*sizes, options.window, options.prefix_caching)
         self._workers[worker_id] = worker
         for router in self._routers:
             router.pool.add(worker, capacity, self._loop.time())

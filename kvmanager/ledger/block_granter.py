@@ -489,7 +489,7 @@ def _reasons(
     if lacking:
         reasons.append(f"begins with a part of its prompt's blocks, and gets {lacking} others as they come free")
     if sequence.computes_all:
-        reasons.append("computes all its tokens, for their log-probabilities")
+        reasons.append("computes all its tokens")
     if sequence.recompute:
         reasons.append("computed again after a preemption")
     return tuple(reasons)

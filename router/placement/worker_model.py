@@ -39,6 +39,8 @@ class Capacity:
     max_model_len: int
     # Slots of the widest window where every layer has one, else 0.
     window: int = 0
+    # Whether the worker keeps blocks for prompts to come.
+    prefix_caching: bool = True
 
     def blocks(self, tokens: int) -> int:
         """Return the blocks that so many tokens hold at once."""

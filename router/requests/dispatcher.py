@@ -531,7 +531,8 @@ class Dispatcher:
         )
 
     def _placement(self, job: Job, worker: WorkerModel, client: WorkerClient, choice: Choice, flow: Flow) -> Placement:
-        self._memory.remember(worker.worker_id, job.block_hashes, self._clock.monotonic())
+        if worker.capacity.prefix_caching:
+            self._memory.remember(worker.worker_id, job.block_hashes, self._clock.monotonic())
         reservations = self._reserver.reserve(worker, job.request, choice.hit_blocks, flow)
         return Placement(worker.worker_id, client, reservations, choice.decision, self._clock.time_ns())
 

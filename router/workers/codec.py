@@ -143,6 +143,7 @@ def facts_from_proto(info: pb.WorkerInfo) -> WorkerFacts:
         max(1, info.max_num_seqs),
         info.max_model_len,
         identity.kv_geometry.window,
+        info.prefix_caching,
     )
     return WorkerFacts(info.worker_id, info.incarnation, identity, capacity, info.vocab_size, tuple(info.eos_token_ids))
 

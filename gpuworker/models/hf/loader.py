@@ -281,6 +281,8 @@ def load_model(source: ModelSource, device: torch.device) -> TransformersModel:
                 module = _stored_model(directory, config, precision.dtype, device)
     except _RAISED as error:
         raise InvalidConfig(FieldViolation("--model", f"cannot load {directory}: {error}")) from error
+    if device.type == "cpu":  # it advises packages that run on GPUs alone
+        logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     model = TransformersModel(module, precision.kv_dtype)
     for correction in model.corrections:
         _log.warning("%s in transformers: %s", config.model_type, correction)

@@ -10,7 +10,7 @@ import pytest
 
 from common.contracts.errors import QuireError, Unavailable
 from common.contracts.turns import BY_AGE
-from common.contracts.types import DecisionKind
+from common.contracts.types import BlockHash, DecisionKind
 from router.placement.fair_queue import PASSED_SECONDS
 from router.placement.placement_request import PlacementRequest
 from router.placement.worker_model import Capacity, Load, WorkerModel
@@ -145,6 +145,20 @@ async def test_a_placement_is_reserved_before_it_is_returned() -> None:
         for reservation in placement.reservations:
             reservation.release()
         assert (model.outstanding, model.pending_prefill_tokens, model.unheld_blocks) == (0, 0, 64)
+
+
+@pytest.mark.parametrize(("prefix_caching", "hits"), [(True, 2), (False, 0)])
+async def test_a_prefix_counts_where_it_was_sent_if_the_worker_keeps_blocks(prefix_caching: bool, hits: int) -> None:
+    """Ten tokens in blocks of four: two full blocks."""
+    async with frontend_over(FakeWorker(prefix_caching=prefix_caching)) as harness:
+        again = replace(job(), block_hashes=(BlockHash(b"a" * 16), BlockHash(b"b" * 16)))
+        found = []
+        for _ in range(2):
+            placement = await harness.dispatcher.place_job(again, harness.dispatcher.ticket(0))
+            found.append(dict(placement.decision.candidates[0].figures)["hit_blocks"])
+            for reservation in placement.reservations:
+                reservation.release()
+        assert found == [0, hits]
 
 
 async def full(harness: Harness) -> LoadReservation:

@@ -40,6 +40,7 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
     identity: PoolIdentity = IDENTITY
     num_blocks: int = 64
     max_num_seqs: int = 8
+    prefix_caching: bool = True
     max_model_len: int = 256
     automatic: bool = False
     greets: bool = True
@@ -167,6 +168,7 @@ class FakeWorker(rpc.GpuWorkerServiceServicer):
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             vocab_size=1000,
+            prefix_caching=self.prefix_caching,
         )
 
     # ------------------------------------------------------------ what it says
