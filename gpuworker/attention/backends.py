@@ -14,6 +14,7 @@ from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.native_backend import NativeAttention
 from gpuworker.attention.native_backend import runs as native_runs
 from gpuworker.attention.torch_backend import TorchAttention
+from gpuworker.attention.whole_prompts import WholePrompts
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.layout import pools_of
 
@@ -90,4 +91,7 @@ def make_backend(name: str, cache: KvCache, options: BackendOptions = _ANY_BITS)
             f"--deterministic cannot be kept: no attention for {kind} here computes the same bits in every batch"
             f" (tried {', '.join(allowed)}); on a CPU the native kernels do, which need a C++ compiler at install"
         )
-    return BACKENDS[fit[0]].make(cache, options)
+    made = BACKENDS[fit[0]].make(cache, options)
+    if not cache.geometry.values_in_keys:
+        return made
+    return WholePrompts(made, cache, lambda scratch: make_backend(name, scratch, options))

@@ -63,7 +63,7 @@ class TorchAttention:
     def begin(self, step: AttentionMetadata) -> None:
         """Find the slots to write and the rows that attend together."""
         self._step = step
-        self._writes = self._slots_by_head(step.slot_mapping)
+        self.place(step.slot_mapping)
         order, self._batches = _batches(step, self._slots_at_once)
         self._permutation = None
         if order is not None:
@@ -71,13 +71,21 @@ class TorchAttention:
             tokens[: step.num_decodes] = order
             self._permutation = torch.from_numpy(tokens).to(self._device)
 
-    def write_and_attend(
-        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def place(self, slots: Int32Array) -> None:
+        """Say where `write` writes: into slots [T]."""
+        self._writes = self._slots_by_head(slots)
+
+    def write(self, layer: LayerAttention, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write key and value [T, kv_heads, d] of a layer without a source."""
         if layer.source is None:
             self._keys.write(layer.layer, self._writes, key.reshape(-1, key.shape[-1]))
         if layer.source is None and self._values is not None:
             self._values.write(layer.layer, self._writes, value.reshape(-1, value.shape[-1]))
+
+    def write_and_attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        self.write(layer, key, value)
         if self._permutation is not None:
             query = query.index_select(0, self._permutation)
         parts = [self._attend(layer, query[batch.queries], batch) for batch in self._batches]

@@ -53,6 +53,13 @@ class Latents:
         """Return [T, H, v] for weighted sums of latents [T, H, rank]."""
         return torch.matmul(attended.transpose(0, 1), self._by_head[:, self._nope :].mT).transpose(0, 1)
 
+    def every_head(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K [T, H, nope + rope] and V [T, H, v] of every head for what `keys` made, [T, 1, rank + rope]."""
+        latent, rope = keys[:, 0].split((self.linear.in_features, self._rope), dim=-1)
+        own = self.linear(latent).view(len(keys), -1, self._nope + self._values)
+        nope, values = own.split((self._nope, self._values), dim=-1)
+        return torch.cat((nope, rope[:, None].expand(-1, nope.shape[1], -1)), dim=-1), values
+
     def describes(self, expand: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Return whether a module's `expand_kv` computes K and V of each head as this class takes them to be."""
         weight = self.linear.weight

@@ -20,8 +20,9 @@ from torch import nn
 
 from common.contracts.errors import EngineFailure, Unsupported
 from gpuworker.attention.interface import LayerAttention, LayerSink
+from gpuworker.attention.whole_prompts import AttendsWholePrompts
 from gpuworker.memory.devices import dtype_name
-from gpuworker.models.hf.latents import Absorbed, absorb_latents, latents_of
+from gpuworker.models.hf.latents import Absorbed, Latents, absorb_latents, latents_of
 from gpuworker.models.hf.mixers import MixerStates, correct_mixers
 from gpuworker.models.hf.shared_kv import find_sources, source_of
 
@@ -139,12 +140,31 @@ def _paged_attention(
     index = getattr(module, "layer_idx", None)
     _refuse_unknown(module, index, attention_mask, options)
     layer, latents = _layer_attention(int(index or 0), query.shape[-1], options), latents_of(module)
-    if latents is not None:
-        layer, query = replace(layer, values_in_keys=True), latents.absorb(query)
     if (source := source_of(module)) is not None:
         layer = replace(layer, source=source)
-    out = sink.write_and_attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return (out if latents is None else latents.expand(out))[None], None
+    keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    if latents is not None:
+        return _attend_on_latents(latents, sink, replace(layer, values_in_keys=True), query, keys, values)[None], None
+    return sink.write_and_attend(layer, query[0].transpose(0, 1), keys, values)[None], None
+
+
+def _attend_on_latents(
+    latents: Latents,
+    sink: LayerSink,
+    layer: LayerAttention,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """Return [T, H, v]. query [1, H, T, d]; keys and values are latents, [T, 1, d]."""
+    whole = sink if isinstance(sink, AttendsWholePrompts) else None
+    cut = len(keys) if whole is None else whole.first_whole(layer, keys.dtype)
+    absorbed = latents.absorb(query[:, :, :cut])[0].transpose(0, 1)
+    out = latents.expand(sink.write_and_attend(layer, absorbed, keys, values))
+    if whole is None or cut == len(keys):
+        return out
+    of_whole = whole.attend_whole(layer, query[0, :, cut:].transpose(0, 1), *latents.every_head(keys[cut:]))
+    return torch.cat((out, of_whole))
 
 
 def _refuse_unknown(
