@@ -68,8 +68,9 @@ class KvCache:
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
         """Copy whole blocks of all layers, in list order: a source may be the destination of an earlier copy."""
+        pools = self.pools
         for copy in copies:
-            for pool in self.pools:
+            for pool in pools:
                 pool[:, copy.dst].copy_(pool[:, copy.src])
 
 

@@ -59,7 +59,7 @@ def geometry_of(shapes: Mapping[int, LayerShape], dtype: str, window: int) -> Kv
         return plain
     words = [f"{letter}={_in_words(kind)}" for letter, kind in zip(ascii_letters, kinds, strict=False)]
     layers = (ascii_letters[kinds.index(shapes[n])] if n in shapes else _NONE for n in range(max(shapes) + 1))
-    return replace(plain, values_in_keys=False, shapes=" ".join([*words, "".join(layers)]))
+    return replace(plain, shapes=" ".join([*words, "".join(layers)]))
 
 
 def pools_of(geometry: KvGeometry) -> tuple[Pool, ...]:

@@ -36,9 +36,10 @@ def test_each_shape_has_a_pool_of_its_layers() -> None:
 
 
 def test_a_gap_is_a_layer_without_its_own() -> None:
-    geometry = geometry_of({0: WIDE, 2: WIDE}, "float32", 0)
-    assert geometry.shapes == "a=2x512+512 a-a"
-    assert [pool.layers for pool in pools_of(geometry)] == [(0, 2)]
+    geometry = geometry_of({0: LATENT, 2: LATENT}, "float32", 0)
+    assert geometry == KvGeometry(2, 1, 576, 512, "float32", values_in_keys=True, shapes="a=1x576/512 a-a")
+    (pool,) = pools_of(geometry)
+    assert pool == Pool(replace(geometry, shapes=""), (0, 2))
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ from gpuworker.attention.backends import make_backend
 from gpuworker.models.hf.loader import ModelSource, load_model
 from gpuworker.models.self_test import self_test
 from tests.gpuworker.checkpoints.test_quantised import AWQ, GPTQ, compressed
-from tests.support.checkpoints import checkpoint, config_of
+from tests.support.checkpoints import checkpoint, config_of, hf_greedy
 from tests.support.gpuworker import packers
 from tests.support.gpuworker.packers import Parts, quantise
+from tests.support.gpuworker.runner_harness import Driver, runner_on
 
 CPU = torch.device("cpu")
 GROUP = 16
@@ -88,6 +89,25 @@ def test_it_passes_the_self_test_and_says_what_it_is(tmp_path: Path, caplog: pyt
         model = load_model(ModelSource(str(tmp_path / "packed"), dtype="float32"), CPU)
     assert self_test(model, lambda cache: make_backend("auto", cache)).num_layers == 3
     assert "21 of 30 weights of the checkpoint are in gptq; the transformers path runs them dequantised" in caplog.text
+
+
+@pytest.mark.parametrize("form", ["float-quantized", "int-quantized"])
+def test_latents_are_absorbed_with_the_weights_that_a_quantised_layer_means(tmp_path: Path, form: str) -> None:
+    pack, quantisation = FORMATS[form]
+    plain = packers.rewrite(
+        checkpoint("deepseek_v3"),
+        tmp_path / "packed",
+        lambda layer, weight: pack(layer, weight) if layer.endswith("kv_b_proj") else None,
+        quantisation,
+    )
+    runner = runner_on(load_model(ModelSource(str(tmp_path / "packed"), dtype="float32"), CPU))
+    driver, prompt = Driver(runner), list(range(9, 40))
+    stream = driver.add(prompt, 12, chunk=13)
+    driver.run()
+    runner.close()
+    assert stream.output == hf_greedy(plain, prompt, 12)
+    model = load_model(ModelSource(str(tmp_path / "packed"), dtype="float32"), CPU)
+    assert (len(model.absorbed.layers), model.absorbed.reason) == (3, "")
 
 
 def test_quantised_experts_are_merged_as_transformers_wants_them(tmp_path: Path) -> None:
