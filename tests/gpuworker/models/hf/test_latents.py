@@ -98,6 +98,19 @@ def test_tokens_are_those_of_transformers(name: str, block_size: int) -> None:
     assert bytes_per_block(geometry, 16) == 16 * config.num_hidden_layers * wide * 4
 
 
+@pytest.mark.parametrize(("name", "shapes"), [("kimi_linear", "a=1x24/16 --a"), ("bailing_hybrid", "a=1x24/16 ---a")])
+def test_latents_beside_layers_that_keep_a_state(name: str, shapes: str) -> None:
+    model = model_of(name)
+    runner = runner_on(model, 4, max_model_len=96)
+    driver = Driver(runner, 4)
+    prompts = [prompt_of(length, model.vocab_size) for length in (3, 33, 17)]
+    streams = [driver.add(prompt, 12, chunk) for prompt, chunk in zip(prompts, (9, 7, 1), strict=True)]
+    driver.run()
+    runner.close()
+    assert [stream.output for stream in streams] == [greedy(name, prompt, 12) for prompt in prompts]
+    assert shape_by_test(model).shapes == shapes
+
+
 def row(sequence: SequenceId, start: int, length: int, *blocks: int, drafts: tuple[int, ...] = ()) -> ScheduledRow:
     return ScheduledRow(sequence, start, length, tuple(map(BlockId, blocks)), samples=True, drafts=drafts)
 
