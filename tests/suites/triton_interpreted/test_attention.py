@@ -10,8 +10,10 @@ import torch
 
 from common.contracts.errors import Unsupported
 from gpuworker.attention.interface import LayerAttention
+from gpuworker.attention.torch_backend import attend_packed
 from gpuworker.attention.triton_backend import TritonAttention
 from gpuworker.attention.triton_tuning import Chip
+from gpuworker.attention.whole_prompts import WholePrompts
 from gpuworker.kernels.triton_cache import write_kv
 from tests.suites.triton_interpreted.attention_cases import (
     DECODED_FP8,
@@ -91,6 +93,22 @@ def test_a_layer_may_attend_on_what_another_one_wrote() -> None:
     out = attention.write_and_attend(other, step.query, unread, unread)
     np.testing.assert_allclose(out.numpy(), reference(step, replace(other, layer=0)), atol=2e-5)
     assert all(torch.equal(pool, was) for pool, was in zip(step.cache.pools, before, strict=True))
+
+
+def test_whole_prompts_attend_on_every_head_and_leave_their_latents() -> None:
+    case = Case(((7, 1), (5, 6), (0, 9), (0, 4)), 4, 6, 1, 24, 16, values_in_keys=True)
+    step, latents = random_step(case), replace(PLAIN, values_in_keys=True)
+    attention = WholePrompts(TritonAttention(step.cache, tuned=small(6)), step.cache, TritonAttention)
+    attention.begin(step.metadata)
+    cut = attention.first_whole(latents, torch.float32)
+    assert cut == 7
+    out = attention.write_and_attend(latents, step.query[:cut], step.key, step.value)
+    np.testing.assert_allclose(out.numpy(), reference(step, latents)[:cut], atol=2e-5)
+    heads = [torch.randn((13, 6, size), generator=torch.Generator().manual_seed(size)) for size in (40, 40, 32)]
+    found = attention.attend_whole(latents, *heads)
+    for row in (slice(0, 9), slice(9, 13)):
+        expected = attend_packed(latents, *(each[row] for each in heads))
+        torch.testing.assert_close(found[row], expected, atol=2e-5, rtol=0)
 
 
 def test_programs_share_the_many_heads_of_wide_latents() -> None:
