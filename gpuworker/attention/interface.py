@@ -8,13 +8,14 @@ their slots before it attends. So a row may read what another row of the same st
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 Int32Array = npt.NDArray[np.int32]
+_Positions = TypeVar("_Positions", npt.NDArray[np.int64], torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class LayerAttention:
     sees, itself included; `sinks` [num_heads] are logits of a key without value that enters the softmax's denominator.
     With `values_in_keys` V is a prefix of K, and a cache of this layer keeps K alone (`KvGeometry.values_in_keys`).
     `source` is the layer that attended before and whose K and V these are: nothing is written; None: the layer's own.
+    With `chunk`, which excludes a window, a query at position p sees those from p // chunk * chunk on.
     """
 
     layer: int
@@ -34,11 +36,18 @@ class LayerAttention:
     sinks: torch.Tensor | None = None
     values_in_keys: bool = False
     source: int | None = None
+    chunk: int | None = None
 
     @property
     def kept_at(self) -> int:
         """The layer of the cache in which K and V are."""
         return self.layer if self.source is None else self.source
+
+    def first_seen(self, position: _Positions) -> _Positions:
+        """Return the first position that queries at these see, of any shape; a window's may be negative."""
+        if self.chunk is not None:
+            return position // self.chunk * self.chunk
+        return position * 0 if self.window is None else position - self.window + 1
 
 
 @dataclass(frozen=True, slots=True)

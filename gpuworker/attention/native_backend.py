@@ -61,7 +61,10 @@ class StepStruct(ctypes.Structure):
 class LayerStruct(ctypes.Structure):
     """quire_layer of quire_cpu.h."""
 
-    _fields_ = (("layer", _int32), ("window", _int32), ("scale", _float), ("softcap", _float), ("sinks", _pointer))
+    _fields_ = (
+        *(("layer", _int32), ("window", _int32), ("chunk", _int32)),
+        *(("scale", _float), ("softcap", _float), ("sinks", _pointer)),
+    )
 
 
 class RowsStruct(ctypes.Structure):
@@ -114,7 +117,8 @@ def step_struct(step: AttentionMetadata) -> StepStruct:
 def layer_struct(layer: LayerAttention) -> LayerStruct:
     """Return the layer as C sees it; its sinks (float32, contiguous) must outlive the result."""
     sinks = None if layer.sinks is None else layer.sinks.data_ptr()
-    return LayerStruct(layer.kept_at, layer.window or 0, layer.scale, layer.softcap or 0.0, sinks)
+    reach = layer.window or 0, layer.chunk or 0
+    return LayerStruct(layer.kept_at, *reach, layer.scale, layer.softcap or 0.0, sinks)
 
 
 def rows_struct(tensor: torch.Tensor) -> RowsStruct:

@@ -32,7 +32,7 @@ MAX_MASK = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a batch gathers for one window size: L slots a row."""
+    """What a batch gathers for one window or chunk: L slots a row."""
 
     blocks: torch.Tensor  # [rows * kv_heads * blocks a row], index into (block, head)
     mask: torch.Tensor | None  # [rows, 1, queries, L], True where a query sees a slot; None: causal from slot 0
@@ -40,13 +40,13 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """Rows with equally many queries that attend together; views are made when a layer first asks for its window."""
+    """Rows with equally many queries that attend together; views are made when a layer first asks for its reach."""
 
     rows: Int64Array
     context: Int64Array  # per row, positions up to its last query in this batch
     queries: slice  # tokens of the step, in the order in which rows attend
     query_count: int
-    views: dict[int | None, View] = field(default_factory=dict)
+    views: dict[tuple[int | None, int | None], View] = field(default_factory=dict)
 
 
 class TorchAttention:
@@ -94,9 +94,10 @@ class TorchAttention:
 
     def _attend(self, layer: LayerAttention, query: torch.Tensor, batch: RowBatch) -> torch.Tensor:
         """Return [tokens of the batch, num_heads, head_dim_v] for the same tokens of `query`."""
-        if layer.window not in batch.views:
-            batch.views[layer.window] = self._view(batch, layer.window)
-        view, rows = batch.views[layer.window], len(batch.rows)
+        reach = layer.window, layer.chunk
+        if reach not in batch.views:
+            batch.views[reach] = self._view(batch, layer)
+        view, rows = batch.views[reach], len(batch.rows)
         shape = (rows, self._kv_heads, -1)
         keys = self._keys.read(layer.kept_at, view.blocks).view(*shape, self._keys.head_dim)
         if self._values is None:
@@ -114,18 +115,17 @@ class TorchAttention:
         heads = block[:, None] * self._kv_heads + np.arange(self._kv_heads)
         return torch.from_numpy((heads * self._block_size + offset[:, None]).ravel()).to(self._device)
 
-    def _view(self, batch: RowBatch, window: int | None) -> View:
-        """Return what the batch gathers under a window: the blocks that any of its queries sees, and the mask."""
+    def _view(self, batch: RowBatch, layer: LayerAttention) -> View:
+        """Return what the batch gathers for a layer: the blocks that any of its queries sees, and the mask."""
         context, start = batch.context, batch.context - batch.query_count
-        first_seen = np.zeros_like(start) if window is None else np.maximum(start - window + 1, 0)
-        first_block = first_seen // self._block_size
+        first_block = np.maximum(layer.first_seen(start), 0) // self._block_size
         count = int((-(-context // self._block_size) - first_block).max())
         index = self._gather_index(batch.rows, first_block, count)
         whole = len(batch.rows) == 1 and start[0] == 0 and batch.query_count > 1
-        if whole and (window is None or batch.query_count <= window):
+        if whole and layer.first_seen(context - 1)[0] <= 0:
             return View(index, None)
         slots = first_block[:, None] * self._block_size + np.arange(count * self._block_size)
-        return View(index, self._mask(slots, start[:, None] + np.arange(batch.query_count), window))
+        return View(index, self._mask(slots, start[:, None] + np.arange(batch.query_count), layer))
 
     def _gather_index(self, rows: Int64Array, first_block: Int64Array, count: int) -> torch.Tensor:
         """Return [rows * kv_heads * count]: rows of the blocked pools, `count` blocks from the first of each row."""
@@ -135,11 +135,11 @@ class TorchAttention:
         by_head = blocks[:, None] * self._kv_heads + np.arange(self._kv_heads)[:, None]
         return torch.from_numpy(by_head.ravel()).to(self._device)
 
-    def _mask(self, slots: Int64Array, positions: Int64Array, window: int | None) -> torch.Tensor:
+    def _mask(self, slots: Int64Array, positions: Int64Array, layer: LayerAttention) -> torch.Tensor:
         """Return [rows, 1, queries, L] for the positions of slots [rows, L] and of queries [rows, queries]."""
         at = torch.from_numpy(slots).to(self._device)[:, None, None]
         query = torch.from_numpy(positions).to(self._device)[:, None, :, None]
-        return _sees(query, at, window)
+        return _sees(query, at, layer)
 
 
 class _Pool:
@@ -182,17 +182,17 @@ def attend_packed(layer: LayerAttention, query: torch.Tensor, key: torch.Tensor,
     """Attend over one whole sequence that is in no cache. Shapes as in `AttentionBackend.write_and_attend`."""
     count, kv_heads = key.shape[:2]
     position = torch.arange(count, device=key.device)
-    mask = _sees(position[:, None], position, layer.window)[None, None]
+    mask = _sees(position[:, None], position, layer)[None, None]
     keys, values = (t.transpose(0, 1)[None].float() for t in (key, value))
     stacked = query.reshape(1, count, kv_heads, -1, query.shape[-1]).permute(0, 2, 3, 1, 4).float()
     out = _attend_stacked(layer, stacked, keys, values, mask)
     return out.permute(0, 3, 1, 2, 4).reshape(*query.shape[:2], -1).to(query.dtype)
 
 
-def _sees(query: torch.Tensor, at: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Return which positions a query sees: its own and those before it, inside its window."""
+def _sees(query: torch.Tensor, at: torch.Tensor, layer: LayerAttention) -> torch.Tensor:
+    """Return which positions a query sees: its own and those before it, inside its window or chunk."""
     seen = at <= query
-    return seen if window is None else seen & (at > query - window)
+    return seen if layer.window is None and layer.chunk is None else seen & (at >= layer.first_seen(query))
 
 
 def _batches(step: AttentionMetadata, slots_at_once: int) -> tuple[Int64Array | None, list[RowBatch]]:

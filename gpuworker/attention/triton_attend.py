@@ -36,6 +36,12 @@ def _widened(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def _first_seen(position, span, CHUNKED: tl.constexpr):
+    """Return the first position that queries see from a window of `span` positions or a chunk of so many."""
+    return position // span * span if CHUNKED else position - span + 1
+
+
+@triton.jit
 def _attend_tiles(
     acc,
     total,
@@ -53,11 +59,12 @@ def _attend_tiles(
     kv_head,
     scale,
     softcap,
-    window,
+    span,
     one,
     MASKED: tl.constexpr,
     ONE_QUERY: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SOFTCAPPED: tl.constexpr,
     QUANTISED: tl.constexpr,
     BY_WORDS: tl.constexpr,
@@ -115,11 +122,11 @@ def _attend_tiles(
             if ONE_QUERY:
                 seen = (at < end)[None, :]
                 if WINDOWED:
-                    seen = seen & (at > position - window)[None, :]
+                    seen = seen & (at >= _first_seen(position, span, CHUNKED))[None, :]
             else:
                 seen = (at < end)[None, :] & (at[None, :] <= position[:, None])
                 if WINDOWED:
-                    seen = seen & (at[None, :] > position[:, None] - window)
+                    seen = seen & (at[None, :] >= _first_seen(position, span, CHUNKED)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.max(scores, axis=1)
         # Where nothing stands between the product and the exponent, scaling and subtraction are one operation.
@@ -161,7 +168,7 @@ def _attend_tiles(
 
 # Arguments that change from step to step are not specialised: that would compile a kernel while serving.
 @triton.jit(
-    do_not_specialize=["table_row", "window"],
+    do_not_specialize=["table_row", "span"],
     do_not_specialize_on_alignment=["block_table", "items", "queries", "partial_out", "partial_lse"],
 )
 def attend_kernel(
@@ -182,7 +189,7 @@ def attend_kernel(
     table_row,
     scale,
     softcap,
-    window,
+    span,
     one,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -197,6 +204,7 @@ def attend_kernel(
     TILE: tl.constexpr,
     ONE_QUERY: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SOFTCAPPED: tl.constexpr,
     WITH_SINKS: tl.constexpr,
     QUANTISED: tl.constexpr,
@@ -209,10 +217,11 @@ def attend_kernel(
     query [T, H, K] and out [T, H, V] (contiguous), H = KV_HEADS * SLICES * GROUP: SLICES programs share a K/V head.
     keys, values and their scales: one layer of the pools, contiguous, but that slots of V are VALUE_STRIDE numbers
     apart; partial_out [n, H, V] and partial_lse [n, H] float32, the latter as power of two. `scale`
-    holds log2(e), or with SOFTCAPPED 2 / softcap instead; `one` is 1.0. With ONE_QUERY an item has no more, and one
-    loop masks all tiles: where loading bounds, filling and draining the pipeline of loads once more costs more than
-    masks. With HALVES products are of float16 whatever the type of the queries: fp8 widens to it in a third of the
-    instructions. BY_WORDS saves a chip with registers to spare instructions on quantised V.
+    holds log2(e), or with SOFTCAPPED 2 / softcap instead; `one` is 1.0. WINDOWED queries see a window of `span`
+    positions, or with CHUNKED their chunk of `span`. With ONE_QUERY an item has no more, and one loop masks all tiles:
+    where loading bounds, filling and draining the pipeline of loads once more costs more than masks. With HALVES
+    products are of float16 whatever the type of the queries: fp8 widens to it in a third of the instructions. BY_WORDS
+    saves a chip with registers to spare instructions on quantised V.
     """
     HEADS: tl.constexpr = KV_HEADS * SLICES * GROUP
     item = items + (tl.program_id(0) // (KV_HEADS * SLICES)).to(tl.int64) * _ITEM_FIELDS
@@ -262,36 +271,36 @@ def attend_kernel(
     table = block_table + row.to(tl.int64) * table_row
     first = begin
     if WINDOWED:
-        first += tl.maximum(lowest - window + 1 - begin, 0) // TILE * TILE
-    # Tiles from `inner` up to `edge` lie in the window of every query and before all of them.
+        first += tl.maximum(_first_seen(lowest, span, CHUNKED) - begin, 0) // TILE * TILE
+    # Tiles from `inner` up to `edge` lie in the window or chunk of every query and before all of them.
     inner = first
     edge = first
     if not ONE_QUERY:
         edge += tl.maximum(tl.minimum(end, lowest + 1) - first, 0) // TILE * TILE
         if WINDOWED:
-            inner += (tl.maximum(highest - window + 1 - first, 0) + TILE - 1) // TILE * TILE
+            inner += (tl.maximum(_first_seen(highest, span, CHUNKED) - first, 0) + TILE - 1) // TILE * TILE
             acc, total, peak = _attend_tiles(
                 acc, total, peak, q, first, tl.minimum(inner, end), end, position,
-                keys, values, key_scales, value_scales, table, kv_head, scale, softcap, window, one,
-                True, ONE_QUERY, WINDOWED, SOFTCAPPED, QUANTISED, BY_WORDS, LIFT,
+                keys, values, key_scales, value_scales, table, kv_head, scale, softcap, span, one,
+                True, ONE_QUERY, WINDOWED, CHUNKED, SOFTCAPPED, QUANTISED, BY_WORDS, LIFT,
                 KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, VALUE_STRIDE, PRECISION,
             )  # fmt: skip
         acc, total, peak = _attend_tiles(
             acc, total, peak, q, inner, edge, end, position,
-            keys, values, key_scales, value_scales, table, kv_head, scale, softcap, window, one,
-            False, ONE_QUERY, WINDOWED, SOFTCAPPED, QUANTISED, BY_WORDS, LIFT,
+            keys, values, key_scales, value_scales, table, kv_head, scale, softcap, span, one,
+            False, ONE_QUERY, WINDOWED, CHUNKED, SOFTCAPPED, QUANTISED, BY_WORDS, LIFT,
             KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, VALUE_STRIDE, PRECISION,
         )  # fmt: skip
     acc, total, peak = _attend_tiles(
         acc, total, peak, q, tl.maximum(inner, edge), end, end, position,
-        keys, values, key_scales, value_scales, table, kv_head, scale, softcap, window, one,
-        True, ONE_QUERY, WINDOWED, SOFTCAPPED, QUANTISED, BY_WORDS, LIFT,
+        keys, values, key_scales, value_scales, table, kv_head, scale, softcap, span, one,
+        True, ONE_QUERY, WINDOWED, CHUNKED, SOFTCAPPED, QUANTISED, BY_WORDS, LIFT,
         KV_HEADS, BLOCK_SIZE, TILE, HEAD_DIM_K, HEAD_DIM_V, VALUE_STRIDE, PRECISION,
     )  # fmt: skip
     if ONE_QUERY:
         total = tl.sum(total, axis=1)
 
-    # A query that sees nothing (a padding row, a chunk outside of the window) gets zeros.
+    # A query that sees nothing (a padding row, a part of the context outside of the window) gets zeros.
     total = tl.where(total > 0.0, total, 1.0)
     acc = acc / (total * LIFT)[:, None]
     dim_v = tl.arange(0, TILE_V)

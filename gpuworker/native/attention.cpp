@@ -123,11 +123,11 @@ void Arena::reserve(size_t floats) {
   if (!data_) throw std::bad_alloc();
 }
 
-const Window& AttentionPlan::window(int size) const {
+const Window& AttentionPlan::window(int size, int chunk) const {
   for (const auto& made : windows) {
-    if (made->size == size) return *made;
+    if (made->size == size && made->chunk == chunk) return *made;
   }
-  std::abort();  // prepare() was not called for this window
+  std::abort();  // prepare() was not called for this window or chunk
 }
 
 namespace {
@@ -155,7 +155,7 @@ class Planner {
 
   void run() {
     shared_.assign(step_.num_decodes, 0);
-    if (window_.size == 0 && !plan_.deterministic) share_prefixes();
+    if (window_.size == 0 && window_.chunk == 0 && !plan_.deterministic) share_prefixes();
     for (int row = 0, next; row < step_.num_decodes; row = next) {
       next = after_drafts(row);
       add_decodes(row, next);
@@ -167,7 +167,10 @@ class Planner {
   }
 
  private:
-  int first_seen(int position) const { return window_.size ? std::max(0, position + 1 - window_.size) : 0; }
+  int first_seen(int position) const {
+    if (window_.chunk) return position / window_.chunk * window_.chunk;
+    return window_.size ? std::max(0, position + 1 - window_.size) : 0;
+  }
 
   // Whether so many queries, drafts not counted, are enough for tiles. Drafts take the kernel that decodes take without them.
   bool by_tiles(int queries) const { return !plan_.deterministic && queries * heads_ >= kTileLanes; }
@@ -360,9 +363,10 @@ class Planner {
 
 }  // namespace
 
-std::unique_ptr<Window> make_window(const AttentionPlan& plan, int size) {
+std::unique_ptr<Window> make_window(const AttentionPlan& plan, int size, int chunk) {
   auto window = std::make_unique<Window>();
   window->size = size;
+  window->chunk = chunk;
   Planner(plan, *window).run();
   return window;
 }
@@ -435,7 +439,7 @@ void attention_write(Team& team, const quire_cache& cache, int layer, const quir
 
 void attend(Team& team, const quire_cache& cache, const quire_layer& layer, AttentionPlan& plan, const quire_rows& query,
             const quire_rows& out) {
-  const Window& window = plan.window(layer.window);
+  const Window& window = plan.window(layer.window, layer.chunk);
   const float factor = layer.softcap != 0.0f ? layer.scale : layer.scale * kLog2E;
   float* parts = plan.parts.data();
   const Work work{plan, window, cache, layer, query, out, parts, factor};
@@ -455,11 +459,11 @@ void attend(Team& team, const quire_cache& cache, const quire_layer& layer, Atte
   });
 }
 
-void prepare(AttentionPlan& plan, int window) {
+void prepare(AttentionPlan& plan, int window, int chunk) {
   for (const auto& made : plan.windows) {
-    if (made->size == window) return;
+    if (made->size == window && made->chunk == chunk) return;
   }
-  plan.windows.push_back(make_window(plan, window));
+  plan.windows.push_back(make_window(plan, window, chunk));
   plan.parts.reserve(plan.windows.back()->parts * static_cast<size_t>(plan.num_heads) * part_floats(plan.cache));
   plan.scratch.reserve(plan.members * scratch_floats(plan.cache));
 }
@@ -507,7 +511,7 @@ void quire_attention_begin(quire_attention* attention, const quire_cache* cache,
 void quire_attention_layer(quire_attention* attention, const quire_layer* layer, const quire_rows* query,
                            const quire_rows* key, const quire_rows* value, const quire_rows* out) {
   AttentionPlan& plan = attention->plan;
-  prepare(plan, layer->window);
+  prepare(plan, layer->window, layer->chunk);
   run_team(plan.members, 1 + kAttendPhases, [&](Team& team) {
     if (key->data) attention_write(team, plan.cache, layer->layer, plan.step, *key, *value);
     attend(team, plan.cache, *layer, plan, *query, *out);

@@ -1,7 +1,7 @@
 // Paged attention for a team of threads: a plan made once a step, the cache write, and attention of one layer.
 //
-// One thread calls `begin`, and `prepare` for each window that the step's layers have, before the team starts; then, for
-// each layer, every member calls `attention_write` (or store_slot in a phase of its own) and `attend`.
+// One thread calls `begin`, and `prepare` for each window and chunk that the step's layers have, before the team starts;
+// then, for each layer, every member calls `attention_write` (or store_slot in a phase of its own) and `attend`.
 #pragma once
 
 #include "quire_attention.h"
@@ -19,8 +19,8 @@ AttentionPlan& plan_of(quire_attention*);
 // however its sequence was cut into steps.
 void begin(AttentionPlan&, const quire_cache&, const quire_step&, int num_heads, int threads, bool deterministic);
 
-// Makes the work list of layers with this window (0: none), unless the step has it.
-void prepare(AttentionPlan&, int window);
+// Makes the work list of layers with this window or this chunk (0: none), unless the step has it.
+void prepare(AttentionPlan&, int window, int chunk = 0);
 
 // Writes all tokens of the step into their slots. key [T, kv_heads, head_dim_k], value [T, kv_heads, head_dim_v].
 // One phase.

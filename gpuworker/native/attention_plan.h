@@ -39,7 +39,7 @@ struct Merge {
 };
 
 struct Window {
-  int32_t size;  // 0: none
+  int32_t size, chunk;  // 0: none
   std::vector<Query> queries;
   std::vector<Item> items;  // those of a row follow each other, the costliest row first
   std::vector<Merge> merges;
@@ -70,13 +70,13 @@ class AttentionPlan {
   Arena parts;    // [part, head]: see Part in attention_kernels.h
   Arena scratch;  // [member]
 
-  const Window& window(int size) const;
+  const Window& window(int size, int chunk) const;
   int group() const { return num_heads / cache.num_kv_heads; }
 };
 
 // (query, head) pairs of an item of tiles, at most.
 int tile_lanes(const quire_cache&);
 
-std::unique_ptr<Window> make_window(const AttentionPlan&, int size);
+std::unique_ptr<Window> make_window(const AttentionPlan&, int size, int chunk);
 
 }  // namespace quire

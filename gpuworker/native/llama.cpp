@@ -175,7 +175,7 @@ class Step {
     quire_rows out{in.data, in.stride / item_size(layer.output), dim, input_type(layer.output)};
     const bool by_row = needs_put_row(layer.output);
     if (by_row) out = {scratch_.wide, layer.output.k, dim, QUIRE_F32};
-    const quire_layer how{n, layer.window, model_.scale, 0.0f, nullptr};
+    const quire_layer how{n, layer.window, 0, model_.scale, 0.0f, nullptr};
     attend(me.team, cache_, how, plan_, query, out);
     const bool gathered = n + 1 == model_.num_layers && !all_kept_;
     if (by_row && !gathered) put_rows(me, layer.output, in, step_.num_tokens);

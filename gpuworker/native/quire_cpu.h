@@ -34,9 +34,10 @@ typedef struct {
   const int32_t *slot_mapping;  // [T]
 } quire_step;
 
-// How one layer attends; window 0 is none, softcap 0 is none, sinks [num_heads] may be null.
+// How one layer attends; 0 is no window, no chunk, no softcap, and of window and chunk one is 0; sinks [num_heads] may be
+// null. A query at position p sees `window` positions, itself included, or those from p / chunk * chunk on.
 typedef struct {
-  int32_t layer, window;
+  int32_t layer, window, chunk;
   float scale, softcap;
   const float *sinks;
 } quire_layer;

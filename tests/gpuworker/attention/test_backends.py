@@ -16,7 +16,7 @@ from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.layout import LayerShape, geometry_of, pools_of
 from gpuworker.native import library as native
-from tests.support.gpuworker.attention_reference import Case, in_type, random_step, reference
+from tests.support.gpuworker.attention_reference import AROUND_CHUNKS, Case, in_type, random_step, reference
 
 MIXED = ((7, 1), (30, 1), (1, 1), (45, 1), (0, 9), (13, 6), (0, 1))
 PLAIN = LayerAttention(layer=1, scale=0.3)
@@ -51,6 +51,34 @@ def check(backend: str, case: Case, layer: LayerAttention) -> None:
 )
 def test_mixed_rows_attend_as_the_formula_says(backend: str, layer: LayerAttention) -> None:
     check(backend, Case(MIXED), layer)
+
+
+@pytest.mark.parametrize("block_size", [4, 8, 16])
+@pytest.mark.parametrize("chunk", [1, 5, 8, 12, 64])
+def test_queries_see_their_chunk_alone(backend: str, chunk: int, block_size: int) -> None:
+    check(backend, Case(AROUND_CHUNKS, block_size), LayerAttention(layer=1, scale=0.3, chunk=chunk))
+
+
+def test_a_chunk_with_all_other_options(backend: str) -> None:
+    sinks = torch.tensor([0.0, 1.0, -2.0, 0.3])
+    check(backend, Case(AROUND_CHUNKS), LayerAttention(layer=0, scale=0.3, chunk=12, softcap=1.5, sinks=sinks))
+
+
+def test_chunks_windows_and_the_whole_share_a_step(backend: str) -> None:
+    step = random_step(Case(AROUND_CHUNKS))
+    attention = make_backend(backend, step.cache)
+    attention.begin(step.metadata)
+    layers = (replace(PLAIN, chunk=12), replace(PLAIN, window=12), PLAIN, replace(PLAIN, chunk=5))
+    for layer in layers:
+        out = attention.write_and_attend(layer, step.query, step.key, step.value)
+        np.testing.assert_allclose(out.numpy(), reference(step, layer), atol=2e-5)
+
+
+@pytest.mark.parametrize("layer", [replace(PLAIN, chunk=12), replace(PLAIN, window=9), PLAIN], ids=str)
+def test_one_sequence_without_a_cache_sees_the_same(layer: LayerAttention) -> None:
+    step = random_step(Case(((0, 30),)))
+    out = torch_attention.attend_packed(layer, step.query, step.key, step.value)
+    np.testing.assert_allclose(out.numpy(), reference(step, layer), atol=2e-5)
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
@@ -98,6 +126,7 @@ def test_a_long_prefill_attends_in_parts(backend: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch_attention, "MAX_MASK", 100)
     check(backend, Case(((7, 1), (5, 21), (0, 30))), PLAIN)
     check(backend, Case(((7, 1), (5, 21), (0, 30))), LayerAttention(layer=1, scale=0.3, window=6, softcap=1.5))
+    check(backend, Case(((7, 1), (5, 21), (0, 30))), LayerAttention(layer=1, scale=0.3, chunk=11))
 
 
 def test_only_prefills(backend: str) -> None:

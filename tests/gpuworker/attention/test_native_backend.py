@@ -30,11 +30,12 @@ ALL = LayerAttention(layer=0, scale=0.3, window=6, softcap=1.5, sinks=torch.tens
 LAYERS = [
     PLAIN,
     LayerAttention(layer=0, scale=0.3, window=5),
+    LayerAttention(layer=0, scale=0.3, chunk=13),
     LayerAttention(layer=1, scale=0.5, softcap=2.0),
     LayerAttention(layer=0, scale=0.3, sinks=torch.tensor([-1.0, 0.0, 0.5, 2.0])),
     ALL,
 ]
-NAMES = ["plain", "window", "softcap", "sinks", "all"]
+NAMES = ["plain", "window", "chunk", "softcap", "sinks", "all"]
 # What a kernel rounds beyond what the cache holds: floats; or the query and the weights of the softmax to bfloat16.
 ROUNDING = {"float32": 2.0**-22, "float16": 2.0**-22, "bfloat16": 2.0**-9, "int8": 2.0**-9}
 
@@ -113,11 +114,13 @@ def test_scores_that_rise_or_fall_along_the_context(library: ctypes.CDLL, slope:
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("window", [None, 5, 200])
-def test_items_of_many_groups_of_lanes(library: ctypes.CDLL, window: int | None, kv_dtype: str) -> None:
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (5, None), (200, None), (None, 5), (None, 200)])
+def test_items_of_many_groups_of_lanes(
+    library: ctypes.CDLL, window: int | None, chunk: int | None, kv_dtype: str
+) -> None:
     """One thread's items are as large as a kernel takes: some groups of lanes see no slot of some tiles."""
     case = Case(((90, 1100),), 128, num_heads=2, num_kv_heads=1, head_dim_k=32, head_dim_v=32, layers=1)
-    check(library, random_step(case), LayerAttention(layer=0, scale=0.3, window=window), kv_dtype, threads=1)
+    check(library, random_step(case), LayerAttention(0, 0.3, window, chunk=chunk), kv_dtype, threads=1)
 
 
 @st.composite
@@ -132,13 +135,15 @@ def steps(draw: st.DrawFn) -> tuple[Step, LayerAttention]:
     dim_k, dim_v, in_keys = draw(st.integers(1, 80)), draw(st.integers(1, 80)), draw(st.booleans())
     dims = (max(dim_k, dim_v), min(dim_k, dim_v)) if in_keys else (dim_k, dim_v)
     rows = (*decodes, *prefills)
+    span, in_chunks = draw(st.sampled_from([None, 1, 3, 17, 64, 100])), draw(st.booleans())
     case = Case(rows, size, kv_heads * group, kv_heads, *dims, layers=1, values_in_keys=in_keys)
     layer = LayerAttention(
         layer=0,
         scale=draw(st.sampled_from([0.1, 0.25, -0.1])),
-        window=draw(st.sampled_from([None, 1, 3, 17, 64, 100])),
         softcap=draw(st.sampled_from([None, 3.0])),
         sinks=draw(st.sampled_from([None, torch.linspace(-1, 1, kv_heads * group)])),
+        window=None if in_chunks else span,
+        chunk=span if in_chunks else None,
     )
     return random_step(case, draw(st.integers(0, 99))), layer
 
@@ -220,6 +225,7 @@ def test_decodes_that_share_prefixes(library: ctypes.CDLL, kv_dtype: str, thread
     step = random_step(Case(rows, 16, num_heads=8, num_kv_heads=2, head_dim_k=16, head_dim_v=16))
     share(step, [0, 10, 10, 6, 6, 0, 0, 0])
     check(library, step, PLAIN, kv_dtype, threads=threads)
+    check(library, step, replace(PLAIN, chunk=100), kv_dtype, threads=threads)
 
 
 # ---------------------------------------------------------------- the cache write
@@ -255,6 +261,7 @@ def test_a_cache_that_native_kernels_cannot_read_is_left_to_torch() -> None:
 
 BITS = Case(((590, 1),), 64, num_heads=6, num_kv_heads=2, head_dim_k=40, head_dim_v=24, layers=1)
 ONE_LAYER = LayerAttention(layer=0, scale=0.3, sinks=torch.linspace(-1, 1, 6))
+REACHES: list[dict[str, int]] = [{}, {"window": 70}, {"chunk": 70}]
 
 
 def run_in_steps(
@@ -295,11 +302,11 @@ def run_in_steps(
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("reach", REACHES, ids=str)
 def test_deterministic_bits_depend_on_nothing_but_the_sequence(
-    library: ctypes.CDLL, kv_dtype: str, window: int | None
+    library: ctypes.CDLL, kv_dtype: str, reach: dict[str, int]
 ) -> None:
-    layer = replace(ONE_LAYER, window=window)
+    layer = replace(ONE_LAYER, **reach)  # type: ignore[arg-type]
     expected = run_in_steps(library, kv_dtype, [300], layer)
     for cuts, beside, threads in (
         ([7, 64, 256, 290, 291, 300], 0, 3),
@@ -311,11 +318,11 @@ def test_deterministic_bits_depend_on_nothing_but_the_sequence(
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("reach", REACHES, ids=str)
 def test_drafts_have_the_bits_of_plain_decodes_in_any_batch(
-    library: ctypes.CDLL, kv_dtype: str, window: int | None
+    library: ctypes.CDLL, kv_dtype: str, reach: dict[str, int]
 ) -> None:
-    layer = replace(ONE_LAYER, window=window)
+    layer = replace(ONE_LAYER, **reach)  # type: ignore[arg-type]
     expected = run_in_steps(library, kv_dtype, range(240, 301), layer, decodes_from=240)[240:]
     for cuts, beside, threads in (([240, 243, 257, 300], 0, 1), ([240, 243, 257, 300], 0, 3), ([240, 270, 300], 3, 2)):
         found = run_in_steps(library, kv_dtype, cuts, layer, beside, threads, decodes_from=240)[240:]

@@ -46,6 +46,7 @@ class Attention:
     with_sinks: bool = False
     block_size: int = 16
     values_in_keys: bool = False
+    chunk: int | None = None
 
     def prepared(self, chip: Chip) -> Callable[[], object]:
         sizes = (self.num_kv_heads, self.head_dim_k, self.head_dim_v)
@@ -53,7 +54,7 @@ class Attention:
         geometry = KvGeometry(1, *sizes, self.cache_dtype, values_in_keys=self.values_in_keys)
         attention = TritonAttention(KvCache(geometry, 2, self.block_size, CPU), chip=chip)
         sinks = torch.zeros(self.num_heads, dtype=self.dtype) if self.with_sinks else None
-        layer = LayerAttention(0, 0.1, self.window, self.softcap, sinks)
+        layer = LayerAttention(0, 0.1, self.window, self.softcap, sinks, chunk=self.chunk)
         inputs = [t.to(self.dtype) for t in (step.query, step.key, step.value)]
         attention.begin(step.metadata)
         return lambda: attention.write_and_attend(layer, *inputs)
@@ -121,6 +122,7 @@ WORKLOADS: dict[str, Workload] = {
     "gemma2 9b": Attention(16, 8, 256, 256, window=4096, softcap=50.0),
     "gemma2 9b, fp8": Attention(16, 8, 256, 256, "fp8", window=4096, softcap=50.0),
     "gpt-oss": Attention(64, 8, 64, 64, window=128, with_sinks=True),
+    "llama 4 scout": Attention(40, 8, 128, 128, chunk=8192),
     "all options, int8": Attention(32, 8, 128, 128, "int8", window=128, softcap=30.0, with_sinks=True),
     "qwen2 0.5b, int8": Attention(14, 2, 64, 64, "int8"),
     "phi3 mini": Attention(32, 32, 96, 96),

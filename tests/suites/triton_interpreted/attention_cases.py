@@ -22,6 +22,8 @@ OPTIONS = {
     "plain": PLAIN,
     "window5": LayerAttention(layer=0, scale=0.3, window=5),
     "window20": LayerAttention(layer=1, scale=0.3, window=20),
+    "chunk5": LayerAttention(layer=0, scale=0.3, chunk=5),
+    "chunk12": LayerAttention(layer=1, scale=0.3, chunk=12),
     "softcap": LayerAttention(layer=1, scale=0.5, softcap=2.0),
     "sinks": LayerAttention(layer=0, scale=0.3, sinks=SINKS),
     "all": LayerAttention(layer=1, scale=0.3, window=17, softcap=1.5, sinks=SINKS),

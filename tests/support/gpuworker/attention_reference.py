@@ -17,6 +17,9 @@ from gpuworker.memory.kv_cache import KvCache
 Float64Array = npt.NDArray[np.float64]
 CPU = torch.device("cpu")
 BLOCKS_A_ROW = 12
+# Rows around the borders of chunks of 12: decodes on the last and first positions of one; prefills of exactly one, over
+# one border, over several, and inside of one.
+AROUND_CHUNKS = ((11, 1), (12, 1), (23, 1), (24, 1), (30, 1), (0, 1), (0, 12), (12, 12), (7, 9), (13, 30), (24, 5))
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,11 @@ def reference(step: Step, layer: LayerAttention) -> Float64Array:
 
 def _one_query(layer: LayerAttention, query: Float64Array, keys: Float64Array, values: Float64Array) -> Float64Array:
     """Attend from one position, [num_heads, d], over the keys up to it, [n, kv_heads, d]."""
-    first = 0 if layer.window is None else max(0, len(keys) - layer.window)
+    position, first = len(keys) - 1, 0
+    if layer.window is not None:
+        first = max(0, position - layer.window + 1)
+    if layer.chunk is not None:
+        first = position - position % layer.chunk
     group = len(query) // keys.shape[1]
     out = []
     for head, one in enumerate(query):
