@@ -212,17 +212,25 @@ def _geometry(model: ReferenceModel, recorder: CallRecorder) -> KvGeometry:
     _check_windows(model, recorder)
     windows = [layer.window for layer in recorder.layers]
     widest = 0 if None in windows else max(window or 0 for window in windows)
+    if widest >= context_limit(model.config):
+        widest = 0  # such a window leaves nothing out
     called_with = zip(recorder.layers, recorder.shapes, strict=True)
     own = {layer.layer: shape for layer, shape in called_with if layer.source is None}
     return geometry_of(own, model.kv_dtype, widest)
 
 
 def _check_windows(model: ReferenceModel, recorder: CallRecorder) -> None:
-    """Refuse a model whose masks have a window that its layers do not report: the cache would attend beyond it."""
+    """Refuse a model whose masks have a window or chunks that its layers do not report: they would attend beyond."""
     config, kinds = model.config, getattr(model.config, "layer_types", None) or ()
     for layer in recorder.layers:
-        if layer.layer < len(kinds) and kinds[layer.layer] == "sliding_attention" and layer.window is None:
-            raise Unsupported(f"{config.model_type}: layer {layer.layer} slides, but does not say its window")
+        kind, what = (
+            kinds[layer.layer] if layer.layer < len(kinds) else None,
+            f"{config.model_type}: layer {layer.layer}",
+        )
+        if kind == "sliding_attention" and layer.window is None:
+            raise Unsupported(f"{what} slides, but does not say its window")
+        if kind == "chunked_attention" and layer.chunk is None:
+            raise Unsupported(f"{what} attends in chunks, but does not say their size")
     window = getattr(config, "sliding_window", None) or 0
     slides = not kinds and 0 < window < context_limit(config)
     if slides and all(layer.window is None for layer in recorder.layers):

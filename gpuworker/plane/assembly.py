@@ -323,21 +323,26 @@ def _open(
 
 
 def _tell_of_windows(model: TransformersModel | LlamaModel, geometry: KvGeometry) -> None:
-    """Say what it costs that layers with a window keep K/V as long as the others."""
+    """Say what it costs that layers with a window, or with chunks, keep K/V as long as the others."""
     kinds = getattr(model.config, "layer_types", None) or ()
-    windowed = {layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"}
-    counts = [(pool.geometry, len(windowed.intersection(pool.layers))) for pool in pools_of(geometry)]
-    if geometry.window or not any(count for _, count in counts):
-        return
-    kept = sum(bytes_per_block(replace(shape, num_layers=count), 1) for shape, count in counts)
-    _log.info(
-        "%d of %d layers have a window of %s tokens and keep K/V of the whole context: %s of %s a token",
-        sum(count for _, count in counts),
-        geometry.num_layers,
-        getattr(model.config, "sliding_window", None),
-        in_words(kept),
-        in_words(bytes_per_block(geometry, 1)),
-    )
+    for kind, words, size in (
+        ("sliding_attention", "have a window of", "sliding_window"),
+        ("chunked_attention", "attend in chunks of", "attention_chunk_size"),
+    ):
+        layers = {layer for layer, its_kind in enumerate(kinds) if its_kind == kind}
+        counts = [(pool.geometry, len(layers.intersection(pool.layers))) for pool in pools_of(geometry)]
+        if geometry.window or not any(count for _, count in counts):
+            continue
+        kept = sum(bytes_per_block(replace(shape, num_layers=count), 1) for shape, count in counts)
+        _log.info(
+            "%d of %d layers %s %s tokens and keep K/V of the whole context: %s of %s a token",
+            sum(count for _, count in counts),
+            geometry.num_layers,
+            words,
+            getattr(model.config, size, None),
+            in_words(kept),
+            in_words(bytes_per_block(geometry, 1)),
+        )
 
 
 def executor_for(model: TransformersModel | LlamaModel, launcher: LauncherFactory | None = None) -> ExecutorFactory:

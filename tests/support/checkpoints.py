@@ -24,6 +24,7 @@ VOCAB_SIZE = 264
 EOS = SPECIAL.index("</s>")
 MAX_POSITIONS = 1024
 WINDOW = 8
+CHUNK = 12
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -76,6 +77,20 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
         "GptOssConfig",
         {**_SHAPE, "head_dim": 16, "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    # Layers that attend in chunks, beside one without rope that scales its queries by their positions.
+    "llama4_text": (
+        "Llama4TextConfig",
+        {
+            **_SHAPE,
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": CHUNK,
+            "floor_scale": 10,
+        },
     ),
     # Layers that keep a state, beside one that attends: gated delta rule with experts, short convolutions, state spaces
     # whose chunks transformers goes on with, and state spaces whose chunks it does not.

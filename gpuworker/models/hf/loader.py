@@ -217,7 +217,10 @@ def _is_tied(config: PretrainedConfig, directory: Path) -> bool:
 
 LOAD_FORMATS = get_args(LoadFormat)
 # Layers of attention, of a state, of both, and of neither.
-_LAYER_KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "mlp", "moe"}
+_LAYER_KINDS = {
+    *("full_attention", "sliding_attention", "chunked_attention"),
+    *("linear_attention", "conv", "hybrid", "mlp", "moe"),
+}
 _OF_CONTEXT = ("model_type", "max_position_embeddings", "original_max_position_embeddings", "rope_parameters")
 _DEFAULT_LIMIT = 2048
 _MOST_CHARACTERS = 300  # of an error of transformers

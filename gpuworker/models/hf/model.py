@@ -3,7 +3,8 @@
 The model sees all rows of a step as one packed row of tokens, [1, T], without a mask and a cache. Each of its attention
 layers calls `_paged_attention` with queries, keys and values after rope; the step's backend then attends. Layers of
 multi-head latent attention attend on latents (`latents.py`), layers that share K and V on those of another one
-(`shared_kv.py`). Layers with a state in place of K and V are mixers (`mixers.py`).
+(`shared_kv.py`). Layers with a state in place of K and V are mixers (`mixers.py`). Layers that count positions count
+those of the step (`positions.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from gpuworker.attention.whole_prompts import AttendsWholePrompts
 from gpuworker.memory.devices import dtype_name
 from gpuworker.models.hf.latents import Absorbed, Latents, absorb_latents, latents_of
 from gpuworker.models.hf.mixers import MixerStates, correct_mixers
+from gpuworker.models.hf.positions import correct_positions
 from gpuworker.models.hf.shared_kv import find_sources, source_of
 
 if TYPE_CHECKING:
@@ -34,7 +36,15 @@ IMPLEMENTATION = "quire"
 _UNKNOWN_OPTIONS = ("position_bias", "indices", "block_indices")
 
 
-_sink: ContextVar[LayerSink | None] = ContextVar("quire_layer_sink", default=None)
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What the modules need to know of the step that runs."""
+
+    sink: LayerSink
+    positions: torch.Tensor  # [T]
+
+
+_step: ContextVar[_Step | None] = ContextVar("quire_step", default=None)
 
 
 class TransformersModel:
@@ -59,7 +69,8 @@ class TransformersModel:
         mixers = MixerStates(module)
         self.states: MixerStates | None = mixers if len(mixers) else None
         first = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.absorbed: Absorbed = absorb_latents(module, lambda: _sink.get() is not None)
+        self.absorbed: Absorbed = absorb_latents(module, lambda: _step.get() is not None)
+        correct_positions(module, lambda: None if (step := _step.get()) is None else step.positions)
         find_sources(module, lambda sink: self.forward(first, first, first, sink))
 
     @property
@@ -80,7 +91,7 @@ class TransformersModel:
         token_ids and positions are [T] int64, the rows of a step one after the other; `sink` attends.
         """
         options = {"logits_to_keep": keep} if self._keeps_logits else {}
-        with self._step(sink):
+        with self._step(_Step(sink, positions)):
             output = self.module(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **options
             )
@@ -97,7 +108,7 @@ class TransformersModel:
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: LayerSink
     ) -> torch.Tensor:
         """Return float32 [S, hidden_size]: what the model without its head gives for the tokens that `keep` indexes."""
-        with self._step(sink):
+        with self._step(_Step(sink, positions)):
             output = self.module.base_model(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
             )
@@ -105,12 +116,12 @@ class TransformersModel:
         return hidden[keep].float()
 
     @contextmanager
-    def _step(self, sink: LayerSink) -> Iterator[None]:
-        token = _sink.set(sink)
+    def _step(self, step: _Step) -> Iterator[None]:
+        token = _step.set(step)
         try:
             yield
         finally:
-            _sink.reset(token)
+            _step.reset(token)
             if self.states is not None:
                 self.states.end()
 
@@ -134,18 +145,20 @@ def _paged_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Hand one layer's call to the step's sink. query [1, heads, T, d] and so on; returns [1, T, heads, d_v]."""
-    sink = _sink.get()
-    if sink is None:
+    step = _step.get()
+    if step is None:
         raise EngineFailure("the model's attention was called outside of a step")
     index = getattr(module, "layer_idx", None)
     _refuse_unknown(module, index, attention_mask, options)
-    layer, latents = _layer_attention(int(index or 0), query.shape[-1], options), latents_of(module)
+    layer, latents = _layer_attention(module, int(index or 0), query.shape[-1], options), latents_of(module)
     if (source := source_of(module)) is not None:
         layer = replace(layer, source=source)
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     if latents is not None:
-        return _attend_on_latents(latents, sink, replace(layer, values_in_keys=True), query, keys, values)[None], None
-    return sink.write_and_attend(layer, query[0].transpose(0, 1), keys, values)[None], None
+        return _attend_on_latents(latents, step.sink, replace(layer, values_in_keys=True), query, keys, values)[
+            None
+        ], None
+    return step.sink.write_and_attend(layer, query[0].transpose(0, 1), keys, values)[None], None
 
 
 def _attend_on_latents(
@@ -179,12 +192,26 @@ def _refuse_unknown(
         raise Unsupported(f"{type(module).__name__} attends with {', '.join(found)}")
 
 
-def _layer_attention(layer: int, head_dim: int, options: dict[str, Any]) -> LayerAttention:
+def _layer_attention(module: nn.Module, layer: int, head_dim: int, options: dict[str, Any]) -> LayerAttention:
     scale, sinks = options.get("scaling"), options.get("s_aux")
+    window, chunk = _reach(module, layer, options)
     return LayerAttention(
         layer=layer,
         scale=float(head_dim**-0.5 if scale is None else scale),
-        window=options.get("sliding_window"),
+        window=window,
         softcap=options.get("softcap"),
         sinks=None if sinks is None else sinks.float(),
+        chunk=chunk,
     )
+
+
+def _reach(module: nn.Module, layer: int, options: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Return window and chunk of a layer. What its module does not hand over, its configuration says of its masks."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    kind = kinds[layer] if layer < len(kinds) else None
+    if kind == "chunked_attention":
+        return None, getattr(config, "attention_chunk_size", None)
+    if "sliding_window" not in options and (kind == "sliding_attention" or not kinds):
+        return getattr(config, "sliding_window", None) or None, None
+    return options.get("sliding_window"), None

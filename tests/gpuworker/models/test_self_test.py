@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,7 @@ SHAPES = {
     "qwen3_moe": KvGeometry(3, 2, 32, 32, "float32"),
     "olmoe": KvGeometry(3, 2, 16, 16, "float32"),
     "gpt_oss": KvGeometry(3, 2, 16, 16, "float32"),
+    "llama4_text": KvGeometry(3, 2, 16, 16, "float32"),
     "qwen3_next": KvGeometry(1, 2, 16, 16, "float32", shapes="a=2x16+16 ---a"),
     "lfm2": KvGeometry(1, 2, 16, 16, "float32", shapes="a=2x16+16 -a"),
     "falcon_h1": KvGeometry(3, 2, 16, 16, "float32"),
@@ -124,6 +126,11 @@ class ForgetsWindow(Careless):
         return LayerAttention(layer.layer, layer.scale, None, layer.softcap, layer.sinks)
 
 
+class ForgetsChunk(Careless):
+    def forget(self, layer: LayerAttention) -> LayerAttention:
+        return replace(layer, chunk=None)
+
+
 class ForgetsSinks(Careless):
     def forget(self, layer: LayerAttention) -> LayerAttention:
         return LayerAttention(layer.layer, layer.scale, layer.window, layer.softcap, None)
@@ -134,17 +141,16 @@ class ForgetsLayer(Careless):
         return LayerAttention(0, layer.scale, layer.window, layer.softcap, layer.sinks)
 
 
-@pytest.mark.parametrize(
-    ("kind", "backend"), [("mistral", ForgetsWindow), ("gpt_oss", ForgetsSinks), ("llama", ForgetsLayer)]
-)
+WRONG = [("mistral", ForgetsWindow), ("gpt_oss", ForgetsSinks), ("llama", ForgetsLayer)]
+
+
+@pytest.mark.parametrize(("kind", "backend"), [*WRONG, ("llama4_text", ForgetsChunk)])
 def test_a_backend_that_attends_wrongly_is_refused(kind: str, backend: type[Careless]) -> None:
     with pytest.raises(Unsupported, match="through the paged cache, its logits differ"):
         self_test(transformers_model(checkpoint(kind)), backend)
 
 
-@pytest.mark.parametrize(
-    ("kind", "backend"), [("mistral", ForgetsWindow), ("gpt_oss", ForgetsSinks), ("llama", ForgetsLayer)]
-)
+@pytest.mark.parametrize(("kind", "backend"), WRONG)
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "bfloat16"), ("bfloat16", "bfloat16")])
 def test_it_is_refused_in_sixteen_bits_too(kind: str, backend: type[Careless], dtype: str, kv_dtype: str) -> None:
     source = ModelSource(str(checkpoint(kind)), dtype=dtype, kv_cache_dtype=kv_dtype)
@@ -157,6 +163,29 @@ def test_a_layer_that_slides_without_saying_its_window_is_refused() -> None:
     model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
     with pytest.raises(Unsupported, match="layer 1 slides, but does not say its window"):
         run(model)
+
+
+def test_a_layer_that_attends_in_chunks_without_saying_their_size_is_refused() -> None:
+    model = transformers_model(checkpoint("llama"))
+    model.config.layer_types = ["full_attention", "chunked_attention", "full_attention"]
+    with pytest.raises(Unsupported, match="layer 1 attends in chunks, but does not say their size"):
+        run(model)
+
+
+def test_a_window_that_no_layer_reports_is_refused() -> None:
+    model = transformers_model(checkpoint("llama"))
+    model.config = copy.copy(model.config)  # the layers have another one
+    model.config.sliding_window = WINDOW
+    with pytest.raises(Unsupported, match="llama cannot be served: its configuration has a sliding_window of 8"):
+        run(model)
+
+
+def test_a_window_that_holds_every_context_is_none() -> None:
+    model = transformers_model(checkpoint("mistral"))
+    model.config.max_position_embeddings = WINDOW + 1
+    assert run(model).window == WINDOW
+    model.config.max_position_embeddings = WINDOW
+    assert run(model).window == 0
 
 
 def test_what_a_model_raises_is_the_reason_of_its_refusal() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from gpuworker.attention.interface import LayerAttention
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.hf.loader import context_limit
-from gpuworker.models.hf.tiny import POSITIONS, THRESHOLDS, thresholds, tiny_config
-from gpuworker.models.self_test import self_test
+from gpuworker.models.hf.tiny import THRESHOLDS, thresholds, tiny_config
+from gpuworker.models.self_test import CallRecorder, self_test
 from gpuworker.models.threshold_test import beyond_thresholds, tiny_model
 
 CPU = torch.device("cpu")
@@ -87,6 +88,9 @@ def test_thresholds_are_those_that_a_sequence_can_pass(made: PretrainedConfig, n
         config("Phi3Config", rope_parameters=LONGROPE, sliding_window=2047),
         config("Starcoder2Config", sliding_window=4096, max_position_embeddings=16384),
         config("DeepseekV3Config", rope_parameters=YARN, max_position_embeddings=163840),
+        config("Llama4TextConfig"),
+        config("PhimoeConfig", sliding_window=4096),
+        config("Qwen2MoeConfig", use_sliding_window=True),
     ],
     ids=lambda each: each.model_type,
 )
@@ -111,30 +115,44 @@ def test_attention_that_is_wrong_beyond_a_window_alone_is_found() -> None:
         run(config("MistralConfig", sliding_window=4096), ForgetsWindow)
 
 
-def test_positions_that_are_counted_inside_a_step_are_found() -> None:
-    """llama4's temperature follows the place of a token in the step, which is not its position."""
-    made = config("Llama4TextConfig", layer_types=["full_attention"] * 48, attention_chunk_size=None)
-    with pytest.raises(Unsupported, match="llama4_text cannot be served beyond floor_scale 8192"):
+def test_positions_that_are_counted_inside_a_step_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama4's temperature follows the place of a token in the step, unless that is corrected."""
+    made = config("Llama4TextConfig", layer_types=["full_attention"] * 48)
+    assert run(made) == [48]
+    monkeypatch.setattr("gpuworker.models.hf.model.correct_positions", lambda *_: None)
+    with pytest.raises(
+        Unsupported, match=r"beyond .* floor_scale 8192: tested tiny, .* through the paged cache, .* 0\.0"
+    ):
         run(made)
-    assert (
-        run(
-            config(
-                "Llama4TextConfig", layer_types=["full_attention"] * 48, attention_chunk_size=None, floor_scale=1 << 20
-            )
-        )
-        == []
-    )
 
 
-def test_a_window_that_no_layer_reports_is_refused() -> None:
-    """phimoe masks by its window, and does not hand it to attention functions."""
-    tiny = tiny_config(config("PhimoeConfig", sliding_window=4096))
-    with pytest.raises(Unsupported, match="phimoe cannot be served: its configuration has a sliding_window of 8"):
-        self_test(tiny_model(tiny, CPU), backend)
-    without = tiny_config(config("PhimoeConfig"))
-    assert self_test(tiny_model(without, CPU), backend).window == 0
-    beyond = tiny_config(config("PhimoeConfig"), sliding_window=POSITIONS)
-    assert self_test(tiny_model(beyond, CPU), backend).window == 0
+class ForgetsChunk(TorchAttention):
+    def write_and_attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        return super().write_and_attend(replace(layer, chunk=None), query, key, value)
+
+
+def test_attention_that_is_wrong_beyond_a_chunk_alone_is_found() -> None:
+    made = config("Llama4TextConfig", attn_temperature_tuning=False)
+    with pytest.raises(Unsupported, match=r"llama4_text cannot be served beyond attention_chunk_size 8192 .* differ"):
+        run(made, ForgetsChunk)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [config("PhimoeConfig", sliding_window=4096), config("Qwen2MoeConfig", use_sliding_window=True)],
+    ids=lambda each: each.model_type,
+)
+def test_windows_that_masks_alone_have_are_those_of_the_configuration(made: PretrainedConfig) -> None:
+    """Neither hands its window to attention functions."""
+    tiny = tiny_config(made)
+    recorder, first = CallRecorder(), torch.zeros(1, dtype=torch.int64)
+    tiny_model(tiny, CPU).forward(first, first, first, recorder)
+    kinds = getattr(tiny, "layer_types", None) or ["sliding_attention"] * tiny.num_hidden_layers
+    wanted = [8 if kind == "sliding_attention" else None for kind in kinds]
+    assert wanted[0] == 8
+    assert [layer.window for layer in recorder.layers] == wanted
 
 
 def test_a_kind_of_which_no_tiny_model_can_be_made_is_refused() -> None:
