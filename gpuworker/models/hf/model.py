@@ -155,9 +155,8 @@ def _paged_attention(
         layer = replace(layer, source=source)
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     if latents is not None:
-        return _attend_on_latents(latents, step.sink, replace(layer, values_in_keys=True), query, keys, values)[
-            None
-        ], None
+        layer = replace(layer, values_in_keys=True)
+        return _attend_on_latents(latents, step.sink, layer, query, keys, values)[None], None
     return step.sink.write_and_attend(layer, query[0].transpose(0, 1), keys, values)[None], None
 
 
