@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.contracts.errors import FieldViolation, InvalidConfig, Unsupported
-from gpuworker.attention.by_shape import AttentionByShape
+from gpuworker.attention.by_shape import AttentionByIndex, AttentionByShape
+from gpuworker.attention.index_keys import PagedIndexKeys
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.native_backend import NativeAttention
 from gpuworker.attention.native_backend import runs as native_runs
@@ -78,8 +79,14 @@ def make_backend(name: str, cache: KvCache, options: BackendOptions = _ANY_BITS)
     required and no remaining backend offers it.
     """
     if cache.parts:
-        layers = [pool.layers for pool in pools_of(cache.geometry)]
-        return AttentionByShape([make_backend(name, part, options) for part in cache.parts], layers)
+        return _by_shape(name, cache, options)
+    made = _chosen(name, cache, options)
+    if not cache.geometry.values_in_keys:
+        return made
+    return WholePrompts(made, cache, lambda scratch: make_backend(name, scratch, options))
+
+
+def _chosen(name: str, cache: KvCache, options: BackendOptions) -> AttentionBackend:
     able = [each for each in backends_on(cache.keys.device.type) if BACKENDS[each].runs(cache)]
     if name not in ("auto", *able):
         raise InvalidConfig(FieldViolation("--attention", f"{name!r}; expected auto, {', '.join(able)}"))
@@ -91,7 +98,15 @@ def make_backend(name: str, cache: KvCache, options: BackendOptions = _ANY_BITS)
             f"--deterministic cannot be kept: no attention for {kind} here computes the same bits in every batch"
             f" (tried {', '.join(allowed)}); on a CPU the native kernels do, which need a C++ compiler at install"
         )
-    made = BACKENDS[fit[0]].make(cache, options)
-    if not cache.geometry.values_in_keys:
-        return made
-    return WholePrompts(made, cache, lambda scratch: make_backend(name, scratch, options))
+    return BACKENDS[fit[0]].make(cache, options)
+
+
+def _by_shape(name: str, cache: KvCache, options: BackendOptions) -> AttentionBackend:
+    layers = [pool.layers for pool in pools_of(cache.geometry)]
+    if all(part.index_keys is None for part in cache.parts):
+        return AttentionByShape([make_backend(name, part, options) for part in cache.parts], layers)
+    if options.deterministic:
+        raise Unsupported("--deterministic cannot be kept: layers that attend by index do so in torch, in any order")
+    # Layers without index keys may take the indices of layers before them.
+    by_index = [AttentionByIndex(_chosen(name, part, options), TorchAttention(part)) for part in cache.parts]
+    return AttentionByShape(by_index, layers, PagedIndexKeys(cache, layers))

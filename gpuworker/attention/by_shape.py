@@ -1,4 +1,4 @@
-"""Attention over layers of several shapes: a backend for each pool, all on the same blocks."""
+"""Attention over layers of several shapes: a backend for each pool, all on the same blocks; and layers with indices."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ from dataclasses import replace
 
 import torch
 
-from gpuworker.attention.interface import AttentionBackend, AttentionMetadata, LayerAttention
+from gpuworker.attention.index_keys import IndexStore, PagedIndexKeys
+from gpuworker.attention.interface import AttentionBackend, AttentionMetadata, LayerAttention, LayerSink
 from gpuworker.attention.whole_prompts import AttendsWholePrompts
 
 
 class AttentionByShape:
     """Implements `gpuworker.attention.interface.AttentionBackend`.
 
-    `layers` has, for each backend, the numbers in the model of the layers of its pool.
+    `layers` has, for each backend, the numbers in the model of the layers of its pool. `index_keys` are those of layers
+    with an indexer, if there are any.
     """
 
-    def __init__(self, backends: Sequence[AttentionBackend], layers: Sequence[Sequence[int]]) -> None:
-        self._backends = backends
+    def __init__(
+        self,
+        backends: Sequence[AttentionBackend],
+        layers: Sequence[Sequence[int]],
+        index_keys: PagedIndexKeys | None = None,
+    ) -> None:
+        self._backends, self.index_keys = backends, index_keys
         self._places = {
             number: (backend, index)
             for backend, numbers in zip(backends, layers, strict=True)
@@ -26,14 +33,16 @@ class AttentionByShape:
         }
 
     def begin(self, step: AttentionMetadata) -> None:
+        self._tokens = step.num_tokens
         for backend in self._backends:
             backend.begin(step)
+        if self.index_keys is not None:
+            self.index_keys.begin(step)
 
     def first_whole(self, layer: LayerAttention, dtype: torch.dtype) -> int:
-        """Return that of the layer's backend (`AttendsWholePrompts`), which is one of latents."""
+        """Return that of the layer's backend (`AttendsWholePrompts`); the step's end where it has none."""
         backend, there = self._place(layer)
-        assert isinstance(backend, AttendsWholePrompts)
-        return backend.first_whole(there, dtype)
+        return backend.first_whole(there, dtype) if isinstance(backend, AttendsWholePrompts) else self._tokens
 
     def attend_whole(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -51,3 +60,32 @@ class AttentionByShape:
     def _place(self, layer: LayerAttention) -> tuple[AttentionBackend, LayerAttention]:
         backend, index = self._places[layer.kept_at]
         return backend, replace(layer, layer=index, source=None if layer.source is None else index)
+
+
+class AttentionByIndex:
+    """Attends by `sparse` where a query sees more positions than it keeps, else by `full`, which knows no indices.
+
+    Both are on one cache. Implements `gpuworker.attention.interface.AttentionBackend`.
+    """
+
+    def __init__(self, full: AttentionBackend, sparse: AttentionBackend) -> None:
+        self._full, self._sparse = full, sparse
+
+    def begin(self, step: AttentionMetadata) -> None:
+        self._step, self._longest, self._begun = step, int(step.context_len.max(initial=0)), False
+        self._full.begin(step)
+
+    def write_and_attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        if layer.indices is None or layer.indices.shape[-1] >= self._longest:
+            return self._full.write_and_attend(replace(layer, indices=None), query, key, value)
+        if not self._begun:
+            self._sparse.begin(self._step)
+            self._begun = True
+        return self._sparse.write_and_attend(layer, query, key, value)
+
+
+def index_keys_of(sink: LayerSink | None) -> IndexStore | None:
+    """Return where a sink keeps index keys; None where it keeps nothing."""
+    return sink.index_keys if isinstance(sink, AttentionByShape) else None

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpuworker.memory.layout import IndexKey
+
 Int32Array = npt.NDArray[np.int32]
 _Positions = TypeVar("_Positions", npt.NDArray[np.int64], torch.Tensor)
 
@@ -27,6 +29,8 @@ class LayerAttention:
     With `values_in_keys` V is a prefix of K, and a cache of this layer keeps K alone (`KvGeometry.values_in_keys`).
     `source` is the layer that attended before and whose K and V these are: nothing is written; None: the layer's own.
     With `chunk`, which excludes a window, a query at position p sees those from p // chunk * chunk on.
+    Of a layer that attends by index, `indices` [T, n] are the positions that each query keeps of those that it sees; -1
+    stands for none. `index` is the key that its own indexer keeps of each token.
     """
 
     layer: int
@@ -37,6 +41,8 @@ class LayerAttention:
     values_in_keys: bool = False
     source: int | None = None
     chunk: int | None = None
+    indices: torch.Tensor | None = None
+    index: IndexKey | None = None
 
     @property
     def kept_at(self) -> int:

@@ -8,7 +8,7 @@ repeated.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -88,6 +88,8 @@ class TorchAttention:
         self.write(layer, key, value)
         if self._permutation is not None:
             query = query.index_select(0, self._permutation)
+            if layer.indices is not None:
+                layer = replace(layer, indices=layer.indices.index_select(0, self._permutation))
         parts = [self._attend(layer, query[batch.queries], batch) for batch in self._batches]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out if self._permutation is None else torch.empty_like(out).index_copy_(0, self._permutation, out)
@@ -106,7 +108,13 @@ class TorchAttention:
             values = self._values.read(layer.kept_at, view.blocks).view(*shape, self._head_dim_v)
         # [tokens, heads, d] -> [rows, kv_heads, group, queries, d]
         stacked = query.reshape(rows, batch.query_count, self._kv_heads, -1, query.shape[-1]).permute(0, 2, 3, 1, 4)
-        out = _attend_stacked(layer, stacked.float(), keys, values, view.mask)
+        mask = view.mask
+        if layer.indices is not None:
+            chosen = layer.indices[batch.queries].view(rows, 1, batch.query_count, -1)
+            position = torch.arange(keys.shape[2], device=self._device)
+            seen = _sees(position[: batch.query_count, None], position, layer) if mask is None else mask
+            mask = seen & _kept(chosen, keys.shape[2])
+        out = _attend_stacked(layer, stacked.float(), keys, values, mask)
         return out.permute(0, 3, 1, 2, 4).reshape(*query.shape[:2], -1).to(query.dtype)
 
     def _slots_by_head(self, slots: Int32Array) -> torch.Tensor:
@@ -183,6 +191,8 @@ def attend_packed(layer: LayerAttention, query: torch.Tensor, key: torch.Tensor,
     count, kv_heads = key.shape[:2]
     position = torch.arange(count, device=key.device)
     mask = _sees(position[:, None], position, layer)[None, None]
+    if layer.indices is not None:
+        mask = mask & _kept(layer.indices, count)
     keys, values = (t.transpose(0, 1)[None].float() for t in (key, value))
     stacked = query.reshape(1, count, kv_heads, -1, query.shape[-1]).permute(0, 2, 3, 1, 4).float()
     out = _attend_stacked(layer, stacked, keys, values, mask)
@@ -193,6 +203,13 @@ def _sees(query: torch.Tensor, at: torch.Tensor, layer: LayerAttention) -> torch
     """Return which positions a query sees: its own and those before it, inside its window or chunk."""
     seen = at <= query
     return seen if layer.window is None and layer.chunk is None else seen & (at >= layer.first_seen(query))
+
+
+def _kept(indices: torch.Tensor, count: int) -> torch.Tensor:
+    """Return which of `count` positions [..., queries, count] are among those of indices [..., queries, n]."""
+    inside = torch.where((indices < 0) | (indices > count), count, indices).long()
+    kept = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.bool, device=indices.device)
+    return kept.scatter_(-1, inside, True)[..., :count]
 
 
 def _batches(step: AttentionMetadata, slots_at_once: int) -> tuple[Int64Array | None, list[RowBatch]]:

@@ -8,7 +8,7 @@ from typing import Final
 
 from common.contracts.lease import blocks_needed
 from common.contracts.types import KvGeometry
-from gpuworker.memory.layout import kept_numbers, pools_of
+from gpuworker.memory.layout import Pool, kept_numbers, pools_of
 
 TIB, GIB, MIB, KIB = 1 << 40, 1 << 30, 1 << 20, 1 << 10
 # The types of K and V, and the bytes of one number. The last two carry a float32 scale for each (slot, head).
@@ -26,15 +26,17 @@ def max_scored_tokens(vocab_size: int) -> int:
 
 
 def bytes_per_block(geometry: KvGeometry, block_size: int) -> int:
-    """Return the bytes of one block in all layers, K, V and their scales together."""
-    return sum(_bytes_of_pool(pool.geometry, block_size) for pool in pools_of(geometry))
+    """Return the bytes of one block in all layers, K, V, their scales and index keys together."""
+    return sum(_bytes_of_pool(pool, block_size) for pool in pools_of(geometry))
 
 
-def _bytes_of_pool(geometry: KvGeometry, block_size: int) -> int:
+def _bytes_of_pool(pool: Pool, block_size: int) -> int:
+    geometry, index = pool.geometry, pool.index
     per_head = kept_numbers(geometry) * KV_BYTES[geometry.dtype]
     if geometry.dtype in SCALED:
         per_head += (1 if geometry.values_in_keys else 2) * _SCALE_BYTES
-    return geometry.num_layers * block_size * geometry.num_kv_heads * per_head
+    per_token = geometry.num_kv_heads * per_head + (0 if index is None else index.size * KV_BYTES[index.dtype])
+    return geometry.num_layers * block_size * per_token
 
 
 def longest_sequence(wanted: int, num_blocks: int, block_size: int, window: int) -> int:

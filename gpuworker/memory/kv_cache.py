@@ -4,7 +4,8 @@ K and V are separate and head-major, `[layer, block, kv_head, block_size, head_d
 is contiguous, which suits vector loads, and a block of a layer is one contiguous copy. Head sizes may differ. In an
 int8 or fp8 cache each (slot, head) has a scale of its own, in pools `[layer, block, kv_head, block_size]`. Where V is a
 prefix of K (`KvGeometry.values_in_keys`), it is a view of K's pool, and K's scales are its own. Layers of another shape
-have pools of their own (`gpuworker/memory/layout.py`).
+have pools of their own (`gpuworker/memory/layout.py`). Layers with an indexer keep index keys beside K and V, in a pool
+`[layer, block, block_size, size]` of a type of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from common.contracts.lease import Copy
 from common.contracts.types import KvGeometry
 from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES
-from gpuworker.memory.layout import pools_of
+from gpuworker.memory.layout import IndexKey, pools_of
 
 
 class KvCache:
@@ -33,7 +34,14 @@ class KvCache:
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, geometry: KvGeometry, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        geometry: KvGeometry,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        index: IndexKey | None = None,
+    ) -> None:
         shape = (geometry.num_layers, num_blocks, geometry.num_kv_heads, block_size)
         dtype = CACHE_DTYPES[geometry.dtype]
         self.geometry = geometry
@@ -42,10 +50,14 @@ class KvCache:
         self.parts: tuple[KvCache, ...] = ()
         self.key_scales: torch.Tensor | None = None
         self.value_scales: torch.Tensor | None = None
+        self.index_keys: torch.Tensor | None = None
         if geometry.shapes:
-            made = (KvCache(pool.geometry, num_blocks, block_size, device) for pool in pools_of(geometry))
+            made = (KvCache(pool.geometry, num_blocks, block_size, device, pool.index) for pool in pools_of(geometry))
             self.parts = tuple(made)
             return
+        if index is not None:
+            rows = (geometry.num_layers, num_blocks, block_size, index.size)
+            self.index_keys = _zeroed(rows, CACHE_DTYPES[index.dtype], device)
         self.keys = _zeroed((*shape, geometry.head_dim_k), dtype, device)
         if geometry.dtype in QUANTISED_DTYPES:
             self.key_scales = _zeroed(shape, torch.float32, device)
@@ -58,10 +70,10 @@ class KvCache:
 
     @property
     def pools(self) -> list[torch.Tensor]:
-        """The tensors that lie in memory of their own: K, V, their scales; less where V lies in K."""
+        """The tensors that lie in memory of their own: K, V, their scales, index keys; less where V lies in K."""
         if self.parts:
             return [pool for part in self.parts for pool in part.pools]
-        found = [self.keys, self.key_scales]
+        found = [self.keys, self.key_scales, self.index_keys]
         if not self.geometry.values_in_keys:
             found += [self.values, self.value_scales]
         return [pool for pool in found if pool is not None]

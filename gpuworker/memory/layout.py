@@ -5,7 +5,7 @@ layers differ in heads or head sizes, `KvGeometry.shapes` says so in one line, w
 
     a=8x256+256 b=2x512+512 aaaaabaaaa-b
     |                       one letter a layer of the model; a layer with - has no K/V of its own
-    heads x K + V; with / in place of + V is a prefix of K
+    heads x K + V; with / in place of + V is a prefix of K; ,128:bfloat16 behind V is an index key and its type
 
     pool a [9 layers, blocks, 8, block_size, 256] twice, pool b [2, blocks, 2, block_size, 512] twice
 """
@@ -22,7 +22,15 @@ from typing import Final
 from common.contracts.types import KvGeometry
 
 _NONE: Final = "-"
-_SHAPE: Final = re.compile(r"([a-zA-Z])=(\d+)x(\d+)([+/])(\d+)")
+_SHAPE: Final = re.compile(r"([a-zA-Z])=(\d+)x(\d+)([+/])(\d+)(?:,(\d+):([a-z0-9]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class IndexKey:
+    """The key by which a layer's indexer finds a token: how many numbers, and their type, whatever that of K and V."""
+
+    size: int
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,7 @@ class LayerShape:
     head_dim_k: int
     head_dim_v: int
     values_in_keys: bool = False
+    index: IndexKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +50,7 @@ class Pool:
 
     geometry: KvGeometry
     layers: tuple[int, ...]
+    index: IndexKey | None = None
 
 
 def geometry_of(shapes: Mapping[int, LayerShape], dtype: str, window: int) -> KvGeometry:
@@ -55,7 +65,7 @@ def geometry_of(shapes: Mapping[int, LayerShape], dtype: str, window: int) -> Kv
     plain = KvGeometry(
         len(shapes), first.num_kv_heads, first.head_dim_k, first.head_dim_v, dtype, window, first.values_in_keys
     )
-    if len(kinds) == 1 and sorted(shapes) == list(range(len(shapes))):
+    if len(kinds) == 1 and first.index is None and sorted(shapes) == list(range(len(shapes))):
         return plain
     words = [f"{letter}={_in_words(kind)}" for letter, kind in zip(ascii_letters, kinds, strict=False)]
     layers = (ascii_letters[kinds.index(shapes[n])] if n in shapes else _NONE for n in range(max(shapes) + 1))
@@ -96,16 +106,18 @@ def _pool(geometry: KvGeometry, shape: LayerShape, layers: Sequence[int]) -> Poo
         values_in_keys=shape.values_in_keys,
         shapes="",
     )
-    return Pool(made, tuple(layers))
+    return Pool(made, tuple(layers), shape.index)
 
 
 def _in_words(shape: LayerShape) -> str:
-    return f"{shape.num_kv_heads}x{shape.head_dim_k}{'/' if shape.values_in_keys else '+'}{shape.head_dim_v}"
+    index = "" if shape.index is None else f",{shape.index.size}:{shape.index.dtype}"
+    return f"{shape.num_kv_heads}x{shape.head_dim_k}{'/' if shape.values_in_keys else '+'}{shape.head_dim_v}{index}"
 
 
 def _parsed(word: str) -> tuple[str, LayerShape]:
     match = _SHAPE.fullmatch(word)
     if match is None:
         raise ValueError(f"{word!r} is not the shape of a layer, such as a=8x256+256")
-    letter, heads, key, mark, value = match.groups()
-    return letter, LayerShape(int(heads), int(key), int(value), mark == "/")
+    letter, heads, key, mark, value, size, dtype = match.groups()
+    index = None if size is None else IndexKey(int(size), dtype)
+    return letter, LayerShape(int(heads), int(key), int(value), mark == "/", index)

@@ -99,7 +99,7 @@ class CallRecorder:
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         self.layers.append(layer)
-        self.shapes.append(LayerShape(key.shape[1], key.shape[2], value.shape[2], layer.values_in_keys))
+        self.shapes.append(LayerShape(key.shape[1], key.shape[2], value.shape[2], layer.values_in_keys, layer.index))
         return attend_packed(layer, query, key, value)
 
 

@@ -6,6 +6,7 @@ A multi-modal checkpoint keeps some numbers in its `text_config`; they are read 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from common.checkpoint.ends import named_ends
 from common.checkpoint.files import read_config
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.types import KvGeometry
+from gpuworker.memory.layout import IndexKey, LayerShape, geometry_of
 
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers")
 _HEADS: Final = ("num_attention_heads", "n_head", "n_heads")
@@ -42,7 +44,8 @@ class CheckpointFacts:
     def kv_geometry(self, dtype: str, kv_cache_dtype: str) -> KvGeometry:
         """Return the shape of a token's K/V, if every layer has full attention; "auto" is the checkpoint's own type.
 
-        Where the configuration names latents, they are taken to be all that is kept. Layers that share K/V have none.
+        Where the configuration names latents, they are taken to be all that is kept, with index keys where layers
+        attend by index. Layers that share K/V have none, and those that share an indexer no index keys.
         """
         heads, layers, kept = self._number(*_HEADS), self._number(*_LAYERS), self._kept(dtype, kv_cache_dtype)
         if self._config.get("num_kv_shared_layers"):
@@ -50,10 +53,19 @@ class CheckpointFacts:
         if self._config.get("kv_lora_rank"):
             rank = self._number("kv_lora_rank")
             wide = rank + self._number("qk_rope_head_dim")
-            return KvGeometry(layers, 1, wide, rank, kept, values_in_keys=True)
+            index = self._index_key(dtype) if self._config.get("index_head_dim") else None
+            alone = self._config.get("indexer_types") or ()
+            shapes = {
+                layer: LayerShape(1, wide, rank, values_in_keys=True, index=None if mode == "shared" else index)
+                for layer, mode in zip_longest(range(layers), alone[:layers])
+            }
+            return geometry_of(shapes, kept, 0)
         head_dim = self._config.get("head_dim") or self._number(*_HIDDEN) // heads
         kv_heads = self._config.get("num_key_value_heads") or heads
         return KvGeometry(layers, int(kv_heads), int(head_dim), int(head_dim), kept)
+
+    def _index_key(self, dtype: str) -> IndexKey:
+        return IndexKey(self._number("index_head_dim"), self._kept(dtype, "auto"))
 
     def _kept(self, dtype: str, kv_cache_dtype: str) -> str:
         own = self._config.get("dtype") or self._config.get("torch_dtype")

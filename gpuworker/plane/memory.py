@@ -16,6 +16,7 @@ import torch
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.lease import blocks_needed
 from common.contracts.types import KvGeometry
+from gpuworker.attention.index_keys import MAX_INDEX_SCORES
 from gpuworker.attention.torch_backend import MAX_MASK
 from gpuworker.memory.byte_plan import (
     GIB,
@@ -249,7 +250,8 @@ def _result_bytes(model: TransformersModel | LlamaModel, options: MemoryOptions)
 def _estimate(model: TransformersModel | LlamaGpuModel, geometry: KvGeometry, options: MemoryOptions) -> int:
     """Return the bytes that a step needs on CPU, from shapes.
 
-    Hidden states and MLP of all tokens; one layer's K/V gathered for the longest context, with its mask; logits.
+    Hidden states and MLP of all tokens; one layer's K/V gathered for the longest context, with its mask; logits. Where
+    layers attend by index, also what an indexer scores at once, and which positions it chooses.
     """
     config, tokens, context = model.config, options.max_num_batched_tokens, options.max_model_len or 0
     hidden = _size(config, "hidden_size")
@@ -261,6 +263,9 @@ def _estimate(model: TransformersModel | LlamaGpuModel, geometry: KvGeometry, op
             # Queries and results of every head are as wide as latents, in the model's type and as floats.
             wide = _size(config, "num_attention_heads") * (pool.geometry.head_dim_k + pool.geometry.head_dim_v)
             gathered += tokens * wide * (4 + model.dtype.itemsize)
+    if any(pool.index is not None for pool in pools_of(geometry)):
+        # Scores before and after their relu, and the keys of all rows, which are no more; indices twice, in 64 bits.
+        gathered += 3 * 4 * MAX_INDEX_SCORES + 2 * 8 * tokens * min(context, _size(config, "index_topk"))
     mask = 5 * min(tokens * context, MAX_MASK)  # as booleans, and as the floats that torch converts them to
     results = _result_bytes(model, options)
     return tokens * (8 * hidden + 3 * inner) * model.dtype.itemsize + gathered + mask + results

@@ -46,6 +46,20 @@ _GPT_SHAPE: dict[str, Any] = {
     "n_head": 4,
     "n_positions": MAX_POSITIONS,
 }
+_LATENTS: dict[str, Any] = {
+    **_SHAPE,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
 _COMMON: dict[str, Any] = {"initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
 
 # The kinds that Quire serves and, below, those that it must refuse.
@@ -127,23 +141,8 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SHAPE, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
         | {"mamba_d_state": 8, "mamba_dt_rank": 8, "use_mamba_kernels": False},
     ),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        {
-            **_SHAPE,
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 32,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 12,
-        },
-    ),
+    "deepseek_v3": ("DeepseekV3Config", _LATENTS),
+    "deepseek_v32": ("DeepseekV32Config", {**_LATENTS, "index_topk": 9, "index_n_heads": 16, "index_head_dim": 16}),
 }
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": (

@@ -23,6 +23,7 @@ from gpuworker.checkpoints.progress import telling_progress
 from gpuworker.checkpoints.stored_tensors import StoredTensors
 from gpuworker.checkpoints.weights import Checkpoint
 from gpuworker.memory.devices import dtype_name, free_bytes
+from gpuworker.models.hf.indexers import refuse_blocks_of_keys
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.hf.precision import Precision, resolve_precision
 
@@ -218,7 +219,7 @@ def _is_tied(config: PretrainedConfig, directory: Path) -> bool:
 LOAD_FORMATS = get_args(LoadFormat)
 # Layers of attention, of a state, of both, and of neither.
 _LAYER_KINDS = {
-    *("full_attention", "sliding_attention", "chunked_attention"),
+    *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"),
     *("linear_attention", "conv", "hybrid", "mlp", "moe"),
 }
 _OF_CONTEXT = ("model_type", "max_position_embeddings", "original_max_position_embeddings", "rope_parameters")
@@ -349,6 +350,7 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
     if unknown:
         kinds, known = ", ".join(sorted(unknown)), " and ".join(sorted(_LAYER_KINDS))
         raise Unsupported(f"{text.model_type} has layers of kind {kinds}; only {known} can be served")
+    refuse_blocks_of_keys(text)
     if getattr(text, "is_encoder_decoder", False):
         raise Unsupported(f"{text.model_type} is an encoder-decoder; only decoders can be served")
     if any(part.get("rope_type") == "dynamic" for part in _rope_parameters(text)):

@@ -178,8 +178,8 @@ class _Mixer:
         for part in parts:
             call = _Call(self.kept, part.places if part.goes_on else None)
             result = self._called(
-                _cut(hidden, part, hidden.shape[1]),
-                {name: _cut(value, part, hidden.shape[1]) for name, value in options.items()},
+                cut(hidden, part.tokens, part.shape, hidden.shape[1]),
+                {name: cut(value, part.tokens, part.shape, hidden.shape[1]) for name, value in options.items()},
                 call,
             )
             call.put_back(self.kept, part.places)
@@ -210,13 +210,13 @@ class _Mixer:
         return self._forward(hidden, **options, **mask, **{cache: call})
 
 
-def _cut(value: Any, part: _Part, tokens: int) -> Any:
-    """Return the tokens of a part, [B, L, ...], of what has an entry for each token, [1, T, ...]; the rest as it is."""
+def cut(value: Any, at: torch.Tensor, shape: tuple[int, int], tokens: int) -> Any:
+    """Return the tokens `at`, as [*shape, ...], of what has an entry for each token, [1, T, ...]; the rest as it is."""
     if isinstance(value, tuple):
-        return tuple(_cut(each, part, tokens) for each in value)
+        return tuple(cut(each, at, shape, tokens) for each in value)
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[:2] != (1, tokens):
         return value
-    return value[0].index_select(0, part.tokens).view(*part.shape, *value.shape[2:])
+    return value[0].index_select(0, at).view(*shape, *value.shape[2:])
 
 
 class _Call:

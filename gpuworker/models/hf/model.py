@@ -4,7 +4,7 @@ The model sees all rows of a step as one packed row of tokens, [1, T], without a
 layers calls `_paged_attention` with queries, keys and values after rope; the step's backend then attends. Layers of
 multi-head latent attention attend on latents (`latents.py`), layers that share K and V on those of another one
 (`shared_kv.py`). Layers with a state in place of K and V are mixers (`mixers.py`). Layers that count positions count
-those of the step (`positions.py`).
+those of the step (`positions.py`). Layers with an indexer attend on the positions that it chooses (`indexers.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from common.contracts.errors import EngineFailure, Unsupported
 from gpuworker.attention.interface import LayerAttention, LayerSink
 from gpuworker.attention.whole_prompts import AttendsWholePrompts
 from gpuworker.memory.devices import dtype_name
+from gpuworker.models.hf.indexers import CAUSAL, Causal, index_key_of, replace_indexers
 from gpuworker.models.hf.latents import Absorbed, Latents, absorb_latents, latents_of
 from gpuworker.models.hf.mixers import MixerStates, correct_mixers
 from gpuworker.models.hf.positions import correct_positions
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 IMPLEMENTATION = "quire"
 # Inputs of attention functions that change what is attended and that no backend supports.
-_UNKNOWN_OPTIONS = ("position_bias", "indices", "block_indices")
+_UNKNOWN_OPTIONS = ("position_bias", "block_indices")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class TransformersModel:
         first = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.absorbed: Absorbed = absorb_latents(module, lambda: _step.get() is not None)
         correct_positions(module, lambda: None if (step := _step.get()) is None else step.positions)
+        replace_indexers(module, lambda: None if (step := _step.get()) is None else step.sink)
         find_sources(module, lambda sink: self.forward(first, first, first, sink))
 
     @property
@@ -141,7 +143,7 @@ def _paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | Causal | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Hand one layer's call to the step's sink. query [1, heads, T, d] and so on; returns [1, T, heads, d_v]."""
@@ -153,6 +155,8 @@ def _paged_attention(
     layer, latents = _layer_attention(module, int(index or 0), query.shape[-1], options), latents_of(module)
     if (source := source_of(module)) is not None:
         layer = replace(layer, source=source)
+    if (indices := options.get("indices")) is not None:
+        layer = replace(layer, indices=indices[0], index=index_key_of(module))
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     if latents is not None:
         layer = replace(layer, values_in_keys=True)
@@ -169,7 +173,7 @@ def _attend_on_latents(
     values: torch.Tensor,
 ) -> torch.Tensor:
     """Return [T, H, v]. query [1, H, T, d]; keys and values are latents, [T, 1, d]."""
-    whole = sink if isinstance(sink, AttendsWholePrompts) else None
+    whole = sink if isinstance(sink, AttendsWholePrompts) and layer.indices is None else None
     cut = len(keys) if whole is None else whole.first_whole(layer, keys.dtype)
     absorbed = latents.absorb(query[:, :, :cut])[0].transpose(0, 1)
     out = latents.expand(sink.write_and_attend(layer, absorbed, keys, values))
@@ -180,11 +184,13 @@ def _attend_on_latents(
 
 
 def _refuse_unknown(
-    module: nn.Module, index: int | None, attention_mask: torch.Tensor | None, options: dict[str, Any]
+    module: nn.Module, index: int | None, attention_mask: torch.Tensor | Causal | None, options: dict[str, Any]
 ) -> None:
     found = [name for name in _UNKNOWN_OPTIONS if options.get(name) is not None]
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask is not CAUSAL:
         found.append("a mask of its own")
+    if options.get("indices") is not None and options.get("sliding_window") is not None:
+        found.append("indices inside a window")
     if options.get("is_causal") is False or index is None:
         found.append("attention that is not causal self-attention of a numbered layer")
     if found:

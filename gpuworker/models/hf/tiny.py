@@ -44,7 +44,8 @@ _LARGEST: Final[Mapping[int, str]] = {
         max_target_positions""",
     VOCAB_SIZE: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
     64: """hidden_size d_model n_embd embed_dim emb_dim dim embedding_size word_embed_proj_dim dim_model
-        input_embedding_size output_embedding_size lru_width hidden_size_global""",
+        input_embedding_size output_embedding_size lru_width hidden_size_global adapter_in_dim
+        adapter_out_dim adapter_input_size""",
     96: """intermediate_size ffn_dim n_inner d_ff dim_ff dff decoder_ffn_dim encoder_ffn_dim ffn_hidden_size mlp_dim
         intermediate_size_mlp feed_forward_size dense_intermediate_size shared_intermediate_size
         prefix_dense_intermediate_size""",
@@ -54,9 +55,9 @@ _LARGEST: Final[Mapping[int, str]] = {
     16: """head_dim global_head_dim v_head_dim qk_nope_head_dim kv_lora_rank swa_head_dim d_kv kv_channels d_head
         dim_head attention_head_dim attention_head_size index_head_dim indexer_head_dim linear_key_head_dim
         linear_head_dim linear_value_head_dim hidden_size_per_layer_input mamba_d_state ssm_state_size state_size
-        mamba_d_head mamba_head_dim query_pre_attn_scalar o_lora_rank""",
+        mamba_d_head mamba_head_dim query_pre_attn_scalar o_lora_rank index_n_heads""",
     8: "qk_rope_head_dim rotary_dim laurel_rank mamba_dt_rank patch_size chunk_size",
-    4: """num_experts num_local_experts n_routed_experts moe_num_experts index_n_heads indexer_n_heads linear_num_heads
+    4: """num_experts num_local_experts n_routed_experts moe_num_experts indexer_n_heads linear_num_heads
         linear_num_value_heads encoder_attention_heads decoder_attention_heads num_encoder_attention_heads
         num_decoder_attention_heads attention_heads""",
     2: """attn_layer_period num_experts_per_tok moe_topk moe_top_k top_k_experts moe_k n_group linear_num_key_heads
@@ -131,6 +132,10 @@ def _tiny_overrides(config: PretrainedConfig, layer: int) -> dict[str, Any]:
         if _is_count(value) and _is_count(whole):
             tiny = _tiny_count(config, name, whole, range(_num_layers(config)))
             found[name] = 2 * tiny if value > whole else max(1, tiny // 2)
+    if found:
+        own, parts = cast("Any", config).per_layer_config[layer], ("qk_nope_head_dim", "qk_rope_head_dim")
+        if getattr(own, "head_dim", None) == sum(int(getattr(own, part, None) or 0) for part in parts):
+            found["head_dim"] = sum(found.get(part, _SIZES[part]) for part in parts)
     return found
 
 

@@ -11,12 +11,13 @@ import torch
 from common.contracts.errors import InvalidConfig
 from gpuworker.attention import torch_backend as torch_attention
 from gpuworker.attention.backends import backends_on, make_backend
-from gpuworker.attention.interface import LayerAttention
+from gpuworker.attention.by_shape import AttentionByIndex
+from gpuworker.attention.interface import AttentionMetadata, LayerAttention
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.layout import LayerShape, geometry_of, pools_of
 from gpuworker.native import library as native
-from tests.support.gpuworker.attention_reference import AROUND_CHUNKS, Case, in_type, random_step, reference
+from tests.support.gpuworker.attention_reference import AROUND_CHUNKS, Case, Step, in_type, random_step, reference
 
 MIXED = ((7, 1), (30, 1), (1, 1), (45, 1), (0, 9), (13, 6), (0, 1))
 PLAIN = LayerAttention(layer=1, scale=0.3)
@@ -115,6 +116,60 @@ def test_a_layer_may_attend_on_what_another_one_wrote(backend: str) -> None:
     expected = reference(replace(step, query=query), replace(other, layer=0))
     np.testing.assert_allclose(out.numpy(), expected, atol=2e-5)
     assert all(torch.equal(pool, was) for pool, was in zip(step.cache.pools, before, strict=True))
+
+
+def choose(step: Step, count: int) -> torch.Tensor:
+    """Return [T, count]: positions of each query's context, its own among them, and numbers that stand for none."""
+    draw, chosen = np.random.default_rng(1), []
+    for start, length in step.case.rows:
+        for position in range(start, start + length):
+            seen = draw.permutation(position + 1)[: count - 3]
+            none = [-1, position + 1, 999, *[-1] * (count - 3 - len(seen))]  # what comes later is not seen
+            chosen.append([*seen[:-1], position, *none])
+    return torch.tensor(chosen, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "layer", [PLAIN, replace(PLAIN, softcap=2.0), replace(PLAIN, sinks=torch.tensor([-1.0, 0.0, 0.5, 2.0]))]
+)
+@pytest.mark.parametrize("rows", [MIXED, ((40, 1), (2, 1), (46, 1), (3, 1), (41, 1)), ((0, 21), (7, 30))])
+def test_queries_keep_the_positions_of_their_indices(
+    rows: tuple[tuple[int, int], ...], layer: LayerAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = random_step(Case(rows))
+    chosen = replace(layer, indices=choose(step, 9))
+    attention = TorchAttention(step.cache)
+    for most in (torch_attention.MAX_MASK, 100):
+        monkeypatch.setattr(torch_attention, "MAX_MASK", most)
+        attention.begin(step.metadata)
+        out = attention.write_and_attend(chosen, step.query, step.key, step.value)
+        np.testing.assert_allclose(out.numpy(), reference(step, chosen), atol=2e-5)
+
+
+class Named:
+    """Says in its results which backend attended, and how often it was told of a step."""
+
+    def __init__(self, name: float) -> None:
+        self.name, self.steps = name, 0
+
+    def begin(self, step: AttentionMetadata) -> None:
+        self.steps += 1
+
+    def write_and_attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        return torch.tensor([self.name, 0.0 if layer.indices is None else 1.0])
+
+
+def test_attention_is_sparse_only_where_a_row_sees_more_than_it_keeps() -> None:
+    step, full, sparse = random_step(Case(((7, 1), (0, 9)))), Named(1.0), Named(2.0)
+    attention = AttentionByIndex(full, sparse)
+    attention.begin(step.metadata)
+    for count, wanted in ((9, [1.0, 0.0]), (10, [1.0, 0.0]), (8, [2.0, 1.0]), (8, [2.0, 1.0])):
+        layer = replace(PLAIN, indices=torch.zeros((10, count), dtype=torch.int32))
+        assert attention.write_and_attend(layer, step.query, step.key, step.value).tolist() == wanted
+    assert attention.write_and_attend(PLAIN, step.query, step.key, step.value).tolist() == [1.0, 0.0]
+    assert (full.steps, sparse.steps) == (1, 1)
 
 
 def test_decodes_of_very_different_lengths_keep_their_places(backend: str) -> None:

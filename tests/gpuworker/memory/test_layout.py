@@ -13,9 +13,10 @@ from common.contracts.lease import Copy
 from common.contracts.types import BlockId, KvGeometry
 from gpuworker.memory.byte_plan import bytes_per_block
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.memory.layout import LayerShape, Pool, geometry_of, numbers_a_layer, pools_of
+from gpuworker.memory.layout import IndexKey, LayerShape, Pool, geometry_of, numbers_a_layer, pools_of
 
 NARROW, WIDE, LATENT = LayerShape(8, 256, 256), LayerShape(2, 512, 512), LayerShape(1, 576, 512, values_in_keys=True)
+INDEX = IndexKey(128, "bfloat16")
 MIXED = {0: NARROW, 1: NARROW, 2: WIDE, 3: NARROW, 5: LATENT}
 
 
@@ -42,6 +43,22 @@ def test_a_gap_is_a_layer_without_its_own() -> None:
     assert pool == Pool(replace(geometry, shapes=""), (0, 2))
 
 
+def test_layers_with_index_keys_are_other_than_those_without() -> None:
+    geometry = geometry_of({0: replace(LATENT, index=INDEX), 1: LATENT}, "int8", 0)
+    assert geometry.shapes == "a=1x576/512,128:bfloat16 b=1x576/512 ab"
+    plain = KvGeometry(1, 1, 576, 512, "int8", values_in_keys=True)
+    assert pools_of(geometry) == (Pool(plain, (0,), INDEX), Pool(plain, (1,)))
+    assert geometry_of({0: replace(LATENT, index=INDEX)}, "int8", 0).shapes == "a=1x576/512,128:bfloat16 a"
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [("bfloat16", 2 * 576), ("int8", 576 + 4), ("fp8", 576 + 4)])
+def test_a_block_has_the_bytes_of_index_keys_in_their_own_type(dtype: str, kept: int) -> None:
+    geometry = geometry_of({0: replace(LATENT, index=INDEX), 1: LATENT}, dtype, 0)
+    assert bytes_per_block(geometry, 4) == 4 * (2 * kept + 2 * 128)
+    cache = KvCache(geometry, 3, 4, torch.device("cpu"))
+    assert sum(pool.nbytes for pool in cache.pools) == 3 * bytes_per_block(geometry, 4)
+
+
 @pytest.mark.parametrize(
     ("dtype", "size", "scales"), [("float32", 4, 0), ("bfloat16", 2, 0), ("int8", 1, 4), ("fp8", 1, 4)]
 )
@@ -56,7 +73,9 @@ def test_a_block_has_the_bytes_of_all_pools(dtype: str, size: int, scales: int) 
 
 
 def test_a_copy_takes_the_block_in_every_pool() -> None:
-    cache = KvCache(geometry_of(MIXED, "int8", 0), 3, 4, torch.device("cpu"))
+    layers = MIXED | {5: replace(LATENT, index=INDEX)}
+    cache = KvCache(geometry_of(layers, "int8", 0), 3, 4, torch.device("cpu"))
+    assert len(cache.pools) == 4 + 4 + 3
     for number, pool in enumerate(cache.pools):
         pool[:, 2] = number + 1
     cache.copy_blocks([Copy(BlockId(2), BlockId(0), 4)])
@@ -65,7 +84,10 @@ def test_a_copy_takes_the_block_in_every_pool() -> None:
         assert not pool[:, 1].float().any()
 
 
-shapes = st.builds(LayerShape, st.integers(1, 128), st.integers(1, 1024), st.integers(1, 1024), st.booleans())
+types = st.sampled_from(["float32", "bfloat16", "float16"])
+index_keys = st.none() | st.builds(IndexKey, st.integers(1, 256), types)
+sizes = st.integers(1, 1024)
+shapes = st.builds(LayerShape, st.integers(1, 128), sizes, sizes, st.booleans(), index_keys)
 
 
 @given(st.dictionaries(st.integers(0, 60), shapes, min_size=1, max_size=50))
@@ -75,7 +97,7 @@ def test_pools_have_each_layer_once_in_its_shape(layers: dict[int, LayerShape]) 
     for pool in pools_of(geometry):
         kind = pool.geometry
         assert (kind.num_layers, kind.shapes, list(pool.layers)) == (len(pool.layers), "", sorted(pool.layers))
-        shape = LayerShape(kind.num_kv_heads, kind.head_dim_k, kind.head_dim_v, kind.values_in_keys)
+        shape = LayerShape(kind.num_kv_heads, kind.head_dim_k, kind.head_dim_v, kind.values_in_keys, pool.index)
         found |= dict.fromkeys(pool.layers, shape)
     assert found == layers
 
@@ -88,7 +110,8 @@ def test_layers_of_too_many_shapes_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["a=8x256 aaaaa", "a=8x256+256 aaaab", "a=8x256+256 aaaa", "aaaaa", "a=1x1+1 b=1x1+1 aaaaa"]
+    "line",
+    ["a=8x256 aaaaa", "a=8x256+256 aaaab", "a=8x256+256 aaaa", "aaaaa", "a=1x1+1 b=1x1+1 aaaaa", "a=1x1+1,8 aaaaa"],
 )
 def test_a_line_of_another_form_is_refused(line: str) -> None:
     with pytest.raises(ValueError, match=r"shape|does not give"):

@@ -152,6 +152,20 @@ def test_a_pool_of_latents_counts_latents(tmp_path: Path) -> None:
     assert "--kv-blocks" in found(tmp_path, CPU, "--kv-blocks", str(fitting + 1))
 
 
+def test_a_pool_counts_the_index_keys_of_layers_with_an_indexer(tmp_path: Path) -> None:
+    """61 layers of 576 numbers, and 128 more in those whose indexer is their own."""
+    sizes = {"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    config = {"model_type": "glm_moe_dsa", "dtype": "bfloat16", "index_head_dim": 128, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    fitting = 16 * GIB // (16 * 61 * (576 + 128) * 2)
+    assert found(tmp_path, CPU, "--kv-blocks", str(fitting)) == {}
+    assert "--kv-blocks" in found(tmp_path, CPU, "--kv-blocks", str(fitting + 1))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"indexer_types": ["full", *["shared"] * 60]}))
+    fitting = 16 * GIB // (16 * (61 * 576 + 128) * 2)
+    assert found(tmp_path, CPU, "--kv-blocks", str(fitting)) == {}
+    assert "--kv-blocks" in found(tmp_path, CPU, "--kv-blocks", str(fitting + 1))
+
+
 def test_a_pool_counts_no_layer_that_shares(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 35, "num_kv_shared_layers": 15, "num_attention_heads": 8, "head_dim": 256}
     config = {"model_type": "gemma3n_text", "dtype": "bfloat16", "num_key_value_heads": 2, **sizes}

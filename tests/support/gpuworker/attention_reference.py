@@ -143,7 +143,10 @@ def reference(step: Step, layer: LayerAttention) -> Float64Array:
         keys = torch.cat((past_keys[layer.layer], step.key[now])).double().numpy()
         values = torch.cat((past_values[layer.layer], step.value[now])).double().numpy()
         for n, query in enumerate(step.query[now].double().numpy()):
-            parts.append(_one_query(layer, query, keys[: start + n + 1], values[: start + n + 1]))
+            kept = list(range(start + n + 1))
+            if layer.indices is not None:
+                kept = [each for each in kept if each in layer.indices[begin + n].tolist()]
+            parts.append(_one_query(layer, query, keys[kept], values[kept]))
         begin += length
     return np.stack(parts).reshape(case.tokens, case.num_heads, case.head_dim_v)
 

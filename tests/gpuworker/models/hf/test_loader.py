@@ -183,8 +183,8 @@ def test_rotary_scaling_by_the_batch_is_refused() -> None:
 
 def test_layers_of_unknown_kinds_are_refused() -> None:
     config = llama()
-    config.layer_types = ["full_attention", "indexed_attention"]
-    with pytest.raises(Unsupported, match="layers of kind indexed_attention"):
+    config.layer_types = ["full_attention", "compressed_sparse_attention"]
+    with pytest.raises(Unsupported, match="layers of kind compressed_sparse_attention"):
         refuse_unsupported(config)
 
 
