@@ -21,7 +21,7 @@ from gpuworker.attention.interface import AttentionMetadata, Int32Array
 from gpuworker.memory.kv_cache import KvCache
 
 MAX_INDEX_SCORES: Final = 16 << 20
-"""Scores of a call, (token, head of the indexer, position): 16 M floats are 64 MB."""
+"""Scores of a call, (token, head of the indexer, position), or numbers of the keys of its rows: 64 MB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class IndexPart:
 class IndexStore(Protocol):
     """Keeps index keys. `layer` is a layer's number in the model."""
 
-    def parts(self, heads: int) -> Sequence[IndexPart]:
-        """Return the calls of a step in their order, for an indexer of so many heads."""
+    def parts(self, heads: int, size: int) -> Sequence[IndexPart]:
+        """Return the calls of a step in their order, for an indexer of so many heads and keys of this size."""
         ...
 
     def exchange(self, layer: int, part: IndexPart, new: torch.Tensor) -> torch.Tensor:
@@ -69,13 +69,13 @@ class PagedIndexKeys:
     def begin(self, step: AttentionMetadata) -> None:
         self._step = step
         self._slots = step.device.slot_mapping.long()
-        self._parts: dict[int, Sequence[IndexPart]] = {}
+        self._parts: dict[tuple[int, int], Sequence[IndexPart]] = {}
 
-    def parts(self, heads: int) -> Sequence[IndexPart]:
-        if heads not in self._parts:
-            step = self._step
-            self._parts[heads] = _parts(step.query_start, step.context_len, heads, self._slots.device)
-        return self._parts[heads]
+    def parts(self, heads: int, size: int) -> Sequence[IndexPart]:
+        if (heads, size) not in self._parts:
+            step, device = self._step, self._slots.device
+            self._parts[heads, size] = _parts(step.query_start, step.context_len, heads, size, device)
+        return self._parts[heads, size]
 
     def exchange(self, layer: int, part: IndexPart, new: torch.Tensor) -> torch.Tensor:
         pool = self._pools[layer]  # [blocks, block_size, d]
@@ -93,8 +93,9 @@ class PackedIndexKeys:
         self._ends, self._device = np.array([tokens], dtype=np.int32), device
         self._kept: list[torch.Tensor] = []
 
-    def parts(self, heads: int) -> Sequence[IndexPart]:
-        return _parts(np.concatenate((np.zeros(1, dtype=np.int32), self._ends)), self._ends, heads, self._device)
+    def parts(self, heads: int, size: int) -> Sequence[IndexPart]:
+        start = np.concatenate((np.zeros(1, dtype=np.int32), self._ends))
+        return _parts(start, self._ends, heads, size, self._device)
 
     def exchange(self, layer: int, part: IndexPart, new: torch.Tensor) -> torch.Tensor:
         self._kept.append(new)
@@ -109,7 +110,9 @@ class _Piece:
     count: int
 
 
-def _parts(query_start: Int32Array, context_len: Int32Array, heads: int, device: torch.device) -> list[IndexPart]:
+def _parts(
+    query_start: Int32Array, context_len: Int32Array, heads: int, size: int, device: torch.device
+) -> list[IndexPart]:
     pieces: list[_Piece] = []
     for row, context in enumerate(context_len.tolist()):
         first, last = int(query_start[row]), int(query_start[row + 1])
@@ -120,18 +123,21 @@ def _parts(query_start: Int32Array, context_len: Int32Array, heads: int, device:
         ]
     groups: list[list[_Piece]] = []
     for piece in sorted(pieces, key=lambda piece: piece.position):
-        if groups and _may_join(groups[-1], piece, heads):
+        if groups and _may_join(groups[-1], piece, max(heads, size)):
             groups[-1].append(piece)
         else:
             groups.append([piece])
     return [_part(group, device) for group in groups]
 
 
-def _may_join(group: Sequence[_Piece], piece: _Piece, heads: int) -> bool:
-    """Return whether a piece may be called with those of lower positions: single tokens of like contexts."""
+def _may_join(group: Sequence[_Piece], piece: _Piece, width: int) -> bool:
+    """Return whether a piece may be called with those of lower positions: single tokens of like contexts.
+
+    `width` counts the scores, or the numbers of a key, of each position.
+    """
     if piece.count > 1 or group[-1].count > 1:
         return False
-    fits = (len(group) + 1) * heads * (piece.position + 1) <= MAX_INDEX_SCORES
+    fits = (len(group) + 1) * width * (piece.position + 1) <= MAX_INDEX_SCORES
     return fits and piece.position < 2 * (group[0].position + 1)  # at most half of what it gathers is padding
 
 

@@ -264,7 +264,7 @@ def _estimate(model: TransformersModel | LlamaGpuModel, geometry: KvGeometry, op
             wide = _size(config, "num_attention_heads") * (pool.geometry.head_dim_k + pool.geometry.head_dim_v)
             gathered += tokens * wide * (4 + model.dtype.itemsize)
     if any(pool.index is not None for pool in pools_of(geometry)):
-        # Scores before and after their relu, and the keys of all rows, which are no more; indices twice, in 64 bits.
+        # Scores before and after their relu, and the keys of all rows; indices twice, in 64 bits.
         gathered += 3 * 4 * MAX_INDEX_SCORES + 2 * 8 * tokens * min(context, _size(config, "index_topk"))
     mask = 5 * min(tokens * context, MAX_MASK)  # as booleans, and as the floats that torch converts them to
     results = _result_bytes(model, options)

@@ -25,7 +25,7 @@ from gpuworker.models.hf.mixers import cut
 
 _ATTRIBUTE: Final = "quire_indexer"
 _MASK, _CACHE = "attention_mask", "past_key_values"
-# Under these names configurations have how many tokens share an index key.
+# Under these names configurations have how many tokens are chosen together.
 _BLOCKS: Final = ("indexer_compress_ratio", "index_kpool")
 
 
@@ -55,12 +55,12 @@ def index_key_of(module: nn.Module) -> IndexKey | None:
 
 
 def refuse_blocks_of_keys(config: Any) -> None:
-    """Raise Unsupported for a configuration whose indexers compare queries with blocks of tokens."""
+    """Raise Unsupported for a configuration whose indexers choose blocks of tokens."""
     for name in _BLOCKS:
         if getattr(config, name, 1) != 1:
             raise Unsupported(
-                f"{config.model_type} scores blocks of tokens at once ({name}): the key of such a block depends on its"
-                " later tokens, and the cache keeps the index key of each token"
+                f"{config.model_type} chooses blocks of tokens ({name}), by keys pooled of all tokens of a block; only"
+                " indexers that choose single tokens can be followed"
             )
 
 
@@ -81,7 +81,7 @@ class _Indexer:
 
     def __init__(self, module: Any, sink: Callable[[], LayerSink | None]) -> None:
         self.key: IndexKey | None = None
-        self._layer, self._heads = int(module.layer_idx), int(module.n_heads)
+        self._layer, self._heads, self._size = int(module.layer_idx), int(module.n_heads), int(module.head_dim)
         self._forward, self._sink = module.forward, sink
         self._signature = inspect.signature(module.forward)
         module.forward = self._run
@@ -95,7 +95,7 @@ class _Indexer:
         hidden: torch.Tensor = next(iter(arguments.values()))
         count = hidden.shape[1]
         store = index_keys_of(self._sink()) or PackedIndexKeys(count, hidden.device)
-        parts = store.parts(self._heads)
+        parts = store.parts(self._heads, self._size)
         found = [self._choose(arguments, part, store, count).flatten(0, 1) for part in parts]
         return _all_of(found, parts, count)[None]
 

@@ -1,4 +1,4 @@
-"""Latents, shared K/V and layers of several shapes behind all services: no token changes."""
+"""Latents, index keys, shared K/V and layers of several shapes behind all services: no token changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gemma4(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "gemma4"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32", "gemma4"])
 async def test_preemptions_hits_drafts_and_a_new_manager_change_no_token(kind: str, tmp_path: Path) -> None:
     folder = gemma4(tmp_path / "gemma4") if kind == "gemma4" else checkpoint(kind)
     flags = ("--kv-blocks", str(BLOCKS), "--dtype", "float32", "--max-model-len", "96", "--speculative", "ngram")
@@ -64,9 +64,10 @@ async def test_preemptions_hits_drafts_and_a_new_manager_change_no_token(kind: s
         assert cached_tokens(alone) == 0
 
 
-async def test_an_int8_cache_of_latents_gives_the_same_tokens_with_hits_and_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32"])
+async def test_an_int8_cache_gives_the_same_tokens_with_hits_and_without(kind: str, tmp_path: Path) -> None:
     flags = ("--kv-blocks", "64", "--dtype", "float32", "--kv-cache-dtype", "int8", "--max-model-len", "96")
-    options = StackOptions(model=checkpoint("deepseek_v3"), block_size=SIZE, worker_flags=flags)
+    options = StackOptions(model=checkpoint(kind), block_size=SIZE, worker_flags=flags)
     async with running_suite(tmp_path, options) as suite:
         first = await suite.generate(greedy(LONG, TOKENS))
         await suite.until_all_free(1)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from common.contracts.errors import Unsupported
@@ -151,6 +152,23 @@ def test_calls_are_no_larger_than_their_scores(monkeypatch: pytest.MonkeyPatch) 
     test_tokens_are_those_of_transformers("deepseek_v32", 4)
 
 
+def test_layers_that_keep_every_head_attend_by_index_too() -> None:
+    """Where latents cannot be absorbed: K and V of 4 heads beside the index key."""
+    module: Any = copy.deepcopy(module_of("deepseek_v32"))
+    for each in module.modules():
+        if hasattr(each, "expand_kv"):
+            each.kv_b_proj = nn.Sequential(each.kv_b_proj)
+    model = TransformersModel(module)
+    assert "K and V of every head are kept" in model.absorbed.reason
+    assert shape_by_test(model).shapes == "a=4x24+16,16:float32 aa"
+    runner, prompt = runner_on(model, 4, max_model_len=96), prompt_of(30)
+    driver = Driver(runner, 4)
+    stream = driver.add(prompt, 12, 7)
+    driver.run()
+    runner.close()
+    assert stream.output == greedy("deepseek_v32", prompt, 12)
+
+
 # ---------------------------------------------------------------- what a token keeps
 
 
@@ -214,8 +232,8 @@ def cut_one_late(begin: Any) -> Any:
 def rows_swapped(parts: Any) -> Any:
     """Each row reads the keys of another."""
 
-    def swapped(self: PagedIndexKeys, heads: int) -> list[IndexPart]:
-        found = parts(self, heads)
+    def swapped(self: PagedIndexKeys, heads: int, size: int) -> list[IndexPart]:
+        found = parts(self, heads, size)
         last = self._step.num_rows - 1
         return [IndexPart(each.tokens, last - each.rows, each.positions, each.context) for each in found]
 
@@ -225,8 +243,8 @@ def rows_swapped(parts: Any) -> Any:
 def positions_of_the_step(parts: Any) -> Any:
     """Each row chooses as if its chunk began at position 0."""
 
-    def moved(self: PagedIndexKeys, heads: int) -> list[IndexPart]:
-        found = parts(self, heads)
+    def moved(self: PagedIndexKeys, heads: int, size: int) -> list[IndexPart]:
+        found = parts(self, heads, size)
         return [
             IndexPart(each.tokens, each.rows, each.positions - each.positions[:, :1], each.context) for each in found
         ]
@@ -253,8 +271,8 @@ def test_a_model_that_ignores_its_indices_fails_the_test_at_start(monkeypatch: p
 
 
 @pytest.mark.parametrize("family", ["qwen4_exp_text", "glm5_next_text"])
-def test_keys_of_blocks_of_tokens_are_refused(family: str) -> None:
-    with pytest.raises(Unsupported, match="scores blocks of tokens at once"):
+def test_indexers_that_choose_blocks_of_tokens_are_refused(family: str) -> None:
+    with pytest.raises(Unsupported, match="chooses blocks of tokens"):
         refuse_unsupported(CONFIG_MAPPING[family]())
 
 
@@ -267,11 +285,14 @@ def test_the_same_bits_in_every_batch_are_refused() -> None:
 # ---------------------------------------------------------------- the calls of a step
 
 
-def parts_of(rows: list[tuple[int, int]], heads: int = 1) -> list[tuple[list[int], list[int], list[list[int]], int]]:
+Call = tuple[list[int], list[int], list[list[int]], int]
+
+
+def parts_of(rows: list[tuple[int, int]], heads: int = 1, size: int = 1) -> list[Call]:
     """Return the calls of rows (start, length): their tokens, rows, positions and context."""
     start, length = np.array(rows, dtype=np.int32).T
     query_start = np.concatenate((np.zeros(1, dtype=np.int32), np.cumsum(length, dtype=np.int32)))
-    found = index_keys._parts(query_start, start + length, heads, CPU)
+    found = index_keys._parts(query_start, start + length, heads, size, CPU)
     return [(each.tokens.tolist(), each.rows.tolist(), each.positions.tolist(), each.context) for each in found]
 
 
@@ -290,4 +311,5 @@ def test_a_chunk_is_cut_where_its_scores_are_too_many(monkeypatch: pytest.Monkey
     monkeypatch.setattr(index_keys, "MAX_INDEX_SCORES", 60)
     assert [tokens for tokens, *_ in parts_of([(6, 1), (7, 1), (8, 2)], heads=3)] == [[0, 1], [2, 3]]
     assert [tokens for tokens, *_ in parts_of([(6, 1), (7, 1), (8, 2)], heads=4)] == [[0], [1], [2], [3]]
+    assert [tokens for tokens, *_ in parts_of([(6, 1), (7, 1), (8, 2)], size=4)] == [[0], [1], [2, 3]]
     assert [tokens for tokens, *_ in parts_of([(0, 5)], heads=6)] == [[0, 1], [2, 3], [4]]
