@@ -26,7 +26,7 @@ WRAPPERS: Final = frozenset(
             "llava_next_video",
         ),
         *("llava_onevision", "mistral3", "ovis2", "qwen2_audio", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-        *("lfm2_vl", "llama4", "qwen3_5", "qwen3_5_moe"),
+        *("dots3_note", "lfm2_vl", "llama4", "qwen3_5", "qwen3_5_moe"),
         *("smolvlm", "video_llama_3", "video_llava", "vipllava", "voxtral"),
     }
 )
