@@ -38,7 +38,8 @@ _LAYERS: Final = (
 ).split()
 _HEADS: Final = "num_attention_heads n_head n_heads num_heads swa_num_attention_heads".split()
 _KV_HEADS: Final = "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads".split()
-# The largest value of fields, by what families call them.
+# The largest value of fields, by what families call them. Indexers have 16 heads: with few of them many keys score 0 in
+# all, and which of equal keys is chosen depends on how many there are.
 _LARGEST: Final[Mapping[int, str]] = {
     POSITIONS: """max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length context_length
         max_target_positions""",
