@@ -38,7 +38,7 @@ SHAPES = {
     "falcon_h1": KvGeometry(3, 2, 16, 16, "float32"),
     "jamba": KvGeometry(1, 2, 16, 16, "float32", shapes="a=2x16+16 -a"),
     "deepseek_v3": KvGeometry(3, 1, 24, 16, "float32", values_in_keys=True),
-    "deepseek_v32": KvGeometry(3, 1, 24, 16, "float32", shapes="a=1x24/16,16:float32 aaa"),
+    "deepseek_v32": KvGeometry(3, 1, 24, 16, "float32", values_in_keys=True, shapes="a=1x24/16,16:float32 aaa"),
 }
 
 
