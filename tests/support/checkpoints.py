@@ -141,6 +141,22 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SHAPE, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
         | {"mamba_d_state": 8, "mamba_dt_rank": 8, "use_mamba_kernels": False},
     ),
+    # State spaces beside attention, whose weights two layers share.
+    "zamba2": (
+        "Zamba2Config",
+        {
+            **_SHAPE,
+            "num_key_value_heads": 4,
+            "layers_block_type": ["hybrid", "linear_attention", "hybrid"],
+            "n_mamba_heads": 8,
+            "mamba_d_state": 16,
+            "chunk_size": 8,
+            "time_step_min": 1e-6,  # in prefills transformers bounds time steps by it, and nowhere else
+            "use_mem_rope": True,
+            "use_shared_attention_adapter": True,
+            "adapter_rank": 8,
+        },
+    ),
     "deepseek_v3": ("DeepseekV3Config", _LATENTS),
     "deepseek_v32": ("DeepseekV32Config", {**_LATENTS, "index_topk": 9, "index_n_heads": 16, "index_head_dim": 16}),
 }

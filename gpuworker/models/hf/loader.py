@@ -46,19 +46,23 @@ _log = logging.getLogger(__name__)
 class PrepackedLinear(nn.Module):
     """y = x · weightᵀ + bias, as nn.Linear computes it; it has no `weight` to read."""
 
-    def __init__(self, plain: nn.Linear) -> None:
+    def __init__(self, plain: nn.Linear, packed: torch.Tensor | None = None) -> None:
+        """`packed` is the weight where another layer has packed it."""
         super().__init__()
         self.in_features, self.out_features, self.bias = plain.in_features, plain.out_features, plain.bias
-        self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), _TOKENS)
+        self._borrows = packed is not None
+        if packed is None:
+            packed = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), _TOKENS)
+        self.packed: torch.Tensor = packed
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the packed weight, which is neither parameter nor buffer."""
-        return self._packed.nbytes
+        """Bytes of the packed weight, which is neither parameter nor buffer; 0 where another layer has packed it."""
+        return 0 if self._borrows else self.packed.nbytes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., N] for x [..., K]."""
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return out
 
 
@@ -90,9 +94,13 @@ def prepack(model: TransformersModel) -> Prepacking:
     done.total = len(places)
     able = _seen_alone(model, [place.layer for place in places])
     holders = Counter(id(weight) for each in model.module.modules() for weight in each._parameters.values())
-    for place in places:
-        if id(place.layer) in able:
-            _replace(place, holders[id(place.layer.weight)] > 1, done)
+    able_places = [place for place in places if id(place.layer) in able]
+    weights = [id(place.layer.weight) for place in able_places]  # of several layers one may be the same (zamba2)
+    shared, packed = Counter(weights), dict[int, torch.Tensor]()
+    for place, weight in zip(able_places, weights, strict=True):
+        _replace(place, holders[weight] > shared[weight], packed.get(weight), done)
+        if isinstance(made := getattr(place.parent, place.name), PrepackedLinear):
+            packed[weight] = made.packed
     _log.info("%s", done)
     return done
 
@@ -158,18 +166,18 @@ def _seen_alone(model: TransformersModel, layers: list[nn.Linear]) -> set[int]:
     return called - read
 
 
-def _replace(place: _Place, copied: bool, done: Prepacking) -> None:
-    """Replace one layer and free its weight, unless the copy of a shared weight would take too much memory."""
+def _replace(place: _Place, copied: bool, packed: torch.Tensor | None, done: Prepacking) -> None:
+    """Replace one layer and free its weight, unless the copy of a weight that stays would take too much memory."""
     nbytes = place.layer.weight.nbytes
-    if copied and nbytes > _COPY_FRACTION * free_bytes(place.layer.weight.device):
+    if packed is None and copied and nbytes > _COPY_FRACTION * free_bytes(place.layer.weight.device):
         _log.info("%s is not prepacked: beside the embedding %d MiB more are too much", place.name, nbytes // _MIB)
         return
-    packed = PrepackedLinear(place.layer)
-    setattr(place.parent, place.name, packed)
+    made = PrepackedLinear(place.layer, packed)
+    setattr(place.parent, place.name, made)
     place.layer._parameters.clear()  # memory is freed layer by layer
     done.layers += 1
-    done.packed_bytes += packed.packed_bytes
-    done.copied_bytes += packed.packed_bytes if copied else 0
+    done.packed_bytes += made.packed_bytes
+    done.copied_bytes += made.packed_bytes if copied else 0
 
 
 # Entries of a rope with three positions a token, which are equal for text.

@@ -12,6 +12,7 @@ state. Nothing of a state is shared between sequences.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from gpuworker.attention.interface import AttentionMetadata, Int32Array
 # What a module's code calls on its cache, if it keeps a state.
 _UPDATES: Final = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
 _CACHES: Final = ("cache_params", "past_key_values")
+_NO_LIMIT: Final = (0.0, math.inf)
 
 Piece = tuple[str, int]
 """A state of a mixer: its kind, and its number among those of this kind."""
@@ -95,18 +97,28 @@ class MixerStates:
 def correct_mixers(model: nn.Module) -> list[str]:
     """Correct mixers whose code in transformers contradicts itself or their configuration. Return what was corrected.
 
-    nemotron_h bounds time steps from below in prefills, by `time_step_min`, and not in decodes; its configuration says
-    `time_step_limit`, which nothing reads there.
+    nemotron_h and zamba2 bound time steps from below in prefills, by `time_step_min`, and not in decodes. That entry is
+    about the numbers that a training begins with. The configuration of nemotron_h says `time_step_limit`, which nothing
+    reads there; that of zamba2 says no bounds, and there are none.
     """
     said = set()
     for module in model.modules():
-        limit = getattr(getattr(module, "config", None), "time_step_limit", None)
         found: Any = getattr(module, "time_step_limit", None) if _keeps_state(module) else None
+        limit, why = _time_step_limit(getattr(module, "config", None), found)
         if found is None or limit is None or tuple(found) == tuple(limit):
             continue
         setattr(module, "time_step_limit", tuple(limit))  # noqa: B010
-        said.add(f"time steps are bounded by {tuple(limit)}, as its configuration says, and not by {tuple(found)}")
+        said.add(f"time steps are bounded by {tuple(limit)}, as {why}, and not by {tuple(found)}")
     return sorted(said)
+
+
+def _time_step_limit(config: Any, found: Any) -> tuple[Any, str]:
+    """Return the bounds of time steps that a configuration means, None where they are those found, and who says so."""
+    if (limit := getattr(config, "time_step_limit", None)) is not None:
+        return limit, "its configuration says"
+    if found is not None and found[0] == getattr(config, "time_step_min", None):
+        return _NO_LIMIT, "in its decodes"
+    return None, ""
 
 
 def _parts(

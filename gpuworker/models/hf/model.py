@@ -10,10 +10,11 @@ those of the step (`positions.py`). Layers with an indexer attend on the positio
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IMPLEMENTATION = "quire"
+_UNNUMBERED = (None, -1)  # the numbers of modules whose weights layers share (zamba, zamba2)
 # Inputs of attention functions that change what is attended and that no backend supports.
 _UNKNOWN_OPTIONS = ("position_bias", "block_indices")
 
@@ -66,6 +68,7 @@ class TransformersModel:
         self.kv_dtype = kv_dtype or dtype_name(self.dtype)
         self._keeps_logits = "logits_to_keep" in inspect.signature(module.forward).parameters
         module.set_attn_implementation(IMPLEMENTATION)
+        _number_calls(module)
         self.corrections = correct_mixers(module)
         mixers = MixerStates(module)
         self.states: MixerStates | None = mixers if len(mixers) else None
@@ -136,6 +139,21 @@ class TransformersModel:
         finally:
             self.module.set_attn_implementation(IMPLEMENTATION)
         return logits.float()
+
+
+def _number_calls(model: nn.Module) -> None:
+    """Let modules whose weights layers share, which have no number of their own, have that of the layer that calls."""
+    for module in model.modules():
+        if (
+            getattr(module, "layer_idx", 0) in _UNNUMBERED
+            and "layer_idx" in inspect.signature(module.forward).parameters
+        ):
+            module.forward = partial(_numbered, module, module.forward)
+
+
+def _numbered(module: Any, forward: Callable[..., Any], *given: Any, layer_idx: int, **named: Any) -> Any:
+    module.layer_idx = layer_idx
+    return forward(*given, layer_idx=layer_idx, **named)
 
 
 def _paged_attention(

@@ -49,12 +49,19 @@ _FIRST: Final[Mapping[str, Options]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
 _MAMBA: Final = {"mamba_n_heads": 8, "mamba_d_head": 16}
+# Layers that share the weights of their attention, by turns.
+_SHARED: Final = {
+    "num_hidden_layers": 7,
+    "layers_block_type": [*("linear_attention", "hybrid") * 3, "linear_attention"],
+}
 # Sizes that the general rules get wrong.
 _SECOND: Final[Mapping[str, Options]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "bamba": _MAMBA,
     "granitemoehybrid": _MAMBA,
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "zamba": _SHARED | {"attention_hidden_size": 128, "attention_head_dim": 32},
+    "zamba2": _SHARED | {"num_mem_blocks": 2, "use_mem_rope": True},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16]},

@@ -19,11 +19,11 @@ from gpuworker.attention.step_inputs import attention_arrays, attention_metadata
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.hf.mixers import MixerStates, correct_mixers
 from gpuworker.models.hf.model import TransformersModel
-from gpuworker.models.self_test import self_test
+from gpuworker.models.self_test import CallRecorder, self_test
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy
 from tests.support.gpuworker.runner_harness import CPU, Driver, runner_on, transformers_model
 
-KINDS = ("qwen3_next", "lfm2", "falcon_h1", "jamba")
+KINDS = ("qwen3_next", "lfm2", "falcon_h1", "jamba", "zamba2")
 BLOCK, LENGTH, PLACES = 4, 40, 5
 BACKEND = functools.partial(make_backend, "auto")
 
@@ -130,7 +130,7 @@ def test_tokens_equal_transformers(kind: str) -> None:
 
 def test_only_where_chunks_do_not_go_on_with_a_state_tokens_go_one_by_one() -> None:
     by_token = {kind: states.token_by_token for kind in KINDS if (states := model_of(kind).states) is not None}
-    assert by_token == {"qwen3_next": False, "lfm2": False, "falcon_h1": False, "jamba": True}
+    assert by_token == {"qwen3_next": False, "lfm2": False, "falcon_h1": False, "jamba": True, "zamba2": False}
 
 
 def test_a_state_has_the_bytes_of_its_tensors() -> None:
@@ -142,7 +142,7 @@ def test_a_state_has_the_bytes_of_its_tensors() -> None:
 
 def test_the_cache_has_the_layers_that_attend_alone() -> None:
     geometries = {kind: self_test_geometry(kind).num_layers for kind in KINDS}
-    assert geometries == {"qwen3_next": 1, "lfm2": 1, "falcon_h1": 3, "jamba": 1}
+    assert geometries == {"qwen3_next": 1, "lfm2": 1, "falcon_h1": 3, "jamba": 1, "zamba2": 2}
 
 
 def test_a_model_without_a_layer_that_attends_is_refused() -> None:
@@ -180,3 +180,27 @@ def test_time_steps_are_bounded_as_the_configuration_says() -> None:
     assert said == ["time steps are bounded by (0.0, inf), as its configuration says, and not by (0.001, inf)"]
     assert mixer.time_step_limit == (0.0, float("inf"))
     assert correct_mixers(torch.nn.Sequential(mixer)) == []
+
+
+def test_time_steps_without_bounds_in_the_configuration_have_none() -> None:
+    """zamba2's `time_step_min` is that of the numbers with which a training begins."""
+    model = model_of("zamba2")
+    assert model.corrections == ["time steps are bounded by (0.0, inf), as in its decodes, and not by (1e-06, inf)"]
+    limits = [each.time_step_limit for each in model.module.modules() if hasattr(each, "time_step_limit")]
+    assert limits == [(0.0, float("inf"))] * 3
+
+
+def test_bounds_that_prefills_alone_have_fail_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound that many time steps are below: decodes and prefills compute different states."""
+    model = transformers_model(checkpoint("zamba2"))
+    for module in model.module.modules():
+        if hasattr(module, "time_step_limit"):
+            monkeypatch.setattr(module, "time_step_limit", (1.0, float("inf")))
+    with pytest.raises(Unsupported, match="through the paged cache, its logits differ"):
+        self_test(model, BACKEND)
+
+
+def test_attention_whose_weights_layers_share_has_the_number_of_the_layer_that_calls() -> None:
+    recorder, first = CallRecorder(), torch.zeros(1, dtype=torch.int64)
+    model_of("zamba2").forward(first, first, first, recorder)
+    assert [layer.layer for layer in recorder.layers] == [0, 2]

@@ -61,10 +61,12 @@ def test_a_prepacked_model_computes_the_same(kind: str) -> None:
     expected = model.reference_logits(TOKENS)
     done = prepack(model)
     assert any(isinstance(each, PrepackedLinear) for each in model.module.modules())
-    # State spaces read the weight of one of their linear layers, and indexers the type of one.
-    read = {"jamba": 2, "deepseek_v32": 3}.get(kind, 0)
-    assert done.layers == done.total - read
-    torch.testing.assert_close(model.reference_logits(TOKENS), expected, rtol=1e-4, atol=1e-4)
+    # jamba's state spaces read the weight of one of their linear layers, and indexers the type of one. Each of zamba2's
+    # two layers with attention has the adapters of the other one too, eight linears, which it never calls.
+    left = {"jamba": 2, "deepseek_v32": 3, "zamba2": 16}.get(kind, 0)
+    assert done.layers == done.total - left
+    # zamba2's logits, of up to 10, are off by 3e-4 from float64 either way.
+    torch.testing.assert_close(model.reference_logits(TOKENS), expected, rtol=1e-4, atol=1e-3)
 
 
 @needs_packing
@@ -86,6 +88,19 @@ def test_a_head_that_shares_the_embedding_is_copied_and_said_so(caplog: pytest.L
     assert weight_bytes(model.module) == before + done.copied_bytes
     assert "1 of 1 linear layers prepacked for oneDNN, 0 MiB, 0 MiB of it beside embeddings" in caplog.text
     torch.testing.assert_close(model.reference_logits(TOKENS), expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_packing
+def test_a_weight_that_layers_share_is_packed_once() -> None:
+    model = plain("zamba2")
+    done = prepack(model)
+    assert done.packed_bytes == sum(
+        each.packed_bytes for each in model.module.modules() if isinstance(each, PrepackedLinear)
+    )
+    queries: list[Any] = [each.q_proj for each in model.module.modules() if hasattr(each, "q_proj")]
+    assert [type(each) for each in queries] == [PrepackedLinear] * 2
+    assert queries[0].packed is queries[1].packed
+    assert [each.packed_bytes for each in queries] == [4 * 128 * 128, 0]
 
 
 @needs_packing
