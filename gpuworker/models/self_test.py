@@ -227,7 +227,7 @@ def _check_windows(model: ReferenceModel, recorder: CallRecorder) -> None:
             kinds[layer.layer] if layer.layer < len(kinds) else None,
             f"{config.model_type}: layer {layer.layer}",
         )
-        if kind == "sliding_attention" and layer.window is None:
+        if kind in ("sliding_attention", "hybrid_sliding") and layer.window is None:
             raise Unsupported(f"{what} slides, but does not say its window")
         if kind == "chunked_attention" and layer.chunk is None:
             raise Unsupported(f"{what} attends in chunks, but does not say their size")

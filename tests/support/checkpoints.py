@@ -141,6 +141,19 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SHAPE, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
         | {"mamba_d_state": 8, "mamba_dt_rank": 8, "use_mamba_kernels": False},
     ),
+    # Attention on queries, keys and values that convolutions make of neighbours.
+    "zaya": (
+        "ZayaConfig",
+        {
+            **{name: size for name, size in _SHAPE.items() if name != "intermediate_size"},
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 32,
+            "router_hidden_size": 32,
+            "tie_word_embeddings": False,
+        },
+    ),
     # State spaces beside attention, whose weights two layers share.
     "zamba2": (
         "Zamba2Config",

@@ -228,7 +228,7 @@ LOAD_FORMATS = get_args(LoadFormat)
 # Layers of attention, of a state, of both, and of neither.
 _LAYER_KINDS = {
     *("full_attention", "sliding_attention", "chunked_attention", "indexed_attention"),
-    *("linear_attention", "conv", "hybrid", "mlp", "moe"),
+    *("linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"),
 }
 _OF_CONTEXT = ("model_type", "max_position_embeddings", "original_max_position_embeddings", "rope_parameters")
 _DEFAULT_LIMIT = 2048

@@ -185,8 +185,7 @@ class _Mixer:
             result = self._called(hidden, options, call)
             self.kinds = {piece: made.detach().clone() for piece, made in call.made.items()}
             return result
-        out: torch.Tensor | None = None
-        result = None
+        out: Any = None
         for part in parts:
             call = _Call(self.kept, part.places if part.goes_on else None)
             result = self._called(
@@ -195,12 +194,8 @@ class _Mixer:
                 call,
             )
             call.put_back(self.kept, part.places)
-            mixed = result[0] if isinstance(result, tuple) else result
-            if out is None:
-                out = mixed.new_empty((hidden.shape[1], mixed.shape[-1]))
-            out[part.tokens] = mixed.flatten(0, 1)
-        assert out is not None, "a step has a row"
-        return (out[None], *(None for _ in result[1:])) if isinstance(result, tuple) else out[None]
+            out = _put(result, out, part, hidden.shape[1])
+        return out
 
     def _options(self, bound: inspect.BoundArguments) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the hidden states and the other arguments. Masks of padding, and what describes packed rows, go."""
@@ -229,6 +224,21 @@ def cut(value: Any, at: torch.Tensor, shape: tuple[int, int], tokens: int) -> An
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[:2] != (1, tokens):
         return value
     return value[0].index_select(0, at).view(*shape, *value.shape[2:])
+
+
+def _put(result: Any, out: Any, part: _Part, tokens: int) -> Any:
+    """Write the tokens of a part, [B, L, ...], to their places in [1, T, ...], which is made where `out` is None.
+
+    Of a tuple each entry is written; what is no tensor stays as it is.
+    """
+    if isinstance(result, tuple):
+        return tuple(_put(each, out and out[n], part, tokens) for n, each in enumerate(result))
+    if not isinstance(result, torch.Tensor):
+        return result
+    if out is None:
+        out = result.new_empty((1, tokens, *result.shape[2:]))
+    out[0, part.tokens] = result.flatten(0, 1)
+    return out
 
 
 class _Call:

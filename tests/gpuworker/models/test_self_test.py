@@ -37,6 +37,7 @@ SHAPES = {
     "lfm2": KvGeometry(1, 2, 16, 16, "float32", shapes="a=2x16+16 -a"),
     "falcon_h1": KvGeometry(3, 2, 16, 16, "float32"),
     "jamba": KvGeometry(1, 2, 16, 16, "float32", shapes="a=2x16+16 -a"),
+    "zaya": KvGeometry(3, 2, 16, 16, "float32"),
     "zamba2": KvGeometry(2, 4, 32, 32, "float32", shapes="a=4x32+32 a-a"),
     "deepseek_v3": KvGeometry(3, 1, 24, 16, "float32", values_in_keys=True),
     "deepseek_v32": KvGeometry(3, 1, 24, 16, "float32", values_in_keys=True, shapes="a=1x24/16,16:float32 aaa"),

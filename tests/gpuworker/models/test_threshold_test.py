@@ -91,6 +91,7 @@ def test_thresholds_are_those_that_a_sequence_can_pass(made: PretrainedConfig, n
         config("Llama4TextConfig"),
         config("PhimoeConfig", sliding_window=4096),
         config("Qwen2MoeConfig", use_sliding_window=True),
+        config("ZayaConfig", layer_types=["hybrid", "hybrid_sliding"] * 20, num_hidden_layers=40, sliding_window=4096),
     ],
     ids=lambda each: each.model_type,
 )
