@@ -45,9 +45,11 @@ _ENCODERS: Final = frozenset(
     }
 )
 _STATES_ALONE: Final = "none of its layers attends, and a sequence is held by its blocks of keys and values"
+_DRAFTS: Final = "it drafts for another model, and attends on the keys and values of that one"
 # Kinds that do something else with attention than the paged cache can follow.
 _PECULIAR: Final[Mapping[str, str]] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"), _STATES_ALONE),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFTS),
     "recurrent_gemma": "its modules keep the state of one batch, and steps mix sequences",
     "diffllama": "each of its layers attends twice (differential attention), and the paged cache has one call a layer",
     "hrm_text": "it runs the same layers several times for each token, and the paged cache holds one K and V a layer",

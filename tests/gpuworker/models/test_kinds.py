@@ -111,6 +111,13 @@ def known() -> KnownKinds:
             ),
         ),
         ({"model_type": "vit"}, f"vit is not a language model that continues text; {ONLY}"),
+        (
+            {"model_type": "gemma4_unified_assistant"},
+            (
+                "gemma4_unified_assistant cannot be served: it drafts for another model, and attends on the keys and"
+                " values of that one"
+            ),
+        ),
         ({"model_type": "mamba"}, f"mamba cannot be served: {STATES_ALONE}"),
         (
             {"model_type": "diffllama"},
