@@ -125,6 +125,11 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("Lfm2Config", {**_SHAPE, "layer_types": ["conv", "full_attention", "conv"]}),
+    "minimax": (
+        "MiniMaxConfig",
+        {**_SHAPE, "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"block_size": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "falcon_h1": (
         "FalconH1Config",
         {

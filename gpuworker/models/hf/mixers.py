@@ -229,12 +229,12 @@ def cut(value: Any, at: torch.Tensor, shape: tuple[int, int], tokens: int) -> An
 def _put(result: Any, out: Any, part: _Part, tokens: int) -> Any:
     """Write the tokens of a part, [B, L, ...], to their places in [1, T, ...], which is made where `out` is None.
 
-    Of a tuple each entry is written; what is no tensor stays as it is.
+    Of a tuple each entry is written. What has no entry for each token, such as a state, becomes None.
     """
     if isinstance(result, tuple):
         return tuple(_put(each, out and out[n], part, tokens) for n, each in enumerate(result))
-    if not isinstance(result, torch.Tensor):
-        return result
+    if not isinstance(result, torch.Tensor) or result.shape[:2] != part.shape:
+        return None
     if out is None:
         out = result.new_empty((1, tokens, *result.shape[2:]))
     out[0, part.tokens] = result.flatten(0, 1)

@@ -23,7 +23,7 @@ from gpuworker.models.self_test import CallRecorder, self_test
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy
 from tests.support.gpuworker.runner_harness import CPU, Driver, runner_on, transformers_model
 
-KINDS = ("qwen3_next", "lfm2", "falcon_h1", "jamba", "zaya", "zamba2")
+KINDS = ("qwen3_next", "lfm2", "minimax", "falcon_h1", "jamba", "zaya", "zamba2")
 BLOCK, LENGTH, PLACES = 4, 40, 5
 BACKEND = functools.partial(make_backend, "auto")
 
@@ -133,6 +133,7 @@ def test_only_where_chunks_do_not_go_on_with_a_state_tokens_go_one_by_one() -> N
     assert by_token == {
         "qwen3_next": False,
         "lfm2": False,
+        "minimax": False,
         "falcon_h1": False,
         "jamba": True,
         "zaya": False,
@@ -149,7 +150,7 @@ def test_a_state_has_the_bytes_of_its_tensors() -> None:
 
 def test_the_cache_has_the_layers_that_attend_alone() -> None:
     geometries = {kind: self_test_geometry(kind).num_layers for kind in KINDS}
-    assert geometries == {"qwen3_next": 1, "lfm2": 1, "falcon_h1": 3, "jamba": 1, "zaya": 3, "zamba2": 2}
+    assert geometries == {"qwen3_next": 1, "lfm2": 1, "minimax": 1, "falcon_h1": 3, "jamba": 1, "zaya": 3, "zamba2": 2}
 
 
 def test_a_model_without_a_layer_that_attends_is_refused() -> None:
