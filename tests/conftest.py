@@ -106,6 +106,7 @@ _NEEDS = {
         suites/e2e/test_chunked_grants.py suites/e2e/test_decision_log.py suites/e2e/test_drain_beside_sibling.py
         suites/e2e/test_embeddings.py suites/e2e/test_experts.py suites/e2e/test_gguf.py
         suites/e2e/test_incidents_of_constraints.py suites/e2e/test_ipv6.py suites/e2e/test_kept_requests.py
+        suites/e2e/test_memory_kinds.py
         suites/e2e/test_operation.py suites/e2e/test_proxies.py suites/e2e/test_redis_failover.py
         suites/e2e/test_page.py suites/e2e/test_partial_blocks.py suites/e2e/test_pins.py suites/e2e/test_privacy.py
         suites/e2e/test_prompt_logprobs.py suites/e2e/test_record.py suites/e2e/test_resources.py
