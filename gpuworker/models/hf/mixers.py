@@ -2,8 +2,8 @@
 
 A mixer of transformers takes sequences of one length, [B, T, hidden], and a cache with the state of each. A step has
 all its rows in one packed row, [1, T, hidden], of any lengths. So each mixer is called for parts of a step: once for
-all rows of one token that go on with a state, and once for each other row. Its cache is a `_Call`, which gathers the
-states of these rows and puts back what the mixer made of them.
+all rows of one length that go on with a state, as all decodes do, and once for all of one length that begin. Its cache
+is a `_Call`, which gathers the states of these rows and puts back what the mixer made of them.
 
 Each running sequence has a place, the index by which the runner knows it; a row from position 0 on begins without a
 state. Nothing of a state is shared between sequences.
@@ -35,9 +35,9 @@ Piece = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows of a step for which a mixer is called once: B rows of L tokens, B or L is 1."""
+    """Rows of a step for which a mixer is called once: B rows of L tokens."""
 
-    tokens: torch.Tensor  # [B * L], index into the step's tokens
+    tokens: torch.Tensor | None  # [B * L], index into the step's tokens; None: all of them, in their order
     places: torch.Tensor  # [B]
     shape: tuple[int, int]  # B, L
     goes_on: bool
@@ -124,24 +124,22 @@ def _time_step_limit(config: Any, found: Any) -> tuple[Any, str]:
 def _parts(
     query_start: Int32Array, start: Int32Array, places: Int32Array, device: torch.device, token_by_token: bool
 ) -> list[_Part]:
-    """Return the calls for a step's rows: those of one token that go on first, as one, then each other row."""
-    length = np.diff(query_start)
-    one = (length == 1) & (start > 0)
+    """Return the calls for a step's rows: one for those of each length that go on, one for those that begin."""
+    rows: dict[tuple[int, bool], list[int]] = {}
+    for row, (count, first) in enumerate(zip(np.diff(query_start).tolist(), start.tolist(), strict=True)):
+        rows.setdefault((count, first > 0), []).append(row)
     found = []
-    if one.any():
-        found.append(_part(query_start[:-1][one], places[one], (int(one.sum()), 1), True, device))
-    for row in np.flatnonzero(~one):
-        tokens, place = np.arange(query_start[row], query_start[row + 1]), places[row : row + 1]
-        if start[row] > 0 and token_by_token:
-            found += [_part(tokens[n : n + 1], place, (1, 1), True, device) for n in range(len(tokens))]
-        else:
-            found.append(_part(tokens, place, (1, len(tokens)), bool(start[row] > 0), device))
+    for (count, goes_on), some in rows.items():
+        at_once = 1 if goes_on and token_by_token else count
+        for done in range(0, count, at_once):
+            tokens = query_start[some][:, None] + np.arange(done, done + at_once)
+            found.append(_part(tokens, places[some], goes_on, len(tokens.flat) == query_start[-1], device))
     return found
 
 
-def _part(tokens: Any, places: Any, shape: tuple[int, int], goes_on: bool, device: torch.device) -> _Part:
-    at, of = (torch.from_numpy(each.astype(np.int64)).to(device) for each in (tokens, places))
-    return _Part(at, of, shape, goes_on)
+def _part(tokens: Any, places: Any, goes_on: bool, is_all: bool, device: torch.device) -> _Part:
+    at, of = (torch.from_numpy(each.astype(np.int64)).to(device) for each in (tokens.ravel(), places))
+    return _Part(None if is_all else at, of, tokens.shape, goes_on)
 
 
 def _keeps_state(module: nn.Module) -> bool:
@@ -217,13 +215,17 @@ class _Mixer:
         return self._forward(hidden, **options, **mask, **{cache: call})
 
 
-def cut(value: Any, at: torch.Tensor, shape: tuple[int, int], tokens: int) -> Any:
-    """Return the tokens `at`, as [*shape, ...], of what has an entry for each token, [1, T, ...]; the rest as it is."""
+def cut(value: Any, at: torch.Tensor | None, shape: tuple[int, int], tokens: int) -> Any:
+    """Return the tokens `at`, as [*shape, ...], of what has an entry for each token, [1, T, ...]; the rest as it is.
+
+    None stands for all tokens.
+    """
     if isinstance(value, tuple):
         return tuple(cut(each, at, shape, tokens) for each in value)
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[:2] != (1, tokens):
         return value
-    return value[0].index_select(0, at).view(*shape, *value.shape[2:])
+    found = value[0] if at is None else value[0].index_select(0, at)
+    return found.reshape(*shape, *value.shape[2:])
 
 
 def _put(result: Any, out: Any, part: _Part, tokens: int) -> Any:
@@ -235,6 +237,8 @@ def _put(result: Any, out: Any, part: _Part, tokens: int) -> Any:
         return tuple(_put(each, out and out[n], part, tokens) for n, each in enumerate(result))
     if not isinstance(result, torch.Tensor) or result.shape[:2] != part.shape:
         return None
+    if part.tokens is None:
+        return result.reshape(1, tokens, *result.shape[2:])
     if out is None:
         out = result.new_empty((1, tokens, *result.shape[2:]))
     out[0, part.tokens] = result.flatten(0, 1)
