@@ -114,11 +114,18 @@ class TransformersModel:
     ) -> torch.Tensor:
         """Return float32 [S, hidden_size]: what the model without its head gives for the tokens that `keep` indexes."""
         with self._step(_Step(sink, positions)):
-            output = self.module.base_model(
+            output = self._decoder(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
             )
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden[keep].float()
+
+    @property
+    def _decoder(self) -> nn.Module:
+        """The model without its head. `base_model` is the whole where a class names another place for it (llama4)."""
+        found: nn.Module = self.module.base_model
+        inner = (each for each in found.children() if hasattr(each, "get_input_embeddings"))
+        return next(inner, found) if found is self.module else found
 
     @contextmanager
     def _step(self, step: _Step) -> Iterator[None]:

@@ -19,10 +19,12 @@ from gpuworker.models.hf.loader import (
     load_model,
     refuse_unsupported,
 )
-from gpuworker.models.hf.model import TransformersModel
+from gpuworker.models.hf.model import IMPLEMENTATION, TransformersModel
 from gpuworker.models.llama.spec import why_not_llama
+from gpuworker.models.self_test import CallRecorder
 from gpuworker.plane.checkpoint_facts import eos_token_ids
-from tests.support.checkpoints import checkpoint, config_of
+from tests.support.checkpoints import SERVED, checkpoint, config_of
+from tests.support.gpuworker.runner_harness import transformers_model
 
 CPU = torch.device("cpu")
 
@@ -179,6 +181,21 @@ def test_longrope_is_run_up_to_its_original_length() -> None:
 def test_rotary_scaling_by_the_batch_is_refused() -> None:
     with pytest.raises(Unsupported, match="longest sequence of a batch"):
         refuse_unsupported(llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}))
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_hidden_states_are_those_of_the_model_without_its_head(kind: str) -> None:
+    model, tokens = transformers_model(checkpoint(kind)), torch.arange(5, 14)
+    caller: Any = model.module
+    caller.set_attn_implementation("eager")
+    with torch.inference_mode():
+        inner = caller.model if kind == "llama4_text" else caller.base_model
+        expected = inner(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+    caller.set_attn_implementation(IMPLEMENTATION)
+    every = torch.arange(len(tokens))
+    torch.testing.assert_close(
+        model.hidden_states(tokens, every, every, CallRecorder()), expected, rtol=1e-3, atol=1e-3
+    )
 
 
 def test_layers_of_unknown_kinds_are_refused() -> None:
