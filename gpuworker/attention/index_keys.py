@@ -131,11 +131,11 @@ def _parts(
 
 
 def _may_join(group: Sequence[_Piece], piece: _Piece, width: int) -> bool:
-    """Return whether a piece may be called with those of lower positions: single tokens of like contexts.
+    """Return whether a piece may be called with those of lower positions: tokens of other rows, of like contexts.
 
     `width` counts the scores, or the numbers of a key, of each position.
     """
-    if piece.count > 1 or group[-1].count > 1:
+    if piece.count > 1 or group[-1].count > 1 or any(each.row == piece.row for each in group):
         return False
     fits = (len(group) + 1) * width * (piece.position + 1) <= MAX_INDEX_SCORES
     return fits and piece.position < 2 * (group[0].position + 1)  # at most half of what it gathers is padding

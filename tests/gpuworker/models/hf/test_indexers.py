@@ -312,4 +312,6 @@ def test_a_chunk_is_cut_where_its_scores_are_too_many(monkeypatch: pytest.Monkey
     assert [tokens for tokens, *_ in parts_of([(6, 1), (7, 1), (8, 2)], heads=3)] == [[0, 1], [2, 3]]
     assert [tokens for tokens, *_ in parts_of([(6, 1), (7, 1), (8, 2)], heads=4)] == [[0], [1], [2], [3]]
     assert [tokens for tokens, *_ in parts_of([(6, 1), (7, 1), (8, 2)], size=4)] == [[0], [1], [2, 3]]
+    assert [tokens for tokens, *_ in parts_of([(0, 3)], heads=10)] == [[0, 1], [2]]
+    assert [tokens for tokens, *_ in parts_of([(5, 3)], heads=4)] == [[0], [1], [2]], "tokens of one row go in turn"
     assert [tokens for tokens, *_ in parts_of([(0, 5)], heads=6)] == [[0, 1], [2, 3], [4]]
