@@ -7,7 +7,7 @@ of the products that latents take. They lie in a scratch cache of one layer, and
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from gpuworker.attention.step_inputs import attention_arrays, attention_metadata
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.memory.kv_cache import KvCache
 
-_BLOCK_SIZE = 64  # of the scratch cache
+WHOLE_PROMPTS_BLOCK: Final = 64
+"""Slots of a block of the scratch cache."""
 
 
 @runtime_checkable
@@ -90,17 +91,17 @@ class WholePrompts:
     def _ready(self, key: torch.Tensor, value: torch.Tensor) -> AttentionBackend:
         """Return a backend on a scratch cache with room for the rows, begun for them."""
         lengths = np.diff(self._step.query_start[self._others :]).astype(np.int32)
-        blocks = -(-lengths // _BLOCK_SIZE)
+        blocks = -(-lengths // WHOLE_PROMPTS_BLOCK)
         sizes = (key.shape[1], key.shape[2], value.shape[2])
         if self._on_scratch is None or not self._fits(sizes, int(blocks.sum())):
             geometry = KvGeometry(1, *sizes, self._cache.geometry.dtype)
             room = 1 << int(blocks.sum() - 1).bit_length()  # larger steps do not each make another one
-            self._scratch = KvCache(geometry, room, _BLOCK_SIZE, self._device)
+            self._scratch = KvCache(geometry, room, WHOLE_PROMPTS_BLOCK, self._device)
             self._on_scratch, self._placed = self._make(self._scratch), False
         if not self._placed:
             first = (np.cumsum(blocks) - blocks).astype(np.int32)
             table = first[:, None] + np.minimum(np.arange(blocks.max(), dtype=np.int32), blocks[:, None] - 1)
-            rows = pack_rows(np.zeros_like(lengths), lengths, table, _BLOCK_SIZE)
+            rows = pack_rows(np.zeros_like(lengths), lengths, table, WHOLE_PROMPTS_BLOCK)
             self._on_scratch.begin(attention_metadata(rows, to_device(attention_arrays(rows), self._device)))
             self._placed = True
         return self._on_scratch

@@ -18,8 +18,10 @@ from common.contracts.lease import blocks_needed
 from common.contracts.types import KvGeometry
 from gpuworker.attention.index_keys import MAX_INDEX_SCORES
 from gpuworker.attention.torch_backend import MAX_MASK
+from gpuworker.attention.whole_prompts import WHOLE_PROMPTS_BLOCK
 from gpuworker.memory.byte_plan import (
     GIB,
+    SCALED,
     BytePlan,
     bytes_per_block,
     in_words,
@@ -263,12 +265,24 @@ def _estimate(model: TransformersModel | LlamaGpuModel, geometry: KvGeometry, op
             # Queries and results of every head are as wide as latents, in the model's type and as floats.
             wide = _size(config, "num_attention_heads") * (pool.geometry.head_dim_k + pool.geometry.head_dim_v)
             gathered += tokens * wide * (4 + model.dtype.itemsize)
+            if pool.index is None and geometry.dtype not in SCALED:
+                gathered += _whole_prompts(config, tokens, options.max_num_seqs or 0) * model.dtype.itemsize
     if any(pool.index is not None for pool in pools_of(geometry)):
         # Scores before and after their relu, and the keys of all rows; indices twice, in 64 bits.
         gathered += 3 * 4 * MAX_INDEX_SCORES + 2 * 8 * tokens * min(context, _size(config, "index_topk"))
     mask = 5 * min(tokens * context, MAX_MASK)  # as booleans, and as the floats that torch converts them to
     results = _result_bytes(model, options)
     return tokens * (8 * hidden + 3 * inner) * model.dtype.itemsize + gathered + mask + results
+
+
+def _whole_prompts(config: PretrainedConfig, tokens: int, seqs: int) -> int:
+    """Return the numbers of K and V of every head of the prompts in a step, as `WholePrompts` lays them out at most.
+
+    Each prompt takes whole blocks, and blocks are twice as many at most as are needed.
+    """
+    parts = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    slots = 2 * (tokens + WHOLE_PROMPTS_BLOCK * min(seqs, tokens))
+    return slots * _size(config, "num_attention_heads") * sum(_size(config, part) for part in parts)
 
 
 def _size(config: PretrainedConfig, name: str) -> int:

@@ -155,5 +155,7 @@ def test_latents_take_fewer_bytes_a_block_and_more_a_step(monkeypatch: pytest.Mo
     apart = replace(latents, values_in_keys=False)
     less, more = (plan_memory(model, geometry, 1024, options) for geometry in (latents, apart))
     assert (less.block_bytes, more.block_bytes) == (3 * 16 * 24 * 4, 3 * 16 * 40 * 4)
-    # Queries and results of 4 heads, in float32 twice; V of the longest context is no copy.
-    assert less.activations - more.activations == 128 * 4 * (24 + 16) * 8 - 1024 * 16 * 4
+    # Queries and results of 4 heads, in float32 twice; V of the longest context is no copy. Whole prompts have K of 24
+    # and V of 12 numbers a head, each of 64 sequences on blocks of its own, and up to twice as many blocks.
+    whole = 2 * (128 + 64 * 64) * 4 * (16 + 8 + 12) * 4
+    assert less.activations - more.activations == 128 * 4 * (24 + 16) * 8 - 1024 * 16 * 4 + whole
