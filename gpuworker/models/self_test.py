@@ -56,9 +56,6 @@ _ROUNDED = Limit(5e-1, share=0.5)
 class LearntStates(RecurrentStates, Protocol):
     """States that a model shows in a run."""
 
-    token_by_token: bool
-    """Whether a row of several tokens that goes on with a state is computed one token at a time."""
-
     @property
     def layers(self) -> frozenset[int]:
         """The layers that keep a state, and may attend beside it."""
@@ -145,16 +142,8 @@ def self_test(
     that it rounds more than its type does. Sequences have `length` tokens, at least 16 and a multiple of 4.
     Raises Unsupported, with the reason, when the model cannot be served.
     """
-    states = model.states
     try:
-        try:
-            return _run(model, backend, other or model, rough, length)
-        except Unsupported:
-            if states is None or states.token_by_token:
-                raise
-            # Some code takes a chunk that goes on with a state for one that begins (mamba's scan).
-            states.token_by_token = True
-            return _run(model, backend, other or model, rough, length)
+        return _run(model, backend, other or model, rough, length)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise Unsupported(f"{model.config.model_type} fails its self-test: {error!r}") from error
 

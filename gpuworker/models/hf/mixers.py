@@ -11,23 +11,29 @@ state. Nothing of a state is shared between sequences.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import nn
 
+from common.contracts.errors import Unsupported
 from gpuworker.attention.interface import AttentionMetadata, Int32Array
 
 # What a module's code calls on its cache, if it keeps a state.
 _UPDATES: Final = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
 _CACHES: Final = ("cache_params", "past_key_values")
 _NO_LIMIT: Final = (0.0, math.inf)
+# The largest difference of a mixer's forms in float32: the norm of the error over that of the result. Forms that agree
+# differ by rounding, some 1e-5.
+_ALIKE: Final = 2e-3
 
 Piece = tuple[str, int]
 """A state of a mixer: its kind, and its number among those of this kind."""
@@ -53,7 +59,7 @@ class MixerStates:
         self._mixers = [_Mixer(each, self) for each in model.modules() if _keeps_state(each)]
         self.parts: Sequence[_Part] | None = None
         """Those of the step that runs; None: modules run as transformers has them, without a state."""
-        self.learning = False
+        self.learning = self.comparing = False
         self.token_by_token = False
         """Whether a row of several tokens that goes on with a state is computed one token at a time."""
 
@@ -78,6 +84,22 @@ class MixerStates:
             yield
         finally:
             self.learning = False
+
+    def compare(self, run: Callable[[], object]) -> None:
+        """Compare, in float32, a sequence whole, in two parts and with its second half token by token, in one mixer of
+        each class; `run` runs the model on one packed sequence.
+
+        In 16 bits a difference between these would look like rounding. Where parts differ, `token_by_token` is set.
+        Raises Unsupported where single tokens differ too.
+        """
+        self.comparing, compared = True, set[type]()
+        for mixer in self._mixers:
+            mixer.compares = mixer.kind not in compared
+            compared.add(mixer.kind)
+        try:
+            run()
+        finally:
+            self.comparing = False
 
     def reserve(self, places: int) -> None:
         """Allocate the states of so many sequences, in place of those before. Call after `learn`."""
@@ -157,8 +179,8 @@ class _Mixer:
     """One module, whose forward is replaced, and its states: piece -> [places, ...]."""
 
     def __init__(self, module: Any, states: MixerStates) -> None:
-        self.layer = int(module.layer_idx)
-        self._states, self._forward = states, module.forward
+        self.layer, self.kind, self.compares = int(module.layer_idx), type(module), False
+        self._module, self._states, self._forward = module, states, module.forward
         self._signature = inspect.signature(module.forward)
         self.kinds: dict[Piece, torch.Tensor] = {}
         """For each piece one that a sequence had, [1, ...]."""
@@ -174,19 +196,23 @@ class _Mixer:
 
     def _run(self, *given: Any, **named: Any) -> Any:
         parts = self._states.parts
-        if parts is None and not self._states.learning:
+        if parts is None and not (self._states.learning or (self._states.comparing and self.compares)):
             return self._forward(*given, **named)
         bound = self._signature.bind(*given, **named)
         hidden, options = self._options(bound)
+        if parts is None and self._states.comparing:
+            self._compare(hidden, options)
+            return self._forward(*given, **named)
         if parts is None:
             call = _Call(None, None)
-            result = self._called(hidden, options, call)
+            result = self._called(self._forward, hidden, options, call)
             self.kinds = {piece: made.detach().clone() for piece, made in call.made.items()}
             return result
         out: Any = None
         for part in parts:
             call = _Call(self.kept, part.places if part.goes_on else None)
             result = self._called(
+                self._forward,
                 cut(hidden, part.tokens, part.shape, hidden.shape[1]),
                 {name: cut(value, part.tokens, part.shape, hidden.shape[1]) for name, value in options.items()},
                 call,
@@ -208,11 +234,53 @@ class _Mixer:
             known.pop(name, None)
         return hidden, known
 
-    def _called(self, hidden: torch.Tensor, options: dict[str, Any], call: _Call) -> Any:
+    def _compare(self, hidden: torch.Tensor, options: dict[str, Any]) -> None:
+        replaced = vars(self._module).pop("forward")
+        try:
+            exact = copy.deepcopy(self._module).float()
+        finally:
+            self._module.forward = replaced
+        tokens = hidden.shape[1]
+        half, single = tokens // 2, range(tokens // 2, tokens)
+        whole, in_parts, by_token = (
+            self._in_parts(exact.forward, hidden, options, cuts)
+            for cuts in ([0, tokens], [0, half, tokens], [0, *single, tokens])
+        )
+        if not _alike(by_token, whole):
+            raise Unsupported(f"{self.kind.__name__} computes something else token by token than for a whole sequence")
+        self._states.token_by_token |= not _alike(in_parts, whole)
+
+    def _in_parts(
+        self, forward: Callable[..., Any], hidden: torch.Tensor, options: dict[str, Any], cuts: Sequence[int]
+    ) -> torch.Tensor:
+        """Return what a mixer in float32 gives for one sequence, [T, ...], in parts from one cut to the next."""
+        kept: dict[Piece, torch.Tensor] = {}
+        place, found = torch.zeros(1, dtype=torch.int64, device=hidden.device), list[torch.Tensor]()
+        for begin, end in pairwise(cuts):
+            at = torch.arange(begin, end, device=hidden.device)
+            own = (_exact(cut(value, at, (1, end - begin), hidden.shape[1])) for value in (hidden, *options.values()))
+            part, *others = own
+            call = _Call(kept, place if begin else None)
+            result = self._called(forward, part, dict(zip(options, others, strict=True)), call)
+            kept = kept | call.made
+            found.append((result[0] if isinstance(result, tuple) else result)[0])
+        return torch.cat(found)
+
+    def _called(self, forward: Callable[..., Any], hidden: torch.Tensor, options: dict[str, Any], call: _Call) -> Any:
         parameters = self._signature.parameters
         cache = next(name for name in _CACHES if name in parameters)
         mask = {"attention_mask": None} if "attention_mask" in parameters else {}
-        return self._forward(hidden, **options, **mask, **{cache: call})
+        return forward(hidden, **options, **mask, **{cache: call})
+
+
+def _exact(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_exact, value))
+    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _alike(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return bool((found - wanted).norm() <= _ALIKE * wanted.norm().clamp_min(1e-12))
 
 
 def cut(value: Any, at: torch.Tensor | None, shape: tuple[int, int], tokens: int) -> Any:

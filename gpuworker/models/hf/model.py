@@ -22,6 +22,7 @@ from torch import nn
 
 from common.contracts.errors import EngineFailure, Unsupported
 from gpuworker.attention.interface import LayerAttention, LayerSink
+from gpuworker.attention.torch_backend import attend_packed
 from gpuworker.attention.whole_prompts import AttendsWholePrompts
 from gpuworker.memory.devices import dtype_name
 from gpuworker.models.hf.indexers import CAUSAL, Causal, index_key_of, replace_indexers
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 IMPLEMENTATION = "quire"
+_COMPARED = 24  # tokens of the sequence on which forms of mixers are compared
 _UNNUMBERED = (None, -1)  # the numbers of modules whose weights layers share (zamba, zamba2)
 # Inputs of attention functions that change what is attended and that no backend supports.
 _UNKNOWN_OPTIONS = ("position_bias", "block_indices")
@@ -77,6 +79,16 @@ class TransformersModel:
         correct_positions(module, lambda: None if (step := _step.get()) is None else step.positions)
         replace_indexers(module, lambda: None if (step := _step.get()) is None else step.sink)
         find_sources(module, lambda sink: self.forward(first, first, first, sink))
+        if self.states is not None:
+            self._compare_mixers(self.states)
+
+    def _compare_mixers(self, states: MixerStates) -> None:
+        """Let mixers show whether their forms agree, before their weights are packed. Raises Unsupported where not."""
+        tokens = torch.arange(_COMPARED, device=self.device)
+        try:
+            states.compare(lambda: self.forward(tokens % self.vocab_size, tokens, tokens[:1], _Packed()))
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+            return  # the self-test reports the error
 
     @property
     def arithmetic(self) -> str | None:
@@ -146,6 +158,15 @@ class TransformersModel:
         finally:
             self.module.set_attn_implementation(IMPLEMENTATION)
         return logits.float()
+
+
+class _Packed:
+    """Attends over one packed sequence without a cache."""
+
+    def write_and_attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        return attend_packed(layer, query, key, value)
 
 
 def _number_calls(model: nn.Module) -> None:

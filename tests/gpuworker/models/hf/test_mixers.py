@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ from gpuworker.attention.backends import make_backend
 from gpuworker.attention.interface import AttentionMetadata
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
 from gpuworker.memory.kv_cache import KvCache
+from gpuworker.models.hf import mixers
+from gpuworker.models.hf.loader import ModelSource, load_model
 from gpuworker.models.hf.mixers import MixerStates, correct_mixers
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.self_test import CallRecorder, self_test
-from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy
+from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy, reference_model
 from tests.support.gpuworker.runner_harness import CPU, Driver, runner_on, transformers_model
 
 KINDS = ("qwen3_next", "lfm2", "minimax", "falcon_h1", "jamba", "zaya", "zamba2")
@@ -139,6 +142,32 @@ def test_only_where_chunks_do_not_go_on_with_a_state_tokens_go_one_by_one() -> N
         "zaya": False,
         "zamba2": False,
     }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunks_that_do_not_go_on_are_found_where_they_look_like_rounding(dtype: str, tmp_path: Path) -> None:
+    """With weights as small as these, what a state adds is less than what the test at start allows in 16 bits."""
+    model: Any = copy.deepcopy(reference_model(checkpoint("jamba")))
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.mul_(0.1)
+    model.save_pretrained(tmp_path)
+    states = load_model(ModelSource(str(tmp_path), dtype=dtype), CPU).states
+    assert states is not None
+    assert states.token_by_token
+
+
+def test_a_mixer_whose_single_tokens_differ_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its decodes read twice what its state is."""
+    get = mixers._Call.get_conv_state
+
+    def doubled(self: mixers._Call, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        found = get(self, layer_idx, state_idx)
+        return None if found is None else 2 * found
+
+    monkeypatch.setattr(mixers._Call, "get_conv_state", doubled)
+    with pytest.raises(Unsupported, match="Lfm2ShortConv computes something else token by token"):
+        transformers_model(checkpoint("lfm2"))
 
 
 def test_a_state_has_the_bytes_of_its_tensors() -> None:
