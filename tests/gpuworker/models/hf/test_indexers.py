@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from gpuworker.models.hf.tiny import tiny_config
 from gpuworker.models.self_test import self_test
 from gpuworker.models.threshold_test import beyond_thresholds, tiny_model
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
+from tests.support.gpuworker.full_forward import greedy_tokens, random_prompt
 from tests.support.gpuworker.runner_harness import GREEDY, Driver, runner_on
 
 CPU = torch.device("cpu")
@@ -60,19 +60,8 @@ def model_of(family: str, kv_dtype: str | None = None) -> TransformersModel:
     return TransformersModel(copy.deepcopy(module_of(family)), kv_dtype)
 
 
-@torch.inference_mode()
 def greedy(family: str, prompt: list[int], count: int) -> list[int]:
-    """Return the tokens of full forwards without a cache."""
-    model: Any = module_of(family)
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
-
-
-def prompt_of(length: int) -> list[int]:
-    draw = random.Random(length)
-    return [draw.randrange(6, 160) for _ in range(length)]
+    return greedy_tokens(module_of(family), prompt, count)
 
 
 def shape_by_test(model: TransformersModel) -> KvGeometry:
@@ -84,7 +73,7 @@ def shape_by_test(model: TransformersModel) -> KvGeometry:
 def test_tokens_are_those_of_transformers(family: str, block_size: int) -> None:
     """Prefills in chunks beside decodes, before and beyond the positions that are kept."""
     runner = runner_on(model_of(family), block_size, max_model_len=96)
-    cases = [(prompt_of(length), chunk) for length, chunk in ((1, 9), (33, 7), (48, 13), (9, 1))]
+    cases = [(random_prompt(length), chunk) for length, chunk in ((1, 9), (33, 7), (48, 13), (9, 1))]
     driver = Driver(runner, block_size)
     streams = [driver.add(prompt, 16, chunk) for prompt, chunk in cases]
     driver.run()
@@ -100,7 +89,7 @@ def row(sequence: SequenceId, start: int, length: int, *blocks: int, drafts: tup
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
 def test_shared_and_copied_blocks_hold_what_was_written(family: str, kv_dtype: str) -> None:
     """A prefix hit on the blocks of another sequence, a copied block, and a sequence that is computed anew."""
-    prompt = prompt_of(19)
+    prompt = random_prompt(19)
     runner = runner_on(model_of(family, kv_dtype), 4)
     for sequence in (A, B, C):
         runner.add_sequence(sequence, prompt, GREEDY, len(prompt))
@@ -120,7 +109,7 @@ def test_shared_and_copied_blocks_hold_what_was_written(family: str, kv_dtype: s
 
 def test_a_row_reads_what_a_later_row_of_the_step_writes() -> None:
     """B and C go on behind the prefix that A computes in the same step; decodes stand first."""
-    prompt, family = prompt_of(17), "deepseek_v32"
+    prompt, family = random_prompt(17), "deepseek_v32"
     runner = runner_on(model_of(family), 4)
     for sequence in (A, B, C):
         runner.add_sequence(sequence, prompt, GREEDY, len(prompt))
@@ -132,7 +121,7 @@ def test_a_row_reads_what_a_later_row_of_the_step_writes() -> None:
 
 
 def test_drafts_are_verified_by_index() -> None:
-    family, prompt = "deepseek_v32", prompt_of(13)
+    family, prompt = "deepseek_v32", random_prompt(13)
     wanted = greedy(family, prompt, 5)
     runner = runner_on(model_of(family), 4)
     runner.add_sequence(A, prompt, GREEDY, len(prompt))
@@ -161,7 +150,7 @@ def test_layers_that_keep_every_head_attend_by_index_too() -> None:
     model = TransformersModel(module)
     assert "K and V of every head are kept" in model.absorbed.reason
     assert shape_by_test(model).shapes == "a=4x24+16,16:float32 aa"
-    runner, prompt = runner_on(model, 4, max_model_len=96), prompt_of(30)
+    runner, prompt = runner_on(model, 4, max_model_len=96), random_prompt(30)
     driver = Driver(runner, 4)
     stream = driver.add(prompt, 12, 7)
     driver.run()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from gpuworker.models.hf.tiny import tiny_config
 from gpuworker.models.self_test import self_test
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
 from tests.support.checkpoints import checkpoint
+from tests.support.gpuworker.full_forward import greedy_tokens, random_prompt
 from tests.support.gpuworker.runner_harness import GREEDY, Driver, runner_on
 
 CPU = torch.device("cpu")
@@ -60,19 +60,8 @@ def model_of(name: str, kv_dtype: str | None = None) -> TransformersModel:
     return TransformersModel(copy.deepcopy(module_of(name)), kv_dtype)
 
 
-@torch.inference_mode()
 def greedy(name: str, prompt: list[int], count: int) -> list[int]:
-    """Return the tokens of full forwards without a cache."""
-    model: Any = module_of(name)
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
-
-
-def prompt_of(length: int, vocab: int) -> list[int]:
-    draw = random.Random(length)
-    return [draw.randrange(6, vocab) for _ in range(length)]
+    return greedy_tokens(module_of(name), prompt, count)
 
 
 def shape_by_test(model: TransformersModel) -> KvGeometry:
@@ -86,7 +75,7 @@ def test_tokens_are_those_of_transformers(name: str, block_size: int) -> None:
     model = model_of(name)
     config = model.config
     runner = runner_on(model, block_size, max_model_len=96)
-    cases = [(prompt_of(length, model.vocab_size), chunk) for length, chunk in ((1, 9), (33, 7), (48, 13), (9, 1))]
+    cases = [(random_prompt(length, model.vocab_size), chunk) for length, chunk in ((1, 9), (33, 7), (48, 13), (9, 1))]
     driver = Driver(runner, block_size)
     streams = [driver.add(prompt, 16, chunk) for prompt, chunk in cases]
     driver.run()
@@ -103,7 +92,7 @@ def test_latents_beside_layers_that_keep_a_state(name: str, shapes: str) -> None
     model = model_of(name)
     runner = runner_on(model, 4, max_model_len=96)
     driver = Driver(runner, 4)
-    prompts = [prompt_of(length, model.vocab_size) for length in (3, 33, 17)]
+    prompts = [random_prompt(length, model.vocab_size) for length in (3, 33, 17)]
     streams = [driver.add(prompt, 12, chunk) for prompt, chunk in zip(prompts, (9, 7, 1), strict=True)]
     driver.run()
     runner.close()
@@ -118,7 +107,7 @@ def row(sequence: SequenceId, start: int, length: int, *blocks: int, drafts: tup
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 def test_shared_and_copied_blocks_hold_what_was_written(kv_dtype: str) -> None:
     """A prefix hit on the blocks of another sequence, a copied block, and a sequence that is computed anew."""
-    name, prompt = "deepseek_v3", prompt_of(11, 160)
+    name, prompt = "deepseek_v3", random_prompt(11, 160)
     model = model_of(name, kv_dtype)
     runner = runner_on(model, 4)
     for sequence in (A, B, C):
@@ -138,7 +127,7 @@ def test_shared_and_copied_blocks_hold_what_was_written(kv_dtype: str) -> None:
 
 
 def test_drafts_are_verified_on_latents() -> None:
-    name, prompt = "deepseek_v3", prompt_of(9, 160)
+    name, prompt = "deepseek_v3", random_prompt(9, 160)
     wanted = greedy(name, prompt, 5)
     runner = runner_on(model_of(name), 4)
     runner.add_sequence(A, prompt, GREEDY, len(prompt))
@@ -254,7 +243,7 @@ def test_layers_that_can_attend_on_latents_beside_one_that_cannot() -> None:
     assert bytes_per_block(geometry, 1) == 4 * (24 * (layers - 1) + 4 * 40)
     runner = runner_on(model, 4)
     driver = Driver(runner, 4)
-    prompts = [prompt_of(length, 160) for length in (1, 14, 30)]
+    prompts = [random_prompt(length, 160) for length in (1, 14, 30)]
     streams = [driver.add(prompt, 12, 7) for prompt in prompts]
     driver.run()
     runner.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from gpuworker.models.self_test import self_test
 from gpuworker.plane.assembly import assemble
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
 from tests.support.checkpoints import tokenizer
+from tests.support.gpuworker.full_forward import greedy_tokens, random_prompt
 from tests.support.gpuworker.runner_harness import GREEDY, Driver, runner_on
 
 CPU = torch.device("cpu")
@@ -69,18 +69,8 @@ def model_of(name: str, kv_dtype: str | None = None) -> TransformersModel:
     return TransformersModel(copy.deepcopy(module_of(name)), kv_dtype)
 
 
-@torch.inference_mode()
 def greedy(name: str, prompt: list[int], count: int) -> list[int]:
-    model: Any = module_of(name)
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
-
-
-def prompt_of(length: int) -> list[int]:
-    draw = random.Random(length)
-    return [draw.randrange(6, 160) for _ in range(length)]
+    return greedy_tokens(module_of(name), prompt, count)
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
@@ -88,7 +78,7 @@ def prompt_of(length: int) -> list[int]:
 def test_tokens_are_those_of_transformers(name: str, block_size: int) -> None:
     model = model_of(name)
     runner = runner_on(model, block_size, max_model_len=96)
-    cases = [(prompt_of(length), chunk) for length, chunk in ((1, 9), (33, 7), (48, 13), (9, 1))]
+    cases = [(random_prompt(length), chunk) for length, chunk in ((1, 9), (33, 7), (48, 13), (9, 1))]
     driver = Driver(runner, block_size)
     streams = [driver.add(prompt, 16, chunk) for prompt, chunk in cases]
     driver.run()
@@ -108,7 +98,7 @@ def row(sequence: SequenceId, start: int, length: int, *blocks: int) -> Schedule
 
 
 def test_shared_and_copied_blocks_hold_every_layer() -> None:
-    name, prompt = "gemma4 e2b", prompt_of(11)
+    name, prompt = "gemma4 e2b", random_prompt(11)
     runner = runner_on(model_of(name), 4)
     for sequence in (A, B, C):
         runner.add_sequence(sequence, prompt, GREEDY, len(prompt))

@@ -20,6 +20,7 @@ from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.hf.shared_kv import source_of
 from gpuworker.models.hf.tiny import tiny_config
 from gpuworker.models.self_test import CallRecorder, self_test
+from tests.support.gpuworker.full_forward import greedy_tokens
 from tests.support.gpuworker.runner_harness import Driver, runner_on
 
 CPU = torch.device("cpu")
@@ -49,13 +50,8 @@ def recorded(model: TransformersModel) -> list[LayerAttention]:
     return recorder.layers
 
 
-@torch.inference_mode()
 def greedy(prompt: list[int], count: int) -> list[int]:
-    model: Any = module_of()
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
+    return greedy_tokens(module_of(), prompt, count)
 
 
 def test_each_layer_attends_on_the_last_one_of_its_kind_that_has_its_own() -> None:
