@@ -32,7 +32,7 @@ from common.contracts.limits import (
     MAX_DISCOVERY_ENTRY_BYTES,
     MAX_INDEX_VALUE_BYTES,
 )
-from common.contracts.types import KvGeometry, PoolIdentity
+from common.contracts.types import KvGeometry, KvGroup, KvGroupKind, PoolIdentity
 
 ENTRY_BYTES = 6
 MAX_SLOTS = 1 << 16
@@ -44,7 +44,7 @@ OWNER_FIELDS = ("worker_id", "incarnation", "address", "generation")
 
 _OWNER_KEYS = tuple(name.encode() for name in OWNER_FIELDS)
 _ENTRY = struct.Struct("<HI")
-_PartsT = TypeVar("_PartsT", KvGeometry, PoolIdentity)
+_PartsT = TypeVar("_PartsT", KvGeometry, KvGroup, PoolIdentity)
 # Parts of a geometry that stand in entries where they say something: routers that do not know them read all others.
 _NEW_PARTS = ("values_in_keys", "shapes")
 
@@ -228,7 +228,9 @@ def _parsed(body: bytes) -> DiscoveredWorker:
     try:
         parts = json.loads(body)
         identity = dict(parts["identity"])
-        identity["kv_geometry"] = _checked(KvGeometry(**identity["kv_geometry"]))
+        geometry = dict(identity["kv_geometry"])
+        geometry["groups"] = tuple(_group(**each) for each in geometry.get("groups", ()))
+        identity["kv_geometry"] = _checked(KvGeometry(**geometry))
         worker_id, address, incarnation = (str(parts[name]) for name in ("worker_id", "address", "incarnation"))
         checked = _checked(PoolIdentity(**identity))
         return DiscoveredWorker(worker_id, address, incarnation, checked, int(parts["written"]))
@@ -236,9 +238,15 @@ def _parsed(body: bytes) -> DiscoveredWorker:
         raise ValueError("it is malformed, or another version wrote it") from None
 
 
+def _group(kind: str, span: int, pages: int, layers: list[int]) -> KvGroup:
+    if any(type(layer) is not int for layer in layers):
+        raise TypeError("layers")
+    return _checked(KvGroup(KvGroupKind(kind), span, pages, tuple(layers)))
+
+
 def _checked(parts: _PartsT) -> _PartsT:
     """Raise TypeError unless each part of a dataclass has the type that is declared; lists in JSON would nest."""
     for each in fields(parts):
-        if type(getattr(parts, each.name)).__name__ != each.type:
+        if type(getattr(parts, each.name)).__name__ != str(each.type).partition("[")[0]:
             raise TypeError(each.name)
     return parts

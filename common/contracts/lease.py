@@ -14,7 +14,17 @@ from typing import Final, Protocol, overload
 
 from common.contracts.errors import Mismatch
 from common.contracts.limits import MAX_EPOCH_LEAD, MAX_FOREIGN_EPOCH
-from common.contracts.types import BlockHash, BlockId, FinishReason, MissReason, PoolIdentity, SequenceId, SequencePhase
+from common.contracts.types import (
+    BlockHash,
+    BlockId,
+    FinishReason,
+    KvGroup,
+    KvGroupKind,
+    MissReason,
+    PoolIdentity,
+    SequenceId,
+    SequencePhase,
+)
 
 # ---------------------------------------------------------------- numbers and names from outside
 
@@ -53,15 +63,32 @@ def window_blocks(window: int, block_size: int) -> int:
     return -(-(window - 1) // block_size) + 2
 
 
-def blocks_needed(num_tokens: int, max_len: int, block_size: int, window: int = 0) -> int:
+def blocks_needed(
+    num_tokens: int, max_len: int, block_size: int, window: int = 0, groups: Sequence[KvGroup] = ()
+) -> int:
     """Return the blocks that a sequence of `num_tokens` tokens needs at once; `max_len` bounds prompt and output.
 
     A router, a worker and a manager refuse a request by this number. The last token of an output is never computed, so
     it needs no slot. Where nothing is sampled, `num_tokens` is `max_len`, and every token is computed. `window` is
     above 0 where every layer has one: blocks that left it are released, and prompts get their blocks chunk by chunk.
+    With `groups` the number is that of pages.
     """
     whole = -(-max(num_tokens, max_len - 1) // block_size)
+    if groups:
+        return sum(group.pages * held_blocks(group, whole, block_size) for group in groups)
     return min(whole, window_blocks(window, block_size)) if window else whole
+
+
+def held_blocks(group: KvGroup, whole: int, block_size: int) -> int:
+    """Return the blocks of a group that a sequence of `whole` blocks holds at once."""
+    return min(whole, window_blocks(group.span, block_size)) if group.span else whole
+
+
+def unread_blocks(group: KvGroup, position: int, block_size: int) -> int:
+    """Return how many leading blocks of a group no token from `position` on reads."""
+    if group.kind is KvGroupKind.CHUNK:
+        return position // group.span * group.span // block_size
+    return blocks_before_window(position, group.span, block_size)
 
 
 RUNWAY_UNDER_PRESSURE: Final = 3
@@ -167,7 +194,7 @@ class Reserve:
 class InventorySequence:
     """One live sequence at an attach. `block_table` is empty if WAITING; `reserve.num_tokens` is the length now.
 
-    `preemptions` says how often it has lost its blocks and waited again.
+    `preemptions` says how often it has lost its blocks and waited again. `runs` are those of `Admit`.
     """
 
     reserve: Reserve
@@ -175,6 +202,7 @@ class InventorySequence:
     arrival: int
     block_table: tuple[BlockId, ...] = ()
     preemptions: int = 0
+    runs: tuple[tuple[BlockId, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +210,8 @@ class CachedBlock:
     """A block with valid, sealed content. `parent` indexes the inventory's cached blocks; -1: none.
 
     Where every layer has a window, a block stays when those before it are gone. Then `parent` is -1, and the entry
-    has its own `depth` and the hash before it (any 16 bytes at depth 0).
+    has its own `depth` and the hash before it (any 16 bytes at depth 0). Where the pool has groups, the parent of a
+    block of a later group is the first group's block with the same hash.
     """
 
     block: BlockId
@@ -256,11 +285,17 @@ def _own_places(entries: Sequence[CachedBlock]) -> tuple[list[BlockHash], list[i
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Everything W holds, taken between two steps after the old session ended. `cached_blocks` has parents first."""
+    """Everything W holds, taken between two steps after the old session ended. `cached_blocks` has parents first.
+
+    Where the pool has groups, `block_groups` and `block_pages` say of each block that a table or a claim names which
+    group it is of, and which pages it is: as many as a block of the group has, the id first. `pool` has pages.
+    """
 
     sequences: tuple[InventorySequence, ...] = ()
     pool: tuple[BlockId, ...] = ()
     cached_blocks: Sequence[CachedBlock] = ()
+    block_groups: Sequence[int] = ()
+    block_pages: Sequence[BlockId] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +308,10 @@ class Report:
     loses. A sequence has at most one `preempted` followed by one `finished`. `reset` confirms the order of that id; 0:
     nothing to confirm. `partials` gives the partial hashes of sealed blocks by their hashes. `copied` are sequences
     whose copy of a part of a cached block has run.
+
+    Where the pool has groups, `bind_groups` and `trim_groups` give the group of each entry of `bind` and `trim`.
+    `bind` names the first page of a block, and `bind_pages` has the others of all bound blocks, one after the other.
+    `returned` are pages, and `lease_want` counts them. A seal of the first group stands before others of its hash.
     """
 
     step: int = 0
@@ -289,6 +328,9 @@ class Report:
     reset: int = 0
     partials: tuple[tuple[BlockHash, tuple[BlockHash, ...]], ...] = ()
     copied: tuple[SequenceId, ...] = ()
+    bind_groups: tuple[int, ...] = ()
+    bind_pages: tuple[BlockId, ...] = ()
+    trim_groups: tuple[int, ...] = ()
 
 
 # ---------------------------------------------------------------- M -> W
@@ -330,6 +372,11 @@ class Admit:
 
     `cached_tokens` are those of the shared blocks, and of the part of a cached block that a copy gives to the next one.
     The worker reports such a copy once it has run.
+
+    Where the pool has groups, `block_table` has the blocks of the first one, and `runs` those of each other one. They
+    share the first `n_shared` places too, of which a run has those that are still read. Blocks are named by their first
+    pages. `pages` has the others of all fresh blocks, one after the other, by group. A run may be shorter than the
+    block table: the worker binds the rest.
     """
 
     sequence: SequenceId
@@ -339,6 +386,8 @@ class Admit:
     miss_reason: MissReason = MissReason.NEVER_SEEN
     diverged_at: int = 0
     decision_id: str = ""
+    runs: tuple[tuple[BlockId, ...], ...] = ()
+    pages: tuple[BlockId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

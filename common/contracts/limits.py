@@ -327,6 +327,10 @@ MAX_STORED_EPOCH: Final = 1 << 48
 MAX_ADDRESS_CHARS: Final = 260
 # Characters of each text of a pool's identity; fingerprints have 64.
 MAX_IDENTITY_CHARS: Final = 1024
+# Groups of layers of a pool, each with the pages of its blocks and its layers.
+MAX_KV_GROUPS: Final = 16
+MAX_BLOCK_PAGES: Final = 4096
+MAX_GROUP_LAYERS: Final = 4096
 # Sequences of one worker that a manager keeps, about 1 KB each.
 MAX_WORKER_SEQUENCES: Final = 1 << 18
 # Messages that may wait for a worker that does not read its lease stream; then the session ends.

@@ -41,6 +41,8 @@ _PACKED_FIELDS: Final = {
     "cached_last_used": _Column(8, packing.unpack_u64),
     "cached_parent_hashes": _Column(KEY_BYTES, packing.unpack_hashes),
     "cached_depths": _Column(4, packing.unpack_blocks),
+    "block_groups": _Column(1, list),
+    "block_pages": _Column(4, packing.unpack_blocks),
 }
 
 _T = TypeVar("_T")
@@ -53,6 +55,11 @@ def inventory_chunks(inventory: Inventory, limit: int = CHUNK_BYTES) -> list[kvm
         *_sequence_chunks(inventory.sequences, room),
         *(kvmanager_pb2.Inventory(pool=packing.pack_blocks(part)) for part in _slices(inventory.pool, room // 4)),
         *map(_claims_to_proto, _slices(claims, room // (_CLAIM_BYTES + (_PLACE_BYTES if claims.depths else 0)))),
+        *(kvmanager_pb2.Inventory(block_groups=bytes(part)) for part in _slices(inventory.block_groups, room)),
+        *(
+            kvmanager_pb2.Inventory(block_pages=packing.pack_blocks(part))
+            for part in _slices(inventory.block_pages, room // 4)
+        ),
     ] or [kvmanager_pb2.Inventory()]
     chunks[-1].last = True
     return chunks
@@ -95,6 +102,7 @@ def _sequence_to_proto(sequence: InventorySequence) -> kvmanager_pb2.InventorySe
         arrival=sequence.arrival,
         block_table=packing.pack_blocks(sequence.block_table),
         preemptions=sequence.preemptions,
+        runs=map(packing.pack_blocks, sequence.runs),
     )
 
 
@@ -105,6 +113,7 @@ def _sequence_from_proto(message: kvmanager_pb2.InventorySequence) -> InventoryS
         arrival=message.arrival,
         block_table=tuple(packing.unpack_indexes(message.block_table)),
         preemptions=message.preemptions,
+        runs=tuple([tuple(packing.unpack_indexes(run)) for run in message.runs]),
     )
 
 
@@ -164,6 +173,6 @@ class InventoryAssembler:
                 raise ProtocolViolation(f"an inventory has {found} {what} so far; expected at most {most}{hint}")
 
     def _assemble(self) -> Inventory:
-        pool, *cached = self._columns.values()
+        pool, *cached, groups, pages = self._columns.values()
         packing.parallel("cached_blocks", *cached[:4], *(cached[4:] if any(cached[4:]) else ()))
-        return Inventory(tuple(self._sequences), tuple(pool), CachedBlocks(*cached))
+        return Inventory(tuple(self._sequences), tuple(pool), CachedBlocks(*cached), tuple(groups), tuple(pages))

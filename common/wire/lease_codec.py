@@ -151,6 +151,12 @@ def report_to_proto(report: Report) -> kvmanager_pb2.Report:
         message.partial_hashes = packing.pack_hashes(each for _, parts in report.partials for each in parts)
     if report.copied:
         message.copied = packing.pack_sequences(report.copied)
+    if report.bind_groups:
+        message.bind_groups = bytes(report.bind_groups)
+    if report.bind_pages:
+        message.bind_pages = packing.pack_blocks(report.bind_pages)
+    if report.trim_groups:
+        message.trim_groups = bytes(report.trim_groups)
     if report.stalled is not None:
         message.stalled.sequences = packing.pack_sequences(report.stalled)
     return message
@@ -181,6 +187,9 @@ def report_from_proto(message: kvmanager_pb2.Report) -> Report:
         message.reset,
         _unpack_partials(message) if message.partial_of or message.partial_hashes else (),
         tuple(packing.unpack_sequences(message.copied)) if message.copied else (),
+        tuple(message.bind_groups),
+        tuple(packing.unpack_blocks(message.bind_pages)) if message.bind_pages else (),
+        tuple(message.trim_groups),
     )
 
 
@@ -283,6 +292,8 @@ def _admit_to_proto(admit: Admit) -> kvmanager_pb2.Admit:
         miss_reason=miss_to_proto(admit.miss_reason),
         diverged_at=admit.diverged_at,
         decision_id=admit.decision_id,
+        runs=map(packing.pack_blocks, admit.runs),
+        pages=packing.pack_blocks(admit.pages),
     )
 
 
@@ -295,6 +306,8 @@ def _admit_from_proto(message: kvmanager_pb2.Admit) -> Admit:
         miss_reason=miss_from_proto(message.miss_reason),
         diverged_at=message.diverged_at,
         decision_id=message.decision_id,
+        runs=tuple([tuple(packing.unpack_indexes(run)) for run in message.runs]),
+        pages=tuple(packing.unpack_blocks(message.pages)),
     )
 
 

@@ -105,6 +105,7 @@ class DataPlane:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             long_prefill_cap=settings.long_prefill_cap or 0,
             window=self.identity.kv_geometry.window,
+            groups=self.identity.kv_geometry.groups,
             prefix_caching=self.prefix_caching,
             keeps_states=self.keeps_states,
             max_num_seqs=self.max_num_seqs,

@@ -24,6 +24,7 @@ class ScheduledRow(NamedTuple):
     `blocks` is a snapshot of the block table and covers position start+length-1; TRIMMED stands for blocks that no
     layer reads any more. When `samples`, the last position holds the last token so far and the next one is sampled.
     The `drafts` are guesses for the tokens from there on. Each is computed, too, at the next position, and samples.
+    Where the pool has groups, `tables` has a table of pages for each group: those of its blocks, one after the other.
     """
 
     sequence: SequenceId
@@ -32,6 +33,7 @@ class ScheduledRow(NamedTuple):
     blocks: tuple[BlockId, ...]
     samples: bool
     drafts: tuple[int, ...] = ()
+    tables: tuple[tuple[BlockId, ...], ...] = ()
 
 
 class ScoredPart(NamedTuple):

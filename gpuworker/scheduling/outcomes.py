@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from common.contracts.hashing import MIN_PARTIAL_BLOCK
 from common.contracts.lease import Admit, Preempt
-from common.contracts.types import FinishReason, SequenceId, Usage
+from common.contracts.types import FinishReason, KvGroup, SequenceId, Usage
 from gpuworker.scheduling.draft_tally import DraftTallies, total
 from gpuworker.scheduling.drafting import DraftModel, DraftPrices, NewDrafter
 
@@ -19,7 +19,7 @@ class AgentConfig:
     row of logits. `long_prefill_cap` bounds one prompt's share of a step while others run too; 0 means no
     bound. `window` > 0 is the widest attention window of a model whose layers all have one. Where layers keep a state
     (`keeps_states`), each sequence computes all its tokens, a fork too. Parts of blocks are reused where a block has
-    `min_partial_block` slots or more.
+    `min_partial_block` slots or more. `groups` are those of the pool; empty: all layers keep K/V equally long.
     """
 
     num_blocks: int
@@ -33,6 +33,7 @@ class AgentConfig:
     max_num_seqs: int = 256
     max_scored_tokens: int = 256
     min_partial_block: int = MIN_PARTIAL_BLOCK
+    groups: tuple[KvGroup, ...] = ()
     new_drafter: NewDrafter | None = None
     """Makes the drafters of sequences that may draft; None: no step has drafts."""
     draft_prices: DraftPrices | None = None

@@ -14,6 +14,8 @@ from common.contracts.types import (
     BlockId,
     FinishReason,
     KvGeometry,
+    KvGroup,
+    KvGroupKind,
     MissReason,
     PoolIdentity,
     SequenceId,
@@ -21,6 +23,17 @@ from common.contracts.types import (
 )
 
 T = TypeVar("T")
+
+groups = st.lists(
+    st.builds(
+        KvGroup,
+        st.sampled_from([KvGroupKind.WINDOW, KvGroupKind.CHUNK]),
+        st.integers(1, 2**32 - 1),
+        st.integers(1, 4096),
+        st.lists(st.integers(0, 2**32 - 1), max_size=5).map(tuple),
+    ),
+    max_size=3,
+).map(lambda runs: (KvGroup(KvGroupKind.FULL, 0, 7, (0, 5)), *runs) if runs else ())
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -40,7 +53,7 @@ identities = st.builds(
     model_fingerprint=text,
     tokenizer_fingerprint=text,
     block_size=st.sampled_from([4, 16, 256]),
-    kv_geometry=st.builds(KvGeometry, u32, u32, u32, u32, text, u32, st.booleans(), text),
+    kv_geometry=st.builds(KvGeometry, u32, u32, u32, u32, text, u32, st.booleans(), text, groups),
     hash_version=text,
     arithmetic=text,
 )
@@ -96,6 +109,9 @@ reports = st.builds(
     reset=u64,
     partials=tuples_of(st.tuples(hashes, st.tuples(hashes, hashes, hashes))),
     copied=tuples_of(sequences),
+    bind_groups=tuples_of(st.integers(0, 255)),
+    bind_pages=tuples_of(blocks),
+    trim_groups=tuples_of(st.integers(0, 255)),
 )
 batches = st.builds(
     lease.GrantBatch,
@@ -111,6 +127,8 @@ batches = st.builds(
             miss_reason=st.sampled_from(MissReason),
             diverged_at=u32,
             decision_id=text,
+            runs=tuples_of(tuples_of(row_blocks), 3),
+            pages=tuples_of(blocks),
         )
     ),
     lease=tuples_of(blocks),
@@ -149,9 +167,12 @@ inventories = st.builds(
             arrival=u64,
             block_table=tuples_of(row_blocks, 30),
             preemptions=u32,
+            runs=tuples_of(tuples_of(row_blocks, 30), 3),
         ),
         10,
     ),
     pool=tuples_of(blocks, 60),
     cached_blocks=cached_blocks(),
+    block_groups=tuples_of(st.integers(0, 255), 60),
+    block_pages=tuples_of(blocks, 60),
 )

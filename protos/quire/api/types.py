@@ -62,6 +62,32 @@ class Usage:
     accepted_model_draft_tokens: int = 0
 
 
+class KvGroupKind(StrEnum):
+    """How long the K/V of a group's layers is read."""
+
+    FULL = "full"
+    WINDOW = "window"
+    CHUNK = "chunk"
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers whose K/V is read equally long, by their numbers in the model.
+
+    With FULL a token reads all before it and `span` is 0; with WINDOW the last `span` ones, itself included; with CHUNK
+    those of its own chunk of `span`. A block of the group is `pages` pages of the pool.
+    """
+
+    kind: KvGroupKind
+    span: int
+    pages: int
+    layers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        span = f" of {self.span}" if self.span else ""
+        return f"{self.kind.value}{span} in {self.pages} pages: {','.join(map(str, self.layers))}"
+
+
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
     """Shape of one token's K/V.
@@ -69,6 +95,8 @@ class KvGeometry:
     `num_layers` counts the layers that keep K/V of their own. `window` is the widest attention window if every layer
     has one, else 0. With `values_in_keys` V is the first `head_dim_v` numbers of K and is kept nowhere else. Where
     layers differ, `shapes` says how (gpuworker/memory/layout.py), and the other fields are those of the first one.
+    `groups` is empty where all layers keep K/V equally long. Else a block is a part of one group, the pool consists of
+    pages, and the first group is FULL.
     """
 
     num_layers: int
@@ -80,6 +108,7 @@ class KvGeometry:
     # Not in `repr`, of which `namespace` is made.
     values_in_keys: bool = field(default=False, repr=False)
     shapes: str = field(default="", repr=False)
+    groups: tuple[KvGroup, ...] = field(default=(), repr=False)
 
 
 ANY_ARITHMETIC = "any"
@@ -119,7 +148,7 @@ class PoolIdentity:
             ours, other = getattr(mine, part.name), getattr(others, part.name)
             if ours != other:
                 flag = "--dtype or --kv-cache-dtype" if part.name == "dtype" else shape
-                found.append(Mismatch(f"kv_geometry.{part.name}", str(ours), str(other), flag))
+                found.append(Mismatch(f"kv_geometry.{part.name}", _in_words(ours), _in_words(other), flag))
         return tuple(found)
 
     @property
@@ -132,8 +161,15 @@ class PoolIdentity:
             parts = f"{parts} values_in_keys"
         if self.kv_geometry.shapes:
             parts = f"{parts} {self.kv_geometry.shapes}"
+        if self.kv_geometry.groups:
+            parts = " ".join([parts, *map(str, self.kv_geometry.groups)])
         rest = hashlib.sha256(parts.encode())
         return f"{{quire:{self.model_fingerprint[:16]}:{rest.hexdigest()[:16]}:{self.block_size}}}"
+
+
+def _in_words(part: object) -> str:
+    """Return a part of a geometry for a reader; the numbers of layers would take lines."""
+    return "; ".join(map(str, part)) if isinstance(part, tuple) else str(part)
 
 
 _IDENTITY_FLAGS = {

@@ -319,6 +319,8 @@ class Inventory(_message.Message):
     LAST_FIELD_NUMBER: _builtins.int
     CACHED_PARENT_HASHES_FIELD_NUMBER: _builtins.int
     CACHED_DEPTHS_FIELD_NUMBER: _builtins.int
+    BLOCK_GROUPS_FIELD_NUMBER: _builtins.int
+    BLOCK_PAGES_FIELD_NUMBER: _builtins.int
     pool: _builtins.bytes
     """Lease pool: int32 block ids."""
     cached_blocks: _builtins.bytes
@@ -334,6 +336,11 @@ class Inventory(_message.Message):
     the block before it (any bytes for the first block of a prompt) and its number in the prompt; parents are all -1.
     """
     cached_depths: _builtins.bytes
+    block_groups: _builtins.bytes
+    """Where the pool has groups: of each block that a table or a claim names its group, a byte each, and its pages, as many
+    as a block of the group has, the id first.
+    """
+    block_pages: _builtins.bytes
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___InventorySequence]: ...
     def __init__(
@@ -348,10 +355,12 @@ class Inventory(_message.Message):
         last: _builtins.bool = ...,
         cached_parent_hashes: _builtins.bytes = ...,
         cached_depths: _builtins.bytes = ...,
+        block_groups: _builtins.bytes = ...,
+        block_pages: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "cached_depths", b"cached_depths", "cached_hashes", b"cached_hashes", "cached_last_used", b"cached_last_used", "cached_parent_hashes", b"cached_parent_hashes", "cached_parents", b"cached_parents", "last", b"last", "pool", b"pool", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_groups", b"block_groups", "block_pages", b"block_pages", "cached_blocks", b"cached_blocks", "cached_depths", b"cached_depths", "cached_hashes", b"cached_hashes", "cached_last_used", b"cached_last_used", "cached_parent_hashes", b"cached_parent_hashes", "cached_parents", b"cached_parents", "last", b"last", "pool", b"pool", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -366,6 +375,7 @@ class InventorySequence(_message.Message):
     ARRIVAL_FIELD_NUMBER: _builtins.int
     BLOCK_TABLE_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     phase: Global___SequencePhase.ValueType
     arrival: _builtins.int
     block_table: _builtins.bytes
@@ -374,6 +384,10 @@ class InventorySequence(_message.Message):
     """How often it has lost its blocks and waited again. 0 also from a worker that does not tell."""
     @_builtins.property
     def reserve(self) -> Global___Reserve: ...
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """As in Admit."""
+
     def __init__(
         self,
         *,
@@ -382,10 +396,11 @@ class InventorySequence(_message.Message):
         arrival: _builtins.int = ...,
         block_table: _builtins.bytes = ...,
         preemptions: _builtins.int = ...,
+        runs: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival", "block_table", b"block_table", "phase", b"phase", "preemptions", b"preemptions", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival", b"arrival", "block_table", b"block_table", "phase", b"phase", "preemptions", b"preemptions", "reserve", b"reserve", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -521,6 +536,9 @@ class Report(_message.Message):
     PARTIAL_OF_FIELD_NUMBER: _builtins.int
     PARTIAL_HASHES_FIELD_NUMBER: _builtins.int
     COPIED_FIELD_NUMBER: _builtins.int
+    BIND_GROUPS_FIELD_NUMBER: _builtins.int
+    BIND_PAGES_FIELD_NUMBER: _builtins.int
+    TRIM_GROUPS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     bind_sequences: _builtins.bytes
     """Parallel arrays, in order of binding."""
@@ -548,6 +566,12 @@ class Report(_message.Message):
     partial_hashes: _builtins.bytes
     copied: _builtins.bytes
     """Sequences whose copy of a part of a cached block has run; the manager holds its source until then."""
+    bind_groups: _builtins.bytes
+    """Where the pool has groups: the group of each bound block and of each trim, a byte each. bind_blocks has the first page
+    of a block, and bind_pages has the others, one block after the other.
+    """
+    bind_pages: _builtins.bytes
+    trim_groups: _builtins.bytes
     @_builtins.property
     def reserve(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reserve]: ...
     @_builtins.property
@@ -580,10 +604,13 @@ class Report(_message.Message):
         partial_of: _builtins.bytes = ...,
         partial_hashes: _builtins.bytes = ...,
         copied: _builtins.bytes = ...,
+        bind_groups: _builtins.bytes = ...,
+        bind_pages: _builtins.bytes = ...,
+        trim_groups: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "stalled", b"stalled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "bind_blocks", b"bind_blocks", "bind_sequences", b"bind_sequences", "computed_lengths", b"computed_lengths", "computed_sequences", b"computed_sequences", "copied", b"copied", "finished_reasons", b"finished_reasons", "finished_sequences", b"finished_sequences", "lease_want", b"lease_want", "partial_hashes", b"partial_hashes", "partial_of", b"partial_of", "preempted_num_tokens", b"preempted_num_tokens", "preempted_sequences", b"preempted_sequences", "reserve", b"reserve", "reset", b"reset", "returned", b"returned", "seal_blocks", b"seal_blocks", "seal_hashes", b"seal_hashes", "stalled", b"stalled", "step", b"step", "trim_counts", b"trim_counts", "trim_sequences", b"trim_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stalled", b"_stalled", "bind_blocks", b"bind_blocks", "bind_groups", b"bind_groups", "bind_pages", b"bind_pages", "bind_sequences", b"bind_sequences", "computed_lengths", b"computed_lengths", "computed_sequences", b"computed_sequences", "copied", b"copied", "finished_reasons", b"finished_reasons", "finished_sequences", b"finished_sequences", "lease_want", b"lease_want", "partial_hashes", b"partial_hashes", "partial_of", b"partial_of", "preempted_num_tokens", b"preempted_num_tokens", "preempted_sequences", b"preempted_sequences", "reserve", b"reserve", "reset", b"reset", "returned", b"returned", "seal_blocks", b"seal_blocks", "seal_hashes", b"seal_hashes", "stalled", b"stalled", "step", b"step", "trim_counts", b"trim_counts", "trim_groups", b"trim_groups", "trim_sequences", b"trim_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stalled: _TypeAlias = _typing.Literal["stalled"]  # noqa: Y015
     _WhichOneofArgType__stalled: _TypeAlias = _typing.Literal["_stalled", b"_stalled"]  # noqa: Y015
@@ -760,6 +787,8 @@ class Admit(_message.Message):
     MISS_REASON_FIELD_NUMBER: _builtins.int
     DIVERGED_AT_FIELD_NUMBER: _builtins.int
     DECISION_ID_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     block_table: _builtins.bytes
     """int32 block ids; the first n_shared keep their content. Where every layer has a window, the first of those may be
@@ -771,6 +800,14 @@ class Admit(_message.Message):
     miss_reason: _types_pb2.MissReason.ValueType
     diverged_at: _builtins.int
     decision_id: _builtins.str
+    pages: _builtins.bytes
+    """The other pages of all fresh blocks, one block after the other, by group."""
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Where the pool has groups: the block tables of all but the first group. They may be shorter than block_table, and
+        n_shared holds for each of them. A block is named by its first page.
+        """
+
     def __init__(
         self,
         *,
@@ -781,10 +818,12 @@ class Admit(_message.Message):
         miss_reason: _types_pb2.MissReason.ValueType = ...,
         diverged_at: _builtins.int = ...,
         decision_id: _builtins.str = ...,
+        runs: _abc.Iterable[_builtins.bytes] | None = ...,
+        pages: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "diverged_at", b"diverged_at", "miss_reason", b"miss_reason", "n_shared", b"n_shared", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "cached_tokens", b"cached_tokens", "decision_id", b"decision_id", "diverged_at", b"diverged_at", "miss_reason", b"miss_reason", "n_shared", b"n_shared", "pages", b"pages", "runs", b"runs", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,6 +21,31 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _KvGroupKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KvGroupKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvGroupKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KV_GROUP_KIND_UNSPECIFIED: _KvGroupKind.ValueType  # 0
+    KV_GROUP_KIND_FULL: _KvGroupKind.ValueType  # 1
+    """A token reads all tokens before it."""
+    KV_GROUP_KIND_WINDOW: _KvGroupKind.ValueType  # 2
+    """A token reads the last `span` tokens, itself included."""
+    KV_GROUP_KIND_CHUNK: _KvGroupKind.ValueType  # 3
+    """A token reads those of its own chunk: chunks have `span` tokens."""
+
+class KvGroupKind(_KvGroupKind, metaclass=_KvGroupKindEnumTypeWrapper): ...
+
+KV_GROUP_KIND_UNSPECIFIED: KvGroupKind.ValueType  # 0
+KV_GROUP_KIND_FULL: KvGroupKind.ValueType  # 1
+"""A token reads all tokens before it."""
+KV_GROUP_KIND_WINDOW: KvGroupKind.ValueType  # 2
+"""A token reads the last `span` tokens, itself included."""
+KV_GROUP_KIND_CHUNK: KvGroupKind.ValueType  # 3
+"""A token reads those of its own chunk: chunks have `span` tokens."""
+Global___KvGroupKind: _TypeAlias = KvGroupKind  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -155,6 +180,7 @@ class KvGeometry(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     VALUES_IN_KEYS_FIELD_NUMBER: _builtins.int
     SHAPES_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     num_layers: _builtins.int
     """Layers that keep K/V of their own."""
     num_kv_heads: _builtins.int
@@ -170,6 +196,12 @@ class KvGeometry(_message.Message):
     """Where layers differ: their shapes, and which layer has which, as gpuworker/memory/layout.py writes them. The fields
     above are then those of the first layer. Empty: all layers are alike.
     """
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
+        """Where layers keep K/V for different times: groups of layers that keep theirs equally long, of which the first one is
+        FULL. A block then belongs to one group, and blocks consist of pages of the pool. Empty: one group of all layers.
+        """
+
     def __init__(
         self,
         *,
@@ -181,14 +213,50 @@ class KvGeometry(_message.Message):
         window: _builtins.int = ...,
         values_in_keys: _builtins.bool = ...,
         shapes: _builtins.str = ...,
+        groups: _abc.Iterable[Global___KvGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim_k", b"head_dim_k", "head_dim_v", b"head_dim_v", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "shapes", b"shapes", "values_in_keys", b"values_in_keys", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "groups", b"groups", "head_dim_k", b"head_dim_k", "head_dim_v", b"head_dim_v", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "shapes", b"shapes", "values_in_keys", b"values_in_keys", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvGeometry: _TypeAlias = KvGeometry  # noqa: Y015
+
+@_typing.final
+class KvGroup(_message.Message):
+    """Layers whose K/V is read equally long."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SPAN_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    kind: Global___KvGroupKind.ValueType
+    span: _builtins.int
+    """In tokens; 0 for FULL."""
+    pages: _builtins.int
+    """Pages of the pool that make one block of the group."""
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers of the layers in the model."""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___KvGroupKind.ValueType = ...,
+        span: _builtins.int = ...,
+        pages: _builtins.int = ...,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "layers", b"layers", "pages", b"pages", "span", b"span"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvGroup: _TypeAlias = KvGroup  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
