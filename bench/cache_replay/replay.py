@@ -75,7 +75,7 @@ def _retain(state: LedgerState, request: CacheRequest, table: list[BlockId], hit
     tokens = len(table) * BLOCK_SIZE
     sequence = Sequence(Reserve(SequenceId(0), tokens, tokens, retention=request.retention), 0, BLOCK_SIZE, 0.0)
     sequence.block_table, sequence.n_shared = table, hits
-    state.store.retention.mark_blocks(sequence)
+    state.store.retention.mark_blocks(sequence, sequence.block_table)
 
 
 def _serve(state: LedgerState, request: CacheRequest, result: Replayed) -> None:

@@ -714,7 +714,7 @@ class TracedSteps:
         """Take in a step; return what its rows computed of prompts, or anew after a preemption."""
         chunks, find = list[Chunk](), self._traced.get
         # Rows are unpacked, and hold few conditions: a step has a row for each sequence.
-        for sequence, start, length, _, samples, drafts in plan.rows:
+        for sequence, start, length, _, samples, drafts, _ in plan.rows:
             one = find(sequence)
             if one is None:
                 continue

@@ -17,20 +17,63 @@ from common.contracts.types import TRIMMED, BlockHash, BlockId
 
 
 class Content(NamedTuple):
-    """The content of a sealed block: its hash, its parent's (None for a first block), depth and step of last use."""
+    """The content of a sealed block: its hash, its parent's (None for a first block), depth and step of last use.
+
+    It is that of the layers of a group.
+    """
 
     hash: BlockHash
     parent: BlockHash | None
     depth: int
     last_used: int
+    group: int = 0
+
+
+# Where the pool has groups, a block is made of pages when it is bound or granted, and is no more once one of them
+# begins a new life: every page voids what was claimed of its block.
+class PageBlocks:
+    """The blocks that the pages of a pool make up, each named by its first page. `sizes` are the pages of a block."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        self.pages: dict[BlockId, tuple[BlockId, ...]] = {}
+        self.group: dict[BlockId, int] = {}
+        self._block_of: dict[BlockId, BlockId] = {}
+
+    def make_block(self, group: int, pages: tuple[BlockId, ...]) -> None:
+        """Make a block of pages that are no part of another one."""
+        self.pages[pages[0]], self.group[pages[0]] = pages, group
+        for page in pages:
+            self._block_of[page] = pages[0]
+
+    def block_of(self, page: BlockId) -> BlockId | None:
+        return self._block_of.get(page)
+
+    def break_block(self, page: BlockId) -> BlockId | None:
+        """Forget the block that a page is a part of, and return its name."""
+        block = self._block_of.get(page)
+        if block is not None:
+            del self.group[block]
+            for each in self.pages.pop(block):
+                del self._block_of[each]
+        return block
+
+    def copy(self) -> PageBlocks:
+        twin = PageBlocks(self.sizes)
+        twin.pages, twin.group, twin._block_of = self.pages.copy(), self.group.copy(), self._block_of.copy()
+        return twin
 
 
 class BlockStates:
-    """The pool, and the fill, holders and content of all blocks; block tables belong to the sequences."""
+    """The pool, and the fill, holders and content of all blocks; block tables belong to the sequences.
 
-    def __init__(self, num_blocks: int, linked: bool = True) -> None:
+    Where the pool has groups, it has pages, `made` knows the blocks, and `held` counts pages.
+    """
+
+    def __init__(self, num_blocks: int, linked: bool = True, block_pages: tuple[int, ...] = ()) -> None:
         """With `linked`, a claim counts only while its ancestors are claimed."""
         self.linked = linked
+        self.made = PageBlocks(block_pages) if block_pages else None
         self.pool: deque[BlockId] = deque()
         self.fill = [0] * num_blocks
         self.holders = [0] * num_blocks
@@ -40,7 +83,16 @@ class BlockStates:
     def lease(self, block: BlockId) -> None:
         """Add a block to the pool and drop its claim: no inventory may offer the content of an unbound block."""
         self.drop_claim(block)
+        if self.made is not None:
+            self._void(block)
         self.pool.append(block)
+
+    def _void(self, page: BlockId) -> None:
+        """Forget the block that a page was a part of, and what that block holds."""
+        assert self.made is not None
+        block = self.made.break_block(page)
+        if block is not None:
+            self.drop_claim(block)
 
     def drop_claim(self, block: BlockId) -> None:
         """Forget which content a block holds."""
@@ -55,6 +107,26 @@ class BlockStates:
         self.holders[block] = 1
         self.held += 1
         return block
+
+    def make_block(self, group: int, pages: tuple[BlockId, ...]) -> None:
+        """Make an empty block of pages that nothing holds."""
+        assert self.made is not None
+        for page in pages:
+            self._void(page)
+        self.made.make_block(group, pages)
+        self.reset(pages[0])
+
+    def bind_pages(self, group: int) -> tuple[BlockId, ...]:
+        """Move the first pages of the pool to a block table, as one block of a group. The pool has enough."""
+        assert self.made is not None
+        pages = tuple([self.pool.popleft() for _ in range(self.made.sizes[group])])
+        self.make_block(group, pages)
+        self.holders[pages[0]] = 1
+        self.held += len(pages)
+        return pages
+
+    def _pages_of(self, block: BlockId) -> int:
+        return 1 if self.made is None else len(self.made.pages[block])
 
     def forget_unheld(self) -> None:
         """Forget the content of every block that no block table has: the prefix cache was reset."""
@@ -92,7 +164,8 @@ class BlockStates:
         for block in block_table:
             if block == TRIMMED:
                 continue
-            self.held += not self.holders[block]
+            if not self.holders[block]:
+                self.held += self._pages_of(block)
             self.holders[block] += 1
 
     def let_go(self, block_table: Iterable[BlockId], step: int) -> None:
@@ -100,7 +173,8 @@ class BlockStates:
         for block in block_table:
             if block != TRIMMED:
                 self.holders[block] -= 1
-                self.held -= not self.holders[block]
+                if not self.holders[block]:
+                    self.held -= self._pages_of(block)
                 content = self.content.get(block)
                 if content is not None:
                     self.content[block] = content._replace(last_used=step)
@@ -118,15 +192,21 @@ class BlockStates:
             )
         found: list[CachedBlock] = []
         index: dict[BlockHash, int] = {}
-        for block, content in sorted(self.content.items(), key=lambda item: (item[1].depth, item[0])):
+        for block, content in sorted(self.content.items(), key=lambda item: (item[1].group, item[1].depth, item[0])):
             parent = self.parent_index(content, index)
             if parent is not None:
-                index.setdefault(content.hash, len(found))
+                if not content.group:
+                    index.setdefault(content.hash, len(found))
                 found.append(CachedBlock(block, content.hash, parent, content.last_used))
         return tuple(found)
 
     def parent_index(self, content: Content, index: dict[BlockHash, int]) -> int | None:
-        """Return where the parent's claim stands, -1 for a first block, None when no block claims the parent."""
+        """Return where the parent's claim stands, -1 for a first block, None when no block claims the parent.
+
+        The parent of a claim behind the first group is the first group's of the same content.
+        """
+        if content.group:
+            return index.get(content.hash)
         return -1 if content.parent is None else index.get(content.parent)
 
     def refuse_unknown(self, blocks: Sequence[BlockId]) -> None:
@@ -141,6 +221,10 @@ class BlockStates:
             return
         taken = set(self.pool)
         for block in granted:
-            if self.holders[block] or block in taken:
+            if self._is_held(block) or block in taken:
                 raise ProtocolViolation(f"block {block} was granted anew while the worker still holds it")
             taken.add(block)
+
+    def _is_held(self, page: BlockId) -> bool:
+        block = page if self.made is None else self.made.block_of(page)
+        return block is not None and self.holders[block] > 0

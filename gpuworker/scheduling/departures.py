@@ -112,7 +112,7 @@ class Departures:
             self.end(sequence, FinishCause(FinishReason.CANCELLED))
         self._partial_copies.left(sequence.id)
         if sequence.block_table:
-            self._blocks.let_go(sequence.block_table, step)
+            self._blocks.let_go(sequence.held_blocks(), step)
             self._forgotten.append(sequence.id)
         if sequence.phase is SequencePhase.DRAINING_FINISH:
             self._forget(sequence)

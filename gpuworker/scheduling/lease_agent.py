@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as Items
 
 from common.contracts.errors import AlreadyExists, FieldViolation, InvalidRequest, NotFound, ProtocolViolation
 from common.contracts.lease import (
@@ -23,13 +24,16 @@ from common.contracts.lease import (
     Report,
     blocks_before_window,
     blocks_needed,
+    unread_blocks,
 )
-from common.contracts.types import TRIMMED, BlockId, FinishReason, SequenceId, SequencePhase, Usage
+from common.contracts.types import TRIMMED, BlockId, FinishReason, KvGroup, SequenceId, SequencePhase, Usage
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.scheduling.block_states import BlockStates, Content
 from gpuworker.scheduling.departures import Departures
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTally, added
 from gpuworker.scheduling.drafting import NO_PRICES, DraftPrices
+from gpuworker.scheduling.group_grants import check_groups, fresh_blocks, leading_empty
+from gpuworker.scheduling.group_table import GroupTable
 from gpuworker.scheduling.outcomes import AgentConfig, Applied, Completion, Counts
 from gpuworker.scheduling.partial_copies import PartialCopies
 from gpuworker.scheduling.report_builder import ReportBuilder, SessionState
@@ -43,11 +47,11 @@ class LeaseAgent:
 
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
-        self._partly = config.block_size >= config.min_partial_block and not config.window
-        # Where every layer has a window, each prompt is granted in parts, and decodes come first in a step alone.
-        self._kept_slots = 0 if config.window else config.runway_slots
+        self._partly = config.block_size >= config.min_partial_block and not config.slides
+        # Where layers have windows, each prompt is granted in parts, and decodes come first in a step alone.
+        self._kept_slots = 0 if config.slides else config.runway_slots
         self._block_shift = config.block_size.bit_length() - 1
-        self._blocks = BlockStates(config.num_blocks, linked=not config.window)
+        self._blocks = BlockStates(config.num_blocks, not config.window, config.block_pages)
         self._scheduler = StepScheduler(
             self._blocks,
             config.block_size,
@@ -62,7 +66,7 @@ class LeaseAgent:
         self._copies: list[Copy] = []
         self._partial_copies = PartialCopies()
         self._grants = GrantApplier(config, self._sequences, self._blocks, self._scheduler, self._partial_copies)
-        self._closer = BlockCloser(config.block_size, config.window, self._blocks, self._report)
+        self._closer = BlockCloser(config, self._blocks, self._report)
         self._departures = Departures(
             self._sequences, self._blocks, self._scheduler, self._report, self._partial_copies, config.draft_model
         )
@@ -81,7 +85,8 @@ class LeaseAgent:
         """Queue a sequence for blocks. Raises InvalidRequest with the numbers when it could never run."""
         self._check_id(new.sequence)
         hashed = self.config.prefix_caching and not new.no_cache
-        sequence = Sequence(new, self._arrivals, hashed, self._partly, self.config.keeps_states)
+        block_pages = self.config.block_pages
+        sequence = Sequence(new, self._arrivals, hashed, self._partly, self.config.keeps_states, block_pages)
         check_request(sequence, self.config)
         self._arrivals += 1
         self._last_sequence = new.sequence
@@ -153,6 +158,8 @@ class LeaseAgent:
         drafting = self.config.new_drafter is not None and not self._in_flight
         step = self._scheduler.compose(prices if drafting else None, self._kept_slots)
         self._report.bind(step.bound)
+        if step.bound_groups:
+            self._report.bind_pages(step.bound_groups, step.bound_pages)
         self._report.stalled = tuple(sorted(step.stalled))
         self._deferred = step.deferred
         self._departures.recounted.update(step.recounted)
@@ -193,7 +200,7 @@ class LeaseAgent:
         if plan.copies:
             self._report.copied(self._partial_copies.ran(plan.copies))
         for row in plan.rows:
-            sequence_id, start, length, blocks, samples, drafted = row
+            sequence_id, start, length, blocks, samples, drafted, _ = row
             sequence, end = sequences[sequence_id], start + length
             sequence.in_flight -= 1
             if samples:
@@ -202,6 +209,8 @@ class LeaseAgent:
                 if drafted:
                     right = sequence.advance(end, len(result.sampled[sequence_id]) - 1)
                     self._blocks.fill_up(blocks, end, end + right, shift)
+                    for table in sequence.tables[1:]:
+                        self._blocks.fill_up(table.blocks(), end, end + right, shift)
                     end, tally = end + right, DraftTally(len(drafted), right)
                     drafts = added(drafts, {sequence.draft_kind: tally})
             elif end == sequence.limit and not sequence.ended:
@@ -272,7 +281,13 @@ class LeaseAgent:
         self.detach()
         self._report.state = SessionState.OPENING
         sequences = tuple(map(_inventory_of, self._sequences.values()))
-        return Inventory(sequences, tuple(self._blocks.pool), self._blocks.cached_blocks())
+        cached, made = self._blocks.cached_blocks(), self._blocks.made
+        if made is None:
+            return Inventory(sequences, tuple(self._blocks.pool), cached)
+        held = (block for each in self._sequences.values() for block in each.held_blocks() if block != TRIMMED)
+        named = dict.fromkeys([*held, *(each.block for each in cached)])
+        pages = tuple([page for block in named for page in made.pages[block]])
+        return Inventory(sequences, tuple(self._blocks.pool), cached, tuple([made.group[b] for b in named]), pages)
 
     def attached(self, lease_target: int) -> None:
         """The manager has rebuilt its state from the inventory; reports may be sent."""
@@ -367,9 +382,9 @@ class BlockCloser:
     A `step` is that of the last plan: it may have used the blocks too.
     """
 
-    def __init__(self, block_size: int, window: int, blocks: BlockStates, report: ReportBuilder) -> None:
-        self._block_size, self._window = block_size, window
-        self._shift = block_size.bit_length() - 1
+    def __init__(self, config: AgentConfig, blocks: BlockStates, report: ReportBuilder) -> None:
+        self._block_size, self._window, self._groups = config.block_size, config.window, config.groups
+        self._shift = config.block_size.bit_length() - 1
         self._blocks = blocks
         self._report = report
 
@@ -381,14 +396,37 @@ class BlockCloser:
         if sequence.hashed:
             for index in range(row.start >> self._shift, min(end, len(sequence.tokens)) >> self._shift):
                 self._seal(row.blocks[index], sequence, index, step)
+                if row.tables:
+                    self._seal_runs(row, sequence, index, step)
         if self._window:
             self._trim(sequence, end, step)
+        elif row.tables:
+            self._trim_runs(sequence, end, step)
 
     def _seal(self, block: BlockId, sequence: Sequence, index: int, step: int) -> None:
         block_hashes, parts = sequence.block_hashes, sequence.parts_of(index) if sequence.partly else ()
         parent = block_hashes[index - 1] if index else None
         self._blocks.content[block] = Content(block_hashes[index], parent, index, step)
         self._report.seal(block, block_hashes[index], parts)
+
+    def _seal_runs(self, row: ScheduledRow, sequence: Sequence, index: int, step: int) -> None:
+        """Seal the blocks of a place in every group behind the first."""
+        block_hash = sequence.block_hashes[index]
+        for group in range(1, len(self._groups)):
+            block = row.tables[group][index * self._groups[group].pages]
+            self._blocks.content[block] = Content(block_hash, None, index, step, group)
+            self._report.seal(block, block_hash)
+
+    def _trim_runs(self, sequence: Sequence, next_position: int, step: int) -> None:
+        """Do what `_trim` does in every group behind the first."""
+        if sequence.phase is not SequencePhase.RUNNING:
+            return
+        for group in range(1, len(self._groups)):
+            table = sequence.tables[group]
+            gone = unread_blocks(self._groups[group], next_position, self._block_size)
+            if gone > table.trimmed:
+                self._blocks.let_go(table.trim(gone), step)
+                self._report.trim_run(sequence.id, group, gone)
 
     def _trim(self, sequence: Sequence, next_position: int, step: int) -> None:
         """Free leading blocks that no position from `next_position` on reads; steps in flight start there or later."""
@@ -404,7 +442,12 @@ class BlockCloser:
 
 # Checks a batch of grants before any of it is applied: kernels and copies use block ids as they are.
 def check_grants(
-    batch: GrantBatch, blocks: BlockStates, sequences: Mapping[SequenceId, Sequence], block_size: int, window: int = 0
+    batch: GrantBatch,
+    blocks: BlockStates,
+    sequences: Mapping[SequenceId, Sequence],
+    block_size: int,
+    window: int = 0,
+    groups: Items[KvGroup] = (),
 ) -> None:
     """Raise ProtocolViolation when a grant names a block that there is not, or that the worker still holds.
 
@@ -419,17 +462,12 @@ def check_grants(
             _check_window(admit, empty, blocks, sequences.get(admit.sequence), block_size, window)
         _check_table(admit, sequences.get(admit.sequence), block_size)
     granted = [block for admit in batch.admit for block in admit.block_table[admit.n_shared :]]
+    if blocks.made is not None:
+        granted = check_groups(batch, blocks, blocks.made, sequences, block_size, groups)
     blocks.refuse_held([*granted, *batch.lease])
     if batch.copy:
         blocks.refuse_unknown([copy.src for copy in batch.copy])
         _check_targets([copy.dst for copy in batch.copy], frozenset(granted))
-
-
-def leading_empty(block_table: tuple[BlockId, ...]) -> int:
-    """Return how many places at the start of a block table have no block."""
-    if not block_table or block_table[0] != TRIMMED:
-        return 0
-    return next((place for place, block in enumerate(block_table) if block != TRIMMED), len(block_table))
 
 
 def _check_window(
@@ -483,7 +521,7 @@ class GrantApplier:
         scheduler: StepScheduler,
         partial_copies: PartialCopies,
     ) -> None:
-        self._block_size, self._window = config.block_size, config.window
+        self._block_size, self._window, self._groups = config.block_size, config.window, config.groups
         self._sequences = sequences
         self._blocks = blocks
         self._scheduler = scheduler
@@ -494,7 +532,7 @@ class GrantApplier:
 
         Raises ProtocolViolation, with nothing applied, as `check_grants` does.
         """
-        check_grants(batch, self._blocks, self._sequences, self._block_size, self._window)
+        check_grants(batch, self._blocks, self._sequences, self._block_size, self._window, self._groups)
         for copy in batch.copy:
             slots = copy.length % self._block_size or self._block_size
             self._blocks.copy(copy.src, copy.dst, slots)
@@ -512,10 +550,17 @@ class GrantApplier:
         The blocks of a dropped admission are emptied too: a second sharer may already be admitted on them.
         """
         sequence = self._sequences.get(admit.sequence)
-        self._blocks.reset_fresh(admit.block_table[admit.n_shared :], copied)
+        if self._groups:
+            for group, pages in fresh_blocks(admit, self._groups):
+                self._blocks.make_block(group, pages)
+        else:
+            self._blocks.reset_fresh(admit.block_table[admit.n_shared :], copied)
         if sequence is None or sequence.phase is not SequencePhase.WAITING:
             return False
         sequence.start(admit.block_table, admit.cached_tokens)
+        for table, named in zip(sequence.tables, (admit.block_table, *admit.runs), strict=bool(self._groups)):
+            self._give_table(table, named)
+        self._blocks.hold([block for table in sequence.tables[1:] for block in table.blocks()])
         if empty := leading_empty(admit.block_table):
             sequence.trimmed = empty
             sequence.skip(empty * self._block_size, self._block_size)
@@ -523,6 +568,14 @@ class GrantApplier:
         self._uncover_last_known(sequence, admit.n_shared)
         self._scheduler.add_sequence(sequence)
         return True
+
+    def _give_table(self, table: GroupTable, named: Iterable[BlockId]) -> None:
+        """Fill a table with the pages of the blocks that a grant names."""
+        made = self._blocks.made
+        assert made is not None
+        for block in named:
+            table.append([TRIMMED] * table.size if block == TRIMMED else made.pages[block])
+            table.trimmed += block == TRIMMED
 
     def _uncover_last_known(self, sequence: Sequence, n_shared: int) -> None:
         """Leave the slot of the last token unfilled in a copied block: its logits must be computed."""
@@ -546,7 +599,7 @@ def violations(
 
 
 def _holders(sequences: Mapping[SequenceId, Sequence], blocks: BlockStates) -> list[str]:
-    held = Counter(block for s in sequences.values() for block in s.block_table if block != TRIMMED)
+    held = Counter(block for s in sequences.values() for block in s.held_blocks() if block != TRIMMED)
     found = [f"block {block} is in the pool and in a row" for block in blocks.pool if held[block]]
     if len(set(blocks.pool)) != len(blocks.pool):
         found.append("a block is in the pool twice")
@@ -599,10 +652,11 @@ def check_request(sequence: Sequence, config: AgentConfig) -> None:
     if not 0 < prompt <= limit - sampled:
         text = f"{prompt} tokens, with room for {limit} in all: at least one is needed, and room to sample one"
         raise InvalidRequest(FieldViolation("prompt", text))
-    needed = blocks_needed(prompt, limit, config.block_size, config.window)
+    needed = blocks_needed(prompt, limit, config.block_size, config.window, config.groups)
     if needed > config.num_blocks:
+        what = "pages" if config.groups else f"blocks of {config.block_size}"
         text = (
-            f"{limit} tokens (prompt {prompt}) need {needed} blocks of {config.block_size}; "
+            f"{limit} tokens (prompt {prompt}) need {needed} {what}; "
             f"the worker has {config.num_blocks}: shorten the prompt or lower max_tokens"
         )
         raise InvalidRequest(FieldViolation("sampling.max_tokens", text))
@@ -613,4 +667,5 @@ MAX_STEPS_IN_FLIGHT = 2
 
 def _inventory_of(sequence: Sequence) -> InventorySequence:
     table, count = sequence.blocks(), sequence.preemptions
-    return InventorySequence(sequence.reserve(), sequence.phase, sequence.arrival, table, count)
+    runs = tuple([tuple(each.blocks()) for each in sequence.tables[1:]])
+    return InventorySequence(sequence.reserve(), sequence.phase, sequence.arrival, table, count, runs)

@@ -41,6 +41,16 @@ class AgentConfig:
     draft_model: DraftModel | None = None
     """What guesses for drafters that it made itself."""
 
+    @property
+    def slides(self) -> bool:
+        """Whether sequences release blocks as they go on: every layer has a window, or a group of them has."""
+        return bool(self.window or self.groups)
+
+    @property
+    def block_pages(self) -> tuple[int, ...]:
+        """The pages of a block in each group."""
+        return tuple([group.pages for group in self.groups])
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceFinished:

@@ -54,6 +54,9 @@ class ReportBuilder:
     def _clear_columns(self) -> None:
         self._reserve: list[Reserve] = []
         self._bind: list[tuple[SequenceId, BlockId]] = []
+        self._bind_groups: list[int] = []
+        self._bind_pages: list[BlockId] = []
+        self._run_trim: dict[tuple[SequenceId, int], int] = {}
         self._seal: list[tuple[BlockId, BlockHash]] = []
         self._trim: dict[SequenceId, int] = {}
         self._returned: list[BlockId] = []
@@ -72,6 +75,12 @@ class ReportBuilder:
         if self.recording:
             self._bind.extend(bound)
 
+    def bind_pages(self, groups: Iterable[int], others: Iterable[BlockId]) -> None:
+        """Record the groups of blocks that tables took, in the order of `bind`, and all further pages of them."""
+        if self.recording:
+            self._bind_groups.extend(groups)
+            self._bind_pages.extend(others)
+
     def seal(self, block: BlockId, key: BlockHash, parts: tuple[BlockHash, ...] = ()) -> None:
         """Record a block that is full and computed, and its partial hashes if it has any."""
         if self.recording:
@@ -88,6 +97,11 @@ class ReportBuilder:
         """Record that the first `blocks` blocks of a sequence are outside every window."""
         if self.recording:
             self._trim[sequence] = blocks
+
+    def trim_run(self, sequence: SequenceId, group: int, blocks: int) -> None:
+        """Record that no token reads the first `blocks` blocks of a sequence in a group any more."""
+        if self.recording:
+            self._run_trim[sequence, group] = blocks
 
     def give_back(self, blocks: Iterable[BlockId]) -> None:
         """Record blocks of the pool that are given back unbound."""
@@ -153,7 +167,7 @@ class ReportBuilder:
             reserve=tuple(self._reserve),
             bind=tuple(self._bind),
             seal=tuple(self._seal),
-            trim=tuple(self._trim.items()),
+            trim=tuple(self._trim.items()) or tuple([(each, count) for (each, _), count in self._run_trim.items()]),
             returned=tuple(self._returned),
             preempted=tuple(self._preempted),
             finished=tuple(self._finished),
@@ -163,6 +177,9 @@ class ReportBuilder:
             reset=self._reset,
             partials=tuple(self._partials),
             copied=tuple(self._copied),
+            bind_groups=tuple(self._bind_groups),
+            bind_pages=tuple(self._bind_pages),
+            trim_groups=tuple([group for _, group in self._run_trim]),
         )
         self._clear_columns()
         self._told_stalled, self._told_want, self._applied = self.stalled, lease_want, False
@@ -202,6 +219,7 @@ class ReportBuilder:
             or self._preempted
             or self._returned
             or self._trim
+            or self._run_trim
             or self._reset
             or self._copied
         )

@@ -9,6 +9,7 @@ from common.contracts.lease import Reserve, RetainedBlocks
 from common.contracts.types import BlockHash, BlockId, FinishReason, SequenceId, SequencePhase, Usage
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTallies, DraftTally, added, total
 from gpuworker.scheduling.drafting import Drafter, NewDrafter, Outlook, Speculation
+from gpuworker.scheduling.group_table import GroupTable
 from gpuworker.scheduling.stopping import FinishCause, StopRule
 
 
@@ -56,7 +57,8 @@ class Sequence:
     `granted_until` are those of the last grant. `partial_hashes` has three for each full
     block, then those of the prompt's last block; it is empty where no part of a block is reused (`partly`). `forced`
     are tokens that a constraint forces to follow `tokens`. `draft_kind` is that of the last guesses. A sequence that
-    `leaves` is in no later plan, and takes the tokens of steps in flight until it ends.
+    `leaves` is in no later plan, and takes the tokens of steps in flight until it ends. Where the pool has groups,
+    `tables` has the pages of each group's blocks, and `block_table` the first group's blocks.
     """
 
     __slots__ = (
@@ -93,13 +95,24 @@ class Sequence:
         "seniority",
         "snapshot",
         "stopping",
+        "tables",
         "tokens",
         "trimmed",
         "whole",
     )
 
-    def __init__(self, new: NewSequence, arrival: int, hashed: bool, partly: bool = False, whole: bool = False) -> None:
+    def __init__(
+        self,
+        new: NewSequence,
+        arrival: int,
+        hashed: bool,
+        partly: bool = False,
+        whole: bool = False,
+        block_pages: tuple[int, ...] = (),
+    ) -> None:
+        """`block_pages` has the pages of a block in each group of the pool."""
         self.new = new
+        self.tables = tuple([GroupTable(size) for size in block_pages])
         # Begins at its first token, whatever blocks hold: layers keep a state.
         self.whole = whole
         # Unique within the worker's incarnation.
@@ -208,6 +221,8 @@ class Sequence:
         self.phase = SequencePhase.WAITING
         self.recompute_below = max(self.recompute_below, self.num_computed_tokens)
         self.block_table, self.snapshot, self.num_computed_tokens = [], None, 0
+        for table in self.tables:
+            table.empty()
         self.preemptions += 1
 
     def restart(self) -> None:
@@ -227,6 +242,26 @@ class Sequence:
     def append_block(self, block: BlockId) -> None:
         self.block_table.append(block)
         self.snapshot = None
+
+    def append_pages(self, group: int, pages: tuple[BlockId, ...]) -> None:
+        """Append a block to the table of its group."""
+        self.tables[group].append(pages)
+        if not group:
+            self.append_block(pages[0])
+
+    def page_tables(self) -> tuple[tuple[BlockId, ...], ...]:
+        """Return the pages of each group's table; each tuple is another one only after a change."""
+        return tuple([table.snapshot() for table in self.tables])
+
+    @property
+    def covered(self) -> int:
+        """The leading places at which every table has a block, or had one."""
+        return min([len(table) for table in self.tables]) if self.tables else len(self.block_table)
+
+    def held_blocks(self) -> list[BlockId]:
+        """Return the places of all tables, trimmed ones included."""
+        runs = [block for table in self.tables[1:] for block in table.blocks()]
+        return [*self.block_table, *runs] if runs else self.block_table
 
     def accept(self, token: int, block_size: int) -> FinishCause | None:
         """Add a sampled token, and a block hash when it fills a block; return how it ends the sequence, or None."""

@@ -35,12 +35,16 @@ class Composition:
     budget and keep their order. `scorable` is how many more positions may score a prompt. `drafts` counts those of all
     rows, and a draft model took `guessing` seconds for them. `recounted` has the cached tokens of prompts that the step
     ends, where the grants said other numbers. Prompts that lack blocks leave some to decodes, for `kept_slots` slots.
+    Where the pool has groups, `bound_groups` has the group of each bound block, and `bound_pages` the further pages of
+    all of them.
     """
 
     scorable: int
     rows: list[ScheduledRow] = field(default_factory=list)
     scored: list[ScoredPart] = field(default_factory=list)
     bound: list[tuple[SequenceId, BlockId]] = field(default_factory=list)
+    bound_groups: list[int] = field(default_factory=list)
+    bound_pages: list[BlockId] = field(default_factory=list)
     stalled: list[SequenceId] = field(default_factory=list)
     deferred: int = 0
     drafts: int = 0
@@ -67,6 +71,11 @@ def _score(sequence: Sequence, start: int, step: Composition) -> None:
 def _room(sequence: Sequence) -> int:
     """Return how many drafts fit before the sequence's limit: a step samples one token more."""
     return max(0, sequence.limit - len(sequence.tokens) - 1)
+
+
+def _missing_pages(sequence: Sequence, places: int) -> int:
+    """Return how many pages a sequence lacks for so many places in every group."""
+    return sum([table.size * max(0, places - len(table)) for table in sequence.tables])
 
 
 def _seniority(sequence: Sequence) -> tuple[int, int]:
@@ -139,7 +148,8 @@ class StepScheduler:
             if drafts:
                 place = places[sequence.id]
                 step.drafts += len(drafts)
-                step.rows[place] = step.rows[place]._replace(blocks=sequence.blocks(), drafts=drafts)
+                row = step.rows[place]._replace(blocks=sequence.blocks(), drafts=drafts)
+                step.rows[place] = row._replace(tables=sequence.page_tables()) if sequence.tables else row
         return left - step.drafts
 
     def _guess(self, drafting: list[Sequence], outlooks: list[Outlook], counts: list[int], step: Composition) -> None:
@@ -160,7 +170,8 @@ class StepScheduler:
         drafts = sequence.propose(min(count, MAX_DRAFTS, _room(sequence)))
         start, size = sequence.num_computed_tokens, self.block_size
         while start + len(drafts) > len(sequence.block_table) * size and len(self.blocks.pool) > len(self.prefilling):
-            self._bind(sequence, step)
+            if not self._bind(sequence, step, stalls=False):
+                break
         return drafts[: len(sequence.block_table) * size - start]
 
     def _compose_decodes(self, step: Composition, left: int, urgent: list[tuple[int, int]]) -> int:
@@ -180,7 +191,11 @@ class StepScheduler:
             sequence.sampling += 1
             sequence.in_flight += 1
             blocks = sequence.snapshot or sequence.blocks()
-            rows.append(ScheduledRow(sequence.id, start, 1, blocks, True))
+            if sequence.tables:
+                self._fill_runs(sequence, index, 1)
+                rows.append(ScheduledRow(sequence.id, start, 1, blocks, True, (), sequence.page_tables()))
+            else:
+                rows.append(ScheduledRow(sequence.id, start, 1, blocks, True))
             left -= 1
         return left
 
@@ -205,9 +220,11 @@ class StepScheduler:
 
     def _wanted(self, sequence: Sequence, kept_slots: int) -> int:
         """Return how many tokens of a prompt a step could compute: for the others there are no blocks, or no scores."""
-        known, there = len(sequence.tokens), len(sequence.block_table)
+        known, there = len(sequence.tokens), sequence.covered
         if there << self.shift < known:
-            there += max(0, len(self.blocks.pool) - self._kept_for_decodes(kept_slots))
+            there += max(0, len(self.blocks.pool) - self._kept_for_decodes(kept_slots)) // self._lacks_at(
+                sequence, there
+            )
         wanted = min(known, there << self.shift) - sequence.num_computed_tokens
         if sequence.score_until:
             wanted = min(wanted, _room_to_score(sequence, self.max_scored_tokens))
@@ -241,7 +258,9 @@ class StepScheduler:
             sequence.in_flight += 1
             if sequence.score_until:
                 _score(sequence, start, step)
-            step.rows.append(ScheduledRow(sequence.id, start, length, sequence.blocks(), samples))
+            step.rows.append(
+                ScheduledRow(sequence.id, start, length, sequence.blocks(), samples, (), sequence.page_tables())
+            )
             sequence.sampling += samples
             if whole:
                 done.append(sequence)
@@ -272,15 +291,20 @@ class StepScheduler:
         start, end = sequence.num_computed_tokens, min(sequence.num_computed_tokens + room, len(sequence.tokens))
         fill, row, size, alone = self.blocks.fill, sequence.block_table, self.block_size, not sequence.in_flight
         kept = self._kept_for_decodes(step.kept_slots) if len(row) * size < end else 0
+        covered = sequence.covered if sequence.tables else len(row)
         while sequence.num_computed_tokens < end:
             index, offset = sequence.num_computed_tokens >> self.shift, sequence.num_computed_tokens & (size - 1)
             stalls = alone and sequence.num_computed_tokens == start
-            if index == len(row) and not self._bind(sequence, step, stalls, kept):
-                break
+            if index == covered:
+                if not self._bind(sequence, step, stalls, kept):
+                    break
+                covered += 1
             if fill[row[index]] > offset:
                 break  # another row filled it: a slot is written once; the next step continues after it
             length = min(size - offset, end - sequence.num_computed_tokens)
             fill[row[index]] += length
+            if sequence.tables:
+                self._fill_runs(sequence, index, length)
             sequence.num_computed_tokens += length
         return sequence.num_computed_tokens - start
 
@@ -288,7 +312,35 @@ class StepScheduler:
         """Return how many blocks of the pool a prompt leaves to decodes: a part of those that they bind so soon."""
         return -(-self._wanted_by_decodes(slots) // RUNWAY_UNDER_PRESSURE) if slots else 0
 
+    def _fill_runs(self, sequence: Sequence, index: int, slots: int) -> None:
+        """Count slots of a place as filled in every group behind the first: the blocks of a place fill together."""
+        for table in sequence.tables[1:]:
+            self.blocks.fill[table.block(index)] += slots
+
+    def _lacks_at(self, sequence: Sequence, index: int) -> int:
+        """Return how many blocks, or pages, a sequence binds at a place that is not covered."""
+        return sum([table.size for table in sequence.tables if len(table) <= index]) if sequence.tables else 1
+
+    def _bind_place(self, sequence: Sequence, step: Composition) -> bool:
+        """Take a block from the pool for each table that lacks one at the first place that is not covered, or none."""
+        index = sequence.covered
+        if len(self.blocks.pool) < self._lacks_at(sequence, index):
+            return False
+        for group, table in enumerate(sequence.tables):
+            if len(table) <= index:
+                pages = self.blocks.bind_pages(group)
+                sequence.append_pages(group, pages)
+                step.bound.append((sequence.id, pages[0]))
+                step.bound_groups.append(group)
+                step.bound_pages += pages[1:]
+        return True
+
     def _bind(self, sequence: Sequence, step: Composition, stalls: bool = True, kept: int = 0) -> bool:
+        if sequence.tables:
+            bound = self._bind_place(sequence, step)
+            if stalls and not bound:
+                step.stalled.append(sequence.id)
+            return bound
         block = self.blocks.bind() if len(self.blocks.pool) > kept else None
         if block is None:
             if stalls:
@@ -303,18 +355,21 @@ class StepScheduler:
 
         A prompt counts from its last token on: its own blocks came with the admission. If they did not, those of its
         next chunk count. The token that reaches a sequence's limit is never computed, so its slot is never needed. A
-        sequence that drafts needs slots for drafts.
+        sequence that drafts needs slots for drafts. Where the pool has groups, the number is that of pages.
         """
         want, shift, round_up = self._wanted_by_decodes(runway_slots), self.shift, self.block_size - 1
         budget = self.budget
         for sequence in self.prefilling:
             known = len(sequence.tokens)
             slots = max(known, min(known - 1 + runway_slots, sequence.limit - 1))
-            if len(sequence.block_table) << shift < known:
+            if sequence.covered << shift < known:
                 chunk = min(budget, known - sequence.num_computed_tokens)
                 budget -= chunk
                 slots = min(slots, sequence.num_computed_tokens + chunk)
-            want += max(0, ((slots + round_up) >> shift) - len(sequence.block_table))
+            if sequence.tables:
+                want += _missing_pages(sequence, (slots + round_up) >> shift)
+            else:
+                want += max(0, ((slots + round_up) >> shift) - len(sequence.block_table))
         return want
 
     def _wanted_by_decodes(self, runway_slots: int) -> int:
@@ -327,5 +382,5 @@ class StepScheduler:
                 slots = most
             missing = ((slots + round_up) >> shift) - len(sequence.block_table)
             if missing > 0:
-                want += missing
+                want += _missing_pages(sequence, (slots + round_up) >> shift) if sequence.tables else missing
         return want

@@ -64,7 +64,7 @@ class SimulatedRunner:
         phases, sampled, count = self._phases, self._tokens.sampled, self._tokens.count
         return {
             sequence: sampled[(phases[sequence] + start + length) % count]
-            for sequence, start, length, _, samples, _ in plan.rows
+            for sequence, start, length, _, samples, *_ in plan.rows
             if samples
         }
 

@@ -8,7 +8,7 @@ from common.contracts.errors import ProtocolViolation
 from common.contracts.types import BlockId
 from kvmanager.cache.eviction.interface import EvictionOrder
 from kvmanager.cache.retention import Retention
-from kvmanager.contracts.block import CACHED, FREE, IN_USE, LEASED, Blocks
+from kvmanager.contracts.block import CACHED, FREE, IN_USE, LEASED, PART, Blocks
 
 
 class FreeBlocks(deque[BlockId]):
@@ -16,9 +16,12 @@ class FreeBlocks(deque[BlockId]):
 
 
 class BlockPool:
-    """FREE + LEASED + IN_USE + CACHED = all blocks, after each method."""
+    """FREE + LEASED + IN_USE + CACHED = all blocks, after each method. Where the pool has groups, all count pages.
 
-    __slots__ = ("blocks", "cached", "free", "leased", "marks", "pinned", "retention")
+    `cached_others` are the further pages of cached blocks.
+    """
+
+    __slots__ = ("blocks", "cached", "cached_others", "free", "leased", "marks", "others", "pinned", "retention")
 
     def __init__(self, blocks: Blocks, cached: EvictionOrder, retention: Retention) -> None:
         """Make a pool of blocks that are all free; `cached` is empty, and `retention` follows it."""
@@ -27,17 +30,22 @@ class BlockPool:
         self.retention, self.marks, self.pinned = retention, retention.marks, retention.pinned
         self.free = FreeBlocks(map(BlockId, range(len(blocks))))
         self.cached = cached
-        self.leased = 0
+        self.leased = self.cached_others = 0
+        self.others = blocks.others
 
     @property
     def available(self) -> int:
         """Blocks that may be granted: free ones and, by eviction, cached ones."""
-        return len(self.free) + len(self.cached)
+        return len(self.free) + len(self.cached) + self.cached_others
+
+    @property
+    def cached_pages(self) -> int:
+        return len(self.cached) + self.cached_others
 
     @property
     def in_use(self) -> int:
         """Blocks that at least one block table holds."""
-        return len(self.blocks) - len(self.free) - len(self.cached) - self.leased
+        return len(self.blocks) - len(self.free) - self.cached_pages - self.leased
 
     def check_block(self, block: BlockId) -> None:
         """Raise ProtocolViolation when the pool has no such block."""
@@ -49,6 +57,20 @@ class BlockPool:
         block = self.free.popleft()
         self.blocks.state[block], self.blocks.refs[block] = IN_USE, 1
         return block
+
+    def take_pages(self, group: int, count: int) -> BlockId:
+        """Do what `take_block` does with the first `count` free pages, as one block of a group."""
+        block = self.take_block()
+        self._join(block, group, tuple([self.free.popleft() for _ in range(count - 1)]))
+        return block
+
+    def _join(self, block: BlockId, group: int, others: tuple[BlockId, ...]) -> None:
+        """Make one block of a page in use and others."""
+        self.blocks.group[block] = group
+        for page in others:
+            self.blocks.state[page] = PART
+        if others:
+            self.others[block] = others
 
     def lease_block(self) -> BlockId:
         """Lease the first free block to the worker. Raises IndexError when none is free."""
@@ -65,6 +87,16 @@ class BlockPool:
         state[block], self.blocks.refs[block] = IN_USE, 1
         self.leased -= 1
 
+    def bind_pages(self, block: BlockId, group: int, others: tuple[BlockId, ...]) -> None:
+        """Do what `bind_block` does with several leased pages, the first and the others, as one block of a group."""
+        self.bind_block(block)
+        for page in others:
+            if not (0 <= page < len(self.blocks.state) and self.blocks.state[page] is LEASED):
+                raise self._not_leased(page, "bound")
+            self.blocks.state[page] = PART
+            self.leased -= 1
+        self._join(block, group, others)
+
     def return_block(self, block: BlockId) -> None:
         """Free a leased block that the worker returned. Raises ProtocolViolation when it is not leased."""
         state = self.blocks.state
@@ -78,6 +110,8 @@ class BlockPool:
         blocks = self.blocks
         if blocks.state[block] is CACHED:
             self.cached.reuse_block(block)
+            if self.others:
+                self.cached_others -= blocks.pages_of(block) - 1
             if self.marks or self.pinned:
                 self.retention.note_taken(block)
             blocks.state[block] = IN_USE
@@ -95,9 +129,13 @@ class BlockPool:
         if blocks.hash[block] is None:
             blocks.state[block] = FREE
             self.free.append(block)
+            if self.others:
+                self._free_others(block)
             return True
         blocks.state[block] = CACHED
         self.cached.add_block(block)
+        if self.others:
+            self.cached_others += blocks.pages_of(block) - 1
         if self.marks or self.pinned:
             self.retention.note_cached(block)
         return False
@@ -107,19 +145,21 @@ class BlockPool:
         block = self.retention.pop_block() if self.marks or self.pinned else self.cached.pop_block()
         self.blocks.state[block] = FREE
         self.free.append(block)
+        if self.others:
+            self.cached_others -= self._free_others(block)
         return block
 
     def free_cached_block(self, block: BlockId) -> None:
         """Free a cached block, wherever it stands in the order of eviction; the caller forgets its hash."""
         self.cached.discard_block(block)
-        self._free(block)
+        self._free_cached(block)
 
     def replace_cached_block(self, old: BlockId, by: BlockId) -> None:
         """Free a cached block whose content a block in use has."""
         self.cached.replace_block(old, by)
         if self.marks or self.pinned:
             self.retention.note_replaced(old)
-        self._free(old)
+        self._free_cached(old)
 
     def free_all_cached(self) -> None:
         """Free every cached block; the caller has forgotten all hashes."""
@@ -129,6 +169,19 @@ class BlockPool:
     def _free(self, block: BlockId) -> None:
         self.blocks.state[block] = FREE
         self.free.append(block)
+
+    def _free_cached(self, block: BlockId) -> None:
+        self._free(block)
+        if self.others:
+            self.cached_others -= self._free_others(block)
+
+    def _free_others(self, block: BlockId) -> int:
+        """Free the further pages of a block, and return how many there were."""
+        others = self.others.pop(block, ())
+        for page in others:
+            self.blocks.state[page] = FREE
+            self.free.append(page)
+        return len(others)
 
     def _not_leased(self, block: BlockId, verb: str) -> ProtocolViolation:
         self.check_block(block)

@@ -8,6 +8,9 @@ Parent, depth and children of a hash stand in the columns of its first copy (`Bl
 Where every layer of the model has a window, a token reads the blocks of the last slots alone. So a hash stays
 registered when its parent goes: no block counts children, and each one may be evicted.
 
+Where the pool has groups, a content has a key in each of them (`key_of`), and what is said of hashes holds for keys.
+The parent of a key behind the first group is the hash itself. So the first group's block outlives those of the runs.
+
 A copy that no sequence holds is worth its block only while it is the only one. So the copies of a hash are either one
 cached block or blocks in use; `BlockStore` frees every other one. A look-up takes the first copy.
 """
@@ -19,11 +22,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import NamedTuple
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.types import BlockHash, BlockId, MissReason, SequenceId
 from kvmanager.cache.eviction.interface import NO_MARK, Mark
-from kvmanager.contracts.block import ROOT, Blocks
+from kvmanager.contracts.block import ROOT, Blocks, hash_in, key_of
 from kvmanager.contracts.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
 
 _WIDTH = len(BlockHash(bytes(16)))
@@ -138,6 +142,13 @@ class PrefixMatch:
     retention: str = field(default="", compare=False)
 
 
+class RunHits(NamedTuple):
+    """The hits in a run; the `unread` ones before them hold no block."""
+
+    unread: int
+    blocks: list[BlockId]
+
+
 Ghost = tuple[str, str, *Mark]
 """What is kept of an evicted hash: who needed the room, the fate of its retention, and the policy's mark.
 
@@ -150,13 +161,16 @@ class PrefixCache:
     """Registered and pending hashes, the ghosts of evicted ones, and the events that follow from changes."""
 
     __slots__ = (
-        "_blocks", "_ghost_limit", "_linked", "ambiguous", "copies", "entries", "events", "ghosts", "number",
+        "_blocks", "_ghost_limit", "_linked", "_runs", "ambiguous", "copies", "entries", "events", "ghosts", "number",
         "partials", "pending", "watched",
     )  # fmt: skip
 
-    def __init__(self, blocks: Blocks, ghost_limit: int, linked: bool = True) -> None:
-        """With `linked`, a hash is registered only while its parent is; else no block has children."""
-        self._blocks, self._linked = blocks, linked
+    def __init__(self, blocks: Blocks, ghost_limit: int, linked: bool = True, runs: int = 0) -> None:
+        """With `linked`, a hash is registered only while its parent is; else no block has children.
+
+        `runs` counts the groups behind the first one.
+        """
+        self._blocks, self._linked, self._runs = blocks, linked, range(1, runs + 1)
         self._ghost_limit = ghost_limit
         # The first copy of each registered hash, and all copies of those that have several.
         self.entries: dict[BlockHash, BlockId] = {}
@@ -300,9 +314,24 @@ class PrefixCache:
         if parent and self._linked:
             blocks.children[self.entries[parent]] += 1
         self.entries[block_hash] = block
-        self.number += 1
-        self.events.append(Stored(self.number, block_hash, blocks.index[block]))
+        self.note_stored(block_hash, blocks.index[block])
         return self.ghosts.pop(block_hash, None)
+
+    def note_stored(self, key: BlockHash, depth: int) -> None:
+        """Tell the index of a new hash. Where the pool has groups, a content is in the index while all runs have it."""
+        if self._runs:
+            block_hash = hash_in(key)
+            if not self._in_all_runs(block_hash) or not self.ambiguous.isdisjoint(self._keys_of(block_hash)):
+                return
+            key = block_hash
+        self.number += 1
+        self.events.append(Stored(self.number, key, depth))
+
+    def _keys_of(self, block_hash: BlockHash) -> list[BlockHash]:
+        return [block_hash, *(key_of(block_hash, group) for group in self._runs)]
+
+    def _in_all_runs(self, block_hash: BlockHash) -> bool:
+        return all(key in self.entries for key in self._keys_of(block_hash)[1:])
 
     def forget_ghosts(self, block_hashes: Items[BlockHash]) -> None:
         """Forget the eviction of those hashes that are registered again."""
@@ -331,9 +360,16 @@ class PrefixCache:
         self._leaves(block_hash, self._blocks.index[first])
         return True
 
-    def _leaves(self, block_hash: BlockHash, depth: int) -> None:
+    def _leaves(self, key: BlockHash, depth: int) -> None:
+        """Tell the index of a hash that is ambiguous now, or has no copy any more."""
+        if self._runs:
+            block_hash = hash_in(key)
+            others = [each for each in self._keys_of(block_hash) if each != key]
+            if not all(each in self.entries for each in others) or not self.ambiguous.isdisjoint(others):
+                return
+            key = block_hash
         self.number += 1
-        self.events.append(Removed(self.number, block_hash, depth))
+        self.events.append(Removed(self.number, key, depth))
 
     def forget_block(self, block: BlockId, beneficiary: str = "", mark: Mark = NO_MARK, retention: str = "") -> int:
         """Drop a copy for a sequence and return its depth; when it was the last, the hash becomes a ghost."""
@@ -438,6 +474,9 @@ class PrefixCache:
         """Return the whole membership, parents first."""
         index, ambiguous = self._blocks.index, self.ambiguous
         entries = [(key, index[block]) for key, block in self.entries.items() if key not in ambiguous]
+        if self._runs:
+            keys = {key for key, _ in entries}
+            entries = [(key, depth) for key, depth in entries if keys.issuperset(self._keys_of(key))]
         entries.sort(key=itemgetter(1))
         return IndexSnapshot(self.number, tuple(entries))
 
@@ -448,7 +487,8 @@ class RememberedMatch:
 
     The prefix cache watches the hashes of the hits, and the first hash that is no hit; with a window, those of
     `deciding_hashes`. The match holds until a block of one of these hashes is registered, evicted, expected, given up,
-    taken into use or released.
+    taken into use or released. `runs` are the hits in each run, where the pool has groups; `cached_hits` then counts
+    the pages of all hits that no sequence holds.
     """
 
     sequence: SequenceId
@@ -457,3 +497,4 @@ class RememberedMatch:
     match: PrefixMatch
     cached_hits: int
     unread: int = 0
+    runs: tuple[RunHits, ...] = ()

@@ -172,13 +172,13 @@ class Retention:
 
     # ------------------------------------------------------------ what requests say
 
-    def mark_blocks(self, sequence: Sequence, begin: int = 0, until: int | None = None) -> None:
-        """Mark the registered blocks of a sequence that is about to release them: `begin` to `until` - 1, or all.
+    def mark_blocks(self, sequence: Sequence, table: list[BlockId], begin: int = 0, until: int | None = None) -> None:
+        """Mark the registered blocks of a table that is about to be released: `begin` to `until` - 1, or all.
 
         Blocks between two ends of ranges get the same terms, and most of them have the same mark before. So terms are
         compared once for all of them.
         """
-        now, table, blocks, marks = self._clock.monotonic(), sequence.block_table, self._blocks, self.marks
+        now, blocks, marks = self._clock.monotonic(), self._blocks, self.marks
         until = len(table) if until is None else until
         for first, end, terms in segments(self._asked(sequence, now, begin, until)):
             fresh, low = Mark(terms, sequence.tenant), terms[0][0] < _USUAL

@@ -10,19 +10,35 @@ ROOT = BlockHash(b"")
 """The parent hash of a first block."""
 
 NOBODY = SequenceId(-1)
+_HASH_BYTES = len(BlockHash(bytes(16)))
+
+
+def key_of(block_hash: BlockHash, group: int) -> BlockHash:
+    """Return what the prefix cache knows a block of a group by: a content has a block in each group."""
+    return BlockHash(block_hash + bytes((group,))) if group else block_hash
+
+
+def hash_in(key: BlockHash) -> BlockHash:
+    """Return the block hash in a key."""
+    return BlockHash(key[:_HASH_BYTES])
 
 
 class BlockState(Enum):
-    """Every block is in exactly one state. A block IN_USE is registered if it has a hash."""
+    """Every block is in exactly one state. A block IN_USE is registered if it has a hash.
+
+    Where the pool has groups, a PART is a further page of the block of another page.
+    """
 
     FREE = "free"
     LEASED = "leased"
     IN_USE = "in_use"
     CACHED = "cached"
+    PART = "part"
 
 
 # Python looks an enum's member up anew at each use, which shows where it is done for each block.
 FREE, LEASED, IN_USE, CACHED = BlockState.FREE, BlockState.LEASED, BlockState.IN_USE, BlockState.CACHED
+PART = BlockState.PART
 
 
 class Blocks:
@@ -37,9 +53,25 @@ class Blocks:
     the hash of the block before it, if the prompt's block hashes contain it, or once the block is registered. Otherwise
     `parent` is None, and `owner`, the only holder, gets that hash when the block before is sealed. `children` counts
     the registered hashes whose parent is the hash of this block; only the first copy of a hash counts them.
+
+    Where the pool has groups, a block is named by its first page, and `others` has its further ones. `group` is that of
+    a block. The `hash` of a block behind the first group is a key (`key_of`), and its parent is the first group's block
+    of the same content: that one must stay while this one does.
     """
 
-    __slots__ = ("awaited", "children", "hash", "index", "owner", "parent", "pending", "refs", "state")
+    __slots__ = (
+        "awaited",
+        "children",
+        "group",
+        "hash",
+        "index",
+        "others",
+        "owner",
+        "parent",
+        "pending",
+        "refs",
+        "state",
+    )
 
     def __init__(self, num_blocks: int) -> None:
         self.state = [BlockState.FREE] * num_blocks
@@ -58,3 +90,9 @@ class Blocks:
         self.parent: list[BlockHash | None] = [None] * count
         self.owner = [NOBODY] * count
         self.awaited: dict[BlockId, int] = {}
+        self.group = bytearray(count)
+        self.others: dict[BlockId, tuple[BlockId, ...]] = {}
+
+    def pages_of(self, block: BlockId) -> int:
+        """Return how many pages a block has."""
+        return 1 + len(self.others.get(block, ()))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Final, Literal
 
-from common.contracts.lease import Attach, blocks_before_window, blocks_needed
+from common.contracts.lease import Attach, blocks_before_window, blocks_needed, held_blocks
 from common.contracts.turns import DEFAULT_MAX_WAIT, IN_TURN
-from common.contracts.types import PoolIdentity
+from common.contracts.types import KvGroup, PoolIdentity
 
 Runway = Literal["auto", "max"]
 EvictionName = Literal["lru", "frequency", "utility"]
@@ -66,7 +66,8 @@ class LedgerConfig(LedgerOptions):
     """One worker's pool, with the operator's options. `block_size` and `window` are in slots.
 
     With `prefix_caching`, sealed blocks are kept and published. `window` is above 0 when every layer is windowed: a
-    cached block then stays when those before it go.
+    cached block then stays when those before it go. Where the model has `groups` of layers, blocks consist of pages:
+    `num_blocks` counts these, and so does every number of blocks that is free, needed, leased or granted.
     """
 
     num_blocks: int
@@ -74,6 +75,7 @@ class LedgerConfig(LedgerOptions):
     prefix_caching: bool = True
     window: int = 0
     max_num_seqs: int = 256
+    groups: tuple[KvGroup, ...] = ()
 
     @classmethod
     def of_worker(cls, attach: Attach, options: LedgerOptions) -> LedgerConfig:
@@ -84,6 +86,7 @@ class LedgerConfig(LedgerOptions):
             attach.identity.block_size,
             prefix_caching=attach.prefix_caching,
             window=attach.identity.kv_geometry.window,
+            groups=attach.identity.kv_geometry.groups,
             max_num_seqs=attach.max_num_seqs,
             **chosen,
         )
@@ -94,19 +97,37 @@ class LedgerConfig(LedgerOptions):
         Where every layer has a window, they are those of the first positions: the sequence binds the others as it goes
         on, and releases those that left the window.
         """
-        return blocks_needed(num_tokens, num_tokens, self.block_size, self.window)
+        return blocks_needed(num_tokens, num_tokens, self.block_size, self.window, self.groups)
+
+    def held_run(self, number: int, whole: int) -> int:
+        """Return the blocks that a sequence of `whole` blocks holds at once in run `number`, group `number` + 1."""
+        return held_blocks(self.groups[number + 1], whole, self.block_size)
+
+    def pages_of(self, whole: int) -> int:
+        """Return the pages that a sequence of `whole` blocks holds at once."""
+        return sum(group.pages * held_blocks(group, whole, self.block_size) for group in self.groups)
+
+    @property
+    def slides(self) -> bool:
+        """Whether sequences release blocks as they go on: every layer has a window, or a group of them has."""
+        return bool(self.window or self.groups)
+
+    @property
+    def stall_pages(self) -> int:
+        """The most pages that a sequence lacks that finds no block: one in each group."""
+        return sum(group.pages for group in self.groups) if self.groups else 1
 
     def holds_whole(self, preemptions: int) -> bool:
         """Return whether a sequence that was preempted so often is admitted with all blocks that it may ever need.
 
-        Not where every layer has a window: it would hold blocks that it needs only when others have left the window.
+        Not where layers have windows: it would hold blocks that it needs only when others have left the window.
         """
-        return not self.window and (self.runway == "max" or preemptions >= self.max_preemptions > 0)
+        return not self.slides and (self.runway == "max" or preemptions >= self.max_preemptions > 0)
 
     @property
     def grants_parts(self) -> bool:
         """Whether a prompt may begin before all its blocks are free. With windows alone, each one does anyway."""
-        return self.chunked_grants and not self.window and self.runway != "max"
+        return self.chunked_grants and not self.slides and self.runway != "max"
 
     def hits_of(self, num_tokens: int) -> int:
         """Return how many leading full blocks of a sequence may be shared: not the one that holds its last token."""
@@ -121,9 +142,9 @@ class LedgerConfig(LedgerOptions):
     def copies_parts(self) -> bool:
         """Whether a part of a cached block is copied for a prompt that diverges inside that block.
 
-        Not where every layer has a window: a sequence may lack the blocks before the one that it continues.
+        Not where layers have windows: a sequence may lack the blocks before the one that it continues.
         """
-        return self.prefix_caching and not self.window
+        return self.prefix_caching and not self.slides
 
     def unread_blocks(self, hits: int) -> int:
         """Return how many of the first `hits` blocks a sequence never reads that computes from there on."""
@@ -131,7 +152,9 @@ class LedgerConfig(LedgerOptions):
 
     @property
     def retention_limits(self) -> RetentionLimits:
-        share, everybody = int(self.retention_share * self.num_blocks), int(MOST_RETAINED * self.num_blocks)
+        # Retention counts blocks, whatever their pages.
+        blocks = self.num_blocks // max((group.pages for group in self.groups), default=1)
+        share, everybody = int(self.retention_share * blocks), int(MOST_RETAINED * blocks)
         return RetentionLimits(share, self.max_retention, everybody)
 
     @property

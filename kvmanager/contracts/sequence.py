@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from common.contracts.lease import Reserve, blocks_needed
-from common.contracts.types import TRIMMED, BlockHash, BlockId, SequenceId, SequencePhase
+from common.contracts.types import TRIMMED, BlockHash, BlockId, KvGroup, SequenceId, SequencePhase
 from kvmanager.contracts.block import Blocks
+
+
+class Run:
+    """The blocks of a sequence in a group behind the first one, `group` by its number; `trimmed` places have none."""
+
+    __slots__ = ("group", "pages", "table", "trimmed")
+
+    def __init__(self, group: int, pages: int) -> None:
+        self.group, self.pages = group, pages
+        self.table: list[BlockId] = []
+        self.trimmed = 0
+
+    def empty(self) -> None:
+        self.table, self.trimmed = [], 0
 
 
 class Sequence:
@@ -22,12 +38,14 @@ class Sequence:
     until the worker has reported the copy. `own_from` is the first block that other requests had not computed before
     its first admission: blocks of the sequence that it was forked from are its own. `forks` names those that were
     forked from it and wait for their admission. `outranked` counts the admissions of higher priorities before it joined
-    the queue.
+    the queue. Where the pool has groups, `block_table` is that of the first one, whose blocks have `block_pages` pages,
+    and `runs` has those of the others.
     """
 
     __slots__ = (
         "arrival",
         "block_hashes",
+        "block_pages",
         "block_table",
         "by_age",
         "cacheable",
@@ -52,6 +70,7 @@ class Sequence:
         "recompute",
         "request_id",
         "retention",
+        "runs",
         "started_at",
         "tenant",
         "traceparent",
@@ -60,7 +79,9 @@ class Sequence:
         "weight",
     )  # fmt: skip
 
-    def __init__(self, reserve: Reserve, arrival: int, block_size: int, queued_at: float) -> None:
+    def __init__(
+        self, reserve: Reserve, arrival: int, block_size: int, queued_at: float, groups: Items[KvGroup] = ()
+    ) -> None:
         self.id: SequenceId = reserve.sequence
         self.num_tokens = reserve.num_tokens
         self.max_len = reserve.max_len
@@ -82,6 +103,8 @@ class Sequence:
         self.copy_source: BlockId | None = None
         self.own_from = self.max_blocks
         self.forks: set[SequenceId] = set()
+        self.block_pages = groups[0].pages if groups else 1
+        self.runs = tuple([Run(number, group.pages) for number, group in enumerate(groups) if number])
         self.n_shared = 0
         self.trimmed = 0
         self.computed = self.started_at = 0
@@ -103,13 +126,36 @@ class Sequence:
 
     @property
     def growth(self) -> int:
-        """Blocks that the sequence may still bind."""
-        return self.max_blocks - len(self.block_table)
+        """Blocks, or pages, that the sequence may still bind."""
+        growth = self.max_blocks - len(self.block_table)
+        if self.runs:
+            runs = sum([run.pages * (self.max_blocks - len(run.table)) for run in self.runs])
+            return self.block_pages * growth + runs
+        return growth
 
     @property
     def own_blocks(self) -> int:
-        """Blocks that the sequence holds beside those that it shares or has released."""
-        return len(self.block_table) - max(self.n_shared, self.trimmed)
+        """Blocks, or pages, that the sequence holds beside those that it shares or has released."""
+        own = len(self.block_table) - max(self.n_shared, self.trimmed)
+        if self.runs:
+            runs = sum([run.pages * max(0, len(run.table) - max(self.n_shared, run.trimmed)) for run in self.runs])
+            return self.block_pages * own + runs
+        return own
+
+    def held_blocks(self) -> Iterator[BlockId]:
+        """Yield every block of its tables: those of runs first, each table from its end."""
+        for run in self.runs:
+            for block in reversed(run.table):
+                if block != TRIMMED:
+                    yield block
+        for block in reversed(self.block_table):
+            if block != TRIMMED:
+                yield block
+
+    def holds(self, block: BlockId, group: int, index: int) -> bool:
+        """Return whether it has a block at this place of its table of a group."""
+        table = self.runs[group - 1].table if group else self.block_table
+        return index < len(table) and table[index] == block
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import DEFAULT_RETENTION_PRIORITY
 from common.contracts.types import TRIMMED, SequencePhase
 from kvmanager.cache.retention import PINNED_PRIORITY
-from kvmanager.contracts.block import ROOT, BlockState
+from kvmanager.contracts.block import ROOT, BlockState, key_of
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.sequence_table import SequenceTable
@@ -37,6 +37,9 @@ def _check(holds: bool, words: str) -> None:
         raise InvariantBroken(words)
 
 
+_HELD = BlockState.IN_USE, BlockState.CACHED
+
+
 def _states(store: BlockStore) -> None:
     """Check that each block has one state: lists and counters agree with the block's own fields."""
     pool, state_of = store.pool, store.blocks.state
@@ -53,7 +56,18 @@ def _states(store: BlockStore) -> None:
     _check(all(state_of[b] is BlockState.FREE for b in free), "a block in the free list is not free")
     _check(all(state_of[b] is BlockState.CACHED for b in cached), "a block in the eviction order is not cached")
     _check(pool.leased == states[BlockState.LEASED], "the count of leased blocks is wrong")
-    total = len(free) + len(cached) + pool.leased + pool.in_use
+    others = store.blocks.others
+    _check(len([page for each in others.values() for page in each]) == states[BlockState.PART], "a page is lost")
+    _check(
+        all(state_of[page] is BlockState.PART for each in others.values() for page in each),
+        "a further page of a block is another one's, or no block's",
+    )
+    _check(all(state_of[block] in _HELD for block in others), "a block that is free or leased has further pages")
+    _check(
+        pool.cached_others == sum(len(others.get(block, ())) for block in cached),
+        "the further pages of cached blocks are miscounted",
+    )
+    total = len(free) + pool.cached_pages + pool.leased + pool.in_use
     _check(total == store.config.num_blocks, f"{total} blocks are accounted for, of {store.config.num_blocks}")
 
 
@@ -64,9 +78,8 @@ def _references(store: BlockStore, sequences: SequenceTable) -> None:
     """
     blocks, refs = store.blocks, [0] * len(store.blocks.refs)
     for sequence in sequences.live.values():
-        for block_id in sequence.block_table:
-            if block_id != TRIMMED:
-                refs[block_id] += 1
+        for block_id in sequence.held_blocks():
+            refs[block_id] += 1
         if sequence.copy_source is not None:
             refs[sequence.copy_source] += 1
     for block, (of, held, key) in enumerate(zip(blocks.state, blocks.refs, blocks.hash, strict=True)):
@@ -87,6 +100,10 @@ def _places(store: BlockStore, sequences: SequenceTable) -> None:
             at = index if block_id == TRIMMED else blocks.index[block_id]
             if at != index:
                 raise InvariantBroken(f"block {block_id} is at index {index} of {sequence.name} and records index {at}")
+        for run in sequence.runs:
+            for index, block_id in enumerate(run.table):
+                if block_id != TRIMMED and (blocks.index[block_id], blocks.group[block_id]) != (index, run.group):
+                    raise InvariantBroken(f"block {block_id} of run {run.group} of {sequence.name} has another place")
 
 
 def _prefix_map(store: BlockStore) -> None:
@@ -116,8 +133,11 @@ def _prefix_map(store: BlockStore) -> None:
         if linked and over != ROOT:
             above = cache.entries.get(over) if over is not None else None
             _check(above is not None, "a hash is in the map without its parent")
-            depth = blocks.index[above] + 1 if above is not None else 0
+            depth = blocks.index[above] + (not blocks.group[first]) if above is not None else 0
             _check(depth == blocks.index[first], "a depth is not its parent's plus one")
+            _check(
+                not blocks.group[first] or key == key_of(over or ROOT, blocks.group[first]), "a key has another parent"
+            )
             held = above is not None and blocks.state[above] is BlockState.IN_USE
             _check(held or not any(in_use), "a child is in use whose parent is not")
 
@@ -180,6 +200,8 @@ def _sequences(store: BlockStore, sequences: SequenceTable) -> None:
     for each in sequences.live.values():
         if each.growth < 0:
             raise InvariantBroken(f"{each.name} has more blocks than its longest length needs")
+        if any(len(run.table) > each.max_blocks for run in each.runs):
+            raise InvariantBroken(f"{each.name} has more blocks in a run than its longest length needs")
         if bool(each.block_table) != (each.phase is not SequencePhase.WAITING):
             raise InvariantBroken(f"{each.name} is {each.phase.value} with {len(each.block_table)} blocks")
 

@@ -20,7 +20,8 @@ from common.contracts.types import (
     SequencePhase,
     ShortfallReason,
 )
-from kvmanager.cache.prefix_cache import PrefixMatch, RememberedMatch
+from kvmanager.cache.group_match import GroupMatcher
+from kvmanager.cache.prefix_cache import PrefixMatch, RememberedMatch, RunHits
 from kvmanager.cache.window_match import match_in_window, settled
 from kvmanager.contracts.block import CACHED
 from kvmanager.contracts.ledger_config import LedgerConfig
@@ -46,7 +47,7 @@ class GrantPlan:
     """How a sequence would be admitted: the blocks that it shares, how many it gets, and why there are no more hits.
 
     `left` blocks are available then. Its block table begins with `unread` empty places, for hits that left its window:
-    see `grant_blocks`.
+    see `grant_blocks`. Where the pool has groups, `fresh` counts pages, and a table of each group gets `fresh_blocks`.
     """
 
     hits: list[BlockId]
@@ -54,6 +55,8 @@ class GrantPlan:
     match: PrefixMatch
     left: int = 0
     unread: int = 0
+    runs: tuple[RunHits, ...] = ()
+    fresh_blocks: tuple[int, ...] = ()
 
     @property
     def shared(self) -> int:
@@ -164,7 +167,7 @@ def backfill_sequences(state: LedgerState, copies: list[Copy], admits: list[Admi
     """Add to a batch those that pass the next sequence, which lacks blocks."""
     config, now = state.config, state.worker.steps
     head = _find_awaited(state)
-    if head is None or not config.backfill or config.window:
+    if head is None or not config.backfill or config.slides:
         return
     kept = state.admission.reservation_of(head)
     if kept is not None and kept.is_over(now):
@@ -254,6 +257,9 @@ def match_prefix(
     if not config.prefix_caching or not cacheable:
         return [], PrefixMatch(0, MissReason.DISABLED)
     full = min(num_tokens // config.block_size, len(block_hashes))
+    if config.groups:
+        found = GroupMatcher(cache, store.blocks, config, block_hashes, num_tokens).match()
+        return found.hits, found.match
     if config.window:
         return match_in_window(cache, config, block_hashes, num_tokens, full)
     present = cache.find_longest_prefix(block_hashes, full)
@@ -289,6 +295,9 @@ def count_missing_blocks(state: LedgerState, sequence: Sequence) -> int:
 def measure_shortage(state: LedgerState, sequence: Sequence) -> Shortage:
     """Return what a sequence lacks that waits for blocks."""
     plan, missing = _plan_or_remember(state, sequence)
+    if state.config.groups:
+        hits = frozenset((*plan.hits, *(block for run in plan.runs for block in run.blocks)))
+        return Shortage(missing, plan.left + missing, hits)
     return Shortage(missing, _count_slack(state, sequence, plan.shared + plan.fresh), frozenset(plan.hits))
 
 
@@ -313,6 +322,8 @@ def find_match(store: BlockStore, sequence: Sequence) -> RememberedMatch:
 
 def _plan_with_match(state: LedgerState, sequence: Sequence, found: RememberedMatch) -> tuple[GrantPlan, int]:
     config, available = state.config, state.store.pool.available
+    if config.groups:
+        return _plan_in_groups(state, sequence, found)
     hits, cached_hits, unread = found.hits, found.cached_hits, found.unread
     parent = find_fork_parent(state.sequences, sequence)
     if parent is not None:
@@ -324,6 +335,30 @@ def _plan_with_match(state: LedgerState, sequence: Sequence, found: RememberedMa
     slack = _count_slack(state, sequence, needed)
     missing = fresh + slack - (available - cached_hits)
     return GrantPlan(hits, fresh, found.match, slack - missing, unread), missing
+
+
+def _plan_in_groups(state: LedgerState, sequence: Sequence, found: RememberedMatch) -> tuple[GrantPlan, int]:
+    config, parent = state.config, find_fork_parent(state.sequences, sequence)
+    hits, runs, cached = found.hits, found.runs, found.cached_hits
+    if parent is not None and not any(run.trimmed for run in parent.runs):
+        most = min(config.hits_of(sequence.num_tokens), *(len(run.table) for run in parent.runs))
+        shared = parent.block_table[:most]
+        if len(shared) > len(hits):
+            hits, cached = shared, 0
+            runs = tuple([RunHits(0, run.table[: len(shared)]) for run in parent.runs])
+    whole, shares = -(-sequence.num_tokens // config.block_size), len(hits)
+    fresh = [whole - shares]
+    for number, run in enumerate(runs):
+        most = max(config.held_run(number, whole), len(run.blocks) + 1)
+        fresh.append(min(whole, run.unread + most) - shares)
+    pages = sum(group.pages * count for group, count in zip(config.groups, fresh, strict=True))
+    # As `_count_slack` does: the first table grows with each block, if it grows at all.
+    slack = 0
+    if state.sequences.running:
+        slack = max(config.stall_pages * (whole < sequence.max_blocks), config.watermark_blocks)
+    missing = pages + slack - (state.store.pool.available - cached)
+    plan = GrantPlan(hits, pages, found.match, slack - missing, 0, runs, tuple(fresh))
+    return plan, missing
 
 
 def _count_slack(state: LedgerState, sequence: Sequence, blocks: int) -> int:
@@ -341,11 +376,24 @@ def _count_wanted_blocks(config: LedgerConfig, sequence: Sequence, unread: int, 
 
 
 def _match_anew(store: BlockStore, sequence: Sequence) -> RememberedMatch:
+    if store.config.groups:
+        return _match_groups(store, sequence)
     hits, match = match_prefix(store, sequence.block_hashes, sequence.num_tokens, sequence.takes_hits)
     states = store.blocks.state
     cached_hits = [states[block] for block in hits].count(CACHED)
     unread = match.hit_blocks - len(hits)
     return RememberedMatch(sequence.id, sequence.num_tokens, hits, match, cached_hits, unread)
+
+
+def _match_groups(store: BlockStore, sequence: Sequence) -> RememberedMatch:
+    config, blocks = store.config, store.blocks
+    runs = tuple([RunHits(0, []) for _ in config.groups[1:]])
+    if not config.prefix_caching or not sequence.takes_hits:
+        return RememberedMatch(sequence.id, sequence.num_tokens, [], PrefixMatch(0, MissReason.DISABLED), 0, 0, runs)
+    found = GroupMatcher(store.cache, blocks, config, sequence.block_hashes, sequence.num_tokens).match()
+    every = (*found.hits, *(block for run in found.runs for block in run.blocks))
+    cached = sum(blocks.pages_of(block) for block in every if blocks.state[block] is CACHED)
+    return RememberedMatch(sequence.id, sequence.num_tokens, found.hits, found.match, cached, 0, found.runs)
 
 
 def find_fork_source(state: LedgerState, sequence: Sequence, plan: GrantPlan, fresh: set[BlockId]) -> BlockId | None:
@@ -356,6 +404,8 @@ def find_fork_source(state: LedgerState, sequence: Sequence, plan: GrantPlan, fr
     config = state.config
     parent = find_fork_parent(state.sequences, sequence)
     index = config.hits_of(sequence.num_tokens)
+    if config.groups:
+        return None  # a fork computes the tokens of the partial block itself
     if parent is None or plan.shared != index or not fork_copy_length(sequence.num_tokens, config.block_size):
         return None
     source = _find_copied_block(parent, index)
@@ -393,6 +443,9 @@ def grant_blocks(
     plan = replace(plan, match=match)
     for block in plan.hits:
         store.pool.hold_block(block)
+    for run in plan.runs:
+        for block in run.blocks:
+            store.pool.hold_block(block)
     learn(store, sequence, plan.hits)
     if part is not None:
         state.hold_copy_source(sequence, part.source)
@@ -402,7 +455,10 @@ def grant_blocks(
     sequence.block_table = [*[TRIMMED] * plan.unread, *plan.hits]
     sequence.n_shared, sequence.trimmed = plan.shared, plan.unread
     sequence.own_from = min(sequence.own_from, plan.shared, sequence.own_from if parent is None else parent.own_from)
-    store.append_fresh_blocks(plan.fresh, sequence)
+    if state.config.groups:
+        _fill_tables(store, sequence, plan)
+    else:
+        store.append_fresh_blocks(plan.fresh, sequence)
     state.sequences.start_sequence(sequence, state.worker.steps)
     return Admit(
         sequence.id,
@@ -412,7 +468,24 @@ def grant_blocks(
         miss_reason=plan.match.miss_reason,
         diverged_at=plan.match.diverged_at,
         decision_id=record_grant(state, sequence, plan, evicted, passes, part),
+        runs=tuple([tuple(run.table) for run in sequence.runs]),
+        pages=_further_pages(store, sequence) if store.blocks.others else (),
     )
+
+
+def _fill_tables(store: BlockStore, sequence: Sequence, plan: GrantPlan) -> None:
+    """Give a sequence the tables of a plan where the pool has groups; the table of the first one has its hits."""
+    first, *others = plan.fresh_blocks
+    store.append_fresh_blocks(first, sequence)
+    for run, hits, count in zip(sequence.runs, plan.runs, others, strict=True):
+        run.table, run.trimmed = [*[TRIMMED] * hits.unread, *hits.blocks], hits.unread
+        store.append_fresh_run(count, sequence, run)
+
+
+def _further_pages(store: BlockStore, sequence: Sequence) -> tuple[BlockId, ...]:
+    """Return the further pages of the blocks that a sequence does not share, by group."""
+    tables, others = (sequence.block_table, *(run.table for run in sequence.runs)), store.blocks.others
+    return tuple([page for table in tables for block in table[sequence.n_shared :] for page in others.get(block, ())])
 
 
 # ------------------------------------------------------------ the lease pool
@@ -525,6 +598,8 @@ def record_grant(
         **({"partial_tokens": float(part.slots)} if part is not None else {}),
     }
     chosen = f"{hits} shared and {plan.fresh} fresh blocks"
+    if state.config.groups:
+        chosen = f"{hits} shared blocks and {plan.fresh} fresh pages"
     kind = DecisionKind.GRANT
     return state.decisions.record(kind, chosen, sequence, reasons, figures, beneficiary=match.evicted_for)
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from common.contracts.types import BlockHash, BlockId, SequencePhase
-from kvmanager.contracts.block import Blocks, BlockState
+from kvmanager.contracts.block import Blocks, BlockState, hash_in
+from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.sequence_table import SequenceTable
@@ -28,7 +29,8 @@ class BlockUse(IntEnum):
 class SequenceUse:
     """What one live sequence holds; `max_blocks` is what it would hold if it grew to its longest.
 
-    `blocks` and `n_shared` count no places whose blocks left the window.
+    `blocks` and `n_shared` count no places whose blocks left the window. Where the pool has groups, `blocks` and
+    `max_blocks` count pages.
     """
 
     sequence: int
@@ -74,22 +76,30 @@ _APART = {BlockState.FREE: BlockUse.FREE, BlockState.LEASED: BlockUse.LEASED, Bl
 def map_of(store: BlockStore, sequences: SequenceTable, first_block: int, limit: int, most_sequences: int) -> BlockMap:
     """Return the uses of `limit` blocks, and the sequences with the most blocks."""
     there = range(store.config.num_blocks)[first_block : first_block + limit]
-    uses = bytes(use_of(store.blocks, BlockId(block)) for block in there)
-    ordered = sorted(sequences.live.values(), key=lambda each: (-len(each.block_table), each.arrival))
-    config, greatest = store.config, tuple(_sequence(each) for each in ordered[:most_sequences])
+    blocks = store.blocks
+    first_of = {page: block for block, others in blocks.others.items() for page in others if page in there}
+    uses = bytes(use_of(blocks, BlockId(first_of.get(BlockId(page), page))) for page in there)
+    ordered = sorted(sequences.live.values(), key=lambda each: (-_num_blocks(each), each.arrival))
+    config, greatest = store.config, tuple(_sequence(each, store.config) for each in ordered[:most_sequences])
     return BlockMap(config.num_blocks, config.block_size, first_block, uses, greatest, len(ordered))
 
 
 def view_of(store: BlockStore, sequences: SequenceTable, block_id: BlockId, most_holders: int) -> BlockView:
-    """Return one block of the pool. A sequence that holds it has it at the block's own place in its block table."""
+    """Return one block of the pool. A sequence that holds it has it at the block's own place in its block table.
+
+    A page that is none's first is shown as the block that it is a part of.
+    """
     blocks, holders = store.blocks, list[SequenceUse]()
+    if blocks.state[block_id] is BlockState.PART:
+        block_id = next(block for block, others in blocks.others.items() if block_id in others)
     refs, index = blocks.refs[block_id], blocks.index[block_id]
     if refs:
-        held = (each for each in sequences.live.values() if _holds(each, block_id, index))
-        holders = [_sequence(each) for each, _ in zip(held, range(most_holders), strict=False)]
+        held = (each for each in sequences.live.values() if each.holds(block_id, blocks.group[block_id], index))
+        holders = [_sequence(each, store.config) for each, _ in zip(held, range(most_holders), strict=False)]
     figures = store.eviction.known_of(block_id) if blocks.state[block_id] is BlockState.CACHED else ()
     use = use_of(blocks, block_id)
-    return BlockView(block_id, use, refs, index, blocks.hash[block_id], tuple(holders), figures)
+    key = blocks.hash[block_id]
+    return BlockView(block_id, use, refs, index, key and hash_in(key), tuple(holders), figures)
 
 
 def use_of(blocks: Blocks, block: BlockId) -> BlockUse:
@@ -101,17 +111,19 @@ def use_of(blocks: Blocks, block: BlockId) -> BlockUse:
     return BlockUse.SEALED if alone else BlockUse.SHARED
 
 
-def _holds(sequence: Sequence, block: BlockId, index: int) -> bool:
-    return index < len(sequence.block_table) and sequence.block_table[index] == block
+def _num_blocks(sequence: Sequence) -> int:
+    """Return how many blocks, or pages, a sequence holds."""
+    held = sequence.block_pages * (len(sequence.block_table) - sequence.trimmed)
+    return held + sum(run.pages * (len(run.table) - run.trimmed) for run in sequence.runs)
 
 
-def _sequence(sequence: Sequence) -> SequenceUse:
+def _sequence(sequence: Sequence, config: LedgerConfig) -> SequenceUse:
     return SequenceUse(
         sequence=sequence.id,
         request_id=sequence.request_id,
         tenant=sequence.tenant,
         phase=sequence.phase,
-        blocks=len(sequence.block_table) - sequence.trimmed,
+        blocks=_num_blocks(sequence),
         n_shared=max(0, sequence.n_shared - sequence.trimmed),
-        max_blocks=sequence.max_blocks,
+        max_blocks=config.pages_of(sequence.max_blocks) if config.groups else sequence.max_blocks,
     )

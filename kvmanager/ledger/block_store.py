@@ -9,6 +9,7 @@ A block that no sequence holds and whose content is known stays cached until it 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from common.contracts.clock import Clock
 from common.contracts.types import BlockHash, BlockId
@@ -18,10 +19,10 @@ from kvmanager.cache.eviction.interface import NO_MARK
 from kvmanager.cache.prefix_cache import PrefixCache, RememberedMatch
 from kvmanager.cache.retention import Retention
 from kvmanager.cache.window_match import deciding_hashes
-from kvmanager.contracts.block import CACHED, ROOT, Blocks
+from kvmanager.contracts.block import CACHED, ROOT, Blocks, key_of
 from kvmanager.contracts.index_events import Stored
 from kvmanager.contracts.ledger_config import LedgerConfig
-from kvmanager.contracts.sequence import Sequence
+from kvmanager.contracts.sequence import Run, Sequence
 
 
 class BlockStore:
@@ -36,7 +37,7 @@ class BlockStore:
         self.config = config
         self.blocks = Blocks(config.num_blocks)
         linked = not config.window
-        self.cache = PrefixCache(self.blocks, config.ghosts or 4 * config.num_blocks, linked)
+        self.cache = PrefixCache(self.blocks, config.ghosts or 4 * config.num_blocks, linked, len(config.groups[1:]))
         self.eviction = order_of(config.eviction, self.blocks, self.cache.entries, linked)
         self.retention = Retention(self.blocks, self.cache.entries, self.eviction, clock, config.retention_limits)
         self.empty()
@@ -69,7 +70,8 @@ class BlockStore:
 
     def append_fresh_blocks(self, count: int, sequence: Sequence) -> None:
         """Do what `append_block` does with the next free blocks. Raises IndexError when there are too few."""
-        blocks, take, table = self.blocks, self.pool.take_block, sequence.block_table
+        blocks, table = self.blocks, sequence.block_table
+        take = partial(self.pool.take_pages, 0, sequence.block_pages) if self.config.groups else self.pool.take_block
         index_of, owner_of, parent_of = blocks.index, blocks.owner, blocks.parent
         block_hashes, number = sequence.block_hashes, sequence.id
         first, known = len(table), len(block_hashes)
@@ -82,12 +84,26 @@ class BlockStore:
             if index < shared:
                 self.cache.expect_block(block, block_hashes[index])
 
-    def expect_content(self, block: BlockId, sequence: Sequence, index: int) -> None:
+    def append_run_block(self, block: BlockId, sequence: Sequence, run: Run) -> None:
+        """Do what `append_block` does in the table of a run."""
+        blocks, block_hashes, index = self.blocks, sequence.block_hashes, len(run.table)
+        blocks.index[block], blocks.owner[block] = index, sequence.id
+        blocks.parent[block] = block_hashes[index] if index < len(block_hashes) else None
+        run.table.append(block)
+        if index < len(block_hashes):
+            self.expect_content(block, sequence, index, run.group)
+
+    def append_fresh_run(self, count: int, sequence: Sequence, run: Run) -> None:
+        """Do what `append_run_block` does with blocks of the next free pages."""
+        for _ in range(count):
+            self.append_run_block(self.pool.take_pages(run.group, run.pages), sequence, run)
+
+    def expect_content(self, block: BlockId, sequence: Sequence, index: int, group: int = 0) -> None:
         """Let others share a block that the sequence is about to fill, where its hash is known."""
         if index >= len(sequence.block_hashes) or not self._shares_early(sequence):
             return
         if index < self.config.hits_of(sequence.num_tokens):
-            self.cache.expect_block(block, sequence.block_hashes[index])
+            self.cache.expect_block(block, key_of(sequence.block_hashes[index], group))
 
     def _shares_early(self, sequence: Sequence) -> bool:
         """Return whether others may share blocks that the sequence has not filled yet."""
@@ -97,6 +113,9 @@ class BlockStore:
         """Set the index, owner and parent hash of a block, as far as the sequence's block hashes are known."""
         blocks, block_hashes = self.blocks, sequence.block_hashes
         blocks.index[block], blocks.owner[block] = index, sequence.id
+        if blocks.group[block]:
+            blocks.parent[block] = block_hashes[index] if index < len(block_hashes) else None
+            return
         blocks.parent[block] = ROOT if not index else block_hashes[index - 1] if index <= len(block_hashes) else None
 
     def release_blocks(self, released: Iterable[BlockId]) -> None:
@@ -134,8 +153,11 @@ class BlockStore:
         elif parent:
             above = cache.entries.get(parent)
         cache.entries[block_hash] = block
-        cache.number += 1
-        cache.events.append(Stored(cache.number, block_hash, blocks.index[block]))
+        if self.config.groups:
+            cache.note_stored(block_hash, blocks.index[block])
+        else:
+            cache.number += 1
+            cache.events.append(Stored(cache.number, block_hash, blocks.index[block]))
         ghost = cache.ghosts.pop(block_hash, None)
         self.eviction.note_registered(block, above, ghost[2:] if ghost else NO_MARK)
 
@@ -159,7 +181,9 @@ class BlockStore:
         return found if self.cache.watched else None
 
     def remember_match(self, sequence: Sequence, found: RememberedMatch) -> None:
-        """Keep the match of a sequence that cannot be admitted now."""
+        """Keep the match of a sequence that cannot be admitted now; where the pool has groups, none is kept."""
+        if self.config.groups:
+            return
         self.remembered = found
         hashes, looked_at = sequence.block_hashes, set[BlockHash]()
         if self.config.window:

@@ -17,19 +17,24 @@ _NAMED: Final = 8
 
 
 def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | None) -> int:
-    """Evict until `count` blocks are free and return how many were evicted. The caller checks that it can."""
+    """Evict until `count` blocks are free and return how many were evicted. The caller checks that it can.
+
+    Where the pool has groups, so many pages are free then.
+    """
     missing = count - len(state.store.pool.free)
     if missing <= 0:
         return 0
     name, totals = beneficiary.name if beneficiary else "", state.totals
     retained, pinned = totals.retained_evictions, totals.pinned_evictions
-    evicted, fates = list[Candidate](), dict[Fate, list[str]]()
-    for _ in range(min(missing, _NAMED)):
+    evicted, fates, free = list[Candidate](), dict[Fate, list[str]](), state.store.pool.free
+    while len(free) < count and len(evicted) < _NAMED:
         evicted.append(evict_next(state, name))
         if (found := state.store.retention.evicted) is not None:
             fates.setdefault(found.fate, []).append(evicted[-1].name)
-    for _ in range(missing - len(evicted)):
+    missing = len(evicted)
+    while len(free) < count:
         _uncache_block(state, name)
+        missing += 1
     figures = {"evicted": float(missing), "cached": float(len(state.store.pool.cached)), "wanted": float(count)}
     order = state.store.pool.cached
     reasons: tuple[str, ...] = ("no block is free", order.reason, f"policy {order.name}")
@@ -54,7 +59,11 @@ def drop_cached_blocks(state: LedgerState) -> int:
     dropped = len(pool.cached) + len(copied)
     if pool.in_use:
         # Nothing is learned of their uses: they go for another reason than want of room.
-        for block in sorted((*pool.cached, *copied), key=state.store.blocks.index.__getitem__, reverse=True):
+        blocks = state.store.blocks
+        # Where the pool has groups, blocks of runs go before the first group's block of the same content.
+        for block in sorted(
+            (*pool.cached, *copied), key=lambda each: (blocks.index[each], blocks.group[each]), reverse=True
+        ):
             state.store.cache.forget_block(block)
             if block not in copied:
                 pool.free_cached_block(block)

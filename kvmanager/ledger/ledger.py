@@ -84,7 +84,7 @@ class Ledger:
         terms, stalled = self._runway_terms()
         refill = runway.is_short(terms, pool.leased, stalled)
         lease = block_granter.lease_blocks(state, terms.want - pool.leased) if refill else []
-        copies, admits, preempt = self._admit_or_preempt(most)
+        copies, admits, preempt = self._admit_or_preempt(most, bool(lease))
         if admits or preempt:
             terms, _ = self._runway_terms()
         begun = sequences.find_begun_prompt()
@@ -112,13 +112,16 @@ class Ledger:
         """Whether the last batch had enough admissions before the queue was looked through."""
         return self.state.admission.blocked_by == "batch"
 
-    def _admit_or_preempt(self, most: int | None) -> tuple[list[Copy], list[Admit], tuple[Preempt, ...]]:
-        """Grant what the sequences that wait and those that are stalled need. After most reports there are none."""
+    def _admit_or_preempt(self, most: int | None, leases: bool) -> tuple[list[Copy], list[Admit], tuple[Preempt, ...]]:
+        """Grant what the sequences that wait and those that are stalled need. After most reports there are none.
+
+        Where the batch `leases` blocks, the stalled sequences may find what they lack.
+        """
         state = self.state
         if not state.sequences.queue and not state.sequences.stalled:
             state.admission.blocked_by = ""
             return [], [], ()
-        preempt = preemption.preempt_for_stalled(state)
+        preempt = () if leases else preemption.preempt_for_stalled(state)
         copies, admits = block_granter.admit_sequences(state, most)
         return copies, admits, preempt or self._preempt_for_next()
 

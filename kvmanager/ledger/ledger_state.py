@@ -47,14 +47,14 @@ class LedgerState:
         self._begin()
 
     def _begin(self) -> None:
-        self.sequences = SequenceTable(self.config.block_size)
+        self.sequences = SequenceTable(self.config.block_size, self.config.groups)
         self.admission = Admission()
         self.worker = WorkerView()
 
     def queue_or_refuse(self, sequence: Sequence) -> None:
         """Queue a sequence. Refuse it for good when the whole pool could not hold it; those behind it proceed."""
         config = self.config
-        needed = blocks_needed(sequence.num_tokens, sequence.max_len, config.block_size, config.window)
+        needed = blocks_needed(sequence.num_tokens, sequence.max_len, config.block_size, config.window, config.groups)
         there = config.num_blocks
         if needed <= there:
             self.sequences.queue.add_sequence(sequence)
@@ -62,7 +62,8 @@ class LedgerState:
         self.sequences.forget_sequence(sequence)
         self.worker.refused.append(sequence.id)
         self.totals.rejections += 1
-        reason = f"{sequence.max_len} tokens need {needed} blocks; the pool has {there}"
+        what = "pages" if config.groups else "blocks"
+        reason = f"{sequence.max_len} tokens need {needed} {what}; the pool has {there}"
         figures = {"needed_blocks": float(needed), "num_blocks": float(there), "max_len": float(sequence.max_len)}
         self.decisions.record(DecisionKind.REJECTION, "refused", sequence, (reason,), figures)
 
@@ -91,6 +92,8 @@ class LedgerState:
         """
         blocks, live = self.store.blocks, self.sequences.live
         index, owner = blocks.index[block], live.get(blocks.owner[block])
+        if blocks.group[block]:
+            return self._stands_beside(block, parent)
         if not parent or not index:
             return not parent and not index
         if self.config.window:
@@ -102,16 +105,30 @@ class LedgerState:
             table = next((each for each in tables if index < len(each) and each[index] == block), [])
         return bool(table) and blocks.hash[table[index - 1]] == parent
 
+    def _stands_beside(self, block: BlockId, block_hash: BlockHash) -> bool:
+        """Return whether a sequence that holds a block of a run holds the first group's block of that content too."""
+        blocks, live = self.store.blocks, self.sequences.live
+        group, index = blocks.group[block], blocks.index[block]
+        owner = live.get(blocks.owner[block])
+        holder = owner if owner is not None and owner.holds(block, group, index) else None
+        if holder is None:
+            holder = next((each for each in live.values() if each.holds(block, group, index)), None)
+        return holder is not None and blocks.hash[holder.block_table[index]] == block_hash
+
     def parent_of(self, block: BlockId) -> BlockHash | None:
-        """Return the hash of the block before this one (ROOT for a first block); None while it is not known."""
+        """Return the hash of the block before this one (ROOT for a first block); None while it is not known.
+
+        Of a block of a run, it is that of its own content.
+        """
         blocks = self.store.blocks
         parent, index = blocks.parent[block], blocks.index[block]
         if parent is not None:
             return parent
         owner = self.sequences.live.get(blocks.owner[block])
-        if owner is None or index > len(owner.block_hashes):
+        place = index if blocks.group[block] else index - 1
+        if owner is None or place >= len(owner.block_hashes):
             return None
-        return owner.block_hashes[index - 1]
+        return owner.block_hashes[place]
 
     def count_awaited(self, block: BlockId) -> None:
         """Count hits on a block that was not sealed when they were granted.

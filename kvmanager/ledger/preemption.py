@@ -6,7 +6,7 @@ is the most senior: every sequence ends. No other preemption is ordered before a
 
 A sequence that was preempted `max_preemptions` times is spared: only a higher priority may preempt it again. It is
 admitted with all blocks that it may ever need, so it never lacks one, and those that do wait for its end at most. Where
-every layer has a window its blocks come as it goes on; there it is the last to be chosen, by arrival.
+layers have windows its blocks come as it goes on; there it is the last to be chosen, by arrival.
 
 A sequence that waits for admission is entitled to preemptions in two cases. Its priority is higher than the victims'.
 Or its tenant is within its share with it, the victim's tenant is over its share, and one of that tenant's sequences
@@ -58,8 +58,7 @@ def preempt_for_stalled(state: LedgerState) -> tuple[Preempt, ...]:
         not state.sequences.stalled
         or state.sequences.running < 2
         or state.sequences.preempting
-        or pool.leased
-        or pool.available
+        or pool.leased + pool.available >= state.config.stall_pages
     ):
         return ()
     stalled = state.sequences.find_stalled()
@@ -159,8 +158,8 @@ def order_preemption(state: LedgerState, victim: Sequence) -> None:
 
 
 def private_blocks(sequence: Sequence, blocks: Blocks) -> int:
-    """Return how many blocks of a block table no other sequence holds: the blocks that its preemption frees."""
-    return sum(blocks.refs[block] == 1 for block in sequence.block_table if block != TRIMMED)
+    """Return how many blocks, or pages, no other sequence holds: those that a sequence's preemption frees."""
+    return sum(blocks.pages_of(block) for block in sequence.held_blocks() if blocks.refs[block] == 1)
 
 
 def work_lost(sequence: Sequence, blocks: Blocks, block_size: int) -> int:
@@ -204,28 +203,32 @@ def victims_for(stalled: Collection[SequenceId], running: list[Sequence], exposu
     highest = max(each.priority for each in running if each.id in needy)
     left = [each for each in running if each is not senior]
     left = [each for each in left if each.priority < highest or not exposure.is_spared(each)]
-    freed = FreedBlocks(exposure.blocks)
-    while left and (not victims or freed.count < len(needy)):
+    freed, each_lacks = FreedBlocks(exposure.blocks), exposure.stall_pages
+    while left and (not victims or freed.count < len(needy) * each_lacks):
         victim = max(left, key=exposure.key_of)
         left.remove(victim)
         exposure.shares.remove_sequence(victim)
         needy.discard(victim.id)
         freed.release_sequence(victim)
         victims.append(victim)
-    return needed_of(victims, freed, len(needy), frozenset(stalled))
+    return needed_of(victims, freed, len(needy) * each_lacks, frozenset(stalled), each_lacks)
 
 
 def needed_of(
-    victims: list[Sequence], freed: FreedBlocks, lacking: int, stalled: Collection[SequenceId] = ()
+    victims: list[Sequence],
+    freed: FreedBlocks,
+    lacking: int,
+    stalled: Collection[SequenceId] = (),
+    each_lacks: int = 1,
 ) -> list[Sequence]:
     """Return the victims without those that need not leave, because the others free all blocks that are lacking.
 
-    One that is stalled and stays lacks a block, too. The last victim is needed.
+    One that is stalled and stays lacks `each_lacks` blocks, too. The last victim is needed.
     """
     kept = victims[-1:]
     for victim in reversed(victims[:-1]):
         freed.take_back_sequence(victim)
-        lacks = lacking + (victim.id in stalled)
+        lacks = lacking + each_lacks * (victim.id in stalled)
         if freed.count >= lacks:
             lacking = lacks
         else:
@@ -235,7 +238,10 @@ def needed_of(
 
 
 class FreedBlocks:
-    """The blocks that several sequences together free when they leave, without those that another one shares then."""
+    """The blocks that several sequences together free when they leave, without those that another one shares then.
+
+    `count` is that of pages where the pool has groups.
+    """
 
     def __init__(self, blocks: Blocks, shared: Collection[BlockId] = ()) -> None:
         self._blocks, self._shared = blocks, shared
@@ -245,16 +251,18 @@ class FreedBlocks:
     def release_sequence(self, sequence: Sequence) -> None:
         for block in self._own(sequence):
             self._dropped[block] += 1
-            self.count += self._dropped[block] == self._blocks.refs[block]
+            if self._dropped[block] == self._blocks.refs[block]:
+                self.count += self._blocks.pages_of(block)
 
     def take_back_sequence(self, sequence: Sequence) -> None:
         """Undo the release of a sequence."""
         for block in self._own(sequence):
-            self.count -= self._dropped[block] == self._blocks.refs[block]
+            if self._dropped[block] == self._blocks.refs[block]:
+                self.count -= self._blocks.pages_of(block)
             self._dropped[block] -= 1
 
     def _own(self, sequence: Sequence) -> Iterable[BlockId]:
-        return (block for block in sequence.block_table if block != TRIMMED and block not in self._shared)
+        return (block for block in sequence.held_blocks() if block not in self._shared)
 
 
 class Exposure:
@@ -263,6 +271,7 @@ class Exposure:
     def __init__(self, state: LedgerState) -> None:
         self.shares, self.blocks = TenantShares(state.config, state.sequences.tenants), state.store.blocks
         self._config = state.config
+        self.stall_pages = state.config.stall_pages
         # By sequence: work does not change while victims are chosen.
         self._work: dict[SequenceId, int] = {}
 
@@ -274,7 +283,7 @@ class Exposure:
 
     def is_spared(self, sequence: Sequence) -> bool:
         """Return whether no sequence of the same priority may preempt this one."""
-        return self.is_bounded(sequence) and not self._config.window
+        return self.is_bounded(sequence) and not self._config.slides
 
     def is_bounded(self, sequence: Sequence) -> bool:
         """Return whether a sequence was preempted as often as it may be."""

@@ -14,9 +14,9 @@ from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import CachedBlocks, Inventory, InventorySequence
 from common.contracts.types import TRIMMED, BlockHash, BlockId, SequencePhase
 from kvmanager.cache.eviction.restored import order_after_rebuild
-from kvmanager.contracts.block import ROOT, BlockState
+from kvmanager.contracts.block import ROOT, BlockState, hash_in, key_of
 from kvmanager.contracts.ledger_config import LedgerConfig
-from kvmanager.contracts.sequence import Sequence
+from kvmanager.contracts.sequence import Run, Sequence
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.chunked_grants import partial_of
 from kvmanager.ledger.ledger_state import LedgerState
@@ -32,10 +32,13 @@ def load_inventory(state: LedgerState, inventory: Inventory) -> Iterator[None]:
     """
     state.empty()
     state.store.pool.free.clear()
-    loaded = [(_register(state, entry), entry.block_table) for entry in inventory.sequences]
-    tables = [(sequence, table) for sequence, table in loaded if sequence.phase is not SequencePhase.WAITING]
-    for sequence, table in tables:
-        _restore_table(state, sequence, table)
+    if state.config.groups:
+        _restore_pages(state.store, inventory)
+    loaded = [(_register(state, entry), entry) for entry in inventory.sequences]
+    held = [(sequence, entry) for sequence, entry in loaded if sequence.phase is not SequencePhase.WAITING]
+    tables = [(sequence, entry.block_table) for sequence, entry in held]
+    for sequence, entry in held:
+        _restore_tables(state, sequence, entry)
     if state.config.grants_parts:
         state.sequences.partial = partial_of((sequence for sequence, _ in tables), state.config.block_size)
     for block in inventory.pool:
@@ -44,26 +47,36 @@ def load_inventory(state: LedgerState, inventory: Inventory) -> Iterator[None]:
     cached: list[BlockId] = []
     entries = CachedBlocks.of(inventory.cached_blocks)
     if state.config.prefix_caching:
-        events = len(state.store.cache.events)
-        restore = _restore_in_window if state.config.window else _restore_cached_blocks
-        for first in range(0, len(entries), STEP_BLOCKS):
-            restore(state, entries, first, cached)
-            yield
-        if len(entries):
-            # There are no events of a rebuild. A gap in their numbers leads each follower to take a snapshot.
-            del state.store.cache.events[events:]
-            state.store.cache.number += 1
+        yield from _restore_cache(state, entries, cached)
     for sequence, table in tables:
         _restore_content(state.store, sequence, table)
+        for run in sequence.runs:
+            _restore_content_of_run(state.store, sequence, run)
     yield from _restore_order(state.store, cached, entries)
     pinned = list(state.store.retention.pinned)
     for first in range(0, len(pinned), STEP_BLOCKS):
         for block_hash in pinned[first : first + STEP_BLOCKS]:
             state.store.retention.hold_pinned(block_hash)
         yield
+    _free_parts(state.store)
     yield from _restore_free(state.store)
     # The worker keeps its present runway until its first report.
     state.worker.lease_want = len(inventory.pool)
+
+
+def _restore_cache(state: LedgerState, entries: CachedBlocks, cached: list[BlockId]) -> Iterator[None]:
+    """Register the cached blocks of an inventory, and add those that no block table holds."""
+    cache, config = state.store.cache, state.config
+    events, restore = len(cache.events), _restore_cached_blocks
+    if config.slides:
+        restore = _restore_in_groups if config.groups else _restore_in_window
+    for first in range(0, len(entries), STEP_BLOCKS):
+        restore(state, entries, first, cached)
+        yield
+    if len(entries):
+        # There are no events of a rebuild. A gap in their numbers leads each follower to take a snapshot.
+        del cache.events[events:]
+        cache.number += 1
 
 
 def _restore_cached_blocks(state: LedgerState, entries: CachedBlocks, first: int, cached: list[BlockId]) -> None:
@@ -125,6 +138,8 @@ def _restore_order(store: BlockStore, cached: list[BlockId], entries: CachedBloc
         for block in part:
             states[block] = BlockState.CACHED
         store.pool.cached.restore_blocks(part)
+        if store.blocks.others:
+            store.pool.cached_others += sum(store.blocks.pages_of(block) - 1 for block in part)
         due += len(part)
         if due >= STEP_BLOCKS or not part:
             due = 0
@@ -143,12 +158,15 @@ def _take_registered(store: BlockStore, cached: list[BlockId], by_depth: list[li
 
 
 def _sort_by_depth(store: BlockStore, cached: list[BlockId], by_depth: list[list[BlockId]]) -> None:
-    """Add cached blocks to those of their depth; one whose content a block in use has stays free."""
-    depth_of, hash_of = store.blocks.index, store.blocks.hash
+    """Add cached blocks to those of their depth; one whose content a block in use has stays free.
+
+    Where the pool has groups, blocks of runs come after the first group's of their depth, whose children they are.
+    """
+    depth_of, hash_of, group_of = store.blocks.index, store.blocks.hash, store.blocks.group
     for block in cached:
         if hash_of[block] is None:
             continue
-        depth = depth_of[block]
+        depth = 2 * depth_of[block] + (group_of[block] > 0) if store.config.groups else depth_of[block]
         while depth >= len(by_depth):
             by_depth.append([])
         by_depth[depth].append(block)
@@ -203,6 +221,29 @@ def _restore_in_window(state: LedgerState, entries: CachedBlocks, first: int, ca
     state.store.cache.forget_ghosts(entries.hashes[step])
 
 
+def _restore_in_groups(state: LedgerState, entries: CachedBlocks, first: int, cached: list[BlockId]) -> None:
+    """Do what `_restore_cached_blocks` does where the pool has groups.
+
+    A block of a run counts beside the first group's block of its content, whose entry is its parent.
+    """
+    blocks, cache, hashes = state.store.blocks, state.store.cache, entries.hashes
+    step = slice(first, first + STEP_BLOCKS)
+    columns = zip(entries.blocks[step], hashes[step], entries.parents[step], strict=True)
+    _check_range(state.store, entries.blocks[step])
+    for number, (block, block_hash, at) in enumerate(columns, start=first):
+        of, group = blocks.state[block], blocks.group[block]
+        lacks = len(blocks.others.get(block, ())) + 1 != state.config.groups[group].pages
+        if of in (BlockState.LEASED, BlockState.PART) or blocks.hash[block] is not None or lacks:
+            raise ProtocolViolation(f"cached block {block} is leased, stands twice in the inventory, or lacks pages")
+        parent = ROOT if at == -1 else hashes[at] if 0 <= at < number else None
+        if parent is None or (parent and parent not in cache.entries) or (group and parent != block_hash):
+            continue
+        depth = blocks.index[cache.entries[block_hash]] if group else cache.depth_after(parent)
+        if _restore_copy(state, block, key_of(block_hash, group), parent, depth):
+            cached.append(block)
+    cache.forget_ghosts([key_of(each, group) for each in hashes[step] for group in range(len(state.config.groups))])
+
+
 def _restore_copy(state: LedgerState, block: BlockId, block_hash: BlockHash, parent: BlockHash, depth: int) -> bool:
     """Register a cached block that is no new hash of a free block, where it may be; return whether no table holds it.
 
@@ -225,28 +266,75 @@ def _restore_copy(state: LedgerState, block: BlockId, block_hash: BlockHash, par
     return False
 
 
-def _restore_table(state: LedgerState, sequence: Sequence, table: tuple[BlockId, ...]) -> None:
+def _restore_pages(store: BlockStore, inventory: Inventory) -> None:
+    """Say of each block that the inventory names which group it is of, and which pages it has."""
+    groups, blocks, pages, at = store.config.groups, store.blocks, inventory.block_pages, 0
+    taken = set[BlockId]()
+    for group in inventory.block_groups:
+        if group >= len(groups) or at + groups[group].pages > len(pages):
+            raise ProtocolViolation(f"an inventory has a block of group {group} of {len(groups)}, or lacks its pages")
+        block, *others = pages[at : at + groups[group].pages]
+        at += groups[group].pages
+        for page in (block, *others):
+            store.pool.check_block(page)
+            if page in taken:
+                raise ProtocolViolation(f"page {page} stands in two blocks of the inventory")
+            taken.add(page)
+        blocks.group[block] = group
+        for page in others:
+            blocks.state[page] = BlockState.PART
+        if others:
+            blocks.others[block] = tuple(others)
+    if at != len(pages):
+        raise ProtocolViolation(f"an inventory has {len(pages)} pages of blocks that have {at}")
+
+
+def _free_parts(store: BlockStore) -> None:
+    """Free the further pages of blocks that no table holds and whose content is not registered."""
+    blocks = store.blocks
+    for block in [block for block in blocks.others if blocks.state[block] is BlockState.FREE]:
+        for page in blocks.others.pop(block):
+            blocks.state[page] = BlockState.FREE
+
+
+def _restore_tables(state: LedgerState, sequence: Sequence, entry: InventorySequence) -> None:
+    if len(entry.runs) != len(sequence.runs):
+        raise ProtocolViolation(f"sequence {sequence.id} has {len(entry.runs)} runs; expected {len(sequence.runs)}")
+    sequence.trimmed = _restore_table(state, sequence, entry.block_table)
+    sequence.block_table = list(entry.block_table)
+    for run, table in zip(sequence.runs, entry.runs, strict=True):
+        run.trimmed, run.table = _restore_table(state, sequence, table, run.group, run.pages), list(table)
+    # Which of these other requests computed before is not known.
+    sequence.own_from = len(entry.block_table)
+    state.sequences.start_sequence(sequence, state.worker.steps, sequence.phase)
+
+
+def _restore_table(
+    state: LedgerState, sequence: Sequence, table: tuple[BlockId, ...], group: int = 0, pages: int | None = None
+) -> int:
+    """Hold the blocks of a table, and return how many of its leading places are trimmed."""
     if len(table) > sequence.max_blocks:
         raise ProtocolViolation(
             f"sequence {sequence.id} has a block table of {len(table)} blocks; at most {sequence.max_blocks} fit"
         )
-    blocks = state.store.blocks
+    blocks, trimmed = state.store.blocks, 0
     for index, block in enumerate(table):
         if block == TRIMMED:
-            sequence.trimmed = index + 1
+            trimmed = index + 1
             continue
         state.store.pool.check_block(block)
+        if blocks.group[block] != group or blocks.pages_of(block) != (pages or sequence.block_pages):
+            raise ProtocolViolation(f"block {block} stands in a table of group {group}, of which it is not")
         if blocks.state[block] is BlockState.FREE:
             blocks.state[block], blocks.index[block], blocks.owner[block] = BlockState.IN_USE, index, sequence.id
+        elif blocks.state[block] is not BlockState.IN_USE:
+            raise ProtocolViolation(f"block {block} stands in a table, and is a further page of another block")
         elif blocks.index[block] != index:
             raise ProtocolViolation(
                 f"block {block} has index {blocks.index[block]} in one block table and {index} in another"
             )
         blocks.refs[block] += 1
-    sequence.block_table = list(table)
-    # Which of these other requests computed before is not known.
-    sequence.own_from = len(table)
-    state.sequences.start_sequence(sequence, state.worker.steps, sequence.phase)
+    return trimmed
 
 
 def _restore_lease(store: BlockStore, block: BlockId) -> None:
@@ -272,4 +360,18 @@ def _restore_content(store: BlockStore, sequence: Sequence, table: tuple[BlockId
         elif index == len(block_hashes):
             block_hashes.append(block_hash)
         elif index < len(block_hashes) and block_hashes[index] != block_hash:
+            raise ProtocolViolation(f"block {block} has another hash in the inventory than in its sequence's prompt")
+
+
+def _restore_content_of_run(store: BlockStore, sequence: Sequence, run: Run) -> None:
+    blocks = store.blocks
+    for index, block in enumerate(run.table):
+        if block == TRIMMED:
+            continue
+        key = blocks.hash[block]
+        if blocks.parent[block] is None:
+            store.describe_block(block, sequence, index)
+        if key is None:
+            store.expect_content(block, sequence, index, run.group)
+        elif sequence.block_hashes[index : index + 1] not in ([], [hash_in(key)]):
             raise ProtocolViolation(f"block {block} has another hash in the inventory than in its sequence's prompt")

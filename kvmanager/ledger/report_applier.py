@@ -9,7 +9,7 @@ from typing import Any, Final
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import Report, Reserve
 from common.contracts.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase
-from kvmanager.contracts.block import IN_USE
+from kvmanager.contracts.block import IN_USE, key_of
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger.ledger_state import LedgerState
 
@@ -22,7 +22,7 @@ Column = tuple[Callable[[Report], Any], Callable[[LedgerState, Any], None]]
 def apply_report(state: LedgerState, report: Report) -> None:
     """Apply a report. Raises ProtocolViolation; the ledger is then void until the next rebuild."""
     state.worker.count_steps(report.step)
-    for entries_of, apply_entries in COLUMNS:
+    for entries_of, apply_entries in GROUP_COLUMNS if state.config.groups else COLUMNS:
         entries = entries_of(report)
         if entries:
             apply_entries(state, entries)
@@ -124,7 +124,7 @@ def trim_tables(state: LedgerState, trims: Iterable[tuple[SequenceId, int]]) -> 
             raise ProtocolViolation(f"{count} blocks of a block table of {len(table)} were trimmed")
         trimmed = range(sequence.trimmed, count)
         if sequence.retention and state.config.prefix_caching:
-            state.store.retention.mark_blocks(sequence, sequence.trimmed, count)
+            state.store.retention.mark_blocks(sequence, table, sequence.trimmed, count)
         state.store.release_blocks([table[index] for index in trimmed])
         table[sequence.trimmed : count] = [TRIMMED] * len(trimmed)
         held = sequence.own_blocks
@@ -180,16 +180,20 @@ def note_stalled(state: LedgerState, stalled: tuple[SequenceId, ...]) -> None:
 def release_block_table(state: LedgerState, sequence: Sequence) -> None:
     """Drop every reference of a block table, tail first, so that children are evicted before their parents.
 
-    The source of a copy that was not reported stands behind the shared blocks, so it comes before them.
+    The source of a copy that was not reported stands behind the shared blocks, so it comes before them. Where the pool
+    has groups, the blocks of runs come before those of the first group.
     """
     state.sequences.halt_sequence(sequence, SequencePhase.WAITING)
     state.sequences.preempting.discard(sequence.id)
     state.sequences.admitted -= 1
     if sequence.retention and state.config.prefix_caching:
-        state.store.retention.mark_blocks(sequence)
+        for table in (*(run.table for run in sequence.runs), sequence.block_table):
+            state.store.retention.mark_blocks(sequence, table)
     state.release_copy_source(sequence)
-    state.store.release_blocks([block for block in reversed(sequence.block_table) if block != TRIMMED])
+    state.store.release_blocks(list(sequence.held_blocks()))
     sequence.block_table = []
+    for run in sequence.runs:
+        run.empty()
     sequence.trimmed = sequence.n_shared = 0
     state.sequences.leave_blocks_to_forks(sequence)
 
@@ -207,3 +211,97 @@ COLUMNS: Final[tuple[Column, ...]] = (
 )
 """The order of effects. In another order, a sequence that was preempted and cancelled within one report would return to
 the queue and wait for ever."""
+
+
+# ------------------------------------------------------------ where the pool has groups
+
+
+def bind_pages(state: LedgerState, report: Report) -> None:
+    """Append blocks of leased pages to the tables of their groups."""
+    groups, pages, at = state.config.groups, report.bind_pages, 0
+    if len(report.bind_groups) != len(report.bind):
+        raise ProtocolViolation(f"{len(report.bind)} blocks were bound, to {len(report.bind_groups)} groups")
+    for (sequence_id, block), group in zip(report.bind, report.bind_groups, strict=True):
+        sequence = state.sequences.live.get(sequence_id)
+        if sequence is None or sequence.phase is _WAITING or group >= len(groups):
+            raise ProtocolViolation(
+                f"block {block} was bound to sequence {sequence_id} in group {group}, where there is no table"
+            )
+        others, at = pages[at : at + groups[group].pages - 1], at + groups[group].pages - 1
+        run = sequence.runs[group - 1] if group else None
+        if len(sequence.block_table if run is None else run.table) >= sequence.max_blocks or at > len(pages):
+            raise ProtocolViolation(
+                f"sequence {sequence_id} grew beyond {sequence.max_blocks} blocks in group {group}, or lacks pages"
+            )
+        state.store.pool.bind_pages(block, group, others)
+        if run is None:
+            state.store.append_block(block, sequence)
+        else:
+            state.store.append_run_block(block, sequence, run)
+        if sequence.phase is _RUNNING:
+            state.sequences.growth -= groups[group].pages
+            state.sequences.count_tenant_use(sequence, 0, groups[group].pages)
+    if at != len(pages):
+        raise ProtocolViolation(f"{len(pages)} further pages came with blocks that have {at}")
+
+
+def seal_in_groups(state: LedgerState, seals: Iterable[tuple[BlockId, BlockHash]]) -> None:
+    """Do what `seal_blocks` does; a block of a run is registered after the first group's block of its content."""
+    store, blocks = state.store, state.store.blocks
+    for block, block_hash in seals:
+        store.pool.check_block(block)
+        group, parent = blocks.group[block], None
+        if blocks.state[block] is IN_USE and blocks.hash[block] is None:
+            parent = state.parent_of(block)
+        key, expected = key_of(block_hash, group), blocks.pending[block]
+        if group and parent is not None and parent != block_hash:
+            raise ProtocolViolation(f"block {block} was sealed with another hash than its prompt's")
+        if parent is None or not state.may_publish(block, key, parent):
+            state.totals.ignored_seals += 1
+            continue
+        if expected is not None and expected != key:
+            raise ProtocolViolation(f"block {block} was sealed with another hash than its prompt's")
+        publish = store.publish_block if key in store.cache.entries else store.publish_new_block
+        publish(block, key, parent)
+        if group:
+            continue
+        if block in blocks.awaited:
+            state.count_awaited(block)
+        owner = state.sequences.live.get(blocks.owner[block])
+        if owner is not None and blocks.index[block] == len(owner.block_hashes):
+            owner.block_hashes.append(block_hash)
+
+
+def trim_runs(state: LedgerState, report: Report) -> None:
+    """Release leading blocks of runs that no token reads any more; the tables keep their places."""
+    if len(report.trim_groups) != len(report.trim):
+        raise ProtocolViolation(f"{len(report.trim)} tables were trimmed, of {len(report.trim_groups)} groups")
+    for (sequence_id, count), group in zip(report.trim, report.trim_groups, strict=True):
+        sequence = state.sequences.live.get(sequence_id)
+        if sequence is None:
+            continue
+        if not 0 < group <= len(sequence.runs) or count > len(sequence.runs[group - 1].table):
+            raise ProtocolViolation(f"{count} blocks of sequence {sequence_id} were trimmed in group {group}")
+        run, held = sequence.runs[group - 1], sequence.own_blocks
+        if sequence.retention and state.config.prefix_caching:
+            state.store.retention.mark_blocks(sequence, run.table, run.trimmed, count)
+        state.store.release_blocks([run.table[index] for index in range(run.trimmed, count)])
+        run.table[run.trimmed : count] = [TRIMMED] * (count - run.trimmed)
+        run.trimmed = max(run.trimmed, count)
+        if sequence.phase is SequencePhase.RUNNING:
+            state.sequences.count_tenant_use(sequence, 0, sequence.own_blocks - held)
+
+
+def _with(column: str) -> Callable[[Report], Report | None]:
+    """Return what gives a report where it has entries in a column, and None where not."""
+    return lambda report: report if getattr(report, column) else None
+
+
+GROUP_COLUMNS: Final[tuple[Column, ...]] = (
+    (attrgetter("reserve"), reserve_sequences),
+    (_with("bind"), bind_pages),
+    (attrgetter("seal"), seal_in_groups),
+    (_with("trim"), trim_runs),
+    *(column for column in COLUMNS if column[1] in (take_back_blocks, requeue_preempted, finish_sequences)),
+)
+"""The same order where the pool has groups; no part of a block is copied then."""

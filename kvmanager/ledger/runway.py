@@ -33,8 +33,8 @@ def runway_terms(
     """
     if pressed:
         lease_want = -(-lease_want // RUNWAY_UNDER_PRESSURE)
-    want = min(max(lease_want, stalled), growth)
-    further = running * (config.runway_reach - config.runway_slots) // config.block_size
+    want = min(max(lease_want, stalled * config.stall_pages), growth)
+    further = running * (config.runway_reach - config.runway_slots) // config.block_size * config.stall_pages
     return RunwayTerms(want, min(growth, want + further))
 
 

@@ -6,13 +6,14 @@ import bisect
 import heapq
 from collections import Counter
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from typing import NamedTuple, TypeVar
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.hashing import PARTIAL_HASHES, PARTIAL_PARTS
 from common.contracts.lease import Reserve
 from common.contracts.limits import MAX_WORKER_SEQUENCES
-from common.contracts.types import SequenceId, SequencePhase
+from common.contracts.types import KvGroup, SequenceId, SequencePhase
 from kvmanager.contracts.sequence import Sequence
 
 
@@ -22,16 +23,17 @@ class SequenceTable:
     `running` counts sequences in RUNNING and `admitted` all that hold a block table. `growth` is the number of blocks
     that running sequences may still bind. `partial` is the last sequence that began with a part of its blocks.
     `stalled` are those that the worker named last: they lack a block. `copying` are those whose copy was not reported,
-    the first first, and whether they still hold its source. `tenants` are those with a live sequence.
+    the first first, and whether they still hold its source. `tenants` are those with a live sequence. Where the pool
+    has `groups`, blocks that are bound or held are counted in pages.
     """
 
     __slots__ = (
-        "admitted", "block_size", "copying", "growth", "live", "next_arrival", "partial", "preempting", "queue",
-        "running", "stalled", "tenants",
+        "admitted", "block_size", "copying", "groups", "growth", "live", "next_arrival", "partial", "preempting",
+        "queue", "running", "stalled", "tenants",
     )  # fmt: skip
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, block_size: int, groups: Items[KvGroup] = ()) -> None:
+        self.block_size, self.groups = block_size, groups
         self.live: dict[SequenceId, Sequence] = {}
         self.tenants: dict[str, TenantUse] = {}
         self.queue = WaitingQueue()
@@ -54,7 +56,7 @@ class SequenceTable:
         _check_partial_hashes(reserve, self.block_size)
         if len(self.live) >= MAX_WORKER_SEQUENCES:
             raise ProtocolViolation(f"the worker has more than {MAX_WORKER_SEQUENCES} sequences at once")
-        sequence = Sequence(reserve, arrival, self.block_size, queued_at)
+        sequence = Sequence(reserve, arrival, self.block_size, queued_at, self.groups)
         self.next_arrival = max(self.next_arrival, arrival + 1)
         self.live[sequence.id] = sequence
         if sequence.retention and sequence.fork_of in self.live:

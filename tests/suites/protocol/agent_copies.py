@@ -16,7 +16,8 @@ from tests.suites.protocol.scenario import Guesser
 
 T = TypeVar("T")
 _COLUMNS = (
-    "_reserve", "_bind", "_seal", "_partials", "_copied", "_trim", "_returned", "_preempted", "_finished",
+    "_reserve", "_bind", "_bind_groups", "_bind_pages", "_seal", "_partials", "_copied", "_trim", "_run_trim",
+    "_returned", "_preempted", "_finished",
 )  # fmt: skip
 _PARTS = ("_sequences", "_blocks", "_scheduler", "_report", "_partial_copies")
 
@@ -64,6 +65,7 @@ def _copy_blocks(old: BlockStates) -> BlockStates:
     twin = shallow(old)
     twin.pool, twin.fill, twin.holders = old.pool.copy(), old.fill.copy(), old.holders.copy()
     twin.content = old.content.copy()
+    twin.made = old.made.copy() if old.made is not None else None
     return twin
 
 
@@ -104,6 +106,7 @@ def _copy_sequence(old: Sequence) -> Sequence:
     twin.block_hashes = old.block_hashes.copy()
     twin.partial_hashes = old.partial_hashes.copy()
     twin.block_table = old.block_table.copy()
+    twin.tables = tuple([table.copy() for table in old.tables])
     if isinstance(old.drafter, Guesser):
         twin.drafter = old.drafter.copy()
     return twin
@@ -127,6 +130,9 @@ def _report_key(report: ReportBuilder) -> tuple[object, ...]:
         report._applied,
         tuple(report._reserve),
         tuple(report._bind),
+        tuple(report._bind_groups),
+        tuple(report._bind_pages),
+        tuple(report._run_trim.items()),
         tuple(report._seal),
         tuple(report._partials),
         tuple(report._copied),
@@ -145,6 +151,7 @@ def _sequence_key(sequence: Sequence) -> tuple[object, ...]:
         tuple(sequence.tokens),
         sequence.phase,
         tuple(sequence.block_table),
+        sequence.page_tables(),
         sequence.num_computed_tokens,
         sequence.in_flight,
         sequence.sampling,

@@ -12,7 +12,7 @@ from kvmanager.cache.eviction.lru import LeastRecentlyUsed
 from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.cache.retention import Retention
 from kvmanager.contracts.block import Blocks
-from kvmanager.contracts.sequence import Sequence
+from kvmanager.contracts.sequence import Run, Sequence
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.ledger import Ledger
 from kvmanager.ledger.ledger_state import DecisionLog, LedgerState
@@ -77,7 +77,7 @@ def _copy_store(old: BlockStore, clock: Clock) -> BlockStore:
 
 
 def _copy_sequences(old: SequenceTable) -> SequenceTable:
-    new = SequenceTable(old.block_size)
+    new = SequenceTable(old.block_size, old.groups)
     new.live = {key: _copy_sequence(sequence) for key, sequence in old.live.items()}
     new.tenants, new.copying, new.preempting = old.tenants.copy(), old.copying.copy(), old.preempting.copy()
     new.queue, new.stalled, new.partial = _copy_queue(old.queue), old.stalled, old.partial
@@ -106,6 +106,7 @@ def _copy_pool(old: BlockPool, store: BlockStore) -> BlockPool:
     new.retention = store.retention
     new.marks, new.pinned = store.retention.marks, store.retention.pinned
     new.free, new.leased = old.free.copy(), old.leased
+    new.others, new.cached_others = store.blocks.others, old.cached_others
     return new
 
 
@@ -120,7 +121,7 @@ def _copy_order(old: BlockStore, new: BlockStore) -> EvictionOrder:
 
 
 def _copy_cache(old: PrefixCache, blocks: Blocks) -> PrefixCache:
-    new = PrefixCache(blocks, old._ghost_limit, old._linked)
+    new = PrefixCache(blocks, old._ghost_limit, old._linked, len(old._runs))
     new.entries, new.copies = old.entries.copy(), {key: copies.copy() for key, copies in old.copies.items()}
     new.pending, new.ghosts, new.ambiguous = old.pending.copy(), old.ghosts.copy(), old.ambiguous.copy()
     new.events, new.number = old.events.copy(), old.number
@@ -149,6 +150,13 @@ def _copy_sequence(old: Sequence) -> Sequence:
     for name in Sequence.__slots__:
         setattr(new, name, getattr(old, name))
     new.block_hashes, new.block_table, new.forks = old.block_hashes.copy(), old.block_table.copy(), old.forks.copy()
+    new.runs = tuple([_copy_run(run) for run in old.runs])
+    return new
+
+
+def _copy_run(old: Run) -> Run:
+    new = Run(old.group, old.pages)
+    new.table, new.trimmed = old.table.copy(), old.trimmed
     return new
 
 
@@ -176,12 +184,13 @@ def _age_key(state: LedgerState) -> tuple[object, ...]:
 def _blocks_key(blocks: Blocks) -> tuple[object, ...]:
     states = tuple([state.value for state in blocks.state])
     content = (tuple(blocks.hash), tuple(blocks.pending), tuple(blocks.parent))
-    return (states, tuple(blocks.refs), *content, tuple(blocks.owner), tuple(blocks.index))
+    pages = tuple(blocks.others.items()), bytes(blocks.group)
+    return (states, tuple(blocks.refs), *content, tuple(blocks.owner), tuple(blocks.index), *pages)
 
 
 def _sequence_key(each: Sequence) -> tuple[object, ...]:
     return (
         each.id, each.num_tokens, each.max_blocks, each.priority, each.tenant, tuple(each.block_hashes), each.cacheable,
         each.fork_of, each.phase.value, tuple(each.block_table), each.n_shared, each.trimmed, each.recompute,
-        each.copy_source, each.computed, each.preemptions,
+        each.copy_source, each.computed, each.preemptions, tuple([tuple(run.table) for run in each.runs]),
     )  # fmt: skip

@@ -197,7 +197,7 @@ def mark_calls(blocks: int) -> tuple[list[int], Ledger]:
         admit(ledger, reserve(number, prompt(16 * blocks), retention=tuple(asks)))
         seal(ledger, number, hashes(prompt(16 * blocks)))
         sequence = ledger.state.sequences.live[SequenceId(number)]
-        calls.append(python_calls(partial(ledger.state.store.retention.mark_blocks, sequence)))
+        calls.append(python_calls(partial(ledger.state.store.retention.mark_blocks, sequence, sequence.block_table)))
         finish(ledger, number)
         clock.advance(0.01)
     return calls, ledger

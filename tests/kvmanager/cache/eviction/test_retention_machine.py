@@ -272,7 +272,7 @@ class Machine(RuleBasedStateMachine):
                 if asked.priority > 35 or index >= max(asked.first, sequence.n_shared)
             ]
             self.naive.mark(key, asks, sequence.tenant, now)
-        self.state.store.retention.mark_blocks(sequence)
+        self.state.store.retention.mark_blocks(sequence, sequence.block_table)
         for block, key in zip(reversed(sequence.block_table), reversed(each.chain), strict=True):
             self.state.store.release_blocks((BlockId(block),))
             self.naive.release(key, "ab", now)

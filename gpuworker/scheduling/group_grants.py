@@ -1,0 +1,104 @@
+"""What an admission grants where the pool has groups: which pages its fresh blocks have, and whether it is sound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
+
+from common.contracts.errors import ProtocolViolation
+from common.contracts.lease import Admit, GrantBatch, unread_blocks
+from common.contracts.types import TRIMMED, BlockId, KvGroup, SequenceId
+from gpuworker.scheduling.block_states import BlockStates, PageBlocks
+from gpuworker.scheduling.sequence import Sequence
+
+
+def leading_empty(block_table: tuple[BlockId, ...]) -> int:
+    """Return how many places at the start of a block table have no block."""
+    if not block_table or block_table[0] != TRIMMED:
+        return 0
+    return next((place for place, block in enumerate(block_table) if block != TRIMMED), len(block_table))
+
+
+def fresh_blocks(admit: Admit, groups: Items[KvGroup]) -> Iterator[tuple[int, tuple[BlockId, ...]]]:
+    """Yield the group and the pages of each block that an admission grants anew.
+
+    Raises ProtocolViolation when the blocks lack pages, or there are too many.
+    """
+    at = 0
+    for group, table in enumerate((admit.block_table, *admit.runs)):
+        for block in table[admit.n_shared :]:
+            others = admit.pages[at : at + groups[group].pages - 1]
+            at += groups[group].pages - 1
+            yield group, (block, *others)
+    if at != len(admit.pages):
+        what = f"blocks that have {at} further pages, with {len(admit.pages)} of them"
+        raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")
+
+
+class GroupGrantCheck:
+    """Checks the admissions of one batch, in order. `granted` are the pages that they grant anew, so far."""
+
+    def __init__(self, blocks: BlockStates, made: PageBlocks, block_size: int, groups: Items[KvGroup]) -> None:
+        self._blocks, self._made, self._block_size, self._groups = blocks, made, block_size, groups
+        self._fresh: dict[BlockId, int] = {}
+        self.granted: list[BlockId] = []
+
+    def check(self, admit: Admit, sequence: Sequence | None) -> None:
+        """Raise ProtocolViolation when an admission names no block, one of another group, or one that lacks slots."""
+        runs, shared = admit.runs, admit.n_shared
+        if len(runs) != len(self._groups) - 1 or any(not shared <= len(run) <= len(admit.block_table) for run in runs):
+            lengths = ", ".join(str(len(run)) for run in runs)
+            what = f"runs of {lengths or 'no'} blocks beside a table of {len(admit.block_table)}, {shared} shared"
+            raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")
+        for group, pages in fresh_blocks(admit, self._groups):
+            self._fresh[pages[0]] = group
+            self.granted += pages
+        for block in admit.block_table[:shared]:
+            self._check_group(admit, block, 0)
+        for group, run in enumerate(runs, start=1):
+            self._check_run(admit, sequence, group, run)
+
+    def _check_run(self, admit: Admit, sequence: Sequence | None, group: int, run: tuple[BlockId, ...]) -> None:
+        """Check the shared places of a run: it may lack those alone that no token reads, all at its beginning."""
+        empty, size = leading_empty(run), self._block_size
+        most = unread_blocks(self._groups[group], admit.n_shared * size, size)
+        if empty > most:
+            what = f"a table of group {group} without its first {empty} blocks; it may lack {most}"
+            raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")
+        for place in range(empty, admit.n_shared):
+            self._check_group(admit, run[place], group)
+            self._check_beside(admit, sequence, place, run[place])
+
+    def _check_group(self, admit: Admit, block: BlockId, group: int) -> None:
+        if self._fresh.get(block, self._made.group.get(block)) != group:
+            raise ProtocolViolation(f"sequence {admit.sequence} shares block {block} in group {group}: it is not there")
+
+    def _check_beside(self, admit: Admit, sequence: Sequence | None, place: int, block: BlockId) -> None:
+        """Check that a shared block of a run has the content, and as many slots as the first group's block there.
+
+        A sequence computes a position in all groups at once, so neither may be ahead of the other.
+        """
+        beside, fill, content = admit.block_table[place], self._blocks.fill, self._blocks.content.get(block)
+        if block in self._fresh and beside in self._fresh:
+            return
+        wanted = sequence.block_hashes[place : place + 1] if sequence is not None else None
+        other = content is not None and wanted is not None and wanted != [content.hash]
+        if block in self._fresh or beside in self._fresh or fill[block] != fill[beside] or other:
+            what = f"block {block}, which does not hold what block {beside} of place {place} holds"
+            raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")
+
+
+def check_groups(
+    batch: GrantBatch,
+    blocks: BlockStates,
+    made: PageBlocks,
+    sequences: Mapping[SequenceId, Sequence],
+    block_size: int,
+    groups: Items[KvGroup],
+) -> list[BlockId]:
+    """Check every admission of a batch, and return the pages that they grant anew. Raises as `check` does."""
+    check = GroupGrantCheck(blocks, made, block_size, groups)
+    for admit in batch.admit:
+        check.check(admit, sequences.get(admit.sequence))
+    blocks.refuse_unknown(check.granted)
+    return check.granted

@@ -1,0 +1,56 @@
+"""A sequence's blocks in one group of layers, as pages, where the pool has groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from common.contracts.types import TRIMMED, BlockId
+
+
+class GroupTable:
+    """The pages of a sequence's blocks in one group, `size` a block; `trimmed` leading blocks are TRIMMED."""
+
+    __slots__ = ("_snapshot", "pages", "size", "trimmed")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.empty()
+
+    def __len__(self) -> int:
+        """Return the number of places, trimmed ones included."""
+        return len(self.pages) // self.size
+
+    def empty(self) -> None:
+        self.pages: list[BlockId] = []
+        self.trimmed = 0
+        self._snapshot: tuple[BlockId, ...] | None = None
+
+    def append(self, pages: Items[BlockId]) -> None:
+        """Add a block by its pages, or a trimmed place."""
+        self.pages += pages
+        self._snapshot = None
+
+    def block(self, place: int) -> BlockId:
+        """Return the block at a place: its first page."""
+        return self.pages[place * self.size]
+
+    def blocks(self) -> list[BlockId]:
+        return self.pages[:: self.size]
+
+    def trim(self, count: int) -> list[BlockId]:
+        """Empty the first `count` places, and return the blocks that they had."""
+        gone = self.blocks()[self.trimmed : count]
+        self.pages[self.trimmed * self.size : count * self.size] = [TRIMMED] * (len(gone) * self.size)
+        self.trimmed, self._snapshot = count, None
+        return gone
+
+    def snapshot(self) -> tuple[BlockId, ...]:
+        """Return the pages as a tuple, made anew only after a change."""
+        if self._snapshot is None:
+            self._snapshot = tuple(self.pages)
+        return self._snapshot
+
+    def copy(self) -> GroupTable:
+        twin = GroupTable(self.size)
+        twin.pages, twin.trimmed, twin._snapshot = self.pages.copy(), self.trimmed, self._snapshot
+        return twin
