@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 from common.contracts.errors import Mismatch, ProtocolViolation
 from common.contracts.limits import MAX_BLOCK_PAGES, MAX_GROUP_LAYERS, MAX_IDENTITY_CHARS, MAX_KV_GROUPS
 from common.contracts.types import NO_POOLING, KvGeometry, KvGroup, KvGroupKind, PoolIdentity
+from common.wire.enum_codec import group_kind_from_proto, group_kind_to_proto
 from quire.kvmanager.v1 import kvmanager_pb2
 from quire.types.v1 import types_pb2
-
-_GROUP_KINDS: Final[dict[int, KvGroupKind]] = {
-    types_pb2.KvGroupKind.Value(f"KV_GROUP_KIND_{each.name}"): each for each in KvGroupKind
-}
 
 
 def identity_to_proto(identity: PoolIdentity) -> types_pb2.PoolIdentity:
@@ -67,8 +63,9 @@ def identity_from_proto(message: types_pb2.PoolIdentity) -> PoolIdentity:
 
 
 def _group_to_proto(group: KvGroup) -> types_pb2.KvGroup:
-    kind = types_pb2.KvGroupKind.Value(f"KV_GROUP_KIND_{group.kind.name}")
-    return types_pb2.KvGroup(kind=kind, span=group.span, pages=group.pages, layers=group.layers)
+    return types_pb2.KvGroup(
+        kind=group_kind_to_proto(group.kind), span=group.span, pages=group.pages, layers=group.layers
+    )
 
 
 def _groups_from_proto(messages: Sequence[types_pb2.KvGroup]) -> tuple[KvGroup, ...]:
@@ -77,13 +74,11 @@ def _groups_from_proto(messages: Sequence[types_pb2.KvGroup]) -> tuple[KvGroup, 
         raise ProtocolViolation(f"a pool has {len(messages)} groups of layers; expected at most {MAX_KV_GROUPS}")
     found = []
     for place, message in enumerate(messages):
-        kind = _GROUP_KINDS.get(message.kind)
+        kind = group_kind_from_proto(message.kind)
         is_full = kind is KvGroupKind.FULL
-        if kind is None or is_full != (not place) or is_full != (not message.span):
-            what = (
-                f"kind {message.kind} with a span of {message.span}; expected a full group first, and spans behind it"
-            )
-            raise ProtocolViolation(f"group {place} of a pool is of {what}")
+        if is_full != (not place) or is_full != (not message.span):
+            what = f"{kind.value} with a span of {message.span}; expected a full group first, and spans behind it"
+            raise ProtocolViolation(f"group {place} of a pool is {what}")
         if not 0 < message.pages <= MAX_BLOCK_PAGES or len(message.layers) > MAX_GROUP_LAYERS:
             what = f"{message.pages} pages a block and {len(message.layers)} layers"
             most = f"1 to {MAX_BLOCK_PAGES} pages and at most {MAX_GROUP_LAYERS} layers"

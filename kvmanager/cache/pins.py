@@ -7,12 +7,14 @@ blocks keeps them cached. A tenant's pins take at most a share of a worker's blo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.contracts.errors import FieldViolation, InvalidRequest, NotFound
+from common.contracts.lease import unread_blocks
 from common.contracts.limits import MAX_PIN_NAME_CHARS, MAX_PINNED_BLOCKS, MAX_PINS
-from common.contracts.types import BlockHash
+from common.contracts.types import BlockHash, KvGroup, PoolIdentity
+from kvmanager.contracts.block import group_in, key_of
 from kvmanager.contracts.ledger_config import MOST_RETAINED
 
 
@@ -49,24 +51,39 @@ class Fitting:
     left_out: dict[str, str]
 
 
-def fitting(pins: Iterable[Pin], num_blocks: int, share: float) -> Fitting:
-    """Return which pins a pool of so many blocks takes, the oldest first. A content counts once, for its first pin."""
+def fitting(
+    pins: Iterable[Pin], num_blocks: int, share: float, groups: Sequence[KvGroup] = (), block_size: int = 0
+) -> Fitting:
+    """Return which pins a pool of so many blocks takes, the oldest first. A content counts once, for its first pin.
+
+    Where the pool has groups, it counts pages, and the contents are keys of groups (`key_of`). Of a run, those alone
+    are pinned that a prompt reads which goes on behind the pin.
+    """
     contents, left_out, used = dict[BlockHash, str](), dict[str, str](), Counter[str]()
-    most, most_of_all = int(share * num_blocks), int(MOST_RETAINED * num_blocks)
+    most, most_of_all, unit = int(share * num_blocks), int(MOST_RETAINED * num_blocks), "pages" if groups else "blocks"
     for pin in pins:
-        fresh = dict.fromkeys(pin.block_hashes, pin.tenant)
+        fresh = dict.fromkeys(_keys_of(pin, groups, block_size) if groups else pin.block_hashes, pin.tenant)
         for each in fresh.keys() & contents.keys():
             del fresh[each]
-        if used[pin.tenant] + len(fresh) > most:
-            what = f"pinned for {pin.owner}: {used[pin.tenant]} of at most {most}, {share:g} of {num_blocks} blocks"
-        elif len(contents) + len(fresh) > most_of_all:
-            what = f"pinned in all: {len(contents)} of at most {most_of_all}, half of {num_blocks} blocks"
+        needed = sum(groups[group_in(key)].pages for key in fresh) if groups else len(fresh)
+        if used[pin.tenant] + needed > most:
+            what = f"pinned for {pin.owner}: {used[pin.tenant]} of at most {most}, {share:g} of {num_blocks} {unit}"
+        elif used.total() + needed > most_of_all:
+            what = f"pinned in all: {used.total()} of at most {most_of_all}, half of {num_blocks} {unit}"
         else:
-            used[pin.tenant] += len(fresh)
+            used[pin.tenant] += needed
             contents.update(fresh)
             continue
-        left_out[pin.name] = f"blocks needed: {len(fresh)}; {what}"
+        left_out[pin.name] = f"{unit} needed: {needed}; {what}"
     return Fitting(contents, left_out)
+
+
+def _keys_of(pin: Pin, groups: Sequence[KvGroup], block_size: int) -> Iterator[BlockHash]:
+    end = len(pin.block_hashes)
+    for number, group in enumerate(groups):
+        first = unread_blocks(group, end * block_size, block_size) if number else 0
+        for block_hash in pin.block_hashes[first:]:
+            yield key_of(block_hash, number)
 
 
 def num_listed(pins: Iterable[Pin]) -> int:
@@ -85,6 +102,8 @@ class PinBook:
 
     def __init__(self, share: float) -> None:
         self.share = share
+        self._groups: Sequence[KvGroup] = ()
+        self._block_size = 0
         self._pins: dict[str, Pin] = {}
         # The same pins; another tuple after each change.
         self.pins: tuple[Pin, ...] = ()
@@ -111,9 +130,17 @@ class PinBook:
             raise InvalidRequest(FieldViolation("prompt", f"{what}; at most {MAX_PINNED_BLOCKS} are kept: unpin one"))
         return (*others, pin)
 
+    def follow(self, identity: PoolIdentity) -> None:
+        """Count as the pools of this identity do."""
+        self._groups, self._block_size = identity.kv_geometry.groups, identity.block_size
+
+    def fitting(self, pins: Iterable[Pin], num_blocks: int) -> Fitting:
+        """Return which of these pins a pool of so many blocks takes."""
+        return fitting(pins, num_blocks, self.share, self._groups, self._block_size)
+
     def check_fits(self, pins: Sequence[Pin], worker_id: str, num_blocks: int) -> None:
         """Check that the last of these pins fits a worker. Raises InvalidRequest."""
-        left_out, name = fitting(pins, num_blocks, self.share).left_out, pins[-1].name
+        left_out, name = self.fitting(pins, num_blocks).left_out, pins[-1].name
         if name in left_out:
             what = f"does not fit worker {worker_id}: {left_out[name]}; unpin something, or raise --pin-share"
             raise InvalidRequest(FieldViolation("prompt", what))

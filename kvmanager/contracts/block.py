@@ -23,6 +23,11 @@ def hash_in(key: BlockHash) -> BlockHash:
     return BlockHash(key[:_HASH_BYTES])
 
 
+def group_in(key: BlockHash) -> int:
+    """Return the group in a key."""
+    return key[_HASH_BYTES] if len(key) > _HASH_BYTES else 0
+
+
 class BlockState(Enum):
     """Every block is in exactly one state. A block IN_USE is registered if it has a hash.
 

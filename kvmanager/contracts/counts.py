@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from common.contracts.types import KvGroup
+
 
 @dataclass(slots=True)
 class Totals:
@@ -49,12 +51,22 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupCounts:
+    """The blocks of a group that sequences hold, and those that are cached."""
+
+    group: KvGroup
+    in_use: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
 class PoolCounts:
     """One worker's pool now. Of the waiting sequences, `capacity` lack blocks and `deferred` were not tried yet.
 
     `pinned` counts blocks under a transfer beside the compute stream; nothing makes such transfers yet. `retained` are
     those of the cached blocks that leave last, and `kept_pinned` those that an operator's pins keep even longer.
-    `lacking` are those of the running sequences that can compute nothing before they get a block.
+    `lacking` are those of the running sequences that can compute nothing before they get a block. Where the pool has
+    groups, free, leased, used and cached blocks are counted in pages.
     """
 
     num_blocks: int
@@ -73,3 +85,4 @@ class PoolCounts:
     retained: int = 0
     kept_pinned: int = 0
     lacking: int = 0
+    groups: tuple[GroupCounts, ...] = ()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from common.contracts.types import BlockHash, BlockId, SequencePhase
-from kvmanager.contracts.block import Blocks, BlockState, hash_in
+from kvmanager.contracts.block import CACHED, FREE, IN_USE, LEASED, Blocks, BlockState, hash_in
+from kvmanager.contracts.counts import GroupCounts
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger.block_store import BlockStore
@@ -44,7 +46,10 @@ class SequenceUse:
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """A page of the pool from `first_block` on, a byte of `uses` a block; sequences with the most blocks come first."""
+    """A page of the pool from `first_block` on, a byte of `uses` a block; sequences with the most blocks come first.
+
+    Where the pool has groups, there is a byte for each of its pages, and `groups` has those of their blocks.
+    """
 
     num_blocks: int
     block_size: int
@@ -52,13 +57,14 @@ class BlockMap:
     uses: bytes
     sequences: tuple[SequenceUse, ...]
     num_sequences: int
+    groups: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
     """One block; `references` counts all block tables that hold it, and copies of it that have not run.
 
-    `holders` are the first of the sequences of these block tables.
+    `holders` are the first of the sequences of these block tables. Where the pool has groups, a block has `pages`.
     """
 
     block: BlockId
@@ -68,8 +74,11 @@ class BlockView:
     hash: BlockHash | None
     holders: tuple[SequenceUse, ...]
     figures: tuple[tuple[str, float], ...]
+    group: int = 0
+    pages: tuple[BlockId, ...] = ()
 
 
+_NO_GROUP = 255
 _APART = {BlockState.FREE: BlockUse.FREE, BlockState.LEASED: BlockUse.LEASED, BlockState.CACHED: BlockUse.CACHED}
 
 
@@ -78,10 +87,21 @@ def map_of(store: BlockStore, sequences: SequenceTable, first_block: int, limit:
     there = range(store.config.num_blocks)[first_block : first_block + limit]
     blocks = store.blocks
     first_of = {page: block for block, others in blocks.others.items() for page in others if page in there}
-    uses = bytes(use_of(blocks, BlockId(first_of.get(BlockId(page), page))) for page in there)
+    named = [BlockId(first_of.get(BlockId(page), page)) for page in there]
+    uses = bytes(use_of(blocks, block) for block in named)
+    groups = b""
+    if store.config.groups:
+        groups = bytes(_NO_GROUP if blocks.state[each] in (FREE, LEASED) else blocks.group[each] for each in named)
     ordered = sorted(sequences.live.values(), key=lambda each: (-_num_blocks(each), each.arrival))
     config, greatest = store.config, tuple(_sequence(each, store.config) for each in ordered[:most_sequences])
-    return BlockMap(config.num_blocks, config.block_size, first_block, uses, greatest, len(ordered))
+    return BlockMap(config.num_blocks, config.block_size, first_block, uses, greatest, len(ordered), groups)
+
+
+def uses_of_groups(store: BlockStore) -> tuple[GroupCounts, ...]:
+    """Count the blocks of each group; it looks at each page."""
+    counts = Counter(zip(store.blocks.state, store.blocks.group, strict=True))
+    numbered = enumerate(store.config.groups)
+    return tuple([GroupCounts(group, counts[IN_USE, number], counts[CACHED, number]) for number, group in numbered])
 
 
 def view_of(store: BlockStore, sequences: SequenceTable, block_id: BlockId, most_holders: int) -> BlockView:
@@ -98,8 +118,9 @@ def view_of(store: BlockStore, sequences: SequenceTable, block_id: BlockId, most
         holders = [_sequence(each, store.config) for each, _ in zip(held, range(most_holders), strict=False)]
     figures = store.eviction.known_of(block_id) if blocks.state[block_id] is BlockState.CACHED else ()
     use = use_of(blocks, block_id)
-    key = blocks.hash[block_id]
-    return BlockView(block_id, use, refs, index, key and hash_in(key), tuple(holders), figures)
+    key, pages = blocks.hash[block_id], (block_id, *blocks.others.get(block_id, ()))
+    found = BlockView(block_id, use, refs, index, key and hash_in(key), tuple(holders), figures)
+    return replace(found, group=blocks.group[block_id], pages=pages) if store.config.groups else found
 
 
 def use_of(blocks: Blocks, block: BlockId) -> BlockUse:

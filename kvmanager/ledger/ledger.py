@@ -28,7 +28,7 @@ from kvmanager.ledger import (
     runway,
 )
 from kvmanager.ledger.audit import audit
-from kvmanager.ledger.block_map import BlockMap, BlockView, map_of, view_of
+from kvmanager.ledger.block_map import BlockMap, BlockView, map_of, uses_of_groups, view_of
 from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.preemption import Shortage
 
@@ -220,7 +220,8 @@ class Ledger:
         A content that is not cached now is kept once a sequence has computed it. Between two steps anything but another
         change of the pins may happen.
         """
-        found = fitting(pins, self.state.config.num_blocks, share)
+        config = self.state.config
+        found = fitting(pins, config.num_blocks, share, config.groups, config.block_size)
         retention = self.state.store.retention
         if found.contents:
             yield
@@ -281,9 +282,10 @@ class Ledger:
         retention.expire_terms()
         capacity = 1 if state.admission.blocked_by == "capacity" and waiting else 0
         return PoolCounts(
-            state.config.num_blocks, len(pool.free), pool.leased, pool.in_use, len(pool.cached), 0, sequences.running,
+            state.config.num_blocks, len(pool.free), pool.leased, pool.in_use, pool.cached_pages, 0, sequences.running,
             waiting, len(sequences.preempting), state.worker.last_sent_target or 0, waiting - capacity, capacity,
             state.totals.clone(), retention.count_retained(), retention.pinned_cached, len(self._lacking()),
+            uses_of_groups(state.store) if state.config.groups else (),
         )  # fmt: skip
 
     def drain_index_events(self) -> tuple[IndexEvent, ...]:

@@ -73,6 +73,7 @@ class WorkerRegistry:
         if rejected is not None:
             return rejected
         self.identity = self.identity or attach.identity
+        self.pins.follow(self.identity)
         config, worker = LedgerConfig.of_worker(attach, self._config), attach.worker_id
         ledger = Ledger(config, self._clock, self._decision_ids, worker)
         registration = WorkerRegistration(attach, ledger)

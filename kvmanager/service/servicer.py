@@ -28,11 +28,11 @@ from common.decisions.watch import WatcherLimit
 from common.rpc.interceptor import send
 from common.rpc.roles import peer_of
 from common.untrusted.ids import is_id
-from common.wire.enum_codec import miss_to_proto, phase_to_proto
-from common.wire.packing import unpack_hashes
+from common.wire.enum_codec import group_kind_to_proto, miss_to_proto, phase_to_proto
+from common.wire.packing import pack_blocks, unpack_hashes
 from kvmanager.cache.pins import Pin, PinAtWorker
 from kvmanager.cache.prefix_cache import PrefixMatch
-from kvmanager.contracts.counts import PoolCounts
+from kvmanager.contracts.counts import GroupCounts, PoolCounts
 from kvmanager.contracts.ports import LeaderState
 from kvmanager.contracts.sequence import BlockTable
 from kvmanager.ledger.block_map import BlockMap, BlockView, SequenceUse
@@ -89,6 +89,19 @@ def pool_to_proto(worker_id: str, counts: PoolCounts, stalled: str) -> kvmanager
         stalled=stalled,
         kept_pinned=counts.kept_pinned,
         pinned_evictions=counts.totals.pinned_evictions,
+        groups=map(_group_to_proto, counts.groups),
+    )
+
+
+def _group_to_proto(counts: GroupCounts) -> kvmanager_pb2.GroupUse:
+    group = counts.group
+    return kvmanager_pb2.GroupUse(
+        kind=group_kind_to_proto(group.kind),
+        span=group.span,
+        pages=group.pages,
+        layers=len(group.layers),
+        in_use=counts.in_use,
+        cached=counts.cached,
     )
 
 
@@ -141,6 +154,7 @@ def map_to_proto(found: BlockMap) -> kvmanager_pb2.GetBlockMapResponse:
         uses=found.uses,
         sequences=map(_sequence_to_proto, found.sequences),
         num_sequences=found.num_sequences,
+        groups=found.groups,
     )
 
 
@@ -154,6 +168,8 @@ def block_to_proto(found: BlockView) -> kvmanager_pb2.GetBlockResponse:
         block_hash=found.hash or b"",
         holders=map(_sequence_to_proto, found.holders),
         figures=dict(found.figures),
+        group=found.group,
+        pages=pack_blocks(found.pages),
     )
 
 

@@ -20,7 +20,7 @@ from common.contracts.hashing import KEY_BYTES
 from common.contracts.limits import MAX_PIN_NAME_CHARS, MAX_PINNED_BLOCKS, MAX_PINNED_TENANT_CHARS, MAX_PINS
 from common.contracts.types import BlockHash
 from common.wire.packing import pack_hashes, unpack_hashes
-from kvmanager.cache.pins import Pin, PinAtWorker, fitting, num_listed, one_worker_for_each_size
+from kvmanager.cache.pins import Pin, PinAtWorker, num_listed, one_worker_for_each_size
 from kvmanager.contracts.ports import FenceLost, IndexUnavailable, KeptPins, Leading, PinsUnreadable
 from kvmanager.index.writer import IndexWriter
 from kvmanager.ledger.ledger import Ledger
@@ -98,7 +98,7 @@ class OperatorPins:
         for worker_id, num_blocks in sorted(self._manager.pool_sizes().items()):
             left_out = known.get(num_blocks)
             if left_out is None:
-                left_out = known[num_blocks] = fitting(book.pins, num_blocks, book.share).left_out
+                left_out = known[num_blocks] = book.fitting(book.pins, num_blocks).left_out
                 await asyncio.sleep(0)
             if worker_id in self._manager.pool_sizes():  # it may have left meanwhile
                 there = await self._there(self._manager.ledger(worker_id), pins)

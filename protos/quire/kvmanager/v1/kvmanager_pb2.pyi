@@ -1098,6 +1098,7 @@ class Pool(_message.Message):
     STALLED_FIELD_NUMBER: _builtins.int
     KEPT_PINNED_FIELD_NUMBER: _builtins.int
     PINNED_EVICTIONS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     num_blocks: _builtins.int
     free: _builtins.int
@@ -1123,6 +1124,12 @@ class Pool(_message.Message):
     pinned_evictions: _builtins.int
     @_builtins.property
     def misses_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupUse]:
+        """Where the pool has groups: what each of them holds. All numbers of blocks above are then numbers of pages, but for
+        retained and pinned blocks, evictions and prefix statistics.
+        """
+
     def __init__(
         self,
         *,
@@ -1146,14 +1153,51 @@ class Pool(_message.Message):
         stalled: _builtins.str = ...,
         kept_pinned: _builtins.int = ...,
         pinned_evictions: _builtins.int = ...,
+        groups: _abc.Iterable[Global___GroupUse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "evictions", b"evictions", "free", b"free", "in_use", b"in_use", "kept_pinned", b"kept_pinned", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "pinned", b"pinned", "pinned_evictions", b"pinned_evictions", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "retained", b"retained", "retained_evictions", b"retained_evictions", "running", b"running", "stalled", b"stalled", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "evictions", b"evictions", "free", b"free", "groups", b"groups", "in_use", b"in_use", "kept_pinned", b"kept_pinned", "lease_target", b"lease_target", "leased", b"leased", "misses_by_reason", b"misses_by_reason", "num_blocks", b"num_blocks", "pinned", b"pinned", "pinned_evictions", b"pinned_evictions", "preemptions", b"preemptions", "prefix_hit_blocks", b"prefix_hit_blocks", "prefix_query_blocks", b"prefix_query_blocks", "retained", b"retained", "retained_evictions", b"retained_evictions", "running", b"running", "stalled", b"stalled", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Pool: _TypeAlias = Pool  # noqa: Y015
+
+@_typing.final
+class GroupUse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SPAN_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    IN_USE_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
+    kind: _types_pb2.KvGroupKind.ValueType
+    span: _builtins.int
+    pages: _builtins.int
+    """Pages of one block."""
+    layers: _builtins.int
+    in_use: _builtins.int
+    """Blocks that sequences hold, and blocks that none holds and whose content is known."""
+    cached: _builtins.int
+    def __init__(
+        self,
+        *,
+        kind: _types_pb2.KvGroupKind.ValueType = ...,
+        span: _builtins.int = ...,
+        pages: _builtins.int = ...,
+        layers: _builtins.int = ...,
+        in_use: _builtins.int = ...,
+        cached: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "in_use", b"in_use", "kind", b"kind", "layers", b"layers", "pages", b"pages", "span", b"span"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupUse: _TypeAlias = GroupUse  # noqa: Y015
 
 @_typing.final
 class GetBlockMapRequest(_message.Message):
@@ -1192,11 +1236,16 @@ class GetBlockMapResponse(_message.Message):
     USES_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     block_size: _builtins.int
     first_block: _builtins.int
     uses: _builtins.bytes
     num_sequences: _builtins.int
+    groups: _builtins.bytes
+    """Where the pool has groups, all of this is about pages: a page is used as its block is. The group of each page's block,
+    a byte each; 255 for a page of no block.
+    """
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceUse]:
         """The sequences with the most blocks, at most 256, and how many live in all. Those of one page are those of all."""
@@ -1210,10 +1259,11 @@ class GetBlockMapResponse(_message.Message):
         uses: _builtins.bytes = ...,
         sequences: _abc.Iterable[Global___SequenceUse] | None = ...,
         num_sequences: _builtins.int = ...,
+        groups: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "first_block", b"first_block", "num_blocks", b"num_blocks", "num_sequences", b"num_sequences", "sequences", b"sequences", "uses", b"uses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "first_block", b"first_block", "groups", b"groups", "num_blocks", b"num_blocks", "num_sequences", b"num_sequences", "sequences", b"sequences", "uses", b"uses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1311,6 +1361,8 @@ class GetBlockResponse(_message.Message):
     BLOCK_HASH_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
     FIGURES_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
     block: _builtins.int
     use: Global___BlockUse.ValueType
     references: _builtins.int
@@ -1319,6 +1371,9 @@ class GetBlockResponse(_message.Message):
     """Its place in each of them."""
     block_hash: _builtins.bytes
     """16 bytes; empty while its content has no hash."""
+    group: _builtins.int
+    """Where the pool has groups: the block's group, and its pages, packed. `block` is the first of them."""
+    pages: _builtins.bytes
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceUse]:
         """Sequences that hold it, at most 16."""
@@ -1337,10 +1392,12 @@ class GetBlockResponse(_message.Message):
         block_hash: _builtins.bytes = ...,
         holders: _abc.Iterable[Global___SequenceUse] | None = ...,
         figures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        group: _builtins.int = ...,
+        pages: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "block_hash", b"block_hash", "figures", b"figures", "holders", b"holders", "index", b"index", "references", b"references", "use", b"use"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "block_hash", b"block_hash", "figures", b"figures", "group", b"group", "holders", b"holders", "index", b"index", "pages", b"pages", "references", b"references", "use", b"use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,10 +11,11 @@ from common.contracts.clock import ManualClock
 from common.contracts.errors import InvalidRequest, NotFound
 from common.contracts.lease import LAST_BLOCK, CachedBlock, Inventory, RetainedBlocks
 from common.contracts.limits import MAX_PINNED_BLOCKS, MAX_PINS
-from common.contracts.types import BlockHash, DecisionKind, MissReason
+from common.contracts.types import BlockHash, DecisionKind, KvGroup, KvGroupKind, MissReason
 from kvmanager.cache import retention
 from kvmanager.cache.pins import Pin, PinBook, fitting, one_worker_for_each_size
 from kvmanager.cache.retention_terms import Mark
+from kvmanager.contracts.block import key_of
 from kvmanager.contracts.ledger_config import EvictionName
 from tests.kvmanager.cache.eviction.test_retention import cached, others, serve
 from tests.support.kvmanager.ledgers import admit, hashes, make_ledger, prompt, reserve
@@ -243,6 +244,15 @@ def test_a_common_beginning_counts_once() -> None:
     pins = [Pin("a", "t", numbered(0, 20), 320), Pin("b", "t", numbered(0, 25), 400)]
     found = fitting(pins, 100, 0.25)
     assert (len(found.contents), found.left_out) == (25, {})
+
+
+def test_where_the_pool_has_groups_a_pin_takes_pages_and_the_window_at_its_end() -> None:
+    groups = KvGroup(KvGroupKind.FULL, 0, 4, ()), KvGroup(KvGroupKind.WINDOW, 32, 21, ())
+    pin = Pin("a", "t", numbered(0, 10), 160)
+    found = fitting([pin], 328, 0.25, groups, 16)
+    assert list(found.contents) == [*pin.block_hashes, *(key_of(each, 1) for each in pin.block_hashes[8:])]
+    (left_out,) = fitting([pin], 327, 0.25, groups, 16).left_out.values()
+    assert left_out == "pages needed: 82; pinned for tenant t: 0 of at most 81, 0.25 of 327 pages"
 
 
 def pinned(book: PinBook, given: Pin, **pools: int) -> tuple[Pin, ...]:
