@@ -15,6 +15,7 @@ from router.contracts.index_answer import IndexAnswer
 from router.contracts.ports import DecisionSink
 from router.placement.admission import AdmissionLimiter, AdmissionLimits
 from router.placement.routing import Router
+from router.placement.run_rule import RunRule
 from router.placement.run_search import RunSearch
 from router.placement.worker_model import Capacity, Load, WorkerModel
 from router.requests.dispatcher import Dispatcher
@@ -64,9 +65,9 @@ class ReplayIndex:
 
     connected = True
 
-    def __init__(self, window: int = 0, block_size: int = 16) -> None:
-        """`window` is in slots; 0: some layer has none."""
-        self._window, self._block_size = window, block_size
+    def __init__(self, rule: RunRule | None = None) -> None:
+        """`rule` is that of the pool; None: hits are the leading blocks."""
+        self._rule = rule
         self._holders: dict[BlockHash, dict[str, None]] = {}
         self._slots: dict[str, int] = {}
         self.changes = 0
@@ -77,7 +78,7 @@ class ReplayIndex:
         return sum(map(len, self._holders.values()))
 
     async def lookup(self, block_hashes: Sequence[BlockHash]) -> IndexAnswer:
-        return IndexAnswer(self._search(block_hashes) if self._window else self._hits(block_hashes))
+        return IndexAnswer(self._search(self._rule, block_hashes) if self._rule else self._hits(block_hashes))
 
     def _hits(self, block_hashes: Sequence[BlockHash]) -> dict[str, int]:
         hits: dict[str, int] = {}
@@ -91,10 +92,10 @@ class ReplayIndex:
                 return hits
         return hits | dict.fromkeys(alive or (), len(block_hashes))
 
-    def _search(self, block_hashes: Sequence[BlockHash]) -> Mapping[str, int]:
+    def _search(self, rule: RunRule, block_hashes: Sequence[BlockHash]) -> Mapping[str, int]:
         """Look for runs of blocks as a router does in Redis."""
         live = {slot: (worker_id, _GENERATION) for worker_id, slot in self._slots.items()}
-        search = RunSearch(live, unpack_entries, self._window, self._block_size, len(block_hashes))
+        search = RunSearch(live, unpack_entries, rule, len(block_hashes))
         while places := search.wanted():
             search.feed([self._value(block_hashes[place]) for place in places])
         return search.hits()

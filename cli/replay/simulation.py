@@ -30,6 +30,7 @@ from kvmanager.ledger.registry import WorkerRegistry
 from router.placement.fair_queue import Flow
 from router.placement.placement_request import PlacementRequest
 from router.placement.routing import Router
+from router.placement.run_rule import rule_of
 from router.placement.worker_model import Capacity
 from router.requests.dispatcher import Job, LoadReservation
 from router.tenants.tenancy import Tenant
@@ -264,8 +265,8 @@ class _Simulation:
     def __init__(self, loop: VirtualLoop, trace: Trace, options: ReplayOptions) -> None:
         self._loop, self._clock, self._trace, self._options = loop, VirtualClock(loop), trace, options
         self._decisions, self._contents = _Decisions(), Contents(trace.block_size)
-        self._index = ReplayIndex(options.window, options.block_size)
         geometry = replace(_GEOMETRY, window=options.window)
+        self._index = ReplayIndex(rule_of(geometry, options.block_size))
         identity = PoolIdentity("replay", "none", options.block_size, geometry)
         self._root = root_digest("replay", "none", options.block_size)
         self._identity, ids = identity, itertools.count(1)

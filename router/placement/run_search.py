@@ -1,9 +1,13 @@
-"""How many leading blocks of a prompt a worker need not compute, where every layer of the model has a window.
+"""How many leading blocks of a prompt a worker need not compute, where it keeps K/V of windows or chunks.
 
-A run of blocks counts that reaches back from its end as far as the next token sees: r blocks with a window of W slots,
-where r is (W - 1) / block size, rounded up. So a run that counts begins with the first block, or has r blocks at least.
-Each run that counts therefore has one of the blocks 0, r, 2r, ... These are read first. Further blocks are read only
-beside those that a worker holds, the deepest first, until its deepest run that counts is known.
+A run of blocks counts that reaches back from its end as far as the next token sees (`run_rule.py`). With one window of
+W slots these are r blocks, where r is (W - 1) / block size, rounded up: a run that counts begins with the first block,
+or has r blocks at least. So each run that counts has one of the blocks 0, r, 2r, ..., the probes; chunks have others.
+Probes are read first. Further blocks are read only beside those that a worker holds, the deepest first, until its
+deepest run that counts is known.
+
+At a chunk's boundary the next token sees nothing before it. The full layers of the model do, and their blocks are in no
+index. A worker that has a block registered has all full blocks up to it, so that the block before is asked for.
 
 The workers of a block are the bits of one integer. All workers are followed at once, by a few operations a block: each
 block of a long prompt may have hundreds of holders, and other ones than its neighbours.
@@ -16,8 +20,8 @@ from functools import reduce
 from operator import or_
 from typing import Final, TypeAlias
 
-from common.contracts.lease import blocks_before_window
 from router.placement.prefix_holders import WINDOWS, Entry
+from router.placement.run_rule import RunRule
 
 _NOBODY: Final = ("", -1)
 _MOST: Final = WINDOWS[-1]
@@ -38,28 +42,30 @@ class RunSearch:
         self,
         live: Mapping[int, tuple[str, int]],
         unpack: Callable[[bytes], Sequence[Entry]],
-        window: int,
-        block_size: int,
+        rule: RunRule,
         length: int,
     ) -> None:
         """`live` gives (worker id, generation) by slot; other entries do not count.
 
-        `length` is the number of all block hashes; `window` and `block_size` are in slots.
+        `rule` says which blocks a boundary needs; `length` is the number of all block hashes.
         """
         self._unpack, self._bits = unpack, _Bits(live)
-        self._window, self._block_size, self._length = window, block_size, length
-        self._stride = max(1, -(-(window - 1) // block_size))
-        # Workers of each block that was read. A stretch goes from one of the blocks 0, r, 2r, ... to the block before
-        # the next of them.
+        self._rule, self._length = rule, length
+        # A stretch goes from a probe to the block before the next one.
+        self._probes = rule.probes(length)
+        if self._probes[1:] and self._probes[-1] == length - 1 and self._latest_begin(length) < self._probes[-2]:
+            # A run to the end of all blocks must not begin before the stretch that is before its own.
+            del self._probes[-1]
+        # Workers of each block that was read.
         self._holders: dict[int, Workers] = {}
         self._last: tuple[bytes | None, Workers] = (None, 0)
-        self._queue = list(range(0, length, self._stride))
+        self._queue = list(self._probes)
         # The stretches that were asked for whole; by the stretch to look at, the workers whose deepest run that counts
         # is not known; and the ends of the runs that are known, by the number of the worker's bit.
         self._asked: set[int] = set()
         self._open: dict[int, Workers] = {}
         self._ends: dict[int, int] = {}
-        # Whether blocks 0, r, 2r, ... were read.
+        # Whether the probes were read.
         self.probed = not self._queue
 
     @property
@@ -105,9 +111,9 @@ class RunSearch:
     def _deepest(self) -> dict[int, Workers]:
         """Return by stretch the workers that hold its first block, and that of no later stretch."""
         deepest, found = dict[int, Workers](), 0
-        for place in reversed(range(0, self._length, self._stride)):
-            if new := self._holders.get(place, 0) & ~found:
-                deepest[place // self._stride] = new
+        for stretch in reversed(range(len(self._probes))):
+            if new := self._holders.get(self._probes[stretch], 0) & ~found:
+                deepest[stretch] = new
                 found |= new
         return deepest
 
@@ -129,7 +135,7 @@ class RunSearch:
 
     def _split(self, stretch: int, workers: Workers) -> tuple[Workers, Workers]:
         """Return the workers that hold a stretch's first block, and the others: their runs begin further back."""
-        here = workers & self._holders.get(stretch * self._stride, 0)
+        here = workers & self._holders.get(self._probes[stretch], 0)
         return here, workers ^ here
 
     def _missing(self, stretch: int) -> list[int]:
@@ -147,7 +153,7 @@ class RunSearch:
             return 0
         before, failed = self._holders_before(stretch, workers), 0
         for end, ending in self._ends_within(stretch, workers):
-            distance = max(0, stretch * self._stride - self._latest_begin(end))
+            distance = max(0, self._probes[stretch] - self._latest_begin(end))
             counting = ending & before[distance] if distance < len(before) else 0
             ends.update(dict.fromkeys(_numbers(counting), end))
             failed |= ending ^ counting
@@ -175,12 +181,12 @@ class RunSearch:
         yield places.stop, workers
 
     def _places(self, stretch: int) -> range:
-        return range(stretch * self._stride, min((stretch + 1) * self._stride, self._length))
+        last = stretch + 1 == len(self._probes)
+        return range(self._probes[stretch], self._length if last else self._probes[stretch + 1])
 
     def _latest_begin(self, end: int) -> int:
         """Return the last block with which a run may begin that counts and has this end."""
-        read = end - 1 if end == self._length else end
-        return blocks_before_window(read * self._block_size, self._window, self._block_size)
+        return min(end - 1, self._rule.first_block(end - 1 if end == self._length else end))
 
 
 class _Bits(dict[Entry, Workers]):

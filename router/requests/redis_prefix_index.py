@@ -2,9 +2,9 @@
 
 The router reads many keys by one script: redis-py costs some ten microseconds a command, so a pipeline of GETs costs
 ten times as much. The script cuts each value where it no longer counts; MGET would bring whatever somebody wrote into
-Redis. The router reads growing windows of block hashes and stops at the first window with a hole. Where every layer of
-the model has an attention window, it reads a few blocks and then those around hits. At its limit a lookup ends with the
-hits that are known by then. A Redis that keeps failing is skipped: a missing answer costs hits, never a request.
+Redis. The router reads growing windows of block hashes and stops at the first window with a hole. Where
+layers keep K/V of windows or chunks, it reads a few blocks and then those around hits. At its limit a lookup ends with
+the hits that are known by then. A Redis that keeps failing is skipped: a missing answer costs hits, never a request.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from router.contracts.ports import KnownPool
 from router.observe.diagnosis.words import duration
 from router.placement.breaker import CircuitBreaker
 from router.placement.prefix_holders import PrefixHolders, windows
+from router.placement.run_rule import RunRule, rule_of
 from router.placement.run_search import RunSearch
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ class RedisPrefixIndex:
         self._owners: dict[int, SlotOwner] = {}
         self._looked: dict[int, float] = {}
         self._namespace = ""
+        self._rule: RunRule | None = None
         # Whether the index has named a worker.
         self._named_workers = False
         self._failing_since, self._last_failure = 0.0, ""
@@ -159,9 +161,10 @@ class RedisPrefixIndex:
         namespace = identity.namespace
         if namespace != self._namespace:
             self._namespace, self._owners, self._looked, self._named_workers = namespace, {}, {}, False
+            self._rule = rule_of(identity.kv_geometry, identity.block_size)
         await self._look_up_owners(lookup, self._older_than(OWNER_SECONDS, self._owners))
-        if identity.kv_geometry.window:
-            return await self._search(lookup, identity, block_hashes)
+        if self._rule is not None:
+            return await self._search(lookup, self._rule, block_hashes)
         match = await self._match(lookup, block_hashes)
         if await self._look_up_owners(lookup, self._older_than(DEAD_SECONDS, match.unknown)):
             match = await self._match(lookup, block_hashes)
@@ -183,12 +186,9 @@ class RedisPrefixIndex:
                 break
         return match
 
-    async def _search(
-        self, lookup: _Lookup, identity: PoolIdentity, block_hashes: Sequence[BlockHash]
-    ) -> Mapping[str, int]:
+    async def _search(self, lookup: _Lookup, rule: RunRule, block_hashes: Sequence[BlockHash]) -> Mapping[str, int]:
         """Look for runs of blocks. The first blocks name every worker that has one, so new owners are read then."""
-        seen, size, length = identity.kv_geometry.window, identity.block_size, len(block_hashes)
-        search, is_first = RunSearch(self._live(), unpack_entries, seen, size, length), True
+        search, is_first = RunSearch(self._live(), unpack_entries, rule, len(block_hashes)), True
         while places := search.wanted():
             values = await lookup.read([block_hashes[place] for place in places])
             if values is None:
@@ -197,7 +197,7 @@ class RedisPrefixIndex:
             if is_first and search.probed:
                 is_first = False
                 if await self._look_up_owners(lookup, self._older_than(DEAD_SECONDS, search.unknown)):
-                    search = RunSearch(self._live(), unpack_entries, seen, size, length)
+                    search = RunSearch(self._live(), unpack_entries, rule, len(block_hashes))
         return search.hits()
 
     async def _look_up_owners(self, lookup: _Lookup, slots: Sequence[int]) -> bool:

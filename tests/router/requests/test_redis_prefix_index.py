@@ -6,7 +6,7 @@ import asyncio
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from common.contracts.clock import ManualClock
 from common.contracts.index_format import SlotOwner, pack_entry, prefix_key_root, slot_key
 from common.contracts.limits import MAX_INDEX_VALUE_BYTES
-from common.contracts.types import BlockHash, KvGeometry, PoolIdentity
+from common.contracts.types import BlockHash, KvGeometry, KvGroup, KvGroupKind, PoolIdentity
 from common.process.local_redis import LocalRedis
 from common.process.redis_client import open_redis
 from router.placement.breaker import CircuitBreaker
@@ -370,12 +370,23 @@ def _started() -> LocalRedis:
     return server
 
 
-async def test_where_every_layer_has_a_window_hits_need_no_first_blocks(
-    redis_url: str, redis_client: Redis, clock: ManualClock
+_FULL = KvGroup(KvGroupKind.FULL, 0, 1, (0,))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"window": 32},
+        {"groups": (_FULL, KvGroup(KvGroupKind.WINDOW, 32, 3, (1,)))},
+        {"groups": (_FULL, KvGroup(KvGroupKind.WINDOW, 16, 1, (1,)), KvGroup(KvGroupKind.WINDOW, 32, 1, (2,)))},
+    ],
+)
+async def test_where_layers_have_windows_hits_need_no_first_blocks(
+    redis_url: str, redis_client: Redis, clock: ManualClock, shape: dict[str, Any]
 ) -> None:
     """A window of 32 slots covers two blocks of 16; the index is read to its end, beyond windows without any hit."""
     client = open_redis(redis_url, PATIENT_S)
-    windowed = replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, window=32))
+    windowed = replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, **shape))
     index = RedisPrefixIndex(client, KnownRouter(windowed), clock, PATIENT_S)
     try:
         root = prefix_key_root(windowed.namespace)
