@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.contracts.lease import blocks_needed
 from router.placement.worker_model import Capacity, WorkerModel
 
 
@@ -89,8 +88,10 @@ def too_large(capacity: Capacity, placement: PlacementRequest) -> str:
     """Return why a worker of this capacity can never hold the request; "": it can."""
     if placement.max_len > capacity.max_model_len:
         return f"{TOO_LARGE}: {placement.max_len} tokens of at most {capacity.max_model_len}"
-    needed = blocks_needed(placement.prompt_tokens, placement.max_len, capacity.block_size, capacity.window)
-    return f"{TOO_LARGE}: {needed} blocks of {capacity.num_blocks} in its pool" if needed > capacity.num_blocks else ""
+    needed = capacity.blocks(placement.prompt_tokens, placement.max_len)
+    if needed > capacity.num_blocks:
+        return f"{TOO_LARGE}: {needed} {capacity.unit} of {capacity.num_blocks} in its pool"
+    return ""
 
 
 def may_recover(worker: WorkerModel, placement: PlacementRequest) -> bool:

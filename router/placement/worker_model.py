@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.contracts.lease import blocks_before_window, blocks_needed
+from common.contracts.lease import blocks_needed, held_blocks, unread_blocks
+from common.contracts.types import KvGroup
 from router.placement.rates import CountRate, Rates, StepLine
+from router.placement.run_rule import groups_of
 
 
 class WorkerState(StrEnum):
@@ -31,7 +33,11 @@ IDLE_HEARTBEAT_S = 3.4
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The limits that a worker reported when it connected."""
+    """The limits that a worker reported when it connected.
+
+    Where the pool has groups of layers, `num_blocks` and all counts of blocks that a worker holds or needs are of
+    pages. Hits are blocks of tokens at every pool.
+    """
 
     num_blocks: int
     block_size: int
@@ -41,33 +47,45 @@ class Capacity:
     window: int = 0
     # Whether the worker keeps blocks for prompts to come.
     prefix_caching: bool = True
+    groups: tuple[KvGroup, ...] = ()
 
-    def blocks(self, tokens: int) -> int:
-        """Return the blocks that so many tokens hold at once."""
-        return blocks_needed(tokens, tokens, self.block_size, self.window)
+    @property
+    def unit(self) -> str:
+        """What the pool counts, in the plural."""
+        return "pages" if self.groups else "blocks"
+
+    def blocks(self, tokens: int, max_len: int) -> int:
+        """Return the blocks that a sequence of so many tokens needs at once; `max_len` bounds prompt and output."""
+        return blocks_needed(tokens, max_len, self.block_size, self.window, self.groups)
 
     def fresh_blocks(self, tokens: int, hit_blocks: int) -> int:
         """Return the blocks that so many tokens need beside hits. Hits that left the window hold no block."""
-        read = hit_blocks - blocks_before_window(hit_blocks * self.block_size, self.window, self.block_size)
-        return max(0, min(self.blocks(tokens) - read, -(-tokens // self.block_size) - hit_blocks))
+        whole = -(-tokens // self.block_size)
+        return sum([each.pages * self._fresh(each, whole, hit_blocks) for each in groups_of(self.window, self.groups)])
+
+    def _fresh(self, group: KvGroup, whole: int, hit_blocks: int) -> int:
+        size = self.block_size
+        read = hit_blocks - unread_blocks(group, hit_blocks * size, size)
+        return max(0, min(held_blocks(group, whole, size) - read, whole - hit_blocks))
 
     def fork_shares(self, tokens: int, hit_blocks: int) -> int:
         """Return how many blocks of its prompt a fork does not compute; its parent has so many hits.
 
-        They are all full blocks before the last token. Where every layer has a window, they are among the blocks of the
-        parent's first grant. If hits left the window, no sequence shares a block before it is full: the hits are all.
+        They are all full blocks before the last token. Where layers have windows or chunks, they are among the blocks
+        of the parent's first grant. If hits left a window, no sequence shares a block before it is full: the hits are
+        all.
         """
-        most = (tokens - 1) // self.block_size
-        if not self.window:
-            return most
-        if blocks_before_window(hit_blocks * self.block_size, self.window, self.block_size):
+        size, most = self.block_size, (tokens - 1) // self.block_size
+        runs = [each for each in groups_of(self.window, self.groups) if each.span]
+        if any(unread_blocks(each, hit_blocks * size, size) for each in runs):
             return min(most, hit_blocks)
-        return min(most, max(self.blocks(tokens), hit_blocks + 1))
+        granted = [max(held_blocks(each, -(-tokens // size), size), hit_blocks + 1) for each in runs]
+        return min([most, *granted])
 
     def fork_load(self, tokens: int, hit_blocks: int) -> tuple[int, int]:
         """Return the tokens that a fork of a prompt computes, and the blocks that it needs."""
         shared = self.fork_shares(tokens, hit_blocks)
-        if shared == (tokens - 1) // self.block_size:
+        if not self.groups and shared == (tokens - 1) // self.block_size:
             # The last block is copied where it can be; the last token has to be computed again.
             return 1, 1
         return tokens - shared * self.block_size, max(1, self.fresh_blocks(tokens, shared))

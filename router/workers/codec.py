@@ -144,6 +144,7 @@ def facts_from_proto(info: pb.WorkerInfo) -> WorkerFacts:
         info.max_model_len,
         identity.kv_geometry.window,
         info.prefix_caching,
+        identity.kv_geometry.groups,
     )
     return WorkerFacts(info.worker_id, info.incarnation, identity, capacity, info.vocab_size, tuple(info.eos_token_ids))
 

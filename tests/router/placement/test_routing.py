@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from common.contracts.clock import ManualClock
-from common.contracts.types import Decision
+from common.contracts.types import Decision, KvGroup, KvGroupKind
 from router.placement.placement_request import PlacementOutcome, too_large
 from router.placement.routed_prefixes import RoutedPrefixes
 from router.placement.routing import TIE_SECONDS, Router
@@ -109,6 +109,14 @@ def test_with_a_window_the_blocks_that_a_request_holds_at_once_must_fit(
     assert too_large(capacity, placement(prompt=100, output=8)) == reason
     found = router().route(placement(prompt=100, output=8), [worker("w0", capacity=capacity)], {})
     assert found.outcome is (PlacementOutcome.TOO_LARGE if reason else PlacementOutcome.PLACED)
+
+
+@pytest.mark.parametrize(("num_blocks", "reason"), [(66, ""), (65, "too large: 66 pages of 65 in its pool")])
+def test_with_groups_the_pages_of_all_groups_must_fit(num_blocks: int, reason: str) -> None:
+    """27 blocks of two pages of the full layers, and 4 blocks of three pages of the window."""
+    groups = (KvGroup(KvGroupKind.FULL, 0, 2, (0,)), KvGroup(KvGroupKind.WINDOW, 8, 3, (1,)))
+    capacity = Capacity(num_blocks, block_size=4, max_num_seqs=4, max_model_len=512, groups=groups)
+    assert too_large(capacity, placement(prompt=100, output=8)) == reason
 
 
 def test_a_larger_worker_that_is_busy_is_waited_for() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from common.contracts.types import KvGroup, KvGroupKind
 from router.placement.worker_model import Capacity, Load, WorkerModel, WorkerState
 
 CAPACITY = Capacity(num_blocks=100, block_size=16, max_num_seqs=8, max_model_len=1024)
@@ -133,3 +134,82 @@ def test_a_worker_without_a_manager_is_trusted_for_a_while() -> None:
 def test_hits_that_left_the_window_hold_no_block(window: int, tokens: int, hit_blocks: int, fresh: int) -> None:
     """A window of 32 needs two blocks of 16 before the next token, and two more."""
     assert replace(CAPACITY, window=window).fresh_blocks(tokens, hit_blocks) == fresh
+
+
+def paged(*runs: KvGroup) -> Capacity:
+    """Return a pool with blocks of 4, of which one of the full layers is two pages."""
+    full = KvGroup(KvGroupKind.FULL, 0, 2, (0, 3))
+    return Capacity(num_blocks=100, block_size=4, max_num_seqs=8, max_model_len=1024, groups=(full, *runs))
+
+
+WINDOW = KvGroup(KvGroupKind.WINDOW, 8, 3, (1,))
+CHUNK = KvGroup(KvGroupKind.CHUNK, 12, 1, (2,))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "tokens", "pages"),
+    [
+        (paged(WINDOW), 16, 4 * 2 + 4 * 3),
+        (paged(WINDOW), 17, 5 * 2 + 4 * 3),
+        (paged(WINDOW), 100, 25 * 2 + 4 * 3),
+        (paged(CHUNK), 100, 25 * 2 + 5 * 1),
+        (paged(WINDOW, CHUNK), 100, 25 * 2 + 4 * 3 + 5 * 1),
+    ],
+)
+def test_with_groups_a_sequence_holds_pages_of_each(capacity: Capacity, tokens: int, pages: int) -> None:
+    """A window of 8 stands in 4 blocks of 4 at most, a chunk of 12 in 5."""
+    assert capacity.blocks(tokens, tokens) == pages
+    assert capacity.fresh_blocks(tokens, 0) == pages
+    assert capacity.unit == "pages"
+
+
+@pytest.mark.parametrize(
+    ("capacity", "tokens", "hit_blocks", "pages"),
+    [
+        (paged(WINDOW), 100, 1, 24 * 2 + 3 * 3),
+        (paged(WINDOW), 100, 10, 15 * 2 + 2 * 3),
+        (paged(WINDOW), 44, 10, 1 * 2 + 1 * 3),
+        (paged(WINDOW), 40, 10, 0),
+        (paged(CHUNK), 100, 9, 16 * 2 + 5 * 1),
+        (paged(CHUNK), 100, 10, 15 * 2 + 4 * 1),
+        (paged(WINDOW, CHUNK), 100, 10, 15 * 2 + 2 * 3 + 4 * 1),
+    ],
+)
+def test_with_groups_hits_hold_the_pages_that_are_still_read(
+    capacity: Capacity, tokens: int, hit_blocks: int, pages: int
+) -> None:
+    """At block 10 a window of 8 reads two blocks, and a chunk of 12 one; at block 9 a chunk begins."""
+    assert capacity.fresh_blocks(tokens, hit_blocks) == pages
+
+
+@pytest.mark.parametrize(
+    ("capacity", "tokens", "hit_blocks", "shares", "pages"),
+    [
+        (paged(WINDOW), 15, 0, 3, 1 * 2 + 1 * 3),
+        (paged(WINDOW), 102, 0, 4, 22 * 2 + 2 * 3),
+        (paged(WINDOW), 102, 1, 4, 22 * 2 + 2 * 3),
+        (paged(WINDOW), 102, 10, 10, 16 * 2 + 2 * 3),
+        (paged(CHUNK), 102, 0, 5, 21 * 2 + 3 * 1),
+        (paged(CHUNK), 102, 3, 3, 23 * 2 + 5 * 1),
+        (paged(WINDOW, CHUNK), 102, 0, 4, 22 * 2 + 2 * 3 + 4 * 1),
+    ],
+)
+def test_with_groups_a_fork_shares_what_no_window_left_and_copies_nothing(
+    capacity: Capacity, tokens: int, hit_blocks: int, shares: int, pages: int
+) -> None:
+    """It computes all tokens behind the blocks that it shares, those of a partial last block too."""
+    assert capacity.fork_shares(tokens, hit_blocks) == shares
+    assert capacity.fork_load(tokens, hit_blocks) == (tokens - 4 * shares, pages)
+
+
+@pytest.mark.parametrize("window", [0, 1, 8, 11])
+@pytest.mark.parametrize("tokens", [1, 4, 16, 17, 60])
+def test_a_group_of_all_layers_is_a_pool_without_groups(window: int, tokens: int) -> None:
+    """With pages as large as blocks; then blocks of one group are counted as those of the pool."""
+    kind = KvGroupKind.WINDOW if window else KvGroupKind.FULL
+    plain = Capacity(100, 4, 8, 1024, window)
+    one = replace(plain, window=0, groups=(KvGroup(kind, window, 1, (0, 1)),))
+    assert one.blocks(tokens, tokens) == plain.blocks(tokens, tokens)
+    for hits in range((tokens - 1) // 4 + 1):
+        assert one.fresh_blocks(tokens, hits) == plain.fresh_blocks(tokens, hits)
+        assert one.fork_shares(tokens, hits) == plain.fork_shares(tokens, hits)

@@ -10,15 +10,39 @@ from google.rpc import status_pb2
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.hashing import little_endian_int32
-from common.contracts.types import Constraint, ConstraintKind, SamplingParams
+from common.contracts.types import (
+    Constraint,
+    ConstraintKind,
+    KvGeometry,
+    KvGroup,
+    KvGroupKind,
+    PoolIdentity,
+    SamplingParams,
+)
+from common.wire.identity_codec import identity_to_proto
 from common.wire.sampling_codec import sampling_from_proto
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from quire.types.v1 import types_pb2
-from router.placement.worker_model import Load
-from router.workers.codec import Submission, events_of, load_from_proto, refusal_from_proto, submit_to_proto
+from router.placement.worker_model import Capacity, Load
+from router.workers.codec import (
+    Submission,
+    events_of,
+    facts_from_proto,
+    load_from_proto,
+    refusal_from_proto,
+    submit_to_proto,
+)
 from router.workers.worker_events import Lost, PromptScored, Refused, TokensSampled, WorkerTime
 
+GROUPS = (KvGroup(KvGroupKind.FULL, 0, 2, (0, 3)), KvGroup(KvGroupKind.CHUNK, 64, 1, (1, 2)))
 FLAGS = ("manager_attached", "draining", "migrating")
+
+
+@pytest.mark.parametrize(("window", "groups"), [(0, ()), (32, ()), (0, GROUPS)])
+def test_a_capacity_has_the_window_or_the_groups_of_the_pool(window: int, groups: tuple[KvGroup, ...]) -> None:
+    identity = PoolIdentity("m", "t", 16, KvGeometry(4, 1, 8, 8, "float32", window, groups=groups))
+    info = pb.WorkerInfo(worker_id="w0", identity=identity_to_proto(identity), num_blocks=9, max_num_seqs=2)
+    assert facts_from_proto(info).capacity == Capacity(9, 16, 2, 0, window, prefix_caching=False, groups=groups)
 
 
 def test_stop_strings_stay_at_the_router_and_the_rest_of_the_sampling_goes() -> None:
