@@ -3,7 +3,7 @@
 The router reads windows of 32, 128 and then 512 block hashes. It stops at the first window of which no worker holds
 every block: a worker that lacks a block cannot use any later one.
 
-Where every layer of the model has a window, a worker can use blocks whose ancestors are gone (`run_search.py`).
+Where the index is of windows or chunks, a worker can use blocks whose ancestors are gone (`run_search.py`).
 """
 
 from __future__ import annotations

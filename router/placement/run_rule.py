@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 
-from common.contracts.lease import unread_blocks
+from common.contracts.lease import unread_blocks, window_blocks
 from common.contracts.types import KvGeometry, KvGroup, KvGroupKind
 
 
@@ -32,6 +32,15 @@ def rule_of(geometry: KvGeometry, block_size: int) -> RunRule | None:
     """Return the rule of a pool; None where hits are the leading blocks: no group has a window or chunks."""
     runs = [each for each in groups_of(geometry.window, geometry.groups) if each.span]
     return RunRule(runs, block_size) if runs else None
+
+
+def most_unfinished(geometry: KvGeometry, block_size: int) -> int | None:
+    """Return how many leading blocks a prompt may share while another request computes them; None: all of them.
+
+    A sequence gets the blocks of a window or of chunks as it goes on, so nobody shares more than its first ones.
+    """
+    runs = [each for each in groups_of(geometry.window, geometry.groups) if each.span]
+    return min([window_blocks(each.span, block_size) for each in runs], default=None)
 
 
 class RunRule:

@@ -29,6 +29,7 @@ from router.placement.placement_request import (
 )
 from router.placement.routed_prefixes import BURST_SECONDS, MEMORY_SECONDS, RoutedPrefixes
 from router.placement.routing import Choice, Router
+from router.placement.run_rule import most_unfinished
 from router.placement.slot_shares import Shares, SlotShares
 from router.placement.worker_model import WorkerModel
 from router.workers.client import WorkerClient
@@ -492,10 +493,17 @@ class Dispatcher:
         return self._router.route(request, workers, self._hits(job, published), self._pool.absent(), decision_id)
 
     def _hits(self, job: Job, published: Mapping[str, int] | None) -> dict[str, int]:
-        """Return the leading blocks that each worker has, as the index or the router's own memory says."""
-        age = MEMORY_SECONDS if published is None else BURST_SECONDS
-        hits = self._memory.lookup(job.block_hashes, self._clock.monotonic(), age)
-        for name, blocks in (published or {}).items():
+        """Return the leading blocks that each worker has, as the index or the router's own memory says.
+
+        Beside an index, the memory is of blocks that are being computed: of windows, few of these are shared.
+        """
+        now = self._clock.monotonic()
+        if published is None:
+            return self._memory.lookup(job.block_hashes, now, MEMORY_SECONDS)
+        identity = self._pool.identity
+        most = most_unfinished(identity.kv_geometry, identity.block_size)
+        hits = self._memory.lookup(job.block_hashes[:most], now, BURST_SECONDS)
+        for name, blocks in published.items():
             hits[name] = max(blocks, hits.get(name, 0))
         return hits
 

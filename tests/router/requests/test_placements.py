@@ -10,15 +10,16 @@ import pytest
 
 from common.contracts.errors import QuireError, Unavailable
 from common.contracts.turns import BY_AGE
-from common.contracts.types import BlockHash, DecisionKind
+from common.contracts.types import BlockHash, DecisionKind, KvGroup, KvGroupKind
 from router.placement.fair_queue import PASSED_SECONDS
 from router.placement.placement_request import PlacementRequest
 from router.placement.worker_model import Capacity, Load, WorkerModel
 from router.requests.dispatcher import Job, LoadReservation
 from router.workers.client import WorkerClient
-from tests.support.router.fake_worker import FakeWorker
+from tests.support.router.fake_worker import IDENTITY, FakeWorker
 from tests.support.router.frontend_harness import (
     CLOCK,
+    FixedIndex,
     Harness,
     ends_of,
     frontend_over,
@@ -159,6 +160,33 @@ async def test_a_prefix_counts_where_it_was_sent_if_the_worker_keeps_blocks(pref
             for reservation in placement.reservations:
                 reservation.release()
         assert found == [0, hits]
+
+
+_FULL = KvGroup(KvGroupKind.FULL, 0, 1, (0,))
+
+
+@pytest.mark.parametrize(
+    ("shape", "answers", "hits"),
+    [
+        ({}, True, 9),
+        ({"window": 8}, True, 4),
+        ({"groups": (_FULL, KvGroup(KvGroupKind.WINDOW, 8, 1, (1,)))}, True, 4),
+        ({"groups": (_FULL, KvGroup(KvGroupKind.CHUNK, 12, 1, (1,)))}, True, 5),
+        ({"groups": (_FULL, KvGroup(KvGroupKind.WINDOW, 8, 1, (1,)))}, False, 9),
+    ],
+)
+async def test_beside_an_index_the_first_blocks_of_a_window_count_where_they_were_sent(
+    shape: dict[str, Any], answers: bool, hits: int
+) -> None:
+    """Others are shared once they are computed, and then the index has them; without one the router's memory counts."""
+    worker = FakeWorker(identity=replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, **shape)))
+    async with frontend_over(worker, index=FixedIndex({} if answers else None)) as harness:
+        wanted = replace(job().request, prompt_tokens=40, max_len=43)
+        again = Job(wanted, [BlockHash(bytes([place]) * 16) for place in range(9)], 0, None)
+        for expected in (0, hits):
+            placement = await harness.dispatcher.place_job(again, harness.dispatcher.ticket(0))
+            assert dict(placement.decision.candidates[0].figures)["hit_blocks"] == expected
+            placement.reservations[0].release()
 
 
 async def full(harness: Harness) -> LoadReservation:
