@@ -52,7 +52,7 @@ class Cause(StrEnum):
     BELOW_BLOCK = "below_block"
     WHOLE_BLOCKS = "whole_blocks"
     CACHE_OFF = "cache_off"
-    BEING_COMPUTED = "being_computed"
+    WINDOW_MISSING = "window_missing"
     OTHER_DOMAIN = "other_domain"
     STALE_INDEX = "stale_index"
     HOT_WORKER = "hot_worker"
@@ -186,8 +186,9 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
     Cause.CACHE_OFF: Advice(
         "Turn the cache on, in the request or in the worker's options, unless it is meant to be off.", "cache-off"
     ),
-    Cause.BEING_COMPUTED: Advice(
-        "Do nothing: once those blocks are computed, the next such prompt has them as hits.", "being-computed"
+    Cause.WINDOW_MISSING: Advice(
+        "Do nothing for one prompt, because the next such one has that window, and add memory if many prompts lack it.",
+        "window-missing",
     ),
     Cause.OTHER_DOMAIN: Advice(
         "Let clients name one shared_domain, or send one cache_salt, if the prompt is public.", "other-cache-domain"

@@ -22,7 +22,7 @@ _REASONS: Final[Mapping[str, str]] = {
     "evicted": "prefixes that were evicted",
     "below_block": "prompts shorter than a block",
     "disabled": "requests that do not use the cache",
-    "windowed": "prompts that another request was computing",
+    "windowed": "prompts whose windows were being computed, or evicted",
     "full_hit": "last tokens, which are always computed",
     "capped": "last tokens, which are always computed",
     "rest": "tokens without a reason",
@@ -33,7 +33,7 @@ _MISS_CAUSES: Final[Mapping[str, Cause]] = {
     "evicted": Cause.EVICTED,
     "below_block": Cause.BELOW_BLOCK,
     "disabled": Cause.CACHE_OFF,
-    "windowed": Cause.BEING_COMPUTED,
+    "windowed": Cause.WINDOW_MISSING,
 }
 _PHASE_CAUSES: Final[Mapping[str, Cause]] = {
     Phase.READING: Cause.READING,

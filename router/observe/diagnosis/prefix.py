@@ -22,7 +22,7 @@ from router.placement.routing import TOO_LATE
 _NO_MISS: Final = frozenset({"full_hit", "capped"})
 _AT_ONCE: Final = {
     "disabled": Cause.CACHE_OFF,
-    "windowed": Cause.BEING_COMPUTED,
+    "windowed": Cause.WINDOW_MISSING,
     "below_block": Cause.BELOW_BLOCK,
 }
 # Causes of a miss where the index did not say which other worker has the prompt.
@@ -122,8 +122,8 @@ def _plain_words(cause: Cause, outcome: Outcome) -> str:
     same = count(outcome.other_domain_tokens, "token")
     return {
         Cause.CACHE_OFF: "the prefix cache was not used for it",
-        Cause.BEING_COMPUTED: "another request was computing the same tokens; where every layer has a window, "
-        "few unfinished blocks are shared",
+        Cause.WINDOW_MISSING: f"{worker} had no more of what the model's windows or chunks read before a later token; "
+        "another request was computing that, or it was evicted",
         Cause.BELOW_BLOCK: f"it is shorter than a block, which has {count(size, 'token')}",
         Cause.OTHER_DOMAIN: f"its first {same} were sent in another cache domain ({outcome.other_domain}), "
         "and not in its own",

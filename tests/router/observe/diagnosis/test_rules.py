@@ -495,7 +495,7 @@ HIT = (option("w0", 0.2), option("w1", 2.4, hits=6))
     [
         (replace(UNSEEN, miss="below_block"), (), Cause.BELOW_BLOCK, "shorter than a block, which has 16 tokens"),
         (replace(UNSEEN, miss="disabled"), (), Cause.CACHE_OFF, "was not used"),
-        (replace(UNSEEN, miss="windowed"), (), Cause.BEING_COMPUTED, "another request was computing the same tokens"),
+        (replace(UNSEEN, miss="windowed"), (), Cause.WINDOW_MISSING, "another request was computing that, or it"),
         (replace(UNSEEN, other_domain_tokens=64, other_domain="blue"), (), Cause.OTHER_DOMAIN, "cache domain (blue)"),
         (replace(UNSEEN, miss="evicted"), (), Cause.EVICTED, "to make room for r5"),
         (UNSEEN, (option("w0", 0.2, hits=5),), Cause.STALE_INDEX, "w0 was expected to hold 80 tokens"),
