@@ -19,6 +19,7 @@ from rich.text import Text
 
 from cli.views.cutting import cut
 from quire.client import Manager, Model, Status, Worker
+from router.observe.pool_words import pages_words
 
 _LEAST_ID: Final = 8
 _ENDLESS: Final = 10_000  # columns
@@ -66,6 +67,8 @@ class StatusView:
             f"block size {model.identity.block_size}{_pooling(model)}; Redis {redis}{draining}"
         )
         yield Text(f"{status.queued_requests} requests queued, {status.running_requests} running")
+        if pages := pages_words(model.identity.kv_geometry, model.identity.block_size):
+            yield Text(pages)
 
 
 def _pooling(model: Model) -> str:

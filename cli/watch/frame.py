@@ -51,6 +51,7 @@ def frame(snapshot: Snapshot, choice: Choice, width: int, height: int) -> list[T
     head = [
         *_head(snapshot),
         *map(Text, _managers(snapshot)),
+        *([Text(snapshot.pages)] if snapshot.pages else []),
         *(Text(f"! {each}", "yellow") for each in snapshot.troubles[:3]),
         Text(),
     ]

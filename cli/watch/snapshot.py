@@ -14,12 +14,13 @@ from cli.why.pages import Lister
 from common.contracts.types import DecisionKind
 from common.wire.decision_codec import decision_from_proto
 from quire.api.status import error_from_rpc
-from quire.client import Status
+from quire.client import Model, Status
 from quire.decision.v1 import decision_pb2
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from router.observe.diagnosis.outcome import Outcome, outcome_of
+from router.observe.pool_words import pages_words
 
 _PATIENCE_S: Final = 5.0
 
@@ -48,7 +49,7 @@ WINDOW_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """One worker. Blocks are in numbers; None where the KV manager does not say."""
+    """One worker. Blocks are in numbers, or in pages; None where the KV manager does not say."""
 
     worker_id: str
     state: str
@@ -72,7 +73,8 @@ class Ended:
 class Snapshot:
     """`ended` are the requests that ended in the last WINDOW_S seconds, oldest first.
 
-    `managers` say in words which KV manager of a group leads, `troubles` what is wrong.
+    `managers` say in words which KV manager of a group leads, `troubles` what is wrong, and `pages` what the pages are
+    where a pool counts these; else it is empty.
     """
 
     clock: str
@@ -83,12 +85,14 @@ class Snapshot:
     ended: tuple[Ended, ...]
     troubles: tuple[str, ...] = ()
     managers: tuple[str, ...] = ()
+    pages: str = ""
 
 
 async def taken(channel: grpc.aio.Channel) -> Snapshot:
     """Ask the routers and, through them, the KV manager. Raises AioRpcError when no router answers."""
     stub, now_ns = rpc.InferenceServiceStub(channel), time.time_ns()
     status = await stub.GetStatus(pb.GetStatusRequest(), timeout=_PATIENCE_S)
+    model = Model.from_proto(await stub.GetModel(pb.GetModelRequest(), timeout=_PATIENCE_S))
     loads = await stub.GetLoads(pb.GetLoadsRequest(), timeout=_PATIENCE_S)
     pools, failure = await pools_of(channel)
     since = now_ns - int(WINDOW_S * 1e9)
@@ -100,7 +104,8 @@ async def taken(channel: grpc.aio.Channel) -> Snapshot:
     troubles = tuple(_troubles(status, failure, stalled(pools), found.silent_routers))
     managers = tuple(f"{each.address} {role_of(each)}" for each in Status.from_proto(status).managers)
     figures = (status.version, status.queued_requests, status.running_requests)
-    return Snapshot(clock, *figures, rows, ended, troubles, managers)
+    pages = pages_words(model.identity.kv_geometry, model.identity.block_size)
+    return Snapshot(clock, *figures, rows, ended, troubles, managers, pages)
 
 
 def _row(load: pb.WorkerLoad, pool: kvmanager_pb2.Pool | None) -> WorkerRow:

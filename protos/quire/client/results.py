@@ -7,8 +7,18 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from quire.api.types import FinishReason, KvGeometry, MissReason, PoolIdentity, TokenLogprobs, Usage
+from quire.api.types import (
+    FinishReason,
+    KvGeometry,
+    KvGroup,
+    KvGroupKind,
+    MissReason,
+    PoolIdentity,
+    TokenLogprobs,
+    Usage,
+)
 from quire.inference.v1 import inference_pb2 as pb
+from quire.types.v1 import types_pb2
 
 _RecordT = TypeVar("_RecordT")
 
@@ -120,7 +130,8 @@ class Model:
 
     @staticmethod
     def from_proto(message: pb.GetModelResponse) -> Model:
-        geometry = record(KvGeometry, message.identity.kv_geometry)
+        shape = message.identity.kv_geometry
+        geometry = record(KvGeometry, shape, groups=tuple(map(_group, shape.groups)))
         return Model(
             name=message.model,
             max_model_len=message.max_model_len,
@@ -131,11 +142,17 @@ class Model:
         )
 
 
+def _group(message: types_pb2.KvGroup) -> KvGroup:
+    kind = types_pb2.KvGroupKind.Name(message.kind).removeprefix("KV_GROUP_KIND_")
+    return KvGroup(KvGroupKind[kind], message.span, message.pages, tuple(message.layers))
+
+
 @dataclass(frozen=True, slots=True)
 class Worker:
     """One worker as the router sees it. `state`: connected, connecting, draining, hung or mismatched.
 
-    `unheld_blocks` counts blocks that are free, or cached and evictable. `reason` says why the router avoids a worker.
+    `unheld_blocks` counts blocks that are free, or cached and evictable. Where the identity of the model has groups of
+    layers, both counts are of pages. `reason` says why the router avoids a worker.
     """
 
     worker_id: str

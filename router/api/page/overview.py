@@ -17,6 +17,7 @@ from router.api.page.query import Query
 from router.api.page.records import MOST
 from router.api.page.requests import Requests, ended_of
 from router.observe.diagnosis.outcome import Outcome
+from router.observe.pool_words import pages_of_block, pages_words
 from router.observe.status import RouterStatus
 
 Json = dict[str, Any]
@@ -38,10 +39,13 @@ class Overview:
         pools, failure = await self._pools()
         ended = await self._requests.ended(MOST)
         model = self._status.model()
+        geometry, block_size = model.identity.kv_geometry, model.identity.block_size
         return {
             "version": status.version,
             "model": model.name,
-            "block_size": model.identity.block_size,
+            "block_size": block_size,
+            "block_pages": pages_of_block(geometry),
+            "pages": pages_words(geometry, block_size),
             "running": running_of(loads),
             "waiting": waiting_of(loads, status.queued_requests),
             "troubles": troubles(status, failure),

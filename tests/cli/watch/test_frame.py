@@ -55,6 +55,12 @@ def test_the_screen_is_the_golden_one() -> None:
     assert shown == GOLDEN.read_text().splitlines()
 
 
+def test_a_pool_of_pages_says_what_they_are() -> None:
+    words = "Blocks are counted in pages: 16 tokens take 1 in full layers"
+    shown = lines(replace(SNAPSHOT, pages=words))
+    assert shown.index(words) == lines().index("! gpuworker-5f7d9c6b8-x2x7q: no heartbeat for 7.1 s")
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 60), (20, 8)])
 @pytest.mark.parametrize("count", [0, 1, 500])
 def test_a_frame_fits_its_screen(width: int, height: int, count: int) -> None:

@@ -19,6 +19,7 @@ from quire.decision.v1 import decision_pb2_grpc as decisions_rpc
 from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
+from quire.types.v1 import types_pb2 as types
 from router.observe.diagnosis.outcome import Outcome, figures_of, texts_of
 from tests.support.terminal import Terminal
 
@@ -34,6 +35,14 @@ def outcome(name: str, seconds: float) -> Decision:
 
 
 class Router(rpc.InferenceServiceServicer):
+    async def GetModel(self, request: pb.GetModelRequest, context: object) -> pb.GetModelResponse:
+        groups = [
+            types.KvGroup(kind=types.KV_GROUP_KIND_FULL, pages=2),
+            types.KvGroup(kind=types.KV_GROUP_KIND_WINDOW, span=64, pages=3),
+        ]
+        identity = types.PoolIdentity(block_size=16, kv_geometry=types.KvGeometry(groups=groups))
+        return pb.GetModelResponse(model="m", identity=identity)
+
     async def GetStatus(self, request: pb.GetStatusRequest, context: object) -> pb.GetStatusResponse:
         lost = pb.ManagerStatus(address="10.0.0.9:50052", state_seconds=7300.0)
         return pb.GetStatusResponse(
@@ -124,3 +133,6 @@ async def test_one_screen_and_json_for_programs(command: list[str]) -> None:
     line = "10.0.0.9:50052 has not been reached for 2 h"
     assert json.loads(whole)["managers"] == [line]
     assert f"KV managers: {line}" in screen
+    pages = "Blocks are counted in pages: 16 tokens take 2 in full layers and 3 in windows of 64"
+    assert json.loads(whole)["pages"] == pages
+    assert pages[:76] in screen

@@ -42,7 +42,8 @@ export class Blocks {
   }
 
   async refresh() {
-    const { workers } = await load("overview");
+    const { workers, pages } = await load("overview");
+    this.paged = pages;
     this.pool = workers.find((each) => each.worker === (this.worker || workers[0]?.worker));
     const names = workers.map((each) => each.worker);
     if (!this.worker) this.worker = names[0] ?? "";
@@ -57,7 +58,8 @@ export class Blocks {
 
   show() {
     const found = this.found;
-    this.note.textContent = `${count(found.num_blocks)} blocks of ${count(found.block_size)} slots, ${count(this.pool?.in_use)} in use by ${count(found.num_sequences)} live sequences`;
+    const units = this.paged ? "pages" : `blocks of ${count(found.block_size)} slots`;
+    this.note.textContent = `${count(found.num_blocks)} ${units}, ${count(this.pool?.in_use)} in use by ${count(found.num_sequences)} live sequences${this.paged ? `. ${this.paged}` : ""}`;
     replace(this.legend, legend(this.counts().map((each, at) => [...USES[at + 1], each])));
     this.showPages();
     this.showSequences();

@@ -61,7 +61,7 @@ export class Overview {
     for (const each of Object.values(this.charts)) each.read(null);
     this.showHead(found);
     this.showFigures(found);
-    this.showWorkers(found.workers);
+    this.showWorkers(found.workers, found.pages);
     this.showHits(found.hits);
     this.showMemory(found);
     this.showSlow(found.slowest);
@@ -89,7 +89,7 @@ export class Overview {
     );
   }
 
-  showWorkers(workers) {
+  showWorkers(workers, pages) {
     const rows = workers.map((each) => {
       const known = each.in_use !== null;
       const parts = STATES.map(([name, title, mark]) => ({ name: title, mark, value: each[name] ?? 0, title: `${title}: ${count(each[name])}` }));
@@ -102,7 +102,7 @@ export class Overview {
         known ? h("p", { class: "counts" }, STATES.map(([name, title]) => h("span", {}, `${title} `, h("b", {}, count(each[name])))), h("span", {}, "Evicted ", h("b", {}, count(each.evictions))), h("span", {}, "Preempted ", h("b", {}, count(each.preemptions)))) : null,
       );
     });
-    replace(this.workers, rows.length ? [legend(STATES.map(([, title, mark]) => [title, mark])), ...rows] : h("p", { class: "empty" }, "No worker is known."));
+    replace(this.workers, rows.length ? [legend(STATES.map(([, title, mark]) => [title, mark])), pages ? h("p", { class: "note" }, pages) : null, ...rows] : h("p", { class: "empty" }, "No worker is known."));
   }
 
   showHits(hits) {
@@ -122,7 +122,7 @@ export class Overview {
     const [stored, paged, contiguous, context] = ["stored", "paged", "contiguous", "context"].map((name) => last(history[name]) ?? 0);
     this.memoryCard.hidden = !contiguous;
     if (!contiguous) return;
-    const leased = workers.reduce((sum, each) => sum + (each.leased ?? 0), 0) * found.block_size;
+    const leased = Math.round((workers.reduce((sum, each) => sum + (each.leased ?? 0), 0) * found.block_size) / found.block_pages);
     const row = (name, slots, extra) => [
       h("span", { class: "bar-name" }, name),
       stack([{ name: "tokens", mark: "c-sealed", value: stored }, { name: "not filled", mark: "c-missed", value: slots - stored }], context, `${name}: ${count(slots)} slots, ${count(stored)} filled`),
