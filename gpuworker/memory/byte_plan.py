@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from common.contracts.lease import blocks_needed
-from common.contracts.types import KvGeometry
-from gpuworker.memory.layout import Pool, kept_numbers, pools_of
+from common.contracts.lease import blocks_needed, held_blocks
+from common.contracts.types import KvGeometry, KvGroup, KvGroupKind
+from gpuworker.memory.layout import SCALED, Pool, kept_numbers, page_layout, pools_of
 
 TIB, GIB, MIB, KIB = 1 << 40, 1 << 30, 1 << 20, 1 << 10
-# The types of K and V, and the bytes of one number. The last two carry a float32 scale for each (slot, head).
+# The types of K and V, and the bytes of one number.
 KV_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
-SCALED: Final = ("int8", "fp8")
 _SCALE_BYTES = 4
-_CONTEXTS = (1024, 4096, 16384)
+_CONTEXTS, _CONTEXTS_OF_GROUPS = (1024, 4096, 16384), (1024, 8192, 65536)
 # Rows of logits that score prompts in one step: more would cost memory, fewer would make many small steps.
 _LEAST_SCORED, _MOST_SCORED, _SCORED_BYTES = 16, 256, 64 << 20
 
@@ -26,7 +26,9 @@ def max_scored_tokens(vocab_size: int) -> int:
 
 
 def bytes_per_block(geometry: KvGeometry, block_size: int) -> int:
-    """Return the bytes of one block in all layers, K, V, their scales and index keys together."""
+    """Return the bytes of one block in all layers, K, V, their scales and index keys; of a page with groups."""
+    if geometry.groups:
+        return _bytes_of_pool(Pool(page_layout(geometry).lanes, ()), block_size)
     return sum(_bytes_of_pool(pool, block_size) for pool in pools_of(geometry))
 
 
@@ -39,13 +41,17 @@ def _bytes_of_pool(pool: Pool, block_size: int) -> int:
     return geometry.num_layers * block_size * per_token
 
 
-def longest_sequence(wanted: int, num_blocks: int, block_size: int, window: int) -> int:
+def longest_sequence(wanted: int, num_blocks: int, block_size: int, window: int, groups: Sequence[KvGroup] = ()) -> int:
     """Return the length of the longest sequence that a pool holds, at most `wanted` tokens.
 
     Where every layer has a window, a pool that holds the window holds every length.
     """
-    fits = blocks_needed(wanted, wanted, block_size, window) <= num_blocks
-    return wanted if fits else num_blocks * block_size
+    if blocks_needed(wanted, wanted, block_size, window, groups) <= num_blocks:
+        return wanted
+    whole = range(1, num_blocks + 1)  # more blocks never need fewer pages
+    return block_size * bisect_right(
+        whole, num_blocks, key=lambda blocks: blocks_needed(blocks * block_size, 0, block_size, window, groups)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,7 @@ class BytePlan:
     graphs: int = 0
     window: int = 0
     state_bytes: int = 0  # of one sequence, for layers that keep a state in place of K and V
+    groups: tuple[KvGroup, ...] = ()  # where there are some, blocks above are pages
 
     @property
     def kv(self) -> int:
@@ -85,7 +92,21 @@ class BytePlan:
 
     def sequences_of(self, tokens: int) -> int:
         """Return how many sequences of this many tokens fit at once."""
-        return self.num_blocks // blocks_needed(tokens, tokens, self.block_size, self.window)
+        return self.num_blocks // self.needed(tokens)
+
+    def needed(self, tokens: int) -> int:
+        """Return the blocks, or the pages, that a sequence of this many tokens holds at once."""
+        return blocks_needed(tokens, tokens, self.block_size, self.window, self.groups)
+
+    def _of_groups(self) -> Iterator[str]:
+        """Yield a line for each group of layers."""
+        longest = -(-self.max_model_len // self.block_size)
+        for group in self.groups:
+            words = "all tokens" if group.kind is KvGroupKind.FULL else f"{group.kind} of {group.span}"
+            layers, pages = _counted(len(group.layers), "layer"), _counted(group.pages, "page")
+            token = in_words(group.pages * self.block_bytes // self.block_size)
+            most = _counted(held_blocks(group, longest, self.block_size), "block")
+            yield f"    {words:<16} {layers}, {pages} a block, {token} a token, at most {most} a sequence"
 
     def _of_states(self) -> str:
         tokens = round(self.state_bytes * self.block_size / self.block_bytes)
@@ -93,12 +114,14 @@ class BytePlan:
         return f"{self.max_num_seqs} sequences, {each}; prompts share no blocks"
 
     def lines(self) -> list[str]:
+        unit = "pages" if self.groups else "blocks"
         blocks = (
-            f"{self.num_blocks} blocks of {self.block_size} slots in {self.kv_dtype}, {in_words(self.block_bytes)} each"
+            f"{self.num_blocks} {unit} of {self.block_size} slots in {self.kv_dtype}, {in_words(self.block_bytes)} each"
         )
         whole = self.max_model_len == self.model_limit
         limit = "the model's limit" if whole else f"the model allows {self.model_limit}"
-        fits = [f"{self.sequences_of(n)} of {n // 1024}k" for n in _CONTEXTS if n < self.max_model_len]
+        contexts = _CONTEXTS_OF_GROUPS if self.groups else _CONTEXTS
+        fits = [f"{self.sequences_of(n)} of {n // 1024}k" for n in contexts if n < self.max_model_len]
         fits.append(f"{self.sequences_of(self.max_model_len)} of the longest")
         return [
             f"memory of {self.device}: {in_words(self.total)}, {in_words(self.free)} free beside the weights",
@@ -107,11 +130,16 @@ class BytePlan:
             *([f"  CUDA graphs  {in_words(self.graphs):>10}"] if self.graphs else []),
             f"  token table  {in_words(self.token_table):>10}",
             f"  KV cache     {in_words(self.kv):>10}  {blocks}",
+            *self._of_groups(),
             *([f"  states       {in_words(self.states):>10}  {self._of_states()}"] if self.state_bytes else []),
             f"  left         {in_words(self.left):>10}",
             f"longest context: {self.max_model_len} tokens ({limit})",
             f"sequences that fit at once: {', '.join(fits)}; at most {self.max_num_seqs} run in a step",
         ]
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def in_words(count: int) -> str:

@@ -5,7 +5,7 @@ is contiguous, which suits vector loads, and a block of a layer is one contiguou
 int8 or fp8 cache each (slot, head) has a scale of its own, in pools `[layer, block, kv_head, block_size]`. Where V is a
 prefix of K (`KvGeometry.values_in_keys`), it is a view of K's pool, and K's scales are its own. Layers of another shape
 have pools of their own (`gpuworker/memory/layout.py`). Layers with an indexer keep index keys beside K and V, in a pool
-`[layer, block, block_size, size]` of a type of its own.
+`[layer, block, block_size, size]` of a type of its own. Where layers are groups, blocks are pages and layers are lanes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
+from copy import copy as copied
 
 import torch
 
 from common.contracts.lease import Copy
 from common.contracts.types import KvGeometry
 from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES
-from gpuworker.memory.layout import IndexKey, pools_of
+from gpuworker.memory.layout import IndexKey, page_layout, pools_of
 
 
 class KvCache:
@@ -28,7 +29,8 @@ class KvCache:
     On a CPU the system maps the pages of a pool at their first write, as large pages where it can. Blocks lie
     scattered, and each small page costs a walk through the page table. `key_scales` and `value_scales` [layer, block,
     kv_head, block_size] float32 are None unless the cache is quantised. Where layers differ, `parts` has a cache for
-    each shape, in the order of `pools_of`; `keys` and `values` are theirs alone.
+    each shape, in the order of `pools_of`; `keys` and `values` are theirs alone. Where layers are groups, `lanes` is
+    the cache of all pages, and `parts` are the same memory, seen with each shape.
     """
 
     keys: torch.Tensor
@@ -48,9 +50,15 @@ class KvCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.parts: tuple[KvCache, ...] = ()
+        self.lanes: KvCache | None = None
         self.key_scales: torch.Tensor | None = None
         self.value_scales: torch.Tensor | None = None
         self.index_keys: torch.Tensor | None = None
+        if geometry.groups:
+            layout = page_layout(geometry)
+            self.lanes = lanes = KvCache(layout.lanes, num_blocks, block_size, device)
+            self.parts = tuple(lanes._seen_with(shape, shares) for shape, shares in layout.shapes)
+            return
         if geometry.shapes:
             made = (KvCache(pool.geometry, num_blocks, block_size, device, pool.index) for pool in pools_of(geometry))
             self.parts = tuple(made)
@@ -71,12 +79,27 @@ class KvCache:
     @property
     def pools(self) -> list[torch.Tensor]:
         """The tensors that lie in memory of their own: K, V, their scales, index keys; less where V lies in K."""
+        if self.lanes is not None:
+            return self.lanes.pools
         if self.parts:
             return [pool for part in self.parts for pool in part.pools]
         found = [self.keys, self.key_scales, self.index_keys]
         if not self.geometry.values_in_keys:
             found += [self.values, self.value_scales]
         return [pool for pool in found if pool is not None]
+
+    def _seen_with(self, geometry: KvGeometry, shares: int) -> KvCache:
+        """Return the same memory with layers of another shape, of which a block of these holds `shares` blocks."""
+        if geometry == self.geometry:
+            return self
+        seen = copied(self)
+        seen.geometry, seen.num_blocks = geometry, shares * self.num_blocks
+        shape = (geometry.num_layers, seen.num_blocks, geometry.num_kv_heads, self.block_size)
+        seen.keys, seen.values = (
+            self.keys.view(*shape, geometry.head_dim_k),
+            self.values.view(*shape, geometry.head_dim_v),
+        )
+        return seen
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
         """Copy whole blocks of all layers, in list order: a source may be the destination of an earlier copy."""

@@ -1,4 +1,4 @@
-"""Where K and V of each layer lie in a worker's blocks: in a pool for each shape of layer.
+"""Where K and V of each layer lie in a worker's blocks: in a pool for each shape of layer, or in lanes of pages.
 
 A block holds the K/V of its slots in all layers, and is one block to the manager: it knows its bytes alone. Where
 layers differ in heads or head sizes, `KvGeometry.shapes` says so in one line, which is a part of the pool's identity:
@@ -8,6 +8,13 @@ layers differ in heads or head sizes, `KvGeometry.shapes` says so in one line, w
     heads x K + V; with / in place of + V is a prefix of K; ,128:bfloat16 behind V is an index key and its type
 
     pool a [9 layers, blocks, 8, block_size, 256] twice, pool b [2, blocks, 2, block_size, 512] twice
+
+Where layers keep K/V for different times, they are groups (`KvGeometry.groups`), and memory consists of pages. A page
+has lanes, each of which has room for one block of a layer of the largest shape. Of a shape that takes a half or a third
+of that, so many layers share a lane. The layers of a group lie in the lanes of its block's pages, one after the other:
+
+    group of 5 layers, 2 lanes a page      page 0: layers 0, 1      page 1: layers 2, 3      page 2: layer 4, unused
+    pool [2 lanes, pages, heads, block_size, d] twice; a table of pages serves all lanes of a page
 """
 
 from __future__ import annotations
@@ -19,9 +26,18 @@ from itertools import count
 from string import ascii_letters
 from typing import Final
 
-from common.contracts.types import KvGeometry
+from common.contracts.lease import held_blocks
+from common.contracts.limits import MAX_KV_GROUPS
+from common.contracts.types import KvGeometry, KvGroup, KvGroupKind
 
 _NONE: Final = "-"
+# Types of K and V that carry a float32 scale for each (slot, head).
+SCALED: Final = ("int8", "fp8")
+# The pages of a block, of the group that has the fewest; memory that padding may take beyond the least; lengths at
+# which it is looked at.
+_MOST_PAGES: Final = 32
+_MORE_WASTE: Final = 0.02
+_LENGTHS: Final = (512, 2048, 8192, 65536)
 _SHAPE: Final = re.compile(r"([a-zA-Z])=(\d+)x(\d+)([+/])(\d+)(?:,(\d+):([a-z0-9]+))?")
 
 
@@ -53,6 +69,52 @@ class Pool:
     index: IndexKey | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far back the queries of a layer see: all, or a window or a chunk of `span` tokens."""
+
+    kind: KvGroupKind = KvGroupKind.FULL
+    span: int = 0
+
+    def is_within(self, other: Reach) -> bool:
+        """Return whether queries with this reach see nothing that those with the other one do not see."""
+        if other.kind is KvGroupKind.FULL or self.kind is KvGroupKind.FULL:
+            return other.kind is KvGroupKind.FULL
+        if other.kind is KvGroupKind.WINDOW:
+            return self.span <= other.span
+        return self.kind is KvGroupKind.CHUNK and other.span % self.span == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Layers that one table serves: those of a group in one page of its blocks, and in one share of their lanes.
+
+    A block of the group is `pages` pages, of which this is number `page`. A lane has `shares` layers of this shape, and
+    block i of the part is block i * shares + share of the pool of that `shape`, in the order of `pools_of`. `lanes` has
+    the layers' lanes, by their numbers in the model.
+    """
+
+    group: int
+    page: int
+    pages: int
+    shape: int
+    share: int
+    shares: int
+    lanes: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """How pages are used: `lanes` is the pool of them; `shapes` are the same memory, seen with each shape of layers.
+
+    Beside each shape stands how many of its layers share a lane.
+    """
+
+    lanes: KvGeometry
+    shapes: tuple[tuple[KvGeometry, int], ...]
+    parts: tuple[Part, ...]
+
+
 def geometry_of(shapes: Mapping[int, LayerShape], dtype: str, window: int) -> KvGeometry:
     """Return the geometry of the layers that have K/V of their own, by their numbers in the model.
 
@@ -75,7 +137,7 @@ def geometry_of(shapes: Mapping[int, LayerShape], dtype: str, window: int) -> Kv
 def pools_of(geometry: KvGeometry) -> tuple[Pool, ...]:
     """Return the pools of a geometry, one for each shape. Raises ValueError for `shapes` of another form."""
     if not geometry.shapes:
-        return (Pool(geometry, tuple(range(geometry.num_layers))),)
+        return (Pool(replace(geometry, groups=()), tuple(range(geometry.num_layers))),)
     *words, layers = geometry.shapes.split(" ")
     kinds = dict(map(_parsed, words))
     if set(layers) - {_NONE} != set(kinds) or sum(each != _NONE for each in layers) != geometry.num_layers:
@@ -96,6 +158,102 @@ def kept_numbers(geometry: KvGeometry) -> int:
     return geometry.head_dim_k + (0 if geometry.values_in_keys else geometry.head_dim_v)
 
 
+def with_groups(
+    geometry: KvGeometry, reaches: Mapping[int, Reach], sources: Mapping[int, int], block_size: int
+) -> KvGeometry:
+    """Return the geometry with its layers in groups of one reach each, the full one first; unchanged with one group.
+
+    `reaches` has all layers that attend, `sources` those whose K and V are another layer's, by their numbers in the
+    model. It is unchanged too where a layer reads longer than its source, where layers of several shapes do not share
+    lanes, and where layers have index keys.
+    """
+    own = {layer: reach for layer, reach in reaches.items() if layer not in sources}
+    kinds = sorted(set(own.values()), key=lambda reach: (reach.span, reach.kind))
+    one = len(kinds) == 1 or kinds[0].kind is not KvGroupKind.FULL or len(kinds) > MAX_KV_GROUPS
+    if one or not all(reaches[layer].is_within(own[source]) for layer, source in sources.items()):
+        return geometry
+    pools = pools_of(geometry)
+    shares = _shares(geometry, pools)
+    if not shares:
+        return geometry
+    layers = [tuple(sorted(layer for layer in own if own[layer] == reach)) for reach in kinds]
+    kept = [_lanes(pools, shares, each) for each in layers]
+    exact = [
+        sum(len({*pool.layers} & {*each}) / share for pool, share in zip(pools, shares, strict=True)) for each in layers
+    ]
+    choices = []
+    for lanes in sorted({-(-each // pages) for each in kept for pages in range(1, _MOST_PAGES + 1)}):
+        groups = tuple(
+            KvGroup(reach.kind, reach.span, -(-count // lanes), its)
+            for reach, count, its in zip(kinds, kept, layers, strict=True)
+        )
+        choices.append((_waste(groups, lanes, exact, block_size), sum(group.pages for group in groups), groups))
+    least = min(waste for waste, _, _ in choices)
+    fit = [choice for choice in choices if choice[0] <= least + _MORE_WASTE]
+    return replace(geometry, groups=min(fit, key=lambda choice: (choice[1], choice[0]))[2])
+
+
+def page_layout(geometry: KvGeometry) -> PageLayout:
+    """Return how the pages of a geometry with groups are used. Raises ValueError for pages that no lanes make."""
+    pools = pools_of(geometry)
+    shares = _shares(geometry, pools)
+    kept = [_lanes(pools, shares, group.layers) for group in geometry.groups]
+    lanes = max(-(-count // group.pages) for count, group in zip(kept, geometry.groups, strict=True))
+    if [-(-count // lanes) for count in kept] != [group.pages for group in geometry.groups]:
+        raise ValueError(f"no number of lanes makes these pages: {', '.join(map(str, geometry.groups))}")
+    shapes = tuple((replace(pool.geometry, num_layers=lanes), share) for pool, share in zip(pools, shares, strict=True))
+    largest = shapes[shares.index(1)][0]
+    parts = [part for place, group in enumerate(geometry.groups) for part in _parts(pools, shares, place, group, lanes)]
+    return PageLayout(largest, shapes, tuple(parts))
+
+
+def _shares(geometry: KvGeometry, pools: Sequence[Pool]) -> list[int]:
+    """Return how many layers of each pool a lane has; nothing where they cannot share lanes."""
+    if len(pools) == 1 and pools[0].index is None:
+        return [1]
+    if geometry.dtype in SCALED or any(pool.index is not None or pool.geometry.values_in_keys for pool in pools):
+        return []
+    keys, values = zip(*(_numbers(pool.geometry) for pool in pools), strict=True)
+    shares = [max(keys) // key for key in keys]
+    fit = zip(keys, values, shares, strict=True)
+    return shares if all((key * n, value * n) == (max(keys), max(values)) for key, value, n in fit) else []
+
+
+def _numbers(geometry: KvGeometry) -> tuple[int, int]:
+    """Return the numbers of K and of V of a token in one layer."""
+    return geometry.num_kv_heads * geometry.head_dim_k, geometry.num_kv_heads * geometry.head_dim_v
+
+
+def _lanes(pools: Sequence[Pool], shares: Sequence[int], layers: Sequence[int]) -> int:
+    """Return how many lanes these layers take; a lane has layers of one shape."""
+    counts = (len({*pool.layers} & {*layers}) for pool in pools)
+    return sum(-(-count // share) for count, share in zip(counts, shares, strict=True))
+
+
+def _waste(groups: Sequence[KvGroup], lanes: int, exact: Sequence[float], block_size: int) -> float:
+    """Return how much more memory sequences hold than their layers fill, as a share of that, at the worst length."""
+    found = []
+    for length in _LENGTHS:
+        held = [held_blocks(group, -(-length // block_size), block_size) for group in groups]
+        taken = sum(count * group.pages * lanes for count, group in zip(held, groups, strict=True))
+        found.append(taken / sum(count * each for count, each in zip(held, exact, strict=True)) - 1)
+    return max(found)
+
+
+def _parts(pools: Sequence[Pool], shares: Sequence[int], place: int, group: KvGroup, lanes: int) -> Sequence[Part]:
+    found: dict[tuple[int, int, int], dict[int, int]] = {}
+    first = 0
+    for shape, (pool, each) in enumerate(zip(pools, shares, strict=True)):
+        layers = [layer for layer in pool.layers if layer in group.layers]
+        for number, layer in enumerate(layers):
+            page, lane = divmod(first + number // each, lanes)
+            found.setdefault((page, shape, number % each), {})[layer] = lane
+        first += -(-len(layers) // each)
+    return [
+        Part(place, page, group.pages, shape, share, shares[shape], of) for (page, shape, share), of in found.items()
+    ]
+
+
 def _pool(geometry: KvGeometry, shape: LayerShape, layers: Sequence[int]) -> Pool:
     made = replace(
         geometry,
@@ -105,6 +263,7 @@ def _pool(geometry: KvGeometry, shape: LayerShape, layers: Sequence[int]) -> Poo
         head_dim_v=shape.head_dim_v,
         values_in_keys=shape.values_in_keys,
         shapes="",
+        groups=(),
     )
     return Pool(made, tuple(layers), shape.index)
 

@@ -14,14 +14,12 @@ import psutil
 import torch
 
 from common.contracts.errors import FieldViolation, InvalidConfig
-from common.contracts.lease import blocks_needed
 from common.contracts.types import KvGeometry
 from gpuworker.attention.index_keys import MAX_INDEX_SCORES
 from gpuworker.attention.torch_backend import MAX_MASK
 from gpuworker.attention.whole_prompts import WHOLE_PROMPTS_BLOCK
 from gpuworker.memory.byte_plan import (
     GIB,
-    SCALED,
     BytePlan,
     bytes_per_block,
     in_words,
@@ -29,7 +27,7 @@ from gpuworker.memory.byte_plan import (
     max_scored_tokens,
 )
 from gpuworker.memory.devices import free_bytes, total_bytes
-from gpuworker.memory.layout import numbers_a_layer, pools_of
+from gpuworker.memory.layout import SCALED, numbers_a_layer, page_layout, pools_of
 from gpuworker.models.choose import LlamaModel
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
@@ -89,7 +87,7 @@ def plan_memory(
     room = _room(device, free, options) - activations - graphs - table - seqs * state
     num_blocks = _num_blocks(device, room, block, options)
     if options.kv_blocks is None:
-        num_blocks = min(num_blocks, _MOST // options.block_size)
+        num_blocks = min(num_blocks, _MOST // (options.block_size * _shares(geometry)))
     plan = BytePlan(
         device=str(device),
         total=total_bytes(device),
@@ -102,15 +100,16 @@ def plan_memory(
         block_size=options.block_size,
         kv_dtype=geometry.dtype,
         model_limit=model_limit,
-        max_model_len=longest_sequence(wanted_len, num_blocks, options.block_size, geometry.window),
+        max_model_len=longest_sequence(wanted_len, num_blocks, options.block_size, geometry.window, geometry.groups),
         max_num_seqs=seqs,
         graphs=graphs,
         window=geometry.window,
         state_bytes=state,
+        groups=geometry.groups,
     )
     _refuse_too_many_states(plan, room)
-    _refuse_too_small(plan, room, options, geometry.window)
-    _refuse_too_large(num_blocks * options.block_size, seqs * (wanted_len + 1))
+    _refuse_too_small(plan, room, options)
+    _refuse_too_large(num_blocks * options.block_size * _shares(geometry), seqs * (wanted_len + 1))
     return plan
 
 
@@ -122,14 +121,17 @@ def plan_draft(
     options: MemoryOptions,
 ) -> BytePlan:
     """Return the byte plan of a draft model beside its target's: as many tokens of K/V, or as many as there is room
-    for. Raises InvalidConfig, with the numbers, when not one sequence of the target's longest fits.
+    for. Its layers are one group. Raises InvalidConfig, with the numbers, when not one sequence of the target's longest
+    fits.
     """
     length, seqs = min(model_limit, target.max_model_len), target.max_num_seqs
     sized = replace(options, max_num_seqs=seqs, max_model_len=length, drafts=0, pooled_tokens=0)
     activations, table = _activations(model, geometry, sized), 4 * seqs * (length + 1)
     block, least = bytes_per_block(geometry, target.block_size), -(-length // target.block_size)
     room = target.left - activations - table
-    num_blocks = min(max(target.num_blocks, least), max(0, room) // block)
+    whole = -(-target.max_model_len // target.block_size)
+    as_many = whole * target.sequences_of(target.max_model_len) if target.groups else target.num_blocks
+    num_blocks = min(max(as_many, least), max(0, room) // block)
     if num_blocks < least:
         what = (
             f"its K/V of one sequence of {length} tokens takes {in_words(least * block)}, its steps"
@@ -149,6 +151,7 @@ def plan_draft(
         model_limit=model_limit,
         max_model_len=length,
         window=geometry.window,
+        groups=(),
     )
 
 
@@ -210,22 +213,28 @@ def _refuse_too_large(slots: int, places: int) -> None:
             raise InvalidConfig(FieldViolation(flag, what))
 
 
-def _refuse_too_small(plan: BytePlan, room: int, options: MemoryOptions, window: int) -> None:
-    block, kv = in_words(plan.block_bytes), in_words(plan.kv)
+def _shares(geometry: KvGeometry) -> int:
+    """Return how many blocks of the smallest layers a page has in a lane: kernels number these."""
+    return max(shares for _, shares in page_layout(geometry).shapes) if geometry.groups else 1
+
+
+def _refuse_too_small(plan: BytePlan, room: int, options: MemoryOptions) -> None:
+    block, kv = in_words(plan.needed(1) * plan.block_bytes), in_words(plan.kv)
+    several = "pages" if plan.groups else "blocks"
     flag = "--kv-memory" if options.kv_memory is not None else "--kv-blocks"
-    if plan.num_blocks < 1:
+    if plan.num_blocks < plan.needed(1):
         has = in_words(room if options.kv_memory is None else options.kv_memory)
         what = f"no block fits: one takes {block} and {has} may be taken; give more, or use a smaller --block-size"
         raise InvalidConfig(FieldViolation(flag, what))
     if plan.kv > room:
-        what = f"{plan.num_blocks} blocks take {kv}; {in_words(room)} may be taken on {plan.device}"
+        what = f"{plan.num_blocks} {several} take {kv}; {in_words(room)} may be taken on {plan.device}"
         raise InvalidConfig(FieldViolation(flag, what))
     if options.max_model_len is not None and plan.max_model_len < options.max_model_len:
-        needed = blocks_needed(options.max_model_len, options.max_model_len, plan.block_size, window)
+        needed = plan.needed(options.max_model_len)
         what = (
-            f"one sequence of {options.max_model_len} tokens takes {needed} blocks"
+            f"one sequence of {options.max_model_len} tokens takes {needed} {several}"
             f" ({in_words(needed * plan.block_bytes)}); the KV cache has {plan.num_blocks} ({kv}), enough for"
-            f" {plan.num_blocks * plan.block_size} tokens"
+            f" {plan.max_model_len} tokens"
         )
         raise InvalidConfig(FieldViolation("--max-model-len", what))
 
