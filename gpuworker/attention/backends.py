@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.contracts.errors import FieldViolation, InvalidConfig, Unsupported
-from gpuworker.attention.by_shape import AttentionByIndex, AttentionByShape
+from gpuworker.attention.by_shape import AttentionByIndex, AttentionByPart, AttentionByShape
 from gpuworker.attention.index_keys import PagedIndexKeys
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.attention.native_backend import NativeAttention
@@ -17,7 +17,7 @@ from gpuworker.attention.native_backend import runs as native_runs
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.attention.whole_prompts import WholePrompts
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.memory.layout import pools_of
+from gpuworker.memory.layout import page_layout, pools_of
 
 BackendFactory = Callable[[KvCache], AttentionBackend]
 
@@ -78,6 +78,10 @@ def make_backend(name: str, cache: KvCache, options: BackendOptions = _ANY_BITS)
     Raises InvalidConfig for a name that is unknown or that does not run here. Raises Unsupported when determinism is
     required and no remaining backend offers it.
     """
+    if cache.geometry.groups:
+        parts = page_layout(cache.geometry).parts
+        backends = [make_backend(name, cache.parts[part.shape], options) for part in parts]
+        return AttentionByPart(backends, [part.lanes for part in parts])
     if cache.parts:
         return _by_shape(name, cache, options)
     made = _chosen(name, cache, options)
@@ -103,10 +107,11 @@ def _chosen(name: str, cache: KvCache, options: BackendOptions) -> AttentionBack
 
 def _by_shape(name: str, cache: KvCache, options: BackendOptions) -> AttentionBackend:
     layers = [pool.layers for pool in pools_of(cache.geometry)]
+    places = [{number: index for index, number in enumerate(numbers)} for numbers in layers]
     if all(part.index_keys is None for part in cache.parts):
-        return AttentionByShape([make_backend(name, part, options) for part in cache.parts], layers)
+        return AttentionByShape([make_backend(name, part, options) for part in cache.parts], places)
     if options.deterministic:
         raise Unsupported("--deterministic cannot be kept: layers that attend by index do so in torch, in any order")
     # Layers without index keys may take the indices of layers before them.
     by_index = [AttentionByIndex(_chosen(name, part, options), TorchAttention(part)) for part in cache.parts]
-    return AttentionByShape(by_index, layers, PagedIndexKeys(cache, layers))
+    return AttentionByShape(by_index, places, PagedIndexKeys(cache, layers))

@@ -1,8 +1,8 @@
-"""Attention over layers of several shapes: a backend for each pool, all on the same blocks; and layers with indices."""
+"""Attention over layers of several shapes, a backend for each pool; over groups of layers; over layers with indices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,23 +13,23 @@ from gpuworker.attention.whole_prompts import AttendsWholePrompts
 
 
 class AttentionByShape:
-    """Implements `gpuworker.attention.interface.AttentionBackend`.
+    """All backends are on the same blocks. Implements `gpuworker.attention.interface.AttentionBackend`.
 
-    `layers` has, for each backend, the numbers in the model of the layers of its pool. `index_keys` are those of layers
-    with an indexer, if there are any.
+    `layers` has, for each backend, the layers of its pool, by their numbers in the model. `index_keys` are those of
+    layers with an indexer, if there are any.
     """
 
     def __init__(
         self,
         backends: Sequence[AttentionBackend],
-        layers: Sequence[Sequence[int]],
+        layers: Sequence[Mapping[int, int]],
         index_keys: PagedIndexKeys | None = None,
     ) -> None:
         self._backends, self.index_keys = backends, index_keys
         self._places = {
             number: (backend, index)
-            for backend, numbers in zip(backends, layers, strict=True)
-            for index, number in enumerate(numbers)
+            for backend, places in zip(backends, layers, strict=True)
+            for number, index in places.items()
         }
 
     def begin(self, step: AttentionMetadata) -> None:
@@ -60,6 +60,15 @@ class AttentionByShape:
     def _place(self, layer: LayerAttention) -> tuple[AttentionBackend, LayerAttention]:
         backend, index = self._places[layer.kept_at]
         return backend, replace(layer, layer=index, source=None if layer.source is None else index)
+
+
+class AttentionByPart(AttentionByShape):
+    """Attention over groups of layers: each backend is on the blocks of its own part of the step (`Part`)."""
+
+    def begin(self, step: AttentionMetadata) -> None:
+        self._tokens = step.num_tokens
+        for backend, part in zip(self._backends, step.parts, strict=True):
+            backend.begin(part)
 
 
 class AttentionByIndex:

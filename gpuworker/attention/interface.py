@@ -61,7 +61,8 @@ class AttentionMetadata:
     """What a step computes, for attention: R rows, T tokens; row r has queries query_start[r] : query_start[r+1].
 
     The arrays are on the host; the tensors of the same names in `device` hold the same numbers on the device.
-    Rows with one query come first: `num_decodes` of them.
+    Rows with one query come first: `num_decodes` of them. Where layers are groups, `parts` has the step as the layers
+    of each part see it (`gpuworker.memory.layout.Part`): they differ in tables and slots, and the first is like this.
     """
 
     num_decodes: int
@@ -70,6 +71,7 @@ class AttentionMetadata:
     block_table: Int32Array  # [R, max_blocks]; trimmed entries and those past a row's end name any block, unseen
     slot_mapping: Int32Array  # [T], block * block_size + offset
     device: DeviceTables
+    parts: tuple[AttentionMetadata, ...] = ()
 
     @property
     def num_rows(self) -> int:

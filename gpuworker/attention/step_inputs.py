@@ -6,7 +6,7 @@ The engine's thread does this while the previous step runs, so the work does not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +14,15 @@ import torch
 
 from gpuworker.attention.interface import AttentionMetadata, DeviceTables, Int32Array
 from gpuworker.memory.devices import sent
+from gpuworker.memory.layout import Part
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """A step's rows one after the other: R rows, T tokens. All int32, on the host."""
+    """A step's rows one after the other: R rows, T tokens. All int32, on the host.
+
+    Where layers are groups, `others` has the table and the slots of each part but the first one.
+    """
 
     query_start: Int32Array  # [R + 1]
     context_len: Int32Array  # [R]
@@ -26,6 +30,7 @@ class PackedRows:
     row_of_token: Int32Array  # [T]
     positions: Int32Array  # [T]
     slot_mapping: Int32Array  # [T]
+    others: tuple[tuple[Int32Array, Int32Array], ...] = ()
 
 
 def pack_rows(start: Int32Array, length: Int32Array, block_table: Int32Array, block_size: int) -> PackedRows:
@@ -38,6 +43,25 @@ def pack_rows(start: Int32Array, length: Int32Array, block_table: Int32Array, bl
     column, offset = np.divmod(positions, np.int32(block_size))
     slots = block_table[row_of_token, column] * np.int32(block_size) + offset
     return PackedRows(query_start, start + length, block_table, row_of_token, positions, slots)
+
+
+def pack_pages(
+    start: Int32Array, length: Int32Array, tables: Sequence[Int32Array], parts: Sequence[Part], block_size: int
+) -> PackedRows:
+    """Lay out rows as `pack_rows` does on groups of layers; `tables` has the pages of each, [R, blocks * pages]."""
+    blocks = [_blocks(part, tables[part.group]) for part in parts]
+    rows = pack_rows(start, length, blocks[0], block_size)
+    column, offset = np.divmod(rows.positions, np.int32(block_size))
+    others = [(table, table[rows.row_of_token, column] * np.int32(block_size) + offset) for table in blocks[1:]]
+    return replace(rows, others=tuple(others))
+
+
+def _blocks(part: Part, pages: Int32Array) -> Int32Array:
+    """Return the block table [R, blocks] of a part."""
+    found = pages[:, part.page :: part.pages]
+    if part.shares > 1:
+        found = found * np.int32(part.shares) + np.int32(part.share)
+    return np.ascontiguousarray(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +118,7 @@ class StagedStep:
         else:
             small = [rows.positions, take.astype(np.int32), self.keep, put.astype(np.int32)]
             moved = to_device([*attention_arrays(rows), *small], device)
-            tables, others = moved[:4], [each.long() for each in moved[4:]]
+            tables, others = moved[: -len(small)], [each.long() for each in moved[-len(small) :]]
         return StepInputs(attention_metadata(rows, tables), *others)
 
 
@@ -111,11 +135,30 @@ def attention_metadata(rows: PackedRows, tables: Sequence[torch.Tensor]) -> Atte
     """Join the host's arrays with their copies on the device, which stand in the order of `attention_arrays`."""
     length = np.diff(rows.query_start)
     decodes = int(np.argmax(length != 1)) if (length != 1).any() else len(length)
-    return AttentionMetadata(
-        decodes, rows.query_start, rows.context_len, rows.block_table, rows.slot_mapping, DeviceTables(*tables)
+    query_start, context_len, block_table, slot_mapping, *others = tables
+    step = AttentionMetadata(
+        decodes,
+        rows.query_start,
+        rows.context_len,
+        rows.block_table,
+        rows.slot_mapping,
+        DeviceTables(query_start, context_len, block_table, slot_mapping),
     )
+    if not rows.others:
+        return step
+    parts = [
+        replace(
+            step,
+            block_table=table,
+            slot_mapping=slots,
+            device=replace(step.device, block_table=on_device, slot_mapping=slots_there),
+        )
+        for (table, slots), on_device, slots_there in zip(rows.others, others[::2], others[1::2], strict=True)
+    ]
+    return replace(step, parts=(step, *parts))
 
 
 def attention_arrays(rows: PackedRows) -> list[Int32Array]:
     """Return the arrays that attention reads on the device."""
-    return [rows.query_start, rows.context_len, rows.block_table, rows.slot_mapping]
+    others = [array for part in rows.others for array in part]
+    return [rows.query_start, rows.context_len, rows.block_table, rows.slot_mapping, *others]

@@ -9,17 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
 
-from common.contracts.types import BlockId, SamplingParams, SequenceId
+from common.contracts.types import TRIMMED, BlockId, KvGroup, SamplingParams, SequenceId
 from gpuworker.attention.interface import AttentionBackend, Int32Array
-from gpuworker.attention.step_inputs import StagedStep, StepInputs, pack_rows
+from gpuworker.attention.step_inputs import StagedStep, StepInputs, pack_pages, pack_rows
 from gpuworker.engine.ports import MaskLateness
 from gpuworker.memory.devices import default_threads
 from gpuworker.memory.kv_cache import KvCache
+from gpuworker.memory.layout import page_layout
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.step_model import StepModel
 from gpuworker.runner.decode_frames import SPARE_BLOCKS, DecodeFrames, only_decodes
@@ -40,20 +41,26 @@ from gpuworker.structured.native_matchers import Follower, follower, native_matc
 # The block tables lie on the host and are kept from step to step, because a row seldom gains more than one block.
 @dataclass(slots=True)
 class BatchEntry:
-    """One sequence of the batch; `blocks` are those that its row of the block table holds."""
+    """One sequence of the batch; `blocks` are those that its row of the block table holds, or `pages` of each group."""
 
     index: int
     row: SampledRow
     blocks: tuple[BlockId, ...] = ()
+    pages: list[tuple[BlockId, ...]] = field(default_factory=list)
 
 
 class InputBatch:
-    """Assigns batch indices to sequences, and keeps their block tables. Only the engine's thread uses it."""
+    """Assigns batch indices to sequences, and keeps their block tables. Only the engine's thread uses it.
 
-    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
+    Where the pool has groups, each has a table of the pages of its blocks.
+    """
+
+    def __init__(self, max_num_seqs: int, max_blocks: int, groups: Sequence[KvGroup] = ()) -> None:
         self._free = list(range(max_num_seqs))[::-1]
         self._entries: dict[SequenceId, BatchEntry] = {}
-        self._table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self._groups = groups
+        self._table = np.zeros((max_num_seqs, 0 if groups else max_blocks), dtype=np.int32)
+        self._pages = [np.zeros((max_num_seqs, max_blocks * group.pages), dtype=np.int32) for group in groups]
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -66,7 +73,7 @@ class InputBatch:
         if sequence in self._entries or not self._free:
             why = "is in the batch already" if sequence in self._entries else f"finds {len(self._entries)} others in it"
             raise ValueError(f"sequence {sequence} {why}")
-        entry = self._entries[sequence] = BatchEntry(self._free.pop(), row)
+        entry = self._entries[sequence] = BatchEntry(self._free.pop(), row, pages=[()] * len(self._groups))
         return entry
 
     def remove(self, sequence: SequenceId) -> SampledRow | None:
@@ -78,18 +85,29 @@ class InputBatch:
         return entry.row
 
     def indices_of(self, rows: Sequence[ScheduledRow]) -> Int32Array:
-        """Return the batch indices [R] of the rows of a step, after writing their blocks into the table."""
+        """Return the batch indices [R] of the rows of a step, after writing their blocks into the tables.
+
+        Raises ValueError for a row that has no table for each group.
+        """
         entries, indices = self._entries, []
         for row in rows:
             entry = entries[row.sequence]
             indices.append(entry.index)
-            if row.blocks is not entry.blocks:
+            if self._groups:
+                self._update_pages(entry, row.tables)
+            elif row.blocks is not entry.blocks:
                 self._update(entry, row.blocks)
         return np.array(indices, dtype=np.int32)
 
     def block_table(self, batch_index: Int32Array, width: int) -> Int32Array:
         """Return a copy [R, width] of the block tables at `batch_index` [R]; trimmed blocks are 0."""
         return self._table[batch_index, :width]
+
+    def page_tables(self, batch_index: Int32Array, width: int) -> list[Int32Array]:
+        """Return a copy [R, width * pages of a block] of each group's tables; trimmed pages are any."""
+        return [
+            table[batch_index, : width * group.pages] for table, group in zip(self._pages, self._groups, strict=True)
+        ]
 
     def _update(self, entry: BatchEntry, blocks: tuple[BlockId, ...]) -> None:
         """Write only the new blocks where `blocks` extends the old table, which is the usual case."""
@@ -100,6 +118,17 @@ class InputBatch:
         end = min(len(blocks), self._table.shape[1])
         self._table[entry.index, begin:end] = np.maximum(changed[: end - begin], 0)
         entry.blocks = blocks
+
+    def _update_pages(self, entry: BatchEntry, tables: Sequence[tuple[BlockId, ...]]) -> None:
+        """Write only what is new behind trimmed pages: nobody reads what the table says of those."""
+        for group, (table, known, pages) in enumerate(zip(self._pages, entry.pages, tables, strict=True)):
+            if pages is known:
+                continue
+            trimmed = pages.count(TRIMMED)
+            same = trimmed <= len(known) <= len(pages) and pages[trimmed : len(known)] == known[trimmed:]
+            begin, end = len(known) if same else trimmed, min(len(pages), table.shape[1])
+            table[entry.index, begin:end] = pages[begin:end]
+            entry.pages[group] = pages
 
 
 log = logging.getLogger(__name__)
@@ -136,7 +165,9 @@ class ModelRunner:
     ) -> None:
         self._model, self._block_size = model, cache.block_size
         self._device, self._eos = model.device, eos_token_ids
-        self._batch = InputBatch(limits.max_num_seqs, -(-limits.max_model_len // cache.block_size))
+        groups = cache.geometry.groups
+        self._parts = page_layout(cache.geometry).parts if groups else ()
+        self._batch = InputBatch(limits.max_num_seqs, -(-limits.max_model_len // cache.block_size), groups)
         self._tokens = TokenTable(limits.max_num_seqs, limits.max_model_len + 1, self._device)
         self._sampling: dict[tuple[SequenceId, ...], SamplingBatch] = {}
         self._prompts = ScoredPrompts(model.vocab_size)
@@ -300,7 +331,11 @@ class ModelRunner:
         samples = np.array([row.samples for row in rows], dtype=bool)
         batch_index = self._batch.indices_of(rows)
         width = -(-int((start + length).max(initial=1)) // self._block_size) + (SPARE_BLOCKS if self._frames else 0)
-        packed = pack_rows(start, length, self._batch.block_table(batch_index, width), self._block_size)
+        if self._parts:
+            tables = self._batch.page_tables(batch_index, width)
+            packed = pack_pages(start, length, tables, self._parts, self._block_size)
+        else:
+            packed = pack_rows(start, length, self._batch.block_table(batch_index, width), self._block_size)
         pooled = None if self._pooler is None else self._pooler.tokens(packed.query_start, samples)
         if pooled is not None:
             samples = np.zeros_like(samples)

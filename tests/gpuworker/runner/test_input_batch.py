@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.contracts.types import TRIMMED, BlockId, SamplingParams, SequenceId
+from common.contracts.types import TRIMMED, BlockId, KvGroup, KvGroupKind, SamplingParams, SequenceId
 from gpuworker.runner.model_runner import InputBatch
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.scheduling.batch_plan import ScheduledRow
@@ -80,3 +80,44 @@ def test_leaving_twice_is_nothing() -> None:
     batch.remove(A)
     batch.remove(A)
     assert len(batch) == 0
+
+
+GROUPS = (KvGroup(KvGroupKind.FULL, 0, 1, (0,)), KvGroup(KvGroupKind.WINDOW, 8, 2, (1, 2)))
+
+
+def grouped(sequence: SequenceId, *tables: tuple[int, ...]) -> ScheduledRow:
+    return row(sequence)._replace(tables=tuple(tuple(map(BlockId, table)) for table in tables))
+
+
+def pages(batch: InputBatch, *rows: ScheduledRow) -> list[list[list[int]]]:
+    found = batch.page_tables(batch.indices_of(rows), 2)
+    return [[given[at].tolist() for given in found] for at in range(len(rows))]
+
+
+def test_each_group_has_a_table_of_pages() -> None:
+    batch = InputBatch(2, 4, GROUPS)
+    for sequence in (A, B):
+        batch.add(sequence, ROW)
+    rows = grouped(B, (5, 6), (1, 2, 3, 4)), grouped(A, (7,), (8, 9))
+    assert pages(batch, *rows) == [[[5, 6], [1, 2, 3, 4]], [[7, 0], [8, 9, 0, 0]]]
+    assert pages(batch, grouped(B, (5, 6), (TRIMMED, TRIMMED, 3, 4))) == [[[5, 6], [1, 2, 3, 4]]]
+    (table,) = pages(batch, grouped(B, (5, 9), (TRIMMED, TRIMMED, 7, 4)))
+    assert (table[0], table[1][2:]) == ([5, 9], [7, 4])
+
+
+def test_trimmed_pages_are_any_and_what_comes_behind_is_written() -> None:
+    batch = InputBatch(1, 4, GROUPS)
+    batch.add(A, ROW)
+    batch.indices_of([grouped(A, (5,), (1, 2))])
+    batch.indices_of([grouped(A, (5, 6, 7), (TRIMMED, TRIMMED, 3, 4, 8, 9))])
+    full, windowed = batch.page_tables(batch.indices_of([grouped(A, (5, 6, 7), (*[TRIMMED] * 4, 8, 9))]), 4)
+    assert full[0, :3].tolist() == [5, 6, 7]
+    assert windowed[0, 4:6].tolist() == [8, 9]
+    assert (windowed >= 0).all()
+
+
+def test_a_row_without_tables_is_refused() -> None:
+    batch = InputBatch(1, 4, GROUPS)
+    batch.add(A, ROW)
+    with pytest.raises(ValueError, match="zip"):
+        batch.indices_of([row(A, 3)])

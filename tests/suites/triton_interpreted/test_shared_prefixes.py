@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,7 +158,7 @@ def with_padding(step: Step) -> Step:
         np.concatenate((old.block_table, np.zeros_like(old.block_table[:1]))),
         np.append(old.slot_mapping, -1),
     ]
-    tables = dict(zip(TABLES, (array.astype(np.int32) for array in arrays), strict=True))
+    tables: dict[str, Any] = dict(zip(TABLES, (array.astype(np.int32) for array in arrays), strict=True))
     device = DeviceTables(*(torch.from_numpy(array.copy()) for array in tables.values()))
     metadata = replace(old, num_decodes=old.num_decodes + 1, device=device, **tables)
     query, key, value = (torch.cat((t, t[:1])) for t in (step.query, step.key, step.value))
