@@ -6,11 +6,14 @@ eager attention; one of them packed, through a recorder of all calls; and both s
 tokens, through a small paged cache. Layers that keep a state show it in the second run and go on with it in the third.
 The model is refused unless every layer called once and all logits agree. A cache of a narrower type is compared with
 the model on K and V rounded to that type. `threshold_test` runs longer sequences.
+
+Where layers keep K/V for different times, the cache has groups of layers. What the layers of a group have read for the
+last time is overwritten before the next step, so a read beyond a window or a chunk shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -19,13 +22,21 @@ import numpy as np
 import torch
 
 from common.contracts.errors import Unsupported
-from common.contracts.types import KvGeometry
-from gpuworker.attention.interface import AttentionBackend, LayerAttention, LayerSink
-from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
+from common.contracts.lease import unread_blocks
+from common.contracts.types import KvGeometry, KvGroup, KvGroupKind
+from gpuworker.attention.interface import AttentionBackend, Int32Array, LayerAttention, LayerSink
+from gpuworker.attention.step_inputs import (
+    PackedRows,
+    attention_arrays,
+    attention_metadata,
+    pack_pages,
+    pack_rows,
+    to_device,
+)
 from gpuworker.attention.torch_backend import attend_packed
 from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES, dtype_name
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.memory.layout import LayerShape, geometry_of
+from gpuworker.memory.layout import LayerShape, Reach, geometry_of, page_layout, with_groups
 from gpuworker.models.hf.loader import context_limit
 from gpuworker.models.step_model import RecurrentStates, StepModel
 
@@ -135,15 +146,17 @@ def self_test(
     *,
     rough: bool = False,
     length: int = SHORTEST,
+    block_size: int = 0,
 ) -> KvGeometry:
     """Run the test and return the shape of a token's K/V as the layers really make it.
 
     `other` is a model of the same weights that runs on the cache instead and is compared with `model`; `rough` means
     that it rounds more than its type does. Sequences have `length` tokens, at least 16 and a multiple of 4.
-    Raises Unsupported, with the reason, when the model cannot be served.
+    With the `block_size` of a service layers may be groups, with 0 they are one. Raises Unsupported, with the reason,
+    when the model cannot be served.
     """
     try:
-        return _run(model, backend, other or model, rough, length)
+        return _run(model, backend, other or model, rough, length, block_size)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise Unsupported(f"{model.config.model_type} fails its self-test: {error!r}") from error
 
@@ -154,6 +167,7 @@ def _run(
     on_cache: StepModel,
     rough: bool,
     length: int,
+    block_size: int,
 ) -> KvGeometry:
     generator = torch.Generator().manual_seed(0)
     kind = model.config.model_type
@@ -164,11 +178,15 @@ def _run(
     with nullcontext() if model.states is None else model.states.learn():
         packed = model.forward(tokens[0], everything, everything, recorder)
     geometry = _geometry(model, recorder)
+    if block_size:
+        geometry = with_groups(geometry, *_reaches(model, recorder), block_size)
     _compare(packed, reference[0], _limit(model), f"{kind} cannot be served: run packed")
     if model.kv_dtype != dtype_name(model.dtype):
         reference = _rounded_logits(model, tokens, reference)
-    attention = backend(KvCache(geometry, tokens.numel() // _BLOCK_SIZE, _BLOCK_SIZE, model.device))
-    chunked, of_eager = _run_chunked(on_cache, attention, tokens, reference)
+    blocks = tokens.numel() // _BLOCK_SIZE
+    pages = blocks * sum(group.pages for group in geometry.groups) if geometry.groups else blocks
+    cache = KvCache(geometry, pages, _BLOCK_SIZE, model.device)
+    chunked, of_eager = _run_chunked(on_cache, _Tables(cache, len(tokens)), backend(cache), tokens, reference)
     limit = _ROUGH if rough else _limit(model, model.kv_dtype)
     _compare(chunked, of_eager, limit, f"{kind} cannot be served: run through the paged cache")
     return geometry
@@ -208,6 +226,22 @@ def _geometry(model: ReferenceModel, recorder: CallRecorder) -> KvGeometry:
     return geometry_of(own, model.kv_dtype, widest)
 
 
+def _reaches(model: ReferenceModel, recorder: CallRecorder) -> tuple[dict[int, Reach], dict[int, int]]:
+    """Return how far back each layer sees, and whose K and V it reads where these are another layer's."""
+    limit = context_limit(model.config)
+    reaches = {layer.layer: _reach(layer, limit) for layer in recorder.layers}
+    return reaches, {layer.layer: layer.source for layer in recorder.layers if layer.source is not None}
+
+
+def _reach(layer: LayerAttention, limit: int) -> Reach:
+    """Return the reach of a layer; a window or chunk that holds every context leaves nothing out."""
+    if layer.chunk is not None and layer.chunk < limit:
+        return Reach(KvGroupKind.CHUNK, layer.chunk)
+    if layer.window is not None and layer.window < limit:
+        return Reach(KvGroupKind.WINDOW, layer.window)
+    return Reach()
+
+
 def _check_windows(model: ReferenceModel, recorder: CallRecorder) -> None:
     """Refuse a model whose masks have a window or chunks that its layers do not report: they would attend beyond."""
     config, kinds = model.config, getattr(model.config, "layer_types", None) or ()
@@ -229,20 +263,47 @@ def _check_windows(model: ReferenceModel, recorder: CallRecorder) -> None:
         )
 
 
+class _Tables:
+    """The blocks of the sequences, scattered over a cache: one table, or one of each group of layers."""
+
+    def __init__(self, cache: KvCache, sequences: int) -> None:
+        self._groups: Sequence[KvGroup] = cache.geometry.groups
+        self._parts = page_layout(cache.geometry).parts if self._groups else ()
+        self._pools = cache.pools
+        order = np.random.default_rng(0).permutation(cache.num_blocks).astype(np.int32)
+        shares = np.cumsum([group.pages for group in self._groups] or [1])
+        blocks = cache.num_blocks // shares[-1]
+        self._tables = [each.reshape(sequences, -1) for each in np.split(order, shares[:-1] * blocks)]
+
+    def pack(self, start: Int32Array, length: Int32Array) -> PackedRows:
+        """Lay out a row of each sequence, after overwriting what nobody reads any more."""
+        if not self._groups:
+            return pack_rows(start, length, self._tables[0], _BLOCK_SIZE)
+        for group, table in zip(self._groups, self._tables, strict=True):
+            for pages, position in zip(table, start.tolist(), strict=True):
+                self._overwrite(pages[: group.pages * unread_blocks(group, position, _BLOCK_SIZE)])
+        return pack_pages(start, length, self._tables, self._parts, _BLOCK_SIZE)
+
+    def _overwrite(self, pages: Int32Array) -> None:
+        for pool in self._pools if len(pages) else ():
+            noise = 8 * torch.randn(pool.shape[0], len(pages), *pool.shape[2:])
+            at = torch.from_numpy(pages).long().to(pool.device)
+            pool.view(torch.uint8)[:, at] = noise.to(pool.device, pool.dtype).view(torch.uint8)
+
+
 def _run_chunked(
-    model: StepModel, attention: AttentionBackend, tokens: torch.Tensor, reference: torch.Tensor
+    model: StepModel, tables: _Tables, attention: AttentionBackend, tokens: torch.Tensor, reference: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits of all positions that the steps compute, [N, vocab], and those of `reference`."""
     ours, theirs = [], []
-    blocks, places = tokens.numel() // _BLOCK_SIZE, np.array([2, 0], dtype=np.int32)
+    places = np.array([2, 0], dtype=np.int32)
     if model.states is not None:
         model.states.reserve(3)
-    block_table = np.random.default_rng(0).permutation(blocks).astype(np.int32).reshape(2, -1)
     for step in _steps(tokens.shape[1]):
         start, length = np.array(step, dtype=np.int32).T
-        rows = pack_rows(start, length, block_table, _BLOCK_SIZE)
-        *tables, row, position = to_device([*attention_arrays(rows), rows.row_of_token, rows.positions], model.device)
-        metadata = attention_metadata(rows, tables)
+        rows = tables.pack(start, length)
+        *arrays, row, position = to_device([*attention_arrays(rows), rows.row_of_token, rows.positions], model.device)
+        metadata = attention_metadata(rows, arrays)
         attention.begin(metadata)
         if model.states is not None:
             model.states.begin(metadata, places)

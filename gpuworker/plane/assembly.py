@@ -216,7 +216,7 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     )
     options = BackendOptions(deterministic=settings.deterministic)
     backend = partial(make_backend, "auto", options=options)
-    model, geometry = _open(source, device, settings.model_impl, backend)
+    model, geometry = _open(source, device, settings.model_impl, backend, settings.block_size)
     _tell_of_windows(model, geometry)
     if settings.speculation != "none":
         refuse_unequal_drafts(settings.speculation, model, pooling)
@@ -308,17 +308,23 @@ def _cpu_words(threads: int, cores: int) -> str:
 
 
 def _open(
-    source: ModelSource, device: torch.device, model_impl: ModelImpl, backend: BackendFactory
+    source: ModelSource, device: torch.device, model_impl: ModelImpl, backend: BackendFactory, block_size: int = 0
 ) -> tuple[TransformersModel | LlamaModel, KvGeometry]:
-    """Return the model, tested, on the path that it can take, and the shape of its K/V."""
+    """Return the model, tested, on the path that it can take, and the shape of its K/V.
+
+    Its layers may be groups where a block size is given.
+    """
     native = open_native(source, device, model_impl, backend)
     if native is not None:
         return native
     model = load_model(source, device)
-    geometry = self_test(model, backend)
+    geometry = self_test(model, backend, block_size=block_size)
     if model.states is not None and model.states.token_by_token:
         _log.warning("%s: chunks of a prompt after the first go token by token", model.config.model_type)
-    beyond_thresholds(model.config, lambda tiny, length: self_test(tiny_model(tiny, device), backend, length=length))
+    beyond_thresholds(
+        model.config,
+        lambda tiny, length: self_test(tiny_model(tiny, device), backend, length=length, block_size=block_size),
+    )
     return model, geometry
 
 
@@ -331,7 +337,7 @@ def _tell_of_windows(model: TransformersModel | LlamaModel, geometry: KvGeometry
     ):
         layers = {layer for layer, its_kind in enumerate(kinds) if its_kind == kind}
         counts = [(pool.geometry, len(layers.intersection(pool.layers))) for pool in pools_of(geometry)]
-        if geometry.window or not any(count for _, count in counts):
+        if geometry.window or geometry.groups or not any(count for _, count in counts):
             continue
         kept = sum(bytes_per_block(replace(shape, num_layers=count), 1) for shape, count in counts)
         _log.info(

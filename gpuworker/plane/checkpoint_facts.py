@@ -15,12 +15,17 @@ from common.checkpoint.context import CONTEXT_KEYS, context_of
 from common.checkpoint.ends import named_ends
 from common.checkpoint.files import read_config
 from common.contracts.errors import FieldViolation, InvalidConfig
-from common.contracts.types import KvGeometry
-from gpuworker.memory.layout import IndexKey, LayerShape, geometry_of
+from common.contracts.types import KvGeometry, KvGroupKind
+from gpuworker.memory.layout import IndexKey, LayerShape, Reach, geometry_of, with_groups
 
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers")
 _HEADS: Final = ("num_attention_heads", "n_head", "n_heads")
 _HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
+# What the kinds of layers keep for a while, and where the configuration says how long.
+_SPANS: Final = {
+    "sliding_attention": (KvGroupKind.WINDOW, "sliding_window"),
+    "chunked_attention": (KvGroupKind.CHUNK, "attention_chunk_size"),
+}
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
@@ -41,8 +46,10 @@ class CheckpointFacts:
         """Positions that the model spans."""
         return context_of(self._config) or self._number(*CONTEXT_KEYS)
 
-    def kv_geometry(self, dtype: str, kv_cache_dtype: str) -> KvGeometry:
-        """Return the shape of a token's K/V, if every layer has full attention; "auto" is the checkpoint's own type.
+    def kv_geometry(self, dtype: str, kv_cache_dtype: str, block_size: int) -> KvGeometry:
+        """Return the shape of a token's K/V, if all layers are alike; "auto" is the checkpoint's own type.
+
+        Where some of them slide or attend in chunks, and others see everything, they are groups.
 
         Where the configuration names latents, they are taken to be all that is kept, with index keys where layers
         attend by index. Layers that share K/V have none, and those that share an indexer no index keys.
@@ -62,7 +69,18 @@ class CheckpointFacts:
             return geometry_of(shapes, kept, 0)
         head_dim = self._config.get("head_dim") or self._number(*_HIDDEN) // heads
         kv_heads = self._config.get("num_key_value_heads") or heads
-        return KvGeometry(layers, int(kv_heads), int(head_dim), int(head_dim), kept)
+        geometry = KvGeometry(layers, int(kv_heads), int(head_dim), int(head_dim), kept)
+        return with_groups(geometry, dict(enumerate(self._reaches(layers))), {}, block_size)
+
+    def _reaches(self, layers: int) -> list[Reach]:
+        """Return how far back each layer sees, by its kind; a span that holds every context leaves nothing out."""
+        kinds, found = self._config.get("layer_types") or (), [Reach()] * layers
+        for layer, name in enumerate(kinds[:layers]):
+            kind, key = _SPANS.get(name, (KvGroupKind.FULL, ""))
+            span = self._config.get(key)
+            if isinstance(span, int) and 0 < span < self.context:
+                found[layer] = Reach(kind, span)
+        return found
 
     def _index_key(self, dtype: str) -> IndexKey:
         return IndexKey(self._number("index_head_dim"), self._kept(dtype, "auto"))

@@ -176,7 +176,8 @@ def _pool_bytes(settings: GpuWorkerSettings, directory: Path) -> int:
     if settings.kv_blocks is None:
         return settings.kv_memory or 0
     try:
-        geometry = CheckpointFacts(directory).kv_geometry(settings.dtype, settings.kv_cache_dtype)
+        facts = CheckpointFacts(directory)
+        geometry = facts.kv_geometry(settings.dtype, settings.kv_cache_dtype, settings.block_size)
     except InvalidConfig:
         return 0  # transformers has defaults for what a config.json does not name
     return settings.kv_blocks * bytes_per_block(geometry, settings.block_size)

@@ -106,8 +106,12 @@ class SubmitLimits:
         return tuple(tokens[:known])
 
     def partial_hashes(self, message: pb.Submit, block_hashes: Sequence[BlockHash]) -> tuple[BlockHash, ...]:
-        """Return the partial hashes of the prompt's blocks; none where blocks are too small, or nothing is cached."""
-        if message.no_cache or self.identity.block_size < MIN_PARTIAL_BLOCK or self.identity.kv_geometry.window:
+        """Return the partial hashes of the prompt's blocks; none where blocks are too small, or nothing is cached.
+
+        None too where layers have windows: parts of blocks are not copied then.
+        """
+        shape = self.identity.kv_geometry
+        if message.no_cache or self.identity.block_size < MIN_PARTIAL_BLOCK or shape.window or shape.groups:
             return ()
         root = _root(self.identity, message.cache_domain)
         return all_partial_hashes(root, block_hashes, message.prompt_token_ids, self.identity.block_size)

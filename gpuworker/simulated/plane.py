@@ -33,7 +33,8 @@ class SimulatedPlane(DataPlane):
 
     def start_lines(self) -> list[str]:
         memory = self.memory
-        blocks = f"{memory.num_blocks} blocks of {memory.block_size} slots, as if kept in {memory.kv_dtype}"
+        unit = "pages" if memory.groups else "blocks"
+        blocks = f"{memory.num_blocks} {unit} of {memory.block_size} slots, as if kept in {memory.kv_dtype}"
         return [f"simulated steps, {self.settings.simulate}: no weights, no K/V; {blocks}"]
 
 
@@ -42,7 +43,7 @@ def assemble(settings: GpuWorkerSettings) -> SimulatedPlane:
     assert settings.simulate is not None
     directory = checkpoint_directory(settings.model, weights=False, revision=settings.revision)
     checkpoint, eos = CheckpointFacts(directory), eos_token_ids(directory)
-    geometry = checkpoint.kv_geometry(settings.dtype, settings.kv_cache_dtype)
+    geometry = checkpoint.kv_geometry(settings.dtype, settings.kv_cache_dtype, settings.block_size)
     max_num_seqs = settings.num_seqs(_MAX_NUM_SEQS)
     identity = pool_identity(settings, directory, geometry, ARITHMETIC)
     runner = SimulatedRunner(parse_costs(settings.simulate), simulated_tokens(directory, settings.tokenizer))
@@ -62,9 +63,10 @@ def _byte_plan(settings: GpuWorkerSettings, geometry: KvGeometry, context: int, 
     size = settings.block_size
     num_blocks = settings.kv_blocks or (settings.kv_memory or _KV_BYTES) // bytes_per_block(geometry, size)
     longest = min(settings.max_model_len or context, context)
-    window, wanted = geometry.window, settings.max_model_len or 1
-    if num_blocks < blocks_needed(wanted, wanted, size, window):
-        what = f"{num_blocks} blocks of {size} slots do not hold one sequence; give more with --kv-blocks"
+    window, groups, wanted = geometry.window, geometry.groups, settings.max_model_len or 1
+    if num_blocks < blocks_needed(wanted, wanted, size, window, groups):
+        unit = "pages" if groups else "blocks"
+        what = f"{num_blocks} {unit} of {size} slots do not hold one sequence; give more with --kv-blocks"
         raise InvalidConfig(FieldViolation("--max-model-len", what))
     return BytePlan(
         device="none",
@@ -78,7 +80,8 @@ def _byte_plan(settings: GpuWorkerSettings, geometry: KvGeometry, context: int, 
         block_size=size,
         kv_dtype=geometry.dtype,
         model_limit=context,
-        max_model_len=longest_sequence(longest, num_blocks, size, window),
+        max_model_len=longest_sequence(longest, num_blocks, size, window, groups),
         max_num_seqs=max_num_seqs,
         window=window,
+        groups=groups,
     )

@@ -206,6 +206,6 @@ def test_any_configuration_is_read_or_refused(
     with contextlib.suppress(InvalidConfig):
         facts = CheckpointFacts(folder)
         assert facts.context > 0
-        assert facts.kv_geometry("auto", "auto").num_layers > 0
+        assert facts.kv_geometry("auto", "auto", 16).num_layers > 0
     with contextlib.suppress(InvalidConfig):
         why_not_served(read_config(folder), known_kinds())

@@ -10,7 +10,16 @@ import pytest
 from common.contracts.errors import InvalidRequest, ProtocolViolation
 from common.contracts.hashing import block_digests, block_hash_of, little_endian_int32, partial_hashes, root_digest
 from common.contracts.lease import LAST_BLOCK, RetainedBlocks
-from common.contracts.types import Constraint, ConstraintKind, KvGeometry, PoolIdentity, SamplingParams, SequenceId
+from common.contracts.types import (
+    Constraint,
+    ConstraintKind,
+    KvGeometry,
+    KvGroup,
+    KvGroupKind,
+    PoolIdentity,
+    SamplingParams,
+    SequenceId,
+)
 from common.wire.retention_codec import MOST_RANGES
 from common.wire.sampling_codec import sampling_to_proto
 from gpuworker.engine.ports import EngineLoad, EngineRequest
@@ -60,11 +69,17 @@ def test_a_submit_becomes_a_sequence_with_its_chain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "window", "no_cache", "count"),
-    [(64, 0, False, 3 + 2), (32, 0, False, 0), (64, 128, False, 0), (64, 0, True, 0)],
+    ("block_size", "window", "groups", "no_cache", "count"),
+    [
+        (64, 0, (), False, 3 + 2),
+        (32, 0, (), False, 0),
+        (64, 128, (), False, 0),
+        (64, 0, (KvGroup(KvGroupKind.FULL, 0, 1, (0,)), KvGroup(KvGroupKind.WINDOW, 128, 1, (1,))), False, 0),
+        (64, 0, (), True, 0),
+    ],
 )
 def test_prompts_in_blocks_of_64_slots_get_partial_hashes(
-    block_size: int, window: int, no_cache: bool, count: int
+    block_size: int, window: int, groups: tuple[KvGroup, ...], no_cache: bool, count: int
 ) -> None:
     """There are a full block and two quarters; the first block's hashes chain to the root of the cache domain."""
     prompt, root = [5] * 100, root_digest("model", "tokenizer", block_size, b"domain")
@@ -77,7 +92,7 @@ def test_prompts_in_blocks_of_64_slots_get_partial_hashes(
         cache_domain=b"domain",
         no_cache=no_cache,
     )
-    geometry = KvGeometry(1, 1, 1, 1, "float32", window)
+    geometry = KvGeometry(1, 1, 1, 1, "float32", window, groups=groups)
     limits = SubmitLimits(256, 100, PoolIdentity("model", "tokenizer", block_size, geometry))
     new = engine_request(message, SEQUENCE, None, limits, "").new
     assert len(new.partial_hashes) == count

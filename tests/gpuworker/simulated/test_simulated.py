@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.contracts.errors import InvalidConfig
-from common.contracts.types import KvGeometry, SamplingParams, SequenceId, TokenLogprobs
+from common.contracts.types import KvGeometry, KvGroup, KvGroupKind, SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.scheduling.batch_plan import ScheduledRow, ScoredPart, StepPlan
 from gpuworker.scheduling.step_costs import DEFAULT_COSTS, StepCosts, parse_costs
@@ -140,6 +140,27 @@ def test_the_plane_has_the_sizes_of_the_checkpoint(folder: Path) -> None:
     assert (made.memory.num_blocks, made.memory.max_model_len, made.max_num_seqs) == (8, 64, 5)
     assert (made.facts.vocab_size, made.facts.eos) == (9, (5,))
     assert made.memory_message().kv_cache == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "group"),
+    [
+        ("sliding_attention", "sliding_window", KvGroupKind.WINDOW),
+        ("chunked_attention", "attention_chunk_size", KvGroupKind.CHUNK),
+    ],
+)
+def test_layers_of_several_kinds_are_groups(folder: Path, kind: str, key: str, group: KvGroupKind) -> None:
+    kinds = {"num_hidden_layers": 3, "layer_types": [kind, "full_attention", kind], key: 32}
+    (folder / "config.json").write_text(json.dumps(CONFIG | kinds))
+    made = plane(folder, kv_blocks=12, max_num_seqs=5)
+    groups = (KvGroup(KvGroupKind.FULL, 0, 1, (1,)), KvGroup(group, 32, 2, (0, 2)))
+    assert made.agent_config().groups == made.identity.kv_geometry.groups == groups
+    assert (made.memory.num_blocks, made.memory.max_model_len) == (12, 64)
+    assert plane(folder, kv_blocks=11).memory.max_model_len == 48
+    with pytest.raises(InvalidConfig, match="11 pages of 16 slots do not hold"):
+        plane(folder, kv_blocks=11, max_model_len=64)
+    (folder / "config.json").write_text(json.dumps(CONFIG | kinds | {key: 64}))
+    assert plane(folder).identity.kv_geometry.groups == ()
 
 
 def test_the_pool_is_as_large_as_the_bytes_allow(folder: Path) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from common.contracts.types import BlockId, SamplingParams, SequenceId
+from common.contracts.lease import unread_blocks
+from common.contracts.types import TRIMMED, BlockId, KvGroup, SamplingParams, SequenceId
 from gpuworker.attention.backends import make_backend
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.choose import open_native
@@ -33,11 +34,20 @@ def transformers_model(directory: Path) -> TransformersModel:
 
 
 def runner_on(
-    model: TransformersModel, block_size: int = 16, max_model_len: int = 256, eos: tuple[int, ...] = ()
+    model: TransformersModel,
+    block_size: int = 16,
+    max_model_len: int = 256,
+    eos: tuple[int, ...] = (),
+    grouped: bool = False,
 ) -> ModelRunner:
-    """Return a runner with one thread and eight batch indices on a cache of 2048 slots."""
-    geometry = self_test(model, lambda cache: make_backend("auto", cache))
+    """Return a runner with one thread and eight batch indices on a cache of 2048 slots.
+
+    With `grouped` layers may be groups: the cache then has as many pages as it would have blocks, full of noise.
+    """
+    geometry = self_test(model, lambda cache: make_backend("auto", cache), block_size=block_size if grouped else 0)
     cache = KvCache(geometry, SLOTS // block_size, block_size, CPU)
+    for pool in cache.pools if grouped else ():
+        pool.view(torch.uint8).copy_((8 * torch.randn(pool.shape)).to(pool.dtype).view(torch.uint8))
     limits = RunnerLimits(8, max_model_len, threads=1)
     if model.states is not None:
         model.states.reserve(limits.max_num_seqs)
@@ -69,6 +79,7 @@ class Stream:
     blocks: tuple[BlockId, ...]
     scheduled: int = 0
     output: list[int] = field(default_factory=list)
+    tables: tuple[tuple[BlockId, ...], ...] = ()
 
     @property
     def last_position(self) -> int:
@@ -84,21 +95,46 @@ class Stream:
         return ScheduledRow(self.sequence, start, length, self.blocks, samples=self.scheduled >= len(self.prompt))
 
 
+class Pages:
+    """Gives streams the pages of groups of layers step by step, and takes those that nobody reads any more."""
+
+    def __init__(self, groups: Sequence[KvGroup], block_size: int, free: list[BlockId]) -> None:
+        self.groups, self._block_size, self._free = groups, block_size, free
+
+    def tables(self, stream: Stream, row: ScheduledRow) -> tuple[tuple[BlockId, ...], ...]:
+        """Return the tables of a row; pages that left are the first to be taken again."""
+        known = stream.tables or ((),) * len(self.groups)
+        stream.tables = tuple(self._table(*pair, row) for pair in zip(self.groups, known, strict=True))
+        return stream.tables
+
+    def _table(self, group: KvGroup, table: tuple[BlockId, ...], row: ScheduledRow) -> tuple[BlockId, ...]:
+        gone, before = group.pages * unread_blocks(group, row.start, self._block_size), table.count(TRIMMED)
+        if gone > before:
+            self._free += table[before:gone]
+            table = (TRIMMED,) * gone + table[gone:]
+        needed = group.pages * -(-(row.start + row.length) // self._block_size) - len(table)
+        return table + tuple(self._free.pop() for _ in range(needed)) if needed > 0 else table
+
+
 class Driver:
     """Runs streams through a runner, with one step in flight while the next is planned."""
 
-    def __init__(self, runner: ModelRunner, block_size: int = 16, seed: int = 0) -> None:
+    def __init__(
+        self, runner: ModelRunner, block_size: int = 16, seed: int = 0, groups: Sequence[KvGroup] = ()
+    ) -> None:
         self.runner = runner
         self._block_size = block_size
         self._free = [BlockId(block) for block in range(SLOTS // block_size)]
         random.Random(seed).shuffle(self._free)
+        self.pages = Pages(groups, block_size, self._free) if groups else None
         self._streams: dict[SequenceId, Stream] = {}
         self._step = 0
 
     def add(self, prompt: Sequence[int], count: int, chunk: int = 1 << 20, sampling: SamplingParams = GREEDY) -> Stream:
         """Start a stream of `count` tokens after the prompt, prefilled `chunk` tokens a step."""
-        needed = -(-(len(prompt) + count) // self._block_size)
-        blocks, self._free = tuple(self._free[:needed]), self._free[needed:]
+        needed = 0 if self.pages else -(-(len(prompt) + count) // self._block_size)
+        blocks = tuple(self._free[:needed])
+        del self._free[:needed]
         assert len(blocks) == needed
         stream = Stream(SequenceId(len(self._streams) + 1), prompt, count, chunk, blocks)
         self._streams[stream.sequence] = stream
@@ -111,6 +147,8 @@ class Driver:
         if not rows:
             return None
         rows.sort(key=lambda row: row.length > 1)
+        if self.pages:
+            rows = [row._replace(tables=self.pages.tables(self._streams[row.sequence], row)) for row in rows]
         self._step += 1
         return self.runner.submit_step(StepPlan(self._step, tuple(rows)))
 

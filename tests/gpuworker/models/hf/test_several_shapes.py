@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 from common.contracts.lease import Copy
-from common.contracts.types import BlockId, SequenceId
+from common.contracts.types import BlockId, KvGroup, KvGroupKind, SequenceId
 from gpuworker.attention.backends import make_backend
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.models.hf.loader import random_module
@@ -109,12 +110,35 @@ def test_shared_and_copied_blocks_hold_every_layer() -> None:
     assert list(first) == greedy(name, prompt, 1)
 
 
-def test_a_start_says_what_windows_cost(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_start_says_what_windows_cost_where_shapes_share_no_lanes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     module_of("gemma4").save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
+    settings = GpuWorkerSettings(model=str(tmp_path), dtype="float32", kv_cache_dtype="int8", kv_blocks=8, threads=1)
     with caplog.at_level("INFO"):
-        plane = assemble(GpuWorkerSettings(model=str(tmp_path), dtype="float32", kv_blocks=8, threads=1))
+        plane = assemble(settings)
     plane.runner.close()
-    words = "2 of 3 layers have a window of 8 tokens and keep K/V of the whole context: 512 B of 1.0 KiB a token"
+    words = "2 of 3 layers have a window of 8 tokens and keep K/V of the whole context: 160 B of 304 B a token"
     assert words in caplog.text
-    assert plane.memory.block_bytes == 16 * (2 * 2 * 32 + 2 * 64) * 4
+    assert plane.memory.block_bytes == 16 * 304
+
+
+def test_a_start_says_what_each_group_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module_of("gemma4").save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    settings = GpuWorkerSettings(model=str(tmp_path), dtype="float32", kv_blocks=40, threads=1)
+    with caplog.at_level("INFO"):
+        plane = assemble(settings)
+    plane.runner.close()
+    assert "whole context" not in caplog.text
+    assert plane.memory.block_bytes == 16 * 2 * 64 * 4
+    assert plane.start_lines()[4:7] == [
+        "  KV cache      320.0 KiB  40 pages of 16 slots in float32, 8.0 KiB each",
+        "    all tokens       1 layer, 1 page a block, 512 B a token, at most 8 blocks a sequence",
+        "    window of 8      2 layers, 1 page a block, 512 B a token, at most 3 blocks a sequence",
+    ]
+    assert plane.agent_config().groups == (
+        KvGroup(KvGroupKind.FULL, 0, 1, (2,)),
+        KvGroup(KvGroupKind.WINDOW, 8, 1, (0, 1)),
+    )
