@@ -25,16 +25,14 @@ class AttentionByShape:
         layers: Sequence[Mapping[int, int]],
         index_keys: PagedIndexKeys | None = None,
     ) -> None:
-        self._backends, self.index_keys = backends, index_keys
+        self.backends, self.index_keys = backends, index_keys
         self._places = {
-            number: (backend, index)
-            for backend, places in zip(backends, layers, strict=True)
-            for number, index in places.items()
+            number: (backend, index) for backend, places in enumerate(layers) for number, index in places.items()
         }
 
     def begin(self, step: AttentionMetadata) -> None:
         self._tokens = step.num_tokens
-        for backend in self._backends:
+        for backend in self.backends:
             backend.begin(step)
         if self.index_keys is not None:
             self.index_keys.begin(step)
@@ -57,9 +55,13 @@ class AttentionByShape:
         backend, there = self._place(layer)
         return backend.write_and_attend(there, query, key, value)
 
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """Return by which backend a layer attends, and which layer it is there."""
+        return self._places[layer]
+
     def _place(self, layer: LayerAttention) -> tuple[AttentionBackend, LayerAttention]:
         backend, index = self._places[layer.kept_at]
-        return backend, replace(layer, layer=index, source=None if layer.source is None else index)
+        return self.backends[backend], replace(layer, layer=index, source=None if layer.source is None else index)
 
 
 class AttentionByPart(AttentionByShape):
@@ -67,7 +69,7 @@ class AttentionByPart(AttentionByShape):
 
     def begin(self, step: AttentionMetadata) -> None:
         self._tokens = step.num_tokens
-        for backend, part in zip(self._backends, step.parts, strict=True):
+        for backend, part in zip(self.backends, step.parts, strict=True):
             backend.begin(part)
 
 

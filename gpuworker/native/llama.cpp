@@ -43,12 +43,23 @@ class Clock {
   double last_ = 0.0;
 };
 
+// Where a layer's K and V lie: in layer `lane` of the plan's cache.
+struct LayerPlace {
+  AttentionPlan& plan;
+  int lane;
+};
+
+LayerPlace layer_place(const quire_parts& parts, int layer) {
+  if (!parts.part) return {plan_of(parts.plans[0]), layer};
+  return {plan_of(parts.plans[parts.part[layer]]), parts.lane[layer]};
+}
+
 class Step {
  public:
-  Step(const quire_llama& model, AttentionPlan& plan, const quire_llama_run& run)
-      : model_(model), cache_(plan.cache), step_(plan.step), plan_(plan), run_(run),
-        scratch_(lay_out(model, plan.step.num_tokens, run.num_keep, run.scratch)),
-        experts_(model, std::max<int64_t>(plan.step.num_tokens, run.num_keep), scratch_.experts) {
+  Step(const quire_llama& model, const quire_parts& parts, const quire_llama_run& run)
+      : model_(model), parts_(parts), step_(plan_of(parts.plans[0]).step), run_(run),
+        scratch_(lay_out(model, step_.num_tokens, run.num_keep, run.scratch)),
+        experts_(model, std::max<int64_t>(step_.num_tokens, run.num_keep), scratch_.experts) {
     all_kept_ = run.num_keep == step_.num_tokens;
     for (int n = 0; all_kept_ && n < run.num_keep; ++n) all_kept_ = run.keep[n] == n;
   }
@@ -130,9 +141,10 @@ class Step {
     const int64_t heads = model_.num_heads + model_.num_kv_heads;
     if (model_.joint_norm) norm_jointly(me, layer, rows);
     const Input attended = input_at(layer.output, rows, scratch_.attended);
+    const LayerPlace place = layer_place(parts_, n);
     const bool pads = is_padded(layer.output);
     me.team.phase(rows, rows_of_piece(qkv_width(model_)), [&](int64_t row) {
-      for (int64_t head = 0; head < heads; ++head) turn_head(n, layer, row, head);
+      for (int64_t head = 0; head < heads; ++head) turn_head(place, layer, row, head);
       if (pads) pad_row(layer.output, attended, row);
     });
     me.clock.mark(QUIRE_PHASE_ROPE);
@@ -151,7 +163,7 @@ class Step {
   }
 
   // Norms, clips and rotates one head of one token; a key goes on into the cache, and its value with it.
-  void turn_head(int n, const quire_llama_layer& layer, int64_t token, int64_t head) {
+  void turn_head(const LayerPlace& place, const quire_llama_layer& layer, int64_t token, int64_t head) {
     const int dim = model_.head_dim, half = dim / 2;
     float* row = scratch_.qkv + token * qkv_width(model_);
     float* x = row + head * dim;
@@ -164,7 +176,8 @@ class Step {
     if (!is_key) return;
     float* value = x + static_cast<int64_t>(model_.num_kv_heads) * dim;
     if (model_.clip > 0.0f) clip_row(value, model_.clip, dim);
-    store_slot(cache_, n, step_.slot_mapping[token], static_cast<int>(head) - model_.num_heads, x, value);
+    const int32_t slot = place.plan.step.slot_mapping[token];
+    store_slot(place.plan.cache, place.lane, slot, static_cast<int>(head) - model_.num_heads, x, value);
   }
 
   // Returns the inputs of the product that follows, in scratch.attended; in the last layer they may still be in `wide`.
@@ -175,8 +188,9 @@ class Step {
     quire_rows out{in.data, in.stride / item_size(layer.output), dim, input_type(layer.output)};
     const bool by_row = needs_put_row(layer.output);
     if (by_row) out = {scratch_.wide, layer.output.k, dim, QUIRE_F32};
-    const quire_layer how{n, layer.window, 0, model_.scale, 0.0f, nullptr};
-    attend(me.team, cache_, how, plan_, query, out);
+    const LayerPlace place = layer_place(parts_, n);
+    const quire_layer how{place.lane, layer.window, 0, model_.scale, 0.0f, nullptr};
+    attend(me.team, place.plan.cache, how, place.plan, query, out);
     const bool gathered = n + 1 == model_.num_layers && !all_kept_;
     if (by_row && !gathered) put_rows(me, layer.output, in, step_.num_tokens);
     me.clock.mark(QUIRE_PHASE_ATTENTION);
@@ -264,9 +278,8 @@ class Step {
   }
 
   const quire_llama& model_;
-  const quire_cache& cache_;
-  const quire_step& step_;
-  AttentionPlan& plan_;
+  const quire_parts& parts_;
+  const quire_step& step_;  // tables and slots are those of the first plan alone
   const quire_llama_run& run_;
   const LlamaScratch scratch_;
   Experts experts_;
@@ -318,13 +331,13 @@ LlamaScratch lay_out(const quire_llama& model, int64_t tokens, int64_t kept, voi
 
 }  // namespace quire
 
-extern "C" int32_t quire_llama_forward(const quire_llama* model, quire_attention* attention,
+extern "C" int32_t quire_llama_forward(const quire_llama* model, const quire_parts* parts,
                                        const quire_llama_run* run) {
-  auto& plan = quire::plan_of(attention);
+  const auto& plan = quire::plan_of(parts->plans[0]);
   const int32_t refused = quire::refusal(*model, *run, plan.step.num_tokens);
   if (refused != QUIRE_LLAMA_DONE || !plan.step.num_tokens) return refused;
-  for (int n = 0; n < model->num_layers; ++n) quire::prepare(plan, model->layers[n].window);
-  quire::Step step(*model, plan, *run);
+  for (int n = 0; n < model->num_layers; ++n) quire::prepare(quire::layer_place(*parts, n).plan, model->layers[n].window);
+  quire::Step step(*model, *parts, *run);
   quire::run_team(plan.members, step.phases(), [&](quire::Team& team) { step.forward(team); });
   return QUIRE_LLAMA_DONE;
 }

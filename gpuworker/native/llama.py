@@ -82,9 +82,19 @@ class LlamaRunStruct(ctypes.Structure):
     )
 
 
+class PartsStruct(ctypes.Structure):
+    """quire_parts."""
+
+    _fields_ = (
+        ("plans", ctypes.POINTER(_pointer)),
+        *((name, ctypes.POINTER(_int32)) for name in ("part", "lane")),
+        *((name, _int32) for name in ("num_plans", "reserved")),
+    )
+
+
 def bind(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the functions of quire_llama.h and quire_linear.h on the library, and return it."""
-    model, run = ctypes.POINTER(LlamaStruct), ctypes.POINTER(LlamaRunStruct)
+    model, parts, run = map(ctypes.POINTER, (LlamaStruct, PartsStruct, LlamaRunStruct))
     library.quire_llama_scratch.argtypes, library.quire_llama_scratch.restype = [model, _int64, _int64], ctypes.c_size_t
-    library.quire_llama_forward.argtypes = [model, _pointer, run]
+    library.quire_llama_forward.argtypes = [model, parts, run]
     return declared(library)

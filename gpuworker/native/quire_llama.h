@@ -75,15 +75,24 @@ typedef struct {
   int64_t num_beside;
 } quire_llama_run;
 
+// The plans of a step, and where the K and V of each layer lie. Where layers are groups, those that one table serves have
+// a plan: layer n attends by plans[part[n]], and is layer lane[n] of its cache. Without `part` layer n is layer n of the
+// only plan.
+typedef struct {
+  quire_attention *const *plans;
+  const int32_t *part, *lane;  // [num_layers], or null
+  int32_t num_plans, reserved;
+} quire_parts;
+
 enum quire_llama_refusal { QUIRE_LLAMA_DONE = 0, QUIRE_LLAMA_BAD_TOKEN = 1, QUIRE_LLAMA_BAD_POSITION = 2 };
 
 // Bytes of scratch for steps of up to so many tokens, of which up to num_keep are kept.
 QUIRE_API size_t quire_llama_scratch(const quire_llama *model, int64_t tokens, int64_t num_keep);
 
-// Computes the step for which `attention` was begun, on as many threads: writes K and V, and the logits (or the hidden
+// Computes the step for which all plans were begun, on as many threads: writes K and V, and the logits (or the hidden
 // states) of the kept tokens. Refuses a token outside of the vocabulary, and a position that `rope_table` lacks, before
 // any computation.
-QUIRE_API int32_t quire_llama_forward(const quire_llama *model, quire_attention *attention, const quire_llama_run *run);
+QUIRE_API int32_t quire_llama_forward(const quire_llama *model, const quire_parts *parts, const quire_llama_run *run);
 
 #ifdef __cplusplus
 }

@@ -22,17 +22,20 @@ bool within(const int32_t* ids, int64_t count, int64_t end) {
 }
 
 // Whether the cache has all blocks and slots that the step reads and writes.
-bool within_cache(const quire_whole_step& whole) {
-  const quire_cache& cache = *whole.cache;
-  const quire_step& step = whole.step;
-  if (!within(whole.copies, 2 * static_cast<int64_t>(whole.num_copies), cache.num_blocks)) return false;
-  if (!step.num_rows) return true;
+bool within_cache(const quire_cache& cache, const quire_step& step) {
   const int64_t slots = static_cast<int64_t>(cache.num_blocks) * cache.block_size;
   bool all = within(step.slot_mapping, step.num_tokens, slots);
   for (int64_t row = 0; row < step.num_rows; ++row) {
     const int64_t blocks = (static_cast<int64_t>(step.context_len[row]) + cache.block_size - 1) / cache.block_size;
     all &= blocks <= step.max_blocks && within(step.block_table + row * step.max_blocks, blocks, cache.num_blocks);
   }
+  return all;
+}
+
+bool within_cache(const quire_whole_step& whole) {
+  const quire_cache& cache = *whole.cache;
+  bool all = within(whole.copies, 2 * static_cast<int64_t>(whole.num_copies), cache.num_blocks);
+  for (int32_t n = 0; whole.num_rows && n < whole.parts.num_plans; ++n) all &= within_cache(cache, whole.steps[n]);
   return all;
 }
 
@@ -58,17 +61,19 @@ extern "C" int32_t quire_run_step(void* argument) {
   quire_whole_step& whole = *static_cast<quire_whole_step*>(argument);
   if (!within_cache(whole)) return QUIRE_STEP_BAD_BLOCK;
   quire_copy_blocks(whole.cache, whole.copies, whole.num_copies);
-  if (!whole.step.num_rows) return 0;
+  if (!whole.num_rows) return 0;
   quire_take_tokens(&whole.take);
-  quire_attention_begin(whole.attention, whole.cache, &whole.step, whole.model->num_heads, whole.threads,
-                        whole.deterministic);
+  for (int32_t n = 0; n < whole.parts.num_plans; ++n) {
+    quire_attention_begin(whole.parts.plans[n], whole.cache, &whole.steps[n], whole.model->num_heads, whole.threads,
+                          whole.deterministic);
+  }
   quire_llama_run run = whole.run;
   if (whole.sample.followers) {
     run.beside = quire_follow_row;
     run.beside_of = &whole.sample;
     run.num_beside = whole.sample.count;
   }
-  const int32_t status = quire_llama_forward(whole.model, whole.attention, &run);
+  const int32_t status = quire_llama_forward(whole.model, &whole.parts, &run);
   if (status) return status;
   if (whole.score.count) quire_score_tokens(&whole.score);
   return whole.sample.count ? quire_sample_tokens(&whole.sample) : 0;

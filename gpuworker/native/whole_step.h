@@ -13,14 +13,14 @@ extern "C" {
 typedef struct {
   const int32_t *copies;  // [num_copies, 2]: blocks to copy from and to, in this order
   const quire_cache *cache;
-  quire_attention *attention;
+  quire_parts parts;
   const quire_llama *model;
-  quire_take take;        // its token_ids are those of `run`
-  quire_step step;
+  quire_take take;          // its token_ids are those of `run`
+  const quire_step *steps;  // [parts.num_plans]: they differ in tables and slots alone
   quire_llama_run run;    // its logits are those of `sample`
   quire_sample sample;        // without rows when no row samples
   quire_score score;          // without rows when no prompt is scored; its logits come behind those of `sample`
-  int32_t num_copies, threads, deterministic, reserved;
+  int32_t num_copies, num_rows, threads, deterministic;
 } quire_whole_step;
 
 // A block or a slot that the cache does not have; beside the refusals of quire_llama.h.

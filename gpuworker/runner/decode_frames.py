@@ -15,7 +15,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from common.contracts.types import BlockId, SequenceId
+from common.contracts.types import TRIMMED, BlockId, SequenceId
+from gpuworker.attention.interface import Int32Array
+from gpuworker.memory.layout import Part
 from gpuworker.runner.launcher import LaidOutStep
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan, StepResult
 
@@ -28,6 +30,42 @@ def only_decodes(plan: StepPlan) -> bool:
     return bool(plan.rows) and not (plan.prefilled or plan.drafts or plan.scored or plan.copies)
 
 
+class _Pages:
+    """The tables and the slots of the parts of one group of layers, which are written over for later steps."""
+
+    def __init__(self, group: int, rows: Sequence[ScheduledRow]) -> None:
+        self._group = group
+        self._parts: list[tuple[Part, Int32Array, Int32Array]] = []
+        self._known = [row.tables[group] for row in rows]
+
+    def add(self, part: Part, table: Int32Array, slots: Int32Array) -> None:
+        """Take in the table [R, columns] and the slots [R] of a part, of whose layers each has a lane."""
+        self._parts.append((part, table, slots))
+
+    def move_to(self, rows: Sequence[ScheduledRow], mask: int, shift: int) -> None:
+        """Write what rows add to their tables, and their slots; what was trimmed stays, because nobody reads it."""
+        tables = [row.tables[self._group] for row in rows]
+        for part, _, slots in self._parts:
+            pages, page = part.pages, part.page
+            slots[:] = [
+                table[(row.start >> shift) * pages + page] << shift | row.start & mask
+                for row, table in zip(rows, tables, strict=True)
+            ]
+        for index, table in enumerate(tables):
+            if table is not self._known[index]:
+                self._write(index, table)
+
+    def _write(self, index: int, pages: tuple[BlockId, ...]) -> None:
+        known, trimmed = self._known[index], pages.count(TRIMMED)
+        same = trimmed <= len(known) <= len(pages) and pages[trimmed : len(known)] == known[trimmed:]
+        first = len(known) if same else trimmed
+        for part, table, _ in self._parts:
+            end = min(len(pages) // part.pages, table.shape[1])
+            begin = min(first // part.pages, end)
+            table[index, begin:end] = pages[begin * part.pages + part.page : end * part.pages : part.pages]
+        self._known[index] = pages
+
+
 class DecodeFrame:
     """A decode step on a CPU that may run again, further on: R rows of one position each, all of which sample.
 
@@ -36,7 +74,12 @@ class DecodeFrame:
     """
 
     def __init__(
-        self, work: LaidOutStep, rows: Sequence[ScheduledRow], block_size: int, result: Future[StepResult]
+        self,
+        work: LaidOutStep,
+        rows: Sequence[ScheduledRow],
+        block_size: int,
+        result: Future[StepResult],
+        parts: Sequence[Part] = (),
     ) -> None:
         assert work.inputs is not None, "arrays on a CPU"
         packed = work.staged.rows
@@ -49,6 +92,10 @@ class DecodeFrame:
         self._first = self._take - self._positions  # of each row in the token table
         self._next = work.point.positions  # [R], where the samples go
         self._blocks = [row.blocks for row in rows]
+        self._groups: dict[int, _Pages] = {}
+        tables = [(packed.block_table, packed.slot_mapping), *packed.others]
+        for part, pair in zip(parts, tables if parts else (), strict=True):
+            self._groups.setdefault(part.group, _Pages(part.group, rows)).add(part, *pair)
 
     def fits(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether the block table has a column for each block that the rows read or write."""
@@ -59,10 +106,14 @@ class DecodeFrame:
         mask, shift = self._mask, self._shift
         starts = [row.start for row in rows]
         self._positions[:] = starts
-        self._slots[:] = [row.blocks[row.start >> shift] << shift | row.start & mask for row in rows]
         np.add(self._positions, self._first, out=self._take)
         np.add(self._positions, 1, out=self._next)
         self._context[:] = self._next
+        if self._groups:
+            for group in self._groups.values():
+                group.move_to(rows, mask, shift)
+            return
+        self._slots[:] = [row.blocks[row.start >> shift] << shift | row.start & mask for row in rows]
         for index, row in enumerate(rows):
             if row.blocks is not self._blocks[index]:
                 self._write_blocks(index, row.blocks)
@@ -76,10 +127,10 @@ class DecodeFrame:
 
 
 class DecodeFrames:
-    """The frames of the sequences that decoded last."""
+    """The frames of the sequences that decoded last. Where layers are groups, a step has tables of `parts`."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, parts: Sequence[Part] = ()) -> None:
+        self._block_size, self._parts = block_size, parts
         self._sequences: tuple[SequenceId, ...] = ()
         self._frames: list[DecodeFrame] = []
 
@@ -110,6 +161,6 @@ class DecodeFrames:
         """Return a new frame of a step that was laid out."""
         if sequences != self._sequences:
             self._sequences, self._frames = sequences, []
-        frame = DecodeFrame(work, rows, self._block_size, result)
+        frame = DecodeFrame(work, rows, self._block_size, result, self._parts)
         self._frames.append(frame)
         return frame

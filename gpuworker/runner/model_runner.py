@@ -184,7 +184,7 @@ class ModelRunner:
         """What ends with the runner, such as a draft model."""
         threads = limits.threads or default_threads()
         self.executor = executor(ExecutorParts(model, cache, attention, self._tokens, self._failures, threads))
-        self._frames = DecodeFrames(cache.block_size) if self.executor.repeats and pooler is None else None
+        self._frames = DecodeFrames(cache.block_size, self._parts) if self.executor.repeats and pooler is None else None
 
     def constrain(self, grammars: GrammarCompiler, foresee: bool = False) -> None:
         """Accept sequences with constraints too, which `grammars` compiles. Call once, before the first sequence.

@@ -18,10 +18,11 @@ import numpy.typing as npt
 import torch
 
 from common.contracts.errors import EngineFailure
-from gpuworker.attention.native_backend import CacheStruct, NativeAttention, StepStruct, step_struct
+from gpuworker.attention.native_backend import CacheStruct, StepStruct
+from gpuworker.attention.native_parts import NativeParts
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.llama.cpu_model import DescribedRun, LlamaCpuModel
-from gpuworker.native.llama import LlamaRunStruct, LlamaStruct, Refusal
+from gpuworker.native.llama import LlamaRunStruct, LlamaStruct, PartsStruct, Refusal
 from gpuworker.native.step_queue import StepQueue, address_of
 from gpuworker.runner.executor import ExecutorParts, Failures, RunnerStep
 from gpuworker.sampling.native_sampler import NativeSample, SampleCall
@@ -45,14 +46,14 @@ class WholeStep(ctypes.Structure):
     _fields_ = (
         ("copies", _pointer),
         ("cache", ctypes.POINTER(CacheStruct)),
-        ("attention", _pointer),
+        ("parts", PartsStruct),
         ("model", ctypes.POINTER(LlamaStruct)),
         ("take", _Take),
-        ("step", StepStruct),
+        ("steps", ctypes.POINTER(StepStruct)),
         ("run", LlamaRunStruct),
         ("sample", SampleCall),
         ("score", ScoreCall),
-        *((name, _int32) for name in ("num_copies", "threads", "deterministic", "reserved")),
+        *((name, _int32) for name in ("num_copies", "num_rows", "threads", "deterministic")),
     )
 
 
@@ -84,7 +85,7 @@ class NativeExecutor:
     repeats = True
 
     def __init__(
-        self, model: LlamaCpuModel, attention: NativeAttention, tokens: TokenTable, failures: Failures, threads: int
+        self, model: LlamaCpuModel, attention: NativeParts, tokens: TokenTable, failures: Failures, threads: int
     ) -> None:
         self._model, self._attention, self._tokens, self._failures = model, attention, tokens, failures
         self._threads = threads
@@ -125,7 +126,7 @@ class NativeExecutor:
         whole = WholeStep(
             copies=copies.ctypes.data,
             cache=ctypes.pointer(self._attention.cache),
-            attention=self._attention.plan,
+            parts=self._attention.struct,
             model=ctypes.pointer(self._model.packed.struct),
             num_copies=len(copies),
             threads=self._threads,
@@ -138,7 +139,8 @@ class NativeExecutor:
         describe = self._model.describe if work.pooling is None else self._model.describe_hidden
         run = describe(token_ids, inputs.positions, inputs.keep)
         whole.take = _Take(self._tokens.flat.data_ptr(), inputs.take.data_ptr(), token_ids.data_ptr(), len(token_ids))
-        whole.step, whole.run = step_struct(inputs.metadata), run.run
+        whole.steps, whole.run = self._attention.steps(inputs.metadata), run.run
+        whole.num_rows = inputs.metadata.num_rows
         described = _Described(whole, copies, token_ids, run)
         if step.sequences:
             native = work.sampling.native
@@ -206,8 +208,9 @@ _NONE = torch.empty(0, dtype=torch.int64)
 
 def native_executor(parts: ExecutorParts) -> NativeExecutor:
     """Return an executor of native calls. Raises TypeError for a model or an attention that the library cannot call."""
-    model, attention = parts.model, parts.attention
-    if not isinstance(model, LlamaCpuModel) or not isinstance(attention, NativeAttention):
-        raise TypeError(f"{type(model).__name__} over {type(attention).__name__} has no native call")
+    model = parts.model
+    if not isinstance(model, LlamaCpuModel):
+        raise TypeError(f"{type(model).__name__} has no native call")
+    attention = NativeParts(parts.attention, model.packed.struct.num_layers)
     model.extend_rope(parts.tokens.width)
     return NativeExecutor(model, attention, parts.tokens, parts.failures, parts.threads)

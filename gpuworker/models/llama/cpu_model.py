@@ -11,13 +11,13 @@ import torch
 
 from common.contracts.errors import EngineFailure
 from gpuworker.attention.interface import AttentionBackend
-from gpuworker.attention.native_backend import NativeAttention
+from gpuworker.attention.native_parts import NativeParts
 from gpuworker.memory.devices import dtype_name
 from gpuworker.models.hf.loader import context_limit
 from gpuworker.models.llama.pack import PackedModel
 from gpuworker.models.llama.spec import rope_table
 from gpuworker.native import library as native
-from gpuworker.native.llama import PHASES, LlamaRunStruct, Refusal
+from gpuworker.native.llama import PHASES, LlamaRunStruct, PartsStruct, Refusal
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -37,7 +37,7 @@ class DescribedRun:
 
 
 class LlamaCpuModel:
-    """Implements `gpuworker.models.step_model.StepModel` over `NativeAttention`. Used by one thread at a time.
+    """Implements `gpuworker.models.step_model.StepModel` over native attention. Used by one thread at a time.
 
     `kv_dtype` is the type of K and V in its caches. While `seconds` is a dictionary, it sums the time of each phase of
     a step under its name in `PHASES`.
@@ -108,10 +108,12 @@ class LlamaCpuModel:
         return self._forward(described, sink)
 
     def _forward(self, described: DescribedRun, sink: AttentionBackend) -> torch.Tensor:
-        if not isinstance(sink, NativeAttention):
-            raise EngineFailure(f"the native model attends by native attention, not by {type(sink).__name__}")
-        sink.plan_step(self.packed.spec.num_heads)
-        self._run(described.run, sink.plan, described.kept[1])
+        try:
+            parts = NativeParts(sink, self.packed.struct.num_layers)
+        except TypeError as error:
+            raise EngineFailure(f"the native model attends by native attention: {error}") from None
+        parts.plan_step(self.packed.spec.num_heads)
+        self._run(described.run, parts.struct, described.kept[1])
         self.add_up(described)
         return described.out[: described.run.num_keep]
 
@@ -157,12 +159,12 @@ class LlamaCpuModel:
             for name, more in zip(PHASES, done.spent, strict=True):
                 self.seconds[name] = self.seconds.get(name, 0.0) + more
 
-    def _run(self, run: LlamaRunStruct, plan: ctypes.c_void_p, positions: torch.Tensor) -> None:
+    def _run(self, run: LlamaRunStruct, parts: PartsStruct, positions: torch.Tensor) -> None:
         forward, struct = self.packed.library.quire_llama_forward, self.packed.struct
-        refused = forward(struct, plan, run)
+        refused = forward(struct, parts, run)
         if refused == Refusal.POSITION:
             self.extend_rope(max(int(positions.max()) + 1, 2 * struct.num_positions))
-            refused = forward(struct, plan, run)
+            refused = forward(struct, parts, run)
         if refused:
             raise EngineFailure(f"the step has a {Refusal(refused).name.lower()} that the model does not know")
 

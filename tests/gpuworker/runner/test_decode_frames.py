@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.contracts.types import TRIMMED, BlockId, SequenceId
-from gpuworker.attention.step_inputs import StagedStep, pack_rows
+from gpuworker.attention.step_inputs import StagedStep, pack_pages, pack_rows
+from gpuworker.memory.layout import Part
 from gpuworker.native.library import best
 from gpuworker.runner.decode_frames import DecodeFrame, DecodeFrames, only_decodes
 from gpuworker.runner.launcher import LaidOutStep
@@ -98,6 +100,53 @@ def test_a_moved_frame_has_the_numbers_of_a_new_layout(drawn: list[Rows]) -> Non
     for rows in later:
         frame.move_to(rows)
         assert numbers(frame.work, rows) == numbers(laid_out(rows), rows)
+
+
+# The one part of the first group, and the parts of a group whose blocks are two pages.
+PARTS = Part(0, 0, 1, 0, 0, 1, {0: 0}), Part(1, 0, 2, 0, 0, 1, {1: 0}), Part(1, 1, 2, 0, 0, 1, {2: 0})
+
+
+def with_tables(rows: Rows) -> Rows:
+    """Return rows whose first group has their blocks untrimmed, and whose second one two pages for each block."""
+    found = []
+    for each in rows:
+        full = tuple(BlockId(100 + column) if block is TRIMMED else block for column, block in enumerate(each.blocks))
+        pages = tuple(
+            TRIMMED if block == TRIMMED else BlockId(2 * block + page) for block in each.blocks for page in (0, 1)
+        )
+        found.append(each._replace(tables=(full, pages)))
+    return found
+
+
+def in_parts(rows: Rows) -> LaidOutStep:
+    tables = [np.zeros((len(rows), COLUMNS * pages), dtype=np.int32) for pages in (1, 2)]
+    for table, group in zip(tables, (0, 1), strict=True):
+        for index, each in enumerate(rows):
+            table[index, : len(each.tables[group])] = np.maximum(each.tables[group], 0)
+    start = np.array([each.start for each in rows], np.int32)
+    packed = pack_pages(start, np.ones_like(start), tables, PARTS, BLOCK_SIZE)
+    return replace(laid_out(rows), staged=StagedStep(packed, start, np.ones(len(rows), dtype=bool), TABLE_WIDTH))
+
+
+def read_of(step: StagedStep, rows: Rows) -> list[list[int]]:
+    """Return what each part reads: the slots, and the blocks that are not trimmed."""
+    packed, found = step.rows, []
+    for part, (table, slots) in zip(PARTS, [(packed.block_table, packed.slot_mapping), *packed.others], strict=True):
+        found.append(slots.tolist())
+        for index, each in enumerate(rows):
+            pages = each.tables[part.group]
+            begin, end = pages.count(TRIMMED) // part.pages, len(pages) // part.pages
+            found.append(table[index, begin:end].tolist())
+    return found
+
+
+@given(steps())
+def test_a_moved_frame_has_the_pages_of_a_new_layout(drawn: list[Rows]) -> None:
+    first, *later = map(with_tables, drawn)
+    frame = DecodeFrame(in_parts(first), first, BLOCK_SIZE, over(), PARTS)
+    for rows in later:
+        frame.move_to(rows)
+        assert read_of(frame.work.staged, rows) == read_of(in_parts(rows).staged, rows)
 
 
 def row(sequence: int = 1, start: int = 5, length: int = 1, samples: bool = True) -> ScheduledRow:

@@ -195,7 +195,7 @@ def test_a_token_outside_of_the_vocabulary_fails_the_step(case: Case, model: Lla
 
 def test_another_attention_is_an_error(case: Case, model: LlamaCpuModel) -> None:
     zero = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(EngineFailure, match="not by TorchAttention"):
+    with pytest.raises(EngineFailure, match="TorchAttention has no native call"):
         model.forward(zero, zero, zero, TorchAttention(case.cache()))
 
 
