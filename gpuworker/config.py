@@ -118,7 +118,9 @@ class EngineSettings(Settings):
         "measurements and tests",
     )
     seed: int = Field(0, description="seed of dummy weights; `quire serve` also gives it to requests that name none")
-    kv_blocks: Count | None = Field(None, description="size of a worker's KV pool in blocks")
+    kv_blocks: Count | None = Field(
+        None, description="size of a worker's KV pool in blocks; in pages where layers are groups"
+    )
     kv_memory: Bytes | None = Field(
         None,
         description="size of a worker's KV pool in bytes, such as 4GiB; unset, and without --kv-blocks: on a CPU 1 GiB "

@@ -109,7 +109,8 @@ class BytePlan:
             yield f"    {words:<16} {layers}, {pages} a block, {token} a token, at most {most} a sequence"
 
     def _of_states(self) -> str:
-        tokens = round(self.state_bytes * self.block_size / self.block_bytes)
+        pages = sum(group.pages for group in self.groups) or 1
+        tokens = round(self.state_bytes * self.block_size / (pages * self.block_bytes))
         each = f"{in_words(self.state_bytes)} each, as much as K and V of {tokens} tokens"
         return f"{self.max_num_seqs} sequences, {each}; prompts share no blocks"
 

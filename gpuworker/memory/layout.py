@@ -85,6 +85,15 @@ class Reach:
         return self.kind is KvGroupKind.CHUNK and other.span % self.span == 0
 
 
+def reach_of(window: int | None, chunk: int | None, limit: int) -> Reach:
+    """Return the reach of a layer; a window or a chunk that holds every context of `limit` tokens bounds nothing."""
+    if chunk is not None and chunk < limit:
+        return Reach(KvGroupKind.CHUNK, chunk)
+    if window is not None and window < limit:
+        return Reach(KvGroupKind.WINDOW, window)
+    return Reach()
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Layers that one table serves: those of a group in one page of its blocks, and in one share of their lanes.

@@ -27,6 +27,7 @@ from gpuworker.checkpoints.progress import telling_progress
 from gpuworker.checkpoints.weights import Checkpoint
 from gpuworker.memory.devices import CACHE_DTYPES, dtype_name
 from gpuworker.memory.kv_cache import KvCache
+from gpuworker.memory.layout import reach_of, with_groups
 from gpuworker.models.hf.loader import (
     ModelSource,
     context_limit,
@@ -66,10 +67,11 @@ class Weights:
 
 
 def open_native(
-    source: ModelSource, device: torch.device, model_impl: ModelImpl, backend: Backend
+    source: ModelSource, device: torch.device, model_impl: ModelImpl, backend: Backend, block_size: int = 0
 ) -> tuple[LlamaModel, KvGeometry] | None:
     """Return a model that passed its test on the native path, and the shape of its K/V; None: it runs on transformers.
 
+    With a block size its layers may be groups.
     Says in the log which path a model takes and why. Raises InvalidConfig when the checkpoint cannot be read, or when
     `model_impl` asks for the native path and the model cannot take it.
     """
@@ -81,7 +83,7 @@ def open_native(
     reason = "that was asked for" if model_impl == "transformers" else why_not_native(config, source, device)
     if reason is None:
         try:
-            opened = _open(directory, config, source, device, backend)
+            opened = _open(directory, config, source, device, backend, block_size)
         except Unsupported as error:
             reason = str(error)
         else:
@@ -136,7 +138,12 @@ def native_precision(source: ModelSource, config: PretrainedConfig, device: torc
 
 
 def _open(
-    directory: Path, config: PretrainedConfig, source: ModelSource, device: torch.device, backend: Backend
+    directory: Path,
+    config: PretrainedConfig,
+    source: ModelSource,
+    device: torch.device,
+    backend: Backend,
+    block_size: int,
 ) -> tuple[LlamaModel, KvGeometry]:
     """Load a model and test it. Raises Unsupported, with the reason, when a test fails."""
     precision = native_precision(source, config, device)
@@ -150,11 +157,15 @@ def _open(
         _log.info("%s: float16 is computed in float32, K and V are kept in %s", config.model_type, precision.kv_dtype)
     if isinstance(loaded.model, LlamaCpuModel):
         _log.info("%s: %s", config.model_type, loaded.model.packed.kinds_in_words)
-    geometry = _tested(loaded, backend)
-    beyond_thresholds(config, lambda tiny, length: _tested(_tiny(tiny, device), backend, length))
+    geometry = _tested(loaded, backend, block_size)
+    beyond_thresholds(config, lambda tiny, length: _tested(_tiny(tiny, device), backend, block_size, length))
     windows = loaded.spec.windows
     widest = 0 if None in windows else max(window or 0 for window in windows)
-    return loaded.model, replace(geometry, num_layers=loaded.spec.num_layers, window=widest)
+    whole = replace(geometry, num_layers=loaded.spec.num_layers, window=widest, groups=())
+    if block_size:
+        reaches = {layer: reach_of(window, None, context_limit(config)) for layer, window in enumerate(windows)}
+        whole = with_groups(whole, reaches, {}, block_size)
+    return loaded.model, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +185,11 @@ def _load(config: PretrainedConfig, weights: Weights, precision: Precision, devi
     return _Loaded(spec, model, part)
 
 
-def _tested(loaded: _Loaded, backend: Backend, length: int = SHORTEST) -> KvGeometry:
+def _tested(loaded: _Loaded, backend: Backend, block_size: int, length: int = SHORTEST) -> KvGeometry:
     model = loaded.model
     rough = isinstance(model, LlamaCpuModel) and model.packed.rounds_activations
-    return self_test(loaded.reference, backend, model.only(tested_layers(loaded.spec)), rough=rough, length=length)
+    part = model.only(tested_layers(loaded.spec))
+    return self_test(loaded.reference, backend, part, rough=rough, length=length, block_size=block_size)
 
 
 def _tiny(config: PretrainedConfig, device: torch.device) -> _Loaded:

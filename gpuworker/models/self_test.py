@@ -23,7 +23,7 @@ import torch
 
 from common.contracts.errors import Unsupported
 from common.contracts.lease import unread_blocks
-from common.contracts.types import KvGeometry, KvGroup, KvGroupKind
+from common.contracts.types import KvGeometry, KvGroup
 from gpuworker.attention.interface import AttentionBackend, Int32Array, LayerAttention, LayerSink
 from gpuworker.attention.step_inputs import (
     PackedRows,
@@ -36,7 +36,7 @@ from gpuworker.attention.step_inputs import (
 from gpuworker.attention.torch_backend import attend_packed
 from gpuworker.memory.devices import CACHE_DTYPES, QUANTISED_DTYPES, dtype_name
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.memory.layout import LayerShape, Reach, geometry_of, page_layout, with_groups
+from gpuworker.memory.layout import LayerShape, Reach, geometry_of, page_layout, reach_of, with_groups
 from gpuworker.models.hf.loader import context_limit
 from gpuworker.models.step_model import RecurrentStates, StepModel
 
@@ -229,17 +229,8 @@ def _geometry(model: ReferenceModel, recorder: CallRecorder) -> KvGeometry:
 def _reaches(model: ReferenceModel, recorder: CallRecorder) -> tuple[dict[int, Reach], dict[int, int]]:
     """Return how far back each layer sees, and whose K and V it reads where these are another layer's."""
     limit = context_limit(model.config)
-    reaches = {layer.layer: _reach(layer, limit) for layer in recorder.layers}
+    reaches = {layer.layer: reach_of(layer.window, layer.chunk, limit) for layer in recorder.layers}
     return reaches, {layer.layer: layer.source for layer in recorder.layers if layer.source is not None}
-
-
-def _reach(layer: LayerAttention, limit: int) -> Reach:
-    """Return the reach of a layer; a window or chunk that holds every context leaves nothing out."""
-    if layer.chunk is not None and layer.chunk < limit:
-        return Reach(KvGroupKind.CHUNK, layer.chunk)
-    if layer.window is not None and layer.window < limit:
-        return Reach(KvGroupKind.WINDOW, layer.window)
-    return Reach()
 
 
 def _check_windows(model: ReferenceModel, recorder: CallRecorder) -> None:

@@ -216,8 +216,9 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     )
     options = BackendOptions(deterministic=settings.deterministic)
     backend = partial(make_backend, "auto", options=options)
-    model, geometry = _open(source, device, settings.model_impl, backend, settings.block_size)
-    _tell_of_windows(model, geometry)
+    in_graphs = settings.cuda_graphs and device.type == "cuda"
+    model, geometry = _open(source, device, settings.model_impl, backend, settings.block_size, in_graphs)
+    _tell_of_windows(model, geometry, in_graphs)
     if settings.speculation != "none":
         refuse_unequal_drafts(settings.speculation, model, pooling)
     draft = load_draft(settings, source, lambda of: _open(of, device, settings.model_impl, backend))
@@ -308,13 +309,18 @@ def _cpu_words(threads: int, cores: int) -> str:
 
 
 def _open(
-    source: ModelSource, device: torch.device, model_impl: ModelImpl, backend: BackendFactory, block_size: int = 0
+    source: ModelSource,
+    device: torch.device,
+    model_impl: ModelImpl,
+    backend: BackendFactory,
+    block_size: int = 0,
+    in_graphs: bool = False,
 ) -> tuple[TransformersModel | LlamaModel, KvGeometry]:
     """Return the model, tested, on the path that it can take, and the shape of its K/V.
 
-    Its layers may be groups where a block size is given.
+    Its layers may be groups where a block size is given; not those of a model that is to run in CUDA graphs.
     """
-    native = open_native(source, device, model_impl, backend)
+    native = open_native(source, device, model_impl, backend, 0 if in_graphs else block_size)
     if native is not None:
         return native
     model = load_model(source, device)
@@ -328,8 +334,9 @@ def _open(
     return model, geometry
 
 
-def _tell_of_windows(model: TransformersModel | LlamaModel, geometry: KvGeometry) -> None:
+def _tell_of_windows(model: TransformersModel | LlamaModel, geometry: KvGeometry, in_graphs: bool) -> None:
     """Say what it costs that layers with a window, or with chunks, keep K/V as long as the others."""
+    why = ", because CUDA graphs know one table of blocks" if in_graphs and isinstance(model, LlamaGpuModel) else ""
     kinds = getattr(model.config, "layer_types", None) or ()
     for kind, words, size in (
         ("sliding_attention", "have a window of", "sliding_window"),
@@ -341,13 +348,14 @@ def _tell_of_windows(model: TransformersModel | LlamaModel, geometry: KvGeometry
             continue
         kept = sum(bytes_per_block(replace(shape, num_layers=count), 1) for shape, count in counts)
         _log.info(
-            "%d of %d layers %s %s tokens and keep K/V of the whole context: %s of %s a token",
+            "%d of %d layers %s %s tokens and keep K/V of the whole context: %s of %s a token%s",
             sum(count for _, count in counts),
             geometry.num_layers,
             words,
             getattr(model.config, size, None),
             in_words(kept),
             in_words(bytes_per_block(geometry, 1)),
+            why,
         )
 
 
@@ -376,7 +384,7 @@ def _fixed_arithmetic(model: TransformersModel | LlamaModel, geometry: KvGeometr
             f"--deterministic cannot be kept: this {model.config.model_type} is not run by the native CPU path, and the"
             " bits of other products of matrices depend on how many rows they have"
         )
-    refuse_unequal_bits(model, geometry, backend)
+    refuse_unequal_bits(model, replace(geometry, groups=()), backend)  # where blocks lie changes no bits
     _log.info("deterministic, like every worker of this arithmetic: %s", model.arithmetic)
     return model.arithmetic
 

@@ -63,6 +63,12 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[KvGroup, ...]]] = {
         {"num_hidden_layers": 4, "layer_types": [C, C, C, F], "no_rope_layers": [1, 1, 1, 0]},
         (KvGroup(FULL, 0, 1, (3,)), KvGroup(CHUNK, 12, 3, (0, 1, 2))),
     ),
+    # Beside states of convolutions, which no group has.
+    "lfm3": (
+        "lfm3",
+        {"num_hidden_layers": 4, "layer_types": ["conv", S, F, S]},
+        (KvGroup(FULL, 0, 1, (2,)), KvGroup(WINDOW, 8, 2, (1, 3))),
+    ),
     "mimo_v2_flash": (
         "mimo_v2_flash",
         {},

@@ -124,7 +124,7 @@ def _compared(entry: Entry, model: PreTrainedModel, plane: ModelPlane, directory
         [6 + (31 * n + 7 * i) % (vocab - 16) for i in range(min(length, limit - count))]
         for n, (length, _) in enumerate(_PROMPTS)
     ]
-    driver = Driver(plane.runner, _BLOCK_SIZE)
+    driver = Driver(plane.runner, _BLOCK_SIZE, groups=plane.memory.groups)
     streams = [driver.add(prompt, count, chunk) for prompt, (_, chunk) in zip(prompts, _PROMPTS, strict=True)]
     driver.run()
     for prompt, stream in zip(prompts, streams, strict=True):

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common.contracts.lease import unread_blocks
-from common.contracts.types import TRIMMED, BlockId, KvGroup, SamplingParams, SequenceId
+from common.contracts.types import TRIMMED, BlockId, KvGeometry, KvGroup, SamplingParams, SequenceId
 from gpuworker.attention.backends import make_backend
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.choose import open_native
@@ -45,9 +45,7 @@ def runner_on(
     With `grouped` layers may be groups: the cache then has as many pages as it would have blocks, full of noise.
     """
     geometry = self_test(model, lambda cache: make_backend("auto", cache), block_size=block_size if grouped else 0)
-    cache = KvCache(geometry, SLOTS // block_size, block_size, CPU)
-    for pool in cache.pools if grouped else ():
-        pool.view(torch.uint8).copy_((8 * torch.randn(pool.shape)).to(pool.dtype).view(torch.uint8))
+    cache = _filled_cache(geometry, block_size, grouped)
     limits = RunnerLimits(8, max_model_len, threads=1)
     if model.states is not None:
         model.states.reserve(limits.max_num_seqs)
@@ -55,17 +53,33 @@ def runner_on(
 
 
 def queued_on(
-    directory: Path, block_size: int = 16, max_model_len: int = 256, eos: tuple[int, ...] = ()
+    directory: Path,
+    block_size: int = 16,
+    max_model_len: int = 256,
+    eos: tuple[int, ...] = (),
+    grouped: bool = False,
+    kv_cache_dtype: str = "auto",
 ) -> ModelRunner:
     """Return such a runner of a model on the native path, its steps queued natively."""
     opened = open_native(
-        ModelSource(str(directory), dtype="float32"), CPU, "native", lambda cache: make_backend("auto", cache)
+        ModelSource(str(directory), dtype="float32", kv_cache_dtype=kv_cache_dtype),
+        CPU,
+        "native",
+        lambda cache: make_backend("auto", cache),
+        block_size if grouped else 0,
     )
     assert opened is not None
     model, geometry = opened
-    cache = KvCache(geometry, SLOTS // block_size, block_size, CPU)
+    cache = _filled_cache(geometry, block_size, grouped)
     limits = RunnerLimits(8, max_model_len, threads=1)
     return ModelRunner(model, cache, make_backend("auto", cache), limits, native_executor, eos)
+
+
+def _filled_cache(geometry: KvGeometry, block_size: int, noisy: bool) -> KvCache:
+    cache = KvCache(geometry, SLOTS // block_size, block_size, CPU)
+    for pool in cache.pools if noisy else ():
+        pool.view(torch.uint8).copy_((8 * torch.randn(pool.shape)).to(pool.dtype).view(torch.uint8))
+    return cache
 
 
 @dataclass
