@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from common.contracts.errors import InvalidConfig
-from common.contracts.types import KvGeometry
+from common.contracts.types import KvGeometry, KvGroup, KvGroupKind
 from gpuworker.checkpoints.stored_tensors import StoredTensors
 from gpuworker.memory.byte_plan import GIB, BytePlan, in_words
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.plane import memory
-from gpuworker.plane.memory import MemoryOptions, mapped_weight_bytes, plan_memory, weight_bytes
+from gpuworker.plane.memory import MemoryOptions, mapped_weight_bytes, plan_draft, plan_memory, weight_bytes
 from tests.support.checkpoints import checkpoint
 from tests.support.gpuworker.runner_harness import transformers_model
 
@@ -99,6 +99,50 @@ def test_what_cannot_fit_is_refused_with_the_numbers(
 ) -> None:
     with pytest.raises(InvalidConfig, match=words):
         plan(model, **options)
+
+
+# One layer sees everything and two a window: a page has one lane, K and V of a layer in 16 slots.
+GROUPED = replace(GEOMETRY, groups=(KvGroup(KvGroupKind.FULL, 0, 1, (0,)), KvGroup(KvGroupKind.WINDOW, 64, 2, (1, 2))))
+
+
+def grouped(model: TransformersModel, **options: Any) -> BytePlan:
+    return plan_memory(model, GROUPED, 1024, MemoryOptions(**options))
+
+
+def test_pages_are_counted_where_layers_are_groups(model: TransformersModel) -> None:
+    byte_plan = grouped(model, kv_blocks=100)
+    assert (byte_plan.block_bytes, byte_plan.kv) == (BLOCK // 3, 100 * BLOCK // 3)
+    # All blocks of the full layer, and six of the window with two pages each.
+    assert [byte_plan.needed(tokens) for tokens in (16, 96, 1024)] == [3, 18, 64 + 12]
+    assert (byte_plan.sequences_of(1024), byte_plan.sequences_of(96), byte_plan.max_model_len) == (1, 5, 1024)
+    assert grouped(model, kv_blocks=70).max_model_len == 58 * 16
+    assert grouped(model, kv_blocks=17).max_model_len == 5 * 16
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_memory": BLOCK - 1}, r"--kv-memory: no block fits: one takes 12.0 KiB and 12.0 KiB may be taken"),
+        (
+            {"kv_blocks": 20, "max_model_len": 200},
+            r"200 tokens takes 25 pages \(100.0 KiB\).* has 20 .* 128 tokens",
+        ),
+        ({"kv_blocks": 1 << 20}, r"--kv-blocks: 1048576 pages take 4.0 GiB; 2.0 GiB may be taken on cpu"),
+    ],
+)
+def test_pages_that_cannot_fit_are_refused_with_the_numbers(
+    model: TransformersModel, options: dict[str, int], words: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=words):
+        grouped(model, **options)
+
+
+def test_a_draft_model_has_one_group_and_the_tokens_of_the_targets_longest_sequences(
+    model: TransformersModel,
+) -> None:
+    target = grouped(model, kv_blocks=160)
+    draft = plan_draft(target, model, GEOMETRY, 1024, MemoryOptions(max_num_batched_tokens=128))
+    assert (target.sequences_of(1024), draft.groups, draft.num_blocks, draft.block_bytes) == (2, (), 2 * 64, BLOCK)
 
 
 def test_a_device_without_room_is_refused(model: TransformersModel, monkeypatch: pytest.MonkeyPatch) -> None:
