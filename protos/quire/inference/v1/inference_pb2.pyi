@@ -1314,6 +1314,7 @@ class WorkerStatus(_message.Message):
     running_sequences: _builtins.int
     waiting_sequences: _builtins.int
     num_blocks: _builtins.int
+    """Pages where the pool's identity has groups; so are those below."""
     unheld_blocks: _builtins.int
     """Blocks that neither a sequence nor the worker's lease pool holds: free ones, and cached ones that may be evicted."""
     manager_attached: _builtins.bool
@@ -1526,6 +1527,7 @@ class WorkerLoad(_message.Message):
     running_sequences: _builtins.int
     waiting_sequences: _builtins.int
     num_blocks: _builtins.int
+    """Pages where the pool's identity has groups; so are those below."""
     used_blocks: _builtins.int
     """Blocks that sequences or the worker's lease pool hold, and the others, cached ones included."""
     free_blocks: _builtins.int

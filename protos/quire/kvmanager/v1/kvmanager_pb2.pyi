@@ -1961,6 +1961,10 @@ Global___KvChange: _TypeAlias = KvChange  # noqa: Y015
 
 @_typing.final
 class KvBlock(_message.Message):
+    """Where the pool's identity has groups of layers, a block is stored when each group with a window or chunks has it, and
+    removed when the first of them lost it. A prompt then goes on behind blocks whose ancestors were removed.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCK_HASH_FIELD_NUMBER: _builtins.int

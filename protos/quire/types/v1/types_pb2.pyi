@@ -92,8 +92,8 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     MISS_REASON_CAPPED: _MissReason.ValueType  # 6
     """The last block was withheld because the last token's logits must be computed."""
     MISS_REASON_WINDOWED: _MissReason.ValueType  # 7
-    """Every layer has a window, and another sequence is computing the next block. Such blocks are shared only where all
-    blocks before them are there.
+    """The blocks that windows or chunks of layers read before a later boundary are not there: another sequence is computing
+    them, or, where other layers keep more, they were evicted.
     """
     MISS_REASON_DISABLED: _MissReason.ValueType  # 8
     """Caching is switched off, for the pool or by the request."""
@@ -114,8 +114,8 @@ MISS_REASON_NEVER_SEEN: MissReason.ValueType  # 5
 MISS_REASON_CAPPED: MissReason.ValueType  # 6
 """The last block was withheld because the last token's logits must be computed."""
 MISS_REASON_WINDOWED: MissReason.ValueType  # 7
-"""Every layer has a window, and another sequence is computing the next block. Such blocks are shared only where all
-blocks before them are there.
+"""The blocks that windows or chunks of layers read before a later boundary are not there: another sequence is computing
+them, or, where other layers keep more, they were evicted.
 """
 MISS_REASON_DISABLED: MissReason.ValueType  # 8
 """Caching is switched off, for the pool or by the request."""
