@@ -9,7 +9,7 @@ from typing import Final
 from common.contracts.clock import Clock
 from common.contracts.errors import Cancelled, DeadlineExceeded, QuireError
 from common.contracts.hashing import little_endian_int32
-from common.contracts.types import FinishReason
+from common.contracts.types import FinishReason, PoolIdentity
 from common.process.standstill import Standstill
 from router.contracts.events import Finished, ValidatedRequest
 from router.contracts.index_answer import NOTHING_ASKED, IndexAnswer
@@ -90,7 +90,7 @@ class RunLog:
         self._elsewhere: SeenElsewhere = NOWHERE
         self._index = NOTHING_ASKED
         self._shared_tokens = 0
-        self.block_size, self.queued, self.passed_by = 0, False, 0
+        self.block_size, self.counts_pages, self.queued, self.passed_by = 0, False, False, 0
 
     # ------------------------------------------------------------ what happens
 
@@ -267,13 +267,13 @@ class RunLog:
         if len(self._ended) == self._request.sampling.n:
             self._phases.become(Phase.SENDING)
 
-    def sent(self, domains: DomainsSeen, heads: PromptHeads, domain: bytes, block_size: int) -> None:
+    def sent(self, domains: DomainsSeen, heads: PromptHeads, domain: bytes, identity: PoolIdentity) -> None:
         """Remember who sends this prompt, and note who else has sent it, and what it shares with an earlier one."""
-        self.block_size = block_size
+        self.block_size, self.counts_pages = identity.block_size, bool(identity.kv_geometry.groups)
         if not self._placements and not self._request.no_cache:
             packed = little_endian_int32(self._request.prompt)
             self._shared_tokens = heads.send(packed, _TOKEN_BYTES, domain)
-            self._elsewhere = domains.send(packed, _TOKEN_BYTES * block_size, SentBy(domain, self._request.tenant))
+            self._elsewhere = domains.send(packed, _TOKEN_BYTES * self.block_size, SentBy(domain, self._request.tenant))
 
     # ------------------------------------------------------------ the client
 
@@ -338,6 +338,7 @@ class RunLog:
             queued=self.queued,
             index=self._index.words,
             index_answered=self._index.answered,
+            counts_pages=self.counts_pages,
             prompt_tokens=len(self._request.prompt),
             cached_tokens=admitted.cached_tokens if admitted else 0,
             output_tokens=output_tokens,

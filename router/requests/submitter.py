@@ -61,7 +61,7 @@ class Submitter:
         owner = request.caller.owner
         shared = prefix.block_hashes if request.takes_hits else ()
         job = Job(wanted, shared, request.priority, request.deadline, moved_because, owner)
-        run.log.sent(self._domains, self._heads, prefix.cache_domain, identity.block_size)
+        run.log.sent(self._domains, self._heads, prefix.cache_domain, identity)
         placement = self._take_up(sequences, job) or await self._place(run, job, run.ticket)
         while run.waits and not await self._may_be_tried(run, placement):
             if run.inbox.interrupted.is_set():

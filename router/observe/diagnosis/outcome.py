@@ -51,13 +51,13 @@ class Outcome:
     manager's reason why no more of its prompt was cached; empty while it had no blocks. `other_domain_tokens` is how
     much of its prompt another cache domain has sent, `other_domain` which one. `client_longest` is the longest time
     that the client left an event unread. When the request came, the router had stood still for up to `unread_before`.
-    `passed_by` requests of a higher priority got a worker before this one, which
-    waited for one. `usual_gap` is the median of seconds a token of requests that its worker served before; 0: not
-    known. `shared_tokens` begin the prompt and an earlier one of its cache domain. `ahead_tokens` are positions that
-    its worker computed for others between its admission and its own first step, most of them for `ahead_of`. `gaps` are
-    the times between two events of output that a client sees, `late_gaps` those above the objective of the router.
-    `kept` names the tail rules that keep it. `index` is what the prefix index said (`IndexAnswer.words`): empty for a
-    whole answer.
+    `passed_by` requests of a higher priority got a worker before this one, which waited for one. `usual_gap` is the
+    median of seconds a token of requests that its worker served before; 0: not known. With `counts_pages`, records of
+    its KV manager have pages in place of blocks. `shared_tokens` begin the prompt and an earlier one of its cache
+    domain. `ahead_tokens` are positions that its worker computed for others between its admission and its own first
+    step, most of them for `ahead_of`. `gaps` are the times between two events of output that a client sees, `late_gaps`
+    those above the objective of the router. `kept` names the tail rules that keep it. `index` is what the prefix index
+    said (`IndexAnswer.words`): empty for a whole answer.
     """
 
     time_ns: int = 0
@@ -76,6 +76,7 @@ class Outcome:
     started: bool = False
     queued: bool = False
     index_answered: bool = True
+    counts_pages: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -120,7 +121,7 @@ class Outcome:
 
 
 _TEXTS: Final = ("ended", "failure", "worker", "miss", "other_domain", "ahead_of", "kept", "index")
-_FLAGS: Final = ("has_first_token", "started", "queued", "index_answered")
+_FLAGS: Final = ("has_first_token", "started", "queued", "index_answered", "counts_pages")
 _APART: Final = frozenset((*_TEXTS, *_FLAGS, "time_ns", "tenant", "before", "after"))
 _COUNTS: Final = tuple(field.name for field in fields(Outcome) if field.name not in _APART)
 _SECONDS: Final = ("client_longest", "longest_gap", "usual_gap", "unread_before")

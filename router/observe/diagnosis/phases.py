@@ -155,14 +155,14 @@ def _queued_words(history: RequestHistory) -> str:
 
 
 def _blocks_words(history: RequestHistory, outcome: Outcome) -> str:
-    first = history.shortfalls[0]
+    first, unit = history.shortfalls[0], history.unit
     at = f"at {_worker(outcome)}"
     if first.reason == ShortfallReason.PLACES:
-        return f"it waited {at} for a slot in the batch, which {_holders_words(first)}"
+        return f"it waited {at} for a slot in the batch, which {_holders_words(first, unit)}"
     if first.reason == ShortfallReason.BEHIND:
-        head = f"{first.head or 'another request'}, which goes first and needs {count(first.head_needed, 'block')}"
-        return f"it waited {at} behind {head}; {first.available} of {first.num_blocks} blocks were free or cached"
-    return f"it waited {at} for {count(first.needed, 'block')}, and {_holders_words(first)}"
+        head = f"{first.head or 'another request'}, which goes first and needs {count(first.head_needed, unit)}"
+        return f"it waited {at} behind {head}; {first.available} of {first.num_blocks} {unit}s were free or cached"
+    return f"it waited {at} for {count(first.needed, unit)}, and {_holders_words(first, unit)}"
 
 
 def _outranked_words(history: RequestHistory, outcome: Outcome) -> str:
@@ -184,23 +184,23 @@ def _stalled_words(history: RequestHistory, outcome: Outcome) -> str:
     else:
         lacks = "which had no block for its next tokens: the KV manager had none free, or answered late"
         began = f"it ran at {_worker(outcome)}, {lacks}"
-    return f"{began}; {_holders_words(history.shortfalls[0])}" if history.shortfalls else began
+    return f"{began}; {_holders_words(history.shortfalls[0], history.unit)}" if history.shortfalls else began
 
 
-def _holders_words(shortfall: Shortfall) -> str:
+def _holders_words(shortfall: Shortfall, unit: str) -> str:
     """Return who held the pool when the wait began."""
     if not shortfall.tenants:
         return "who held them is not known"
-    named = [_tenant_words(each) for each in shortfall.tenants]
+    named = [_tenant_words(each, unit) for each in shortfall.tenants]
     greatest = listed([each.name for each in shortfall.requests])
     return (
         f"{listed(named)} held {'it' if shortfall.reason == ShortfallReason.PLACES else 'them'} (the most: {greatest})"
     )
 
 
-def _tenant_words(holder: Holder) -> str:
+def _tenant_words(holder: Holder, unit: str) -> str:
     owner = f" of tenant {holder.name}" if holder.name else ""
-    return f"{count(holder.sequences, 'sequence')}{owner} with {count(holder.blocks, 'block')}"
+    return f"{count(holder.sequences, 'sequence')}{owner} with {count(holder.blocks, unit)}"
 
 
 def _messages_words(history: RequestHistory, outcome: Outcome) -> str:
@@ -242,9 +242,11 @@ def _preempted_words(history: RequestHistory, outcome: Outcome) -> str:
     if not history.lost_to:
         return f"it was preempted{times}; for whom is not known, because the KV manager's record of it is not here"
     if len(history.lost_to) < 2:
-        return f"it was preempted{times}: {preemption_words(history.lost_to[0])}"
+        return f"it was preempted{times}: {preemption_words(history.lost_to[0], history.unit)}"
     most, seconds = _costliest(history)
-    return f"it was preempted{times}; what cost most, {duration(seconds)}, was that {preemption_words(most)}"
+    return (
+        f"it was preempted{times}; what cost most, {duration(seconds)}, was that {preemption_words(most, history.unit)}"
+    )
 
 
 def _costliest(history: RequestHistory) -> tuple[Preemption, float]:
@@ -262,8 +264,8 @@ def _seconds_without_blocks(preemption: Preemption, history: RequestHistory) -> 
     return (min(later, default=preemption.time_ns) - preemption.time_ns) / 1e9
 
 
-def preemption_words(preemption: Preemption) -> str:
-    freed = count(preemption.blocks_freed, "block")
+def preemption_words(preemption: Preemption, unit: str) -> str:
+    freed = count(preemption.blocks_freed, unit)
     return f"its {freed} went to {preemption.beneficiary or 'another request'} ({preemption.reason})"
 
 

@@ -137,6 +137,11 @@ class RequestHistory:
     gained_from: tuple[Preemption, ...] = ()
     unread: tuple[str, ...] = field(default=())
 
+    @property
+    def unit(self) -> str:
+        """What its pool counts, as its outcome says."""
+        return "page" if self.outcome is not None and self.outcome.counts_pages else "block"
+
 
 def request_history(request_id: str, decisions: Iterable[Decision], unread: Iterable[str] = ()) -> RequestHistory:
     """Return the history of a request from records in any order. A record that came twice counts once."""

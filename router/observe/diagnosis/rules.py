@@ -41,13 +41,17 @@ def _told(history: RequestHistory) -> Iterator[tuple[int, str, str]]:
     for placement in history.placements:
         yield placement.time_ns, ROUTER, _placed(placement)
     for shortfall in history.shortfalls:
-        yield shortfall.time_ns, MANAGER, _short(shortfall)
+        yield shortfall.time_ns, MANAGER, _short(shortfall, history.unit)
     for grant in history.grants:
         yield grant.time_ns, MANAGER, _granted(grant)
     for lost in history.lost_to:
-        yield lost.time_ns, MANAGER, f"preempted: {preemption_words(lost)}; {count(lost.tokens_lost, 'token')} lost"
+        yield (
+            lost.time_ns,
+            MANAGER,
+            f"preempted: {preemption_words(lost, history.unit)}; {count(lost.tokens_lost, 'token')} lost",
+        )
     for gained in history.gained_from:
-        taken = count(gained.blocks_freed, "block")
+        taken = count(gained.blocks_freed, history.unit)
         yield gained.time_ns, MANAGER, f"{gained.victim or 'another request'} gave {taken} ({gained.reason})"
     if history.outcome is not None:
         yield history.outcome.time_ns, ROUTER, _ended(history.outcome)
@@ -78,11 +82,9 @@ def _option(option: Option) -> str:
     return f"{option.worker} {duration(option.cost)}{hits}"
 
 
-def _short(shortfall: Shortfall) -> str:
+def _short(shortfall: Shortfall, unit: str) -> str:
     behind = f" behind {shortfall.head}" if shortfall.reason == ShortfallReason.BEHIND and shortfall.head else ""
-    room = (
-        f"needs {count(shortfall.needed, 'block')}, {shortfall.available} of {shortfall.num_blocks} are free or cached"
-    )
+    room = f"needs {count(shortfall.needed, unit)}, {shortfall.available} of {shortfall.num_blocks} are free or cached"
     return f"waits{behind} ({shortfall.reason}): it {room}"
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from common.contracts.errors import DeadlineExceeded, QuireError
-from common.contracts.types import DecisionKind, FinishReason
+from common.contracts.types import DecisionKind, FinishReason, KvGroup, KvGroupKind
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
 from router.contracts.events import Admitted
 from router.observe.diagnosis.causes import Cause
@@ -16,7 +16,7 @@ from router.observe.diagnosis.outcome import Outcome, outcome_of
 from router.observe.diagnosis.request_history import RequestHistory, request_history
 from router.observe.diagnosis.rules import diagnose, steps_of
 from router.placement.admission import AdmissionLimits
-from tests.support.router.fake_worker import FakeWorker
+from tests.support.router.fake_worker import IDENTITY, FakeWorker
 from tests.support.router.frontend_harness import (
     CLOCK,
     FixedIndex,
@@ -26,6 +26,8 @@ from tests.support.router.frontend_harness import (
     request,
     tokens_of,
 )
+
+GROUPS = (KvGroup(KvGroupKind.FULL, 0, 1, (0,)), KvGroup(KvGroupKind.WINDOW, 8, 1, (1,)))
 
 
 def history(harness: Harness, request_id: str = "r1") -> RequestHistory:
@@ -49,6 +51,14 @@ async def test_a_request_that_ends_by_itself_has_all_its_seconds_in_phases() -> 
     assert (found.has_first_token, found.queued, found.index_answered) == (True, False, True)
     assert 0.0 < found.first_token_s <= found.total_s <= took
     assert {name for name, _ in found.before} >= {"blocks", "prefill"}
+
+
+@pytest.mark.parametrize("groups", [(), GROUPS])
+async def test_an_outcome_says_whether_its_pool_counts_pages(groups: tuple[KvGroup, ...]) -> None:
+    identity = replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, groups=groups))
+    async with frontend_over(FakeWorker(identity=identity, automatic=True), index=FixedIndex({})) as harness:
+        await harness.events(request(prompt=10, request_id="r1"))
+        assert outcome(harness).counts_pages is bool(groups)
 
 
 async def test_what_the_client_was_told_stands_in_the_story() -> None:

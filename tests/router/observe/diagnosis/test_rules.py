@@ -93,6 +93,17 @@ def test_a_wait_for_blocks_names_who_held_them() -> None:
     assert found.total_s == pytest.approx(2.21)
 
 
+def test_where_a_pool_counts_pages_the_words_say_pages() -> None:
+    slow = replace(CALM, counts_pages=True, before=seconds(queue=0.01, blocks=1.8, prefill=0.1))
+    found = asked(slow, routed(), short(), granted(1.8))
+    assert "it waited at w0 for 8 pages, and 3 sequences of tenant blue with 60 pages held them" in (
+        found.verdict.sentence
+    )
+    assert any("it needs 8 pages, 20 of 100 are free or cached" in each.sentence for each in found.steps)
+    found = asked(slow, routed(), short(ShortfallReason.BEHIND, head="huge"), granted(1.8))
+    assert "goes first and needs 90 pages; 20 of 100 pages were free or cached" in found.verdict.sentence
+
+
 def test_a_wait_behind_the_head_of_the_queue_names_the_head() -> None:
     slow = replace(CALM, before=seconds(blocks=1.8, prefill=0.1))
     found = asked(slow, routed(), short(ShortfallReason.BEHIND, head="huge"), granted(1.8))
