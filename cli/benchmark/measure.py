@@ -23,6 +23,7 @@ from cli.benchmark.machine import machine, read_rate
 from cli.benchmark.plan import (
     DECODE_PROMPT,
     MOST_REPEATS,
+    PROMPTS,
     Capacity,
     FirstRequest,
     LeftOut,
@@ -31,6 +32,7 @@ from cli.benchmark.plan import (
     compared_run,
     plan,
     seconds_of_comparison,
+    slots_in,
 )
 from cli.benchmark.report import Figure, Report
 from cli.benchmark.requests import equal_requests
@@ -41,6 +43,7 @@ from common.settings.config import load
 from gpuworker.config import GpuWorkerSettings
 from quire.api.status import error_from_rpc
 from quire.gpuworker.v1 import gpuworker_pb2 as pb
+from router.workers.codec import facts_from_proto
 
 STOP_SECONDS: Final = 8.0
 """Kept of the time for stopping."""
@@ -81,6 +84,8 @@ class Served:
     weight_bytes: int
     dtype: str
     path: str
+    # Tokens that the pool holds in sequences as long as the longest prompt.
+    longest_slots: int
 
     @staticmethod
     def of(suite: ServedSuite, worker: pb.GetWorkerResponse, path: str) -> Served:
@@ -95,9 +100,11 @@ class Served:
             kv_dtype=info.identity.kv_geometry.dtype,
             block_size=info.identity.block_size,
         )
-        capacity = Capacity(info.max_model_len, info.max_num_seqs, info.num_blocks * info.identity.block_size)
-        weights = worker.memory.weights
-        return Served(suite, capacity, setting, info.vocab_size, weights, info.dtype, path)
+        pool = facts_from_proto(info).capacity
+        # Short sequences take most pages a token.
+        capacity = Capacity(info.max_model_len, info.max_num_seqs, slots_in(pool, pool.block_size))
+        weights, longest = worker.memory.weights, slots_in(pool, min(max(PROMPTS), info.max_model_len))
+        return Served(suite, capacity, setting, info.vocab_size, weights, info.dtype, path, longest)
 
     def words(self, wish: Wish) -> dict[str, str | int | float]:
         """Return the description of model and suite for the report."""
@@ -162,7 +169,7 @@ class Bench:
             cores=served.setting.cores,
             cores_busy=None if self.busy is None else self.busy[1],
             busy_streams=0 if self.busy is None else self.busy[0],
-            slots=served.capacity.slots,
+            slots=served.longest_slots,
             max_model_len=served.capacity.max_model_len,
             max_num_seqs=served.capacity.max_num_seqs,
         )

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from router.placement.worker_model import Capacity as Pool
+
 STREAMS: Final = (1, 8, 32)
 PROMPTS: Final = (512, 2048)
 DECODE_PROMPT: Final = 32
@@ -44,6 +46,13 @@ class Capacity:
     max_model_len: int
     max_num_seqs: int
     slots: int
+
+
+def slots_in(pool: Pool, length: int) -> int:
+    """Return how many tokens a pool holds; where it counts pages, those of sequences of so many tokens."""
+    if not pool.groups:
+        return pool.num_blocks * pool.block_size
+    return pool.num_blocks // pool.blocks(length, length) * length
 
 
 @dataclass(frozen=True, slots=True)

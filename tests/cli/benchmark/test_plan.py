@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from cli.benchmark.plan import Capacity, FirstRequest, LeftOut, Run, compared_run, plan, seconds_of_comparison
+from cli.benchmark.plan import (
+    Capacity,
+    FirstRequest,
+    LeftOut,
+    Run,
+    compared_run,
+    plan,
+    seconds_of_comparison,
+    slots_in,
+)
+from common.contracts.types import KvGroup, KvGroupKind
+from router.placement.worker_model import Capacity as Pool
 
 ROOMY = Capacity(max_model_len=8192, max_num_seqs=64, slots=65536)
 # 1 ms for a token of a prefill, 10 ms for a step.
@@ -101,3 +112,16 @@ def test_tokens_that_come_together_still_have_a_step() -> None:
     together = FirstRequest.seen(32, 1.0, [2.0] * 8)
     assert together.step > 0
     assert plan(ROOMY, together, seconds=160.0).runs
+
+
+def test_a_pool_of_pages_holds_more_tokens_of_long_sequences() -> None:
+    """A block takes 2 pages and 3; a window of 32 is 4 blocks of 16 at most, so 64 blocks take 128 pages and 12."""
+    groups = (KvGroup(KvGroupKind.FULL, 0, 2, (0,)), KvGroup(KvGroupKind.WINDOW, 32, 3, (1,)))
+    pool = Pool(num_blocks=1000, block_size=16, max_num_seqs=8, max_model_len=2048, groups=groups)
+    assert slots_in(pool, 16) == 1000 // 5 * 16
+    assert slots_in(pool, 1024) == 1000 // 140 * 1024
+
+
+def test_a_pool_of_blocks_has_slots_whatever_the_length() -> None:
+    pool = Pool(num_blocks=100, block_size=16, max_num_seqs=8, max_model_len=2048)
+    assert (slots_in(pool, 16), slots_in(pool, 1024)) == (1600, 1600)
