@@ -17,6 +17,8 @@ from rich.console import Console
 from cli.client import add_admin_address, admin_channel, path_of, run_command
 from cli.replay.trace import Arrival, Measured, header, line_of
 from common.contracts.errors import FieldViolation, InvalidConfig
+from common.contracts.types import KvGroup
+from quire.client import Model
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.inference.v1 import inference_pb2, inference_pb2_grpc
 from router.observe.diagnosis.words import count
@@ -50,8 +52,11 @@ def arrival_of(record: decision_pb2.WatchRequestsResponse) -> Arrival:
     )
 
 
-def suite_of(status: inference_pb2.GetStatusResponse) -> dict[str, Any]:
-    """Return the sizes of the recorded suite. Where workers differ, a replay gives all of them the least."""
+def suite_of(status: inference_pb2.GetStatusResponse, groups: Sequence[KvGroup] = ()) -> dict[str, Any]:
+    """Return the sizes of the recorded suite. Where workers differ, a replay gives all of them the least.
+
+    `groups` are those of the pool's layers, if it has any; the blocks of a worker are then pages.
+    """
     workers = [each for each in status.workers if each.num_blocks]
     if not workers:
         return {}
@@ -62,7 +67,9 @@ def suite_of(status: inference_pb2.GetStatusResponse) -> dict[str, Any]:
     }
     # Workers of one model have one window.
     window = max(each.window for each in workers)
-    return suite | ({"window": window} if window else {})
+    suite |= {"window": window} if window else {}
+    parts = [{"kind": each.kind.value, "span": each.span, "pages": each.pages} for each in groups]
+    return suite | ({"groups": parts} if parts else {})
 
 
 class Log:
@@ -86,8 +93,10 @@ class Log:
 
 async def record(console: Console, args: argparse.Namespace, log: Log) -> None:
     async with admin_channel(args.admin_address, args.state_dir) as channel:
-        status = inference_pb2_grpc.InferenceServiceStub(channel).GetStatus(inference_pb2.GetStatusRequest())
-        log.suite = suite_of(await status)
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        model = Model.from_proto(await stub.GetModel(inference_pb2.GetModelRequest()))
+        status = await stub.GetStatus(inference_pb2.GetStatusRequest())
+        log.suite = suite_of(status, model.identity.kv_geometry.groups)
         call = decision_pb2_grpc.DecisionServiceStub(channel).WatchRequests(decision_pb2.WatchRequestsRequest())
         await call.initial_metadata()
         until = f"for {args.seconds:g} s" if args.seconds else "until Ctrl-C"

@@ -26,6 +26,8 @@ from cli.replay.simulation import ReplayOptions, replay
 from cli.replay.trace import Trace, lines_of, mooncake_lines, read_trace
 from cli.replay.worker import Timing
 from common.contracts.errors import FieldViolation, InvalidConfig, QuireError
+from common.contracts.limits import MAX_BLOCK_PAGES, MAX_KV_GROUPS
+from common.contracts.types import KvGroup, KvGroupKind
 from gpuworker.scheduling.step_costs import DEFAULT_COSTS, StepCosts, parse_costs
 
 _BLOCK_SIZES: Final = (4, 8, 16, 32, 64, 128, 256)
@@ -82,7 +84,26 @@ def recorded_options(trace: Trace) -> ReplayOptions:
     if "window" in trace.suite:
         known["window"] = trace.suite["window"]
         _check("the log's window", known["window"], _MOST_WINDOW)
+    if "groups" in trace.suite:
+        known["groups"] = _groups_of(trace.suite["groups"])
     return replace(ReplayOptions(), block_size=size, **known)
+
+
+def _groups_of(parts: object) -> tuple[KvGroup, ...]:
+    """Return the groups of layers of a log: the first one is full, and each other one has a span."""
+    if not isinstance(parts, list) or not 2 <= len(parts) <= MAX_KV_GROUPS:
+        raise InvalidConfig(FieldViolation("the log's groups", f"must be a list of 2 to {MAX_KV_GROUPS}"))
+    groups = []
+    for place, each in enumerate(parts):
+        name = f"the log's groups[{place}]"
+        wanted = ("chunk", "window") if place else ("full",)
+        if not isinstance(each, dict) or each.get("kind") not in wanted:
+            raise InvalidConfig(FieldViolation(name, f"must be an object of kind {' or '.join(wanted)}"))
+        _check(f"{name}.pages", each.get("pages"), MAX_BLOCK_PAGES)
+        if place:
+            _check(f"{name}.span", each.get("span"), _MOST_WINDOW)
+        groups.append(KvGroup(KvGroupKind(each["kind"]), each["span"] if place else 0, each["pages"], ()))
+    return tuple(groups)
 
 
 def changed_options(options: ReplayOptions, args: argparse.Namespace) -> ReplayOptions:

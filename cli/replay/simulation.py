@@ -20,7 +20,7 @@ from cli.replay.worker import Listener, ReplayWorker, Timing
 from common.contracts.errors import QuireError
 from common.contracts.hashing import block_digests, block_hash_of, root_digest
 from common.contracts.lease import Attach
-from common.contracts.types import BlockHash, Decision, KvGeometry, PoolIdentity, SamplingParams, SequenceId
+from common.contracts.types import BlockHash, Decision, KvGeometry, KvGroup, PoolIdentity, SamplingParams, SequenceId
 from gpuworker.engine.ports import EngineOutputs, EngineRequest
 from gpuworker.scheduling.outcomes import AgentConfig
 from gpuworker.scheduling.sequence import NewSequence
@@ -169,6 +169,8 @@ class ReplayOptions:
     max_queued: int = 1024
     # Slots of the widest attention window where every layer of the model has one, else 0.
     window: int = 0
+    # Those of layers that keep K/V for different times; then `num_blocks` are pages.
+    groups: tuple[KvGroup, ...] = ()
     prefix_caching: bool = True
     manager: ManagerConfig = _ROOMY
     timing: Timing = field(default_factory=Timing)
@@ -265,7 +267,7 @@ class _Simulation:
     def __init__(self, loop: VirtualLoop, trace: Trace, options: ReplayOptions) -> None:
         self._loop, self._clock, self._trace, self._options = loop, VirtualClock(loop), trace, options
         self._decisions, self._contents = _Decisions(), Contents(trace.block_size)
-        geometry = replace(_GEOMETRY, window=options.window)
+        geometry = replace(_GEOMETRY, window=options.window, groups=options.groups)
         self._index = ReplayIndex(rule_of(geometry, options.block_size))
         identity = PoolIdentity("replay", "none", options.block_size, geometry)
         self._root = root_digest("replay", "none", options.block_size)
@@ -320,6 +322,7 @@ class _Simulation:
             runway_slots=options.manager.runway_slots,
             max_num_seqs=options.max_num_seqs,
             window=options.window,
+            groups=options.groups,
         )
         attach = Attach(
             worker_id,
@@ -338,7 +341,7 @@ class _Simulation:
         )
         worker = ReplayWorker(self._loop, self._clock, attach, config, options.timing, self._manager, listener)
         sizes = (options.num_blocks, options.block_size, options.max_num_seqs, options.max_model_len)
-        capacity = Capacity(*sizes, options.window, options.prefix_caching)
+        capacity = Capacity(*sizes, options.window, options.prefix_caching, options.groups)
         self._workers[worker_id] = worker
         for router in self._routers:
             router.pool.add(worker, capacity, self._loop.time())

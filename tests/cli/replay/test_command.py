@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cli.commands.record import suite_of
 from cli.commands.replay import main, recorded_options
 from cli.replay.trace import Arrival, Measured, Trace, lines_of, read_trace
+from common.contracts.types import KvGroup, KvGroupKind
+from quire.inference.v1 import inference_pb2
 
 MEASURED = Measured(0.02, 0.2, 0, "w0")
 ARRIVALS = tuple(Arrival(0.25 * number, 40, 8, (1, 2), measured=MEASURED) for number in range(12))
@@ -41,6 +45,35 @@ def test_the_window_of_the_log_is_that_of_the_replayed_workers(tmp_path: Path) -
     path = log(tmp_path, {"workers": 2, "window": 48})
     assert recorded_options(read_trace(Path(path))).window == 48
     assert recorded_options(read_trace(Path(log(tmp_path)))).window == 0
+
+
+FULL, WINDOW = {"kind": "full", "span": 0, "pages": 2}, {"kind": "window", "span": 128, "pages": 3}
+GROUPS = (KvGroup(KvGroupKind.FULL, 0, 2, (4, 5)), KvGroup(KvGroupKind.WINDOW, 128, 3, (0,)))
+
+
+def test_the_groups_of_a_recorded_pool_are_those_of_the_replayed_workers(tmp_path: Path) -> None:
+    worker = inference_pb2.WorkerStatus(num_blocks=64, max_num_seqs=8)
+    suite = suite_of(inference_pb2.GetStatusResponse(workers=[worker]), GROUPS)
+    assert suite["groups"] == [FULL, WINDOW]
+    found = recorded_options(read_trace(Path(log(tmp_path, suite)))).groups
+    assert found == tuple(replace(each, layers=()) for each in GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ("full", "the log's groups: must be a list of 2 to 16"),
+        ([FULL], "the log's groups: must be a list of 2 to 16"),
+        ([FULL, FULL], "the log's groups[1]: must be an object of kind chunk or window"),
+        ([WINDOW, WINDOW], "the log's groups[0]: must be an object of kind full"),
+        ([FULL, {**WINDOW, "span": 0}], "the log's groups[1].span: is 0; expected 1 to 16777216"),
+        ([{**FULL, "pages": True}, WINDOW], "the log's groups[0].pages: is True; expected 1 to 4096"),
+    ],
+)
+def test_groups_of_another_form_are_refused(
+    groups: object, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refusal(capsys, log(tmp_path, {"groups": groups}))
 
 
 def test_a_change_is_a_column_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
