@@ -103,7 +103,7 @@ def laid_out(plan: StepPlan) -> StepPlan:
         places.append(len(rows))
         rows.append(row._replace(drafts=()))
         end = row.start + row.length
-        rows += [ScheduledRow(row.sequence, end + n, 1, row.blocks, True) for n in range(len(row.drafts))]
+        rows += [row._replace(start=end + n, length=1, samples=True, drafts=()) for n in range(len(row.drafts))]
     scored = tuple([part._replace(row=places[part.row]) for part in plan.scored])
     return replace(plan, rows=tuple(rows), scored=scored, drafts=0)
 

@@ -21,8 +21,11 @@ from tests.support.gpuworker.engine_harness import EngineDriver
 COUNT = 12
 SLOTS = 2048
 NATIVE = ("llama", "qwen3", "mistral", "mixtral", "qwen3_moe", "olmoe") if native.best() is not None else ()
+GROUPED = ("gemma2", "gpt_oss", "llama4_text")
+"""Layers with a window, or with chunks, stand beside layers that see everything."""
+HOSTED = ("llama", "qwen3", "mistral", "gpt2", "qwen3_next", "lfm2", *GROUPED)
 CASES = [
-    *((kind, "transformers") for kind in ("llama", "qwen3", "mistral", "gemma2", "gpt2", "qwen3_next", "lfm2")),
+    *((kind, "transformers") for kind in HOSTED),
     *((kind, "native") for kind in NATIVE),
 ]
 
@@ -137,3 +140,17 @@ def test_what_the_window_covers_is_used_again_when_the_blocks_before_it_are_gone
             assert engine.run([second, second, first], COUNT) == [wanted, wanted, output]
             assert engine.results[SequenceId(2)].usage.cached_tokens == cached_tokens
             engine.assert_all_free()
+
+
+@pytest.mark.parametrize(("kind", "model_impl"), [case for case in CASES if case[0] in GROUPED])
+def test_groups_run_long_prompts_where_one_group_would_not_fit(kind: str, model_impl: ModelImpl) -> None:
+    """A pool of pages that hold three quarters of what all layers would take for the longest sequence."""
+    output = hf_greedy(checkpoint(kind), prompts()[-1], COUNT)
+    second = [*prompts()[-1], *output, 7, 8, 9]
+    wanted = hf_greedy(checkpoint(kind), second, COUNT)
+    whole = -(-(len(second) + COUNT) // 4)
+    with driver(kind, model_impl, 4, num_blocks=9 * whole // 4, max_model_len=4 * whole) as engine:
+        assert engine.run([prompts()[-1]], COUNT) == [output]
+        assert engine.run([second, second], COUNT) == [wanted, wanted]
+        assert engine.results[SequenceId(2)].usage.cached_tokens == 88
+        engine.assert_all_free()

@@ -70,7 +70,7 @@ class EngineDriver:
         sink: OutputSink | None = None,
         clock: Clock | None = None,
     ) -> None:
-        geometry = KvGeometry(1, 1, 1, 1, "float32", config.window)
+        geometry = KvGeometry(1, 1, 1, 1, "float32", config.window, groups=config.groups)
         self.identity = identity or PoolIdentity("model", "tokenizer", config.block_size, geometry)
         self.config = config
         self.channel = channel or EmbeddedChannel(SystemClock())
