@@ -41,3 +41,26 @@ async def test_a_conversation_goes_on_behind_what_its_window_covers(tmp_path: Pa
         uncached.cache.no_cache = True
         alone = await suite.generate(uncached)
         assert (alone.tokens, cached_tokens(alone)) == (third.tokens, 0)
+
+
+async def test_beside_full_layers_a_window_alone_is_kept_and_its_hits_are_deep(tmp_path: Path) -> None:
+    """Of three layers two have a window: 64 pages hold what one group keeps of 85 tokens, and more than 128 run."""
+    flags = ("--kv-blocks", "64", "--dtype", "float32", "--max-model-len", "160")
+    folder = checkpoint("gemma2")
+    options = StackOptions(model=folder, block_size=SIZE, worker_flags=flags)
+    async with running_suite(tmp_path, options) as suite:
+        first = await suite.generate(greedy(FIRST, TOKENS, "first"))
+        await suite.until_all_free(1)
+        going_on = [*FIRST, *first.tokens, 7, 8, 9]
+        second = await suite.generate(greedy(going_on, TOKENS, "second"))
+        assert [first.tokens, second.tokens] == [hf_greedy(folder, each, TOKENS) for each in (FIRST, going_on)]
+        assert (cached_tokens(first), cached_tokens(second)) == (0, 88)
+        await suite.until_all_free(1)
+        kill(suite, "kvmanager")
+        further = [*going_on, *second.tokens, 10, 11]
+        third = await suite.generate(greedy(further, TOKENS, "third"))
+        assert third.tokens == hf_greedy(folder, further, TOKENS)
+        assert cached_tokens(third) == (len(going_on) + TOKENS - 1) // SIZE * SIZE
+        kill(suite, "worker-0")
+        again = await suite.generate(greedy(going_on, TOKENS, "again"))
+        assert (again.tokens, cached_tokens(again)) == (second.tokens, 0)
