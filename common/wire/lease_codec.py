@@ -187,10 +187,12 @@ def report_from_proto(message: kvmanager_pb2.Report) -> Report:
         message.reset,
         _unpack_partials(message) if message.partial_of or message.partial_hashes else (),
         tuple(packing.unpack_sequences(message.copied)) if message.copied else (),
-        tuple(message.bind_groups),
-        tuple(packing.unpack_blocks(message.bind_pages)) if message.bind_pages else (),
-        tuple(message.trim_groups),
+        *(_unpack_groups(message) if message.bind_groups or message.trim_groups or message.bind_pages else ()),
     )
+
+
+def _unpack_groups(message: kvmanager_pb2.Report) -> tuple[tuple[int, ...], tuple[BlockId, ...], tuple[int, ...]]:
+    return tuple(message.bind_groups), tuple(packing.unpack_blocks(message.bind_pages)), tuple(message.trim_groups)
 
 
 def _pack_pairs(pairs: Iterable[tuple[SequenceId, int]]) -> tuple[bytes, bytes]:
@@ -284,7 +286,7 @@ def batch_from_proto(message: kvmanager_pb2.GrantBatch) -> GrantBatch:
 
 
 def _admit_to_proto(admit: Admit) -> kvmanager_pb2.Admit:
-    return kvmanager_pb2.Admit(
+    message = kvmanager_pb2.Admit(
         sequence=admit.sequence,
         block_table=packing.pack_blocks(admit.block_table),
         n_shared=admit.n_shared,
@@ -292,9 +294,11 @@ def _admit_to_proto(admit: Admit) -> kvmanager_pb2.Admit:
         miss_reason=miss_to_proto(admit.miss_reason),
         diverged_at=admit.diverged_at,
         decision_id=admit.decision_id,
-        runs=map(packing.pack_blocks, admit.runs),
-        pages=packing.pack_blocks(admit.pages),
     )
+    if admit.runs or admit.pages:
+        message.runs.extend(map(packing.pack_blocks, admit.runs))
+        message.pages = packing.pack_blocks(admit.pages)
+    return message
 
 
 def _admit_from_proto(message: kvmanager_pb2.Admit) -> Admit:

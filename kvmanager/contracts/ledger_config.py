@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
 from common.contracts.lease import Attach, blocks_before_window, blocks_needed, held_blocks
@@ -76,6 +76,16 @@ class LedgerConfig(LedgerOptions):
     window: int = 0
     max_num_seqs: int = 256
     groups: tuple[KvGroup, ...] = ()
+    slides: bool = field(init=False, default=False)
+    """Whether sequences release blocks as they go on: every layer has a window, or a group of them has."""
+    stall_pages: int = field(init=False, default=1)
+    """The most pages that a sequence lacks that finds no block: a block in each group."""
+
+    def __post_init__(self) -> None:
+        # Counted once: every report asks.
+        object.__setattr__(self, "slides", bool(self.window or self.groups))
+        if self.groups:
+            object.__setattr__(self, "stall_pages", sum(group.pages for group in self.groups))
 
     @classmethod
     def of_worker(cls, attach: Attach, options: LedgerOptions) -> LedgerConfig:
@@ -106,16 +116,6 @@ class LedgerConfig(LedgerOptions):
     def pages_of(self, whole: int) -> int:
         """Return the pages that a sequence of `whole` blocks holds at once."""
         return sum(group.pages * held_blocks(group, whole, self.block_size) for group in self.groups)
-
-    @property
-    def slides(self) -> bool:
-        """Whether sequences release blocks as they go on: every layer has a window, or a group of them has."""
-        return bool(self.window or self.groups)
-
-    @property
-    def stall_pages(self) -> int:
-        """The most pages that a sequence lacks that finds no block: one in each group."""
-        return sum(group.pages for group in self.groups) if self.groups else 1
 
     def holds_whole(self, preemptions: int) -> bool:
         """Return whether a sequence that was preempted so often is admitted with all blocks that it may ever need.

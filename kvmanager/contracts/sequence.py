@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -142,15 +141,12 @@ class Sequence:
             return self.block_pages * own + runs
         return own
 
-    def held_blocks(self) -> Iterator[BlockId]:
-        """Yield every block of its tables: those of runs first, each table from its end."""
-        for run in self.runs:
-            for block in reversed(run.table):
-                if block != TRIMMED:
-                    yield block
-        for block in reversed(self.block_table):
-            if block != TRIMMED:
-                yield block
+    def held_blocks(self) -> list[BlockId]:
+        """Return every block of its tables: those of runs first, each table from its end."""
+        held = [block for block in reversed(self.block_table) if block != TRIMMED]
+        if self.runs:
+            return [*(block for run in self.runs for block in reversed(run.table) if block != TRIMMED), *held]
+        return held
 
     def holds(self, block: BlockId, group: int, index: int) -> bool:
         """Return whether it has a block at this place of its table of a group."""

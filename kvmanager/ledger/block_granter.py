@@ -468,7 +468,7 @@ def grant_blocks(
         miss_reason=plan.match.miss_reason,
         diverged_at=plan.match.diverged_at,
         decision_id=record_grant(state, sequence, plan, evicted, passes, part),
-        runs=tuple([tuple(run.table) for run in sequence.runs]),
+        runs=tuple([tuple(run.table) for run in sequence.runs]) if sequence.runs else (),
         pages=_further_pages(store, sequence) if store.blocks.others else (),
     )
 

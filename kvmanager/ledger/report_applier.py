@@ -190,7 +190,7 @@ def release_block_table(state: LedgerState, sequence: Sequence) -> None:
         for table in (*(run.table for run in sequence.runs), sequence.block_table):
             state.store.retention.mark_blocks(sequence, table)
     state.release_copy_source(sequence)
-    state.store.release_blocks(list(sequence.held_blocks()))
+    state.store.release_blocks(sequence.held_blocks())
     sequence.block_table = []
     for run in sequence.runs:
         run.empty()
