@@ -1,11 +1,12 @@
-"""What the kinds of memory of a model take: bytes of a token with latents, and what attending on them or states costs.
+"""What the kinds of memory of a model take: bytes of a token with latents, sequences that fit where layers are groups,
+hits there, and what attending on latents or states costs.
 
     python -m bench.memory_kinds --json
 
 Bytes are counted on two layers of the attention of a published model, with random weights, as the self-test at start
 finds them; they do not depend on the machine. Rates are those of a worker's engine in float32: on a small deepseek_v3,
 with latents and, in turns, with K and V of every head; on a small qwen3_next, whose layers keep states, and in turns
-by transformers' `generate` of the same weights.
+by transformers' `generate` of the same weights. Capacity and hits are counted (`bench/lib/kv_groups.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from bench.lib.harness import median_interval, parser, progress, report
+from bench.lib.kv_groups import MODELS, capacity_figures, hit_figures
 from bench.lib.models import data_plane, plane_worker
 from bench.lib.workers import BenchWorker, Run, random_prompts
 from common.contracts.types import KvGeometry
@@ -210,10 +212,14 @@ def hybrid_figures(rounds: int) -> Iterator[tuple[str, float, str]]:
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--only", choices=SHAPES, nargs="+", default=list(SHAPES), help="some models")
+    named = list(dict.fromkeys([*SHAPES, *MODELS]))
+    flags.add_argument("--only", choices=named, nargs="+", default=named, help="some models")
     flags.add_argument("--rounds", type=int, default=7, help="rounds of the rates; 0 takes none")
     args = flags.parse_args()
-    found = [figure for name in args.only for figure in byte_figures(name, SHAPES[name])]
+    found = [figure for name in args.only if name in SHAPES for figure in byte_figures(name, SHAPES[name])]
+    for name in args.only:
+        if name in MODELS:
+            found += [*capacity_figures(name), *hit_figures(name)]
     if args.rounds:
         found += [*rate_figures(args.rounds), *hybrid_figures(args.rounds)]
     report(

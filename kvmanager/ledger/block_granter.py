@@ -352,10 +352,10 @@ def _plan_in_groups(state: LedgerState, sequence: Sequence, found: RememberedMat
         most = max(config.held_run(number, whole), len(run.blocks) + 1)
         fresh.append(min(whole, run.unread + most) - shares)
     pages = sum(group.pages * count for group, count in zip(config.groups, fresh, strict=True))
-    # As `_count_slack` does: the first table grows with each block, if it grows at all.
-    slack = 0
+    # What `_count_slack` does: a run may grow although the first table is whole.
+    slack, grows = 0, any(shares + count < sequence.max_blocks for count in fresh)
     if state.sequences.running:
-        slack = max(config.stall_pages * (whole < sequence.max_blocks), config.watermark_blocks)
+        slack = max(config.stall_pages * grows, config.watermark_blocks)
     missing = pages + slack - (state.store.pool.available - cached)
     plan = GrantPlan(hits, pages, found.match, slack - missing, 0, runs, tuple(fresh))
     return plan, missing

@@ -158,6 +158,8 @@ class BlockStore:
         else:
             cache.number += 1
             cache.events.append(Stored(cache.number, block_hash, blocks.index[block]))
+        if blocks.group[block]:
+            above = None  # a run's block does not continue the chain of the first group's
         ghost = cache.ghosts.pop(block_hash, None)
         self.eviction.note_registered(block, above, ghost[2:] if ghost else NO_MARK)
 
@@ -165,7 +167,8 @@ class BlockStore:
         """Register a block in use. A cached copy of its content is free from now on."""
         cache, pool, entries = self.cache, self.pool, self.cache.entries
         ghost = cache.register_block(block, block_hash, parent)
-        pool.cached.note_registered(block, entries.get(parent), ghost[2:] if ghost else NO_MARK)
+        above = None if self.blocks.group[block] else entries.get(parent)
+        pool.cached.note_registered(block, above, ghost[2:] if ghost else NO_MARK)
         first = entries[block_hash]
         if first != block and self.blocks.state[first] is CACHED:
             cache.forget_block(first)

@@ -19,6 +19,19 @@ def test_a_token_takes_its_latent_alone() -> None:
     }
 
 
+def test_windows_leave_room_and_hits_are_the_best_possible() -> None:
+    figures, _ = run_benchmark("memory_kinds", "--only", "gpt_oss_20b", "gemma3_27b", "minimax_m2", "--rounds", "0")
+    shares = {name: value for name, value in figures.items() if name.startswith("capacity_share")}
+    assert len(shares) == 9
+    assert min(shares.values()) > 0.95
+    assert figures["capacity_share_gpt_oss_20b_1k"] == pytest.approx((64 + 8) / (64 + 10), abs=1e-4)
+    assert figures["capacity_over_one_group_gemma3_27b_64k"] == pytest.approx(
+        4096 * 62 / (4096 * 10 + 66 * 52), abs=1e-4
+    )
+    assert figures["capacity_over_one_group_minimax_m2_64k"] == pytest.approx(1, abs=1e-4)
+    assert {value for name, value in figures.items() if name.startswith("hits")} == {1.0}
+
+
 def test_the_engine_runs_both_ways() -> None:
     figures, _ = run_benchmark("memory_kinds", "--only", "youtu", "--rounds", "1")
     assert figures["prefill_over_every_head"] > 0

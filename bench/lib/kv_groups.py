@@ -1,0 +1,179 @@
+"""Figures of pools whose layers are groups: sequences that fit, and hits, for published shapes; nothing is timed.
+
+Capacity is that of `--kv-memory 40GiB` with the worker's own layout of pages and the manager's own sums. The ideal has
+no rounding: each layer keeps the tokens that it reads, and nothing else. vLLM's sums are by its formulas for hybrid
+models (groups of equally many layers, one page size), as of November 2026; it is not run.
+
+Hits are those of a real ledger and agent, without a model and without want of blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from common.contracts.clock import ManualClock
+from common.contracts.hashing import block_digests, block_hash_of
+from common.contracts.lease import Inventory
+from common.contracts.types import KvGeometry, KvGroupKind, SequenceId
+from gpuworker.memory.byte_plan import GIB, bytes_per_block
+from gpuworker.memory.layout import LayerShape, Reach, geometry_of, with_groups
+from gpuworker.scheduling.batch_plan import StepResult
+from gpuworker.scheduling.lease_agent import LeaseAgent
+from gpuworker.scheduling.outcomes import AgentConfig
+from gpuworker.scheduling.sequence import NewSequence
+from gpuworker.scheduling.stopping import StopRule
+from kvmanager.contracts.ledger_config import LedgerConfig
+from kvmanager.ledger.ledger import Ledger
+
+Figure = tuple[str, float, str]
+_MEMORY, _BLOCK_SIZE = 40 * GIB, 16
+_LENGTHS: Final = {"1k": 1024, "8k": 8192, "64k": 65536}
+_FULL: Final = Reach()
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """So many layers of one shape that read as far."""
+
+    count: int
+    shape: LayerShape
+    reach: Reach = _FULL
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of a token in bfloat16, in all of these layers."""
+        return 2 * self.count * self.shape.num_kv_heads * (self.shape.head_dim_k + self.shape.head_dim_v)
+
+    def read_tokens(self, length: int) -> int:
+        """Return how many of so many tokens the next one reads."""
+        span = self.reach.span
+        if not span:
+            return length
+        return min(length, span) if self.reach.kind is KvGroupKind.WINDOW else (length - 1) % span + 1
+
+
+def _alike(heads: int, size: int, full: int, span: int, sliding: int) -> tuple[Layers, ...]:
+    shape = LayerShape(heads, size, size)
+    return Layers(full, shape), Layers(sliding, shape, Reach(KvGroupKind.WINDOW, span))
+
+
+# From config.json of the named checkpoints on huggingface.co.
+MODELS: Final[dict[str, tuple[Layers, ...]]] = {
+    "gpt_oss_20b": _alike(8, 64, 12, 128, 12),  # openai/gpt-oss-20b
+    "gpt_oss_120b": _alike(8, 64, 18, 128, 18),  # openai/gpt-oss-120b
+    "gemma3_27b": _alike(16, 128, 10, 1024, 52),  # google/gemma-3-27b-it
+    "gemma4_26b_a4b": (  # google/gemma-4-26B-A4B
+        Layers(5, LayerShape(2, 512, 512)),
+        Layers(25, LayerShape(8, 256, 256), Reach(KvGroupKind.WINDOW, 1024)),
+    ),
+    "llama4_scout": (  # meta-llama/Llama-4-Scout-17B-16E-Instruct
+        Layers(12, LayerShape(8, 128, 128)),
+        Layers(36, LayerShape(8, 128, 128), Reach(KvGroupKind.CHUNK, 8192)),
+    ),
+    "mimo_v2_flash": (  # XiaomiMiMo/MiMo-V2-Flash
+        Layers(9, LayerShape(4, 192, 128)),
+        Layers(39, LayerShape(8, 192, 128), Reach(KvGroupKind.WINDOW, 129)),
+    ),
+    "minimax_m2": (Layers(62, LayerShape(8, 128, 128)),),  # MiniMaxAI/MiniMax-M2
+}
+
+
+def geometry_in_groups(layers: Sequence[Layers]) -> KvGeometry:
+    """Return the K/V of a model in bfloat16, as a worker finds it."""
+    every = [(each.shape, each.reach) for each in layers for _ in range(each.count)]
+    geometry = geometry_of({number: shape for number, (shape, _) in enumerate(every)}, "bfloat16", 0)
+    return with_groups(geometry, {number: reach for number, (_, reach) in enumerate(every)}, {}, _BLOCK_SIZE)
+
+
+def capacity_figures(name: str) -> Iterator[Figure]:
+    """Yield how many sequences of each length fit, over the ideal and over vLLM's number."""
+    layers = MODELS[name]
+    geometry = geometry_in_groups(layers)
+    pages = _MEMORY // bytes_per_block(geometry, _BLOCK_SIZE)
+    for words, length in _LENGTHS.items():
+        needed = pages_of(geometry, length)
+        ideal = _MEMORY / sum(each.token_bytes * each.read_tokens(length) for each in layers)
+        yield f"capacity_share_{name}_{words}", pages / needed / ideal, f"sequences of {words} that fit, over the ideal"
+        theirs = _MEMORY / _bytes_in_vllm(layers, length)
+        yield f"capacity_over_vllm_{name}_{words}", pages / needed / theirs, "the same over vLLM's, by its formulas"
+        whole = _MEMORY / (-(-length // _BLOCK_SIZE) * _BLOCK_SIZE * sum(each.token_bytes for each in layers))
+        yield f"capacity_over_one_group_{name}_{words}", pages / needed / whole, "the same over all layers as one group"
+
+
+def pages_of(geometry: KvGeometry, length: int) -> int:
+    """Return the pages, or blocks, that a sequence of so many tokens holds once it decodes."""
+    config = LedgerConfig(1, _BLOCK_SIZE, groups=geometry.groups)
+    return config.admission_blocks(length)
+
+
+def _bytes_in_vllm(layers: Sequence[Layers], length: int) -> int:
+    """Return the bytes of a sequence in vLLM: groups have as many layers as the smallest kind, or as the largest where
+    that has less than half more; all pages are as large as the largest layer's block of 16 tokens.
+    """
+    counts = [each.count for each in layers]
+    size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+    page = max(_BLOCK_SIZE * each.token_bytes // each.count for each in layers)
+    taken = 0
+    for each in layers:
+        slots = page // (each.token_bytes // each.count)
+        blocks = -(-length // slots)
+        if each.reach.kind is KvGroupKind.WINDOW:
+            blocks = min(blocks, -(-(each.reach.span - 1) // slots) + 1)
+        elif each.reach.kind is KvGroupKind.CHUNK:
+            blocks = min(blocks, -(-each.read_tokens(length) // slots))
+        taken += -(-each.count // size) * size * blocks * page
+    return taken
+
+
+class Pair:
+    """A worker's agent and its ledger, without anything between them, in a pool in which nothing is evicted."""
+
+    def __init__(self, geometry: KvGeometry, tokens: int) -> None:
+        groups, ids = geometry.groups, itertools.count()
+        blocks = 4 * (sum(group.pages for group in groups) or 1) * tokens // _BLOCK_SIZE
+        self._ledger = Ledger(LedgerConfig(blocks, _BLOCK_SIZE, groups=groups), ManualClock(), lambda: str(next(ids)))
+        self._ledger.rebuild(Inventory())
+        self._agent = LeaseAgent(AgentConfig(blocks, _BLOCK_SIZE, groups=groups))
+        self._agent.inventory()
+        self._agent.attached(0)
+        self._ids = itertools.count()
+
+    def serve(self, prompt: Sequence[int], output: int) -> tuple[int, list[int]]:
+        """Serve a request alone; return its cached tokens, and prompt and output."""
+        digests = block_digests(bytes(32), prompt, _BLOCK_SIZE)
+        hashes, last = tuple(map(block_hash_of, digests)), digests[-1] if digests else bytes(32)
+        number, length = SequenceId(next(self._ids)), len(prompt) + output
+        self._agent.submit_sequence(NewSequence(number, "", tuple(prompt), hashes, last, length, StopRule(output)))
+        cached = 0
+        while self._agent.has_work:
+            if (said := self._agent.take_report()) is not None:
+                self._ledger.apply_report(said)
+                if (batch := self._ledger.schedule()) is not None:
+                    cached += sum(admit.cached_tokens for admit in self._agent.apply_grant(batch).admitted)
+            if (plan := self._agent.plan()) is not None:
+                sampled = {row.sequence: (1,) for row in plan.rows if row.samples}
+                self._agent.complete(StepResult(plan.step, sampled))
+        if (said := self._agent.take_report()) is not None:
+            self._ledger.apply_report(said)
+        return cached, [*prompt, *[1] * output]
+
+
+def hit_figures(name: str) -> Iterator[Figure]:
+    """Yield cached tokens over the best possible: a shared system prompt, and the turns of a chat."""
+    geometry = geometry_in_groups(MODELS[name])
+    for shared in (240, 2000):
+        pair, system = Pair(geometry, 16 * 1024), list(range(2, 2 + shared))
+        pair.serve([*system, *range(9000, 9100)], 40)
+        cached, _ = pair.serve([*system, *range(9500, 9600)], 40)
+        best = shared // _BLOCK_SIZE * _BLOCK_SIZE
+        yield f"hits_{name}_system_{shared}", cached / best, f"cached tokens of a system prompt of {shared}, over all"
+    pair, history, got, best = Pair(geometry, 16 * 1024), list(range(2, 302)), 0, 0
+    for turn in range(8):
+        cached, history = pair.serve(history, 200)
+        got += cached
+        best += 0 if not turn else (len(history) - 200 - 50 - 1) // _BLOCK_SIZE * _BLOCK_SIZE
+        history += range(10_000 + 50 * turn, 10_050 + 50 * turn)
+    yield f"hits_{name}_chat", got / best, "cached tokens of eight turns of 50 and 200 tokens, over the best possible"
