@@ -66,12 +66,13 @@ from bench.fault_injection.plan import (
 )
 from bench.fault_injection.streams import RETRY, Stream, prompts, until_tokens
 from bench.lib.harness import end_with_json, parser, progress, report
+from bench.lib.windowed import demo_with_windows
 from bench.serve import suite_flags
+from cli.demo_model import CHECKPOINT
 from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
 from quire.client import AsyncClient
 from router.answers.text.checkpoint import read_checkpoint
 
-DEMO: Final = Path("cli/demo_model/checkpoint")
 WORKERS: Final = 2
 _STREAMS_A_CLIENT: Final = 8
 _LONGER: Final = 3  # times the tokens, for the streams of a failure that lasts
@@ -147,8 +148,8 @@ class Rounds:
 
     def __init__(self, clients: Sequence[AsyncClient], injector: Injects, args: argparse.Namespace) -> None:
         self._clients, self._injector, self._args = clients, injector, args
-        checkpoint = read_checkpoint(DEMO)
-        self._tokens = SimulatedTokens(readable_ids(DEMO, checkpoint.vocab_size, checkpoint.eos_token_ids))
+        checkpoint = read_checkpoint(CHECKPOINT)
+        self._tokens = SimulatedTokens(readable_ids(CHECKPOINT, checkpoint.vocab_size, checkpoint.eos_token_ids))
         self._rng = random.Random(f"streams/{args.seed}")
 
     async def run(self, fault: Fault) -> Found:
@@ -236,9 +237,10 @@ async def measure_hosts(plan: Part, args: argparse.Namespace) -> Kinds:
 
 async def measure_part(plan: Part, form: Form, args: argparse.Namespace) -> Kinds:
     """Run the failures of a suite of processes on one host."""
-    options: dict[str, object] = {"model": DEMO, "simulate": args.simulate, "kv_blocks": 4096, "insecure": True}
-    options |= {"max_num_seqs": 128, "trace_sample_ratio": 0.0, "drain": "migrate"}
     async with AsyncExitStack() as stack:
+        model = stack.enter_context(demo_with_windows(args.window))
+        options: dict[str, object] = {"model": model, "simulate": args.simulate, "kv_blocks": 4096, "insecure": True}
+        options |= {"max_num_seqs": 128, "trace_sample_ratio": 0.0, "drain": "migrate"}
         jump = any(fault.kind in CLOCKS for fault in plan.values())
         clocks = stack.enter_context(shiftable_clocks()) if jump else None
         if any(fault.kind in WITHOUT_DISK for fault in plan.values()):
@@ -298,6 +300,9 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0, help="of the plan and of the prompts")
     made.add_argument("--replay", type=plan_file(possible()), metavar="FILE", help="a plan that an earlier run printed")
     made.add_argument("--simulate", default="base=8ms,decode=4us,prefill=2us", help="what a simulated step costs")
+    made.add_argument(
+        "--window", type=int, default=0, help="tokens that every other layer sees; 0: all of them see all"
+    )
     return made
 
 

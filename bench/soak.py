@@ -35,7 +35,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Final
 
 import httpx
@@ -49,11 +48,12 @@ from bench.fault_injection.streams import RETRY, prompts
 from bench.faults import DRAIN_S, Injects
 from bench.lib.harness import parser, progress, report
 from bench.lib.memory_watch import FLAT_UP_TO, GROWS, Bounds, MemoryWatch
+from bench.lib.windowed import demo_with_windows
 from bench.serve import suite_flags
+from cli.demo_model import CHECKPOINT
 from common.rpc.server import open_channel
 from quire.client import AsyncClient
 
-DEMO: Final = Path("cli/demo_model/checkpoint")
 WORKERS: Final = 2
 _UNKNOWN: Final = -1.0
 # How long requests may take to end before memory is read, and how long what they leave behind may take.
@@ -135,9 +135,10 @@ async def soak(args: argparse.Namespace) -> dict[str, float]:
     disturbed = 60 * args.minutes - calm
     plan = scattered(args.seed, _KINDS, disturbed, args.pause_s) if args.plan is None else args.plan
     print(f"plan: {written(plan)}", flush=True)
-    options: dict[str, object] = {"model": DEMO, "simulate": args.simulate, "kv_blocks": 2048, "drain": "migrate"}
-    options |= {"trace_sample_ratio": args.trace_sample_ratio, "max_num_seqs": 64, "insecure": not args.tls}
     async with AsyncExitStack() as stack:
+        model = stack.enter_context(demo_with_windows(args.window))
+        options: dict[str, object] = {"model": model, "simulate": args.simulate, "kv_blocks": 2048, "drain": "migrate"}
+        options |= {"trace_sample_ratio": args.trace_sample_ratio, "max_num_seqs": 64, "insecure": not args.tls}
         running = victim(suite_flags(options), WORKERS, routers=2, drain_timeout=DRAIN_S)
         suite = await stack.enter_async_context(running)
         channel = await stack.enter_async_context(open_channel(f"{suite.host}:{suite.grpc_port}"))
@@ -148,7 +149,7 @@ async def soak(args: argparse.Namespace) -> dict[str, float]:
         with injecting(f"the suite before fault 1 (seed {args.seed})"):
             await injector.whole()
         began = time.monotonic()
-        load = MixedLoad(suite, channel, clients, http, DEMO, args.seed)
+        load = MixedLoad(suite, channel, clients, http, CHECKPOINT, args.seed)
         bounds = Bounds(args.most_mib_per_hour, args.most_bytes_per_request)
         memory = MemoryWatch(60 * args.settled_minutes, bounds)
         with failing_alone():
@@ -223,6 +224,9 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0, help="of the plan and of the requests")
     made.add_argument("--plan", type=plan_file(_POSSIBLE), metavar="FILE", help="a plan that an earlier run printed")
     made.add_argument("--simulate", default="base=8ms,decode=4us,prefill=2us", help="what a simulated step costs")
+    made.add_argument(
+        "--window", type=int, default=0, help="tokens that every other layer sees; 0: all of them see all"
+    )
     made.add_argument("--tls", action="store_true", help="TLS between the services, as `quire serve` has it")
     made.add_argument("--trace-sample-ratio", type=float, default=1.0, help="share of the requests that are traced")
     return made

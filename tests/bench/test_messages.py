@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 from bench.fault_injection.mixed_load import Messages
-from bench.soak import DEMO
+from cli.demo_model import CHECKPOINT
 from gpuworker.simulated.plane import simulated_tokens
 from router.answers.text.tokenizer import Tokenizer
 
-TOKENS = simulated_tokens(DEMO)
+TOKENS = simulated_tokens(CHECKPOINT)
 # Tokens of the prompt; three of four are cached.
 CACHED, COMPUTED = 3, 1
 
@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 def texts_of(body: Json) -> list[str]:
     """Return the texts of the right tokens."""
-    tokenizer = Tokenizer.load(DEMO)
+    tokenizer = Tokenizer.load(CHECKPOINT)
     assert tokenizer is not None
     return [tokenizer.decode([each]) for each in TOKENS.expected(body["seed"], CACHED + COMPUTED, body["max_tokens"])]
 
@@ -81,7 +81,7 @@ async def sent(answer: Callable[[list[str]], httpx.Response], streamed: bool) ->
         return answer(texts_of(body))
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(handle), base_url="http://quire") as client:
-        messages = Messages(client, TOKENS, DEMO, random.Random(4))
+        messages = Messages(client, TOKENS, CHECKPOINT, random.Random(4))
         ended = await (messages.streamed() if streamed else messages.whole())
     return ended, messages.compared, messages.differing
 
