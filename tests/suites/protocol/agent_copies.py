@@ -117,7 +117,13 @@ def _copy_sequence(old: Sequence) -> Sequence:
 
 def _blocks_key(blocks: BlockStates) -> tuple[object, ...]:
     """Leave out the step of last use, which only orders an inventory's cached blocks."""
-    return tuple(blocks.pool), tuple(blocks.fill), frozenset([(b, c.hash) for b, c in blocks.content.items()])
+    claims = frozenset([(block, each.hash) for block, each in blocks.content.items()])
+    made = (
+        (frozenset(blocks.made.pages.items()), frozenset(blocks.made.group.items()))
+        if blocks.made is not None
+        else None
+    )
+    return tuple(blocks.pool), tuple(blocks.fill), claims, made
 
 
 def _report_key(report: ReportBuilder) -> tuple[object, ...]:

@@ -78,6 +78,14 @@ def partial_keys(tokens: tuple[int, ...], block_size: int) -> tuple[BlockHash, .
     return all_partial_hashes(ROOT_LINK, keys, little_endian_int32(tokens), block_size)
 
 
+def as_part(node: int, part: int) -> int:
+    """Return what a slot holds of a node in a page, by the number of that page in its place of a block table.
+
+    The pages of all groups count: the K/V of a token lies in as many pages, and each has its own part of it.
+    """
+    return part << 32 | node
+
+
 def parent_key(of: BlockHash, block_size: int) -> BlockHash | None:
     """Return the key of the block before the one that `of` stands for; None for a first block."""
     before = ancestor(_nodes_of_keys[of], block_size)
@@ -85,7 +93,10 @@ def parent_key(of: BlockHash, block_size: int) -> BlockHash | None:
 
 
 class Device:
-    """The KV cache of one worker: per block, the node that each slot holds."""
+    """The KV cache of one worker: per block, the node that each slot holds.
+
+    Where the pool has groups, `slots` are those of pages, and hold a node as its part of a place (`as_part`).
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -94,10 +105,15 @@ class Device:
     def copy_block(self, src: int, dst: int) -> None:
         self.slots[dst] = self.slots[src].copy()
 
-    def block_key(self, block: int) -> BlockHash | None:
-        """Return the key of what a block holds; None unless all its slots hold the tokens of one prefix."""
-        slots = self.slots[block]
+    def block_key(self, block: int, part: int = 0) -> BlockHash | None:
+        """Return the key of what a block holds; None unless all its slots hold the tokens of one prefix.
+
+        Where the pool has groups, return it for a page, as a part of its place.
+        """
+        slots = [slot - as_part(NOTHING, part) for slot in self.slots[block]]
         node = slots[-1]
+        if not 0 <= node < len(_parents):
+            return None
         if node == NOTHING or _depths[node] % self.block_size:
             return None
         for index in range(self.block_size - 1, -1, -1):

@@ -1,15 +1,20 @@
 """The invariants I1 to I14 of the lease protocol, checked on a world after every event.
 
+Where the pool has groups, I3 and I4 hold in every page of a block, and I26 and I29 are checked too. I33 is that
+messages tell of no groups where the pool has none.
+
 I15, the order in which blocks are granted, is checked by `liveness.py` alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
 from common.contracts.errors import ProtocolViolation
-from common.contracts.types import TRIMMED, BlockId
+from common.contracts.types import TRIMMED, BlockHash, BlockId, SequenceId
 from gpuworker.scheduling.lease_agent import LeaseAgent
+from kvmanager.contracts.block import hash_in, key_of
 from kvmanager.ledger.audit import InvariantBroken
 from kvmanager.ledger.ledger import Ledger
 from kvmanager.ledger.preemption import running_sequences, seniority
@@ -17,6 +22,7 @@ from tests.suites.protocol import content
 from tests.suites.protocol.agent_copies import copy_agent
 
 if TYPE_CHECKING:
+    from tests.suites.protocol.scenario import Layers
     from tests.suites.protocol.state import ModelManager
     from tests.suites.protocol.world import World
 
@@ -66,13 +72,34 @@ def _check_worker(world: World) -> None:
         world.agent.check_invariants()
     except AssertionError as broken:
         raise Violation("I4" if "claimed" in str(broken) else "I2", str(broken)) from broken
+    _pages_are_in_one_block(world)
     _fill_is_true(world)
+
+
+def _pages_are_in_one_block(world: World) -> None:
+    """I26: each page of the worker is in one block at most, or in the pool; tables have whole blocks of their group."""
+    made = world.agent._blocks.made
+    if made is None:
+        return
+    taken = [*world.agent._blocks.pool, *(page for pages in made.pages.values() for page in pages)]
+    if len(set(taken)) != len(taken):
+        raise Violation("I26", "a page is in two blocks, or in one and in the pool")
+    for sequence in world.agent._sequences.values():
+        if sequence.block_table != sequence.tables[0].blocks():
+            raise Violation("I26", f"sequence {sequence.id} has two tables of the first group")
+        for group, table in enumerate(sequence.tables):
+            for place, block in enumerate(table.blocks()):
+                pages = tuple(table.pages[place * table.size : (place + 1) * table.size])
+                if block != TRIMMED and (made.group[block], made.pages[block]) != (group, pages):
+                    raise Violation("I26", f"place {place} of sequence {sequence.id} has no block of group {group}")
 
 
 def _check_ledger(world: World, ledger: Ledger) -> None:
     audit(ledger)
     if not world.scenario.window:
         _map_is_prefix_closed(ledger, world.scenario.block_size)
+    if world.scenario.groups and {key for key, _ in ledger.index_snapshot().entries} != _members(world, ledger):
+        raise Violation("I29", "what the index is told is not what every group has")
 
 
 def audit(ledger: Ledger) -> None:
@@ -85,30 +112,47 @@ def audit(ledger: Ledger) -> None:
 
 def _fill_is_true(world: World) -> None:
     """I3: each slot below a block's fill holds the K/V of the tokens of every row that has it. I4: so do claims."""
-    size, slots, blocks = world.scenario.block_size, world.device.slots, world.agent._blocks
+    blocks = world.agent._blocks
     for sequence in world.agent._sequences.values():
         nodes = world.paths[sequence.id]
-        for index, block in enumerate(sequence.block_table):
-            if block == TRIMMED:
-                continue
-            filled = blocks.fill[block]
-            expected = nodes[index * size : index * size + filled]
-            if slots[block][: len(expected)] != expected or len(expected) != filled:
-                text = f"block {block} is filled to {filled}, but not with block {index} of sequence {sequence.id}"
-                raise Violation("I3", text)
+        for layers, table in zip(world.layers, world.tables_of(sequence), strict=True):
+            for index, block in enumerate(table[:: layers.pages]):
+                if block != TRIMMED and not _holds(world, layers, table, nodes, index):
+                    text = f"block {block} is filled to {blocks.fill[block]}"
+                    raise Violation("I3", f"{text}, but not with block {index} of sequence {sequence.id}")
     for block, claimed in blocks.content.items():
-        if world.device.block_key(block) != claimed.hash:
+        if not _is_whole(world, claimed.group, world.pages_of(block), claimed.hash):
             raise Violation("I4", f"the worker claims content of block {block} that the block does not hold")
+
+
+def _holds(world: World, layers: Layers, table: Items[BlockId], nodes: list[int], index: int) -> bool:
+    """Return whether each page of a block holds its part of a sequence's tokens, as far as the block is filled."""
+    size, filled = world.scenario.block_size, world.agent._blocks.fill[table[index * layers.pages]]
+    expected = nodes[index * size : index * size + filled]
+    return len(expected) == filled and all(
+        world.device.slots[page][:filled] == [content.as_part(node, part) for node in expected]
+        for part, page in layers.parts_at(table, index)
+    )
+
+
+def _is_whole(world: World, group: int, pages: Items[BlockId], key: BlockHash) -> bool:
+    """Return whether the pages of a block of a group are all that hold the content of a hash, each its part."""
+    layers = world.layers[group]
+    return len(pages) == layers.pages and all(
+        world.device.block_key(page, part) == key for part, page in enumerate(pages, start=layers.first_part)
+    )
 
 
 def _registered_content_is_true(world: World, ledger: Ledger) -> None:
     """I4: a registered block is full, of a completed step, and holds what its hash says."""
-    fill = world.agent._blocks.fill
-    for number, key in enumerate(ledger.state.store.blocks.hash):
+    fill, blocks = world.agent._blocks.fill, ledger.state.store.blocks
+    for number, key in enumerate(blocks.hash):
         if key is None:
             continue
         block = BlockId(number)
-        if fill[block] != world.scenario.block_size or world.device.block_key(block) != key:
+        pages = (block, *blocks.others.get(block, ()))
+        is_whole = _is_whole(world, blocks.group[block], pages, hash_in(key))
+        if fill[block] != world.scenario.block_size or not is_whole:
             raise Violation("I4", f"block {block} is registered and does not hold what its hash says")
 
 
@@ -127,26 +171,37 @@ def _map_is_prefix_closed(ledger: Ledger, block_size: int) -> None:
     """I5, by the true parent of each hash rather than by the one in the ledger."""
     entries = ledger.state.store.cache.entries
     for key in entries:
-        parent = content.parent_key(key, block_size)
+        block_hash = hash_in(key)
+        parent = content.parent_key(key, block_size) if key == block_hash else block_hash
         if parent is not None and parent not in entries:
             raise Violation("I5", "a hash is in the manager's map without its parent")
+
+
+def _members(world: World, ledger: Ledger) -> set[BlockHash]:
+    """Return the hashes that an index should have: those that every group has.
+
+    I29: the first group has their ancestors too, by I5, so a prompt can be continued behind any run of members that a
+    token reads.
+    """
+    entries, runs = ledger.state.store.cache.entries, range(1, len(world.layers))
+    return {key for key in entries if key == hash_in(key) and all(key_of(key, group) in entries for group in runs)}
 
 
 def _index_is_true(world: World) -> None:
     """I5 and I6: what readers see is prefix-closed at every call, and equals the map once all is written.
 
-    Where every layer has a window, a block stays in both when those before it go.
+    Where layers have windows, a block stays in both when those before it go.
     """
-    live = world.index.live()
+    live, slides = world.index.live(), world.scenario.window or world.scenario.groups
     for key in live:
         parent = content.parent_key(key, world.scenario.block_size)
-        if parent is not None and parent not in live and not world.scenario.window:
+        if parent is not None and parent not in live and not slides:
             raise Violation("I5", "a hash is in the index without its parent")
     for manager in world.managers:
         session = manager.session()
         if not manager.alive or session is None or not session.ready or world.index.fence != manager.core.epoch:
             continue
-        if manager.publisher.settled and live != set(session.ledger.state.store.cache.entries):
+        if manager.publisher.settled and live != _members(world, session.ledger):
             raise Violation("I6", "all is written and the index differs from the manager's map")
 
 
@@ -167,7 +222,8 @@ def _reset_is_kept(world: World, manager: ModelManager, ledger: Ledger) -> None:
 def _preemptions_are_bounded(world: World, ledger: Ledger) -> None:
     """I13: no sequence is preempted more often than the bound, by all its managers, where all have one priority."""
     most = world.scenario.max_preemptions
-    if not most or world.scenario.window or len({each.priority for each in world.scenario.requests}) > 1:
+    slides = world.scenario.window or world.scenario.groups
+    if not most or slides or len({each.priority for each in world.scenario.requests}) > 1:
         return
     counts = [(each.id, each.preemptions) for each in ledger.state.sequences.live.values()]
     counts += [(each.id, each.preemptions) for each in world.agent._sequences.values()]
@@ -179,7 +235,8 @@ def _preemptions_are_bounded(world: World, ledger: Ledger) -> None:
 def _stalls_are_short(world: World) -> None:
     """I9: once both sides have every message, a stall means that no block is left and a preemption is outstanding.
 
-    Or all others are spared: they hold what they may need, and their ends give blocks to the one that is stalled.
+    Or all others are spared: they hold what they may need, and their ends give blocks to the one that is stalled. Where
+    the pool has groups, fewer pages may be left than one place of a table has.
     """
     link, agent = world.link, world.agent
     if link is None or link.served is None or not world.worker.open or link.to_manager or link.to_worker:
@@ -187,14 +244,14 @@ def _stalls_are_short(world: World) -> None:
     ledger = link.served.ledger
     if (
         not agent._report.stalled
-        or agent._blocks.pool
+        or len(agent._blocks.pool) >= min(_lacks(world, each) for each in agent._report.stalled)
         or not ledger.state.sequences.find_stalled()
         or _owes_report(agent)
     ):
         return
     state = ledger.state
     senior = min(running_sequences(state.sequences), key=seniority)
-    most = 0 if world.scenario.window else world.scenario.max_preemptions
+    most = 0 if world.scenario.window or world.scenario.groups else world.scenario.max_preemptions
     others = [
         each
         for each in running_sequences(state.sequences)
@@ -202,6 +259,14 @@ def _stalls_are_short(world: World) -> None:
     ]
     if state.store.pool.available or (others and not state.sequences.preempting):
         raise Violation("I9", "sequences stall, nothing is under way for them")
+
+
+def _lacks(world: World, sequence: SequenceId) -> int:
+    """Return how many pages a sequence lacks at the first place where a table has no block."""
+    tables = world.tables_of(world.agent._sequences[sequence])
+    places = [len(table) // layers.pages for layers, table in zip(world.layers, tables, strict=True)]
+    covered = min(places)
+    return sum(layers.pages for layers, there in zip(world.layers, places, strict=True) if there == covered)
 
 
 def _owes_report(agent: LeaseAgent) -> bool:

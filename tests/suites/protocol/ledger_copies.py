@@ -184,7 +184,7 @@ def _age_key(state: LedgerState) -> tuple[object, ...]:
 def _blocks_key(blocks: Blocks) -> tuple[object, ...]:
     states = tuple([state.value for state in blocks.state])
     content = (tuple(blocks.hash), tuple(blocks.pending), tuple(blocks.parent))
-    pages = tuple(blocks.others.items()), bytes(blocks.group)
+    pages = frozenset(blocks.others.items()), bytes(blocks.group)
     return (states, tuple(blocks.refs), *content, tuple(blocks.owner), tuple(blocks.index), *pages)
 
 

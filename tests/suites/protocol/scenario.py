@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
+from common.contracts.types import TRIMMED, BlockId, KvGroup, KvGroupKind
 from gpuworker.scheduling.drafting import Speculation
 from tests.suites.protocol import content
 
@@ -58,6 +59,7 @@ class Scenario:
     slots of their blocks and get the others later; 0: with all. `admissions`: those of one batch at most, where a
     report is answered; None: any number. `max_wait`: after so many seconds a sequence is old, and after `in_turn`
     admissions by priority one that is old comes next; the clock stands still but for the fault "age".
+    Where the pool has `groups`, `num_blocks` counts pages.
     """
 
     requests: tuple[Request, ...]
@@ -69,6 +71,7 @@ class Scenario:
     runway_reach: int = 4
     max_num_seqs: int = 8
     window: int = 0
+    groups: tuple[KvGroup, ...] = ()
     max_preemptions: int = 4
     partly: bool = False
     first_part: int = 0
@@ -78,6 +81,39 @@ class Scenario:
     with_index: bool = False
     max_faults: int = 0
     faults: dict[str, int] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Layers whose K/V lies in the same blocks, of `pages` pages; the first page of a place has number `first_part`."""
+
+    kind: KvGroupKind
+    span: int
+    pages: int
+    first_part: int = 0
+
+    def first_read(self, position: int) -> int:
+        """Return the first position that the token at a position reads."""
+        if self.kind is KvGroupKind.CHUNK:
+            return position - position % self.span
+        return max(0, position - self.span + 1) if self.span else 0
+
+    def parts_at(self, table: Sequence[BlockId], place: int) -> Iterator[tuple[int, BlockId]]:
+        """Yield the parts of a place and the pages that hold them, by a table of pages; TRIMMED where it ends."""
+        for page in range(self.pages):
+            at = place * self.pages + page
+            yield self.first_part + page, table[at] if at < len(table) else TRIMMED
+
+
+def layers_of(scenario: Scenario) -> tuple[Layers, ...]:
+    """Return the groups of a world's layers; where its pool has none, all layers are one."""
+    if not scenario.groups:
+        return (Layers(KvGroupKind.WINDOW if scenario.window else KvGroupKind.FULL, scenario.window, 1),)
+    found, part = [], 0
+    for each in scenario.groups:
+        found.append(Layers(each.kind, each.span, each.pages, part))
+        part += each.pages
+    return tuple(found)
 
 
 class Guesser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from common.contracts.types import KvGroup, KvGroupKind
 from tests.suites.protocol.scenario import Request, Scenario
 
 ALL_FAULTS = {"cancel": 4, "stream_break": 4, "worker_crash": 1, "manager_crash": 2, "hand_over": 2, "wipe": 1}
@@ -43,6 +44,15 @@ BEGINNING = (Request((1,), 3, no_cache=True), Request((0, 1, 0, 1, 1, 0, 0), 1))
 
 OUTRANKED = (*BEGINNING, Request((1, 1), 1, no_cache=True), Request((0, 0), 1, priority=1, no_cache=True))
 """Behind the one that begins, one of its priority waits, and one of a higher priority comes."""
+
+_FULL, _WINDOW, _CHUNK = KvGroupKind.FULL, KvGroupKind.WINDOW, KvGroupKind.CHUNK
+WINDOW_FULL = (KvGroup(_FULL, 0, 1, ()), KvGroup(_WINDOW, 3, 1, ()))
+CHUNK = (KvGroup(_FULL, 0, 1, ()), KvGroup(_CHUNK, 4, 1, ()))
+COMPOUND = (KvGroup(_FULL, 0, 2, ()), KvGroup(_WINDOW, 3, 3, ()))
+THREE = (KvGroup(_FULL, 0, 1, ()), KvGroup(_WINDOW, 3, 2, ()), KvGroup(_CHUNK, 6, 1, ()))
+
+IN_GROUPS = (Request((0, 1, 0, 1, 1, 0, 0), 1), Request((0, 1, 0, 1, 1, 1), 2))
+"""They have two blocks in common, of which a window of three tokens reads one."""
 
 TINY: dict[str, Scenario] = {
     "peace": Scenario(TWO_SHARERS, 3),
@@ -89,6 +99,28 @@ TINY: dict[str, Scenario] = {
         max_faults=2,
         faults={"stream_break": 1, "reset": 1},
     ),
+    "window_full": Scenario(TWO_SHARERS, 8, groups=WINDOW_FULL, max_faults=1, faults={"cancel": 1}),
+    "window_full_reuse": Scenario(
+        IN_GROUPS, 9, groups=WINDOW_FULL, budget=8, max_num_seqs=1, max_faults=1, faults={"cancel": 1}
+    ),
+    "window_full_break": Scenario(
+        (Request((0, 1, 0, 1, 1), 2),), 7, groups=WINDOW_FULL, max_faults=2, faults={"stream_break": 1, "cancel": 1}
+    ),
+    "chunk": Scenario(IN_GROUPS, 9, groups=CHUNK, budget=8, max_num_seqs=1, max_faults=1, faults={"cancel": 1}),
+    "compound": Scenario(IN_GROUPS, 22, groups=COMPOUND, budget=8, max_num_seqs=1, max_faults=1, faults={"cancel": 1}),
+    "compound_break": Scenario(
+        (Request((0, 1, 0), 2),), 12, groups=COMPOUND, max_faults=2, faults={"stream_break": 1, "reset": 1}
+    ),
+    "compound_pressure": Scenario((Request((0, 1), 3), Request((1,), 3)), 17, groups=COMPOUND, budget=3),
+    "three": Scenario(TWO_SHARERS, 13, groups=THREE, max_faults=1, faults={"cancel": 1}),
+    "index_groups": Scenario(
+        (Request((0, 1, 0, 0), 1),),
+        6,
+        groups=WINDOW_FULL,
+        with_index=True,
+        max_faults=2,
+        faults={"wipe": 1, "hand_over": 1},
+    ),
     "index": Scenario((Request((0, 1, 0), 1),), 3, with_index=True, max_faults=2, faults={"wipe": 1, "hand_over": 1}),
 }
 
@@ -119,6 +151,8 @@ _CROWD = tuple(Request((n % 2, n // 2 % 2), 7 if n else 9) for n in range(7))
 
 _RIVALS = tuple(Request((n % 2,), 24 - 4 * (n % 5), no_cache=True) for n in range(10))
 """Long outputs that share nothing, so most of them are preempted."""
+
+_GROWING = tuple(Request((*SHARED, n % 2), 9) for n in range(4))
 
 _LONG_PROMPTS = tuple(Request((*SHARED, *SHARED, *SHARED[: 1 + n]), 5, priority=n % 2) for n in range(4))
 """Each has twice the blocks that it may hold at once."""
@@ -182,8 +216,23 @@ LARGE: dict[str, Scenario] = {
     "parts_drafts": Scenario(_DRAFTING, 9, budget=6, first_part=2),
     "batches": Scenario(_MIXED, 12, budget=6, admissions=1, with_index=True, runway_slots=4, runway_reach=8),
     "batches_tenants": Scenario(_TENANTS, 8, budget=6, max_num_seqs=3, admissions=1),
-    "window": Scenario(tuple(Request((*SHARED, n % 2), 9) for n in range(4)), 9, window=4, budget=5),
+    "window": Scenario(_GROWING, 9, window=4, budget=5),
     "window_tight": Scenario(_LONG_PROMPTS, 6, window=4, budget=9),
     "window_reuse": Scenario(_CONTINUED, 10, window=4, budget=5, max_num_seqs=2, with_index=True),
+    "window_full": Scenario(_GROWING, 16, groups=WINDOW_FULL, budget=5, with_index=True),
+    "window_full_tight": Scenario(_LONG_PROMPTS, 13, groups=WINDOW_FULL, budget=9),
+    "window_full_reuse": Scenario(_CONTINUED, 15, groups=WINDOW_FULL, budget=5, max_num_seqs=2, with_index=True),
+    "window_full_mixed": Scenario(_MIXED, 20, groups=WINDOW_FULL, budget=6, runway_slots=4, runway_reach=8),
+    "chunk": Scenario(_CONTINUED, 16, groups=CHUNK, budget=5, max_num_seqs=2, with_index=True),
+    "chunk_mixed": Scenario(_MIXED, 18, groups=CHUNK, budget=4),
+    "compound": Scenario(_CONTINUED, 36, groups=COMPOUND, budget=5, max_num_seqs=2, with_index=True),
+    "compound_mixed": Scenario(_MIXED, 44, groups=COMPOUND, budget=6),
+    "compound_crowd": Scenario(_CROWD, 48, groups=COMPOUND, budget=7),
+    "three": Scenario(_CONTINUED, 30, groups=THREE, budget=6, max_num_seqs=3, with_index=True),
+    "three_tenants": Scenario(_TENANTS, 40, groups=THREE, budget=6, max_num_seqs=3),
+    "three_priorities": Scenario(_PRIORITIES, 38, groups=THREE, budget=6, max_num_seqs=3),
+    "three_forks": Scenario(_FORKS, 34, groups=THREE, budget=4),
+    "three_drafts": Scenario(_DRAFTING, 40, groups=THREE, budget=12, with_index=True, runway_slots=4),
+    "three_wide_blocks": Scenario(_MIXED, 24, block_size=4, groups=THREE, budget=5, with_index=True),
     "window_wide_blocks": Scenario(_CONTINUED, 6, block_size=4, window=3, budget=6, max_num_seqs=2, with_index=True),
 }

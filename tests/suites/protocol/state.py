@@ -10,13 +10,14 @@ from common.contracts.types import BlockId, FinishReason, SequenceId
 from gpuworker.scheduling.batch_plan import StepPlan, StepResult
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.lease_session import LeaseSession
+from gpuworker.scheduling.sequence import Sequence
 from kvmanager.contracts.ledger_config import EvictionName
 from kvmanager.ledger.registry import WorkerRegistration, WorkerRegistry
 from tests.suites.protocol.agent_copies import shallow
 from tests.suites.protocol.content import Device
 from tests.suites.protocol.index import Index, Publisher
 from tests.suites.protocol.ledger_copies import copy_ledger, ledger_key
-from tests.suites.protocol.scenario import Scenario
+from tests.suites.protocol.scenario import Layers, Scenario
 
 WORKER = "w"
 
@@ -79,6 +80,7 @@ class State:
     """The policy of eviction. What another one has learned would belong to the key of a state."""
 
     scenario: Scenario
+    layers: tuple[Layers, ...]
     index: Index
     worker: LeaseSession
     device: Device
@@ -109,6 +111,15 @@ class State:
     @property
     def agent(self) -> LeaseAgent:
         return self.worker.agent
+
+    def tables_of(self, sequence: Sequence) -> list[list[BlockId]]:
+        """Return the tables of pages that a sequence of the worker has, one for each of the groups of layers."""
+        return [table.pages for table in sequence.tables] or [sequence.block_table]
+
+    def pages_of(self, block: BlockId) -> tuple[BlockId, ...]:
+        """Return the pages of a block of the worker, the block's name first."""
+        made = self.agent._blocks.made
+        return (block,) if made is None else made.pages[block]
 
     @property
     def link(self) -> Link | None:

@@ -15,8 +15,14 @@ ENOUGH = 100_000
 FIRST = 6_000
 """States of a wider world that the quick search expands."""
 
-QUICK = ("peace", "cancel_nested", "nested_senior", "worker_crash", "manager_crash", "fork", "tenants", "window_reuse")
-SMALL = ("break", "break_stop", "reset", "hand_over")
+QUICK = (
+    *("peace", "cancel_nested", "nested_senior", "worker_crash", "manager_crash", "fork", "tenants"),
+    *("window_reuse", "chunk", "three"),
+)
+SMALL = (
+    *("break", "break_stop", "reset", "hand_over"),
+    *("window_full", "window_full_reuse", "window_full_break", "compound", "compound_break", "compound_pressure"),
+)
 WIDE = tuple(name for name in TINY if name not in (*QUICK, *SMALL))
 WIDEST = "parts_aged"
 """It has more than a million states. Its first ones are searched, and `liveness.py` has many like it."""

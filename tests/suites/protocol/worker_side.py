@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from common.contracts.hashing import MIN_PARTIAL_BLOCK, block_hash_of
 from common.contracts.lease import Attach, AttachOk, Copy, Inventory
-from common.contracts.types import TRIMMED, FinishReason, KvGeometry, PoolIdentity, SequenceId
+from common.contracts.types import TRIMMED, BlockId, FinishReason, KvGeometry, PoolIdentity, SequenceId
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.scheduling.drafting import NO_PRICES, Speculation, verified
 from gpuworker.scheduling.lease_agent import LeaseAgent
@@ -17,7 +18,7 @@ from gpuworker.scheduling.stopping import StopRule
 from tests.suites.protocol import content
 from tests.suites.protocol.content import Device
 from tests.suites.protocol.invariants import Violation
-from tests.suites.protocol.scenario import EOS, Guesser
+from tests.suites.protocol.scenario import EOS, Guesser, Layers
 from tests.suites.protocol.state import WORKER, Link, State
 
 
@@ -38,9 +39,10 @@ class WorkerSide(State):
             max_num_seqs=sizes.max_num_seqs,
             new_drafter=Guesser if any(each.drafts for each in sizes.requests) else None,
             draft_prices=NO_PRICES,
+            groups=sizes.groups,
             min_partial_block=sizes.block_size if sizes.partly else MIN_PARTIAL_BLOCK,
         )
-        geometry = KvGeometry(1, 1, 1, 1, "float32", sizes.window)
+        geometry = KvGeometry(1, 1, 1, 1, "float32", sizes.window, groups=sizes.groups)
         identity = PoolIdentity("model", "tokenizer", sizes.block_size, geometry)
         incarnation = self.incarnation.to_bytes(16, "big")
         attach = Attach(WORKER, incarnation, 0, 0, identity, sizes.num_blocks, max_num_seqs=sizes.max_num_seqs)
@@ -99,26 +101,35 @@ class WorkerSide(State):
         return True
 
     def _write(self, plan: StepPlan) -> None:
-        """Make every row's writes, then every row's reads; compare each read slot by slot."""
-        size, slots, claimed = self.scenario.block_size, self.device.slots, self.agent._blocks.content
+        """Make every row's writes, then every row's reads; compare each read slot by slot, in every page."""
         for row in plan.rows:
             nodes = self._with_drafts(row)
             for position in range(row.start, row.start + row.length + len(row.drafts)):
-                block = row.blocks[position // size]
-                if block in claimed:
-                    raise Violation("I4", f"step {plan.step} writes sealed block {block}")
-                slots[block][position % size] = nodes[position]
-                self.dropped -= {block}
+                for layers, table in zip(self.layers, row.tables or (row.blocks,), strict=True):
+                    self._write_slot(layers, table, position, nodes[position])
         for row in plan.rows:
             nodes, end = self._with_drafts(row), row.start + row.length + len(row.drafts)
             if row.samples != (end == len(nodes)):
                 raise Violation("I3", f"sequence {row.sequence} samples at {end} of {len(nodes)} tokens")
-            first = max(0, row.start - self.scenario.window + 1) if self.scenario.window else 0
-            for position in range(first, end):
-                block = row.blocks[position // size]
-                if block == TRIMMED or slots[block][position % size] != nodes[position]:
-                    text = f"sequence {row.sequence} reads slot {position % size} of block {block} at {position}"
-                    raise Violation("I3", text + ": not the K/V of its own tokens")
+            for layers, table in zip(self.layers, row.tables or (row.blocks,), strict=True):
+                for position in range(layers.first_read(row.start), end):
+                    self._read_slot(row, layers, table, position, nodes[position])
+
+    def _write_slot(self, layers: Layers, table: Items[BlockId], position: int, node: int) -> None:
+        place, offset = divmod(position, self.scenario.block_size)
+        for part, page in layers.parts_at(table, place):
+            block = page if self.agent._blocks.made is None else self.agent._blocks.made.block_of(page)
+            if page == TRIMMED or block in self.agent._blocks.content:
+                raise Violation("I4", f"a step writes page {page} of sealed block {block}, or of none")
+            self.device.slots[page][offset] = content.as_part(node, part)
+            self.dropped -= {page}
+
+    def _read_slot(self, row: ScheduledRow, layers: Layers, table: Items[BlockId], position: int, node: int) -> None:
+        place, offset = divmod(position, self.scenario.block_size)
+        for part, page in layers.parts_at(table, place):
+            if page == TRIMMED or self.device.slots[page][offset] != content.as_part(node, part):
+                text = f"sequence {row.sequence} reads slot {offset} of page {page} at {position}"
+                raise Violation("I3", text + ": not the K/V of its own tokens")
 
     def _with_drafts(self, row: ScheduledRow) -> list[int]:
         """Return the nodes of a sequence's tokens, and of its drafts in this step."""
@@ -165,12 +176,19 @@ class WorkerSide(State):
         if taken is None or self.link is None:
             return False
         report = replace(taken[1], step=0, computed=())
+        self._check_groups(report.bind_groups, report.bind_pages, report.trim_groups)
         self.link.to_manager = (*self.link.to_manager, report)
         return True
+
+    def _check_groups(self, *told: Items[object]) -> None:
+        """I33: where the pool has no groups, what messages tell of groups is empty."""
+        if any(told) and not self.scenario.groups:
+            raise Violation("I33", "a message tells of groups, which the pool has not")
 
     def connect(self, manager: int) -> bool:
         """The worker opens a stream to a manager, which sees by that, at the latest, that the old one is gone."""
         attach, inventory = self.worker.connect()
+        self._check_groups(inventory.block_groups, inventory.block_pages, *(each.runs for each in inventory.sequences))
         opened = (attach, _without_times(inventory))
         self.links = [*self._worth_keeping(), Link(attach.session, manager, to_manager=(opened,))]
         return True
@@ -187,6 +205,8 @@ class WorkerSide(State):
             if not self.worker.accept(link.session, message) and self.worker.is_current(link.session):
                 link.up = False
             return True
+        for admit in message.admit:
+            self._check_groups(admit.runs, admit.pages)
         applied = self.worker.receive(link.session, message)
         if applied is not None:
             for each in message.copy:  # the next plan carries them: nothing stands between on the stream

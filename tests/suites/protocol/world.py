@@ -15,7 +15,7 @@ from tests.suites.protocol.agent_copies import agent_key, copy_agent, shallow
 from tests.suites.protocol.index import Index
 from tests.suites.protocol.invariants import Violation, check
 from tests.suites.protocol.manager_side import CLOCK, ManagerSide
-from tests.suites.protocol.scenario import Scenario
+from tests.suites.protocol.scenario import Scenario, layers_of
 from tests.suites.protocol.state import Link, ModelManager
 from tests.suites.protocol.worker_side import WorkerSide
 
@@ -30,7 +30,7 @@ class World(WorkerSide, ManagerSide):
     """One state of the model."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.scenario = scenario
+        self.scenario, self.layers = scenario, layers_of(scenario)
         self.index = Index()
         self.now = CLOCK.now = 0.0
         self.generations = self.jumps = self.resets = 0
