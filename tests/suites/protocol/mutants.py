@@ -11,6 +11,7 @@ import sys
 import time
 
 from tests.suites.protocol.content_mutants import CONTENT_MUTANTS
+from tests.suites.protocol.group_mutants import GROUP_MUTANTS
 from tests.suites.protocol.lease_mutants import LEASE_MUTANTS
 from tests.suites.protocol.mutant import Mutant
 
@@ -19,7 +20,7 @@ def _number(mutant: Mutant) -> tuple[int, str]:
     return int(mutant.name.rstrip("ab")), mutant.name
 
 
-MUTANTS = tuple(sorted((*LEASE_MUTANTS, *CONTENT_MUTANTS), key=_number))
+MUTANTS = tuple(sorted((*LEASE_MUTANTS, *CONTENT_MUTANTS, *GROUP_MUTANTS), key=_number))
 
 
 def print_table(mutants: tuple[Mutant, ...]) -> None:

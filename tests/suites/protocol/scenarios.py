@@ -46,13 +46,13 @@ OUTRANKED = (*BEGINNING, Request((1, 1), 1, no_cache=True), Request((0, 0), 1, p
 """Behind the one that begins, one of its priority waits, and one of a higher priority comes."""
 
 _FULL, _WINDOW, _CHUNK = KvGroupKind.FULL, KvGroupKind.WINDOW, KvGroupKind.CHUNK
-WINDOW_FULL = (KvGroup(_FULL, 0, 1, ()), KvGroup(_WINDOW, 3, 1, ()))
+WINDOW_FULL = (KvGroup(_FULL, 0, 1, ()), KvGroup(_WINDOW, 4, 1, ()))
 CHUNK = (KvGroup(_FULL, 0, 1, ()), KvGroup(_CHUNK, 4, 1, ()))
-COMPOUND = (KvGroup(_FULL, 0, 2, ()), KvGroup(_WINDOW, 3, 3, ()))
+COMPOUND = (KvGroup(_FULL, 0, 2, ()), KvGroup(_WINDOW, 5, 3, ()))
 THREE = (KvGroup(_FULL, 0, 1, ()), KvGroup(_WINDOW, 3, 2, ()), KvGroup(_CHUNK, 6, 1, ()))
 
 IN_GROUPS = (Request((0, 1, 0, 1, 1, 0, 0), 1), Request((0, 1, 0, 1, 1, 1), 2))
-"""They have two blocks in common, of which a window of three tokens reads one."""
+"""They have two blocks in common, and a token behind these reads both in a window, and none in a chunk of four."""
 
 TINY: dict[str, Scenario] = {
     "peace": Scenario(TWO_SHARERS, 3),
@@ -154,6 +154,9 @@ _RIVALS = tuple(Request((n % 2,), 24 - 4 * (n % 5), no_cache=True) for n in rang
 
 _GROWING = tuple(Request((*SHARED, n % 2), 9) for n in range(4))
 
+_BRIEF = (Request((*SHARED, *SHARED, 0), 8), *(Request((0, 1, *((n,), (0, n))[n % 2]), 3) for n in (0, 1, 1, 0, 1, 0)))
+"""Brief prompts begin like one that is longer than a window; it runs on while they come."""
+
 _LONG_PROMPTS = tuple(Request((*SHARED, *SHARED, *SHARED[: 1 + n]), 5, priority=n % 2) for n in range(4))
 """Each has twice the blocks that it may hold at once."""
 
@@ -220,8 +223,9 @@ LARGE: dict[str, Scenario] = {
     "window_tight": Scenario(_LONG_PROMPTS, 6, window=4, budget=9),
     "window_reuse": Scenario(_CONTINUED, 10, window=4, budget=5, max_num_seqs=2, with_index=True),
     "window_full": Scenario(_GROWING, 16, groups=WINDOW_FULL, budget=5, with_index=True),
-    "window_full_tight": Scenario(_LONG_PROMPTS, 13, groups=WINDOW_FULL, budget=9),
+    "window_full_tight": Scenario(_LONG_PROMPTS, 14, groups=WINDOW_FULL, budget=9),
     "window_full_reuse": Scenario(_CONTINUED, 15, groups=WINDOW_FULL, budget=5, max_num_seqs=2, with_index=True),
+    "window_full_brief": Scenario(_BRIEF, 16, groups=WINDOW_FULL, budget=3, with_index=True),
     "window_full_mixed": Scenario(_MIXED, 20, groups=WINDOW_FULL, budget=6, runway_slots=4, runway_reach=8),
     "chunk": Scenario(_CONTINUED, 16, groups=CHUNK, budget=5, max_num_seqs=2, with_index=True),
     "chunk_mixed": Scenario(_MIXED, 18, groups=CHUNK, budget=4),

@@ -119,7 +119,7 @@ class State:
     def pages_of(self, block: BlockId) -> tuple[BlockId, ...]:
         """Return the pages of a block of the worker, the block's name first."""
         made = self.agent._blocks.made
-        return (block,) if made is None else made.pages[block]
+        return (block,) if made is None else made.pages.get(block, (block,))
 
     @property
     def link(self) -> Link | None:

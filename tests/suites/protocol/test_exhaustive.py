@@ -17,11 +17,11 @@ FIRST = 6_000
 
 QUICK = (
     *("peace", "cancel_nested", "nested_senior", "worker_crash", "manager_crash", "fork", "tenants"),
-    *("window_reuse", "chunk", "three"),
+    *("window_reuse", "window_full_reuse", "chunk", "compound", "three"),
 )
 SMALL = (
     *("break", "break_stop", "reset", "hand_over"),
-    *("window_full", "window_full_reuse", "window_full_break", "compound", "compound_break", "compound_pressure"),
+    *("window_full", "window_full_break", "compound_break", "compound_pressure"),
 )
 WIDE = tuple(name for name in TINY if name not in (*QUICK, *SMALL))
 WIDEST = "parts_aged"
