@@ -1,0 +1,195 @@
+"""Hits where the pool has groups, by exact places and against a search of every boundary.
+
+A line of a picture is a group: x a sealed block, p and q blocks that sequences 1 and 2 fill, o one that was evicted.
+Blocks have 4 slots. Behind block n a window of 8 reads blocks n - 2 and n - 1, and a chunk of 8 those from its start.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.contracts.types import BlockId, KvGroup, KvGroupKind, MissReason, SequenceId
+from kvmanager.cache.group_match import GroupMatch, GroupMatcher
+from kvmanager.cache.prefix_cache import PrefixCache, PrefixMatch
+from kvmanager.contracts.block import ROOT, Blocks, key_of
+from kvmanager.contracts.ledger_config import LedgerConfig
+from tests.support.kvmanager.ledgers import hashes, prompt
+
+SIZE = 4
+FULL = KvGroup(KvGroupKind.FULL, 0, 1, ())
+WINDOW = KvGroup(KvGroupKind.WINDOW, 8, 2, ())
+WIDE = KvGroup(KvGroupKind.WINDOW, 16, 1, ())
+CHUNK = KvGroup(KvGroupKind.CHUNK, 8, 1, ())
+OWNERS = {"p": SequenceId(1), "q": SequenceId(2)}
+PLACES = 8
+KEYS = hashes(prompt(PLACES * SIZE), SIZE)
+
+
+def block_at(group: int, place: int) -> BlockId:
+    return BlockId(PLACES * group + place)
+
+
+def matched(num_tokens: int, groups: tuple[KvGroup, ...], *pictures: str) -> GroupMatch:
+    """Return the match of a prompt with so many tokens in a cache that the pictures show."""
+    blocks = Blocks(PLACES * len(groups))
+    cache = PrefixCache(blocks, 64, True, len(groups) - 1)
+    for group, picture in enumerate(pictures):
+        for place, what in enumerate(picture):
+            draw(cache, blocks, group, place, what)
+    config = LedgerConfig(len(blocks), SIZE, groups=groups)
+    known = KEYS[: num_tokens // SIZE]
+    return GroupMatcher(cache, blocks, config, known, num_tokens).match()
+
+
+def draw(cache: PrefixCache, blocks: Blocks, group: int, place: int, what: str) -> None:
+    """Put one block of a picture into a cache."""
+    block, key = block_at(group, place), key_of(KEYS[place], group)
+    before = KEYS[place - 1] if place else ROOT
+    parent = KEYS[place] if group else before
+    blocks.index[block], blocks.group[block] = place, group
+    if what == "x":
+        cache.register_block(block, key, parent)
+    elif what in OWNERS:
+        blocks.parent[block], blocks.owner[block] = parent, OWNERS[what]
+        cache.expect_block(block, key)
+    elif what == "o":
+        cache.ghosts[key] = ("r9", "", 0, 0)
+
+
+def found(match: GroupMatch) -> tuple[int, tuple[int, ...]]:
+    """Return the hits, and how many places of each run are empty before its own; every block must be the right one."""
+    hits = len(match.hits)
+    assert match.match.hit_blocks == hits
+    assert match.hits == [block_at(0, place) for place in range(hits)]
+    for group, run in enumerate(match.runs, start=1):
+        assert run.blocks == [block_at(group, place) for place in range(run.unread, hits)]
+    return hits, tuple(run.unread for run in match.runs)
+
+
+@pytest.mark.parametrize(
+    ("pictures", "hits", "unread", "reason"),
+    [
+        (("xxxxx", ".x.xx"), 5, 3, MissReason.DIVERGED_AT),
+        (("xxxxx", "xx..x"), 2, 0, MissReason.WINDOWED),
+        (("xxxxx", "xxxx."), 4, 2, MissReason.WINDOWED),
+        (("xxxxx", "....x"), 0, 0, MissReason.WINDOWED),
+        (("xxxxx", "xxxo."), 3, 1, MissReason.EVICTED),
+        (("xxxxxx", "....xx"), 6, 4, MissReason.FULL_HIT),
+        (("xxo", "xx."), 2, 0, MissReason.EVICTED),
+        (("", ""), 0, 0, MissReason.NEVER_SEEN),
+        (("o", ""), 0, 0, MissReason.EVICTED),
+        (("x", ""), 0, 0, MissReason.WINDOWED),
+    ],
+)
+def test_a_prompt_hits_behind_all_that_a_window_reads(
+    pictures: tuple[str, str], hits: int, unread: int, reason: MissReason
+) -> None:
+    match = matched(25, (FULL, WINDOW), *pictures)
+    assert (found(match), match.match.miss_reason) == ((hits, (unread,)), reason)
+
+
+@pytest.mark.parametrize(
+    ("pictures", "hits", "unread"),
+    [
+        (("xxxxx", "....x"), 5, 4),
+        (("xxxxx", "....."), 4, 4),
+        (("xxx", "xx."), 2, 2),
+        (("xxx", "..x"), 3, 2),
+        (("x", "."), 0, 0),
+        (("x", "x"), 1, 0),
+    ],
+)
+def test_a_chunk_is_read_from_its_start(pictures: tuple[str, str], hits: int, unread: int) -> None:
+    assert found(matched(25, (FULL, CHUNK), *pictures)) == (hits, (unread,))
+
+
+@pytest.mark.parametrize(
+    ("pictures", "hits", "unread"),
+    [
+        (("xxxxxx", "....xx", "xxxxxx"), 6, (4, 6)),
+        (("xxxxxx", "...xx.", "....x."), 5, (3, 4)),
+        (("xxxxxx", "..xx.x", "....x."), 4, (2, 4)),
+        (("xxxxxx", "xx...x", "x....."), 2, (0, 2)),
+    ],
+)
+def test_every_group_has_what_is_read(pictures: tuple[str, ...], hits: int, unread: tuple[int, ...]) -> None:
+    assert found(matched(25, (FULL, WINDOW, CHUNK), *pictures)) == (hits, unread)
+
+
+@pytest.mark.parametrize(
+    ("groups", "pictures", "hits"),
+    [
+        # A token behind block 2 does not read block 0 in the window: the third place is for sealed blocks alone.
+        ((FULL, WINDOW), ("pppp", "pppp"), 2),
+        ((FULL, WIDE), ("pppp", "pppp"), 4),
+        ((FULL, WIDE), ("pppp", "pp.p"), 2),
+        ((FULL, WIDE), ("xxpp", "xxpp"), 4),
+        ((FULL, WIDE), ("xxpp", ".xpp"), 0),
+        ((FULL, CHUNK), ("pp", "pp"), 1),
+    ],
+)
+def test_leading_blocks_are_shared_before_they_are_filled(
+    groups: tuple[KvGroup, ...], pictures: tuple[str, str], hits: int
+) -> None:
+    assert found(matched(25, groups, *pictures)) == (hits, (0,))
+
+
+@pytest.mark.parametrize("place", ["pq", "xp"])
+def test_the_blocks_of_a_place_are_filled_together(place: str) -> None:
+    """Two sequences fill them slot by slot, each its own: no third one has a place at which both are filled."""
+    assert found(matched(25, (FULL, WIDE), f"x{place[0]}", f"x{place[1]}")) == (1, (0,))
+
+
+def test_sealed_blocks_behind_missing_ones_outdo_leading_ones() -> None:
+    assert found(matched(25, (FULL, WINDOW), "xxxx", "x.xx")) == (4, (2,))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "hits", "reason"),
+    [(8, 1, MissReason.CAPPED), (9, 2, MissReason.FULL_HIT), (3, 0, MissReason.BELOW_BLOCK)],
+)
+def test_the_block_of_the_last_token_is_no_hit(num_tokens: int, hits: int, reason: MissReason) -> None:
+    match = matched(num_tokens, (FULL, WINDOW), "xxxx", "xxxx")
+    assert (found(match)[0], match.match.miss_reason) == (hits, reason)
+
+
+def test_the_reason_names_who_needed_the_room_of_a_block_of_a_run() -> None:
+    match = matched(25, (FULL, WINDOW, CHUNK), "xxxxx", "xxxxx", "....o").match
+    assert match == PrefixMatch(4, MissReason.EVICTED)
+    assert match.evicted_for == "r9"
+
+
+def test_a_prompt_that_diverges_says_where() -> None:
+    match = matched(25, (FULL, WINDOW), "xxx", "xxx").match
+    assert match == PrefixMatch(3, MissReason.DIVERGED_AT, 3)
+
+
+@given(st.data())
+def test_no_boundary_behind_it_has_what_every_group_reads(data: st.DataObject) -> None:
+    groups = (FULL, *data.draw(st.lists(st.sampled_from([WINDOW, WIDE, CHUNK]), min_size=1, max_size=2)))
+    full = "x" * data.draw(st.integers(0, PLACES)) + data.draw(st.text("pq", max_size=PLACES))
+    full = full[:PLACES]
+    runs = ["".join(data.draw(st.sampled_from("x." if above == "x" else "pq.")) for above in full) for _ in groups[1:]]
+    num_tokens = data.draw(st.integers(1, PLACES * SIZE))
+    most = min(len(full), (num_tokens - 1) // SIZE)
+    deepest = max(hits for hits in range(most + 1) if is_resumable(groups, (full, *runs), hits))
+    assert found(matched(num_tokens, groups, full, *runs))[0] == deepest
+
+
+def is_resumable(groups: tuple[KvGroup, ...], pictures: tuple[str, ...], hits: int) -> bool:
+    """Return whether a sequence may begin behind so many places: all that is read is sealed, or leads and is filled."""
+    reads = [{place for place in range(hits) if is_read(group, hits * SIZE, place)} for group in groups]
+    sealed = all(pictures[group][place] == "x" for group, read in enumerate(reads) for place in read)
+    alike = all(len({picture[place] for picture in pictures}) == 1 for place in range(hits))
+    whole = all(len(read) == hits for read in reads) and "." not in "".join(picture[:hits] for picture in pictures)
+    return sealed or (alike and whole)
+
+
+def is_read(group: KvGroup, position: int, place: int) -> bool:
+    """Return whether the token at a position reads a slot of a block."""
+    last = place * SIZE + SIZE - 1
+    if group.kind is KvGroupKind.CHUNK:
+        return last >= position // group.span * group.span
+    return not group.span or last > position - group.span
