@@ -35,7 +35,7 @@ def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | Non
     while len(free) < count:
         _uncache_block(state, name)
         missing += 1
-    figures = {"evicted": float(missing), "cached": float(len(state.store.pool.cached)), "wanted": float(count)}
+    figures = {"evicted": float(missing), "cached": float(state.store.pool.cached_pages), "wanted": float(count)}
     order = state.store.pool.cached
     reasons: tuple[str, ...] = ("no block is free", order.reason, f"policy {order.name}")
     if retained := totals.retained_evictions - retained:

@@ -301,8 +301,13 @@ def _restore_tables(state: LedgerState, sequence: Sequence, entry: InventorySequ
     if len(entry.runs) != len(sequence.runs):
         raise ProtocolViolation(f"sequence {sequence.id} has {len(entry.runs)} runs; expected {len(sequence.runs)}")
     sequence.trimmed = _restore_table(state, sequence, entry.block_table)
+    if sequence.trimmed and sequence.runs:
+        raise ProtocolViolation(f"sequence {sequence.id} has a table of the first group without some of its blocks")
     sequence.block_table = list(entry.block_table)
     for run, table in zip(sequence.runs, entry.runs, strict=True):
+        if len(table) > len(entry.block_table):
+            what = f"a run of {len(table)} blocks beside a table of {len(entry.block_table)}"
+            raise ProtocolViolation(f"sequence {sequence.id} has {what}")
         run.trimmed, run.table = _restore_table(state, sequence, table, run.group, run.pages), list(table)
     # Which of these other requests computed before is not known.
     sequence.own_from = len(entry.block_table)

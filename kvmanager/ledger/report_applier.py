@@ -229,9 +229,11 @@ def bind_pages(state: LedgerState, report: Report) -> None:
             )
         others, at = pages[at : at + groups[group].pages - 1], at + groups[group].pages - 1
         run = sequence.runs[group - 1] if group else None
-        if len(sequence.block_table if run is None else run.table) >= sequence.max_blocks or at > len(pages):
+        # A block of a run stands beside one of the first group.
+        most = len(sequence.block_table) if group else sequence.max_blocks
+        if len(sequence.block_table if run is None else run.table) >= most or at > len(pages):
             raise ProtocolViolation(
-                f"sequence {sequence_id} grew beyond {sequence.max_blocks} blocks in group {group}, or lacks pages"
+                f"sequence {sequence_id} grew beyond {most} blocks in group {group}, or lacks pages"
             )
         state.store.pool.bind_pages(block, group, others)
         if run is None:
