@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 
 from common.contracts.errors import ProtocolViolation
@@ -41,6 +41,7 @@ class GroupGrantCheck:
     def __init__(self, blocks: BlockStates, made: PageBlocks, block_size: int, groups: Items[KvGroup]) -> None:
         self._blocks, self._made, self._block_size, self._groups = blocks, made, block_size, groups
         self._fresh: dict[BlockId, int] = {}
+        self._shared = set[BlockId]()
         self.granted: list[BlockId] = []
 
     def check(self, admit: Admit, sequence: Sequence | None) -> None:
@@ -72,6 +73,15 @@ class GroupGrantCheck:
     def _check_group(self, admit: Admit, block: BlockId, group: int) -> None:
         if self._fresh.get(block, self._made.group.get(block)) != group:
             raise ProtocolViolation(f"sequence {admit.sequence} shares block {block} in group {group}: it is not there")
+        if block not in self._fresh:
+            self._shared.add(block)
+
+    def refuse_broken(self, pages: Iterable[BlockId]) -> None:
+        """Raise ProtocolViolation when one of these pages begins a new life, and its block is shared."""
+        for page in pages:
+            block = self._made.block_of(page)
+            if block in self._shared:
+                raise ProtocolViolation(f"the manager grants page {page} anew, and shares block {block} of it")
 
     def _check_beside(self, admit: Admit, sequence: Sequence | None, place: int, block: BlockId) -> None:
         """Check that a shared block of a run has the content, and as many slots as the first group's block there.
@@ -101,4 +111,5 @@ def check_groups(
     for admit in batch.admit:
         check.check(admit, sequences.get(admit.sequence))
     blocks.refuse_unknown(check.granted)
+    check.refuse_broken((*check.granted, *batch.lease))
     return check.granted
