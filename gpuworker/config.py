@@ -133,7 +133,9 @@ class EngineSettings(Settings):
         description="CUDA only: share of the device's memory for weights, activations and KV pool",
     )
     max_model_len: Count | None = Field(
-        None, description="longest prompt and output together; unset: the checkpoint's own"
+        None,
+        description="longest prompt and output together; unset: the checkpoint's own, or, where its "
+        "model runs any, the tokenizer's or 8192",
     )
     max_num_seqs: Count | None = Field(
         None, description="sequences in a step; unset: 256 on a GPU, 64 on a CPU, at most --max-num-batched-tokens"

@@ -76,6 +76,8 @@ MAX_SALT_CHARS: Final = 256
 # beginning of the chat is rendered and made tokens of once more.
 MAX_RETENTION_RANGES: Final = 16
 MAX_RETENTION_MESSAGE_RANGES: Final = 4
+# Blocks of a worker, as long as the manager's `--max-blocks-per-worker` does not say otherwise.
+MAX_WORKER_BLOCKS: Final = 1 << 20
 # Prefixes that operators pin, and the blocks of all of them, where a shared beginning counts for each: 1 MiB of hashes
 # in Redis. A change of the largest number takes some 10 ms for each size of worker to check, and up to 0.5 s for each
 # worker that has all of them cached, in steps of some 10 ms, up to 40 ms on a busy machine.

@@ -82,7 +82,7 @@ def make_backend(name: str, cache: KvCache, options: BackendOptions = _ANY_BITS)
         parts = page_layout(cache.geometry).parts
         backends = [make_backend(name, cache.parts[part.shape], options) for part in parts]
         return AttentionByPart(backends, [part.lanes for part in parts])
-    if cache.parts:
+    if cache.parts or not cache.geometry.num_layers:
         return _by_shape(name, cache, options)
     made = _chosen(name, cache, options)
     if not cache.geometry.values_in_keys:

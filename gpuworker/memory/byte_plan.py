@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.contracts.lease import blocks_needed, held_blocks
+from common.contracts.limits import MAX_WORKER_BLOCKS
 from common.contracts.types import KvGeometry, KvGroup, KvGroupKind
 from gpuworker.memory.layout import SCALED, Pool, kept_numbers, page_layout, pools_of
 
@@ -20,6 +21,13 @@ _CONTEXTS, _CONTEXTS_OF_GROUPS = (1024, 4096, 16384), (1024, 8192, 65536)
 _LEAST_SCORED, _MOST_SCORED, _SCORED_BYTES = 16, 256, 64 << 20
 
 
+# Why a pool without K/V has no size in bytes.
+NO_KV_MEMORY: Final = (
+    "no layer of the model attends, so its blocks take no memory; give --max-num-seqs and --max-model-len, or their"
+    " number with --kv-blocks"
+)
+
+
 def max_scored_tokens(vocab_size: int) -> int:
     """Return how many tokens of prompts a step scores at most: so many rows of float32 logits as fit, within bounds."""
     return max(_LEAST_SCORED, min(_SCORED_BYTES // (4 * vocab_size), _MOST_SCORED))
@@ -30,6 +38,11 @@ def bytes_per_block(geometry: KvGeometry, block_size: int) -> int:
     if geometry.groups:
         return _bytes_of_pool(Pool(page_layout(geometry).lanes, ()), block_size)
     return sum(_bytes_of_pool(pool, block_size) for pool in pools_of(geometry))
+
+
+def blocks_without_kv(sequences: int, tokens: int, block_size: int) -> int:
+    """Return the blocks of a pool that take no bytes: those of so many sequences, or as many as a manager accepts."""
+    return min(sequences * -(-tokens // block_size), MAX_WORKER_BLOCKS)
 
 
 def _bytes_of_pool(pool: Pool, block_size: int) -> int:
@@ -109,6 +122,8 @@ class BytePlan:
             yield f"    {words:<16} {layers}, {pages} a block, {token} a token, at most {most} a sequence"
 
     def _of_states(self) -> str:
+        if not self.block_bytes:
+            return f"{self.max_num_seqs} sequences, {in_words(self.state_bytes)} each; prompts share no blocks"
         pages = sum(group.pages for group in self.groups) or 1
         tokens = round(self.state_bytes * self.block_size / (pages * self.block_bytes))
         each = f"{in_words(self.state_bytes)} each, as much as K and V of {tokens} tokens"
@@ -116,9 +131,9 @@ class BytePlan:
 
     def lines(self) -> list[str]:
         unit = "pages" if self.groups else "blocks"
-        blocks = (
-            f"{self.num_blocks} {unit} of {self.block_size} slots in {self.kv_dtype}, {in_words(self.block_bytes)} each"
-        )
+        kept = f"in {self.kv_dtype}, {in_words(self.block_bytes)} each"
+        if not self.block_bytes:
+            kept = "that keep nothing: no layer attends"
         whole = self.max_model_len == self.model_limit
         limit = "the model's limit" if whole else f"the model allows {self.model_limit}"
         contexts = _CONTEXTS_OF_GROUPS if self.groups else _CONTEXTS
@@ -130,7 +145,7 @@ class BytePlan:
             f"  activations  {in_words(self.activations):>10}",
             *([f"  CUDA graphs  {in_words(self.graphs):>10}"] if self.graphs else []),
             f"  token table  {in_words(self.token_table):>10}",
-            f"  KV cache     {in_words(self.kv):>10}  {blocks}",
+            f"  KV cache     {in_words(self.kv):>10}  {self.num_blocks} {unit} of {self.block_size} slots {kept}",
             *self._of_groups(),
             *([f"  states       {in_words(self.states):>10}  {self._of_states()}"] if self.state_bytes else []),
             f"  left         {in_words(self.left):>10}",

@@ -30,7 +30,7 @@ class KvCache:
     scattered, and each small page costs a walk through the page table. `key_scales` and `value_scales` [layer, block,
     kv_head, block_size] float32 are None unless the cache is quantised. Where layers differ, `parts` has a cache for
     each shape, in the order of `pools_of`; `keys` and `values` are theirs alone. Where layers are groups, `lanes` is
-    the cache of all pages, and `parts` are the same memory, seen with each shape.
+    the cache of all pages, and `parts` are the same memory, seen with each shape. Without layers there is nothing.
     """
 
     keys: torch.Tensor
@@ -59,7 +59,7 @@ class KvCache:
             self.lanes = lanes = KvCache(layout.lanes, num_blocks, block_size, device)
             self.parts = tuple(lanes._seen_with(shape, shares) for shape, shares in layout.shapes)
             return
-        if geometry.shapes:
+        if geometry.shapes or not geometry.num_layers:
             made = (KvCache(pool.geometry, num_blocks, block_size, device, pool.index) for pool in pools_of(geometry))
             self.parts = tuple(made)
             return
@@ -81,7 +81,7 @@ class KvCache:
         """The tensors that lie in memory of their own: K, V, their scales, index keys; less where V lies in K."""
         if self.lanes is not None:
             return self.lanes.pools
-        if self.parts:
+        if self.parts or not self.geometry.num_layers:
             return [pool for part in self.parts for pool in part.pools]
         found = [self.keys, self.key_scales, self.index_keys]
         if not self.geometry.values_in_keys:

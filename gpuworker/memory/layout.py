@@ -9,6 +9,8 @@ layers differ in heads or head sizes, `KvGeometry.shapes` says so in one line, w
 
     pool a [9 layers, blocks, 8, block_size, 256] twice, pool b [2, blocks, 2, block_size, 512] twice
 
+Where no layer attends there is no pool. Sequences have blocks all the same, by which they are admitted and grow.
+
 Where layers keep K/V for different times, they are groups (`KvGeometry.groups`), and memory consists of pages. A page
 has lanes, each of which has room for one block of a layer of the largest shape. Of a shape that takes a half or a third
 of that, so many layers share a lane. The layers of a group lie in the lanes of its block's pages, one after the other:
@@ -127,11 +129,13 @@ class PageLayout:
 def geometry_of(shapes: Mapping[int, LayerShape], dtype: str, window: int) -> KvGeometry:
     """Return the geometry of the layers that have K/V of their own, by their numbers in the model.
 
-    Raises ValueError when there is none, or more kinds of them than letters.
+    Raises ValueError when there are more kinds of them than letters.
     """
+    if not shapes:
+        return KvGeometry(0, 0, 0, 0, dtype)
     kinds = list(dict.fromkeys(shapes[layer] for layer in sorted(shapes)))
-    if not 0 < len(kinds) <= len(ascii_letters):
-        raise ValueError(f"{len(kinds)} shapes of layers; expected 1 to {len(ascii_letters)}")
+    if len(kinds) > len(ascii_letters):
+        raise ValueError(f"{len(kinds)} shapes of layers; expected at most {len(ascii_letters)}")
     first = kinds[0]
     plain = KvGeometry(
         len(shapes), first.num_kv_heads, first.head_dim_k, first.head_dim_v, dtype, window, first.values_in_keys
@@ -144,7 +148,12 @@ def geometry_of(shapes: Mapping[int, LayerShape], dtype: str, window: int) -> Kv
 
 
 def pools_of(geometry: KvGeometry) -> tuple[Pool, ...]:
-    """Return the pools of a geometry, one for each shape. Raises ValueError for `shapes` of another form."""
+    """Return the pools of a geometry, one for each shape; none without layers.
+
+    Raises ValueError for `shapes` of another form.
+    """
+    if not geometry.num_layers:
+        return ()
     if not geometry.shapes:
         return (Pool(replace(geometry, groups=()), tuple(range(geometry.num_layers))),)
     *words, layers = geometry.shapes.split(" ")
@@ -159,7 +168,8 @@ def pools_of(geometry: KvGeometry) -> tuple[Pool, ...]:
 
 def numbers_a_layer(geometry: KvGeometry) -> int:
     """Return how many numbers a token has in a layer, in K and V together; the most of all layers."""
-    return max(pool.geometry.num_kv_heads * kept_numbers(pool.geometry) for pool in pools_of(geometry))
+    each = (pool.geometry.num_kv_heads * kept_numbers(pool.geometry) for pool in pools_of(geometry))
+    return max(each, default=0)
 
 
 def kept_numbers(geometry: KvGeometry) -> int:
@@ -178,7 +188,7 @@ def with_groups(
     """
     own = {layer: reach for layer, reach in reaches.items() if layer not in sources}
     kinds = sorted(set(own.values()), key=lambda reach: (reach.span, reach.kind))
-    one = len(kinds) == 1 or kinds[0].kind is not KvGroupKind.FULL or len(kinds) > MAX_KV_GROUPS
+    one = len(kinds) <= 1 or kinds[0].kind is not KvGroupKind.FULL or len(kinds) > MAX_KV_GROUPS
     if one or not all(reaches[layer].is_within(own[source]) for layer, source in sources.items()):
         return geometry
     pools = pools_of(geometry)

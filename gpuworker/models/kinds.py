@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from common.checkpoint.context import ATTENTION_FREE
 from common.checkpoint.encoders import encoder_reason, scores_reason
 from common.checkpoint.wrappers import language_model, why_not_alone
 
@@ -44,11 +45,11 @@ _ENCODERS: Final = frozenset(
         ),
     }
 )
-_STATES_ALONE: Final = "none of its layers attends, and a sequence is held by its blocks of keys and values"
+_OWN_CACHE: Final = "its layers keep states in a cache of their own, and steps mix sequences"
 _DRAFTS: Final = "it drafts for another model, and attends on the keys and values of that one"
 # Kinds that do something else with attention than the paged cache can follow.
 _PECULIAR: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"), _STATES_ALONE),
+    **dict.fromkeys(("rwkv", "xlstm"), _OWN_CACHE),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFTS),
     "recurrent_gemma": "its modules keep the state of one batch, and steps mix sequences",
     "diffllama": "each of its layers attends twice (differential attention), and the paged cache has one call a layer",
@@ -162,7 +163,7 @@ def _its_text(config: Mapping[str, Any]) -> str:
 def _peculiar(kind: str, known: KnownKinds | None) -> str | None:
     if kind in _PECULIAR:
         return f"{kind} cannot be served: {_PECULIAR[kind]}"
-    if known is not None and not known.replaceable(kind):
+    if known is not None and kind not in ATTENTION_FREE and not known.replaceable(kind):
         return (
             f"{kind} cannot be served: its code in transformers {known.version} computes attention itself, and the"
             " paged cache cannot take part"

@@ -204,10 +204,6 @@ def _rounded_logits(model: ReferenceModel, tokens: torch.Tensor, reference: torc
 def _geometry(model: ReferenceModel, recorder: CallRecorder) -> KvGeometry:
     kind, layers = model.config.model_type, int(model.config.num_hidden_layers)
     called = [layer.layer for layer in recorder.layers]
-    if not called and model.states is not None:
-        raise Unsupported(
-            f"{kind} cannot be served: no layer of it attends, and a sequence is held by blocks of K and V"
-        )
     kinds = getattr(model.config, "layer_types", None) or ()
     others = frozenset() if model.states is None else model.states.layers
     attending = [layer for layer in range(layers) if layer not in others and kinds[layer : layer + 1] not in _NEITHER]
@@ -218,7 +214,7 @@ def _geometry(model: ReferenceModel, recorder: CallRecorder) -> KvGeometry:
         )
     _check_windows(model, recorder)
     windows = [layer.window for layer in recorder.layers]
-    widest = 0 if None in windows else max(window or 0 for window in windows)
+    widest = 0 if None in windows else max((window or 0 for window in windows), default=0)
     if widest >= context_limit(model.config):
         widest = 0  # such a window leaves nothing out
     called_with = zip(recorder.layers, recorder.shapes, strict=True)

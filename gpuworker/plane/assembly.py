@@ -35,7 +35,7 @@ from gpuworker.models.llama.gpu_model import LlamaGpuModel
 from gpuworker.models.self_test import self_test
 from gpuworker.models.threshold_test import beyond_thresholds, tiny_model
 from gpuworker.native.library import NativeUnavailable, use_level
-from gpuworker.plane.checkpoint_facts import eos_token_ids
+from gpuworker.plane.checkpoint_facts import CheckpointFacts, eos_token_ids
 from gpuworker.plane.data_plane import DataPlane, Facts, pool_identity
 from gpuworker.plane.draft_checks import FLAG, draft_directory, of_draft
 from gpuworker.plane.memory import MemoryOptions, most_sequences, plan_draft, plan_memory
@@ -228,7 +228,8 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     limit, positions = context_limit(model.config), getattr(model.config, "max_position_embeddings", None) or 0
     if limit < positions:
         _log.warning("longrope: running up to its original length of %d positions, not %d", limit, positions)
-    options_of_memory = _memory_options(settings, max_num_seqs, pooling)
+    usual_len = CheckpointFacts(directory).usual_len(settings.tokenizer or directory)
+    options_of_memory = replace(_memory_options(settings, max_num_seqs, pooling), usual_len=usual_len)
     memory = plan_memory(model, geometry, limit, options_of_memory)
     if isinstance(model, LlamaCpuModel) and pooling is None:
         model.reserve(settings.max_num_batched_tokens, max_num_seqs + _drafts(settings))

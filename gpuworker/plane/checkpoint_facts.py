@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.checkpoint.completed import completed, text_part
-from common.checkpoint.context import CONTEXT_KEYS, context_of
+from common.checkpoint.context import ATTENTION_FREE, CONTEXT_KEYS, context_of, runs_any_length, usual_of_states
 from common.checkpoint.ends import named_ends
-from common.checkpoint.files import read_config
+from common.checkpoint.files import read_config, read_object
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.types import KvGeometry, KvGroupKind
 from gpuworker.memory.layout import IndexKey, LayerShape, Reach, geometry_of, with_groups
@@ -46,14 +46,25 @@ class CheckpointFacts:
         """Positions that the model spans."""
         return context_of(self._config) or self._number(*CONTEXT_KEYS)
 
+    def usual_len(self, tokenizer: Path) -> int | None:
+        """Return the length that is served where no option says one, by the tokenizer's folder; None: the model's."""
+        if not runs_any_length(self._config):
+            return None
+        path = tokenizer / "tokenizer_config.json"
+        return usual_of_states(read_object(path) if path.is_file() else {})
+
     def kv_geometry(self, dtype: str, kv_cache_dtype: str, block_size: int) -> KvGeometry:
         """Return the shape of a token's K/V, if all layers are alike; "auto" is the checkpoint's own type.
 
         Where some of them slide or attend in chunks, and others see everything, they are groups.
 
+        Where no layer attends there is none.
+
         Where the configuration names latents, they are taken to be all that is kept, with index keys where layers
         attend by index. Layers that share K/V have none, and those that share an indexer no index keys.
         """
+        if self._config.get("model_type") in ATTENTION_FREE:
+            return geometry_of({}, self._kept(dtype, kv_cache_dtype), 0)
         heads, layers, kept = self._number(*_HEADS), self._number(*_LAYERS), self._kept(dtype, kv_cache_dtype)
         if self._config.get("num_kv_shared_layers"):
             layers = max(1, layers - self._number("num_kv_shared_layers"))

@@ -3,6 +3,8 @@
 K/V = the requested blocks or bytes, else
   CUDA: utilization · total - (in use by others + weights + peak of a profile forward + graphs + token table)
   CPU:  the smaller of 1 GiB and a quarter of the free memory
+
+Where no layer attends, a block takes no bytes: there are as many as all sequences of the longest need.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from gpuworker.attention.torch_backend import MAX_MASK
 from gpuworker.attention.whole_prompts import WHOLE_PROMPTS_BLOCK
 from gpuworker.memory.byte_plan import (
     GIB,
+    NO_KV_MEMORY,
     BytePlan,
+    blocks_without_kv,
     bytes_per_block,
     in_words,
     longest_sequence,
@@ -60,6 +64,7 @@ class MemoryOptions:
     cuda_graphs: bool = False
     drafts: int = 0  # of a step at most, each with a row of logits
     pooled_tokens: int = 0  # of a step, whose hidden states are pooled; 0: rows are sampled
+    usual_len: int | None = None  # of a sequence, where `max_model_len` is None and the model runs any
 
 
 def plan_memory(
@@ -71,7 +76,7 @@ def plan_memory(
     """
     device = model.device
     seqs = options.max_num_seqs or (_CUDA_NUM_SEQS if device.type == "cuda" else _CPU_NUM_SEQS)
-    wanted_len = options.max_model_len or model_limit
+    wanted_len = options.max_model_len or options.usual_len or model_limit
     if wanted_len > model_limit:
         what = f"{wanted_len} tokens were asked for; the model's positions end at {model_limit}"
         raise InvalidConfig(FieldViolation("--max-model-len", what))
@@ -85,7 +90,7 @@ def plan_memory(
     free = free_bytes(device) - (mapped_weight_bytes() if device.type == "cpu" else 0)
     state = 0 if model.states is None else model.states.bytes_a_sequence
     room = _room(device, free, options) - activations - graphs - table - seqs * state
-    num_blocks = _num_blocks(device, room, block, options)
+    num_blocks = _num_blocks(device, room, block, sized)
     if options.kv_blocks is None:
         num_blocks = min(num_blocks, _MOST // (options.block_size * _shares(geometry)))
     plan = BytePlan(
@@ -181,6 +186,10 @@ def _room(device: torch.device, free: int, options: MemoryOptions) -> int:
 def _num_blocks(device: torch.device, room: int, block: int, options: MemoryOptions) -> int:
     if options.kv_blocks is not None:
         return options.kv_blocks
+    if not block:
+        if options.kv_memory is not None:
+            raise InvalidConfig(FieldViolation("--kv-memory", NO_KV_MEMORY))
+        return blocks_without_kv(options.max_num_seqs or 1, options.max_model_len or 1, options.block_size)
     if options.kv_memory is not None:
         return options.kv_memory // block
     if device.type == "cuda":
@@ -279,7 +288,8 @@ def _estimate(model: TransformersModel | LlamaGpuModel, geometry: KvGeometry, op
     if any(pool.index is not None for pool in pools_of(geometry)):
         # Scores before and after their relu, and the keys of all rows; indices twice, in 64 bits.
         gathered += 3 * 4 * MAX_INDEX_SCORES + 2 * 8 * tokens * min(context, _size(config, "index_topk"))
-    mask = 5 * min(tokens * context, MAX_MASK)  # as booleans, and as the floats that torch converts them to
+    # Masks as booleans, and as the floats that torch converts them to.
+    mask = 5 * min(tokens * context, MAX_MASK) if geometry.num_layers else 0
     results = _result_bytes(model, options)
     return tokens * (8 * hidden + 3 * inner) * model.dtype.itemsize + gathered + mask + results
 

@@ -18,9 +18,10 @@ from common.checkpoint.files import read_config, weight_bytes, weight_problems
 from common.checkpoint.gguf.memory import weight_memory
 from common.checkpoint.pooling import asked_pooling
 from common.contracts.errors import FieldViolation, InvalidConfig
+from common.contracts.types import KvGeometry
 from common.process.topology import allowed_cpus
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.memory.byte_plan import GIB, bytes_per_block, in_words
+from gpuworker.memory.byte_plan import GIB, NO_KV_MEMORY, bytes_per_block, in_words
 from gpuworker.memory.host_memory import address_space, available_bytes
 from gpuworker.models.kinds import known_kinds, why_not_served
 from gpuworker.native.levels import processor_flags, why_not
@@ -154,6 +155,9 @@ def _no_cuda(machine: Machine) -> str:
 def _memory_problems(
     settings: GpuWorkerSettings, machine: Machine, workers: int, directory: Path
 ) -> Iterator[FieldViolation]:
+    if settings.kv_memory is not None and _keeps_no_kv(settings, directory):
+        yield FieldViolation("--kv-memory", NO_KV_MEMORY)
+        return
     if settings.device != "cpu" and machine.cuda_devices != 0:
         return  # the KV cache may lie on a GPU
     pool = _pool_bytes(settings, directory)
@@ -171,16 +175,25 @@ def _memory_problems(
         yield FieldViolation("ulimit -v", what)
 
 
+def _keeps_no_kv(settings: GpuWorkerSettings, directory: Path) -> bool:
+    geometry = _geometry(settings, directory)
+    return geometry is not None and not geometry.num_layers
+
+
 def _pool_bytes(settings: GpuWorkerSettings, directory: Path) -> int:
     """Return the bytes of the KV pool that the options ask for; 0 where they leave it open, or it cannot be known."""
     if settings.kv_blocks is None:
         return settings.kv_memory or 0
+    geometry = _geometry(settings, directory)
+    return 0 if geometry is None else settings.kv_blocks * bytes_per_block(geometry, settings.block_size)
+
+
+def _geometry(settings: GpuWorkerSettings, directory: Path) -> KvGeometry | None:
+    """Return the shape of a token's K/V; None where it cannot be known."""
     try:
-        facts = CheckpointFacts(directory)
-        geometry = facts.kv_geometry(settings.dtype, settings.kv_cache_dtype, settings.block_size)
+        return CheckpointFacts(directory).kv_geometry(settings.dtype, settings.kv_cache_dtype, settings.block_size)
     except InvalidConfig:
-        return 0  # transformers has defaults for what a config.json does not name
-    return settings.kv_blocks * bytes_per_block(geometry, settings.block_size)
+        return None  # transformers has defaults for what a config.json does not name
 
 
 # ------------------------------------------------------------ what is here

@@ -15,7 +15,14 @@ from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.lease import blocks_needed
 from common.contracts.types import KvGeometry
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.memory.byte_plan import GIB, BytePlan, bytes_per_block, longest_sequence
+from gpuworker.memory.byte_plan import (
+    GIB,
+    NO_KV_MEMORY,
+    BytePlan,
+    blocks_without_kv,
+    bytes_per_block,
+    longest_sequence,
+)
 from gpuworker.plane.checkpoint_facts import CheckpointFacts, eos_token_ids
 from gpuworker.plane.data_plane import DataPlane, Facts, pool_identity
 from gpuworker.scheduling.step_costs import parse_costs
@@ -48,7 +55,8 @@ def assemble(settings: GpuWorkerSettings) -> SimulatedPlane:
     identity = pool_identity(settings, directory, geometry, ARITHMETIC)
     runner = SimulatedRunner(parse_costs(settings.simulate), simulated_tokens(directory, settings.tokenizer))
     facts = Facts(checkpoint.vocab_size, eos, geometry.dtype, "none", "without a device", "simulated steps")
-    plan = _byte_plan(settings, geometry, checkpoint.context, max_num_seqs)
+    usual = checkpoint.usual_len(settings.tokenizer or directory)
+    plan = _byte_plan(settings, geometry, checkpoint.context, usual, max_num_seqs)
     return SimulatedPlane(settings, identity, plan, runner, max_num_seqs, facts)
 
 
@@ -58,11 +66,12 @@ def simulated_tokens(directory: Path, tokenizer: Path | None = None) -> Simulate
     return SimulatedTokens(readable_ids(tokenizer or directory, vocab_size, eos))
 
 
-def _byte_plan(settings: GpuWorkerSettings, geometry: KvGeometry, context: int, max_num_seqs: int) -> BytePlan:
+def _byte_plan(
+    settings: GpuWorkerSettings, geometry: KvGeometry, context: int, usual: int | None, max_num_seqs: int
+) -> BytePlan:
     """Return a plan of as many blocks as the options request, or as fit in 1 GiB; they take no memory."""
-    size = settings.block_size
-    num_blocks = settings.kv_blocks or (settings.kv_memory or _KV_BYTES) // bytes_per_block(geometry, size)
-    longest = min(settings.max_model_len or context, context)
+    size, longest = settings.block_size, min(settings.max_model_len or usual or context, context)
+    num_blocks = settings.kv_blocks or _num_blocks(settings, geometry, longest, max_num_seqs)
     window, groups, wanted = geometry.window, geometry.groups, settings.max_model_len or 1
     if num_blocks < blocks_needed(wanted, wanted, size, window, groups):
         unit = "pages" if groups else "blocks"
@@ -85,3 +94,11 @@ def _byte_plan(settings: GpuWorkerSettings, geometry: KvGeometry, context: int, 
         window=window,
         groups=groups,
     )
+
+
+def _num_blocks(settings: GpuWorkerSettings, geometry: KvGeometry, longest: int, max_num_seqs: int) -> int:
+    if block := bytes_per_block(geometry, settings.block_size):
+        return (settings.kv_memory or _KV_BYTES) // block
+    if settings.kv_memory is not None:
+        raise InvalidConfig(FieldViolation("--kv-memory", NO_KV_MEMORY))
+    return blocks_without_kv(max_num_seqs, longest, settings.block_size)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
 from common.contracts.lease import Attach, blocks_before_window, blocks_needed, held_blocks
+from common.contracts.limits import MAX_WORKER_BLOCKS
 from common.contracts.turns import DEFAULT_MAX_WAIT, IN_TURN
 from common.contracts.types import KvGroup, PoolIdentity
 
@@ -174,7 +175,7 @@ class ManagerConfig(LedgerOptions):
     identity: PoolIdentity | None = None
     pin_share: float = 0.25
     max_workers: int = 512
-    max_blocks_per_worker: int = 1 << 20
+    max_blocks_per_worker: int = MAX_WORKER_BLOCKS
     max_blocks: int = 1 << 23
 
 

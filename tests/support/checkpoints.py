@@ -60,6 +60,13 @@ _LATENTS: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
 }
+_STATES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "state_size": 8,
+    "time_step_rank": 8,
+}
 _COMMON: dict[str, Any] = {"initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
 
 # The kinds that Quire serves and, below, those that it must refuse.
@@ -175,6 +182,10 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
             "adapter_rank": 8,
         },
     ),
+    # State spaces alone: no layer attends.
+    "mamba": ("MambaConfig", _STATES),
+    "falcon_mamba": ("FalconMambaConfig", _STATES),
+    "mamba2": ("Mamba2Config", {**_STATES, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 8}),
     "deepseek_v3": ("DeepseekV3Config", _LATENTS),
     "deepseek_v32": ("DeepseekV32Config", {**_LATENTS, "index_topk": 9, "index_n_heads": 16, "index_head_dim": 16}),
 }

@@ -311,11 +311,11 @@ def test_an_option_for_the_workers_alone_is_checked_too(tmp_path: Path, base: di
     [
         ("model.safetensors", POINTER, "model.safetensors in {0} is a Git LFS pointer"),
         ("config.json", b'{"model_type": ', "{0}/config.json is not valid JSON: "),
-        ("config.json", b'{"model_type": "mamba"}', "mamba cannot be served: none of its layers attends"),
+        ("config.json", b'{"model_type": "rwkv"}', "rwkv cannot be served: its layers keep states in a cache of"),
         ("config.json", b'{"model_type": "lama"}', "'lama' is not a model type of transformers "),
         ("tokenizer.json", POINTER, "tokenizer.json in {0} is a Git LFS pointer"),
     ],
-    ids=["pointer", "json", "mamba", "unknown", "tokenizer"],
+    ids=["pointer", "json", "rwkv", "unknown", "tokenizer"],
 )
 def test_a_checkpoint_that_no_worker_can_serve_is_found_by_up_itself(
     name: str, content: bytes, words: str, folder: Path, tmp_path: Path, base: dict[str, str]

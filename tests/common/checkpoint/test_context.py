@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, Qwen2Config
 
-from common.checkpoint.context import context_of
+from common.checkpoint.context import MOST_OF_STATES, USUAL_OF_STATES, context_of, runs_any_length, usual_of_states
 from gpuworker.models.hf.loader import context_limit
 from gpuworker.plane.checkpoint_facts import CheckpointFacts
 from router.answers.text.checkpoint import read_checkpoint
@@ -92,3 +92,29 @@ def test_a_text_model_in_another_has_the_positions_of_its_own_rope(tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": text}))
     (tmp_path / "tokenizer.json").write_bytes((checkpoint("llama") / "tokenizer.json").read_bytes())
     assert (CheckpointFacts(tmp_path).context, read_checkpoint(tmp_path).max_model_len) == (2048, 2048)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_mamba"])
+def test_a_model_of_which_no_layer_attends_runs_any_length(kind: str) -> None:
+    """Router and worker agree, for no configuration names a number."""
+    folder = checkpoint(kind)
+    found = read_checkpoint(folder).max_model_len, CheckpointFacts(folder).context
+    assert {*found, context_limit(AutoConfig.from_pretrained(folder))} == {MOST_OF_STATES}
+    assert not runs_any_length({"model_type": kind, "max_position_embeddings": 512})
+    assert context_of({"model_type": kind, "max_position_embeddings": 512}) == 512
+    assert not runs_any_length({"model_type": "llama"})
+
+
+@pytest.mark.parametrize(
+    ("named", "served"),
+    [(2048, 2048), (MOST_OF_STATES, MOST_OF_STATES), (MOST_OF_STATES + 1, USUAL_OF_STATES)]
+    + [(each, USUAL_OF_STATES) for each in (10**30, 1e30, 0, True, "512", None)],
+)
+def test_its_usual_length_is_what_the_tokenizer_names_if_that_is_real(named: Any, served: int, tmp_path: Path) -> None:
+    assert usual_of_states({"model_max_length": named}) == served
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    facts = CheckpointFacts(tmp_path)
+    assert facts.usual_len(tmp_path) == USUAL_OF_STATES
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": named}))
+    assert facts.usual_len(tmp_path) == served
+    assert CheckpointFacts(checkpoint("llama")).usual_len(tmp_path) is None

@@ -23,7 +23,7 @@ SLOTS = 2048
 NATIVE = ("llama", "qwen3", "mistral", "mixtral", "qwen3_moe", "olmoe") if native.best() is not None else ()
 GROUPED = ("gemma2", "gpt_oss", "llama4_text")
 """Layers with a window, or with chunks, stand beside layers that see everything."""
-HOSTED = ("llama", "qwen3", "mistral", "gpt2", "qwen3_next", "lfm2", *GROUPED)
+HOSTED = ("llama", "qwen3", "mistral", "gpt2", "qwen3_next", "lfm2", "mamba2", *GROUPED)
 CASES = [
     *((kind, "transformers") for kind in HOSTED),
     *((kind, "native") for kind in NATIVE),
@@ -85,7 +85,7 @@ def test_tokens_equal_transformers(kind: str, model_impl: ModelImpl, block_size:
 
 
 @pytest.mark.parametrize(
-    ("kind", "model_impl"), [case for case in CASES if case[0] in ("llama", "qwen3_moe", "qwen3_next")]
+    ("kind", "model_impl"), [case for case in CASES if case[0] in ("llama", "qwen3_moe", "qwen3_next", "mamba2")]
 )
 def test_preempted_sequences_keep_their_tokens(kind: str, model_impl: ModelImpl) -> None:
     asked = [[*prompts()[1][:9], 20 + index] for index in range(6)]
@@ -96,7 +96,7 @@ def test_preempted_sequences_keep_their_tokens(kind: str, model_impl: ModelImpl)
         engine.assert_all_free()
 
 
-@pytest.mark.parametrize("kind", ["llama", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["llama", "lfm2", "qwen3_next", "mamba2"])
 def test_forks_have_the_tokens_of_their_prompt(kind: str) -> None:
     """Those of a model that keeps states share no block with the sequence that they fork from: they compute all."""
     prompt = prompts()[-1]

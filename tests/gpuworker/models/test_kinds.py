@@ -21,7 +21,7 @@ ENCODERS = (
 )
 SCORES = f"ForSequenceClassification gives scores, as for reranking, and continues no text: {ELSEWHERE}"
 SCORES_OF_TOKENS = f"Gemma2ForTokenClassification gives scores, as for reranking, and continues no text: {ELSEWHERE}"
-STATES_ALONE = "none of its layers attends, and a sequence is held by its blocks of keys and values"
+OWN_CACHE = "its layers keep states in a cache of their own, and steps mix sequences"
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,8 @@ def known() -> KnownKinds:
             ),
         ),
         (
-            {"model_type": "llava", "text_config": {"model_type": "mamba"}},
-            f"the language model of llava cannot be served: mamba cannot be served: {STATES_ALONE}",
+            {"model_type": "llava", "text_config": {"model_type": "rwkv"}},
+            f"the language model of llava cannot be served: rwkv cannot be served: {OWN_CACHE}",
         ),
         ({"model_type": "t5"}, f"t5 is an encoder-decoder; {ONLY}"),
         ({"model_type": "bart"}, f"bart is an encoder-decoder; {ONLY}"),
@@ -118,7 +118,7 @@ def known() -> KnownKinds:
                 " values of that one"
             ),
         ),
-        ({"model_type": "mamba"}, f"mamba cannot be served: {STATES_ALONE}"),
+        ({"model_type": "rwkv"}, f"rwkv cannot be served: {OWN_CACHE}"),
         (
             {"model_type": "diffllama"},
             (
@@ -195,6 +195,6 @@ def test_the_tables_are_those_that_transformers_has_when_it_is_imported(known: K
 
 
 def test_without_transformers_what_config_json_says_still_counts() -> None:
-    assert why_not_served({"model_type": "mamba"}, None) == f"mamba cannot be served: {STATES_ALONE}"
+    assert why_not_served({"model_type": "rwkv"}, None) == f"rwkv cannot be served: {OWN_CACHE}"
     assert why_not_served({"model_type": "llama"}, None) is None
     assert why_not_served({"model_type": "bert"}, None) == f"bert {ENCODER}"

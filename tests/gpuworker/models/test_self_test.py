@@ -40,6 +40,7 @@ SHAPES = {
     "jamba": KvGeometry(1, 2, 16, 16, "float32", shapes="a=2x16+16 -a"),
     "zaya": KvGeometry(3, 2, 16, 16, "float32"),
     "zamba2": KvGeometry(2, 4, 32, 32, "float32", shapes="a=4x32+32 a-a"),
+    **dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), KvGeometry(0, 0, 0, 0, "float32")),
     "deepseek_v3": KvGeometry(3, 1, 24, 16, "float32", values_in_keys=True),
     "deepseek_v32": KvGeometry(3, 1, 24, 16, "float32", values_in_keys=True, shapes="a=1x24/16,16:float32 aaa"),
 }

@@ -14,7 +14,7 @@ from common.checkpoint.gguf.memory import weight_memory
 from common.contracts.errors import InvalidConfig
 from common.settings.config import load
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.memory.byte_plan import GIB
+from gpuworker.memory.byte_plan import GIB, NO_KV_MEMORY
 from gpuworker.native import levels
 from gpuworker.plane.preflight import Machine, problems
 from tests.support.gguf_files import write_model
@@ -208,8 +208,18 @@ def test_all_problems_are_found_at_once(folder: Path) -> None:
 
 
 def test_a_simulated_worker_needs_none_of_it(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv"}))
     assert found(tmp_path, CPU, "--simulate", "--device", "cuda") == {}
+
+
+def test_blocks_that_keep_nothing_are_not_counted_in_bytes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    flags = ("--max-model-len", "1048576")
+    assert found(tmp_path, CPU, *flags, "--kv-blocks", "1048576") == {}
+    assert found(tmp_path, CPU, *flags, "--kv-memory", "1MiB") == {"--kv-memory": NO_KV_MEMORY}
+    assert found(tmp_path, ONE_GPU, *flags, "--kv-memory", "1MiB", "--device", "cuda") == {"--kv-memory": NO_KV_MEMORY}
+    longer = found(tmp_path, CPU, "--max-model-len", "1048577")
+    assert longer["--max-model-len"].startswith("is 1048577; the model's positions end at 1048576")
 
 
 def test_this_machine_can_be_looked_at() -> None:

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from common.checkpoint.context import USUAL_OF_STATES
 from common.contracts.errors import InvalidConfig
+from common.contracts.limits import MAX_WORKER_BLOCKS
 from gpuworker.config import GpuWorkerSettings
-from gpuworker.memory.byte_plan import GIB
+from gpuworker.memory.byte_plan import GIB, in_words
 from gpuworker.plane import memory
 from gpuworker.plane.assembly import ModelPlane, assemble
+from gpuworker.simulated import plane as simulated
 from tests.support.checkpoints import checkpoint
 
 STATE = 2 * 64 * 3 * 4
@@ -83,3 +86,41 @@ def test_drafts_are_refused(kind: str) -> None:
 def test_it_is_no_draft_model(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"--draft-model: its layers keep states.*take another one"):
         assembled("llama", draft_model=str(checkpoint("lfm2")))
+
+
+def test_blocks_without_kv_are_as_many_as_all_sequences_of_the_longest_need() -> None:
+    plan = assembled("mamba2", kv_blocks=None, max_num_seqs=5, max_model_len=100).memory
+    assert (plan.num_blocks, plan.block_bytes, plan.kv, plan.max_model_len) == (5 * 7, 0, 0, 100)
+    assert plan.left == plan.free - plan.activations - plan.token_table - plan.states
+    said = "\n".join(plan.lines())
+    assert "  KV cache            0 B  35 blocks of 16 slots that keep nothing: no layer attends\n" in said
+    assert f"5 sequences, {in_words(plan.state_bytes)} each; prompts share no blocks\n" in said
+    assert "longest context: 100 tokens (the model allows 1048576)\n" in said
+    assert "sequences that fit at once: 5 of the longest; at most 5 run" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "blocks", "longest"),
+    [
+        ({}, 64 * USUAL_OF_STATES // 16, USUAL_OF_STATES),
+        ({"kv_blocks": 10}, 10, 160),
+        ({"max_model_len": 1 << 18}, MAX_WORKER_BLOCKS, 1 << 18),
+    ],
+    ids=["none", "blocks", "length"],
+)
+def test_a_length_or_blocks_may_be_given(given: dict[str, int], blocks: int, longest: int) -> None:
+    plan = assembled("mamba2", **({"kv_blocks": None} | given)).memory
+    assert (plan.num_blocks, plan.max_model_len) == (blocks, longest)
+
+
+def test_blocks_that_keep_nothing_have_no_size_in_bytes() -> None:
+    with pytest.raises(InvalidConfig, match=r"--kv-memory: no layer .*give --max-num-seqs and --max-model-len, or .*"):
+        assembled("mamba2", kv_blocks=None, kv_memory=GIB)
+
+
+def test_a_simulated_worker_has_the_blocks_of_a_real_one() -> None:
+    asked: dict[str, Any] = {"model": str(checkpoint("mamba2")), "max_num_seqs": 5, "simulate": "base=1ms"}
+    plan = simulated.assemble(GpuWorkerSettings(**asked)).memory
+    assert (plan.num_blocks, plan.max_model_len) == (5 * USUAL_OF_STATES // 16, USUAL_OF_STATES)
+    with pytest.raises(InvalidConfig, match="--kv-memory: no layer of the model attends"):
+        simulated.assemble(GpuWorkerSettings(**asked, kv_memory=GIB))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from common.contracts.errors import Unsupported
+from common.contracts.types import KvGeometry
 from gpuworker.attention.backends import make_backend
 from gpuworker.attention.interface import AttentionMetadata
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
@@ -26,7 +27,7 @@ from gpuworker.models.self_test import CallRecorder, self_test
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy, reference_model
 from tests.support.gpuworker.runner_harness import CPU, Driver, runner_on, transformers_model
 
-KINDS = ("qwen3_next", "lfm2", "minimax", "falcon_h1", "jamba", "zaya", "zamba2")
+KINDS = ("qwen3_next", "lfm2", "minimax", "falcon_h1", "jamba", "zaya", "zamba2", "mamba", "falcon_mamba", "mamba2")
 BLOCK, LENGTH, PLACES = 4, 40, 5
 BACKEND = functools.partial(make_backend, "auto")
 
@@ -141,6 +142,9 @@ def test_only_where_chunks_do_not_go_on_with_a_state_tokens_go_one_by_one() -> N
         "jamba": True,
         "zaya": False,
         "zamba2": False,
+        "mamba": True,
+        "falcon_mamba": True,
+        "mamba2": False,
     }
 
 
@@ -179,15 +183,23 @@ def test_a_state_has_the_bytes_of_its_tensors() -> None:
 
 def test_the_cache_has_the_layers_that_attend_alone() -> None:
     geometries = {kind: self_test_geometry(kind).num_layers for kind in KINDS}
-    assert geometries == {"qwen3_next": 1, "lfm2": 1, "minimax": 1, "falcon_h1": 3, "jamba": 1, "zaya": 3, "zamba2": 2}
+    some = {"qwen3_next": 1, "lfm2": 1, "minimax": 1, "falcon_h1": 3, "jamba": 1, "zaya": 3, "zamba2": 2}
+    assert geometries == some | dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), 0)
 
 
-def test_a_model_without_a_layer_that_attends_is_refused() -> None:
+def test_a_model_of_mixed_kinds_of_layers_may_have_none_that_attends() -> None:
     config: Any = copy.deepcopy(model_of("lfm2").module.config)
     config.layer_types = ["conv"] * 3
     module = type(model_of("lfm2").module)(config).eval()
-    with pytest.raises(Unsupported, match="no layer of it attends"):
-        self_test(TransformersModel(module), BACKEND)
+    assert self_test(TransformersModel(module), BACKEND) == KvGeometry(0, 0, 0, 0, "float32")
+
+
+def test_layers_that_are_neither_mixers_nor_attend_through_the_cache_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(MixerStates, "layers", frozenset({0, 1}))
+    with pytest.raises(Unsupported, match="0 of its 3 layers gave their attention to the cache"):
+        self_test(transformers_model(checkpoint("mamba2")), BACKEND)
 
 
 def test_states_that_are_kept_wrong_fail_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:

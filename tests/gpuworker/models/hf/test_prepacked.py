@@ -61,9 +61,10 @@ def test_a_prepacked_model_computes_the_same(kind: str) -> None:
     expected = model.reference_logits(TOKENS)
     done = prepack(model)
     assert any(isinstance(each, PrepackedLinear) for each in model.module.modules())
-    # jamba's state spaces read the weight of one of their linear layers, and indexers the type of one. Each of zamba2's
-    # two layers with attention has the adapters of the other one too, eight linears, which it never calls.
-    left = {"jamba": 2, "deepseek_v32": 3, "zamba2": 16}.get(kind, 0)
+    # State spaces of mamba 1 read the weight of one of their linear layers, and indexers the type of one, as models of
+    # such mixers alone do of their head. Each of zamba2's two layers with attention has the adapters of the other one
+    # too, eight linears, which it never calls.
+    left = {"jamba": 2, "deepseek_v32": 3, "zamba2": 16, "mamba": 4, "falcon_mamba": 4, "mamba2": 1}.get(kind, 0)
     assert done.layers == done.total - left
     # zamba2's logits, of up to 10, are off by 3e-4 from float64 either way.
     torch.testing.assert_close(model.reference_logits(TOKENS), expected, rtol=1e-4, atol=1e-3)
