@@ -31,6 +31,7 @@ TRIED = [
     "phimoe",
     "phimoe, window",
     "llama4_text, no chunks",
+    "falcon_mamba",
 ]
 
 
