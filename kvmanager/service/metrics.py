@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from common.contracts.types import KvGroup
 from kvmanager.contracts.counts import PoolCounts, Totals
 from kvmanager.ledger.past_totals import added
 from kvmanager.sessions.attachments import Attachments
@@ -140,7 +141,11 @@ class ManagerMetrics(Collector):
 
 
 def _pool_gauges(pools: dict[str, PoolCounts]) -> Iterator[Metric]:
-    blocks = GaugeMetricFamily("quire:kv_blocks", "Blocks by what they are used for.", labels=("worker", "state"))
+    blocks = GaugeMetricFamily(
+        "quire:kv_blocks",
+        "Blocks, or pages where layers are groups, by what they are used for.",
+        labels=("worker", "state"),
+    )
     usage = GaugeMetricFamily(
         "quire:kv_cache_usage_perc", "Share of blocks in block tables or leased.", labels=("worker",)
     )
@@ -152,6 +157,11 @@ def _pool_gauges(pools: dict[str, PoolCounts]) -> Iterator[Metric]:
         "Cached blocks that an operator pinned: they leave last.",
         labels=("worker",),
     )
+    groups = GaugeMetricFamily(
+        "quire:kv_group_blocks",
+        "Blocks of a group of layers, by what they are used for.",
+        labels=("worker", "layers", "state"),
+    )
     running = GaugeMetricFamily("quire:num_requests_running", "Sequences that hold a block table.", labels=("worker",))
     waiting = GaugeMetricFamily("quire:num_requests_waiting", "Sequences that wait.", labels=("worker", "reason"))
     for worker, pool in pools.items():
@@ -160,10 +170,18 @@ def _pool_gauges(pools: dict[str, PoolCounts]) -> Iterator[Metric]:
         usage.add_metric((worker,), (pool.in_use + pool.leased + pool.pinned) / pool.num_blocks)
         retained.add_metric((worker,), pool.retained)
         kept.add_metric((worker,), pool.kept_pinned)
+        for each in pool.groups:
+            groups.add_metric((worker, _layers(each.group), "in_use"), each.in_use)
+            groups.add_metric((worker, _layers(each.group), "cached"), each.cached)
         running.add_metric((worker,), pool.running)
         waiting.add_metric((worker, "capacity"), pool.capacity)
         waiting.add_metric((worker, "deferred"), pool.deferred)
-    yield from (blocks, usage, retained, kept, running, waiting)
+    yield from (blocks, usage, retained, kept, groups, running, waiting)
+
+
+def _layers(group: KvGroup) -> str:
+    """Return the name of a group of layers: full, window of 128."""
+    return f"{group.kind.value} of {group.span}" if group.span else group.kind.value
 
 
 def _value(totals: Totals, name: str, block_size: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -12,13 +13,13 @@ from grpc import aio
 
 from common.contracts.errors import InvalidRequest
 from common.contracts.lease import Report, Reserve
-from common.contracts.types import BlockHash, BlockId, FinishReason, SequenceId
+from common.contracts.types import BlockHash, BlockId, FinishReason, KvGroup, KvGroupKind, SequenceId
 from quire.api.status import error_from_rpc
 from quire.decision.v1 import decision_pb2, decision_pb2_grpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from quire.types.v1 import types_pb2
 from tests.kvmanager.conftest import ChannelTo, Connect, Running
-from tests.support.kvmanager.fake_session import RawWorker
+from tests.support.kvmanager.fake_session import IDENTITY, RawWorker
 from tests.support.waiting import until
 
 HASHES = tuple(BlockHash(bytes([index]) * 16) for index in range(1, 5))
@@ -149,6 +150,25 @@ async def test_metrics_show_blocks_by_state(manager: Running, connect: Connect) 
     expected = {f'{{state="{state}",worker="w0"}}': float(count) for state, count in states.items()}
     assert values(text, "quire:kv_blocks") == expected
     assert values(text, "quire:kv_cache_usage_perc") == {'{worker="w0"}': 0.5}
+
+
+async def test_metrics_show_the_blocks_of_groups_of_layers(manager: Running, connect: Connect) -> None:
+    groups = (KvGroup(KvGroupKind.FULL, 0, 1, (1,)), KvGroup(KvGroupKind.WINDOW, 16, 2, (0, 2)))
+    identity = replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, groups=groups))
+    worker = connect(manager, identity=identity, num_blocks=16)
+    await worker.attached()
+    await worker.exchange(Report(reserve=(Reserve(SequenceId(7), 40, 40),)))
+    text = await scraped(manager)
+    used = {("full", "in_use"): 3.0, ("full", "cached"): 0.0, ("window of 16", "in_use"): 3.0}
+    used |= {("window of 16", "cached"): 0.0}
+    expected = {f'{{layers="{layers}",state="{state}",worker="w0"}}': count for (layers, state), count in used.items()}
+    assert values(text, "quire:kv_group_blocks") == expected
+    assert values(text, "quire:kv_blocks")['{state="in_use",worker="w0"}'] == 9.0
+
+
+async def test_without_groups_of_layers_there_are_no_blocks_of_them(manager: Running, connect: Connect) -> None:
+    await worker_with_one_sequence(manager, connect)
+    assert values(await scraped(manager), "quire:kv_group_blocks") == {}
 
 
 async def test_metrics_count_prefix_queries_reports_and_sessions(manager: Running, connect: Connect) -> None:
