@@ -36,8 +36,8 @@ def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | Non
         _uncache_block(state, name)
         missing += 1
     figures = {"evicted": float(missing), "cached": float(state.store.pool.cached_pages), "wanted": float(count)}
-    order = state.store.pool.cached
-    reasons: tuple[str, ...] = ("no block is free", order.reason, f"policy {order.name}")
+    order, unit = state.store.pool.cached, "page" if state.config.groups else "block"
+    reasons: tuple[str, ...] = (f"no {unit} is free", order.reason, f"policy {order.name}")
     if retained := totals.retained_evictions - retained:
         figures["retained"] = float(retained)
     if pinned := totals.pinned_evictions - pinned:

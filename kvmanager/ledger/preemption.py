@@ -39,7 +39,8 @@ _CHOICES: Final[dict[VictimOrder, str]] = {
 class Shortage(NamedTuple):
     """What a waiting sequence lacks beside its `hits`, the blocks that it would share with others.
 
-    Of the `missing` blocks, `slack` ones are for the growth of sequences that run beside it.
+    Of the `missing` blocks, `slack` ones are for the growth of sequences that run beside it. Where the pool has groups,
+    both are numbers of pages.
     """
 
     missing: int

@@ -17,5 +17,5 @@ def waits_for_a_grant(pool: PoolCounts) -> str:
     if not pool.running and not free:
         return ""
     runs = f"{pool.running} run and lack blocks" if pool.running else "none runs"
-    blocks = f"{free} of {pool.num_blocks} blocks are free and none was granted"
+    blocks = f"{free} of {pool.num_blocks} {'pages' if pool.groups else 'blocks'} are free and none was granted"
     return f"{pool.waiting} sequences wait, {runs}, {blocks}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvmanager.contracts.counts import PoolCounts, Totals
+from common.contracts.types import KvGroup, KvGroupKind
+from kvmanager.contracts.counts import GroupCounts, PoolCounts, Totals
 from kvmanager.ledger.watchdog import waits_for_a_grant
 
 STALLED = PoolCounts(
@@ -17,6 +18,11 @@ STALLED = PoolCounts(
 def test_waiting_beside_free_blocks_with_nothing_running_is_a_stall() -> None:
     words = "2 sequences wait, none runs, 8 of 8 blocks are free and none was granted"
     assert waits_for_a_grant(STALLED) == words
+
+
+def test_a_pool_with_groups_of_layers_counts_pages() -> None:
+    paged = replace(STALLED, groups=(GroupCounts(KvGroup(KvGroupKind.FULL, 0, 2, (0,)), 0, 1),))
+    assert waits_for_a_grant(paged).endswith("8 of 8 pages are free and none was granted")
 
 
 def test_running_beside_free_blocks_without_being_able_to_compute_is_a_stall() -> None:
