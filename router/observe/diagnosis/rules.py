@@ -43,7 +43,7 @@ def _told(history: RequestHistory) -> Iterator[tuple[int, str, str]]:
     for shortfall in history.shortfalls:
         yield shortfall.time_ns, MANAGER, _short(shortfall, history.unit)
     for grant in history.grants:
-        yield grant.time_ns, MANAGER, _granted(grant)
+        yield grant.time_ns, MANAGER, _granted(grant, history.unit)
     for lost in history.lost_to:
         yield (
             lost.time_ns,
@@ -88,9 +88,11 @@ def _short(shortfall: Shortfall, unit: str) -> str:
     return f"waits{behind} ({shortfall.reason}): it {room}"
 
 
-def _granted(grant: Grant) -> str:
+def _granted(grant: Grant, unit: str) -> str:
     waited = f" after {duration(grant.waited)}" if grant.waited else ""
     evicted = f", {grant.evicted} of them evicted for it" if grant.evicted else ""
+    if grant.evicted and unit == "page":
+        evicted = f", {count(grant.evicted, 'cached block')} evicted for it"
     miss, *others = grant.reasons or ("not recorded",)
     return f"gets {grant.chosen}{waited}{evicted} ({'; '.join([f'its prefix: {miss}', *others])})"
 

@@ -100,6 +100,9 @@ def test_where_a_pool_counts_pages_the_words_say_pages() -> None:
         found.verdict.sentence
     )
     assert any("it needs 8 pages, 20 of 100 are free or cached" in each.sentence for each in found.steps)
+    evicting = granted(1.8)
+    found = asked(slow, routed(), short(), replace(evicting, figures=(*evicting.figures, ("evicted", 2.0))))
+    assert any("after 1.8 s, 2 cached blocks evicted for it" in each.sentence for each in found.steps)
     found = asked(slow, routed(), short(ShortfallReason.BEHIND, head="huge"), granted(1.8))
     assert "goes first and needs 90 pages; 20 of 100 pages were free or cached" in found.verdict.sentence
 
