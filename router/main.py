@@ -83,6 +83,7 @@ from router.from_settings import (
 )
 from router.observe.kept_records import KeptRecords
 from router.observe.metrics import RouterMetrics
+from router.observe.pool_words import pages_of_block
 from router.observe.recorder import Recorder
 from router.observe.refusals import Refusals
 from router.observe.refused_records import RefusedRecords
@@ -432,7 +433,8 @@ class RouterProcess:
         return PublicMetrics(registry, self._clock)
 
     def _held(self) -> Held:
-        return Held(*self.frontend.sequences(), *self.status.blocks(), self.settings.block_size)
+        pages = pages_of_block(self.status.model().identity.kv_geometry)
+        return Held(*self.frontend.sequences(), *self.status.blocks(), self.settings.block_size, pages)
 
     def _end_revoked(self) -> None:
         self.frontend.end_revoked(self._authenticator.is_live)

@@ -41,7 +41,8 @@ _PREFIX: Final = "vllm:"
 class Held:
     """What this router has now: its sequences with blocks and without, and the blocks of its workers.
 
-    `free_blocks` are those that no sequence holds; cached ones are among them.
+    `free_blocks` are those that no sequence holds; cached ones are among them. Where pools count pages, so do both
+    numbers, and `block_pages` pages hold a block of tokens in all groups of layers.
     """
 
     running: int
@@ -49,6 +50,12 @@ class Held:
     free_blocks: int
     num_blocks: int
     block_size: int
+    block_pages: int = 1
+
+    @property
+    def whole_blocks(self) -> int:
+        """The blocks of tokens that the workers hold where each keeps K/V of all layers."""
+        return self.num_blocks // self.block_pages
 
     @property
     def usage(self) -> float:
@@ -67,8 +74,9 @@ class VllmNames(Collector):
         yield self._gauge("num_requests_running", "sequences with blocks, those of this router", held.running)
         yield self._gauge("num_requests_waiting", "sequences without blocks, those of this router", held.waiting)
         yield self._gauge("kv_cache_usage_perc", "share of the workers' blocks that sequences hold", held.usage)
-        sizes = {"block_size": str(held.block_size), "num_gpu_blocks": str(held.num_blocks)}
-        yield self._gauge("cache_config_info", "slots of a block, and blocks of all workers", 1.0, sizes)
+        sizes = {"block_size": str(held.block_size), "num_gpu_blocks": str(held.whole_blocks)}
+        words = "slots of a block, and blocks of all workers, each with K/V of all layers"
+        yield self._gauge("cache_config_info", words, 1.0, sizes)
         for name, source in _SAME.items():
             (metric,) = getattr(self._metrics, source).collect()
             yield self._renamed(metric, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -137,6 +138,17 @@ def test_vllm_s_names_have_the_same_figures_of_all_tenants(tenants: int) -> None
         assert metric.name.startswith("vllm:")
         assert {each.labels["model_name"] for each in metric.samples} == {"small"}
         assert not any("tenant" in each.labels for each in metric.samples)
+
+
+def test_pages_are_not_counted_as_blocks_of_tokens() -> None:
+    """Full layers take one page of a block, those with a window two: 80 pages are at least 26 blocks of tokens."""
+    pages = replace(HELD, block_pages=3)
+    metrics = RouterMetrics(CollectorRegistry(), "small")
+    registry = CollectorRegistry()
+    registry.register(VllmNames(metrics, "small", lambda: pages))
+    sizes = {"model_name": "small", "block_size": "16", "num_gpu_blocks": "26"}
+    assert registry.get_sample_value("vllm:cache_config_info", sizes) == 1.0
+    assert registry.get_sample_value("vllm:kv_cache_usage_perc", {"model_name": "small"}) == 0.25
 
 
 def test_without_workers_no_block_is_used() -> None:
