@@ -28,10 +28,14 @@ _UNITS: Final = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
 
 @dataclass(frozen=True, slots=True)
 class Ledgers:
-    """What the KV manager says: what stands still in the ledger of a worker, or why it says nothing."""
+    """What the KV manager says: what stands still in the ledger of a worker, or why it says nothing.
+
+    `held` are the blocks of each group of layers; it is empty where a pool counts blocks.
+    """
 
     stalled: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
+    held: str = ""
 
 
 class StatusView:
@@ -69,6 +73,8 @@ class StatusView:
         yield Text(f"{status.queued_requests} requests queued, {status.running_requests} running")
         if pages := pages_words(model.identity.kv_geometry, model.identity.block_size):
             yield Text(pages)
+        if self._ledgers.held:
+            yield Text(f"Groups of layers: {self._ledgers.held}")
 
 
 def _pooling(model: Model) -> str:

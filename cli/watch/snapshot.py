@@ -20,7 +20,7 @@ from quire.inference.v1 import inference_pb2 as pb
 from quire.inference.v1 import inference_pb2_grpc as rpc
 from quire.kvmanager.v1 import kvmanager_pb2, kvmanager_pb2_grpc
 from router.observe.diagnosis.outcome import Outcome, outcome_of
-from router.observe.pool_words import pages_words
+from router.observe.pool_words import held_words, pages_words
 
 _PATIENCE_S: Final = 5.0
 
@@ -74,7 +74,7 @@ class Snapshot:
     """`ended` are the requests that ended in the last WINDOW_S seconds, oldest first.
 
     `managers` say in words which KV manager of a group leads, `troubles` what is wrong, and `pages` what the pages are
-    where a pool counts these; else it is empty.
+    where a pool counts these, `held` the blocks of each group of layers there; else both are empty.
     """
 
     clock: str
@@ -86,6 +86,7 @@ class Snapshot:
     troubles: tuple[str, ...] = ()
     managers: tuple[str, ...] = ()
     pages: str = ""
+    held: str = ""
 
 
 async def taken(channel: grpc.aio.Channel) -> Snapshot:
@@ -105,7 +106,7 @@ async def taken(channel: grpc.aio.Channel) -> Snapshot:
     managers = tuple(f"{each.address} {role_of(each)}" for each in Status.from_proto(status).managers)
     figures = (status.version, status.queued_requests, status.running_requests)
     pages = pages_words(model.identity.kv_geometry, model.identity.block_size)
-    return Snapshot(clock, *figures, rows, ended, troubles, managers, pages)
+    return Snapshot(clock, *figures, rows, ended, troubles, managers, pages, held_words(pools.values()))
 
 
 def _row(load: pb.WorkerLoad, pool: kvmanager_pb2.Pool | None) -> WorkerRow:

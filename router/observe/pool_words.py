@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from common.contracts.types import KvGeometry, KvGroup, KvGroupKind
-from router.observe.diagnosis.words import listed
+from common.wire.enum_codec import group_kind_from_proto
+from quire.kvmanager.v1 import kvmanager_pb2
+from router.observe.diagnosis.words import count, listed
 
 _MOST_NAMED = 8
 
@@ -19,6 +23,22 @@ def pages_words(geometry: KvGeometry, block_size: int) -> str:
 def pages_of_block(geometry: KvGeometry) -> int:
     """Return the pages of a block of tokens in all groups; 1 where a pool counts blocks."""
     return sum(each.pages for each in geometry.groups) or 1
+
+
+def name_of(kind: KvGroupKind, span: int) -> str:
+    """Return the name of a group of layers: full, window of 128, chunk of 8,192."""
+    return f"{kind.value} of {span:,}" if span else kind.value
+
+
+def held_words(pools: Iterable[kvmanager_pb2.Pool]) -> str:
+    """Return the blocks of each group in use and cached, all pools together; "" where pools count blocks."""
+    held: dict[str, tuple[int, int]] = {}
+    for pool in pools:
+        for each in pool.groups:
+            name = name_of(group_kind_from_proto(each.kind), each.span)
+            in_use, cached = held.get(name, (0, 0))
+            held[name] = in_use + each.in_use, cached + each.cached
+    return "; ".join(f"{name}: {count(used, 'block')} in use, {kept:,} cached" for name, (used, kept) in held.items())
 
 
 def _kind(group: KvGroup) -> str:

@@ -57,8 +57,9 @@ def test_the_screen_is_the_golden_one() -> None:
 
 def test_a_pool_of_pages_says_what_they_are() -> None:
     words = "Blocks are counted in pages: 16 tokens take 1 in full layers"
-    shown = lines(replace(SNAPSHOT, pages=words))
+    shown = lines(replace(SNAPSHOT, pages=words, held="full: 3 blocks in use, 0 cached"))
     assert shown.index(words) == lines().index("! gpuworker-5f7d9c6b8-x2x7q: no heartbeat for 7.1 s")
+    assert shown[shown.index(words) + 1] == "groups of layers: full: 3 blocks in use, 0 cached"
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (200, 60), (20, 8)])

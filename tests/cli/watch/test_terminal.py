@@ -59,7 +59,12 @@ class Router(rpc.InferenceServiceServicer):
 
 class Manager(kvmanager_pb2_grpc.KvManagerServiceServicer):
     async def GetPool(self, request: kvmanager_pb2.GetPoolRequest, context: object) -> kvmanager_pb2.GetPoolResponse:
+        groups = [
+            kvmanager_pb2.GroupUse(kind=types.KV_GROUP_KIND_FULL, pages=2, in_use=11, cached=2),
+            kvmanager_pb2.GroupUse(kind=types.KV_GROUP_KIND_WINDOW, span=64, pages=3, in_use=6, cached=3),
+        ]
         pool = kvmanager_pb2.Pool(worker_id="worker-0", num_blocks=64, in_use=41, leased=7, cached=13, free=3)
+        pool.groups.extend(groups)
         stalled = kvmanager_pb2.Pool(worker_id="worker-2", stalled="nothing was granted")
         return kvmanager_pb2.GetPoolResponse(pools=[pool, stalled])
 
@@ -136,3 +141,6 @@ async def test_one_screen_and_json_for_programs(command: list[str]) -> None:
     pages = "Blocks are counted in pages: 16 tokens take 2 in full layers and 3 in windows of 64"
     assert json.loads(whole)["pages"] == pages
     assert pages[:76] in screen
+    held = "full: 11 blocks in use, 2 cached; window of 64: 6 blocks in use, 3 cached"
+    assert json.loads(whole)["held"] == held
+    assert held[:50] in screen
