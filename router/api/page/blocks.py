@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from common.contracts.errors import NotFound
 from common.contracts.limits import MAX_MAPPED_BLOCKS
+from common.wire.packing import unpack_blocks
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
 from router.api.grpc.manager_calls import ManagerCalls
 from router.api.page.query import Query
@@ -41,7 +42,8 @@ class Blocks:
     async def map(self, query: Query) -> Json:
         """Return a page of a worker's blocks, a byte each in base64, its largest sequences, and a block table.
 
-        The block table is that of `sequence`, while it lives, else that of the sequence with the most blocks.
+        Where the pool has groups, there is a byte for each page, and `groups` has the groups of their blocks. The block
+        table is that of `sequence`, while it lives, else that of the sequence with the most blocks.
         """
         wanted, asked = map_asked(query)
         found = await self._manager.block_map(wanted)
@@ -51,6 +53,7 @@ class Blocks:
             "block_size": found.block_size,
             "first": found.first_block,
             "uses": base64.b64encode(found.uses).decode(),
+            "groups": base64.b64encode(found.groups).decode(),
             "sequences": [_sequence(each) for each in found.sequences],
             "num_sequences": found.num_sequences,
             "table": await self._table(wanted.worker_id, ([] if asked is None else [asked]) + largest),
@@ -67,7 +70,7 @@ class Blocks:
         return None
 
     async def one(self, query: Query) -> Json:
-        """Return everything about one block."""
+        """Return everything about one block; `pages` is empty where a pool counts blocks."""
         found = await self._manager.block(block_asked(query))
         return {
             "block": found.block,
@@ -77,6 +80,8 @@ class Blocks:
             "hash": found.block_hash.hex(),
             "holders": [_sequence(each) for each in found.holders],
             "figures": finite(found.figures),
+            "group": found.group,
+            "pages": unpack_blocks(found.pages),
         }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from common.contracts.errors import QuireError
+from common.contracts.types import KvGroup
 from common.process.loop_turns import in_steps
 from quire.inference.v1 import inference_pb2
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
@@ -17,7 +18,7 @@ from router.api.page.query import Query
 from router.api.page.records import MOST
 from router.api.page.requests import Requests, ended_of
 from router.observe.diagnosis.outcome import Outcome
-from router.observe.pool_words import pages_of_block, pages_words
+from router.observe.pool_words import name_of, pages_of_block, pages_words
 from router.observe.status import RouterStatus
 
 Json = dict[str, Any]
@@ -46,6 +47,7 @@ class Overview:
             "block_size": block_size,
             "block_pages": pages_of_block(geometry),
             "pages": pages_words(geometry, block_size),
+            "groups": [_group(each) for each in geometry.groups],
             "running": running_of(loads),
             "waiting": waiting_of(loads, status.queued_requests),
             "troubles": troubles(status, failure),
@@ -110,6 +112,10 @@ def troubles(status: inference_pb2.GetStatusResponse, failure: str) -> list[str]
     return found + [f"{each.worker_id or each.address}: {each.reason}" for each in status.workers if each.reason]
 
 
+def _group(group: KvGroup) -> Json:
+    return {"name": name_of(group.kind, group.span), "pages": group.pages, "layers": len(group.layers)}
+
+
 def _worker(load: inference_pb2.WorkerLoad, pool: pb.Pool | None) -> Json:
     """Return one worker; without its pool, what the manager does not say is None."""
     row = {
@@ -121,4 +127,6 @@ def _worker(load: inference_pb2.WorkerLoad, pool: pb.Pool | None) -> Json:
         "blocks": load.num_blocks,
     }
     names = ("in_use", "leased", "cached", "free", "preemptions", "evictions")
+    held = [{"in_use": each.in_use, "cached": each.cached} for each in pool.groups] if pool is not None else []
+    row |= {"groups": held}
     return row | {name: getattr(pool, name) if pool is not None else None for name in names}

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from cli.suite.programs import metrics_addresses
+from cli.suite.stack import StackOptions
 from tests.support.browser import CHROMIUM, Page, browser
+from tests.support.checkpoints import checkpoint
 from tests.support.page_suite import BLOCKS, WORKERS, answer_of, page_suite
 from tests.support.screenshots import READY
 from tests.support.simulated import seeded
-from tests.support.suite import PATIENCE, Suite
+from tests.support.suite import PATIENCE, Suite, running_suite
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -21,6 +24,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 HOSTILE = "<img/src=x/onerror=document.title='owned'>"
 REQUESTS = {"served-1", HOSTILE, "running-1"}
 SHARED = list(range(100, 180))
+PAGES = 64
+"""Of the pool whose layers are groups."""
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium; on Debian: apt-get install chromium")
 
 
@@ -319,6 +324,83 @@ async def test_the_keyboard_reaches_views_and_blocks(paged: Paged, page: Page) -
     await page.press("t")
     assert await page.run("document.documentElement.dataset.theme") in ("light", "dark")
     assert page.complaints == []
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def of_groups(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Paged]:
+    """A suite whose model has a full layer and two with a window; it runs one sequence of 100 tokens."""
+    flags = ("--kv-blocks", f"{PAGES}", "--simulate", "base=600ms")
+    options = StackOptions(model=checkpoint("gemma2"), workers=1, worker_flags=flags)
+    async with running_suite(tmp_path_factory.mktemp("groups"), options) as suite:
+        await suite.until_connected(1)
+        url = f"http://{metrics_addresses(suite.stack.options)[0]}/page/"
+        first = asyncio.Event()
+        running = seeded([20 + number for number in range(100)], 300)
+        task = asyncio.create_task(suite.generate(running, first_token=first))
+        async with asyncio.timeout(PATIENCE):
+            await first.wait()
+        yield Paged(suite, url)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+# A map beside the page's own: the group of each cell, and whether a corner of the cell is painted.
+CELLS = """import('./views/blocks.js').then(async ({ Blocks }) => {
+  const blocks = new Blocks('');
+  document.body.append(blocks.place);
+  await blocks.refresh();
+  const { columns, size, canvas } = blocks;
+  const { data, width } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+  const corner = (at) => (Math.floor(at / columns) * size + 1) * width + (at % columns) * size + 1;
+  const painted = (at) => data[4 * corner(at) + 3] > 0;
+  const found = [...blocks.groupOf].map((group, at) => [group, painted(at)]);
+  blocks.close();
+  blocks.place.remove();
+  return found;
+})"""
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_pages_of_the_pool_show_the_group_of_their_block(of_groups: Paged, page: Page, scheme: str) -> None:
+    await page.show(1360, 850, scheme)
+    await shown(page, f"{of_groups.url}#blocks", "blocks")
+    names = [(each["name"], each["pages"], each["layers"]) for each in (await of_groups.data("overview"))["groups"]]
+    assert names == [("full", 1, 1), ("window of 8", 2, 2)]
+    legend = await page.run("[...document.querySelectorAll('.legend li')].map((each) => each.innerText)")
+    assert len(legend) == 9
+    assert legend[7].startswith("Full")
+    assert "2 pages a block" in legend[8]
+    assert "one cell a page" in await page.run("document.body.innerText")
+    found = await page.run(CELLS)
+    assert {group for group, _ in found} == {0, 1, 255}
+    assert [at for at, (group, painted) in enumerate(found) if painted is (group == 1)] == []
+    assert page.complaints == []
+
+
+@needs_chromium
+async def test_a_further_page_shows_the_block_that_it_is_a_part_of(of_groups: Paged, page: Page) -> None:
+    await shown(page, f"{of_groups.url}#blocks", "blocks")
+    (worker,) = [each["worker"] for each in (await of_groups.data("overview"))["workers"]]
+    blocks = [await of_groups.data("block", worker=worker, block=number) for number in range(PAGES)]
+    first, further = next(each["pages"] for each in blocks if each["group"] and each["use"] > 2)
+    await page.run("document.querySelector('canvas.map').focus()")
+    for _ in range(further + 1):
+        await page.press("ArrowRight")
+    await page.until(f"document.querySelector('.block-name')?.innerText.includes('page {further} is a part of it')")
+    told = await page.run("document.querySelector('.detail').innerText")
+    assert f"Block {first}" in told
+    assert "window of 8, 2 layers" in told
+    assert f"{first}, {further}" in told
+
+
+@needs_chromium
+async def test_on_a_phone_groups_stay_in_their_card(of_groups: Paged, page: Page) -> None:
+    await page.show(390, 844)
+    for view in ("overview", "blocks"):
+        await shown(page, f"{of_groups.url}#{view}", view)
+        assert await page.run("document.documentElement.scrollWidth <= innerWidth")
+        assert await page.run(OUTSIDE) == []
 
 
 @needs_chromium

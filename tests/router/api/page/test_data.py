@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from common.contracts.errors import InvalidRequest, NotFound, Unavailable
-from common.contracts.types import Candidate, Decision, DecisionKind
+from common.contracts.types import BlockId, Candidate, Decision, DecisionKind
 from common.decisions.ring import DecisionRing
 from common.process.loop_turns import A_STEP
 from common.wire.decision_codec import decision_to_proto
+from common.wire.packing import pack_blocks
 from quire.decision.v1 import decision_pb2
 from quire.inference.v1 import inference_pb2
 from quire.kvmanager.v1 import kvmanager_pb2 as pb
@@ -64,6 +65,17 @@ class Manager:
         return pb.GetBlockResponse(
             block=request.block, use=pb.BLOCK_USE_CACHED, block_hash=b"\xab" * 16, figures=figures
         )
+
+
+class Paged(Manager):
+    """A KV manager whose pool has groups of layers: page 2 is a part of the windowed block 1."""
+
+    async def block_map(self, request: pb.GetBlockMapRequest) -> pb.GetBlockMapResponse:
+        return pb.GetBlockMapResponse(num_blocks=4, block_size=16, uses=b"\3\3\3\1", groups=b"\0\1\1\xff")
+
+    async def block(self, request: pb.GetBlockRequest) -> pb.GetBlockResponse:
+        assert request.block == 2
+        return pb.GetBlockResponse(block=1, use=pb.BLOCK_USE_FILLING, group=1, pages=pack_blocks(map(BlockId, (1, 2))))
 
 
 class Suite:
@@ -240,6 +252,21 @@ async def test_the_map_has_the_table_of_the_asked_sequence_while_it_lives() -> N
 async def test_one_block() -> None:
     found = await Suite().blocks.one(Query("worker=w0&block=3"))
     assert (found["block"], found["use"], found["hash"], found["figures"]) == (3, 7, "ab" * 16, {"released_since": 3.0})
+
+
+async def test_the_pages_of_a_pool_have_the_group_of_their_block() -> None:
+    paged = Paged()
+    found = await Suite(paged).blocks.map(Query("worker=w0"))
+    assert (base64.b64decode(found["groups"]), len(base64.b64decode(found["uses"]))) == (b"\0\1\1\xff", 4)
+    one = await Suite(paged).blocks.one(Query("worker=w0&block=2"))
+    assert (one["block"], one["group"], one["pages"]) == (1, 1, [1, 2])
+
+
+async def test_where_a_pool_counts_blocks_no_group_is_named() -> None:
+    suite = Suite()
+    assert (await suite.blocks.map(Query("worker=w0")))["groups"] == ""
+    one = await suite.blocks.one(Query("worker=w0&block=3"))
+    assert (one["group"], one["pages"]) == (0, [])
 
 
 def test_hits_by_reason() -> None:

@@ -33,6 +33,7 @@ export function clock(at, fine) {
 }
 
 export const words = (name) => name.replaceAll("_", " ");
+export const title = (text) => text[0].toUpperCase() + text.slice(1);
 
 export function figure(value) {
   if (Number.isInteger(value)) return count(value);

@@ -3,7 +3,7 @@
 import { Chart } from "../lib/chart.js";
 import { load } from "../lib/data.js";
 import { card, h, legend, replace, requestLink, stack, table } from "../lib/dom.js";
-import { count, percent, rate, seconds, words } from "../lib/format.js";
+import { count, percent, rate, seconds, title, words } from "../lib/format.js";
 
 const STATES = [
   ["in_use", "In use", "c-sealed"],
@@ -61,7 +61,7 @@ export class Overview {
     for (const each of Object.values(this.charts)) each.read(null);
     this.showHead(found);
     this.showFigures(found);
-    this.showWorkers(found.workers, found.pages);
+    this.showWorkers(found.workers, found.pages, found.groups);
     this.showHits(found.hits);
     this.showMemory(found);
     this.showSlow(found.slowest);
@@ -89,7 +89,7 @@ export class Overview {
     );
   }
 
-  showWorkers(workers, pages) {
+  showWorkers(workers, pages, groups) {
     const rows = workers.map((each) => {
       const known = each.in_use !== null;
       const parts = STATES.map(([name, title, mark]) => ({ name: title, mark, value: each[name] ?? 0, title: `${title}: ${count(each[name])}` }));
@@ -100,6 +100,7 @@ export class Overview {
         h("div", { class: "worker-head" }, h("a", { href: `#blocks/${encodeURIComponent(each.worker)}`, class: "id", "data-key": `worker-${each.worker}` }, each.worker), h("span", { class: each.state === "connected" ? "note" : "bad" }, words(each.state)), h("span", { class: "grow" }), h("span", { class: "note" }, `${count(each.running)} running, ${count(each.waiting)} waiting, ${rate(each.tokens_per_s)} tokens/s`)),
         known ? stack(parts, each.blocks, label) : h("p", { class: "empty" }, label),
         known ? h("p", { class: "counts" }, STATES.map(([name, title]) => h("span", {}, `${title} `, h("b", {}, count(each[name])))), h("span", {}, "Evicted ", h("b", {}, count(each.evictions))), h("span", {}, "Preempted ", h("b", {}, count(each.preemptions)))) : null,
+        each.groups.length ? h("p", { class: "counts" }, groups.map(({ name }, at) => h("span", {}, `${title(name)} `, h("b", {}, `${count(each.groups[at]?.in_use)} blocks in use, ${count(each.groups[at]?.cached)} cached`)))) : null,
       );
     });
     replace(this.workers, rows.length ? [legend(STATES.map(([, title, mark]) => [title, mark])), pages ? h("p", { class: "note" }, pages) : null, ...rows] : h("p", { class: "empty" }, "No worker is known."));
