@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from common.contracts.clock import ManualClock
-from common.contracts.lease import Inventory, Report
-from common.contracts.types import SequenceId
+from common.contracts.lease import Inventory, Report, unread_blocks
+from common.contracts.types import TRIMMED, KvGroup, SequenceId
 from gpuworker.scheduling.batch_plan import StepPlan, StepResult
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.outcomes import AgentConfig
@@ -94,8 +94,7 @@ class Waste:
 
 def count_waste(block_size: int, requests: Sequence[Lengths]) -> Waste:
     """Serve requests of these lengths, MAX_NUM_SEQS at a time, and add the waste up over every step."""
-    blocks = _slots([MAX_NUM_SEQS * (prompt + output + _LARGEST_BLOCK) for prompt, output in requests]) // block_size
-    return _served(block_size, requests, blocks)[0]
+    return _served(block_size, requests, _blocks_for(block_size, requests))[0]
 
 
 def count_pressed(block_size: int, requests: Sequence[Lengths], blocks: int) -> Waste:
@@ -108,35 +107,86 @@ def count_steps(block_size: int, requests: Sequence[Lengths], blocks: int, delay
     return _served(block_size, requests, blocks, delay)[0].steps
 
 
+@dataclass(slots=True)
+class GroupPages:
+    """Pages over all steps of a run: those in tables of a group, and those of blocks that the step reads or writes."""
+
+    held: int = 0
+    read: int = 0
+
+    @property
+    def unread(self) -> int:
+        return self.held - self.read
+
+
+@dataclass(slots=True)
+class GroupSums:
+    """Pages of each group, and `leased` pages of none, over all `steps` with rows of a run."""
+
+    groups: tuple[GroupPages, ...]
+    leased: int = 0
+    steps: int = 0
+
+
+def count_pages(block_size: int, requests: Sequence[Lengths], groups: Sequence[KvGroup]) -> GroupSums:
+    """Serve requests of these lengths from a pool with groups of layers in which none waits; add its pages up."""
+    sums = GroupSums(tuple([GroupPages() for _ in groups]))
+    pages = _blocks_for(block_size, requests) * sum(group.pages for group in groups)
+    for plan, ledger in _each_step(block_size, requests, pages, groups=groups):
+        if plan is None:
+            continue
+        sums.steps += 1
+        sums.leased += ledger.pool_counts().leased
+        for row in plan.rows:
+            end = row.start + row.length
+            for group, table, found in zip(groups, row.tables, sums.groups, strict=True):
+                found.held += len(table) - table.count(TRIMMED)
+                found.read += group.pages * (-(-end // block_size) - unread_blocks(group, row.start, block_size))
+    return sums
+
+
 def _served(block_size: int, requests: Sequence[Lengths], blocks: int, delay: int = 0) -> tuple[Waste, Waste]:
     """Return the waste of all steps, and of those before which a sequence lacked blocks."""
-    agent = LeaseAgent(AgentConfig(blocks, block_size, max_num_seqs=MAX_NUM_SEQS))
-    ledger = new_ledger(LedgerConfig(blocks, block_size, max_num_seqs=MAX_NUM_SEQS))
-    agent.inventory()
-    agent.attached(0)
-    for index, lengths in enumerate(requests, start=1):
-        agent.submit_sequence(_sequence(index, lengths))
-    waste, pressed, reports = Waste(), Waste(), deque[tuple[int, Report]]()
-    while agent.has_work:
-        if (said := agent.take_report()) is not None:
-            reports.append((waste.steps + delay, said))
-        while reports and reports[0][0] <= waste.steps:
-            ledger.apply_report(reports.popleft()[1])
-            if (batch := ledger.schedule()) is not None:
-                agent.apply_grant(batch)
-        plan = agent.plan()
+    waste, pressed = Waste(), Waste()
+    for plan, ledger in _each_step(block_size, requests, blocks, delay):
         waste.steps += 1
         if plan is not None:
             _add_step(waste, plan, ledger, block_size)
             if ledger.pool_counts().capacity or ledger.state.sequences.find_stalled():
                 _add_step(pressed, plan, ledger, block_size)
-            agent.complete(StepResult(plan.step, {row.sequence: (1,) for row in plan.rows if row.samples}))
     return waste, pressed
 
 
-def _slots(needed: Sequence[int]) -> int:
-    """Return the size of a pool in which no sequence waits: a power of two."""
-    return max(_LEAST_SLOTS, 1 << (max(needed, default=1) - 1).bit_length())
+def _each_step(
+    block_size: int, requests: Sequence[Lengths], blocks: int, delay: int = 0, groups: Sequence[KvGroup] = ()
+) -> Iterator[tuple[StepPlan | None, Ledger]]:
+    """Serve requests, and yield each step before it runs; None is an idle one. With `groups`, `blocks` are pages."""
+    kinds, reports = tuple(groups), deque[tuple[int, Report]]()
+    agent = LeaseAgent(AgentConfig(blocks, block_size, max_num_seqs=MAX_NUM_SEQS, groups=kinds))
+    ledger = new_ledger(LedgerConfig(blocks, block_size, max_num_seqs=MAX_NUM_SEQS, groups=kinds))
+    agent.inventory()
+    agent.attached(0)
+    for index, lengths in enumerate(requests, start=1):
+        agent.submit_sequence(_sequence(index, lengths))
+    for step in itertools.count():
+        if not agent.has_work:
+            return
+        if (said := agent.take_report()) is not None:
+            reports.append((step + delay, said))
+        while reports and reports[0][0] <= step:
+            ledger.apply_report(reports.popleft()[1])
+            if (batch := ledger.schedule()) is not None:
+                agent.apply_grant(batch)
+        plan = agent.plan()
+        yield plan, ledger
+        if plan is not None:
+            agent.complete(StepResult(plan.step, {row.sequence: (1,) for row in plan.rows if row.samples}))
+
+
+def _blocks_for(block_size: int, requests: Sequence[Lengths]) -> int:
+    """Return the size of a pool in which no sequence waits: slots that are a power of two, in blocks."""
+    needed = max((MAX_NUM_SEQS * (prompt + output + _LARGEST_BLOCK) for prompt, output in requests), default=1)
+    return max(_LEAST_SLOTS, 1 << (needed - 1).bit_length()) // block_size
 
 
 def _sequence(index: int, lengths: Lengths) -> NewSequence:

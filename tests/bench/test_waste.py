@@ -30,3 +30,7 @@ def test_the_figures_have_their_fixed_names(
     assert by_size[0] > 0
     assert 0 < figures["runway_pressed_400"] < figures["runway_block16"], "sequences that wait shorten the runway"
     assert by_size[2] < figures["naive_waste_fraction"] < 1
+    for group in ("full", "window128"):
+        assert 0 <= figures[f"unread_bytes_{group}"] < 0.02 * figures[f"held_bytes_{group}"]
+    assert figures["held_bytes_window128"] < figures["held_bytes_full"]
+    assert figures["unread_bytes_one_group"] > figures["held_bytes_window128"] > 0 < figures["leased_bytes_groups"]

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from bench.waste import mixed_requests
 from cli.block_size.accounting import (
     BLOCK_SIZES,
+    GroupPages,
     ReservedSlots,
     Waste,
     contiguous_slots,
+    count_pages,
     count_pressed,
     count_steps,
     count_waste,
@@ -19,7 +21,7 @@ from cli.block_size.accounting import (
     paged_slots,
 )
 from common.contracts.lease import Report, Reserve
-from common.contracts.types import SequenceId
+from common.contracts.types import KvGroup, KvGroupKind, SequenceId
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.ledger import runway
 
@@ -93,3 +95,18 @@ def test_the_smaller_runway_under_pressure_costs_no_steps(
 
 def test_the_runway_is_counted_apart() -> None:
     assert Waste(used=100, in_rows=120, leased=50, rows=1).runway_share == 0.5
+
+
+def test_pages_of_a_window_add_up_by_hand() -> None:
+    """A prompt of 40 tokens has 3 blocks in each group; behind it two steps lack the first one of the window."""
+    groups = (KvGroup(KvGroupKind.FULL, 0, 1, (1,)), KvGroup(KvGroupKind.WINDOW, 16, 2, (0, 2)))
+    sums = count_pages(16, [(40, 3)], groups)
+    assert sums.steps == 3
+    assert sums.groups == (GroupPages(held=9, read=9), GroupPages(held=6 + 4 + 4, read=6 + 4 + 4))
+
+
+def test_blocks_ahead_of_need_hold_nothing_that_is_read() -> None:
+    groups = (KvGroup(KvGroupKind.FULL, 0, 1, (1,)), KvGroup(KvGroupKind.WINDOW, 16, 2, (0, 2)))
+    full, window = count_pages(16, [(160, 20)], groups).groups
+    assert 0 < full.unread < 0.1 * full.held
+    assert 0 < window.unread < 0.1 * window.held
