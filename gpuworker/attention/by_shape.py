@@ -61,16 +61,43 @@ class AttentionByShape:
 
     def _place(self, layer: LayerAttention) -> tuple[AttentionBackend, LayerAttention]:
         backend, index = self._places[layer.kept_at]
-        return self.backends[backend], replace(layer, layer=index, source=None if layer.source is None else index)
+        return self.backends[backend], _in_lane(layer, index)
 
 
 class AttentionByPart(AttentionByShape):
-    """Attention over groups of layers: each backend is on the blocks of its own part of the step (`Part`)."""
+    """Attention over groups of layers: each backend is on the blocks of its own part of the step (`Part`).
+
+    `lanes` has, for each backend, the lanes of the layers in its part. A layer in several lanes has equally many heads
+    in each, and attends with those of one lane after the other.
+    """
+
+    def __init__(self, backends: Sequence[AttentionBackend], lanes: Sequence[Mapping[int, Sequence[int]]]) -> None:
+        super().__init__(backends, [{layer: its[0] for layer, its in part.items()} for part in lanes])
+        found: dict[int, list[tuple[int, int]]] = {}
+        for number, part in enumerate(lanes):
+            for layer, its in part.items():
+                found.setdefault(layer, []).extend((number, lane) for lane in its)
+        self._by_heads = {layer: places for layer, places in found.items() if len(places) > 1}
 
     def begin(self, step: AttentionMetadata) -> None:
         self._tokens = step.num_tokens
         for backend, part in zip(self.backends, step.parts, strict=True):
             backend.begin(part)
+
+    def write_and_attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        places = self._by_heads.get(layer.kept_at)
+        if places is None:
+            return super().write_and_attend(layer, query, key, value)
+        count = len(places)
+        sinks = [None] * count if layer.sinks is None else layer.sinks.chunk(count)
+        heads = zip(places, sinks, *(each.chunk(count, dim=1) for each in (query, key, value)), strict=True)
+        out = [
+            self.backends[number].write_and_attend(replace(_in_lane(layer, lane), sinks=its_sinks), *numbers)
+            for (number, lane), its_sinks, *numbers in heads
+        ]
+        return torch.cat(out, dim=1)
 
 
 class AttentionByIndex:
@@ -95,6 +122,11 @@ class AttentionByIndex:
             self._sparse.begin(self._step)
             self._begun = True
         return self._sparse.write_and_attend(layer, query, key, value)
+
+
+def _in_lane(layer: LayerAttention, index: int) -> LayerAttention:
+    """Return the layer as a backend sees it whose cache has it at this index."""
+    return replace(layer, layer=index, source=None if layer.source is None else index)
 
 
 def index_keys_of(sink: LayerSink | None) -> IndexStore | None:

@@ -89,7 +89,10 @@ class KvCache:
         return [pool for pool in found if pool is not None]
 
     def _seen_with(self, geometry: KvGeometry, shares: int) -> KvCache:
-        """Return the same memory with layers of another shape, of which a block of these holds `shares` blocks."""
+        """Return the same memory with layers of another shape, of which a block of these holds `shares` blocks.
+
+        Of a layer that lies in several lanes by heads, the shape has those of one.
+        """
         if geometry == self.geometry:
             return self
         seen = copied(self)

@@ -17,6 +17,12 @@ of that, so many layers share a lane. The layers of a group lie in the lanes of 
 
     group of 5 layers, 2 lanes a page      page 0: layers 0, 1      page 1: layers 2, 3      page 2: layer 4, unused
     pool [2 lanes, pages, heads, block_size, d] twice; a table of pages serves all lanes of a page
+
+Where that wastes memory, lanes are as large as a layer of a smaller shape. A layer of twice or three times the size
+then has its heads in so many lanes, one after the other, which may lie in several pages:
+
+    3 layers in halves a and b, 3 lanes a page      page 0: layer 0 a, layer 0 b, layer 1 a
+                                                    page 1: layer 1 b, layer 2 a, layer 2 b
 """
 
 from __future__ import annotations
@@ -39,6 +45,8 @@ SCALED: Final = ("int8", "fp8")
 # which it is looked at.
 _MOST_PAGES: Final = 32
 _MORE_WASTE: Final = 0.02
+# The same of layers by heads, whose lanes are smaller and make more pages.
+_MORE_BY_HEADS: Final = 0.03
 _LENGTHS: Final = (512, 2048, 8192, 65536)
 _SHAPE: Final = re.compile(r"([a-zA-Z])=(\d+)x(\d+)([+/])(\d+)(?:,(\d+):([a-z0-9]+))?")
 
@@ -102,7 +110,8 @@ class Part:
 
     A block of the group is `pages` pages, of which this is number `page`. A lane has `shares` layers of this shape, and
     block i of the part is block i * shares + share of the pool of that `shape`, in the order of `pools_of`. `lanes` has
-    the layers' lanes, by their numbers in the model.
+    the layers' lanes, by their numbers in the model. A layer whose heads lie in several lanes has those of this part,
+    in the order of its heads; where they lie in several parts, those come in that order too.
     """
 
     group: int
@@ -111,19 +120,41 @@ class Part:
     shape: int
     share: int
     shares: int
-    lanes: Mapping[int, int]
+    lanes: Mapping[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
     """How pages are used: `lanes` is the pool of them; `shapes` are the same memory, seen with each shape of layers.
 
-    Beside each shape stands how many of its layers share a lane.
+    Beside each shape stands how many of its layers share a lane. It has the heads that a layer has in one lane.
     """
 
     lanes: KvGeometry
     shapes: tuple[tuple[KvGeometry, int], ...]
     parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """How layers of a shape lie in lanes: `shares` of them in one, or each by heads in `splits`; one of both is 1."""
+
+    shares: int = 1
+    splits: int = 1
+
+    def lanes(self, count: int) -> int:
+        """Return how many lanes so many layers take."""
+        return -(-count // self.shares) * self.splits
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    waste: float
+    groups: tuple[KvGroup, ...]
+
+    @property
+    def pages(self) -> int:
+        return sum(group.pages for group in self.groups)
 
 
 def geometry_of(shapes: Mapping[int, LayerShape], dtype: str, window: int) -> KvGeometry:
@@ -183,59 +214,91 @@ def with_groups(
     """Return the geometry with its layers in groups of one reach each, the full one first; unchanged with one group.
 
     `reaches` has all layers that attend, `sources` those whose K and V are another layer's, by their numbers in the
-    model. It is unchanged too where a layer reads longer than its source, where layers of several shapes do not share
-    lanes, and where layers have index keys.
+    model. It is unchanged too where a layer reads longer than its source, where layers of several shapes do not fit
+    into lanes, and where layers have index keys.
     """
     own = {layer: reach for layer, reach in reaches.items() if layer not in sources}
     kinds = sorted(set(own.values()), key=lambda reach: (reach.span, reach.kind))
     one = len(kinds) <= 1 or kinds[0].kind is not KvGroupKind.FULL or len(kinds) > MAX_KV_GROUPS
     if one or not all(reaches[layer].is_within(own[source]) for layer, source in sources.items()):
         return geometry
-    pools = pools_of(geometry)
-    shares = _shares(geometry, pools)
-    if not shares:
-        return geometry
-    layers = [tuple(sorted(layer for layer in own if own[layer] == reach)) for reach in kinds]
-    kept = [_lanes(pools, shares, each) for each in layers]
-    exact = [
-        sum(len({*pool.layers} & {*each}) / share for pool, share in zip(pools, shares, strict=True)) for each in layers
+    groups = [
+        KvGroup(reach.kind, reach.span, 1, tuple(sorted(layer for layer in own if own[layer] == reach)))
+        for reach in kinds
     ]
-    choices = []
-    for lanes in sorted({-(-each // pages) for each in kept for pages in range(1, _MOST_PAGES + 1)}):
-        groups = tuple(
-            KvGroup(reach.kind, reach.span, -(-count // lanes), its)
-            for reach, count, its in zip(kinds, kept, layers, strict=True)
-        )
-        choices.append((_waste(groups, lanes, exact, block_size), sum(group.pages for group in groups), groups))
-    least = min(waste for waste, _, _ in choices)
-    fit = [choice for choice in choices if choice[0] <= least + _MORE_WASTE]
-    return replace(geometry, groups=min(fit, key=lambda choice: (choice[1], choice[0]))[2])
+    whole, by_heads = _choices(geometry, groups, block_size)
+    fit = _fewest_pages(whole, _MORE_WASTE)
+    split = _fewest_pages(by_heads, _MORE_BY_HEADS)
+    if split and (not fit or min(choice.waste for choice in whole) > split.waste + _MORE_WASTE):
+        fit = split
+    return replace(geometry, groups=fit.groups) if fit else geometry
 
 
 def page_layout(geometry: KvGeometry) -> PageLayout:
     """Return how the pages of a geometry with groups are used. Raises ValueError for pages that no lanes make."""
     pools = pools_of(geometry)
-    shares = _shares(geometry, pools)
-    kept = [_lanes(pools, shares, group.layers) for group in geometry.groups]
-    lanes = max(-(-count // group.pages) for count, group in zip(kept, geometry.groups, strict=True))
-    if [-(-count // lanes) for count in kept] != [group.pages for group in geometry.groups]:
+    ways = ((fits, _lanes_of_pages(pools, fits, geometry.groups)) for fits in _ways(geometry, pools))
+    fits, lanes = next((way for way in ways if way[1]), ((), 0))
+    if not lanes:
         raise ValueError(f"no number of lanes makes these pages: {', '.join(map(str, geometry.groups))}")
-    shapes = tuple((replace(pool.geometry, num_layers=lanes), share) for pool, share in zip(pools, shares, strict=True))
-    largest = shapes[shares.index(1)][0]
-    parts = [part for place, group in enumerate(geometry.groups) for part in _parts(pools, shares, place, group, lanes)]
-    return PageLayout(largest, shapes, tuple(parts))
+    shapes = tuple(
+        (replace(pool.geometry, num_layers=lanes, num_kv_heads=pool.geometry.num_kv_heads // fit.splits), fit.shares)
+        for pool, fit in zip(pools, fits, strict=True)
+    )
+    unit = shapes[fits.index(_Fit())][0]
+    parts = [part for place, group in enumerate(geometry.groups) for part in _parts(pools, fits, place, group, lanes)]
+    return PageLayout(unit, shapes, tuple(parts))
 
 
-def _shares(geometry: KvGeometry, pools: Sequence[Pool]) -> list[int]:
-    """Return how many layers of each pool a lane has; nothing where they cannot share lanes."""
+def _choices(
+    geometry: KvGeometry, groups: Sequence[KvGroup], block_size: int
+) -> tuple[Sequence[_Choice], Sequence[_Choice]]:
+    """Return the groups with each number of pages that their blocks may have: with whole layers in lanes, by heads.
+
+    Pages of layers by heads that would be read as those of another way are left out.
+    """
+    pools = pools_of(geometry)
+    ways = _ways(geometry, pools)
+    found: tuple[list[_Choice], list[_Choice]] = [], []
+    for number, fits in enumerate(ways):
+        kept = [_lanes(pools, fits, group) for group in groups]
+        exact = [
+            sum(_count(pool, group) * fit.splits / fit.shares for pool, fit in zip(pools, fits, strict=True))
+            for group in groups
+        ]
+        for lanes in sorted({-(-each // pages) for each in kept for pages in range(1, _MOST_PAGES + 1)}):
+            paged = tuple(replace(group, pages=-(-count // lanes)) for group, count in zip(groups, kept, strict=True))
+            if any(_lanes_of_pages(pools, earlier, paged) for earlier in ways[:number]):
+                continue
+            by_heads = any(fit.splits > 1 for fit in fits)
+            found[by_heads].append(_Choice(_waste(paged, lanes, exact, block_size), paged))
+    return found
+
+
+def _fewest_pages(choices: Sequence[_Choice], more: float) -> _Choice | None:
+    """Return the choice with the fewest pages a block of those that waste at most so much more than the least."""
+    least = min((choice.waste for choice in choices), default=0.0)
+    fit = (choice for choice in choices if choice.waste <= least + more)
+    return min(fit, key=lambda choice: (choice.pages, choice.waste), default=None)
+
+
+def _ways(geometry: KvGeometry, pools: Sequence[Pool]) -> Sequence[tuple[_Fit, ...]]:
+    """Return the ways in which the layers of all pools fit into lanes, the one with the largest lanes first."""
     if len(pools) == 1 and pools[0].index is None:
-        return [1]
+        return [(_Fit(),)]
     if geometry.dtype in SCALED or any(pool.index is not None or pool.geometry.values_in_keys for pool in pools):
         return []
-    keys, values = zip(*(_numbers(pool.geometry) for pool in pools), strict=True)
-    shares = [max(keys) // key for key in keys]
-    fit = zip(keys, values, shares, strict=True)
-    return shares if all((key * n, value * n) == (max(keys), max(values)) for key, value, n in fit) else []
+    units = sorted({_numbers(pool.geometry) for pool in pools}, reverse=True)
+    tried = ([fit for pool in pools if (fit := _fit(pool.geometry, unit))] for unit in units)
+    return [tuple(fits) for fits in tried if len(fits) == len(pools)]
+
+
+def _fit(geometry: KvGeometry, unit: tuple[int, int]) -> _Fit | None:
+    """Return how layers of a shape fit into lanes for so many numbers of K and of V a token; None if they do not."""
+    (keys, values), (key, value) = unit, _numbers(geometry)
+    fit = _Fit(max(1, keys // key), max(1, key // keys))
+    fills = (key * fit.shares, value * fit.shares) == (keys * fit.splits, values * fit.splits)
+    return fit if fills and geometry.num_kv_heads % fit.splits == 0 else None
 
 
 def _numbers(geometry: KvGeometry) -> tuple[int, int]:
@@ -243,10 +306,21 @@ def _numbers(geometry: KvGeometry) -> tuple[int, int]:
     return geometry.num_kv_heads * geometry.head_dim_k, geometry.num_kv_heads * geometry.head_dim_v
 
 
-def _lanes(pools: Sequence[Pool], shares: Sequence[int], layers: Sequence[int]) -> int:
-    """Return how many lanes these layers take; a lane has layers of one shape."""
-    counts = (len({*pool.layers} & {*layers}) for pool in pools)
-    return sum(-(-count // share) for count, share in zip(counts, shares, strict=True))
+def _count(pool: Pool, group: KvGroup) -> int:
+    """Return how many layers of a pool are in a group."""
+    return len({*pool.layers} & {*group.layers})
+
+
+def _lanes(pools: Sequence[Pool], fits: Sequence[_Fit], group: KvGroup) -> int:
+    """Return how many lanes the layers of a group take; a lane has layers of one shape."""
+    return sum(fit.lanes(_count(pool, group)) for pool, fit in zip(pools, fits, strict=True))
+
+
+def _lanes_of_pages(pools: Sequence[Pool], fits: Sequence[_Fit], groups: Sequence[KvGroup]) -> int:
+    """Return the least number of lanes that gives blocks of the groups the pages that they have; 0 where none does."""
+    kept = [_lanes(pools, fits, group) for group in groups]
+    lanes = max(-(-count // group.pages) for count, group in zip(kept, groups, strict=True))
+    return lanes if [-(-count // lanes) for count in kept] == [group.pages for group in groups] else 0
 
 
 def _waste(groups: Sequence[KvGroup], lanes: int, exact: Sequence[float], block_size: int) -> float:
@@ -259,17 +333,21 @@ def _waste(groups: Sequence[KvGroup], lanes: int, exact: Sequence[float], block_
     return max(found)
 
 
-def _parts(pools: Sequence[Pool], shares: Sequence[int], place: int, group: KvGroup, lanes: int) -> Sequence[Part]:
-    found: dict[tuple[int, int, int], dict[int, int]] = {}
+def _parts(pools: Sequence[Pool], fits: Sequence[_Fit], place: int, group: KvGroup, lanes: int) -> Sequence[Part]:
+    found: dict[tuple[int, int, int], dict[int, tuple[int, ...]]] = {}
     first = 0
-    for shape, (pool, each) in enumerate(zip(pools, shares, strict=True)):
+    for shape, (pool, fit) in enumerate(zip(pools, fits, strict=True)):
         layers = [layer for layer in pool.layers if layer in group.layers]
         for number, layer in enumerate(layers):
-            page, lane = divmod(first + number // each, lanes)
-            found.setdefault((page, shape, number % each), {})[layer] = lane
-        first += -(-len(layers) // each)
+            begin = first + number // fit.shares * fit.splits
+            for each in range(begin, begin + fit.splits):
+                page, lane = divmod(each, lanes)
+                part = found.setdefault((page, shape, number % fit.shares), {})
+                part[layer] = (*part.get(layer, ()), lane)
+        first += fit.lanes(len(layers))
     return [
-        Part(place, page, group.pages, shape, share, shares[shape], of) for (page, shape, share), of in found.items()
+        Part(place, page, group.pages, shape, share, fits[shape].shares, of)
+        for (page, shape, share), of in found.items()
     ]
 
 

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from common.contracts.errors import InvalidConfig
+from common.contracts.types import KvGeometry, KvGroupKind
 from gpuworker.attention import torch_backend as torch_attention
 from gpuworker.attention.backends import backends_on, make_backend
 from gpuworker.attention.by_shape import AttentionByIndex
 from gpuworker.attention.interface import AttentionMetadata, LayerAttention
+from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_pages, to_device
 from gpuworker.attention.torch_backend import TorchAttention
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.memory.layout import LayerShape, geometry_of, pools_of
+from gpuworker.memory.layout import LayerShape, Reach, geometry_of, page_layout, pools_of, with_groups
 from gpuworker.native import library as native
 from tests.support.gpuworker.attention_reference import AROUND_CHUNKS, Case, Step, in_type, random_step, reference
 
@@ -265,3 +267,47 @@ def test_layers_of_several_shapes_attend_on_the_same_blocks(backend: str) -> Non
     shared, unread = LayerAttention(4, 0.2, window=9, source=1), torch.full_like(steps[1].key, torch.nan)
     out = attention.write_and_attend(shared, steps[1].query, unread, unread)
     np.testing.assert_allclose(out.numpy(), reference(steps[1], LayerAttention(0, 0.2, window=9)), atol=2e-5)
+
+
+def filled_pages(geometry: KvGeometry, steps: dict[int, Step], block_size: int) -> tuple[KvCache, AttentionMetadata]:
+    """Return a cache of pages with the pasts of each layer's step, on other blocks than theirs, and the step on it."""
+    rows = steps[0].case.rows
+    counts = [steps[0].metadata.block_table.size * group.pages for group in geometry.groups]
+    pages = np.random.default_rng(0).permutation(sum(counts)).astype(np.int32)
+    tables = [each.reshape(len(rows), -1) for each in np.split(pages, np.cumsum(counts[:-1]))]
+    cache, parts = KvCache(geometry, len(pages), block_size, torch.device("cpu")), page_layout(geometry).parts
+    start, length = np.array(rows, dtype=np.int32).T
+    packed = pack_pages(start, length, tables, parts, block_size)
+    metadata = attention_metadata(packed, to_device(attention_arrays(packed), torch.device("cpu")))
+    filled = dict.fromkeys(steps, 0)
+    for part, seen in zip(parts, metadata.parts, strict=True):
+        for layer, lane in ((layer, lane) for layer, lanes in part.lanes.items() for lane in lanes):
+            pool, given, table = cache.parts[part.shape], steps[layer].cache, steps[layer].metadata.block_table
+            heads = slice(filled[layer], filled[layer] + pool.geometry.num_kv_heads)
+            pool.keys[lane, seen.block_table] = given.keys[0, table, heads]
+            pool.values[lane, seen.block_table] = given.values[0, table, heads]
+            filled[layer] = heads.stop
+    assert filled == {layer: step.case.num_kv_heads for layer, step in steps.items()}
+    return cache, metadata
+
+
+def test_heads_of_a_layer_attend_in_several_lanes(backend: str) -> None:
+    """Full layers of one head beside windowed ones of six, which have two in each of three lanes, in two pages."""
+    full, wide = Case(MIXED, 16, 6, 1, 32, 32, layers=1), Case(MIXED, 16, 12, 6, 16, 16, layers=1)
+    cases = {0: full, 1: full, 2: wide, 3: replace(wide, num_heads=6)}
+    steps = {layer: random_step(each, layer) for layer, each in cases.items()}
+    shapes = {layer: LayerShape(each.num_kv_heads, each.head_dim_k, each.head_dim_v) for layer, each in cases.items()}
+    reaches = {layer: Reach() if layer < 2 else Reach(KvGroupKind.WINDOW, 9) for layer in cases}
+    geometry = with_groups(geometry_of(shapes, "float32", 0), reaches, {}, 16)
+    assert [group.pages for group in geometry.groups] == [1, 3]
+    cache, metadata = filled_pages(geometry, steps, 16)
+    attention = make_backend(backend, cache)
+    attention.begin(metadata)
+    for layer, step in steps.items():
+        sinks = torch.linspace(-1, 1, step.case.num_heads) if layer == 3 else None
+        here = LayerAttention(layer, 0.3, None if layer < 2 else 9, sinks=sinks)
+        out = attention.write_and_attend(here, step.query, step.key, step.value)
+        np.testing.assert_allclose(out.numpy(), reference(step, replace(here, layer=0)), atol=2e-5)
+    shared, unread = LayerAttention(4, 0.2, window=7, softcap=2.0, source=2), torch.full_like(steps[2].key, torch.nan)
+    out = attention.write_and_attend(shared, steps[2].query, unread, unread)
+    np.testing.assert_allclose(out.numpy(), reference(steps[2], replace(shared, layer=0, source=None)), atol=2e-5)

@@ -44,19 +44,21 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[KvGroup, ...]]] = {
     "gemma4": (
         "gemma4_text",
         {"num_hidden_layers": 4, "layer_types": [S, S, S, F], "per_layer_config": {3: WIDE}},
-        (KvGroup(FULL, 0, 1, (3,)), KvGroup(WINDOW, 8, 2, (0, 1, 2))),
+        # Lanes for one of two layers of the windows: the full one takes two, which lie in two pages.
+        (KvGroup(FULL, 0, 2, (3,)), KvGroup(WINDOW, 8, 3, (0, 1, 2))),
     ),
     "gemma4 26b a4b": (
         "gemma4_text",
-        {"num_hidden_layers": 5, "layer_types": [S, F, S, F, F], "num_key_value_heads": 4}
-        | {"per_layer_config": {n: WIDE | {"num_key_value_heads": 1} for n in (1, 3, 4)}},
-        (KvGroup(FULL, 0, 1, (1, 3, 4)), KvGroup(WINDOW, 8, 1, (0, 2))),
+        {"num_hidden_layers": 4, "layer_types": [S, F, S, F], "num_attention_heads": 12, "num_key_value_heads": 6}
+        | {"per_layer_config": {n: WIDE | {"num_key_value_heads": 1} for n in (1, 3)}},
+        # Two lanes a page: each windowed layer has its heads in three of them, in two pages.
+        (KvGroup(FULL, 0, 1, (1, 3)), KvGroup(WINDOW, 8, 3, (0, 2))),
     ),
     "gemma4 e2b": (
         "gemma4_text",
         {"num_hidden_layers": 4, "layer_types": [S, F, S, F], "num_kv_shared_layers": 2}
         | {"per_layer_config": {1: WIDE, 3: WIDE}},
-        (KvGroup(FULL, 0, 1, (1,)), KvGroup(WINDOW, 8, 1, (0,))),
+        (KvGroup(FULL, 0, 2, (1,)), KvGroup(WINDOW, 8, 1, (0,))),
     ),
     "llama4": (
         "llama4_text",
@@ -73,6 +75,11 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[KvGroup, ...]]] = {
         "mimo_v2_flash",
         {},
         (KvGroup(FULL, 0, 1, (0, 2)), KvGroup(WINDOW, 8, 1, (1,))),
+    ),
+    "mimo_v2_flash, by heads": (
+        "mimo_v2_flash",
+        {"layer_types": [F, S, S], "num_attention_heads": 8, "v_head_dim": 8},
+        (KvGroup(FULL, 0, 1, (0,)), KvGroup(WINDOW, 8, 4, (1, 2))),
     ),
 }
 

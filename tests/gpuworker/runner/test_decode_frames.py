@@ -103,7 +103,7 @@ def test_a_moved_frame_has_the_numbers_of_a_new_layout(drawn: list[Rows]) -> Non
 
 
 # The one part of the first group, and the parts of a group whose blocks are two pages.
-PARTS = Part(0, 0, 1, 0, 0, 1, {0: 0}), Part(1, 0, 2, 0, 0, 1, {1: 0}), Part(1, 1, 2, 0, 0, 1, {2: 0})
+PARTS = Part(0, 0, 1, 0, 0, 1, {0: (0,)}), Part(1, 0, 2, 0, 0, 1, {1: (0,)}), Part(1, 1, 2, 0, 0, 1, {2: (0,)})
 
 
 def with_tables(rows: Rows) -> Rows:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,7 +19,8 @@ from gpuworker.models.hf.tiny import tiny_config
 from tests.support.gpuworker.full_forward import greedy_tokens, random_prompt
 from tests.support.gpuworker.runner_harness import CPU, Driver, runner_on
 
-GROUPS = KvGroup(KvGroupKind.FULL, 0, 1, (2,)), KvGroup(KvGroupKind.WINDOW, 8, 1, (0, 1))
+S, F = "sliding_attention", "full_attention"
+WIDE = {"head_dim": 32, "num_key_value_heads": 1}
 
 
 def triton(_: str, cache: KvCache) -> AttentionBackend:
@@ -27,15 +30,30 @@ def triton(_: str, cache: KvCache) -> AttentionBackend:
     return AttentionByPart([TritonAttention(cache.parts[part.shape]) for part in parts], [part.lanes for part in parts])
 
 
-def test_tokens_are_those_of_transformers_beyond_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gemma4: a full layer with heads of 32, and windowed ones of half the size, two of which share a lane."""
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [
+        # A full layer with heads of 32, and windowed ones of half the size, two of which share a lane.
+        ({}, (KvGroup(KvGroupKind.FULL, 0, 1, (2,)), KvGroup(KvGroupKind.WINDOW, 8, 1, (0, 1)))),
+        # Windowed ones of three times the size, each by heads in three lanes of two pages.
+        (
+            {"num_hidden_layers": 4, "layer_types": [S, F, S, F], "num_attention_heads": 12, "num_key_value_heads": 6}
+            | {"per_layer_config": {1: WIDE, 3: WIDE}},
+            (KvGroup(KvGroupKind.FULL, 0, 1, (1, 3)), KvGroup(KvGroupKind.WINDOW, 8, 3, (0, 2))),
+        ),
+    ],
+    ids=["shared lanes", "by heads"],
+)
+def test_tokens_are_those_of_transformers_beyond_windows(
+    options: dict[str, Any], groups: tuple[KvGroup, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import CONFIG_MAPPING
 
     monkeypatch.setattr("tests.support.gpuworker.runner_harness.make_backend", triton)
-    module = random_module(tiny_config(CONFIG_MAPPING["gemma4_text"]()), torch.float32, 0, CPU)
+    module = random_module(tiny_config(CONFIG_MAPPING["gemma4_text"](), **options), torch.float32, 0, CPU)
     model = TransformersModel(module)
     runner = runner_on(model, 4, max_model_len=48, grouped=True)
-    driver = Driver(runner, 4, groups=GROUPS)
+    driver = Driver(runner, 4, groups=groups)
     cases = [(random_prompt(length), chunk) for length, chunk in ((21, 13), (9, 9))]
     streams = [driver.add(prompt, 5, chunk) for prompt, chunk in cases]
     try:
