@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from common.contracts.clock import ManualClock
 from common.contracts.errors import ProtocolViolation
 from common.contracts.hashing import block_digests, block_hash_of
-from common.contracts.lease import GrantBatch, Inventory, Report
-from common.contracts.types import SequenceId
+from common.contracts.lease import GrantBatch, Inventory, Report, held_blocks
+from common.contracts.types import KvGroup, KvGroupKind, SequenceId
 from gpuworker.scheduling.batch_plan import StepPlan, StepResult
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.outcomes import AgentConfig
@@ -98,6 +98,7 @@ class Run:
             config.block_size,
             self.episode.budget,
             window=config.window,
+            groups=config.groups,
             runway_slots=config.runway_slots,
             max_num_seqs=config.max_num_seqs,
         )
@@ -258,6 +259,18 @@ def episode(seed: int) -> Episode:
         most=rng.choice((None, None, 1, 2)),
         cancels=cancels,
     )
+
+
+def episode_in_groups(seed: int) -> Episode:
+    """Return the same episode where the pool has groups of layers, and hardly more pages than its longest request."""
+    rng, found = random.Random(f"groups {seed}"), episode(seed)
+    size, blocks = found.config.block_size, found.config.num_blocks
+    kinds = rng.choices((KvGroupKind.WINDOW, KvGroupKind.CHUNK), k=rng.choice((1, 1, 2)))
+    runs = [KvGroup(kind, rng.randint(1, 5 * size), rng.choice((1, 1, 3)), ()) for kind in kinds]
+    groups = (KvGroup(KvGroupKind.FULL, 0, rng.choice((1, 2)), ()), *runs)
+    pages = sum(group.pages * held_blocks(group, blocks, size) for group in groups)
+    config = replace(found.config, window=0, groups=groups, num_blocks=pages + rng.choice((0, 1, pages // 4)))
+    return replace(found, config=config)
 
 
 def _arrivals(rng: random.Random, config: LedgerConfig) -> Iterator[Arrival]:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 
 import pytest
 
-from tests.suites.protocol.liveness import Run, episode
+from tests.suites.protocol.liveness import Episode, Run, episode, episode_in_groups
 
 pytestmark = pytest.mark.usefixtures("worlds_without_cycles")
 
 EPISODES = 500
 
 
-def serve(seeds: range) -> Counter[str]:
+def serve(seeds: range, episode_of: Callable[[int], Episode] = episode) -> Counter[str]:
     """Serve the episodes of these seeds to their ends, and return what they covered."""
     covered = Counter[str]()
     for seed in seeds:
         try:
-            covered.update(asdict(Run(episode(seed)).to_its_end()))
+            covered.update(asdict(Run(episode_of(seed)).to_its_end()))
         except Exception as failure:
-            failure.add_note(f"seed {seed}: {episode(seed)}")
+            failure.add_note(f"seed {seed}: {episode_of(seed)}")
             raise
     return covered
 
@@ -34,6 +35,17 @@ def test_episodes_end_and_cover_what_hung_before() -> None:
     )
 
 
+def test_episodes_in_groups_end() -> None:
+    covered = serve(range(40), episode_in_groups)
+    assert all(covered[name] > 5 for name in ("by_age", "preemptions")), covered
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("first", range(EPISODES, 2 * EPISODES, 100))
+def test_many_more_episodes_in_groups_end(first: int) -> None:
+    serve(range(first, first + 100), episode_in_groups)
+
+
 @pytest.mark.rest
 @pytest.mark.parametrize("first", range(EPISODES, 5 * EPISODES, EPISODES))
 def test_many_more_episodes_end(first: int) -> None:
@@ -44,3 +56,4 @@ def test_many_more_episodes_end(first: int) -> None:
 @pytest.mark.timeout(3600)
 def test_very_many_episodes_end() -> None:
     serve(range(10_000, 20_000))
+    serve(range(10_000, 15_000), episode_in_groups)
