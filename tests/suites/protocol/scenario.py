@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
+from common.contracts.lease import RetainedBlocks
 from common.contracts.types import TRIMMED, BlockId, KvGroup, KvGroupKind
 from gpuworker.scheduling.drafting import Speculation
 from tests.suites.protocol import content
@@ -27,6 +28,8 @@ class Request:
     no_cache: bool = False
     tenant: str = ""
     drafts: bool = False
+    retention: tuple[RetainedBlocks, ...] = ()
+    """For walks alone: copies of a world retain nothing."""
 
     def draw(self, node: int, output: int) -> int:
         """Return output token number `output` (from 1) after the prefix `node`: the same in every run."""

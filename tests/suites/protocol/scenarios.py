@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
+from common.contracts.lease import RetainedBlocks, blocks_needed
 from common.contracts.types import KvGroup, KvGroupKind
 from tests.suites.protocol.scenario import Request, Scenario
 
@@ -189,6 +191,37 @@ _BEGINNING = (
 _OUTRANKED = tuple(
     replace(each, priority=(0, 0, 1, 0, 2)[number % 5], fork_of=None) for number, each in enumerate(_BEGINNING)
 )
+
+_ANY = (_MIXED, _MANY_SHARERS, _FORKS, _PRIORITIES, _TENANTS, _BRIEF, _CONTINUED, _DRAFTING, _OUTRANKED)
+
+
+def in_any_groups(seed: int) -> Scenario:
+    """Return a world whose pool has groups of some shape, and hardly more pages than its longest request."""
+    rng = random.Random(seed)
+    size, some = rng.choice((1, 2, 2, 4)), rng.choice(_ANY)
+    runs = [KvGroup(kind, rng.randint(1, 12), rng.randint(1, 3), ()) for kind in rng.choices((_WINDOW, _CHUNK), k=3)]
+    groups = (KvGroup(_FULL, 0, rng.randint(1, 3), ()), *runs[: rng.randint(1, 3)])
+    kept = RetainedBlocks(rng.randrange(3), rng.randint(3, 6), rng.choice((0, 80)), 60.0)
+    requests = tuple(replace(each, retention=(kept,) if rng.random() < 0.2 else ()) for each in some)
+    least = max(
+        blocks_needed(len(each.prompt), len(each.prompt) + each.max_tokens, size, 0, groups) for each in requests
+    )
+    return Scenario(
+        requests,
+        least + rng.choice((0, 1, least // 4, least)),
+        size,
+        budget=rng.choice((2, 5, 12)),
+        long_prefill_cap=rng.choice((0, 0, 3)),
+        runway_slots=rng.choice((2, 8)),
+        runway_reach=8,
+        max_num_seqs=rng.choice((2, 3, 8)),
+        groups=groups,
+        admissions=rng.choice((None, None, 1)),
+        with_index=rng.random() < 0.5,
+        max_faults=12,
+        faults=ALL_FAULTS | RESETS,
+    )
+
 
 LARGE: dict[str, Scenario] = {
     "mixed": Scenario(_MIXED, 12, budget=6, with_index=True, runway_slots=4, runway_reach=8),

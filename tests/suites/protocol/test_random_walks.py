@@ -8,12 +8,14 @@ import pytest
 
 from tests.suites.protocol.manager_rules import EVICTING_AHEAD
 from tests.suites.protocol.mutant import Walks
-from tests.suites.protocol.scenarios import ALL_FAULTS, LARGE, RESETS
-from tests.suites.protocol.search import Pace
+from tests.suites.protocol.scenarios import ALL_FAULTS, LARGE, RESETS, in_any_groups
+from tests.suites.protocol.search import Pace, walk
 from tests.suites.protocol.world import World
 
 pytestmark = pytest.mark.usefixtures("worlds_without_cycles")
 
+POLICIES = ("lru", "frequency", "utility")
+MORE_SHAPES = tuple(range(first, first + 150) for first in range(45, 645, 150))
 PACES = (Pace(150, 0.03), Pace(250, 0.06), Pace(350, 0.1))
 
 
@@ -27,6 +29,14 @@ def walk_many(name: str, first_seed: int, walks: int) -> None:
 @pytest.mark.parametrize("name", LARGE)
 def test_walks_violate_nothing_and_end_in_peace(name: str, first_seed: int, walks: int) -> None:
     walk_many(name, first_seed, walks)
+
+
+@pytest.mark.parametrize("seeds", [range(45), *(pytest.param(each, marks=pytest.mark.rest) for each in MORE_SHAPES)])
+def test_walks_in_groups_of_any_shape(seeds: range) -> None:
+    for seed in seeds:
+        with mock.patch.object(World, "eviction", POLICIES[seed % len(POLICIES)]):
+            found = walk(in_any_groups(seed), seed, PACES[1])
+        assert found.violation is None, f"seed {seed}: {found.violation}\n{found.trace}"
 
 
 @pytest.mark.rest

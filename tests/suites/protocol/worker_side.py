@@ -79,6 +79,7 @@ class WorkerSide(State):
             no_cache=request.no_cache,
             tenant=request.tenant,
             partial_hashes=content.partial_keys(tokens, size) if self.scenario.partly else (),
+            retention=request.retention,
             speculation=Speculation() if request.drafts else None,
         )
         self.paths[sequence], self.request_of[sequence] = nodes, number
