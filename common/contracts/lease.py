@@ -80,12 +80,19 @@ def blocks_needed(
 
 
 def held_blocks(group: KvGroup, whole: int, block_size: int) -> int:
-    """Return the blocks of a group that a sequence of `whole` blocks holds at once."""
+    """Return the blocks of a group that a sequence of `whole` blocks holds at once; of checkpoints it needs none."""
+    if group.kind is KvGroupKind.STATE:
+        return 0
     return min(whole, window_blocks(group.span, block_size)) if group.span else whole
 
 
 def unread_blocks(group: KvGroup, position: int, block_size: int) -> int:
-    """Return how many leading blocks of a group no token from `position` on reads."""
+    """Return how many leading blocks of a group no token from `position` on reads.
+
+    Of checkpoints the last one before it is read: a state is a window of one block.
+    """
+    if group.kind is KvGroupKind.STATE:
+        return blocks_before_window(position, block_size + 1, block_size)
     if group.kind is KvGroupKind.CHUNK:
         return position // group.span * group.span // block_size
     return blocks_before_window(position, group.span, block_size)
@@ -376,7 +383,8 @@ class Admit:
     Where the pool has groups, `block_table` has the blocks of the first one, and `runs` those of each other one. They
     share the first `n_shared` places too, of which a run has those that are still read. Blocks are named by their first
     pages. `pages` has the others of all fresh blocks, one after the other, by group. A run may be shorter than the
-    block table: the worker binds the rest.
+    block table: the worker binds the rest. In the run of a STATE group the last shared place is the checkpoint to go on
+    from; fresh blocks stand where checkpoints are to be taken, and all other places are TRIMMED.
     """
 
     sequence: SequenceId

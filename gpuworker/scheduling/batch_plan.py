@@ -36,6 +36,13 @@ class ScheduledRow(NamedTuple):
     tables: tuple[tuple[BlockId, ...], ...] = ()
 
 
+class Checkpoint(NamedTuple):
+    """The pages of a block that holds a sequence's states; a step loads it before it runs, or saves it behind."""
+
+    sequence: SequenceId
+    pages: tuple[BlockId, ...]
+
+
 class ScoredPart(NamedTuple):
     """The positions start .. end-1 of a row, by its index, whose logits score the next token of the prompt."""
 
@@ -49,7 +56,8 @@ class StepPlan:
     """One step: block copies first, in order, then every row. Rows of decodes stand before rows of prefills.
 
     `scored` has at most one part of a row; a position of it samples nothing. `drafts` counts those of all rows.
-    A draft model has guessed them, `guessing` seconds before the step.
+    A draft model has guessed them, `guessing` seconds before the step. The states of the sequences of `loads` are read
+    from checkpoints before the rows are computed, those of the sequences of `saves` are written to some after that.
     """
 
     step: int
@@ -58,6 +66,8 @@ class StepPlan:
     scored: tuple[ScoredPart, ...] = ()
     drafts: int = 0
     guessing: float = 0.0
+    loads: tuple[Checkpoint, ...] = ()
+    saves: tuple[Checkpoint, ...] = ()
     prefilled: int = field(init=False, repr=False)
     """Positions beyond one for each row that samples a token, and beyond drafts."""
 

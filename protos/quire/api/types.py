@@ -31,6 +31,7 @@ class MissReason(StrEnum):
     CAPPED = "capped"
     WINDOWED = "windowed"
     DISABLED = "disabled"
+    UNRESUMABLE = "unresumable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class KvGroupKind(StrEnum):
     FULL = "full"
     WINDOW = "window"
     CHUNK = "chunk"
+    STATE = "state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ class KvGroup:
     """Layers whose K/V is read equally long, by their numbers in the model.
 
     With FULL a token reads all before it and `span` is 0; with WINDOW the last `span` ones, itself included; with CHUNK
-    those of its own chunk of `span`. A block of the group is `pages` pages of the pool.
+    those of its own chunk of `span`. Layers of a STATE group keep a state in place of K and V: a block of theirs is a
+    checkpoint, the states behind all tokens up to its end, and `span` is 0. A block is `pages` pages of the pool.
     """
 
     kind: KvGroupKind

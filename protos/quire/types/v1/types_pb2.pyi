@@ -34,6 +34,8 @@ class _KvGroupKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvGroupKi
     """A token reads the last `span` tokens, itself included."""
     KV_GROUP_KIND_CHUNK: _KvGroupKind.ValueType  # 3
     """A token reads those of its own chunk: chunks have `span` tokens."""
+    KV_GROUP_KIND_STATE: _KvGroupKind.ValueType  # 4
+    """Layers keep a state in place of K/V. A block is a checkpoint: the states behind all tokens up to the block's end."""
 
 class KvGroupKind(_KvGroupKind, metaclass=_KvGroupKindEnumTypeWrapper): ...
 
@@ -44,6 +46,8 @@ KV_GROUP_KIND_WINDOW: KvGroupKind.ValueType  # 2
 """A token reads the last `span` tokens, itself included."""
 KV_GROUP_KIND_CHUNK: KvGroupKind.ValueType  # 3
 """A token reads those of its own chunk: chunks have `span` tokens."""
+KV_GROUP_KIND_STATE: KvGroupKind.ValueType  # 4
+"""Layers keep a state in place of K/V. A block is a checkpoint: the states behind all tokens up to the block's end."""
 Global___KvGroupKind: _TypeAlias = KvGroupKind  # noqa: Y015
 
 class _FinishReason:
@@ -97,6 +101,8 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     """
     MISS_REASON_DISABLED: _MissReason.ValueType  # 8
     """Caching is switched off, for the pool or by the request."""
+    MISS_REASON_UNRESUMABLE: _MissReason.ValueType  # 11
+    """K/V of more blocks is there, and no checkpoint of the states behind one of them: a sequence cannot go on there."""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
     """Why the prefix cache served no more blocks than it did."""
@@ -119,6 +125,8 @@ them, or, where other layers keep more, they were evicted.
 """
 MISS_REASON_DISABLED: MissReason.ValueType  # 8
 """Caching is switched off, for the pool or by the request."""
+MISS_REASON_UNRESUMABLE: MissReason.ValueType  # 11
+"""K/V of more blocks is there, and no checkpoint of the states behind one of them: a sequence cannot go on there."""
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
 @_typing.final
@@ -235,7 +243,7 @@ class KvGroup(_message.Message):
     LAYERS_FIELD_NUMBER: _builtins.int
     kind: Global___KvGroupKind.ValueType
     span: _builtins.int
-    """In tokens; 0 for FULL."""
+    """In tokens; 0 for FULL and STATE."""
     pages: _builtins.int
     """Pages of the pool that make one block of the group."""
     @_builtins.property
