@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import Admit, GrantBatch, unread_blocks
-from common.contracts.types import TRIMMED, BlockId, KvGroup, SequenceId
+from common.contracts.types import TRIMMED, BlockId, KvGroup, KvGroupKind, SequenceId
 from gpuworker.scheduling.block_states import BlockStates, PageBlocks
 from gpuworker.scheduling.sequence import Sequence
 
@@ -27,6 +27,8 @@ def fresh_blocks(admit: Admit, groups: Items[KvGroup]) -> Iterator[tuple[int, tu
     at = 0
     for group, table in enumerate((admit.block_table, *admit.runs)):
         for block in table[admit.n_shared :]:
+            if block == TRIMMED and groups[group].kind is KvGroupKind.STATE:
+                continue
             others = admit.pages[at : at + groups[group].pages - 1]
             at += groups[group].pages - 1
             yield group, (block, *others)
@@ -61,14 +63,26 @@ class GroupGrantCheck:
 
     def _check_run(self, admit: Admit, sequence: Sequence | None, group: int, run: tuple[BlockId, ...]) -> None:
         """Check the shared places of a run: it may lack those alone that no token reads, all at its beginning."""
-        empty, size = leading_empty(run), self._block_size
+        empty, size = leading_empty(run[: admit.n_shared]), self._block_size
         most = unread_blocks(self._groups[group], admit.n_shared * size, size)
         if empty > most:
             what = f"a table of group {group} without its first {empty} blocks; it may lack {most}"
             raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")
+        states = self._groups[group].kind is KvGroupKind.STATE
         for place in range(empty, admit.n_shared):
             self._check_group(admit, run[place], group)
-            self._check_beside(admit, sequence, place, run[place])
+            if states:
+                self._check_state(admit, sequence, place, run[place])
+            else:
+                self._check_beside(admit, sequence, place, run[place])
+
+    def _check_state(self, admit: Admit, sequence: Sequence | None, place: int, block: BlockId) -> None:
+        """Check that a checkpoint was saved, and is that of the sequence's own tokens where it is still claimed."""
+        content, wanted = self._blocks.content.get(block), sequence.block_hashes[place:] if sequence is not None else []
+        other = content is not None and bool(wanted) and content.hash != wanted[0]
+        if block in self._fresh or self._blocks.fill[block] != self._block_size or other:
+            what = f"block {block} as the state behind place {place}, which it does not hold"
+            raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")
 
     def _check_group(self, admit: Admit, block: BlockId, group: int) -> None:
         if self._fresh.get(block, self._made.group.get(block)) != group:

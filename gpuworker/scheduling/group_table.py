@@ -8,12 +8,15 @@ from common.contracts.types import TRIMMED, BlockId
 
 
 class GroupTable:
-    """The pages of a sequence's blocks in one group, `size` a block; `trimmed` leading blocks are TRIMMED."""
+    """The pages of a sequence's blocks in one group, `size` a block; `trimmed` leading blocks are TRIMMED.
 
-    __slots__ = ("_snapshot", "pages", "size", "trimmed")
+    A table of `checkpoints` has a block only where the sequence goes on from one, or is to leave one.
+    """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    __slots__ = ("_snapshot", "checkpoints", "pages", "size", "trimmed")
+
+    def __init__(self, size: int, checkpoints: bool = False) -> None:
+        self.size, self.checkpoints = size, checkpoints
         self.empty()
 
     def __len__(self) -> int:
@@ -37,8 +40,12 @@ class GroupTable:
     def blocks(self) -> list[BlockId]:
         return self.pages[:: self.size]
 
+    def next_checkpoint(self, place: int) -> int | None:
+        """Return the first place from this one on that has a block; None: there is none."""
+        return next((at for at in range(place, len(self)) if self.block(at) != TRIMMED), None)
+
     def trim(self, count: int) -> list[BlockId]:
-        """Empty the first `count` places, and return the blocks that they had."""
+        """Empty the first `count` places, and return the blocks that they had, TRIMMED ones included."""
         gone = self.blocks()[self.trimmed : count]
         self.pages[self.trimmed * self.size : count * self.size] = [TRIMMED] * (len(gone) * self.size)
         self.trimmed, self._snapshot = count, None
@@ -51,6 +58,6 @@ class GroupTable:
         return self._snapshot
 
     def copy(self) -> GroupTable:
-        twin = GroupTable(self.size)
+        twin = GroupTable(self.size, self.checkpoints)
         twin.pages, twin.trimmed, twin._snapshot = self.pages.copy(), self.trimmed, self._snapshot
         return twin

@@ -26,7 +26,16 @@ from common.contracts.lease import (
     blocks_needed,
     unread_blocks,
 )
-from common.contracts.types import TRIMMED, BlockId, FinishReason, KvGroup, SequenceId, SequencePhase, Usage
+from common.contracts.types import (
+    TRIMMED,
+    BlockId,
+    FinishReason,
+    KvGroup,
+    KvGroupKind,
+    SequenceId,
+    SequencePhase,
+    Usage,
+)
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan, StepResult
 from gpuworker.scheduling.block_states import BlockStates, Content
 from gpuworker.scheduling.departures import Departures
@@ -85,8 +94,8 @@ class LeaseAgent:
         """Queue a sequence for blocks. Raises InvalidRequest with the numbers when it could never run."""
         self._check_id(new.sequence)
         hashed = self.config.prefix_caching and not new.no_cache
-        block_pages = self.config.block_pages
-        sequence = Sequence(new, self._arrivals, hashed, self._partly, self.config.keeps_states, block_pages)
+        groups = self.config.groups
+        sequence = Sequence(new, self._arrivals, hashed, self._partly, self.config.keeps_states, groups)
         check_request(sequence, self.config)
         self._arrivals += 1
         self._last_sequence = new.sequence
@@ -167,7 +176,8 @@ class LeaseAgent:
         if not step.rows:
             return None
         copies, scored = tuple(self._copies), tuple(step.scored)
-        plan = StepPlan(self._next_step, tuple(step.rows), copies, scored, step.drafts, step.guessing)
+        states = tuple(step.loads), tuple(step.saves)
+        plan = StepPlan(self._next_step, tuple(step.rows), copies, scored, step.drafts, step.guessing, *states)
         self._copies.clear()
         self._next_step += 1
         self._in_flight.append(plan)
@@ -410,10 +420,16 @@ class BlockCloser:
         self._report.seal(block, block_hashes[index], parts)
 
     def _seal_runs(self, row: ScheduledRow, sequence: Sequence, index: int, step: int) -> None:
-        """Seal the blocks of a place in every group behind the first."""
-        block_hash = sequence.block_hashes[index]
+        """Seal the blocks of a place in every group behind the first: a checkpoint where the row left one."""
+        block_hash, end = sequence.block_hashes[index], row.start + row.length
         for group in range(1, len(self._groups)):
-            block = row.tables[group][index * self._groups[group].pages]
+            table, at = row.tables[group], index * self._groups[group].pages
+            states = self._groups[group].kind is KvGroupKind.STATE
+            if states and (end != (index + 1) * self._block_size or at >= len(table) or table[at] == TRIMMED):
+                continue
+            block = table[at]
+            if states:
+                self._blocks.fill[block] = self._block_size
             self._blocks.content[block] = Content(block_hash, None, index, step, group)
             self._report.seal(block, block_hash)
 
@@ -423,7 +439,10 @@ class BlockCloser:
             return
         for group in range(1, len(self._groups)):
             table = sequence.tables[group]
-            gone = unread_blocks(self._groups[group], next_position, self._block_size)
+            if table.checkpoints:
+                gone = min(next_position // self._block_size, len(table))  # a checkpoint was loaded, or is saved
+            else:
+                gone = unread_blocks(self._groups[group], next_position, self._block_size)
             if gone > table.trimmed:
                 self._blocks.let_go(table.trim(gone), step)
                 self._report.trim_run(sequence.id, group, gone)
@@ -560,6 +579,12 @@ class GrantApplier:
         sequence.start(admit.block_table, admit.cached_tokens)
         for table, named in zip(sequence.tables, (admit.block_table, *admit.runs), strict=bool(self._groups)):
             self._give_table(table, named)
+        if sequence.checkpoints is not None and admit.n_shared:
+            sequence.loads = tuple(
+                sequence.checkpoints.pages[(admit.n_shared - 1) * sequence.checkpoints.size :][
+                    : sequence.checkpoints.size
+                ]
+            )
         self._blocks.hold([block for table in sequence.tables[1:] for block in table.blocks()])
         if empty := leading_empty(admit.block_table):
             sequence.trimmed = empty
@@ -574,8 +599,8 @@ class GrantApplier:
         made = self._blocks.made
         assert made is not None
         for block in named:
+            table.trimmed += block == TRIMMED and table.trimmed == len(table)
             table.append([TRIMMED] * table.size if block == TRIMMED else made.pages[block])
-            table.trimmed += block == TRIMMED
 
     def _uncover_last_known(self, sequence: Sequence, n_shared: int) -> None:
         """Leave the slot of the last token unfilled in a copied block: its logits must be computed."""

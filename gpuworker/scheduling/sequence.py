@@ -6,7 +6,16 @@ from dataclasses import dataclass, replace
 
 from common.contracts.hashing import PARTIAL_HASHES, block_hash_of, little_endian_int32, next_digest, partial_hashes
 from common.contracts.lease import Reserve, RetainedBlocks
-from common.contracts.types import BlockHash, BlockId, FinishReason, SequenceId, SequencePhase, Usage
+from common.contracts.types import (
+    BlockHash,
+    BlockId,
+    FinishReason,
+    KvGroup,
+    KvGroupKind,
+    SequenceId,
+    SequencePhase,
+    Usage,
+)
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTallies, DraftTally, added, total
 from gpuworker.scheduling.drafting import Drafter, NewDrafter, Outlook, Speculation
 from gpuworker.scheduling.group_table import GroupTable
@@ -58,7 +67,8 @@ class Sequence:
     block, then those of the prompt's last block; it is empty where no part of a block is reused (`partly`). `forced`
     are tokens that a constraint forces to follow `tokens`. `draft_kind` is that of the last guesses. A sequence that
     `leaves` is in no later plan, and takes the tokens of steps in flight until it ends. Where the pool has groups,
-    `tables` has the pages of each group's blocks, and `block_table` the first group's blocks.
+    `tables` has the pages of each group's blocks, and `block_table` the first group's blocks; `checkpoints` is the
+    table of states, if there is one. The next row begins with the states in the pages of `loads`.
     """
 
     __slots__ = (
@@ -66,6 +76,7 @@ class Sequence:
         "arrival",
         "block_hashes",
         "block_table",
+        "checkpoints",
         "draft_kind",
         "drafter",
         "drafts",
@@ -77,6 +88,7 @@ class Sequence:
         "in_flight",
         "leaves",
         "limit",
+        "loads",
         "new",
         "num_computed_tokens",
         "parent_digest",
@@ -108,11 +120,13 @@ class Sequence:
         hashed: bool,
         partly: bool = False,
         whole: bool = False,
-        block_pages: tuple[int, ...] = (),
+        groups: tuple[KvGroup, ...] = (),
     ) -> None:
-        """`block_pages` has the pages of a block in each group of the pool."""
+        """`groups` are those of the pool."""
         self.new = new
-        self.tables = tuple([GroupTable(size) for size in block_pages])
+        self.tables = tuple([GroupTable(each.pages, each.kind is KvGroupKind.STATE) for each in groups])
+        self.checkpoints = next((table for table in self.tables if table.checkpoints), None)
+        self.loads: tuple[BlockId, ...] | None = None
         # Begins at its first token, whatever blocks hold: layers keep a state.
         self.whole = whole
         # Unique within the worker's incarnation.
@@ -221,6 +235,7 @@ class Sequence:
         self.phase = SequencePhase.WAITING
         self.recompute_below = max(self.recompute_below, self.num_computed_tokens)
         self.block_table, self.snapshot, self.num_computed_tokens = [], None, 0
+        self.loads = None
         for table in self.tables:
             table.empty()
         self.preemptions += 1
@@ -255,8 +270,10 @@ class Sequence:
 
     @property
     def covered(self) -> int:
-        """The leading places at which every table has a block, or had one."""
-        return min([len(table) for table in self.tables]) if self.tables else len(self.block_table)
+        """The leading places at which every table that the sequence fills has a block, or had one."""
+        if not self.tables:
+            return len(self.block_table)
+        return min([len(table) for table in self.tables if not table.checkpoints])
 
     def held_blocks(self) -> list[BlockId]:
         """Return the places of all tables, trimmed ones included."""

@@ -14,7 +14,7 @@ from operator import itemgetter
 
 from common.contracts.lease import RUNWAY_UNDER_PRESSURE
 from common.contracts.types import BlockId, SequenceId
-from gpuworker.scheduling.batch_plan import ScheduledRow, ScoredPart
+from gpuworker.scheduling.batch_plan import Checkpoint, ScheduledRow, ScoredPart
 from gpuworker.scheduling.block_states import BlockStates
 from gpuworker.scheduling.drafting import (
     MAX_DRAFTS,
@@ -36,7 +36,7 @@ class Composition:
     rows, and a draft model took `guessing` seconds for them. `recounted` has the cached tokens of prompts that the step
     ends, where the grants said other numbers. Prompts that lack blocks leave some to decodes, for `kept_slots` slots.
     Where the pool has groups, `bound_groups` has the group of each bound block, and `bound_pages` the further pages of
-    all of them.
+    all of them. `loads` and `saves` are checkpoints of states that rows begin with, and that they leave.
     """
 
     scorable: int
@@ -45,6 +45,8 @@ class Composition:
     bound: list[tuple[SequenceId, BlockId]] = field(default_factory=list)
     bound_groups: list[int] = field(default_factory=list)
     bound_pages: list[BlockId] = field(default_factory=list)
+    loads: list[Checkpoint] = field(default_factory=list)
+    saves: list[Checkpoint] = field(default_factory=list)
     stalled: list[SequenceId] = field(default_factory=list)
     deferred: int = 0
     drafts: int = 0
@@ -75,7 +77,8 @@ def _room(sequence: Sequence) -> int:
 
 def _missing_pages(sequence: Sequence, places: int) -> int:
     """Return how many pages a sequence lacks for so many places in every group."""
-    return sum([table.size * max(0, places - len(table)) for table in sequence.tables])
+    lacking = [table.size * max(0, places - len(table)) for table in sequence.tables if not table.checkpoints]
+    return sum(lacking)
 
 
 def _seniority(sequence: Sequence) -> tuple[int, int]:
@@ -289,6 +292,8 @@ class StepScheduler:
         flight: where all layers have a window, such a step lets blocks go that left it.
         """
         start, end = sequence.num_computed_tokens, min(sequence.num_computed_tokens + room, len(sequence.tokens))
+        if sequence.checkpoints is not None:
+            end = min(end, self._next_checkpoint(sequence, start, end))
         fill, row, size, alone = self.blocks.fill, sequence.block_table, self.block_size, not sequence.in_flight
         kept = self._kept_for_decodes(step.kept_slots) if len(row) * size < end else 0
         covered = sequence.covered if sequence.tables else len(row)
@@ -306,7 +311,28 @@ class StepScheduler:
             if sequence.tables:
                 self._fill_runs(sequence, index, length)
             sequence.num_computed_tokens += length
+        if sequence.checkpoints is not None and sequence.num_computed_tokens > start:
+            self._note_states(sequence, step)
         return sequence.num_computed_tokens - start
+
+    def _next_checkpoint(self, sequence: Sequence, start: int, end: int) -> int:
+        """Return where a row from `start` on ends so that it leaves the next checkpoint; `end` where it leaves none."""
+        assert sequence.checkpoints is not None
+        place = sequence.checkpoints.next_checkpoint(start >> self.shift)
+        return end if place is None else (place + 1) << self.shift
+
+    def _note_states(self, sequence: Sequence, step: Composition) -> None:
+        """Note the checkpoint that a planned row begins with, and the one that it leaves."""
+        table, size = sequence.checkpoints, self.block_size
+        assert table is not None
+        if sequence.loads is not None:
+            step.loads.append(Checkpoint(sequence.id, sequence.loads))
+            sequence.loads = None
+        place, rest = divmod(sequence.num_computed_tokens, size)
+        if not rest and table.next_checkpoint(place - 1) == place - 1:
+            step.saves.append(
+                Checkpoint(sequence.id, tuple(table.pages[(place - 1) * table.size : place * table.size]))
+            )
 
     def _kept_for_decodes(self, slots: int) -> int:
         """Return how many blocks of the pool a prompt leaves to decodes: a part of those that they bind so soon."""
@@ -315,11 +341,14 @@ class StepScheduler:
     def _fill_runs(self, sequence: Sequence, index: int, slots: int) -> None:
         """Count slots of a place as filled in every group behind the first: the blocks of a place fill together."""
         for table in sequence.tables[1:]:
-            self.blocks.fill[table.block(index)] += slots
+            if not table.checkpoints:
+                self.blocks.fill[table.block(index)] += slots
 
     def _lacks_at(self, sequence: Sequence, index: int) -> int:
         """Return how many blocks, or pages, a sequence binds at a place that is not covered."""
-        return sum([table.size for table in sequence.tables if len(table) <= index]) if sequence.tables else 1
+        if not sequence.tables:
+            return 1
+        return sum([table.size for table in sequence.tables if len(table) <= index and not table.checkpoints])
 
     def _bind_place(self, sequence: Sequence, step: Composition) -> bool:
         """Take a block from the pool for each table that lacks one at the first place that is not covered, or none."""
@@ -327,7 +356,7 @@ class StepScheduler:
         if len(self.blocks.pool) < self._lacks_at(sequence, index):
             return False
         for group, table in enumerate(sequence.tables):
-            if len(table) <= index:
+            if len(table) <= index and not table.checkpoints:
                 pages = self.blocks.bind_pages(group)
                 sequence.append_pages(group, pages)
                 step.bound.append((sequence.id, pages[0]))

@@ -11,18 +11,22 @@ from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from common.contracts.lease import unread_blocks
-from common.contracts.types import BlockHash, BlockId, MissReason
+from common.contracts.types import BlockHash, BlockId, KvGroupKind, MissReason
 from kvmanager.cache.prefix_cache import PrefixCache, PrefixMatch, RunHits
 from kvmanager.contracts.block import Blocks, key_of
 from kvmanager.contracts.ledger_config import LedgerConfig
 
 
 class GroupMatch(NamedTuple):
-    """The hits of a prompt in the first group, in each run, and what to say of them."""
+    """The hits of a prompt in the first group, in each run, and what to say of them.
+
+    The first group has `sealed` leading blocks, as many as the hits or more.
+    """
 
     hits: list[BlockId]
     runs: tuple[RunHits, ...]
     match: PrefixMatch
+    sealed: int
 
 
 class GroupMatcher:
@@ -47,15 +51,15 @@ class GroupMatcher:
         A sequence can compute what its filler leaves unfilled only if it has all blocks before that.
         """
         present = self._cache.find_longest_prefix(self._hashes, self._full)
-        sealed = self._deepest(self._sealed_in(present))
-        leading = self._leading(present)
+        there = self._sealed_in(present)
+        sealed, leading = self._deepest(there), self._leading(present)
         hits = max(sealed, leading)
         unread = [0 if hits > sealed else min(self._unread(run, hits), hits) for run in self._runs]
         runs = tuple(
             RunHits(first, [self._found(index, run) for index in range(first, hits)])
             for run, first in zip(self._runs, unread, strict=True)
         )
-        return GroupMatch(present[:hits], runs, self._explained(hits, len(present)))
+        return GroupMatch(present[:hits], runs, self._explained(hits, len(present)), there)
 
     @property
     def _runs(self) -> range:
@@ -129,4 +133,5 @@ class GroupMatcher:
                 ghost = self._cache.ghosts.get(key_of(self._hashes[index], run))
                 if self._find(index, run) is None and ghost is not None:
                     return PrefixMatch(hits, MissReason.EVICTED, evicted_for=ghost[0], retention=ghost[1])
-        return PrefixMatch(hits, MissReason.WINDOWED)
+        states = any(group.kind is KvGroupKind.STATE for group in self._config.groups)
+        return PrefixMatch(hits, MissReason.UNRESUMABLE if states else MissReason.WINDOWED)

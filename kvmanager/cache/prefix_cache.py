@@ -488,7 +488,7 @@ class RememberedMatch:
     The prefix cache watches the hashes of the hits, and the first hash that is no hit; with a window, those of
     `deciding_hashes`. The match holds until a block of one of these hashes is registered, evicted, expected, given up,
     taken into use or released. `runs` are the hits in each run, where the pool has groups; `cached_hits` then counts
-    the pages of all hits that no sequence holds.
+    the pages of all hits that no sequence holds. The first group has `sealed` leading blocks then.
     """
 
     sequence: SequenceId
@@ -498,3 +498,4 @@ class RememberedMatch:
     cached_hits: int
     unread: int = 0
     runs: tuple[RunHits, ...] = ()
+    sealed: int = 0

@@ -8,7 +8,7 @@ from typing import Final, Literal
 from common.contracts.lease import Attach, blocks_before_window, blocks_needed, held_blocks
 from common.contracts.limits import MAX_WORKER_BLOCKS
 from common.contracts.turns import DEFAULT_MAX_WAIT, IN_TURN
-from common.contracts.types import KvGroup, PoolIdentity
+from common.contracts.types import KvGroup, KvGroupKind, PoolIdentity
 
 Runway = Literal["auto", "max"]
 EvictionName = Literal["lru", "frequency", "utility"]
@@ -80,13 +80,14 @@ class LedgerConfig(LedgerOptions):
     slides: bool = field(init=False, default=False)
     """Whether sequences release blocks as they go on: every layer has a window, or a group of them has."""
     stall_pages: int = field(init=False, default=1)
-    """The most pages that a sequence lacks that finds no block: a block in each group."""
+    """The most pages that a sequence lacks that finds no block: a block in each group of K and V."""
 
     def __post_init__(self) -> None:
         # Counted once: every report asks.
         object.__setattr__(self, "slides", bool(self.window or self.groups))
         if self.groups:
-            object.__setattr__(self, "stall_pages", sum(group.pages for group in self.groups))
+            bound = [group.pages for group in self.groups if group.kind is not KvGroupKind.STATE]
+            object.__setattr__(self, "stall_pages", sum(bound))
 
     @classmethod
     def of_worker(cls, attach: Attach, options: LedgerOptions) -> LedgerConfig:
@@ -153,8 +154,9 @@ class LedgerConfig(LedgerOptions):
 
     @property
     def retention_limits(self) -> RetentionLimits:
-        # Retention counts blocks, whatever their pages.
-        blocks = self.num_blocks // max((group.pages for group in self.groups), default=1)
+        # Retention counts blocks, whatever their pages; no request retains checkpoints.
+        kinds = [group.pages for group in self.groups if group.kind is not KvGroupKind.STATE]
+        blocks = self.num_blocks // max(kinds, default=1)
         share, everybody = int(self.retention_share * blocks), int(MOST_RETAINED * blocks)
         return RetentionLimits(share, self.max_retention, everybody)
 

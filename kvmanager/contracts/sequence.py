@@ -6,19 +6,32 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from common.contracts.lease import Reserve, blocks_needed
-from common.contracts.types import TRIMMED, BlockHash, BlockId, KvGroup, SequenceId, SequencePhase
+from common.contracts.types import TRIMMED, BlockHash, BlockId, KvGroup, KvGroupKind, SequenceId, SequencePhase
 from kvmanager.contracts.block import Blocks
 
 
 class Run:
-    """The blocks of a sequence in a group behind the first one, `group` by its number; `trimmed` places have none."""
+    """The blocks of a sequence in a group behind the first one, `group` by its number; `trimmed` places have none.
 
-    __slots__ = ("group", "pages", "table", "trimmed")
+    A run of checkpoints has no block at most places: the sequence binds none, and the manager says where it takes some.
+    """
 
-    def __init__(self, group: int, pages: int) -> None:
-        self.group, self.pages = group, pages
+    __slots__ = ("checkpoints", "group", "pages", "table", "trimmed")
+
+    def __init__(self, group: int, pages: int, checkpoints: bool = False) -> None:
+        self.group, self.pages, self.checkpoints = group, pages, checkpoints
         self.table: list[BlockId] = []
         self.trimmed = 0
+
+    def own_pages(self, n_shared: int) -> int:
+        """Return the pages that the sequence holds here beside those that it shares or has released."""
+        if self.checkpoints:
+            return self.pages * sum([block != TRIMMED for block in self.table[max(n_shared, self.trimmed) :]])
+        return self.pages * max(0, len(self.table) - max(n_shared, self.trimmed))
+
+    def growth(self, max_blocks: int) -> int:
+        """Return the pages that the sequence may still bind here."""
+        return 0 if self.checkpoints else self.pages * (max_blocks - len(self.table))
 
     def empty(self) -> None:
         self.table, self.trimmed = [], 0
@@ -103,7 +116,9 @@ class Sequence:
         self.own_from = self.max_blocks
         self.forks: set[SequenceId] = set()
         self.block_pages = groups[0].pages if groups else 1
-        self.runs = tuple([Run(number, group.pages) for number, group in enumerate(groups) if number])
+        self.runs = tuple(
+            [Run(number, group.pages, group.kind is KvGroupKind.STATE) for number, group in enumerate(groups) if number]
+        )
         self.n_shared = 0
         self.trimmed = 0
         self.computed = self.started_at = 0
@@ -128,7 +143,7 @@ class Sequence:
         """Blocks, or pages, that the sequence may still bind."""
         growth = self.max_blocks - len(self.block_table)
         if self.runs:
-            runs = sum([run.pages * (self.max_blocks - len(run.table)) for run in self.runs])
+            runs = sum([run.growth(self.max_blocks) for run in self.runs])
             return self.block_pages * growth + runs
         return growth
 
@@ -137,7 +152,7 @@ class Sequence:
         """Blocks, or pages, that the sequence holds beside those that it shares or has released."""
         own = len(self.block_table) - max(self.n_shared, self.trimmed)
         if self.runs:
-            runs = sum([run.pages * max(0, len(run.table) - max(self.n_shared, run.trimmed)) for run in self.runs])
+            runs = sum([run.own_pages(self.n_shared) for run in self.runs])
             return self.block_pages * own + runs
         return own
 

@@ -48,6 +48,7 @@ class GrantPlan:
 
     `left` blocks are available then. Its block table begins with `unread` empty places, for hits that left its window:
     see `grant_blocks`. Where the pool has groups, `fresh` counts pages, and a table of each group gets `fresh_blocks`.
+    At the places of `checkpoints` the sequence is to leave its states.
     """
 
     hits: list[BlockId]
@@ -57,6 +58,7 @@ class GrantPlan:
     unread: int = 0
     runs: tuple[RunHits, ...] = ()
     fresh_blocks: tuple[int, ...] = ()
+    checkpoints: tuple[int, ...] = ()
 
     @property
     def shared(self) -> int:
@@ -338,9 +340,29 @@ def _plan_with_match(state: LedgerState, sequence: Sequence, found: RememberedMa
 
 
 def _plan_in_groups(state: LedgerState, sequence: Sequence, found: RememberedMatch) -> tuple[GrantPlan, int]:
+    """Return how a sequence would be admitted where the pool has groups.
+
+    A checkpoint that is a hit takes pages beside what the sequence computes on. Where both do not fit, the sequence
+    computes all: else it would wait for pages that only its own hit holds.
+    """
+    plan, missing = _plan_on_hits(state, sequence, found)
+    if missing > 0 and found.hits and any(run.checkpoints for run in sequence.runs):
+        without = replace(found, hits=[], runs=_no_hits(state.config), cached_hits=0)
+        other, lacking = _plan_on_hits(state, sequence, without)
+        if lacking <= 0:
+            return replace(other, match=replace(found.match, hit_blocks=0)), lacking
+    return plan, missing
+
+
+def _no_hits(config: LedgerConfig) -> tuple[RunHits, ...]:
+    return tuple([RunHits(0, []) for _ in config.groups[1:]])
+
+
+def _plan_on_hits(state: LedgerState, sequence: Sequence, found: RememberedMatch) -> tuple[GrantPlan, int]:
     config, parent = state.config, find_fork_parent(state.sequences, sequence)
     hits, runs, cached = found.hits, found.runs, found.cached_hits
-    if parent is not None and not any(run.trimmed for run in parent.runs):
+    states = any(run.checkpoints for run in sequence.runs)
+    if parent is not None and not states and not any(run.trimmed for run in parent.runs):
         most = min(config.hits_of(sequence.num_tokens), *(len(run.table) for run in parent.runs))
         shared = parent.block_table[:most]
         if len(shared) > len(hits):
@@ -349,16 +371,37 @@ def _plan_in_groups(state: LedgerState, sequence: Sequence, found: RememberedMat
     whole, shares = -(-sequence.num_tokens // config.block_size), len(hits)
     fresh = [whole - shares]
     for number, run in enumerate(runs):
+        if sequence.runs[number].checkpoints:
+            fresh.append(0)
+            continue
         most = max(config.held_run(number, whole), len(run.blocks) + 1)
         fresh.append(min(whole, run.unread + most) - shares)
     pages = sum(group.pages * count for group, count in zip(config.groups, fresh, strict=True))
     # What `_count_slack` does: a run may grow although the first table is whole.
-    slack, grows = 0, any(shares + count < sequence.max_blocks for count in fresh)
+    tables = zip(fresh, (False, *(run.checkpoints for run in sequence.runs)), strict=True)
+    slack, grows = 0, any(shares + count < sequence.max_blocks for count, sparse in tables if not sparse)
     if state.sequences.running:
         slack = max(config.stall_pages * grows, config.watermark_blocks)
     missing = pages + slack - (state.store.pool.available - cached)
     plan = GrantPlan(hits, pages, found.match, slack - missing, 0, runs, tuple(fresh))
-    return plan, missing
+    return (_with_checkpoints(config, sequence, plan, found.sealed) if states and missing <= 0 else plan), missing
+
+
+def _with_checkpoints(config: LedgerConfig, sequence: Sequence, plan: GrantPlan, sealed: int) -> GrantPlan:
+    """Return a plan with checkpoints, as far as pages are left over.
+
+    One stands at the last boundary before the prompt's last token, where the next turn of a chat goes on. Another one
+    stands where K and V of others end: they share what is before it, and no state was there.
+    """
+    size = next(run.pages for run in sequence.runs if run.checkpoints)
+    last = min(config.hits_of(sequence.num_tokens), len(sequence.block_hashes))
+    if not config.prefix_caching or not sequence.cacheable:
+        return plan
+    wanted = [boundary for boundary in dict.fromkeys((last, min(sealed, last))) if boundary > plan.shared]
+    room = (plan.left - config.stall_pages) // size
+    places = sorted(boundary - 1 for boundary in wanted[: max(0, room)])
+    taken = size * len(places)
+    return replace(plan, fresh=plan.fresh + taken, left=plan.left - taken, checkpoints=tuple(places))
 
 
 def _count_slack(state: LedgerState, sequence: Sequence, blocks: int) -> int:
@@ -387,13 +430,15 @@ def _match_anew(store: BlockStore, sequence: Sequence) -> RememberedMatch:
 
 def _match_groups(store: BlockStore, sequence: Sequence) -> RememberedMatch:
     config, blocks = store.config, store.blocks
-    runs = tuple([RunHits(0, []) for _ in config.groups[1:]])
     if not config.prefix_caching or not sequence.takes_hits:
-        return RememberedMatch(sequence.id, sequence.num_tokens, [], PrefixMatch(0, MissReason.DISABLED), 0, 0, runs)
+        disabled, runs = PrefixMatch(0, MissReason.DISABLED), _no_hits(config)
+        return RememberedMatch(sequence.id, sequence.num_tokens, [], disabled, 0, 0, runs)
     found = GroupMatcher(store.cache, blocks, config, sequence.block_hashes, sequence.num_tokens).match()
     every = (*found.hits, *(block for run in found.runs for block in run.blocks))
     cached = sum(blocks.pages_of(block) for block in every if blocks.state[block] is CACHED)
-    return RememberedMatch(sequence.id, sequence.num_tokens, found.hits, found.match, cached, 0, found.runs)
+    return RememberedMatch(
+        sequence.id, sequence.num_tokens, found.hits, found.match, cached, 0, found.runs, found.sealed
+    )
 
 
 def find_fork_source(state: LedgerState, sequence: Sequence, plan: GrantPlan, fresh: set[BlockId]) -> BlockId | None:
@@ -479,7 +524,11 @@ def _fill_tables(store: BlockStore, sequence: Sequence, plan: GrantPlan) -> None
     store.append_fresh_blocks(first, sequence)
     for run, hits, count in zip(sequence.runs, plan.runs, others, strict=True):
         run.table, run.trimmed = [*[TRIMMED] * hits.unread, *hits.blocks], hits.unread
-        store.append_fresh_run(count, sequence, run)
+        if run.checkpoints:
+            for place in plan.checkpoints:
+                store.append_checkpoint(place, sequence, run)
+        else:
+            store.append_fresh_run(count, sequence, run)
 
 
 def _further_pages(store: BlockStore, sequence: Sequence) -> tuple[BlockId, ...]:
@@ -596,6 +645,7 @@ def record_grant(
         **({"passes": 1.0} if passes else {}),
         **({"passed_by": float(passed_by)} if passed_by and waited else {}),
         **({"partial_tokens": float(part.slots)} if part is not None else {}),
+        **({"checkpoints": float(len(plan.checkpoints))} if plan.checkpoints else {}),
     }
     chosen = f"{hits} shared and {plan.fresh} fresh blocks"
     if state.config.groups:

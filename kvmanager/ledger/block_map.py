@@ -135,7 +135,7 @@ def use_of(blocks: Blocks, block: BlockId) -> BlockUse:
 def _num_blocks(sequence: Sequence) -> int:
     """Return how many blocks, or pages, a sequence holds."""
     held = sequence.block_pages * (len(sequence.block_table) - sequence.trimmed)
-    return held + sum(run.pages * (len(run.table) - run.trimmed) for run in sequence.runs)
+    return held + sum(run.own_pages(0) for run in sequence.runs)
 
 
 def _sequence(sequence: Sequence, config: LedgerConfig) -> SequenceUse:

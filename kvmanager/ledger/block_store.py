@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from common.contracts.clock import Clock
-from common.contracts.types import BlockHash, BlockId
+from common.contracts.types import TRIMMED, BlockHash, BlockId
 from kvmanager.cache.block_pool import BlockPool
 from kvmanager.cache.eviction.choice import order_of
 from kvmanager.cache.eviction.interface import NO_MARK
@@ -90,8 +90,13 @@ class BlockStore:
         blocks.index[block], blocks.owner[block] = index, sequence.id
         blocks.parent[block] = block_hashes[index] if index < len(block_hashes) else None
         run.table.append(block)
-        if index < len(block_hashes):
+        if index < len(block_hashes) and not run.checkpoints:
             self.expect_content(block, sequence, index, run.group)
+
+    def append_checkpoint(self, place: int, sequence: Sequence, run: Run) -> None:
+        """Give a run of checkpoints a block of the next free pages at a place behind its last one."""
+        run.table += [TRIMMED] * (place - len(run.table))
+        self.append_run_block(self.pool.take_pages(run.group, run.pages), sequence, run)
 
     def append_fresh_run(self, count: int, sequence: Sequence, run: Run) -> None:
         """Do what `append_run_block` does with blocks of the next free pages."""

@@ -325,7 +325,7 @@ def _restore_table(
     blocks, trimmed = state.store.blocks, 0
     for index, block in enumerate(table):
         if block == TRIMMED:
-            trimmed = index + 1
+            trimmed += trimmed == index
             continue
         state.store.pool.check_block(block)
         if blocks.group[block] != group or blocks.pages_of(block) != (pages or sequence.block_pages):
@@ -377,6 +377,7 @@ def _restore_content_of_run(store: BlockStore, sequence: Sequence, run: Run) -> 
         if blocks.parent[block] is None:
             store.describe_block(block, sequence, index)
         if key is None:
-            store.expect_content(block, sequence, index, run.group)
+            if not run.checkpoints:
+                store.expect_content(block, sequence, index, run.group)
         elif sequence.block_hashes[index : index + 1] not in ([], [hash_in(key)]):
             raise ProtocolViolation(f"block {block} has another hash in the inventory than in its sequence's prompt")

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import Report, Reserve
-from common.contracts.types import TRIMMED, BlockHash, BlockId, FinishReason, SequenceId, SequencePhase
+from common.contracts.types import TRIMMED, BlockHash, BlockId, FinishReason, KvGroupKind, SequenceId, SequencePhase
 from kvmanager.contracts.block import IN_USE, key_of
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger.ledger_state import LedgerState
@@ -187,7 +187,7 @@ def release_block_table(state: LedgerState, sequence: Sequence) -> None:
     state.sequences.preempting.discard(sequence.id)
     state.sequences.admitted -= 1
     if sequence.retention and state.config.prefix_caching:
-        for table in (*(run.table for run in sequence.runs), sequence.block_table):
+        for table in (*(run.table for run in sequence.runs if not run.checkpoints), sequence.block_table):
             state.store.retention.mark_blocks(sequence, table)
     state.release_copy_source(sequence)
     state.store.release_blocks(sequence.held_blocks())
@@ -223,7 +223,8 @@ def bind_pages(state: LedgerState, report: Report) -> None:
         raise ProtocolViolation(f"{len(report.bind)} blocks were bound, to {len(report.bind_groups)} groups")
     for (sequence_id, block), group in zip(report.bind, report.bind_groups, strict=True):
         sequence = state.sequences.live.get(sequence_id)
-        if sequence is None or sequence.phase is _WAITING or group >= len(groups):
+        bound = group < len(groups) and groups[group].kind is not KvGroupKind.STATE
+        if sequence is None or sequence.phase is _WAITING or not bound:
             raise ProtocolViolation(
                 f"block {block} was bound to sequence {sequence_id} in group {group}, where there is no table"
             )
@@ -282,12 +283,13 @@ def trim_runs(state: LedgerState, report: Report) -> None:
         sequence = state.sequences.live.get(sequence_id)
         if sequence is None:
             continue
-        if not 0 < group <= len(sequence.runs) or count > len(sequence.runs[group - 1].table):
+        run = sequence.runs[group - 1] if 0 < group <= len(sequence.runs) else None
+        if run is None or count > len(run.table):
             raise ProtocolViolation(f"{count} blocks of sequence {sequence_id} were trimmed in group {group}")
-        run, held = sequence.runs[group - 1], sequence.own_blocks
-        if sequence.retention and state.config.prefix_caching:
+        held = sequence.own_blocks
+        if sequence.retention and state.config.prefix_caching and not run.checkpoints:
             state.store.retention.mark_blocks(sequence, run.table, run.trimmed, count)
-        state.store.release_blocks([run.table[index] for index in range(run.trimmed, count)])
+        state.store.release_blocks([block for block in run.table[run.trimmed : count] if block != TRIMMED])
         run.table[run.trimmed : count] = [TRIMMED] * (count - run.trimmed)
         run.trimmed = max(run.trimmed, count)
         if sequence.phase is SequencePhase.RUNNING:
