@@ -133,5 +133,6 @@ class GroupMatcher:
                 ghost = self._cache.ghosts.get(key_of(self._hashes[index], run))
                 if self._find(index, run) is None and ghost is not None:
                     return PrefixMatch(hits, MissReason.EVICTED, evicted_for=ghost[0], retention=ghost[1])
-        states = any(group.kind is KvGroupKind.STATE for group in self._config.groups)
-        return PrefixMatch(hits, MissReason.UNRESUMABLE if states else MissReason.WINDOWED)
+        if any(group.kind is KvGroupKind.STATE for group in self._config.groups):
+            return PrefixMatch(hits, MissReason.UNRESUMABLE, limited)
+        return PrefixMatch(hits, MissReason.WINDOWED)

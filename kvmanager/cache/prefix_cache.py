@@ -131,6 +131,7 @@ def _key(part: bytes) -> int:
 class PrefixMatch:
     """The blocks of a prompt that need not be computed, why there are no more, and the first that was never seen.
 
+    With UNRESUMABLE, `diverged_at` counts the leading blocks whose K and V are there.
     `evicted_for` names the sequence that needed the room of the first evicted block, `retention` says what had become
     of that block's retention, if it had any.
     """

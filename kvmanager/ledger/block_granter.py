@@ -590,14 +590,20 @@ def _await(store: BlockStore, hits: list[BlockId]) -> int:
     return len(unsealed)
 
 
+_MISSES: Final = {
+    MissReason.DIVERGED_AT: "never seen from block {} on",
+    MissReason.UNRESUMABLE: "K and V of {} blocks are there, and no checkpoint of states behind them",
+}
+
+
 def _reasons(
     sequence: Sequence, plan: GrantPlan, passes: bool, part: PartialCopy | None, lacking: int
 ) -> tuple[str, ...]:
     """Return in words why there are no more hits, and what else is special about a grant that lacks so many blocks."""
     match = plan.match
     reasons = [match.miss_reason.value]
-    if match.miss_reason is MissReason.DIVERGED_AT:
-        reasons.append(f"never seen from block {match.diverged_at} on")
+    if (where := _MISSES.get(match.miss_reason)) is not None:
+        reasons.append(where.format(match.diverged_at))
     if plan.unread:
         reasons.append(f"the first {plan.unread} of the shared blocks left the window and are not needed")
     if part is not None:

@@ -2,7 +2,7 @@
 
 A prompt of which b leading blocks are skipped needs the blocks that its next token reads, in each group of layers. A
 full group reads all b. The index says nothing of it: blocks of the other groups imply its own. Those have a span, and
-what they read together is a run of blocks that ends with block b - 1.
+what they read together is a run of blocks that ends with block b - 1. Of states that is the checkpoint alone.
 """
 
 from __future__ import annotations
@@ -30,21 +30,28 @@ def _one_group(window: int) -> tuple[KvGroup, ...]:
 
 def rule_of(geometry: KvGeometry, block_size: int) -> RunRule | None:
     """Return the rule of a pool; None where hits are the leading blocks: no group has a window or chunks."""
-    runs = [each for each in groups_of(geometry.window, geometry.groups) if each.span]
+    runs = runs_of(geometry.window, geometry.groups)
     return RunRule(runs, block_size) if runs else None
+
+
+def runs_of(window: int, groups: tuple[KvGroup, ...]) -> list[KvGroup]:
+    """Return the groups that do not read all: those with a window or chunks, and checkpoints of states."""
+    return [each for each in groups_of(window, groups) if each.kind is not KvGroupKind.FULL]
 
 
 def most_unfinished(geometry: KvGeometry, block_size: int) -> int | None:
     """Return how many leading blocks a prompt may share while another request computes them; None: all of them.
 
-    A sequence gets the blocks of a window or of chunks as it goes on, so nobody shares more than its first ones.
+    A sequence gets the blocks of a window or of chunks as it goes on, so nobody shares more than its first ones. Nobody
+    goes on from states that are being computed.
     """
-    runs = [each for each in groups_of(geometry.window, geometry.groups) if each.span]
-    return min([window_blocks(each.span, block_size) for each in runs], default=None)
+    runs = runs_of(geometry.window, geometry.groups)
+    most = [0 if each.kind is KvGroupKind.STATE else window_blocks(each.span, block_size) for each in runs]
+    return min(most, default=None)
 
 
 class RunRule:
-    """The rule of all groups with a span together: the longest of their runs is needed."""
+    """The rule of all groups that do not read everything together: the longest of their runs is needed."""
 
     def __init__(self, runs: Sequence[KvGroup], block_size: int) -> None:
         """`block_size` is in slots."""
@@ -73,6 +80,8 @@ class RunRule:
     def _boundary_of(self, run: KvGroup, block: int) -> int:
         """Return the first boundary at which a group reads no block up to this one."""
         size, behind = self._block_size, (block + 1) * self._block_size
+        if run.kind is KvGroupKind.STATE:
+            return block + 2
         if run.kind is KvGroupKind.CHUNK:
             return -(-(-(-behind // run.span) * run.span) // size)
         return block + 1 + -(-(run.span - 1) // size)

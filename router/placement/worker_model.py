@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.contracts.lease import blocks_needed, held_blocks, unread_blocks
-from common.contracts.types import KvGroup
+from common.contracts.types import KvGroup, KvGroupKind
 from router.placement.rates import CountRate, Rates, StepLine
-from router.placement.run_rule import groups_of
+from router.placement.run_rule import groups_of, runs_of
 
 
 class WorkerState(StrEnum):
@@ -76,7 +76,9 @@ class Capacity:
         all.
         """
         size, most = self.block_size, (tokens - 1) // self.block_size
-        runs = [each for each in groups_of(self.window, self.groups) if each.span]
+        runs = runs_of(self.window, self.groups)
+        if any(each.kind is KvGroupKind.STATE for each in runs):
+            return min(most, hit_blocks)  # a fork goes on from checkpoints alone
         if any(unread_blocks(each, hit_blocks * size, size) for each in runs):
             return min(most, hit_blocks)
         granted = [max(held_blocks(each, -(-tokens // size), size), hit_blocks + 1) for each in runs]

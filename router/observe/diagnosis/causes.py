@@ -53,6 +53,7 @@ class Cause(StrEnum):
     WHOLE_BLOCKS = "whole_blocks"
     CACHE_OFF = "cache_off"
     WINDOW_MISSING = "window_missing"
+    NO_CHECKPOINT = "no_checkpoint"
     OTHER_DOMAIN = "other_domain"
     STALE_INDEX = "stale_index"
     HOT_WORKER = "hot_worker"
@@ -189,6 +190,10 @@ ADVICE: Final[Mapping[Cause, Advice]] = {
     Cause.WINDOW_MISSING: Advice(
         "Do nothing for one prompt, because the next such one has that window, and add memory if many prompts lack it.",
         "window-missing",
+    ),
+    Cause.NO_CHECKPOINT: Advice(
+        "Do nothing for one prompt, because it has left a checkpoint there, and add memory if many prompts lack one.",
+        "no-checkpoint",
     ),
     Cause.OTHER_DOMAIN: Advice(
         "Let clients name one shared_domain, or send one cache_salt, if the prompt is public.", "other-cache-domain"

@@ -23,6 +23,7 @@ _REASONS: Final[Mapping[str, str]] = {
     "below_block": "prompts shorter than a block",
     "disabled": "requests that do not use the cache",
     "windowed": "prompts whose windows were being computed, or evicted",
+    "unresumable": "prompts of which K and V were there, and no checkpoint of states",
     "full_hit": "last tokens, which are always computed",
     "capped": "last tokens, which are always computed",
     "rest": "tokens without a reason",
@@ -34,6 +35,7 @@ _MISS_CAUSES: Final[Mapping[str, Cause]] = {
     "below_block": Cause.BELOW_BLOCK,
     "disabled": Cause.CACHE_OFF,
     "windowed": Cause.WINDOW_MISSING,
+    "unresumable": Cause.NO_CHECKPOINT,
 }
 _PHASE_CAUSES: Final[Mapping[str, Cause]] = {
     Phase.READING: Cause.READING,

@@ -23,6 +23,7 @@ _NO_MISS: Final = frozenset({"full_hit", "capped"})
 _AT_ONCE: Final = {
     "disabled": Cause.CACHE_OFF,
     "windowed": Cause.WINDOW_MISSING,
+    "unresumable": Cause.NO_CHECKPOINT,
     "below_block": Cause.BELOW_BLOCK,
 }
 # Causes of a miss where the index did not say which other worker has the prompt.
@@ -124,6 +125,8 @@ def _plain_words(cause: Cause, outcome: Outcome) -> str:
         Cause.CACHE_OFF: "the prefix cache was not used for it",
         Cause.WINDOW_MISSING: f"{worker} had no more of what the model's windows or chunks read before a later token; "
         "another request was computing that, or it was evicted",
+        Cause.NO_CHECKPOINT: f"{worker} had K and V of its first {count(outcome.diverged_at * size, 'token')}, and no "
+        "checkpoint of the states of the model's layers behind them",
         Cause.BELOW_BLOCK: f"it is shorter than a block, which has {count(size, 'token')}",
         Cause.OTHER_DOMAIN: f"its first {same} were sent in another cache domain ({outcome.other_domain}), "
         "and not in its own",
