@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from common.contracts.lease import blocks_needed, held_blocks
 from common.contracts.limits import MAX_WORKER_BLOCKS
 from common.contracts.types import KvGeometry, KvGroup, KvGroupKind
-from gpuworker.memory.layout import SCALED, Pool, kept_numbers, page_layout, pools_of
+from gpuworker.memory.layout import (
+    KV_BYTES,
+    SCALED,
+    Pool,
+    attending_groups,
+    kept_numbers,
+    page_layout,
+    pools_of,
+    state_group,
+)
 
 TIB, GIB, MIB, KIB = 1 << 40, 1 << 30, 1 << 20, 1 << 10
-# The types of K and V, and the bytes of one number.
-KV_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 _SCALE_BYTES = 4
 _CONTEXTS, _CONTEXTS_OF_GROUPS = (1024, 4096, 16384), (1024, 8192, 65536)
 # Rows of logits that score prompts in one step: more would cost memory, fewer would make many small steps.
@@ -114,20 +120,35 @@ class BytePlan:
     def _of_groups(self) -> Iterator[str]:
         """Yield a line for each group of layers."""
         longest = -(-self.max_model_len // self.block_size)
-        for group in self.groups:
+        for group in attending_groups(self.groups):
             words = "all tokens" if group.kind is KvGroupKind.FULL else f"{group.kind} of {group.span}"
             layers, pages = _counted(len(group.layers), "layer"), _counted(group.pages, "page")
             token = in_words(group.pages * self.block_bytes // self.block_size)
             most = _counted(held_blocks(group, longest, self.block_size), "block")
             yield f"    {words:<16} {layers}, {pages} a block, {token} a token, at most {most} a sequence"
 
-    def _of_states(self) -> str:
+    def _of_checkpoints(self) -> Iterator[str]:
+        group = state_group(self.groups)
+        if group is None:
+            return
+        layers, pages = _counted(len(group.layers), "layer"), _counted(group.pages, "page")
+        yield f"    checkpoints      {layers}, {pages} and {self._state_in_words()}"
+        fewest = group.pages + self.needed(1)
+        if self.num_blocks < fewest:
+            least = f"a checkpoint and a block take {fewest} pages, and there are {self.num_blocks}"
+            yield f"    no prefix can be kept: {least}"
+
+    def _state_in_words(self) -> str:
         if not self.block_bytes:
-            return f"{self.max_num_seqs} sequences, {in_words(self.state_bytes)} each; prompts share no blocks"
-        pages = sum(group.pages for group in self.groups) or 1
+            return f"{in_words(self.state_bytes)} each"
+        pages = sum(group.pages for group in attending_groups(self.groups)) or 1
         tokens = round(self.state_bytes * self.block_size / (pages * self.block_bytes))
-        each = f"{in_words(self.state_bytes)} each, as much as K and V of {tokens} tokens"
-        return f"{self.max_num_seqs} sequences, {each}; prompts share no blocks"
+        return f"{in_words(self.state_bytes)} each, as much as K and V of {tokens} tokens"
+
+    def _of_states(self) -> str:
+        if state_group(self.groups):
+            return f"{self.max_num_seqs} sequences, {in_words(self.state_bytes)} each"
+        return f"{self.max_num_seqs} sequences, {self._state_in_words()}; prompts share no blocks"
 
     def lines(self) -> list[str]:
         unit = "pages" if self.groups else "blocks"
@@ -147,6 +168,7 @@ class BytePlan:
             f"  token table  {in_words(self.token_table):>10}",
             f"  KV cache     {in_words(self.kv):>10}  {self.num_blocks} {unit} of {self.block_size} slots {kept}",
             *self._of_groups(),
+            *self._of_checkpoints(),
             *([f"  states       {in_words(self.states):>10}  {self._of_states()}"] if self.state_bytes else []),
             f"  left         {in_words(self.left):>10}",
             f"longest context: {self.max_model_len} tokens ({limit})",

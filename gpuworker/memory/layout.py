@@ -23,22 +23,28 @@ then has its heads in so many lanes, one after the other, which may lie in sever
 
     3 layers in halves a and b, 3 lanes a page      page 0: layer 0 a, layer 0 b, layer 1 a
                                                     page 1: layer 1 b, layer 2 a, layer 2 b
+
+Layers that keep a state are the last group. A block of it, a checkpoint, holds all states of one sequence as bytes, in
+what K and V of the pages' lanes would take (`gpuworker/memory/state_store.py`). Of such models layers that attend are a
+group even if they all read equally long: that of all lanes of one page.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from string import ascii_letters
 from typing import Final
 
 from common.contracts.lease import held_blocks
-from common.contracts.limits import MAX_KV_GROUPS
+from common.contracts.limits import MAX_BLOCK_PAGES, MAX_KV_GROUPS
 from common.contracts.types import KvGeometry, KvGroup, KvGroupKind
 
 _NONE: Final = "-"
+# The types of K and V, and the bytes of one number.
+KV_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8": 1}
 # Types of K and V that carry a float32 scale for each (slot, head).
 SCALED: Final = ("int8", "fp8")
 # The pages of a block, of the group that has the fewest; memory that padding may take beyond the least; lengths at
@@ -234,19 +240,56 @@ def with_groups(
     return replace(geometry, groups=fit.groups) if fit else geometry
 
 
-def page_layout(geometry: KvGeometry) -> PageLayout:
-    """Return how the pages of a geometry with groups are used. Raises ValueError for pages that no lanes make."""
+def with_states(geometry: KvGeometry, layers: Iterable[int], state_bytes: int, block_size: int) -> KvGeometry:
+    """Return the geometry with a group for checkpoints, where `layers` keep states of so many bytes a sequence.
+
+    It is unchanged where no pages can hold them: where every layer that attends has a window, where shapes do not share
+    lanes, where layers have index keys, and where a checkpoint takes more pages than a block may have.
+    """
     pools = pools_of(geometry)
+    if geometry.window or not pools or not _ways(geometry, pools) or not state_bytes or len(geometry.groups) + 1 >= MAX_KV_GROUPS:
+        return geometry
+    attending = tuple(sorted(layer for pool in pools for layer in pool.layers))
+    groups = geometry.groups or (KvGroup(KvGroupKind.FULL, 0, 1, attending),)
+    pages = checkpoint_pages(replace(geometry, groups=groups), state_bytes, block_size)
+    if pages > MAX_BLOCK_PAGES:
+        return geometry
+    return replace(geometry, groups=(*groups, KvGroup(KvGroupKind.STATE, 0, pages, tuple(sorted(set(layers))))))
+
+
+def checkpoint_pages(geometry: KvGeometry, state_bytes: int, block_size: int) -> int:
+    """Return how many pages the states of one sequence take, in K and V alone: scales stay as they are."""
+    lanes = page_layout(geometry).lanes
+    numbers = lanes.num_layers * lanes.num_kv_heads * kept_numbers(lanes) * block_size
+    return -(-state_bytes // (numbers * KV_BYTES[lanes.dtype]))
+
+
+def state_group(groups: Sequence[KvGroup]) -> KvGroup | None:
+    """Return the group whose blocks are checkpoints of states, the last one; None where there is none."""
+    return groups[-1] if groups and groups[-1].kind is KvGroupKind.STATE else None
+
+
+def attending_groups(groups: Sequence[KvGroup]) -> Sequence[KvGroup]:
+    """Return the groups that keep K and V: all before that of states."""
+    return groups if state_group(groups) is None else groups[:-1]
+
+
+def page_layout(geometry: KvGeometry) -> PageLayout:
+    """Return how the pages of a geometry with groups are used; a group of states has no parts.
+
+    Raises ValueError for pages that no lanes make.
+    """
+    pools, groups = pools_of(geometry), attending_groups(geometry.groups)
     ways = ((fits, _lanes_of_pages(pools, fits, geometry.groups)) for fits in _ways(geometry, pools))
     fits, lanes = next((way for way in ways if way[1]), ((), 0))
     if not lanes:
-        raise ValueError(f"no number of lanes makes these pages: {', '.join(map(str, geometry.groups))}")
+        raise ValueError(f"no number of lanes makes these pages: {', '.join(map(str, groups))}")
     shapes = tuple(
         (replace(pool.geometry, num_layers=lanes, num_kv_heads=pool.geometry.num_kv_heads // fit.splits), fit.shares)
         for pool, fit in zip(pools, fits, strict=True)
     )
     unit = shapes[fits.index(_Fit())][0]
-    parts = [part for place, group in enumerate(geometry.groups) for part in _parts(pools, fits, place, group, lanes)]
+    parts = [part for place, group in enumerate(groups) for part in _parts(pools, fits, place, group, lanes)]
     return PageLayout(unit, shapes, tuple(parts))
 
 
