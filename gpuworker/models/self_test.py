@@ -67,11 +67,6 @@ _ROUNDED = Limit(5e-1, share=0.5)
 class LearntStates(RecurrentStates, Protocol):
     """States that a model shows in a run."""
 
-    @property
-    def layers(self) -> frozenset[int]:
-        """The layers that keep a state, and may attend beside it."""
-        ...
-
     def learn(self) -> AbstractContextManager[None]:
         """Within this context one packed sequence runs, from its start; each layer shows which states it has."""
         ...
@@ -180,24 +175,24 @@ def _run(
     geometry = _geometry(model, recorder)
     if block_size:
         geometry = with_groups(geometry, *_reaches(model, recorder), block_size)
-    _compare(packed, reference[0], _limit(model), f"{kind} cannot be served: run packed")
+    compare_logits(packed, reference[0], limit_of(model), f"{kind} cannot be served: run packed")
     if model.kv_dtype != dtype_name(model.dtype):
-        reference = _rounded_logits(model, tokens, reference)
+        reference = rounded_logits(model, tokens, reference)
     blocks = tokens.numel() // _BLOCK_SIZE
     pages = blocks * sum(group.pages for group in geometry.groups) if geometry.groups else blocks
     cache = KvCache(geometry, pages, _BLOCK_SIZE, model.device)
     chunked, of_eager = _run_chunked(on_cache, _Tables(cache, len(tokens)), backend(cache), tokens, reference)
-    limit = _ROUGH if rough else _limit(model, model.kv_dtype)
-    _compare(chunked, of_eager, limit, f"{kind} cannot be served: run through the paged cache")
+    limit = _ROUGH if rough else limit_of(model, model.kv_dtype)
+    compare_logits(chunked, of_eager, limit, f"{kind} cannot be served: run through the paged cache")
     return geometry
 
 
-def _rounded_logits(model: ReferenceModel, tokens: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return logits [2, T, vocab] on K and V rounded to the cache's type; refuse a type with too large an error."""
+def rounded_logits(model: ReferenceModel, tokens: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return logits [N, T, vocab] on K and V rounded to the cache's type; refuse a type with too large an error."""
     everything, attention = torch.arange(tokens.shape[1], device=model.device), RoundedAttention(model.kv_dtype)
     rounded = torch.stack([model.forward(row, everything, everything, attention) for row in tokens])
     what = f"{model.config.model_type} cannot be served with K and V in {model.kv_dtype}: rounded to it"
-    _compare(rounded.flatten(0, 1), reference.flatten(0, 1), _ROUNDED, what)
+    compare_logits(rounded.flatten(0, 1), reference.flatten(0, 1), _ROUNDED, what)
     return rounded
 
 
@@ -310,12 +305,12 @@ def _steps(length: int) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
     return ((0, long), (0, 6)), ((long, 1), (6, long)), ((long + 1, 1), (length - 1, 1))
 
 
-def _limit(model: ReferenceModel, kv_dtype: str = "float32") -> Limit:
+def limit_of(model: ReferenceModel, kv_dtype: str = "float32") -> Limit:
     """Return the limit on a cache of this type; kernels may round queries to it too."""
     return _EXACT if model.dtype == torch.float32 and kv_dtype == "float32" else _ROUGH
 
 
-def _compare(ours: torch.Tensor, expected: torch.Tensor, limit: Limit, how: str) -> None:
+def compare_logits(ours: torch.Tensor, expected: torch.Tensor, limit: Limit, how: str) -> None:
     """Refuse logits [N, vocab] that differ from the expected ones by more than the limit."""
     centred = expected - expected.mean(dim=-1, keepdim=True)
     errors = (ours - expected).norm(dim=-1) / centred.norm(dim=-1).clamp_min(1e-6)

@@ -15,6 +15,16 @@ class RecurrentStates(Protocol):
     @property
     def bytes_a_sequence(self) -> int: ...
 
+    @property
+    def layers(self) -> frozenset[int]:
+        """The layers that keep a state, and may attend beside it."""
+        ...
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """The states as bytes, a row a place, [places, bytes_a_sequence]; `reserve` makes it."""
+        ...
+
     def reserve(self, places: int) -> None:
         """Allocate the states of so many sequences, in place of those before."""
         ...

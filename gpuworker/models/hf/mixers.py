@@ -6,7 +6,8 @@ all rows of one length that go on with a state, as all decodes do, and once for 
 is a `_Call`, which gathers the states of these rows and puts back what the mixer made of them.
 
 Each running sequence has a place, the index by which the runner knows it; a row from position 0 on begins without a
-state. Nothing of a state is shared between sequences.
+state. A step begins or goes on with the states at these places alone; what copies them to pages and back
+(`gpuworker/memory/state_store.py`) sees the bytes of a place.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ _NO_LIMIT: Final = (0.0, math.inf)
 # differ by rounding, some 1e-5.
 _ALIKE: Final = 2e-3
 
+# The states of a mixer begin at multiples of so many bytes, so that they can be seen as numbers of any type.
+_ALIGNED: Final = 16
+
 Piece = tuple[str, int]
 """A state of a mixer: its kind, and its number among those of this kind."""
 
@@ -59,6 +63,8 @@ class MixerStates:
         self._mixers = [_Mixer(each, self) for each in model.modules() if _keeps_state(each)]
         self.parts: Sequence[_Part] | None = None
         """Those of the step that runs; None: modules run as transformers has them, without a state."""
+        self.kept = torch.empty((0, 0), dtype=torch.uint8)
+        """The states as bytes, a row a place, [places, bytes_a_sequence]; `reserve` makes it."""
         self.learning = self.comparing = False
         self.token_by_token = False
         """Whether a row of several tokens that goes on with a state is computed one token at a time."""
@@ -103,8 +109,12 @@ class MixerStates:
 
     def reserve(self, places: int) -> None:
         """Allocate the states of so many sequences, in place of those before. Call after `learn`."""
+        device = next((each.device for mixer in self._mixers for each in mixer.kinds.values()), None)
+        self.kept = torch.zeros((places, self.bytes_a_sequence), dtype=torch.uint8, device=device)
+        first = 0
         for mixer in self._mixers:
-            mixer.reserve(places)
+            mixer.lie_in(self.kept[:, first : first + mixer.bytes_a_sequence])
+            first += mixer.bytes_a_sequence
 
     def begin(self, step: AttentionMetadata, places: Int32Array) -> None:
         """Plan a step whose row r is of the sequence at places[r]."""
@@ -189,10 +199,15 @@ class _Mixer:
 
     @property
     def bytes_a_sequence(self) -> int:
-        return sum(each.nbytes for each in self.kinds.values())
+        return sum(map(_aligned_bytes, self.kinds.values()))
 
-    def reserve(self, places: int) -> None:
-        self.kept = {piece: each.new_zeros((places, *each.shape[1:])) for piece, each in self.kinds.items()}
+    def lie_in(self, memory: torch.Tensor) -> None:
+        """Keep the states in these bytes, [places, bytes_a_sequence]."""
+        first = 0
+        for piece, each in self.kinds.items():
+            own = memory[:, first : first + each.nbytes].view(each.dtype)
+            self.kept[piece] = own.view(len(memory), *each.shape[1:])
+            first += _aligned_bytes(each)
 
     def _run(self, *given: Any, **named: Any) -> Any:
         parts = self._states.parts
@@ -271,6 +286,10 @@ class _Mixer:
         cache = next(name for name in _CACHES if name in parameters)
         mask = {"attention_mask": None} if "attention_mask" in parameters else {}
         return forward(hidden, **options, **mask, **{cache: call})
+
+
+def _aligned_bytes(state: torch.Tensor) -> int:
+    return -(-state.nbytes // _ALIGNED) * _ALIGNED
 
 
 def _exact(value: Any) -> Any:
