@@ -81,7 +81,7 @@ class AttentionByPart(AttentionByShape):
 
     def begin(self, step: AttentionMetadata) -> None:
         self._tokens = step.num_tokens
-        for backend, part in zip(self.backends, step.parts, strict=True):
+        for backend, part in zip(self.backends, step.parts or (step,), strict=True):
             backend.begin(part)
 
     def write_and_attend(

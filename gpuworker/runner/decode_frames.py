@@ -27,7 +27,9 @@ SPARE_BLOCKS: Final = 8
 
 def only_decodes(plan: StepPlan) -> bool:
     """Whether each row of a step computes one position and samples, and the step does nothing else."""
-    return bool(plan.rows) and not (plan.prefilled or plan.drafts or plan.scored or plan.copies)
+    return bool(plan.rows) and not (
+        plan.prefilled or plan.drafts or plan.scored or plan.copies or plan.loads or plan.saves
+    )
 
 
 class _Pages:

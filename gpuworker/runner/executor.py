@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from common.contracts.errors import EngineFailure
 from common.contracts.lease import Copy
-from common.contracts.types import SequenceId, TokenLogprobs
+from common.contracts.types import BlockId, SequenceId, TokenLogprobs
 from gpuworker.attention.interface import AttentionBackend
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.token_table import TokenTable
@@ -30,6 +30,13 @@ from gpuworker.scheduling.drafting import verified
 from gpuworker.scheduling.stopping import FinishCause
 
 _Tokens = dict[SequenceId, tuple[int, ...]]
+
+
+class PlacedCheckpoint(NamedTuple):
+    """The pages of a checkpoint, and the batch index of the sequence whose states it holds."""
+
+    batch_index: int
+    pages: tuple[BlockId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,8 @@ class RunnerStep:
     """Of the sequences that draft: they stand in `sequences` once more for each draft."""
     frame: DecodeFrame | None = None
     """Of a step whose arrays are written over once it is over."""
+    loads: tuple[PlacedCheckpoint, ...] = ()
+    saves: tuple[PlacedCheckpoint, ...] = ()
 
     def report(self, sampled: SampledTokens, seconds: float, at_once: bool = False) -> None:
         """Set the result: the sampled tokens, or the vectors, by sequence; the tensors are on the host.

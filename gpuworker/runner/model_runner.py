@@ -20,17 +20,17 @@ from gpuworker.attention.step_inputs import StagedStep, StepInputs, pack_pages, 
 from gpuworker.engine.ports import MaskLateness
 from gpuworker.memory.devices import default_threads
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.memory.layout import page_layout
+from gpuworker.memory.layout import attending_groups, page_layout
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.step_model import StepModel
 from gpuworker.runner.decode_frames import SPARE_BLOCKS, DecodeFrames, only_decodes
-from gpuworker.runner.executor import ExecutorFactory, ExecutorParts, Failures, RunnerStep
+from gpuworker.runner.executor import ExecutorFactory, ExecutorParts, Failures, PlacedCheckpoint, RunnerStep
 from gpuworker.runner.launcher import LaidOutStep
 from gpuworker.runner.pooling import Pooler
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch
 from gpuworker.sampling.scoring import ScoredPrompts, ScoredTokens
-from gpuworker.scheduling.batch_plan import ScheduledRow, StepNotBuilt, StepPlan, StepResult, laid_out
+from gpuworker.scheduling.batch_plan import Checkpoint, ScheduledRow, StepNotBuilt, StepPlan, StepResult, laid_out
 from gpuworker.scheduling.drafting import MAX_DRAFTS
 from gpuworker.structured.grammars import GrammarCompiler
 from gpuworker.structured.mask_thread import GrammarMaskThread
@@ -52,13 +52,13 @@ class BatchEntry:
 class InputBatch:
     """Assigns batch indices to sequences, and keeps their block tables. Only the engine's thread uses it.
 
-    Where the pool has groups, each has a table of the pages of its blocks.
+    Where the pool has groups, each of those that keep K and V has a table of the pages of its blocks.
     """
 
     def __init__(self, max_num_seqs: int, max_blocks: int, groups: Sequence[KvGroup] = ()) -> None:
         self._free = list(range(max_num_seqs))[::-1]
         self._entries: dict[SequenceId, BatchEntry] = {}
-        self._groups = groups
+        self._groups = groups = attending_groups(groups)
         self._table = np.zeros((max_num_seqs, 0 if groups else max_blocks), dtype=np.int32)
         self._pages = [np.zeros((max_num_seqs, max_blocks * group.pages), dtype=np.int32) for group in groups]
 
@@ -87,7 +87,7 @@ class InputBatch:
     def indices_of(self, rows: Sequence[ScheduledRow]) -> Int32Array:
         """Return the batch indices [R] of the rows of a step, after writing their blocks into the tables.
 
-        Raises ValueError for a row that has no table for each group.
+        Raises ValueError for a row that has no table for each group that keeps K and V.
         """
         entries, indices = self._entries, []
         for row in rows:
@@ -121,7 +121,8 @@ class InputBatch:
 
     def _update_pages(self, entry: BatchEntry, tables: Sequence[tuple[BlockId, ...]]) -> None:
         """Write only what is new behind trimmed pages: nobody reads what the table says of those."""
-        for group, (table, known, pages) in enumerate(zip(self._pages, entry.pages, tables, strict=True)):
+        of_attention = tables[: len(self._groups)]
+        for group, (table, known, pages) in enumerate(zip(self._pages, entry.pages, of_attention, strict=True)):
             if pages is known:
                 continue
             trimmed = pages.count(TRIMMED)
@@ -307,6 +308,7 @@ class ModelRunner:
         plan = laid_out(plan)
         scored = self._prompts.scored_by(plan)
         staged, inputs, sequences, sampling = self._arrays(plan, scored)
+        loads, saves = self._placed(plan.loads), self._placed(plan.saves)
         positions = staged.rows.context_len[staged.samples].astype(np.int64)
         point = sampling.at(positions, staged.batch_index[staged.samples])
         if len(sampling.constrained):
@@ -315,7 +317,12 @@ class ModelRunner:
             point = replace(point, masks=masks)
         pooling = None if self._pooler is None else self._pooler.step(plan.rows)
         work = LaidOutStep(staged, inputs, point, sampling, scored, pooling)
-        return RunnerStep(plan.step, self._generation, plan.copies, work, sequences, _begun(), drafts)
+        return RunnerStep(
+            plan.step, self._generation, plan.copies, work, sequences, _begun(), drafts, loads=loads, saves=saves
+        )
+
+    def _placed(self, checkpoints: Sequence[Checkpoint]) -> tuple[PlacedCheckpoint, ...]:
+        return tuple([PlacedCheckpoint(self._batch[sequence].index, pages) for sequence, pages in checkpoints])
 
     def _masked(self, drafts: Mapping[SequenceId, tuple[int, ...]]) -> Mapping[SequenceId, tuple[int, ...]]:
         """Return the drafts of sequences with masks."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,9 +17,10 @@ import numpy.typing as npt
 import torch
 
 from common.contracts.errors import EngineFailure
-from gpuworker.memory.kv_cache import KvCache
-from gpuworker.memory.token_table import TokenTable
-from gpuworker.runner.executor import ExecutorParts, Failures, RunnerStep
+from gpuworker.memory.layout import state_group
+from gpuworker.memory.state_store import StateStore
+from gpuworker.models.step_model import RecurrentStates
+from gpuworker.runner.executor import ExecutorParts, PlacedCheckpoint, RunnerStep
 from gpuworker.runner.launcher import EagerLauncher, LauncherFactory, StepLauncher
 from gpuworker.sampling.rows import PromptScores, RowLogprobs, SampledTokens
 from gpuworker.serial_thread import SerialThread
@@ -37,17 +38,32 @@ class _Launched:
     event: torch.cuda.Event | None = None
 
 
+class _Checkpoints:
+    """Moves the states of sequences between their places and pages."""
+
+    def __init__(self, states: RecurrentStates, store: StateStore) -> None:
+        self._states, self._store = states, store
+
+    def load(self, checkpoints: Sequence[PlacedCheckpoint]) -> None:
+        for place, pages in checkpoints:
+            self._store.load(pages, self._states.kept[place])
+
+    def save(self, checkpoints: Sequence[PlacedCheckpoint]) -> None:
+        for place, pages in checkpoints:
+            self._store.save(self._states.kept[place], pages)
+
+
 class ThreadExecutor:
-    """Implements `StepExecutor` over a launcher. `threads` threads compute on a CPU."""
+    """Implements `StepExecutor` over a launcher. A CPU computes with as many threads as the parts say."""
 
     follows_constraints = False
     repeats = False
 
-    def __init__(
-        self, launcher: StepLauncher, cache: KvCache, tokens: TokenTable, failures: Failures, threads: int
-    ) -> None:
-        self._launcher, self._cache, self._tokens, self._failures = launcher, cache, tokens, failures
-        self._thread = SerialThread("quire-runner", lambda: _computing(threads, tokens.flat.device))
+    def __init__(self, launcher: StepLauncher, parts: ExecutorParts) -> None:
+        self._launcher, self._cache, self._tokens, self._failures = launcher, parts.cache, parts.tokens, parts.failures
+        self._checkpoints = _checkpoints_of(parts)
+        device = parts.tokens.flat.device
+        self._thread = SerialThread("quire-runner", lambda: _computing(parts.threads, device))
         self._collector = SerialThread("quire-collector")
 
     def write(self, batch_index: int, tokens: npt.NDArray[np.int32], generation: int, first: int = 0) -> None:
@@ -83,14 +99,19 @@ class ThreadExecutor:
             self._failures.fail(step, error)
 
     def _launch(self, step: RunnerStep) -> _Launched:
-        """Copy blocks and launch the step."""
+        """Copy blocks, load states, launch the step and save states."""
         self._failures.refuse(step.generation)
         begun = time.perf_counter()
         if step.copies:
             self._cache.copy_blocks(step.copies)
+        if self._checkpoints is not None:
+            self._checkpoints.load(step.loads)
         if not len(step.work.staged.batch_index):
             return _Launched(step, SampledTokens(torch.empty(0, dtype=torch.int64)), begun)
-        return _to_host(step, self._launcher.launch(step.work), begun)
+        sampled = self._launcher.launch(step.work)
+        if self._checkpoints is not None:
+            self._checkpoints.save(step.saves)
+        return _to_host(step, sampled, begun)
 
     def _collect(self, launched: _Launched) -> None:
         """Wait for the tokens of a step and report them; on the collector's thread."""
@@ -110,9 +131,16 @@ def thread_executor(launcher: LauncherFactory | None = None) -> Callable[[Execut
     def make(parts: ExecutorParts) -> ThreadExecutor:
         tokens = parts.tokens
         steps = launcher(tokens) if launcher else EagerLauncher(parts.model, parts.attention, tokens)
-        return ThreadExecutor(steps, parts.cache, tokens, parts.failures, parts.threads)
+        return ThreadExecutor(steps, parts)
 
     return make
+
+
+def _checkpoints_of(parts: ExecutorParts) -> _Checkpoints | None:
+    states = parts.model.states
+    if states is None or state_group(parts.cache.geometry.groups) is None:
+        return None
+    return _Checkpoints(states, StateStore(parts.cache))
 
 
 @contextmanager

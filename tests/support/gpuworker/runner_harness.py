@@ -14,6 +14,8 @@ from common.contracts.lease import unread_blocks
 from common.contracts.types import TRIMMED, BlockId, KvGeometry, KvGroup, SamplingParams, SequenceId
 from gpuworker.attention.backends import make_backend
 from gpuworker.memory.kv_cache import KvCache
+from gpuworker.memory.layout import attending_groups
+from gpuworker.models.checkpoint_test import with_checkpoints
 from gpuworker.models.choose import open_native
 from gpuworker.models.hf.loader import ModelSource, load_model
 from gpuworker.models.hf.model import TransformersModel
@@ -45,6 +47,8 @@ def runner_on(
     With `grouped` layers may be groups: the cache then has as many pages as it would have blocks, full of noise.
     """
     geometry = self_test(model, lambda cache: make_backend("auto", cache), block_size=block_size if grouped else 0)
+    if grouped:
+        geometry = with_checkpoints(model, lambda cache: make_backend("auto", cache), geometry, block_size)
     cache = _filled_cache(geometry, block_size, grouped)
     limits = RunnerLimits(8, max_model_len, threads=1)
     if model.states is not None:
@@ -113,7 +117,7 @@ class Pages:
     """Gives streams the pages of groups of layers step by step, and takes those that nobody reads any more."""
 
     def __init__(self, groups: Sequence[KvGroup], block_size: int, free: list[BlockId]) -> None:
-        self.groups, self._block_size, self._free = groups, block_size, free
+        self.groups, self._block_size, self._free = attending_groups(groups), block_size, free
 
     def tables(self, stream: Stream, row: ScheduledRow) -> tuple[tuple[BlockId, ...], ...]:
         """Return the tables of a row; pages that left are the first to be taken again."""
