@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from common.contracts.lease import blocks_needed, held_blocks
 from common.contracts.limits import MAX_WORKER_BLOCKS

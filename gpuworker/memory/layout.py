@@ -247,7 +247,8 @@ def with_states(geometry: KvGeometry, layers: Iterable[int], state_bytes: int, b
     lanes, where layers have index keys, and where a checkpoint takes more pages than a block may have.
     """
     pools = pools_of(geometry)
-    if geometry.window or not pools or not _ways(geometry, pools) or not state_bytes or len(geometry.groups) + 1 >= MAX_KV_GROUPS:
+    fits = pools and _ways(geometry, pools) and len(geometry.groups) + 1 < MAX_KV_GROUPS
+    if geometry.window or not fits or not state_bytes:
         return geometry
     attending = tuple(sorted(layer for pool in pools for layer in pool.layers))
     groups = geometry.groups or (KvGroup(KvGroupKind.FULL, 0, 1, attending),)

@@ -25,8 +25,9 @@ from gpuworker.engine.ports import MaskLateness
 from gpuworker.memory.byte_plan import BytePlan, bytes_per_block, in_words
 from gpuworker.memory.devices import default_threads, dtype_name, pick_device
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.memory.layout import pools_of
+from gpuworker.memory.layout import pools_of, state_group
 from gpuworker.models.bit_equality import refuse_unequal_bits
+from gpuworker.models.checkpoint_test import with_checkpoints
 from gpuworker.models.choose import LlamaModel, open_native
 from gpuworker.models.hf.loader import ModelSource, context_limit, load_model
 from gpuworker.models.hf.model import TransformersModel
@@ -179,7 +180,7 @@ class ModelPlane(DataPlane):
 
     @property
     def keeps_states(self) -> bool:
-        return self.model.states is not None
+        return self.model.states is not None and state_group(self.memory.groups) is None
 
     def start_lines(self) -> list[str]:
         return [*self.memory.lines(), *([] if self.draft is None else [self.draft.in_words()])]
@@ -218,6 +219,8 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     backend = partial(make_backend, "auto", options=options)
     in_graphs = settings.cuda_graphs and device.type == "cuda"
     model, geometry = _open(source, device, settings.model_impl, backend, settings.block_size, in_graphs)
+    if isinstance(model, TransformersModel) and settings.prefix_caching and pooling is None:
+        geometry = with_checkpoints(model, backend, geometry, settings.block_size)
     _tell_of_windows(model, geometry, in_graphs)
     if settings.speculation != "none":
         refuse_unequal_drafts(settings.speculation, model, pooling)

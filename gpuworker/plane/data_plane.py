@@ -64,15 +64,15 @@ class DataPlane:
     def prefix_caching(self) -> bool:
         """Whether prompts may begin with cached blocks.
 
-        Not where the hidden state of every token is needed, nor where layers keep a state: cached blocks of K and V do
-        not say what it was behind them.
+        Not where the hidden state of every token is needed, nor where layers keep a state of which there are no
+        checkpoints: cached blocks of K and V do not say what it was behind them.
         """
         every = needs_every_token(self.identity.pooling)
         return self.settings.prefix_caching and not every and not self.keeps_states
 
     @property
     def keeps_states(self) -> bool:
-        """Whether layers of the model keep a state in place of K and V."""
+        """Whether layers of the model keep a state in place of K and V, and it is in no checkpoint."""
         return False
 
     @property

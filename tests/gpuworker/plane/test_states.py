@@ -1,4 +1,4 @@
-"""A worker whose model keeps states: what it takes of memory, what it refuses, and that it shares no prefix."""
+"""A worker whose model keeps states: what it takes of memory, which prompts share blocks, and what it refuses."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from common.checkpoint.context import USUAL_OF_STATES
 from common.contracts.errors import InvalidConfig
 from common.contracts.limits import MAX_WORKER_BLOCKS
+from common.contracts.types import KvGroupKind
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import GIB, in_words
 from gpuworker.plane import memory
@@ -22,7 +23,7 @@ from tests.support.checkpoints import checkpoint
 STATE = 2 * 64 * 3 * 4
 """Bytes of a sequence's states: two convolutions of lfm2, of 64 channels and 3 columns in float32."""
 BLOCK = 2 * 2 * 16 * 4 * 16
-"""Bytes of a block of its one layer that attends: K and V of 2 heads of 16 numbers, 16 slots."""
+"""Bytes of a block, or a page, of its one layer that attends: K and V of 2 heads of 16 numbers, 16 slots."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,8 @@ def assembled(kind: str = "lfm2", **options: Any) -> ModelPlane:
 
 
 def test_states_take_memory_beside_the_blocks() -> None:
-    plan, without = assembled(max_num_seqs=5).memory, assembled("llama", max_num_seqs=5).memory
+    plan = assembled(max_num_seqs=5, prefix_caching=False).memory
+    without = assembled("llama", max_num_seqs=5).memory
     assert (plan.block_bytes, plan.state_bytes, plan.states) == (BLOCK, STATE, 5 * STATE)
     assert plan.left == plan.free - plan.activations - plan.token_table - 5 * STATE - 64 * BLOCK
     assert (without.state_bytes, without.states) == (0, 0)
@@ -51,11 +53,27 @@ def test_states_take_memory_beside_the_blocks() -> None:
     assert not [line for line in without.lines() if "states" in line]
 
 
-def test_a_worker_that_keeps_states_computes_every_prompt() -> None:
-    config, attach = assembled().agent_config(), assembled().attach("w0", "")
+@pytest.mark.parametrize("kind", ["lfm2", "llama"])
+def test_prompts_go_on_from_checkpoints(kind: str) -> None:
+    plane = assembled(kind)
+    config, attach = plane.agent_config(), plane.attach("w0", "")
+    assert (config.prefix_caching, config.keeps_states, attach.prefix_caching) == (True, False, True)
+    assert [group.kind for group in config.groups] == ([KvGroupKind.FULL, KvGroupKind.STATE] if kind == "lfm2" else [])
+    assert config.groups == attach.identity.kv_geometry.groups
+
+
+@pytest.mark.parametrize("options", [{"prefix_caching": False}, {"pooling": "last"}])
+def test_a_worker_without_checkpoints_computes_every_prompt(options: dict[str, Any]) -> None:
+    plane = assembled(**options)
+    config, attach = plane.agent_config(), plane.attach("w0", "")
     assert (config.prefix_caching, config.keeps_states, attach.prefix_caching) == (False, True, False)
-    config = assembled("llama").agent_config()
-    assert (config.prefix_caching, config.keeps_states) == (True, False)
+    assert config.groups == attach.identity.kv_geometry.groups == ()
+
+
+def test_a_pool_that_holds_no_checkpoint_serves_without_hits() -> None:
+    lines = assembled("qwen3_next", kv_blocks=3).start_lines()
+    assert "    checkpoints      3 layers, 3 pages and 10.5 KiB each, as much as K and V of 42 tokens" in lines
+    assert "    no prefix can be kept: a checkpoint and a block take 4 pages, and there are 3" in lines
 
 
 @pytest.mark.parametrize(("free", "most"), [(GIB, 64), (40 * STATE, 10), (STATE, 1)])
