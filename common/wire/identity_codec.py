@@ -69,7 +69,7 @@ def _group_to_proto(group: KvGroup) -> types_pb2.KvGroup:
 
 
 def _groups_from_proto(messages: Sequence[types_pb2.KvGroup]) -> tuple[KvGroup, ...]:
-    """Raises ProtocolViolation for groups that no pool has: the first one is full, and windows and chunks have a span."""
+    """Raises ProtocolViolation for groups that no pool has: the first one is full, windows and chunks have a span."""
     if len(messages) > MAX_KV_GROUPS:
         raise ProtocolViolation(f"a pool has {len(messages)} groups of layers; expected at most {MAX_KV_GROUPS}")
     found = []
@@ -77,7 +77,7 @@ def _groups_from_proto(messages: Sequence[types_pb2.KvGroup]) -> tuple[KvGroup, 
         kind = group_kind_from_proto(message.kind)
         is_full = kind is KvGroupKind.FULL
         if is_full != (not place) or (is_full or kind is KvGroupKind.STATE) != (not message.span):
-            what = f"{kind.value} with a span of {message.span}; expected a full group first, and spans of windows and chunks"
+            what = f"{kind.value} with a span of {message.span}; expected a full group first, and windows with spans"
             raise ProtocolViolation(f"group {place} of a pool is {what}")
         if not 0 < message.pages <= MAX_BLOCK_PAGES or len(message.layers) > MAX_GROUP_LAYERS:
             what = f"{message.pages} pages a block and {len(message.layers)} layers"

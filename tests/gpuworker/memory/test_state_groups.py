@@ -115,7 +115,7 @@ def test_windows_beside_full_layers_keep_their_pages() -> None:
 
 def test_a_group_of_states_has_no_parts() -> None:
     layout = page_layout(hybrid(4, range(1, 3), LayerShape(2, 16, 16), 5000))
-    assert [part.lanes for part in layout.parts] == [{1: 0, 2: 1}]
+    assert [part.lanes for part in layout.parts] == [{1: (0,), 2: (1,)}]
     assert layout.lanes == KvGeometry(2, 2, 16, 16, "bfloat16")
 
 
