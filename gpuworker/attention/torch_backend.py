@@ -136,9 +136,13 @@ class TorchAttention:
         return View(index, self._mask(slots, start[:, None] + np.arange(batch.query_count), layer))
 
     def _gather_index(self, rows: Int64Array, first_block: Int64Array, count: int) -> torch.Tensor:
-        """Return [rows * kv_heads * count]: rows of the blocked pools, `count` blocks from the first of each row."""
+        """Return [rows * kv_heads * count]: rows of the blocked pools, `count` blocks from the first of each row.
+
+        A row of fewer blocks has its last one again: what else its table says may hold anything, numbers or not.
+        """
         table = self._step.block_table[rows]
-        columns = np.minimum(first_block[:, None] + np.arange(count), table.shape[1] - 1)
+        last = -(-self._step.context_len[rows] // self._block_size) - 1
+        columns = np.minimum(first_block[:, None] + np.arange(count), last[:, None])
         blocks = np.take_along_axis(table, columns, axis=1).astype(np.int64)
         by_head = blocks[:, None] * self._kv_heads + np.arange(self._kv_heads)[:, None]
         return torch.from_numpy(by_head.ravel()).to(self._device)

@@ -281,7 +281,7 @@ def page_layout(geometry: KvGeometry) -> PageLayout:
     Raises ValueError for pages that no lanes make.
     """
     pools, groups = pools_of(geometry), attending_groups(geometry.groups)
-    ways = ((fits, _lanes_of_pages(pools, fits, geometry.groups)) for fits in _ways(geometry, pools))
+    ways = ((fits, _lanes_of_pages(pools, fits, groups)) for fits in _ways(geometry, pools))
     fits, lanes = next((way for way in ways if way[1]), ((), 0))
     if not lanes:
         raise ValueError(f"no number of lanes makes these pages: {', '.join(map(str, groups))}")

@@ -42,6 +42,15 @@ class StateStore:
             else:
                 pool.index_copy_(0, rows, part)
 
+    def clear(self, pages: Sequence[int]) -> None:
+        """Write zeros into pages that may have held states: as numbers of K and V these bytes need not be finite."""
+        rows = self._rows(pages, self._pools[0].device)
+        for pool in self._pools:
+            if pool.device.type == "cpu":
+                pool.numpy()[rows.numpy()] = 0
+            else:
+                pool.index_fill_(0, rows, 0)
+
     def load(self, pages: Sequence[int], state: torch.Tensor) -> None:
         """Read what `save` has written into the pages into a state. Raises ValueError where they are too few."""
         for pool, rows, part in self._pieces(state, pages):
@@ -55,8 +64,7 @@ class StateStore:
         if len(state) > room:
             raise ValueError(f"a state of {len(state)} bytes does not fit into {len(pages)} pages: {room} bytes")
         state = state.view(self._pools[0].dtype)
-        first = np.arange(self._lanes, dtype=np.int64) * self._num_pages
-        rows = sent(torch.from_numpy((np.array(pages, dtype=np.int64)[:, None] + first).ravel()), state.device)
+        rows = self._rows(pages, state.device)
         done = 0
         for pool in self._pools:
             width = pool.shape[1]
@@ -65,3 +73,8 @@ class StateStore:
                 if size := len(some) * pool_part.shape[1]:
                     yield pool_part, some, state[done : done + size].view(len(some), -1)
                     done += size
+
+    def _rows(self, pages: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return which rows of a pool the lanes of these pages are, page by page."""
+        first = np.arange(self._lanes, dtype=np.int64) * self._num_pages
+        return sent(torch.from_numpy((np.array(pages, dtype=np.int64)[:, None] + first).ravel()), device)

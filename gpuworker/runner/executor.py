@@ -55,6 +55,8 @@ class RunnerStep:
     """Of a step whose arrays are written over once it is over."""
     loads: tuple[PlacedCheckpoint, ...] = ()
     saves: tuple[PlacedCheckpoint, ...] = ()
+    cleared: tuple[BlockId, ...] = ()
+    """Pages of checkpoints that now are of K and V."""
 
     def report(self, sampled: SampledTokens, seconds: float, at_once: bool = False) -> None:
         """Set the result: the sampled tokens, or the vectors, by sequence; the tensors are on the host.

@@ -20,7 +20,7 @@ from gpuworker.attention.step_inputs import StagedStep, StepInputs, pack_pages, 
 from gpuworker.engine.ports import MaskLateness
 from gpuworker.memory.devices import default_threads
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.memory.layout import attending_groups, page_layout
+from gpuworker.memory.layout import attending_groups, page_layout, state_group
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.step_model import StepModel
 from gpuworker.runner.decode_frames import SPARE_BLOCKS, DecodeFrames, only_decodes
@@ -52,15 +52,19 @@ class BatchEntry:
 class InputBatch:
     """Assigns batch indices to sequences, and keeps their block tables. Only the engine's thread uses it.
 
-    Where the pool has groups, each of those that keep K and V has a table of the pages of its blocks.
+    Where the pool has groups, each of those that keep K and V has a table of the pages of its blocks. Pages may have
+    been checkpoints of states, whose bytes need not be finite as numbers: `take_reused` says which to clear.
     """
 
     def __init__(self, max_num_seqs: int, max_blocks: int, groups: Sequence[KvGroup] = ()) -> None:
         self._free = list(range(max_num_seqs))[::-1]
         self._entries: dict[SequenceId, BatchEntry] = {}
+        self._has_states = state_group(groups) is not None
         self._groups = groups = attending_groups(groups)
         self._table = np.zeros((max_num_seqs, 0 if groups else max_blocks), dtype=np.int32)
         self._pages = [np.zeros((max_num_seqs, max_blocks * group.pages), dtype=np.int32) for group in groups]
+        self._of_states: set[BlockId] = set()
+        self._reused: set[BlockId] = set()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -130,6 +134,19 @@ class InputBatch:
             begin, end = len(known) if same else trimmed, min(len(pages), table.shape[1])
             table[entry.index, begin:end] = pages[begin:end]
             entry.pages[group] = pages
+            if self._has_states:
+                table[entry.index, :trimmed] = pages[-1]  # what masks leave out is still read, and must be numbers
+                self._reused |= self._of_states.intersection(pages[begin:])
+
+    def write_states(self, pages: Sequence[BlockId]) -> None:
+        """Note that pages are written as a checkpoint, so that they hold no numbers any more."""
+        self._of_states.update(pages)
+
+    def take_reused(self) -> tuple[BlockId, ...]:
+        """Return the pages of checkpoints that rows have as K and V since the last call."""
+        reused, self._reused = tuple(self._reused), set()
+        self._of_states.difference_update(reused)
+        return reused
 
 
 log = logging.getLogger(__name__)
@@ -168,6 +185,7 @@ class ModelRunner:
         self._device, self._eos = model.device, eos_token_ids
         groups = cache.geometry.groups
         self._parts = page_layout(cache.geometry).parts if groups else ()
+        self._has_states = state_group(groups) is not None
         self._batch = InputBatch(limits.max_num_seqs, -(-limits.max_model_len // cache.block_size), groups)
         self._tokens = TokenTable(limits.max_num_seqs, limits.max_model_len + 1, self._device)
         self._sampling: dict[tuple[SequenceId, ...], SamplingBatch] = {}
@@ -317,9 +335,10 @@ class ModelRunner:
             point = replace(point, masks=masks)
         pooling = None if self._pooler is None else self._pooler.step(plan.rows)
         work = LaidOutStep(staged, inputs, point, sampling, scored, pooling)
-        return RunnerStep(
-            plan.step, self._generation, plan.copies, work, sequences, _begun(), drafts, loads=loads, saves=saves
-        )
+        step = RunnerStep(plan.step, self._generation, plan.copies, work, sequences, _begun(), drafts)
+        for checkpoint in saves:
+            self._batch.write_states(checkpoint.pages)
+        return replace(step, loads=loads, saves=saves, cleared=self._batch.take_reused()) if self._has_states else step
 
     def _placed(self, checkpoints: Sequence[Checkpoint]) -> tuple[PlacedCheckpoint, ...]:
         return tuple([PlacedCheckpoint(self._batch[sequence].index, pages) for sequence, pages in checkpoints])

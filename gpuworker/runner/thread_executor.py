@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from common.contracts.errors import EngineFailure
+from common.contracts.types import BlockId
 from gpuworker.memory.layout import state_group
 from gpuworker.memory.state_store import StateStore
 from gpuworker.models.step_model import RecurrentStates
@@ -43,6 +44,9 @@ class _Checkpoints:
 
     def __init__(self, states: RecurrentStates, store: StateStore) -> None:
         self._states, self._store = states, store
+
+    def clear(self, pages: Sequence[BlockId]) -> None:
+        self._store.clear(pages)
 
     def load(self, checkpoints: Sequence[PlacedCheckpoint]) -> None:
         for place, pages in checkpoints:
@@ -99,7 +103,12 @@ class ThreadExecutor:
             self._failures.fail(step, error)
 
     def _launch(self, step: RunnerStep) -> _Launched:
-        """Copy blocks, load states, launch the step and save states."""
+        """Copy blocks, load states, launch the step and save states.
+
+        Pages are cleared even behind a failed step: later ones rely on it.
+        """
+        if self._checkpoints is not None and step.cleared:
+            self._checkpoints.clear(step.cleared)
         self._failures.refuse(step.generation)
         begun = time.perf_counter()
         if step.copies:

@@ -55,6 +55,12 @@ def test_two_states_in_pages_of_their_own_are_kept(
         found = torch.zeros(size, dtype=torch.uint8)
         store.load(pages_of, found)
         assert torch.equal(found, wanted)
+    store.clear(ones)
+    keys_of_ones = [] if cache.lanes is None else [cache.lanes.keys[:, ones], cache.lanes.values[:, ones]]
+    assert all(not each.view(torch.uint8).any() for each in map(torch.Tensor.contiguous, keys_of_ones))
+    found = torch.zeros(size, dtype=torch.uint8)
+    store.load(others, found)
+    assert torch.equal(found, kept[1])
     unused = [first, *rest[2 * pages :]]
     assert all(bool((pool.view(torch.uint8)[:, unused] == 77).all()) for pool in cache.pools)
     scales = [cache.lanes.key_scales, cache.lanes.value_scales] if cache.lanes is not None else []

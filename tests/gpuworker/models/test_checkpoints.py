@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from common.contracts.errors import Unsupported
 from common.contracts.types import BlockId, KvGeometry, KvGroup, KvGroupKind, SequenceId
-from gpuworker.attention.backends import make_backend
+from gpuworker.attention.backends import backends_on, make_backend
 from gpuworker.memory.layout import attending_groups, state_group
 from gpuworker.memory.state_store import StateStore
 from gpuworker.models.checkpoint_test import with_checkpoints
@@ -25,6 +25,7 @@ from gpuworker.models.hf.mixers import MixerStates
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.hf.tiny import tiny_config
 from gpuworker.models.self_test import self_test
+from gpuworker.native.library import best
 from gpuworker.runner.model_runner import ModelRunner
 from gpuworker.scheduling.batch_plan import Checkpoint, ScheduledRow, StepNotBuilt, StepPlan, StepResult
 from tests.support.gpuworker.full_forward import greedy_tokens, random_prompt
@@ -107,6 +108,13 @@ class Steps:
 
     def checkpoint(self, line: Line) -> Checkpoint:
         return Checkpoint(line.sequence, self.pages(self._pages_of_states))
+
+    def checkpoints_everywhere(self, line: Line) -> list[Checkpoint]:
+        """Return checkpoints on all free pages, which stay free."""
+        pages, each = tuple(self._free), self._pages_of_states
+        return [Checkpoint(line.sequence, pages[-each:])] + [
+            Checkpoint(line.sequence, pages[at : at + each]) for at in range(0, len(pages) - each + 1, each)
+        ]
 
     def step(
         self,
@@ -207,6 +215,49 @@ def test_a_checkpoint_of_an_unknown_sequence_fails_its_step_alone() -> None:
     finally:
         runner.close()
     assert line.output == greedy_tokens(module_of("lfm2"), line.prompt, 1)
+
+
+@pytest.fixture(params=backends_on("cpu"))
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "native" and best() is None:
+        pytest.skip("the native library was not built")
+    monkeypatch.setattr(
+        "tests.support.gpuworker.runner_harness.make_backend", lambda _, cache: make_backend(request.param, cache)
+    )
+    return str(request.param)
+
+
+def tokens_in_bfloat16(family: str, had_states: bool) -> list[list[int]]:
+    """Return what sequences sample on K and V in bfloat16, on pages that checkpoints in float32 may have filled."""
+    model = TransformersModel(copy.deepcopy(module_of(family)), "bfloat16")
+    groups = geometry_of(model).groups
+    runner = runner_on(model, 16, max_model_len=96, grouped=True)
+    steps = Steps(runner, groups, 16)
+    first = steps.add(random_prompt(33), 2)
+    steps.step((first, 0, 33), save=steps.checkpoints_everywhere(first) if had_states else ())
+    lines = [steps.add(random_prompt(length), 12) for length in (1, 21, 70)]
+    try:
+        steps.step(*((line, 0, len(line.prompt)) for line in lines))
+        for done in range(10):
+            ends = ((line, len(line.prompt) + done) for line in lines)
+            steps.step(*((line, end, end + 1) for line, end in ends))
+        steps.take()
+    finally:
+        runner.close()
+    return [line.output for line in lines]
+
+
+@pytest.mark.parametrize("family", ["lfm3", "kimi_linear", "qwen3_next"])
+@pytest.mark.usefixtures("backend")
+def test_pages_that_held_states_are_numbers_again(family: str) -> None:
+    assert tokens_in_bfloat16(family, had_states=True) == tokens_in_bfloat16(family, had_states=False)
+
+
+@pytest.mark.usefixtures("backend")
+def test_pages_that_were_not_cleared_change_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves of float32 are infinite, or no numbers, as bfloat16; what a mask leaves out is multiplied by 0."""
+    monkeypatch.setattr(StateStore, "clear", lambda *_: None)
+    assert tokens_in_bfloat16("qwen3_next", had_states=True) != tokens_in_bfloat16("qwen3_next", had_states=False)
 
 
 # ---------------------------------------------------------------- the test at start

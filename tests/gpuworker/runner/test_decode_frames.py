@@ -21,7 +21,7 @@ from gpuworker.runner.launcher import LaidOutStep
 from gpuworker.runner.native_executor import NativeExecutor
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch
-from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan, StepResult
+from gpuworker.scheduling.batch_plan import Checkpoint, ScheduledRow, StepPlan, StepResult
 from tests.support.checkpoints import checkpoint, hf_greedy
 from tests.support.gpuworker.runner_harness import GREEDY, Driver, queued_on
 
@@ -158,6 +158,9 @@ def test_only_steps_whose_rows_all_decode_are_repeated(other: ScheduledRow) -> N
     assert only_decodes(StepPlan(1, (row(), row(2))))
     assert not only_decodes(StepPlan(1, (row(), other)))
     assert not only_decodes(StepPlan(1, ()))
+    checkpoint = Checkpoint(SequenceId(1), (BlockId(3),))
+    assert not only_decodes(StepPlan(1, (row(),), loads=(checkpoint,)))
+    assert not only_decodes(StepPlan(1, (row(),), saves=(checkpoint,)))
 
 
 def test_a_frame_is_taken_once_its_step_is_over_and_for_the_same_sequences_alone() -> None:

@@ -121,3 +121,37 @@ def test_a_row_without_tables_is_refused() -> None:
     batch.add(A, ROW)
     with pytest.raises(ValueError, match="zip"):
         batch.indices_of([row(A, 3)])
+
+
+WITH_STATES = (*GROUPS, KvGroup(KvGroupKind.STATE, 0, 3, (3,)))
+
+
+def test_checkpoints_have_no_table() -> None:
+    batch = InputBatch(1, 4, WITH_STATES)
+    batch.add(A, ROW)
+    assert pages(batch, grouped(A, (5,), (1, 2))) == [[[5, 0], [1, 2, 0, 0]]]
+    assert pages(batch, grouped(A, (5, 6), (1, 2, 3, 4), (7, 8, 9))) == [[[5, 6], [1, 2, 3, 4]]]
+
+
+def test_pages_of_checkpoints_that_become_k_and_v_are_reused_once() -> None:
+    batch = InputBatch(2, 4, WITH_STATES)
+    for sequence in (A, B):
+        batch.add(sequence, ROW)
+    batch.write_states([BlockId(page) for page in (1, 6, 9)])
+    batch.indices_of([grouped(A, (5,), (1, 2))])
+    batch.indices_of([grouped(A, (5, 6), (1, 2, 3, 4))])
+    assert sorted(batch.take_reused()) == [1, 6]
+    batch.indices_of([grouped(B, (5, 6), (1, 2, 3, 4))])
+    assert batch.take_reused() == ()
+    batch.write_states([BlockId(6)])
+    batch.indices_of([grouped(A, (5, 6), (1, 2, 3, 4)), grouped(B, (5, 6, 9), (1, 2, 3, 4, 7, 8))])
+    assert batch.take_reused() == (9,)
+
+
+def test_beside_checkpoints_trimmed_pages_are_those_of_the_row() -> None:
+    """What became of a page that left is not known: it may hold states, which are no numbers."""
+    batch = InputBatch(1, 4, WITH_STATES)
+    batch.add(A, ROW)
+    batch.indices_of([grouped(A, (5,), (1, 2))])
+    (table,) = pages(batch, grouped(A, (5, 6), (TRIMMED, TRIMMED, 3, 4)))
+    assert table[1] == [4, 4, 3, 4]
