@@ -154,3 +154,26 @@ def test_groups_run_long_prompts_where_one_group_would_not_fit(kind: str, model_
         assert engine.run([second, second], COUNT) == [wanted, wanted]
         assert engine.results[SequenceId(2)].usage.cached_tokens == 88
         engine.assert_all_free()
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
+def test_prompts_go_on_from_checkpoints_of_states(kind: str) -> None:
+    """One is left before each prompt's last token; where another prompt parts from it within, the first one to do so
+    leaves one there."""
+    folder, first = checkpoint(kind), prompts()[-1]
+    output = hf_greedy(folder, first, COUNT)
+    second, parted = [*first, *output, 7, 8, 9], [*first[:50], 20, 21, 22]
+    asked = [second, second, parted, [*first[:50], 30, 31]]
+    wanted = [hf_greedy(folder, each, COUNT) for each in asked]
+    with driver(kind, "transformers", 4) as engine:
+        assert engine.run([first], COUNT) == [output]
+        found = [engine.run([each], COUNT)[0] for each in asked]
+        assert found == wanted
+        cached = [engine.results[SequenceId(number)].usage.cached_tokens for number in range(2, 6)]
+        before_last = [(len(each) - 1) // 4 * 4 for each in (first, second)]
+        assert cached == [*before_last, 0, 48]
+        assert isinstance(engine.channel, EmbeddedChannel)
+        assert engine.channel.ledger is not None
+        # The first turn has K and V of its output too, and the prompt that parts those of what it shares.
+        assert engine.channel.ledger.pool_counts().totals.misses_by_reason["unresumable"] == 2
+        engine.assert_all_free()
