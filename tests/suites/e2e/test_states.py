@@ -1,4 +1,4 @@
-"""A model whose layers keep states: tokens over worker deaths, siblings and preemptions, and no prefix is shared."""
+"""A model whose layers keep states: tokens over worker deaths, siblings and preemptions, and hits on checkpoints."""
 
 from __future__ import annotations
 
@@ -36,9 +36,32 @@ async def test_streams_outlive_a_worker_and_a_manager(tmp_path: Path) -> None:
         outcomes = await asyncio.gather(*streams)
         assert [outcome.tokens for outcome in outcomes] == wanted
         again = await suite.generate(greedy(PROMPTS[0], TOKENS))
-        assert (again.tokens, cached_tokens(again)) == (wanted[0], 0)
+        assert again.tokens == wanted[0]
         several = greedy(PROMPTS[1], TOKENS)
         several.sampling.n = 3
         assert (await suite.generate(several)).sequences == dict.fromkeys(range(3), wanted[1])
         await suite.until_connected(2)
         await suite.until_all_free(2)
+
+
+async def test_a_chat_goes_on_from_checkpoints_also_behind_a_new_manager(tmp_path: Path) -> None:
+    """Each turn goes on where the prompt before ended; so it does at a manager that knows the inventory alone."""
+    folder, answer = checkpoint("qwen3_next"), 12
+    flags = ("--dtype", "float32", "--kv-blocks", "400", "--max-model-len", "160", "--max-num-seqs", "6")
+    options = StackOptions(model=folder, block_size=4, worker_flags=flags)
+    async with running_suite(tmp_path, options) as suite:
+        prompt, before, tokens = PROMPTS[2], 0, []
+        for turn in range(4):
+            outcome = await suite.generate(greedy(prompt, answer))
+            tokens.append((outcome.tokens, hf_greedy(folder, prompt, answer)))
+            assert cached_tokens(outcome) == before
+            before = (len(prompt) - 1) // 4 * 4
+            prompt = [*prompt, *outcome.tokens, 7 + turn, 8]
+            await suite.until_all_free(1)
+            if turn == 1:
+                kill(suite, "kvmanager")
+        assert all(found == wanted for found, wanted in tokens)
+        parted = await suite.generate(greedy([*PROMPTS[2][:30], 9, 9], answer))
+        assert cached_tokens(parted) == 0
+        again = await suite.generate(greedy([*PROMPTS[2][:30], 11], answer))
+        assert (again.tokens, cached_tokens(again)) == (hf_greedy(folder, [*PROMPTS[2][:30], 11], answer), 28)
