@@ -22,7 +22,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from bench.lib.harness import median_interval, parser, progress, report
-from bench.lib.kv_groups import MODELS, capacity_figures, hit_figures
+from bench.lib.kv_groups import HYBRIDS, MODELS, capacity_figures, hit_figures, hybrid_hit_figures
 from bench.lib.models import data_plane, plane_worker
 from bench.lib.workers import BenchWorker, Run, random_prompts
 from common.contracts.types import KvGeometry
@@ -212,7 +212,7 @@ def hybrid_figures(rounds: int) -> Iterator[tuple[str, float, str]]:
 
 def main() -> None:
     flags = parser(__doc__)
-    named = list(dict.fromkeys([*SHAPES, *MODELS]))
+    named = list(dict.fromkeys([*SHAPES, *MODELS, *HYBRIDS]))
     flags.add_argument("--only", choices=named, nargs="+", default=named, help="some models")
     flags.add_argument("--rounds", type=int, default=7, help="rounds of the rates; 0 takes none")
     args = flags.parse_args()
@@ -220,6 +220,8 @@ def main() -> None:
     for name in args.only:
         if name in MODELS:
             found += [*capacity_figures(name), *hit_figures(name)]
+        if name in HYBRIDS:
+            found += hybrid_hit_figures(name)
     if args.rounds:
         found += [*rate_figures(args.rounds), *hybrid_figures(args.rounds)]
     report(

@@ -19,7 +19,7 @@ from common.contracts.hashing import block_digests, block_hash_of
 from common.contracts.lease import Inventory
 from common.contracts.types import KvGeometry, KvGroupKind, SequenceId
 from gpuworker.memory.byte_plan import GIB, bytes_per_block
-from gpuworker.memory.layout import LayerShape, Reach, geometry_of, with_groups
+from gpuworker.memory.layout import LayerShape, Reach, geometry_of, with_groups, with_states
 from gpuworker.scheduling.batch_plan import StepResult
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.outcomes import AgentConfig
@@ -79,6 +79,22 @@ MODELS: Final[dict[str, tuple[Layers, ...]]] = {
     ),
     "minimax_m2": (Layers(62, LayerShape(8, 128, 128)),),  # MiniMaxAI/MiniMax-M2
 }
+
+
+# Layers that attend, layers that keep a state, and the bytes of one sequence's states, by the same sources.
+HYBRIDS: Final[dict[str, tuple[Layers, int, int]]] = {
+    "qwen3_5_9b": (Layers(8, LayerShape(4, 256, 256)), 24, 24 * (32 * 128 * 128 * 4 + 8192 * 4 * 2)),  # Qwen/Qwen3.5-9B
+    "lfm2_2_6b": (Layers(8, LayerShape(8, 64, 64)), 22, 22 * 2048 * 3 * 2),  # LiquidAI/LFM2-2.6B
+}
+
+
+def geometry_with_states(name: str) -> KvGeometry:
+    """Return the K/V and the checkpoints of a model whose layers keep states, in bfloat16."""
+    attending, mixers, state_bytes = HYBRIDS[name]
+    total = attending.count + mixers
+    layers = range(total - attending.count, total)
+    geometry = geometry_of(dict.fromkeys(layers, attending.shape), "bfloat16", 0)
+    return with_states(geometry, range(mixers), state_bytes, _BLOCK_SIZE)
 
 
 def geometry_in_groups(layers: Sequence[Layers]) -> KvGeometry:
@@ -165,15 +181,37 @@ def hit_figures(name: str) -> Iterator[Figure]:
     """Yield cached tokens over the best possible: a shared system prompt, and the turns of a chat."""
     geometry = geometry_in_groups(MODELS[name])
     for shared in (240, 2000):
-        pair, system = Pair(geometry, 16 * 1024), list(range(2, 2 + shared))
-        pair.serve([*system, *range(9000, 9100)], 40)
-        cached, _ = pair.serve([*system, *range(9500, 9600)], 40)
-        best = shared // _BLOCK_SIZE * _BLOCK_SIZE
-        yield f"hits_{name}_system_{shared}", cached / best, f"cached tokens of a system prompt of {shared}, over all"
+        _, second = itertools.islice(_shared_prompts(geometry, shared), 2)
+        yield f"hits_{name}_system_{shared}", second, f"cached tokens of a system prompt of {shared}, over all"
+    yield (
+        f"hits_{name}_chat",
+        _chat(geometry),
+        "cached tokens of eight turns of 50 and 200 tokens, over the best possible",
+    )
+
+
+def hybrid_hit_figures(name: str) -> Iterator[Figure]:
+    """Yield the same of a model whose layers keep states; the best possible is that of full attention."""
+    geometry = geometry_with_states(name)
+    words = "cached tokens of a system prompt of 240, over all"
+    for number, share in enumerate(itertools.islice(_shared_prompts(geometry, 240), 3), 1):
+        yield f"hits_{name}_system_240_request_{number}", share, f"{words}, in request {number}"
+    yield f"resume_share_{name}_chat", _chat(geometry), "cached tokens of eight turns, over those of full attention"
+
+
+def _shared_prompts(geometry: KvGeometry, shared: int) -> Iterator[float]:
+    """Yield how much of a system prompt is cached in each of many requests."""
+    pair, system = Pair(geometry, 16 * 1024), list(range(2, 2 + shared))
+    for number in itertools.count():
+        cached, _ = pair.serve([*system, *range(9000 + 500 * number, 9100 + 500 * number)], 40)
+        yield cached / (shared // _BLOCK_SIZE * _BLOCK_SIZE)
+
+
+def _chat(geometry: KvGeometry) -> float:
     pair, history, got, best = Pair(geometry, 16 * 1024), list(range(2, 302)), 0, 0
     for turn in range(8):
         cached, history = pair.serve(history, 200)
         got += cached
         best += 0 if not turn else (len(history) - 200 - 50 - 1) // _BLOCK_SIZE * _BLOCK_SIZE
         history += range(10_000 + 50 * turn, 10_050 + 50 * turn)
-    yield f"hits_{name}_chat", got / best, "cached tokens of eight turns of 50 and 200 tokens, over the best possible"
+    return got / best

@@ -32,6 +32,13 @@ def test_windows_leave_room_and_hits_are_the_best_possible() -> None:
     assert {value for name, value in figures.items() if name.startswith("hits")} == {1.0}
 
 
+def test_hybrids_go_on_from_checkpoints() -> None:
+    figures, _ = run_benchmark("memory_kinds", "--only", "lfm2_2_6b", "--rounds", "0")
+    requests = [figures[f"hits_lfm2_2_6b_system_240_request_{number}"] for number in (1, 2, 3)]
+    assert requests == [0, 0, 1], "the second one leaves a checkpoint where it parts from the first"
+    assert figures["resume_share_lfm2_2_6b_chat"] > 0.75
+
+
 def test_the_engine_runs_both_ways() -> None:
     figures, _ = run_benchmark("memory_kinds", "--only", "youtu", "--rounds", "1")
     assert figures["prefill_over_every_head"] > 0
