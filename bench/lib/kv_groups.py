@@ -16,7 +16,7 @@ from typing import Final
 
 from common.contracts.clock import ManualClock
 from common.contracts.hashing import block_digests, block_hash_of
-from common.contracts.lease import Inventory
+from common.contracts.lease import Inventory, RetainedTokens
 from common.contracts.types import KvGeometry, KvGroupKind, SequenceId
 from gpuworker.memory.byte_plan import GIB, bytes_per_block
 from gpuworker.memory.layout import LayerShape, Reach, geometry_of, with_groups, with_states
@@ -157,12 +157,15 @@ class Pair:
         self._agent.attached(0)
         self._ids = itertools.count()
 
-    def serve(self, prompt: Sequence[int], output: int) -> tuple[int, list[int]]:
-        """Serve a request alone; return its cached tokens, and prompt and output."""
+    def serve(self, prompt: Sequence[int], output: int, marked: int = 0) -> tuple[int, list[int]]:
+        """Serve a request alone; return its cached tokens, and prompt and output. It retains `marked` tokens."""
         digests = block_digests(bytes(32), prompt, _BLOCK_SIZE)
         hashes, last = tuple(map(block_hash_of, digests)), digests[-1] if digests else bytes(32)
         number, length = SequenceId(next(self._ids)), len(prompt) + output
-        self._agent.submit_sequence(NewSequence(number, "", tuple(prompt), hashes, last, length, StopRule(output)))
+        marks = (RetainedTokens(0, marked, 60, 300.0).blocks(_BLOCK_SIZE),) if marked else ()
+        stop = StopRule(output)
+        new = NewSequence(number, "", tuple(prompt), hashes, last, length, stop, retention=marks)
+        self._agent.submit_sequence(new)
         cached = 0
         while self._agent.has_work:
             if (said := self._agent.take_report()) is not None:
@@ -196,14 +199,16 @@ def hybrid_hit_figures(name: str) -> Iterator[Figure]:
     words = "cached tokens of a system prompt of 240, over all"
     for number, share in enumerate(itertools.islice(_shared_prompts(geometry, 240), 3), 1):
         yield f"hits_{name}_system_240_request_{number}", share, f"{words}, in request {number}"
+    _, second = itertools.islice(_shared_prompts(geometry, 240, marked=240), 2)
+    yield f"hits_{name}_system_240_marked", second, f"{words}, in request 2, where requests mark its end"
     yield f"resume_share_{name}_chat", _chat(geometry), "cached tokens of eight turns, over those of full attention"
 
 
-def _shared_prompts(geometry: KvGeometry, shared: int) -> Iterator[float]:
-    """Yield how much of a system prompt is cached in each of many requests."""
+def _shared_prompts(geometry: KvGeometry, shared: int, marked: int = 0) -> Iterator[float]:
+    """Yield how much of a system prompt is cached in each of many requests; they retain `marked` tokens."""
     pair, system = Pair(geometry, 16 * 1024), list(range(2, 2 + shared))
     for number in itertools.count():
-        cached, _ = pair.serve([*system, *range(9000 + 500 * number, 9100 + 500 * number)], 40)
+        cached, _ = pair.serve([*system, *range(9000 + 500 * number, 9100 + 500 * number)], 40, marked)
         yield cached / (shared // _BLOCK_SIZE * _BLOCK_SIZE)
 
 

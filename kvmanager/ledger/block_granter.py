@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import Final
 
-from common.contracts.lease import PARTIAL_REASON, RETENTION_REASON, Admit, Copy
+from common.contracts.lease import DEFAULT_RETENTION_PRIORITY, PARTIAL_REASON, RETENTION_REASON, Admit, Copy
 from common.contracts.turns import BY_AGE
 from common.contracts.types import (
     TENANT_CANDIDATE,
@@ -38,6 +38,8 @@ from kvmanager.ledger.shares import TenantShares
 _PASSES: Final = "passes one that lacks blocks"
 _REQUESTS: Final = 8
 """Requests that the record of a wait names at most."""
+_CHECKPOINTS: Final = 6
+"""Checkpoints that one admission gives at most: a request of Anthropic's Messages API marks four places."""
 _TENANTS: Final = 4
 """Tenants that the record of a wait names at most."""
 
@@ -391,13 +393,16 @@ def _with_checkpoints(config: LedgerConfig, sequence: Sequence, plan: GrantPlan,
     """Return a plan with checkpoints, as far as pages are left over.
 
     One stands at the last boundary before the prompt's last token, where the next turn of a chat goes on. Another one
-    stands where K and V of others end: they share what is before it, and no state was there.
+    stands where K and V of others end: they share what is before it, and no state was there. Others stand where ranges
+    end of which the request says how long they are retained, such as up to a mark `cache_control`.
     """
     size = next(run.pages for run in sequence.runs if run.checkpoints)
     last = min(config.hits_of(sequence.num_tokens), len(sequence.block_hashes))
     if not config.prefix_caching or not sequence.cacheable:
         return plan
-    wanted = [boundary for boundary in dict.fromkeys((last, min(sealed, last))) if boundary > plan.shared]
+    marked = [each.end for each in sequence.retention if each.priority > DEFAULT_RETENTION_PRIORITY]
+    boundaries = dict.fromkeys((last, min(sealed, last), *marked))
+    wanted = [boundary for boundary in boundaries if plan.shared < boundary <= last][:_CHECKPOINTS]
     room = (plan.left - config.stall_pages) // size
     places = sorted(boundary - 1 for boundary in wanted[: max(0, room)])
     taken = size * len(places)

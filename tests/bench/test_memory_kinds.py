@@ -36,6 +36,7 @@ def test_hybrids_go_on_from_checkpoints() -> None:
     figures, _ = run_benchmark("memory_kinds", "--only", "lfm2_2_6b", "--rounds", "0")
     requests = [figures[f"hits_lfm2_2_6b_system_240_request_{number}"] for number in (1, 2, 3)]
     assert requests == [0, 0, 1], "the second one leaves a checkpoint where it parts from the first"
+    assert figures["hits_lfm2_2_6b_system_240_marked"] == 1
     assert figures["resume_share_lfm2_2_6b_chat"] > 0.75
 
 
