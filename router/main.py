@@ -241,6 +241,7 @@ class RouterProcess:
             constraints=self._constraints,
             open_schemas=settings.open_schemas,
         )
+        validator.keeps_states = self.pool.keeps_states
         self._validator = WatchedValidator(validator, self._record_wrong_request)
         self._meter = Meter(quotas, clock, context, checkpoint.max_new_tokens, self.frontend.refuse_unread)
         self._metered = MeteredValidator(self._validator, self._meter)

@@ -394,13 +394,14 @@ def _with_checkpoints(config: LedgerConfig, sequence: Sequence, plan: GrantPlan,
 
     One stands at the last boundary before the prompt's last token, where the next turn of a chat goes on. Another one
     stands where K and V of others end: they share what is before it, and no state was there. Others stand where ranges
-    end of which the request says how long they are retained, such as up to a mark `cache_control`.
+    of its retention end, such as up to a mark `cache_control`; a router says so of the first message of a chat, with
+    the priority of all other blocks.
     """
     size = next(run.pages for run in sequence.runs if run.checkpoints)
     last = min(config.hits_of(sequence.num_tokens), len(sequence.block_hashes))
     if not config.prefix_caching or not sequence.cacheable:
         return plan
-    marked = [each.end for each in sequence.retention if each.priority > DEFAULT_RETENTION_PRIORITY]
+    marked = [each.end for each in sequence.retention if each.priority >= DEFAULT_RETENTION_PRIORITY]
     boundaries = dict.fromkeys((last, min(sealed, last), *marked))
     wanted = [boundary for boundary in boundaries if plan.shared < boundary <= last][:_CHECKPOINTS]
     room = (plan.left - config.stall_pages) // size

@@ -164,6 +164,12 @@ def _seconds(given: pb.CacheRetention | pb.RetentionRange, name: str) -> float:
     return min(getattr(given, name), _LONGEST) if given.HasField(name) else _LONGEST  # type: ignore[arg-type]
 
 
+async def first_message(chat: pb.Chat, prompt: Sequence[int], encode: Encode) -> tuple[RetainedTokens, ...]:
+    """Return the range of the first message of a chat. It stays no longer than other tokens: its end alone is said."""
+    end = await _end_of_messages(chat, 1, prompt, encode)
+    return (RetainedTokens(0, end, DEFAULT_RETENTION_PRIORITY, _LONGEST),) if end else ()
+
+
 async def _end_of_messages(chat: pb.Chat, count: int, prompt: Sequence[int], encode: Encode) -> int:
     """Return how many tokens of a prompt belong to the tools and the first messages of its chat.
 
@@ -257,6 +263,9 @@ class Validator:
         self._draw_seed = draw_seed
         self._constraints, self._open_schemas = constraints, open_schemas
         self._context = context or (lambda: checkpoint.max_model_len)
+        self.keeps_states: Callable[[], bool] = lambda: False
+        """Whether prompts go on from checkpoints of states alone. Then one is wanted behind the first message of a
+        chat, because other chats begin with it."""
 
     async def validate(
         self, request: inference_pb2.GenerateRequest, call: CallContext, embeds: bool = False
@@ -494,10 +503,16 @@ class Validator:
     async def _retention(
         self, request: inference_pb2.GenerateRequest, prompt: Sequence[int], highest: int
     ) -> tuple[RetainedTokens, ...]:
-        if not request.HasField("cache_retention") or request.cache.no_cache:
+        begins = self.keeps_states() and request.prompt.HasField("chat") and len(request.prompt.chat.messages) > 1
+        if request.cache.no_cache or not (begins or request.HasField("cache_retention")):
             return ()
         special = not request.HasField("add_special_tokens") or request.add_special_tokens
-        return await retained_tokens(request, prompt, highest, lambda each: self._codec.encode(each, special))
+
+        async def encode(each: inference_pb2.Prompt) -> Sequence[int]:
+            return await self._codec.encode(each, special)
+
+        retained = await retained_tokens(request, prompt, highest, encode)
+        return (*retained, *(await first_message(request.prompt.chat, prompt, encode) if begins else ()))
 
     def _closed(self, constraint: Constraint) -> Constraint:
         if self._open_schemas or constraint.kind is not ConstraintKind.JSON_SCHEMA:

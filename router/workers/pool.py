@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from common.contracts.clock import Clock, until_tick
 from common.contracts.errors import IdentityMismatch, QuireError, Unavailable
 from common.contracts.limits import MAX_LOGGED_REASONS
-from common.contracts.types import PoolIdentity
+from common.contracts.types import KvGroupKind, PoolIdentity
 from common.rpc.server import Dial, open_channel
 from router.contracts.identity import adopt, differences
 from router.placement.worker_model import Load, WorkerModel, WorkerState
@@ -159,6 +159,10 @@ class WorkerPool:
     def context(self, of_checkpoint: int) -> int:
         """Return the longest context that some connected worker offers, in tokens, at most the checkpoint's."""
         return min(of_checkpoint, max((model.capacity.max_model_len for model in self.models()), default=of_checkpoint))
+
+    def keeps_states(self) -> bool:
+        """Return whether layers of the model keep states, so that prompts go on from checkpoints alone."""
+        return any(group.kind is KvGroupKind.STATE for model in self.models() for group in model.capacity.groups)
 
     def absent(self) -> list[tuple[str, str]]:
         """Return (name, reason) of the workers that are not connected."""

@@ -189,3 +189,22 @@ async def test_a_beginning_that_cannot_be_rendered_retains_nothing() -> None:
     answer = pb.ChatMessage(role="assistant", content="b")
     found = await accepted(chat(USER, answer, USER, ranges=[to_message(2)]), validator(codec=Template()))
     assert found.retention == ()
+
+
+async def test_where_layers_keep_states_the_end_of_the_first_message_is_said() -> None:
+    """It stays no longer than other tokens; a chat of one message, and one that is not cached, say nothing."""
+    answer = pb.ChatMessage(role="assistant", content="b")
+    whole, alone, uncached = chat(USER, USER), chat(USER), chat(USER, USER)
+    uncached.cache.no_cache = True
+    whole.ClearField("cache_retention")
+    for message, wanted in (
+        (whole, (RetainedTokens(0, 5, 35, ALL),)),
+        (chat(USER, USER, ranges=[to_message(2)]), (RetainedTokens(0, 11, 80, 60.0), RetainedTokens(0, 5, 35, ALL))),
+        (alone, ()),
+        (uncached, ()),
+        (chat(answer, USER), ()),
+    ):
+        of_states = validator(codec=Template())
+        of_states.keeps_states = lambda: True
+        assert (await accepted(message, of_states)).retention == wanted
+    assert (await accepted(whole, validator(codec=Template()))).retention == ()

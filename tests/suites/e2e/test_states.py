@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 from cli.suite.stack import StackOptions
+from quire.inference.v1 import inference_pb2 as pb
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, hf_greedy
 from tests.support.load import kill
 from tests.support.suite import cached_tokens, greedy, running_suite
@@ -65,3 +66,22 @@ async def test_a_chat_goes_on_from_checkpoints_also_behind_a_new_manager(tmp_pat
         assert cached_tokens(parted) == 0
         again = await suite.generate(greedy([*PROMPTS[2][:30], 11], answer))
         assert (again.tokens, cached_tokens(again)) == (hf_greedy(folder, [*PROMPTS[2][:30], 11], answer), 28)
+
+
+async def test_the_second_chat_with_one_system_prompt_goes_on_behind_it(tmp_path: Path) -> None:
+    """The first one leaves a checkpoint at the end of its first message, although it goes on."""
+    folder, system = checkpoint("qwen3_next"), "Answer in words of few letters, and be kind."
+    flags = ("--dtype", "float32", "--kv-blocks", "400", "--max-model-len", "160", "--max-num-seqs", "6")
+    options = StackOptions(model=folder, block_size=4, worker_flags=flags)
+    async with running_suite(tmp_path, options) as suite:
+        for number, question in enumerate(("Who are you?", "What is new?")):
+            request = greedy([], 8)
+            request.prompt.chat.messages.add(role="system", content=system)
+            request.prompt.chat.messages.add(role="user", content=question)
+            outcome = await suite.generate(request)
+            alone = pb.GenerateRequest()
+            alone.CopyFrom(request)
+            alone.cache.no_cache = True
+            assert (await suite.generate(alone)).tokens == outcome.tokens
+            assert (cached_tokens(outcome) > len(system)) == bool(number)
+            await suite.until_all_free(1)
