@@ -107,6 +107,7 @@ def _copy_sequence(old: Sequence) -> Sequence:
     twin.partial_hashes = old.partial_hashes.copy()
     twin.block_table = old.block_table.copy()
     twin.tables = tuple([table.copy() for table in old.tables])
+    twin.checkpoints = next((table for table in twin.tables if table.checkpoints), None)
     if isinstance(old.drafter, Guesser):
         twin.drafter = old.drafter.copy()
     return twin
@@ -164,4 +165,5 @@ def _sequence_key(sequence: Sequence) -> tuple[object, ...]:
         sequence.trimmed,
         sequence.preemptions,
         sequence.leaves,
+        sequence.loads,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 from common.contracts.hashing import all_partial_hashes, block_hash_of, little_endian_int32, next_digest
-from common.contracts.types import BlockHash
+from common.contracts.types import BlockHash, BlockId
 
 NOTHING = 0
 ROOT_LINK = bytes(32)
@@ -41,6 +41,11 @@ def path(tokens: tuple[int, ...]) -> list[int]:
 
 def token_of(node: int) -> int:
     return _tokens[node]
+
+
+def depth(node: int) -> int:
+    """Return how many tokens a prefix has."""
+    return _depths[node]
 
 
 def ancestor(node: int, steps: int) -> int:
@@ -95,7 +100,8 @@ def parent_key(of: BlockHash, block_size: int) -> BlockHash | None:
 class Device:
     """The KV cache of one worker: per block, the node that each slot holds.
 
-    Where the pool has groups, `slots` are those of pages, and hold a node as its part of a place (`as_part`).
+    Where the pool has groups, `slots` are those of pages, and hold a node as its part of a place (`as_part`). All slots
+    of a checkpoint's pages hold the node of the last token before it.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -121,6 +127,12 @@ class Device:
                 return None
             node = _parents[node]
         return key(slots[-1], self.block_size)
+
+    def state_in(self, page: BlockId, part: int) -> int | None:
+        """Return the node behind whose token a page holds its part of the states; None: it holds no states."""
+        held = set(self.slots[page])
+        node = held.pop() - as_part(NOTHING, part)
+        return node if not held and NOTHING < node < len(_parents) else None
 
     def clone(self) -> Device:
         twin = Device(0, self.block_size)

@@ -1,6 +1,7 @@
 """The invariants I1 to I14 of the lease protocol, checked on a world after every event.
 
-Where the pool has groups, I3 and I4 hold in every page of a block, and I26 and I29 are checked too. I33 is that
+Where the pool has groups, I3 and I4 hold in every page of a block, and I26 and I29 are checked too. I28 is that a row
+goes on from the states of its own tokens, I31 that no checkpoint stands behind a sequence's last token. I33 is that
 messages tell of no groups where the pool has none.
 
 I15, the order in which blocks are granted, is checked by `liveness.py` alone.
@@ -117,12 +118,30 @@ def _fill_is_true(world: World) -> None:
         nodes = world.paths[sequence.id]
         for layers, table in zip(world.layers, world.tables_of(sequence), strict=True):
             for index, block in enumerate(table[:: layers.pages]):
-                if block != TRIMMED and not _holds(world, layers, table, nodes, index):
+                if layers.keeps_states:
+                    _checkpoint_is_true(world, sequence.id, nodes, index, block)
+                elif block != TRIMMED and not _holds(world, layers, table, nodes, index):
                     text = f"block {block} is filled to {blocks.fill[block]}"
                     raise Violation("I3", f"{text}, but not with block {index} of sequence {sequence.id}")
     for block, claimed in blocks.content.items():
         if not _is_whole(world, claimed.group, world.pages_of(block), claimed.hash):
             raise Violation("I4", f"the worker claims content of block {block} that the block does not hold")
+
+
+def _checkpoint_is_true(world: World, sequence: SequenceId, nodes: list[int], index: int, block: BlockId) -> None:
+    """I28: a checkpoint that counts as saved holds the states behind its place of each table. I31: none is deeper.
+
+    A source may be registered at the manager alone: a reset makes the worker forget claims that nobody holds.
+    """
+    fill, size = world.agent._blocks.fill, world.scenario.block_size
+    if block == TRIMMED or not fill[block]:
+        return
+    if (index + 1) * size > len(world.agent._sequences[sequence].tokens):
+        raise Violation("I31", f"block {block} is sealed behind the last token of sequence {sequence}")
+    if not _is_whole(
+        world, len(world.layers) - 1, world.pages_of(block), content.key(nodes[(index + 1) * size - 1], size)
+    ):
+        raise Violation("I28", f"block {block} does not hold the states behind place {index} of sequence {sequence}")
 
 
 def _holds(world: World, layers: Layers, table: Items[BlockId], nodes: list[int], index: int) -> bool:
@@ -137,10 +156,15 @@ def _holds(world: World, layers: Layers, table: Items[BlockId], nodes: list[int]
 
 def _is_whole(world: World, group: int, pages: Items[BlockId], key: BlockHash) -> bool:
     """Return whether the pages of a block of a group are all that hold the content of a hash, each its part."""
-    layers = world.layers[group]
-    return len(pages) == layers.pages and all(
-        world.device.block_key(page, part) == key for part, page in enumerate(pages, start=layers.first_part)
-    )
+    layers, device, size = world.layers[group], world.device, world.scenario.block_size
+    parts = enumerate(pages, start=layers.first_part)
+    if len(pages) != layers.pages:
+        return False
+    if layers.keeps_states:
+        nodes = {device.state_in(page, part) for part, page in parts}
+        node = nodes.pop()
+        return not nodes and node is not None and content.depth(node) % size == 0 and content.key(node, size) == key
+    return all(device.block_key(page, part) == key for part, page in parts)
 
 
 def _registered_content_is_true(world: World, ledger: Ledger) -> None:
@@ -264,9 +288,12 @@ def _stalls_are_short(world: World) -> None:
 def _lacks(world: World, sequence: SequenceId) -> int:
     """Return how many pages a sequence lacks at the first place where a table has no block."""
     tables = world.tables_of(world.agent._sequences[sequence])
-    places = [len(table) // layers.pages for layers, table in zip(world.layers, tables, strict=True)]
-    covered = min(places)
-    return sum(layers.pages for layers, there in zip(world.layers, places, strict=True) if there == covered)
+    both = [
+        (layers.pages, table) for layers, table in zip(world.layers, tables, strict=True) if not layers.keeps_states
+    ]
+    places = [(len(table) // pages, pages) for pages, table in both]
+    covered = min(there for there, _ in places)
+    return sum(pages for there, pages in places if there == covered)
 
 
 def _owes_report(agent: LeaseAgent) -> bool:

@@ -155,7 +155,7 @@ def _copy_sequence(old: Sequence) -> Sequence:
 
 
 def _copy_run(old: Run) -> Run:
-    new = Run(old.group, old.pages)
+    new = Run(old.group, old.pages, old.checkpoints)
     new.table, new.trimmed = old.table.copy(), old.trimmed
     return new
 

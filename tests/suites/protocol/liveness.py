@@ -268,6 +268,8 @@ def episode_in_groups(seed: int) -> Episode:
     kinds = rng.choices((KvGroupKind.WINDOW, KvGroupKind.CHUNK), k=rng.choice((1, 1, 2)))
     runs = [KvGroup(kind, rng.randint(1, 5 * size), rng.choice((1, 1, 3)), ()) for kind in kinds]
     groups = (KvGroup(KvGroupKind.FULL, 0, rng.choice((1, 2)), ()), *runs)
+    if rng.random() < 0.5:
+        groups = (*groups[: rng.choice((1, 2))], KvGroup(KvGroupKind.STATE, 0, rng.choice((1, 4, 20)), ()))
     pages = sum(group.pages * held_blocks(group, blocks, size) for group in groups)
     config = replace(found.config, window=0, groups=groups, num_blocks=pages + rng.choice((0, 1, pages // 4)))
     return replace(found, config=config)

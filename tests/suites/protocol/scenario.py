@@ -95,6 +95,11 @@ class Layers:
     pages: int
     first_part: int = 0
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether blocks are checkpoints of states, and no K/V."""
+        return self.kind is KvGroupKind.STATE
+
     def first_read(self, position: int) -> int:
         """Return the first position that the token at a position reads."""
         if self.kind is KvGroupKind.CHUNK:

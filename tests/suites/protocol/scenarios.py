@@ -47,14 +47,22 @@ BEGINNING = (Request((1,), 3, no_cache=True), Request((0, 1, 0, 1, 1, 0, 0), 1))
 OUTRANKED = (*BEGINNING, Request((1, 1), 1, no_cache=True), Request((0, 0), 1, priority=1, no_cache=True))
 """Behind the one that begins, one of its priority waits, and one of a higher priority comes."""
 
-_FULL, _WINDOW, _CHUNK = KvGroupKind.FULL, KvGroupKind.WINDOW, KvGroupKind.CHUNK
+_FULL, _WINDOW, _CHUNK, _STATE = KvGroupKind.FULL, KvGroupKind.WINDOW, KvGroupKind.CHUNK, KvGroupKind.STATE
 WINDOW_FULL = (KvGroup(_FULL, 0, 1, ()), KvGroup(_WINDOW, 4, 1, ()))
 CHUNK = (KvGroup(_FULL, 0, 1, ()), KvGroup(_CHUNK, 4, 1, ()))
 COMPOUND = (KvGroup(_FULL, 0, 2, ()), KvGroup(_WINDOW, 5, 3, ()))
 THREE = (KvGroup(_FULL, 0, 1, ()), KvGroup(_WINDOW, 3, 2, ()), KvGroup(_CHUNK, 6, 1, ()))
+STATE = (KvGroup(_FULL, 0, 1, ()), KvGroup(_STATE, 0, 3, ()))
+STATE_WINDOW = (KvGroup(_FULL, 0, 2, ()), KvGroup(_WINDOW, 4, 1, ()), KvGroup(_STATE, 0, 2, ()))
 
 IN_GROUPS = (Request((0, 1, 0, 1, 1, 0, 0), 1), Request((0, 1, 0, 1, 1, 1), 2))
 """They have two blocks in common, and a token behind these reads both in a window, and none in a chunk of four."""
+
+ONE_TURN = (Request((0, 1, 0, 1, 1), 1), Request((0, 1, 0, 1, 0), 2))
+"""The second goes on from the checkpoint that the first leaves behind the two blocks that they have in common."""
+
+LONGER_TURN = (ONE_TURN[0], Request((0, 1, 0, 1, 0, 1, 1, 0, 1), 1))
+"""In a pool of seven pages, the second has no place beside the checkpoint of the first."""
 
 TINY: dict[str, Scenario] = {
     "peace": Scenario(TWO_SHARERS, 3),
@@ -115,6 +123,18 @@ TINY: dict[str, Scenario] = {
     ),
     "compound_pressure": Scenario((Request((0, 1), 3), Request((1,), 3)), 17, groups=COMPOUND, budget=3),
     "three": Scenario(TWO_SHARERS, 13, groups=THREE, max_faults=1, faults={"cancel": 1}),
+    "state": Scenario(ONE_TURN, 9, groups=STATE, budget=6, max_num_seqs=1, max_faults=1, faults={"cancel": 1}),
+    "state_together": Scenario(TWO_SHARERS, 13, groups=STATE, budget=6),
+    "state_tight": Scenario(LONGER_TURN, 7, groups=STATE, budget=8, max_num_seqs=1, max_faults=1, faults={"cancel": 1}),
+    "state_break": Scenario(
+        (Request((0, 1, 0), 2),), 7, groups=STATE, max_faults=2, faults={"stream_break": 1, "reset": 1}
+    ),
+    "state_break_reuse": Scenario(
+        ONE_TURN, 9, groups=STATE, budget=6, max_num_seqs=1, max_faults=1, faults={"stream_break": 1}
+    ),
+    "state_window": Scenario(
+        IN_GROUPS, 18, groups=STATE_WINDOW, budget=8, max_num_seqs=1, max_faults=1, faults={"cancel": 1}
+    ),
     "index_groups": Scenario(
         (Request((0, 1, 0, 0), 1),),
         6,
@@ -168,6 +188,12 @@ _CONTINUED = tuple(
 )
 """Prompts that begin alike and come after each other, where few run at once."""
 
+_CHATS = tuple(
+    Request((*SHARED[: 2 + 2 * (n % 3)], n // 3 % 2), 3 + n % 4, priority=int(n % 4 == 3), no_cache=n % 5 == 4)
+    for n in range(10)
+)
+"""Short prompts that go on from each other, and some that outrank them."""
+
 _DRAFTING = tuple(replace(each, drafts=number % 3 != 1) for number, each in enumerate(_MIXED))
 
 _DIVERGING = tuple(
@@ -200,9 +226,13 @@ def in_any_groups(seed: int) -> Scenario:
     rng = random.Random(seed)
     size, some = rng.choice((1, 2, 2, 4)), rng.choice(_ANY)
     runs = [KvGroup(kind, rng.randint(1, 12), rng.randint(1, 3), ()) for kind in rng.choices((_WINDOW, _CHUNK), k=3)]
-    groups = (KvGroup(_FULL, 0, rng.randint(1, 3), ()), *runs[: rng.randint(1, 3)])
+    states = (KvGroup(_STATE, 0, rng.randint(1, 9), ()),) * (rng.random() < 0.5)
+    groups = (KvGroup(_FULL, 0, rng.randint(1, 3), ()), *runs[: rng.randint(0 if states else 1, 3)], *states)
     kept = RetainedBlocks(rng.randrange(3), rng.randint(3, 6), rng.choice((0, 80)), 60.0)
-    requests = tuple(replace(each, retention=(kept,) if rng.random() < 0.2 else ()) for each in some)
+    requests = tuple(
+        replace(each, retention=(kept,) if rng.random() < 0.2 else (), drafts=each.drafts and not states)
+        for each in some
+    )
     least = max(
         blocks_needed(len(each.prompt), len(each.prompt) + each.max_tokens, size, 0, groups) for each in requests
     )
@@ -271,5 +301,16 @@ LARGE: dict[str, Scenario] = {
     "three_forks": Scenario(_FORKS, 34, groups=THREE, budget=4),
     "three_drafts": Scenario(_DRAFTING, 40, groups=THREE, budget=12, with_index=True, runway_slots=4),
     "three_wide_blocks": Scenario(_MIXED, 24, block_size=4, groups=THREE, budget=5, with_index=True),
+    "state": Scenario(_CONTINUED, 18, groups=STATE, budget=5, max_num_seqs=2, with_index=True),
+    "state_mixed": Scenario(_MIXED, 22, groups=STATE, budget=6, runway_slots=4, runway_reach=8),
+    "state_tight": Scenario(_CONTINUED, 10, groups=STATE, budget=4),
+    "state_forks": Scenario(_FORKS, 22, groups=STATE, budget=4),
+    "state_priorities": Scenario(_PRIORITIES, 12, groups=STATE, budget=6, max_num_seqs=3),
+    "state_tenants": Scenario(_TENANTS, 13, groups=STATE, budget=6, max_num_seqs=3),
+    "state_window": Scenario(_CONTINUED, 30, groups=STATE_WINDOW, budget=5, max_num_seqs=2, with_index=True),
+    "state_window_tight": Scenario(_LONG_PROMPTS, 33, groups=STATE_WINDOW, budget=9),
+    "state_window_mixed": Scenario(_MIXED, 32, groups=STATE_WINDOW, budget=4),
+    "state_chats": Scenario(_CHATS, 11, groups=STATE, budget=3, max_num_seqs=3),
+    "state_wide_blocks": Scenario(_MIXED, 12, block_size=4, groups=STATE, budget=5, with_index=True),
     "window_wide_blocks": Scenario(_CONTINUED, 6, block_size=4, window=3, budget=6, max_num_seqs=2, with_index=True),
 }

@@ -100,6 +100,8 @@ class State:
     # Resets of the prefix cache so far, and the blocks that the last one dropped and no step has written since.
     resets: int
     dropped: frozenset[BlockId]
+    # Where layers keep states: the node behind whose token a sequence's states are, as the device has them.
+    states: dict[SequenceId, int]
     # The copy of a part of a block that a sequence was granted last and that has not run, and the session of the grant.
     copying: dict[SequenceId, tuple[Copy, int]]
     # Whether the last event may have changed the worker, and the managers; hashes of their parts of the key, if known.
@@ -111,6 +113,11 @@ class State:
     @property
     def agent(self) -> LeaseAgent:
         return self.worker.agent
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers keep states, whose checkpoints are the blocks of the last group."""
+        return self.layers[-1].keeps_states
 
     def tables_of(self, sequence: Sequence) -> list[list[BlockId]]:
         """Return the tables of pages that a sequence of the worker has, one for each of the groups of layers."""

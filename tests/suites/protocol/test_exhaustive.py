@@ -18,10 +18,12 @@ FIRST = 6_000
 QUICK = (
     *("peace", "cancel_nested", "nested_senior", "worker_crash", "manager_crash", "fork", "tenants"),
     *("window_reuse", "window_full_reuse", "chunk", "compound", "three"),
+    *("state", "state_together", "state_tight"),
 )
 SMALL = (
     *("break", "break_stop", "reset", "hand_over"),
     *("window_full", "window_full_break", "compound_break", "compound_pressure"),
+    *("state_break", "state_break_reuse", "state_window"),
 )
 WIDE = tuple(name for name in TINY if name not in (*QUICK, *SMALL))
 WIDEST = "parts_aged"

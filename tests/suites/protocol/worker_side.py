@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from common.contracts.hashing import MIN_PARTIAL_BLOCK, block_hash_of
 from common.contracts.lease import Attach, AttachOk, Copy, Inventory
 from common.contracts.types import TRIMMED, BlockId, FinishReason, KvGeometry, PoolIdentity, SequenceId
-from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan, StepResult
+from gpuworker.scheduling.batch_plan import Checkpoint, ScheduledRow, StepPlan, StepResult
 from gpuworker.scheduling.drafting import NO_PRICES, Speculation, verified
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.lease_session import LeaseSession
@@ -49,6 +50,7 @@ class WorkerSide(State):
         self.worker = LeaseSession(LeaseAgent(config), attach)
         self.device = Device(sizes.num_blocks, sizes.block_size)
         self.dropped = frozenset()
+        self.states: dict[SequenceId, int] = {}
         self.paths: dict[SequenceId, list[int]] = {}
         self.request_of: dict[SequenceId, int] = {}
         self.flights: tuple[tuple[StepPlan, StepResult], ...] = ()
@@ -102,19 +104,59 @@ class WorkerSide(State):
         return True
 
     def _write(self, plan: StepPlan) -> None:
-        """Make every row's writes, then every row's reads; compare each read slot by slot, in every page."""
+        """Make every row's writes, then every row's reads; compare each read slot by slot, in every page.
+
+        Checkpoints of states are loaded before the rows, and saved behind them.
+        """
+        self._load_states(plan.loads)
         for row in plan.rows:
             nodes = self._with_drafts(row)
             for position in range(row.start, row.start + row.length + len(row.drafts)):
-                for layers, table in zip(self.layers, row.tables or (row.blocks,), strict=True):
+                for layers, table in self._tables_of_kv(row):
                     self._write_slot(layers, table, position, nodes[position])
         for row in plan.rows:
             nodes, end = self._with_drafts(row), row.start + row.length + len(row.drafts)
             if row.samples != (end == len(nodes)):
                 raise Violation("I3", f"sequence {row.sequence} samples at {end} of {len(nodes)} tokens")
-            for layers, table in zip(self.layers, row.tables or (row.blocks,), strict=True):
+            for layers, table in self._tables_of_kv(row):
                 for position in range(layers.first_read(row.start), end):
                     self._read_slot(row, layers, table, position, nodes[position])
+            if self.keeps_states:
+                self._go_on(row, nodes)
+        self._save_states(plan.saves)
+
+    def _tables_of_kv(self, row: ScheduledRow) -> Iterator[tuple[Layers, Items[BlockId]]]:
+        """Yield the layers that attend, and the tables of pages that a row has for them."""
+        for layers, table in zip(self.layers, row.tables or (row.blocks,), strict=True):
+            if not layers.keeps_states:
+                yield layers, table
+
+    def _go_on(self, row: ScheduledRow, nodes: list[int]) -> None:
+        """I28: a row goes on from the states behind exactly the tokens before it."""
+        before = nodes[row.start - 1] if row.start else content.NOTHING
+        if row.start and self.states.get(row.sequence) != before:
+            raise Violation("I28", f"sequence {row.sequence} goes on at {row.start}: not from the states of its tokens")
+        self.states[row.sequence] = nodes[row.start + row.length - 1]
+
+    def _load_states(self, checkpoints: Items[Checkpoint]) -> None:
+        first, pages = self.layers[-1].first_part, self.layers[-1].pages
+        for each in checkpoints:
+            found = {self.device.state_in(page, part) for part, page in enumerate(each.pages, first)}
+            node = found.pop()
+            if found or node is None or TRIMMED in each.pages or len(each.pages) != pages:
+                raise Violation("I28", f"sequence {each.sequence} loads states from pages that hold none")
+            self.states[each.sequence] = node
+
+    def _save_states(self, checkpoints: Items[Checkpoint]) -> None:
+        """Write states of sequences into pages, of which the worker says nothing yet."""
+        blocks = self.agent._blocks
+        for each in checkpoints:
+            for part, page in enumerate(each.pages, self.layers[-1].first_part):
+                if page == TRIMMED or blocks.made is None or blocks.made.block_of(page) in blocks.content:
+                    raise Violation("I4", f"a step saves states into page {page} of a sealed block, or of none")
+                held = content.as_part(self.states[each.sequence], part)
+                self.device.slots[page] = [held] * self.scenario.block_size
+                self.dropped -= {page}
 
     def _write_slot(self, layers: Layers, table: Items[BlockId], position: int, node: int) -> None:
         place, offset = divmod(position, self.scenario.block_size)
@@ -161,6 +203,8 @@ class WorkerSide(State):
         return True
 
     def _settle(self, completion: Completion) -> None:
+        for sequence in completion.forgotten:
+            self.states.pop(sequence, None)
         for sequence, tokens in completion.tokens.items():
             self.delivered[self.request_of[sequence]].extend(tokens)
         for end in completion.finished:

@@ -181,6 +181,7 @@ class World(WorkerSide, ManagerSide):
         twin.worker.agent = copy_agent(self.worker.agent)
         twin.paths = {sequence: nodes.copy() for sequence, nodes in self.paths.items()}
         twin.copying, twin.request_of = self.copying.copy(), self.request_of.copy()
+        twin.states = self.states.copy()
         twin.delivered, twin.ended = [tokens.copy() for tokens in self.delivered], self.ended.copy()
 
     def state_key(self) -> tuple[object, ...]:
@@ -206,6 +207,7 @@ class World(WorkerSide, ManagerSide):
             tuple([(s, r, self.paths[s][-1]) for s, r in self.request_of.items()]),
             tuple(self.ended),
             tuple(self.held_sources()),
+            tuple(self.states.items()),
         )
 
     def held_sources(self) -> list[tuple[SequenceId, Copy]]:
