@@ -352,7 +352,7 @@ def _plan_in_groups(state: LedgerState, sequence: Sequence, found: RememberedMat
         without = replace(found, hits=[], runs=_no_hits(state.config), cached_hits=0)
         other, lacking = _plan_on_hits(state, sequence, without)
         if lacking <= 0:
-            return replace(other, match=replace(found.match, hit_blocks=0)), lacking
+            return replace(other, match=PrefixMatch(0, MissReason.UNRESUMABLE, len(found.hits))), lacking
     return plan, missing
 
 
@@ -598,7 +598,7 @@ def _await(store: BlockStore, hits: list[BlockId]) -> int:
 
 _MISSES: Final = {
     MissReason.DIVERGED_AT: "never seen from block {} on",
-    MissReason.UNRESUMABLE: "K and V of {} blocks are there, and no checkpoint of states behind them",
+    MissReason.UNRESUMABLE: "K and V of {} blocks are there, and no checkpoint of states, or no room for it",
 }
 
 
