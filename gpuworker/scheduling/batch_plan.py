@@ -25,6 +25,7 @@ class ScheduledRow(NamedTuple):
     layer reads any more. When `samples`, the last position holds the last token so far and the next one is sampled.
     The `drafts` are guesses for the tokens from there on. Each is computed, too, at the next position, and samples.
     Where the pool has groups, `tables` has a table of pages for each group: those of its blocks, one after the other.
+    That of checkpoints names blocks by their first pages.
     """
 
     sequence: SequenceId

@@ -10,13 +10,15 @@ from common.contracts.types import TRIMMED, BlockId
 class GroupTable:
     """The pages of a sequence's blocks in one group, `size` a block; `trimmed` leading blocks are TRIMMED.
 
-    A table of `checkpoints` has a block only where the sequence goes on from one, or is to leave one.
+    A table of `checkpoints` has a block only where the sequence goes on from one, or is to leave one. It names blocks
+    by their first pages, and `size` is 1: a checkpoint may have hundreds of pages, and most places have none.
     """
 
     __slots__ = ("_snapshot", "checkpoints", "pages", "size", "trimmed")
 
-    def __init__(self, size: int, checkpoints: bool = False) -> None:
-        self.size, self.checkpoints = size, checkpoints
+    def __init__(self, pages: int, checkpoints: bool = False) -> None:
+        """`pages` are those of a block."""
+        self.size, self.checkpoints = 1 if checkpoints else pages, checkpoints
         self.empty()
 
     def __len__(self) -> int:

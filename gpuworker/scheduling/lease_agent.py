@@ -423,8 +423,8 @@ class BlockCloser:
         """Seal the blocks of a place in every group behind the first: a checkpoint where the row left one."""
         block_hash, end = sequence.block_hashes[index], row.start + row.length
         for group in range(1, len(self._groups)):
-            table, at = row.tables[group], index * self._groups[group].pages
-            states = self._groups[group].kind is KvGroupKind.STATE
+            table, states = row.tables[group], self._groups[group].kind is KvGroupKind.STATE
+            at = index if states else index * self._groups[group].pages
             if states and (end != (index + 1) * self._block_size or at >= len(table) or table[at] == TRIMMED):
                 continue
             block = table[at]
@@ -580,11 +580,7 @@ class GrantApplier:
         for table, named in zip(sequence.tables, (admit.block_table, *admit.runs), strict=bool(self._groups)):
             self._give_table(table, named)
         if sequence.checkpoints is not None and admit.n_shared:
-            sequence.loads = tuple(
-                sequence.checkpoints.pages[(admit.n_shared - 1) * sequence.checkpoints.size :][
-                    : sequence.checkpoints.size
-                ]
-            )
+            sequence.loads = self._pages_of(sequence.checkpoints.block(admit.n_shared - 1))
         self._blocks.hold([block for table in sequence.tables[1:] for block in table.blocks()])
         if empty := leading_empty(admit.block_table):
             sequence.trimmed = empty
@@ -596,11 +592,16 @@ class GrantApplier:
 
     def _give_table(self, table: GroupTable, named: Iterable[BlockId]) -> None:
         """Fill a table with the pages of the blocks that a grant names."""
-        made = self._blocks.made
-        assert made is not None
         for block in named:
             table.trimmed += block == TRIMMED and table.trimmed == len(table)
-            table.append([TRIMMED] * table.size if block == TRIMMED else made.pages[block])
+            if table.checkpoints:
+                table.append((block,))
+            else:
+                table.append([TRIMMED] * table.size if block == TRIMMED else self._pages_of(block))
+
+    def _pages_of(self, block: BlockId) -> tuple[BlockId, ...]:
+        assert self._blocks.made is not None
+        return self._blocks.made.pages[block]
 
     def _uncover_last_known(self, sequence: Sequence, n_shared: int) -> None:
         """Leave the slot of the last token unfilled in a copied block: its logits must be computed."""

@@ -330,9 +330,8 @@ class StepScheduler:
             sequence.loads = None
         place, rest = divmod(sequence.num_computed_tokens, size)
         if not rest and table.next_checkpoint(place - 1) == place - 1:
-            step.saves.append(
-                Checkpoint(sequence.id, tuple(table.pages[(place - 1) * table.size : place * table.size]))
-            )
+            assert self.blocks.made is not None
+            step.saves.append(Checkpoint(sequence.id, self.blocks.made.pages[table.block(place - 1)]))
 
     def _kept_for_decodes(self, slots: int) -> int:
         """Return how many blocks of the pool a prompt leaves to decodes: a part of those that they bind so soon."""

@@ -90,8 +90,12 @@ def _pages_are_in_one_block(world: World) -> None:
             raise Violation("I26", f"sequence {sequence.id} has two tables of the first group")
         for group, table in enumerate(sequence.tables):
             for place, block in enumerate(table.blocks()):
+                if block == TRIMMED:
+                    continue
                 pages = tuple(table.pages[place * table.size : (place + 1) * table.size])
-                if block != TRIMMED and (made.group[block], made.pages[block]) != (group, pages):
+                if table.checkpoints and pages == (block,):
+                    pages = made.pages[block]  # it names blocks by their first pages
+                if (made.group[block], made.pages[block]) != (group, pages):
                     raise Violation("I26", f"place {place} of sequence {sequence.id} has no block of group {group}")
 
 
@@ -117,7 +121,7 @@ def _fill_is_true(world: World) -> None:
     for sequence in world.agent._sequences.values():
         nodes = world.paths[sequence.id]
         for layers, table in zip(world.layers, world.tables_of(sequence), strict=True):
-            for index, block in enumerate(table[:: layers.pages]):
+            for index, block in enumerate(table if layers.keeps_states else table[:: layers.pages]):
                 if layers.keeps_states:
                     _checkpoint_is_true(world, sequence.id, nodes, index, block)
                 elif block != TRIMMED and not _holds(world, layers, table, nodes, index):

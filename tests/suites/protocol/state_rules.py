@@ -59,8 +59,9 @@ def save_behind_the_chunk(scheduler: StepScheduler, sequence: WorkerSequence, st
     had, first = len(step.saves), next((place for place, block in enumerate(table.blocks()) if block != TRIMMED), 0)
     _note_states(scheduler, sequence, step)
     if len(step.saves) == had and sequence.num_computed_tokens >= (first + 1) * size:
-        pages = tuple(table.pages[first * table.size : (first + 1) * table.size])
-        step.saves += [Checkpoint(sequence.id, pages)] * (TRIMMED not in pages)
+        made, block = scheduler.blocks.made, table.block(first)
+        if made is not None and block != TRIMMED:
+            step.saves.append(Checkpoint(sequence.id, made.pages[block]))
 
 
 def seal_every_checkpoint(
@@ -99,6 +100,16 @@ def hit_without_states(matcher: GroupMatcher) -> GroupMatch:
     hits = matcher._cache.find_longest_prefix(matcher._hashes, found.sealed)
     runs = tuple([RunHits(len(hits), []) for _ in found.runs])
     return found._replace(hits=hits, runs=runs, match=replace(found.match, hit_blocks=len(hits)))
+
+
+def hit_with_earlier_states(matcher: GroupMatcher) -> GroupMatch:
+    """K/V alone decides how deep a prompt hits, and it goes on from the deepest checkpoint before that."""
+    found, deeper = _match(matcher), hit_without_states(matcher)
+    if not found.hits or len(deeper.hits) == len(found.hits):
+        return found
+    *others, states = found.runs
+    runs = (*others, RunHits(len(deeper.hits) - 1, states.blocks))
+    return deeper._replace(runs=runs)
 
 
 def wait_for_what_is_hit(state: LedgerState, sequence: Sequence, found: RememberedMatch) -> tuple[GrantPlan, int]:
