@@ -22,6 +22,7 @@ FULL = KvGroup(KvGroupKind.FULL, 0, 1, ())
 WINDOW = KvGroup(KvGroupKind.WINDOW, 8, 2, ())
 WIDE = KvGroup(KvGroupKind.WINDOW, 16, 1, ())
 CHUNK = KvGroup(KvGroupKind.CHUNK, 8, 1, ())
+STATE = KvGroup(KvGroupKind.STATE, 0, 3, ())
 OWNERS = {"p": SequenceId(1), "q": SequenceId(2)}
 PLACES = 8
 KEYS = hashes(prompt(PLACES * SIZE), SIZE)
@@ -136,6 +137,34 @@ def test_leading_blocks_are_shared_before_they_are_filled(
     assert found(matched(25, groups, *pictures)) == (hits, (0,))
 
 
+@pytest.mark.parametrize(
+    ("groups", "pictures", "hits", "unread", "why"),
+    [
+        ((FULL, STATE), ("xxxxx", "....x"), 5, (4,), (MissReason.DIVERGED_AT, 5)),
+        ((FULL, STATE), ("xxxxx", ".x.x."), 4, (3,), (MissReason.UNRESUMABLE, 5)),
+        ((FULL, STATE), ("xxxxx", "....."), 0, (0,), (MissReason.UNRESUMABLE, 5)),
+        ((FULL, STATE), ("xxxxx", "x...o"), 1, (0,), (MissReason.EVICTED, 0)),
+        ((FULL, STATE), ("xxxxx", "x..o."), 1, (0,), (MissReason.UNRESUMABLE, 5)),
+        ((FULL, STATE), ("xxpp", ".x.."), 2, (1,), (MissReason.UNRESUMABLE, 4)),
+        ((FULL, STATE), ("pppp", ""), 0, (0,), (MissReason.UNRESUMABLE, 4)),
+        ((FULL, STATE), ("", ""), 0, (0,), (MissReason.NEVER_SEEN, 0)),
+        ((FULL, WINDOW, STATE), ("xxxxx", "..xxx", ".x..x"), 5, (3, 4), (MissReason.DIVERGED_AT, 5)),
+        ((FULL, WINDOW, STATE), ("xxxxx", "xx.xx", ".x.x."), 2, (0, 1), (MissReason.UNRESUMABLE, 5)),
+    ],
+)
+def test_a_prompt_goes_on_from_the_deepest_checkpoint(
+    groups: tuple[KvGroup, ...],
+    pictures: tuple[str, ...],
+    hits: int,
+    unread: tuple[int, ...],
+    why: tuple[MissReason, int],
+) -> None:
+    match = matched(25, groups, *pictures)
+    assert found(match) == (hits, unread)
+    assert (match.match.miss_reason, match.match.diverged_at) == why
+    assert match.sealed == pictures[0].count("x"), "there a checkpoint is worth taking"
+
+
 @pytest.mark.parametrize("place", ["pq", "xp"])
 def test_the_blocks_of_a_place_are_filled_together(place: str) -> None:
     """Two sequences fill them slot by slot, each its own: no third one has a place at which both are filled."""
@@ -169,9 +198,14 @@ def test_a_prompt_that_diverges_says_where() -> None:
 @given(st.data())
 def test_no_boundary_behind_it_has_what_every_group_reads(data: st.DataObject) -> None:
     groups = (FULL, *data.draw(st.lists(st.sampled_from([WINDOW, WIDE, CHUNK]), min_size=1, max_size=2)))
+    groups += (STATE,) * data.draw(st.booleans())
     full = "x" * data.draw(st.integers(0, PLACES)) + data.draw(st.text("pq", max_size=PLACES))
     full = full[:PLACES]
-    runs = ["".join(data.draw(st.sampled_from("x." if above == "x" else "pq.")) for above in full) for _ in groups[1:]]
+    waits = {group: "." if group is STATE else "pq." for group in groups}  # no checkpoint is shared before it is saved
+    runs = [
+        "".join(data.draw(st.sampled_from("x." if above == "x" else waits[group])) for above in full)
+        for group in groups[1:]
+    ]
     num_tokens = data.draw(st.integers(1, PLACES * SIZE))
     most = min(len(full), (num_tokens - 1) // SIZE)
     deepest = max(hits for hits in range(most + 1) if is_resumable(groups, (full, *runs), hits))
@@ -190,6 +224,8 @@ def is_resumable(groups: tuple[KvGroup, ...], pictures: tuple[str, ...], hits: i
 def is_read(group: KvGroup, position: int, place: int) -> bool:
     """Return whether the token at a position reads a slot of a block."""
     last = place * SIZE + SIZE - 1
+    if group.kind is KvGroupKind.STATE:
+        return last == position - 1
     if group.kind is KvGroupKind.CHUNK:
         return last >= position // group.span * group.span
     return not group.span or last > position - group.span
