@@ -75,14 +75,31 @@ class GroupGrantCheck:
                 self._check_state(admit, sequence, place, run[place])
             else:
                 self._check_beside(admit, sequence, place, run[place])
+        if states and sequence is not None:
+            self._check_places(admit, sequence, run)
+
+    def _check_places(self, admit: Admit, sequence: Sequence, run: tuple[BlockId, ...]) -> None:
+        """Check that each checkpoint to be left ends a chunk of known tokens: a decode leaves none."""
+        last = (len(sequence.tokens) - 1) // self._block_size
+        for place in range(max(last, admit.n_shared), len(run)):
+            if run[place] != TRIMMED:
+                what = f"a checkpoint at place {place}, which its {len(sequence.tokens)} tokens do not pass"
+                raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")
 
     def _check_state(self, admit: Admit, sequence: Sequence | None, place: int, block: BlockId) -> None:
-        """Check that a checkpoint was saved, and is that of the sequence's own tokens where it is still claimed."""
+        """Check that a checkpoint was saved, and is that of the sequence's own tokens where it is still claimed.
+
+        All K/V before it must be there: a sequence goes on from the first slot that is not filled.
+        """
         content, wanted = self._blocks.content.get(block), sequence.block_hashes[place:] if sequence is not None else []
         other = content is not None and bool(wanted) and content.hash != wanted[0]
         if block in self._fresh or self._blocks.fill[block] != self._block_size or other:
             what = f"block {block} as the state behind place {place}, which it does not hold"
             raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")
+        for before in admit.block_table[: place + 1]:
+            if before in self._fresh or self._blocks.fill[before] != self._block_size:
+                what = f"the state behind place {place}, and block {before} before that, which is not full"
+                raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")
 
     def _check_group(self, admit: Admit, block: BlockId, group: int) -> None:
         if self._fresh.get(block, self._made.group.get(block)) != group:

@@ -265,6 +265,14 @@ BAD: list[tuple[Admit, str]] = [
     (admission(1, [0, 1, 10], [TRIMMED, 1], [], shared=2), "shares block 1 in group 1: it is not there"),
     (admission(1, [0, 1, 10], [TRIMMED, 4], [], shared=2), "shares block 4 in group 1: it is not there"),
     (admission(1, [0, 10], [3], [], shared=1), "granted block 3 as the state behind place 0, which it does not hold"),
+    (
+        admission(1, [0, 2, 10], [TRIMMED, 3], [], shared=2),
+        "behind place 1, and block 2 before that, which is not full",
+    ),
+    (
+        admission(1, [0, 1, 10, 11], [TRIMMED, 3, TRIMMED, 12], [13, 14], shared=2),
+        "place 3, which its 13 tokens do not p",
+    ),
     (admission(1, [0, 1, 10], [TRIMMED, 3, 4], [13, 14], shared=2), "grants page 4 anew, and shares block 3 of it"),
     (admission(1, [0, 1, 10], [TRIMMED, 3, 12], [13, 10], shared=2), "block 10 was granted anew while"),
     (admission(1, [0, 1, 10], [TRIMMED, 3, 12], [13, 40], shared=2), "named block 40; this worker has 0 to 39"),
