@@ -12,6 +12,7 @@ from kvmanager.ledger.block_store import BlockStore
 from tests.suites.protocol.group_rules import take_any_run
 from tests.suites.protocol.mutant import CALM, HASTY, Exhaustive, Mutant, Walks
 from tests.suites.protocol.state_rules import (
+    end_with_the_prompt,
     forget_what_is_to_be_saved,
     go_on_past_checkpoints,
     hit_with_earlier_states,
@@ -132,6 +133,13 @@ STATE_MUTANTS = (
         "a rebuild forgets checkpoints that are to be saved",
         ((rebuild, "_restore_tables", forget_what_is_to_be_saved),),
         Exhaustive("state_break"),
+        ("I2",),
+    ),
+    Mutant(
+        "97",
+        "a checkpoint stands at the last full block of a prompt, even if that has its last token",
+        ((block_granter, "_with_checkpoints", end_with_the_prompt),),
+        Exhaustive("state_together"),
         ("I2",),
     ),
 )

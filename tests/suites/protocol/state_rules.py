@@ -13,6 +13,7 @@ from gpuworker.scheduling.sequence import Sequence as WorkerSequence
 from gpuworker.scheduling.step_scheduler import Composition, StepScheduler
 from kvmanager.cache.group_match import GroupMatch, GroupMatcher
 from kvmanager.cache.prefix_cache import RememberedMatch, RunHits
+from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Run, Sequence
 from kvmanager.ledger import block_granter, rebuild
 from kvmanager.ledger.block_granter import GrantPlan
@@ -23,7 +24,7 @@ _match, _apply_grant, _seal_runs = GroupMatcher.match, LeaseAgent.apply_grant, B
 _trim_runs = BlockCloser._trim_runs
 _note_states, _requeue = StepScheduler._note_states, WorkerSequence.requeue
 _append_run_block, _restore_tables = BlockStore.append_run_block, rebuild._restore_tables
-_plan_on_hits = block_granter._plan_on_hits
+_plan_on_hits, _with_checkpoints = block_granter._plan_on_hits, block_granter._with_checkpoints
 
 
 # ---------------------------------------------------------------- the worker
@@ -115,6 +116,14 @@ def hit_with_earlier_states(matcher: GroupMatcher) -> GroupMatch:
 def wait_for_what_is_hit(state: LedgerState, sequence: Sequence, found: RememberedMatch) -> tuple[GrantPlan, int]:
     """A sequence waits until its hits fit beside what it computes."""
     return _plan_on_hits(state, sequence, found)
+
+
+def end_with_the_prompt(config: LedgerConfig, sequence: Sequence, plan: GrantPlan, sealed: int) -> GrantPlan:
+    """A checkpoint stands at the last full block of a prompt, even if that has the last token."""
+    found = _with_checkpoints(config, sequence, plan, sealed)
+    if not found.checkpoints or sequence.num_tokens % config.block_size:
+        return found
+    return replace(found, checkpoints=(*found.checkpoints[:-1], found.checkpoints[-1] + 1))
 
 
 def share_what_is_to_be_saved(store: BlockStore, block: BlockId, sequence: Sequence, run: Run) -> None:
