@@ -49,7 +49,7 @@ STATE_MUTANTS = (
         "states of an earlier boundary stand for those of a later one, and the worker does not compare",
         ((GroupMatcher, "match", hit_with_earlier_states), (GroupGrantCheck, "_check_run", take_any_run)),
         Walks("state", faults=CALM),
-        ("I28",),
+        ("I1", "I28"),
     ),
     Mutant(
         "88b",
