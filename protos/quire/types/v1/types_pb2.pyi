@@ -102,7 +102,7 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     MISS_REASON_DISABLED: _MissReason.ValueType  # 8
     """Caching is switched off, for the pool or by the request."""
     MISS_REASON_UNRESUMABLE: _MissReason.ValueType  # 11
-    """K/V of more blocks is there, and no checkpoint of the states behind one of them: a sequence cannot go on there."""
+    """K/V of more blocks is there, and no checkpoint of the states behind one of them, or no room for it beside the prompt."""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
     """Why the prefix cache served no more blocks than it did."""
@@ -126,7 +126,7 @@ them, or, where other layers keep more, they were evicted.
 MISS_REASON_DISABLED: MissReason.ValueType  # 8
 """Caching is switched off, for the pool or by the request."""
 MISS_REASON_UNRESUMABLE: MissReason.ValueType  # 11
-"""K/V of more blocks is there, and no checkpoint of the states behind one of them: a sequence cannot go on there."""
+"""K/V of more blocks is there, and no checkpoint of the states behind one of them, or no room for it beside the prompt."""
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
 @_typing.final
