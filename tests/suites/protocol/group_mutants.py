@@ -30,6 +30,7 @@ from tests.suites.protocol.group_rules import (
     untell_of_the_first_group,
     void_by_the_first_page,
     want_blocks,
+    with_one_page_a_stall,
 )
 from tests.suites.protocol.manager_rules import EVICTING_AHEAD
 from tests.suites.protocol.mutant import CALM, Exhaustive, Mutant, Walks
@@ -125,7 +126,7 @@ GROUP_MUTANTS = (
     Mutant(
         "84",
         "a stalled sequence lacks one page",
-        ((LedgerConfig, "stall_pages", 1),),
+        ((LedgerConfig, "__post_init__", with_one_page_a_stall),),
         Exhaustive("compound_pressure"),
         ("I9", "I10"),
     ),

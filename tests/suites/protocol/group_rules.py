@@ -26,7 +26,7 @@ from kvmanager.ledger.runway import RunwayTerms
 _inventory, _trim_runs, _fill_up = LeaseAgent.inventory, BlockCloser._trim_runs, BlockStates.fill_up
 _bind_pages = BlockPool.bind_pages
 _publish_new, _held_blocks = BlockStore.publish_new_block, Sequence.held_blocks
-_runway_terms = runway.runway_terms
+_runway_terms, _post_init = runway.runway_terms, LedgerConfig.__post_init__
 
 
 # ---------------------------------------------------------------- the worker
@@ -135,3 +135,9 @@ def lease_one_page_for_a_stalled_sequence(
     terms = _runway_terms(config, lease_want, 0, growth, running, pressed)
     want = min(max(terms.want, stalled), growth)
     return RunwayTerms(want, max(want, terms.reach))
+
+
+def with_one_page_a_stall(config: LedgerConfig) -> None:
+    """A stalled sequence is taken to lack one page, whatever the blocks of a place have."""
+    _post_init(config)
+    object.__setattr__(config, "stall_pages", 1)
