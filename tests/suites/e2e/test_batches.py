@@ -26,6 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SLOW = ("--kv-blocks", "1024", "--simulate", "base=10ms,prefill=10us", "--max-num-seqs", "4")
 TENANTS = {"red": "", "blue": "", "narrow": "streams = 1"}
+OVER = ("completed", "failed", "expired", "cancelled")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -55,9 +56,8 @@ class Client:
         return counts.completed
 
     async def ended(self, batch: Batch) -> Batch:
-        over = ("completed", "failed", "expired", "cancelled")
         ask = self.openai.batches.retrieve
-        return await until(lambda: ask(batch.id), lambda found: found.status in over, every=0.1, seconds=PATIENCE)
+        return await until(lambda: ask(batch.id), lambda found: found.status in OVER, every=0.1, seconds=PATIENCE)
 
     async def complete(self, line: dict[str, Any]) -> None:
         """Ask a line as a request of its own."""
@@ -171,7 +171,7 @@ async def test_a_key_that_is_taken_away_ends_its_batches(tenants: TenantSuite, c
         except openai.AuthenticationError:
             return ""  # the router has not read the file yet
 
-    found = await until(status, lambda found: found not in ("", "in_progress"), every=0.1, seconds=PATIENCE)
+    found = await until(status, lambda found: found in OVER, every=0.1, seconds=PATIENCE)
     write_tenants(tenants.file, tenants.keys, TENANTS)
     assert found == "failed"
     await tenants.suite.until_all_free(1)
