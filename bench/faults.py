@@ -19,10 +19,12 @@ leads, and goes on beside it. In the third, services run on hosts of their own (
 iproute2, iptables). There packets are lost or late, hosts cannot reach each other, or a worker moves to another
 address.
 
-A simulated worker's token is determined by seed and position, so each lost, repeated or wrong token is seen. A gap is
-the longest pause of one stream, from its first token to its last. `none` is a round without a failure. Failures inside
-a process (a step that fails, a task that ends) cannot be injected from outside. tests/structure/test_failures.py names
-the tests that have them. `bench.soak` mixes most of this at random.
+A simulated worker's token is determined by seed and position, so each lost, repeated or wrong token is seen. Where
+layers keep states (`--layers`), a simulated worker checks what it reads, and a sequence that reads what is not its own
+gets other tokens. With `--tiny` workers are real, and each token is compared with transformers'. A gap is the longest
+pause of one stream, from its first token to its last. `none` is a round without a failure. Failures inside a process (a
+step that fails, a task that ends) cannot be injected from outside. tests/structure/test_failures.py names the tests
+that have them. `bench.soak` mixes most of this at random.
 
 The exit status is 1 if anything was wrong. A failure that cannot be injected, or after which the suite is not whole
 again, ends the run with one line and without figures.
@@ -64,14 +66,14 @@ from bench.fault_injection.plan import (
     planned,
     written,
 )
-from bench.fault_injection.streams import RETRY, Stream, prompts, until_tokens
+from bench.fault_injection.streams import RETRY, Reference, SimulatedReference, Stream, prompts, until_tokens
+from bench.lib.demo_layers import add_layers_flag, demo_with_layers
 from bench.lib.harness import end_with_json, parser, progress, report
-from bench.lib.windowed import demo_with_windows
+from bench.lib.tiny_models import FAMILIES, FLAGS, TinyReference, tiny_checkpoint
 from bench.serve import suite_flags
 from cli.demo_model import CHECKPOINT
-from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
+from gpuworker.simulated.plane import simulated_tokens
 from quire.client import AsyncClient
-from router.answers.text.checkpoint import read_checkpoint
 
 WORKERS: Final = 2
 _STREAMS_A_CLIENT: Final = 8
@@ -88,6 +90,7 @@ NOTES: Final = {
     "faults_injected": "failures; the round without one does not count",
     "streams": "streams that ran while something failed",
     "streams_broken": "streams that ended with an error",
+    "tokens_cached": "tokens of prompts that were not computed",
     "tokens_differing": "tokens that were lost, repeated or wrong",
     "blocks_leaked": "blocks that were held when nothing ran any more",
     "streams_given_up": "streams that ended with the reason of --manager-patience or of a memory limit, tokens right",
@@ -103,6 +106,7 @@ class Found:
     faults: int = 0
     streams: int = 0
     broken: int = 0
+    cached: int = 0
     differing: int = 0
     leaked: int = 0
     given_up: int = 0
@@ -112,6 +116,7 @@ class Found:
         self.faults += other.faults
         self.streams += other.streams
         self.broken += other.broken
+        self.cached += other.cached
         self.differing += other.differing
         self.leaked += other.leaked
         self.given_up += other.given_up
@@ -122,6 +127,7 @@ class Found:
             "faults_injected": self.faults,
             "streams": self.streams,
             "streams_broken": self.broken,
+            "tokens_cached": self.cached,
             "tokens_differing": self.differing,
             "blocks_leaked": self.leaked,
             "streams_given_up": self.given_up,
@@ -146,10 +152,10 @@ class Injects(Protocol):
 class Rounds:
     """Runs the streams of one failure after the other."""
 
-    def __init__(self, clients: Sequence[AsyncClient], injector: Injects, args: argparse.Namespace) -> None:
-        self._clients, self._injector, self._args = clients, injector, args
-        checkpoint = read_checkpoint(CHECKPOINT)
-        self._tokens = SimulatedTokens(readable_ids(CHECKPOINT, checkpoint.vocab_size, checkpoint.eos_token_ids))
+    def __init__(
+        self, clients: Sequence[AsyncClient], injector: Injects, reference: Reference, args: argparse.Namespace
+    ) -> None:
+        self._clients, self._injector, self._reference, self._args = clients, injector, reference, args
         self._rng = random.Random(f"streams/{args.seed}")
 
     async def run(self, fault: Fault) -> Found:
@@ -184,8 +190,9 @@ class Rounds:
             faults=int(injected and fault.kind is not Kind.NONE),
             streams=len(streams),
             broken=len(broken),
-            differing=sum(each.wrong(self._tokens, count) for each in given_up)
-            + sum(each.differing(self._tokens, count) for each in streams if not each.broken),
+            cached=sum(each.cached for each in streams),
+            differing=sum(each.wrong(self._reference) for each in given_up)
+            + sum(each.differing(self._reference, count) for each in streams if not each.broken),
             leaked=await self._injector.leaked(),
             given_up=len(given_up),
             gaps=[stream.longest_gap for stream in streams if stream.tokens],
@@ -197,13 +204,15 @@ Injection: TypeAlias = Callable[[AsyncClient], Injects]
 Part: TypeAlias = Mapping[int, Fault]
 
 
-async def inject_all(address: str, injected: Injection, plan: Part, args: argparse.Namespace) -> Kinds:
+async def inject_all(
+    address: str, injected: Injection, plan: Part, args: argparse.Namespace, reference: Reference
+) -> Kinds:
     """Inject a part of the plan into the suite of which a router listens at `address`. Raises InjectionFailed."""
     async with AsyncExitStack() as stack:
         wanted = -(-args.streams // _STREAMS_A_CLIENT) + 1
         clients = [await stack.enter_async_context(AsyncClient(address, retry=RETRY, ca="")) for _ in range(wanted)]
         injector = injected(clients[-1])
-        rounds, found = Rounds(clients, injector, args), dict[str, Found]()
+        rounds, found = Rounds(clients, injector, reference, args), dict[str, Found]()
         with injecting(f"the suite before round {min(plan)} (seed {args.seed})"):
             await injector.whole()
         for number, fault in plan.items():
@@ -232,14 +241,20 @@ async def measure_hosts(plan: Part, args: argparse.Namespace) -> Kinds:
     """Run the failures between hosts."""
     with tempfile.TemporaryDirectory(prefix="quire-hosts-") as folder:
         async with suite_of_hosts(Path(folder), args.simulate) as suite:
-            return await inject_all(suite.router, lambda _: HostsInjector(suite), plan, args)
+            return await inject_all(suite.router, lambda _: HostsInjector(suite), plan, args, simulated_reference())
+
+
+def simulated_reference() -> Reference:
+    """Return the tokens of simulated workers of the demo model, whatever its layers."""
+    return SimulatedReference(simulated_tokens(CHECKPOINT))
 
 
 async def measure_part(plan: Part, form: Form, args: argparse.Namespace) -> Kinds:
     """Run the failures of a suite of processes on one host."""
     async with AsyncExitStack() as stack:
-        model = stack.enter_context(demo_with_windows(args.window))
-        options: dict[str, object] = {"model": model, "simulate": args.simulate, "kv_blocks": 4096, "insecure": True}
+        model = stack.enter_context(tiny_checkpoint(args.tiny) if args.tiny else demo_with_layers(args.layers))
+        options: dict[str, object] = {"model": model, "kv_blocks": args.kv_blocks, "insecure": True}
+        options |= FLAGS if args.tiny else {"simulate": args.simulate}
         options |= {"max_num_seqs": 128, "trace_sample_ratio": 0.0, "drain": "migrate"}
         jump = any(fault.kind in CLOCKS for fault in plan.values())
         clocks = stack.enter_context(shiftable_clocks()) if jump else None
@@ -254,7 +269,8 @@ async def measure_part(plan: Part, form: Form, args: argparse.Namespace) -> Kind
         def injected(client: AsyncClient) -> Injector:
             return Injector(suite, client, prompts(random.Random(0), 8), WORKERS, clocks)
 
-        return await inject_all(f"{suite.host}:{suite.grpc_port}", injected, plan, args)
+        reference = TinyReference(model) if args.tiny else simulated_reference()
+        return await inject_all(f"{suite.host}:{suite.grpc_port}", injected, plan, args, reference)
 
 
 @contextmanager
@@ -300,9 +316,10 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0, help="of the plan and of the prompts")
     made.add_argument("--replay", type=plan_file(possible()), metavar="FILE", help="a plan that an earlier run printed")
     made.add_argument("--simulate", default="base=8ms,decode=4us,prefill=2us", help="what a simulated step costs")
-    made.add_argument(
-        "--window", type=int, default=0, help="tokens that every other layer sees; 0: all of them see all"
-    )
+    add_layers_flag(made)
+    what = "real workers of a tiny model of this family, whose layers keep states, with random weights; no simulation"
+    made.add_argument("--tiny", choices=FAMILIES, help=what)
+    made.add_argument("--kv-blocks", type=int, default=4096, help="blocks or pages of each worker")
     return made
 
 

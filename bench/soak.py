@@ -10,8 +10,8 @@ send one request after the other: good ones, and among them all kinds of others 
 processes are killed (SIGKILL), drained (SIGTERM, also all in turn), stopped for 2 s and for 20 s (SIGSTOP), or have no
 file descriptor or memory left; Redis is wiped and overwritten, clients hang up and deadlines pass. The next fault waits
 until the suite is whole again. The seed determines plan and requests; how they meet depends on the machine. Each token
-of a good request, and the text of each message, is compared with the one that must come. At the end no block may be
-held.
+of a good request, and the text of each message, is compared with the one that must come. Where layers keep states
+(`--layers`), a simulated worker checks what it reads, too. At the end no block may be held.
 
 Memory is judged in the calm part. Every `--rest-s` the clients pause until nothing runs, and the memory that each
 process shares with no other (USS) is read. Values count from the age of `--settled-minutes` on: the router remembers
@@ -46,9 +46,9 @@ from bench.fault_injection.mixed_load import CLIENTS_A_CHANNEL, MixedLoad
 from bench.fault_injection.plan import CLOCKS, WITHOUT_DISK, Fault, Form, Kind, form_of, plan_file, scattered, written
 from bench.fault_injection.streams import RETRY, prompts
 from bench.faults import DRAIN_S, Injects
+from bench.lib.demo_layers import add_layers_flag, demo_with_layers
 from bench.lib.harness import parser, progress, report
 from bench.lib.memory_watch import FLAT_UP_TO, GROWS, Bounds, MemoryWatch
-from bench.lib.windowed import demo_with_windows
 from bench.serve import suite_flags
 from cli.demo_model import CHECKPOINT
 from common.rpc.server import open_channel
@@ -65,6 +65,7 @@ NOTES: Final = {
     "streams": "good requests whose tokens were compared",
     "streams_broken": "of these, those that ended with an error",
     "messages": "answers of /v1/messages whose text was compared, as far as it came",
+    "tokens_cached": "tokens of the prompts of good requests that were not computed",
     "tokens_differing": "tokens that were lost, repeated or wrong",
     "blocks_leaked": "blocks that were held when nothing ran any more",
     "faults_injected": "faults of the plan that came",
@@ -136,8 +137,9 @@ async def soak(args: argparse.Namespace) -> dict[str, float]:
     plan = scattered(args.seed, _KINDS, disturbed, args.pause_s) if args.plan is None else args.plan
     print(f"plan: {written(plan)}", flush=True)
     async with AsyncExitStack() as stack:
-        model = stack.enter_context(demo_with_windows(args.window))
-        options: dict[str, object] = {"model": model, "simulate": args.simulate, "kv_blocks": 2048, "drain": "migrate"}
+        model = stack.enter_context(demo_with_layers(args.layers))
+        options: dict[str, object] = {"model": model, "simulate": args.simulate, "drain": "migrate"}
+        options |= {"kv_blocks": args.kv_blocks}
         options |= {"trace_sample_ratio": args.trace_sample_ratio, "max_num_seqs": 64, "insecure": not args.tls}
         running = victim(suite_flags(options), WORKERS, routers=2, drain_timeout=DRAIN_S)
         suite = await stack.enter_async_context(running)
@@ -187,6 +189,7 @@ def _figures(load: MixedLoad, faults: Counter[str], leaked: int, memory: Mapping
         "streams": load.streams,
         "streams_broken": load.broken,
         "messages": load.messages.compared,
+        "tokens_cached": load.cached,
         "tokens_differing": load.differing + load.messages.differing,
         "blocks_leaked": leaked,
         "faults_injected": faults.total(),
@@ -224,9 +227,8 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0, help="of the plan and of the requests")
     made.add_argument("--plan", type=plan_file(_POSSIBLE), metavar="FILE", help="a plan that an earlier run printed")
     made.add_argument("--simulate", default="base=8ms,decode=4us,prefill=2us", help="what a simulated step costs")
-    made.add_argument(
-        "--window", type=int, default=0, help="tokens that every other layer sees; 0: all of them see all"
-    )
+    add_layers_flag(made)
+    made.add_argument("--kv-blocks", type=int, default=2048, help="blocks or pages of each worker")
     made.add_argument("--tls", action="store_true", help="TLS between the services, as `quire serve` has it")
     made.add_argument("--trace-sample-ratio", type=float, default=1.0, help="share of the requests that are traced")
     return made

@@ -27,7 +27,7 @@ from grpc import aio
 from bench.attack import wire
 from bench.attack.kinds import Target, outcome, posted, streamed, unary
 from bench.attack.victim import Victim
-from bench.fault_injection.streams import Stream, prompts
+from bench.fault_injection.streams import SimulatedReference, Stream, prompts
 from common.rpc.server import open_channel
 from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
 from quire.client import AsyncClient
@@ -168,6 +168,7 @@ class MixedLoad:
         self._prompts = [[40 + self._rng.randrange(20)] * 48 + each for each in prompts(self._rng, PROMPTS)]
         checkpoint = read_checkpoint(model)
         self._tokens = SimulatedTokens(readable_ids(model, checkpoint.vocab_size, checkpoint.eos_token_ids))
+        self._reference = SimulatedReference(self._tokens)
         self.messages = Messages(http, self._tokens, model, self._rng)
         self._numbers, self._open, self._running = itertools.count(), asyncio.Event(), 0
         self._open.set()
@@ -184,7 +185,7 @@ class MixedLoad:
             ("admin", self._admin),
         )
         self.became: Counter[str] = Counter()
-        self.streams = self.broken = self.differing = 0
+        self.streams = self.broken = self.differing = self.cached = 0
         self.gaps: list[float] = []
 
     async def client(self, number: int, until: float) -> None:
@@ -229,8 +230,9 @@ class MixedLoad:
             self.broken += 1
             print(f"  a stream broke after {len(stream.tokens)} of {count} tokens: {stream.broken}", flush=True)
             return
+        self.cached += stream.cached
         self.gaps.append(stream.longest_gap)
-        if differing := stream.differing(self._tokens, count):
+        if differing := stream.differing(self._reference, count):
             self.differing += differing
             print(f"  {differing} of {count} tokens differ", flush=True)
 

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from gpuworker.simulated.tokens import SimulatedTokens
 from quire.api.errors import QuireError
@@ -15,6 +16,24 @@ from quire.client import AsyncClient, Retry
 # A client that waits for as long as a suite takes to start a process anew.
 RETRY = Retry(attempts=12, max_backoff=2.0, budget=1e6, resumes=60)
 PATIENCE_S = 240.0
+
+
+class Reference(Protocol):
+    """Knows the tokens that must come."""
+
+    def expected(self, seed: int, prompt: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
+        """Return those at the places of `tokens`, which have come."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedReference:
+    """Those of simulated workers."""
+
+    of: SimulatedTokens
+
+    def expected(self, seed: int, prompt: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
+        return self.of.expected(seed, len(prompt), len(tokens))
 
 
 @dataclass
@@ -27,17 +46,20 @@ class Stream:
     tokens: list[int] = field(default_factory=list)
     broken: str = ""
     longest_gap: float = 0.0
+    cached: int = 0  # tokens of the prompt that were not computed
     _last: float = 0.0
 
     async def run(self, client: AsyncClient, count: int, timeout: float = PATIENCE_S) -> None:
         """Read the request to its end; an error is noted."""
         options: dict[str, object] = {"seed": self.seed, "max_tokens": count, "ignore_eos": True, "timeout": timeout}
+        options["temperature"] = 0
         if self.request_id:
             options["request_id"] = self.request_id
         try:
             async with client.stream(list(self.prompt), **options) as chunks:  # type: ignore[arg-type]
                 async for chunk in chunks:
                     self._take(chunk.token_ids)
+                self.cached = chunks.completion.cached_tokens
         except QuireError as error:
             self.broken = str(error)
 
@@ -50,14 +72,14 @@ class Stream:
         self.tokens.extend(token_ids)
         self._last = now
 
-    def differing(self, tokens: SimulatedTokens, count: int) -> int:
+    def differing(self, reference: Reference, count: int) -> int:
         """Return how many tokens are not those that a worker must give; missing ones count too."""
-        return self.wrong(tokens, count) + abs(count - len(self.tokens))
+        return self.wrong(reference) + abs(count - len(self.tokens))
 
-    def wrong(self, tokens: SimulatedTokens, count: int) -> int:
+    def wrong(self, reference: Reference) -> int:
         """Return how many tokens are not those that a worker must give; missing ones do not count."""
-        expected = tokens.expected(self.seed, len(self.prompt), count)
-        return sum(ours != theirs for ours, theirs in zip(self.tokens, expected, strict=False))
+        expected = reference.expected(self.seed, self.prompt, self.tokens)
+        return sum(ours != theirs for ours, theirs in zip(self.tokens, expected, strict=True))
 
 
 def prompts(rng: random.Random, count: int) -> list[list[int]]:

@@ -16,7 +16,7 @@ from common.checkpoint.ends import named_ends
 from common.checkpoint.files import read_config, read_object
 from common.contracts.errors import FieldViolation, InvalidConfig
 from common.contracts.types import KvGeometry, KvGroupKind
-from gpuworker.memory.layout import IndexKey, LayerShape, Reach, geometry_of, with_groups
+from gpuworker.memory.layout import KV_BYTES, IndexKey, LayerShape, Reach, geometry_of, with_groups
 
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers")
 _HEADS: Final = ("num_attention_heads", "n_head", "n_heads")
@@ -26,6 +26,12 @@ _SPANS: Final = {
     "sliding_attention": (KvGroupKind.WINDOW, "sliding_window"),
     "chunked_attention": (KvGroupKind.CHUNK, "attention_chunk_size"),
 }
+# Numbers of layers with the gated delta rule, whose states are 4 bytes a number, and their convolutions' in the model's
+# type.
+_KEY_HEADS, _KEY_SIZE = "linear_num_key_heads", "linear_key_head_dim"
+_VALUE_HEADS, _VALUE_SIZE = "linear_num_value_heads", "linear_value_head_dim"
+_COLUMNS: Final = "linear_conv_kernel_dim"
+_RECURRENT_BYTES: Final = 4
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
@@ -56,7 +62,8 @@ class CheckpointFacts:
     def kv_geometry(self, dtype: str, kv_cache_dtype: str, block_size: int) -> KvGeometry:
         """Return the shape of a token's K/V, if all layers are alike; "auto" is the checkpoint's own type.
 
-        Where some of them slide or attend in chunks, and others see everything, they are groups.
+        Where some of them slide or attend in chunks, and others see everything, they are groups. Those of `states` have
+        no K/V.
 
         Where no layer attends there is none.
 
@@ -80,8 +87,25 @@ class CheckpointFacts:
             return geometry_of(shapes, kept, 0)
         head_dim = self._config.get("head_dim") or self._number(*_HIDDEN) // heads
         kv_heads = self._config.get("num_key_value_heads") or heads
-        geometry = KvGeometry(layers, int(kv_heads), int(head_dim), int(head_dim), kept)
-        return with_groups(geometry, dict(enumerate(self._reaches(layers))), {}, block_size)
+        shape = LayerShape(int(kv_heads), int(head_dim), int(head_dim))
+        mixers, _ = self.states(dtype)
+        reaches = {layer: reach for layer, reach in enumerate(self._reaches(layers)) if layer not in mixers}
+        return with_groups(geometry_of(dict.fromkeys(reaches, shape), kept, 0), reaches, {}, block_size)
+
+    def states(self, dtype: str) -> tuple[tuple[int, ...], int]:
+        """Return the layers that keep a state, and the bytes of one sequence's; none where they are not named.
+
+        Named are those of layers with the gated delta rule (qwen3_next, qwen3_5).
+        """
+        kinds = self._config.get("layer_types") or ()
+        layers = tuple(number for number, kind in enumerate(kinds) if kind == "linear_attention")
+        names = (_KEY_HEADS, _KEY_SIZE, _VALUE_HEADS, _VALUE_SIZE, _COLUMNS)
+        if not layers or not all(isinstance(self._config.get(name), int) for name in names):
+            return (), 0
+        key_heads, key_size, value_heads, value_size, columns = (self._number(name) for name in names)
+        channels = 2 * key_heads * key_size + value_heads * value_size
+        convolution = channels * columns * KV_BYTES[self._kept(dtype, "auto")]
+        return layers, len(layers) * (value_heads * key_size * value_size * _RECURRENT_BYTES + convolution)
 
     def _reaches(self, layers: int) -> list[Reach]:
         """Return how far back each layer sees, by its kind; a span that holds every context leaves nothing out."""

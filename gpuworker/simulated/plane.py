@@ -23,9 +23,11 @@ from gpuworker.memory.byte_plan import (
     bytes_per_block,
     longest_sequence,
 )
+from gpuworker.memory.layout import state_group, with_states
 from gpuworker.plane.checkpoint_facts import CheckpointFacts, eos_token_ids
 from gpuworker.plane.data_plane import DataPlane, Facts, pool_identity
 from gpuworker.scheduling.step_costs import parse_costs
+from gpuworker.simulated.memory import SimulatedMemory
 from gpuworker.simulated.runner import SimulatedRunner
 from gpuworker.simulated.tokens import SimulatedTokens, readable_ids
 
@@ -36,7 +38,13 @@ _MAX_NUM_SEQS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPlane(DataPlane):
-    """A data plane that takes no memory."""
+    """A data plane that takes no memory. `stateful` is whether layers keep states."""
+
+    stateful: bool = False
+
+    @property
+    def keeps_states(self) -> bool:
+        return self.stateful and state_group(self.memory.groups) is None
 
     def start_lines(self) -> list[str]:
         memory = self.memory
@@ -51,13 +59,21 @@ def assemble(settings: GpuWorkerSettings) -> SimulatedPlane:
     directory = checkpoint_directory(settings.model, weights=False, revision=settings.revision)
     checkpoint, eos = CheckpointFacts(directory), eos_token_ids(directory)
     geometry = checkpoint.kv_geometry(settings.dtype, settings.kv_cache_dtype, settings.block_size)
+    mixers, state_bytes = checkpoint.states(settings.dtype)
+    if mixers and settings.speculation != "none":
+        what = f"is {settings.speculation}, and layers keep states, which a refused draft would have changed"
+        raise InvalidConfig(FieldViolation("--speculative", f"{what}; leave it out"))
+    if settings.prefix_caching:
+        geometry = with_states(geometry, mixers, state_bytes, settings.block_size)
     max_num_seqs = settings.num_seqs(_MAX_NUM_SEQS)
     identity = pool_identity(settings, directory, geometry, ARITHMETIC)
-    runner = SimulatedRunner(parse_costs(settings.simulate), simulated_tokens(directory, settings.tokenizer))
+    memory = SimulatedMemory(geometry.groups, settings.block_size) if mixers else None
+    tokens = simulated_tokens(directory, settings.tokenizer)
+    runner = SimulatedRunner(parse_costs(settings.simulate), tokens, memory=memory)
     facts = Facts(checkpoint.vocab_size, eos, geometry.dtype, "none", "without a device", "simulated steps")
     usual = checkpoint.usual_len(settings.tokenizer or directory)
     plan = _byte_plan(settings, geometry, checkpoint.context, usual, max_num_seqs)
-    return SimulatedPlane(settings, identity, plan, runner, max_num_seqs, facts)
+    return SimulatedPlane(settings, identity, plan, runner, max_num_seqs, facts, bool(mixers))
 
 
 def simulated_tokens(directory: Path, tokenizer: Path | None = None) -> SimulatedTokens:

@@ -11,6 +11,7 @@ from common.contracts.types import SamplingParams, SequenceId, TokenLogprobs
 from gpuworker.scheduling.batch_plan import StepPlan, StepResult
 from gpuworker.scheduling.step_costs import StepCosts
 from gpuworker.serial_thread import SerialThread
+from gpuworker.simulated.memory import SimulatedMemory
 from gpuworker.simulated.tokens import SimulatedTokens
 
 
@@ -19,10 +20,13 @@ class SimulatedRunner:
 
     Late wake-ups do not add up: the next step is due at its nominal time. `held` is the seconds of a step that hold the
     GIL, as Python code beside kernels would. Requested log-probabilities are 0: one token is certain, in prompts too.
+    With a `memory`, a sequence that reads what is not its own there gets the token after the right one.
     """
 
-    def __init__(self, costs: StepCosts, tokens: SimulatedTokens, held: float = 0.0) -> None:
-        self._costs, self._tokens, self._held = costs, tokens, held
+    def __init__(
+        self, costs: StepCosts, tokens: SimulatedTokens, held: float = 0.0, memory: SimulatedMemory | None = None
+    ) -> None:
+        self._costs, self._tokens, self._held, self._memory = costs, tokens, held, memory
         self._phases: dict[SequenceId, int] = {}
         self._telling: set[SequenceId] = set()  # sequences that asked for log-probabilities
         self._prompts: dict[SequenceId, tuple[int, ...]] = {}  # of those that asked for their log-probabilities
@@ -33,6 +37,8 @@ class SimulatedRunner:
         self, sequence: SequenceId, tokens: Sequence[int], sampling: SamplingParams, prompt_tokens: int
     ) -> None:
         self._phases[sequence] = self._tokens.phase(sampling.seed)
+        if self._memory is not None:
+            self._memory.add_sequence(sequence, tokens)
         if sampling.logprobs is not None:
             self._telling.add(sequence)
         if sampling.prompt_logprobs is not None:
@@ -40,13 +46,15 @@ class SimulatedRunner:
 
     def remove(self, sequence: SequenceId) -> None:
         self._phases.pop(sequence, None)
+        if self._memory is not None:
+            self._memory.remove(sequence)
         self._telling.discard(sequence)
         self._prompts.pop(sequence, None)
 
     def submit_step(self, plan: StepPlan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
         future.set_running_or_notify_cancel()
-        sampled = self._sample(plan)
+        sampled = self._sample(plan) if self._memory is None else self._sample_with(self._memory, plan)
         logprobs = (
             {each: (_sure(sampled[each][0]),) for each in self._telling & sampled.keys()} if self._telling else {}
         )
@@ -67,6 +75,18 @@ class SimulatedRunner:
             for sequence, start, length, _, samples, *_ in plan.rows
             if samples
         }
+
+    def _sample_with(self, memory: SimulatedMemory, plan: StepPlan) -> dict[SequenceId, tuple[int, ...]]:
+        sampled: dict[SequenceId, tuple[int, ...]] = {}
+        memory.load(plan)
+        for row in plan.rows:
+            is_right = memory.run(row)
+            if row.samples:
+                place = self._phases[row.sequence] + row.start + row.length + (not is_right)
+                sampled[row.sequence] = self._tokens.sampled[place % self._tokens.count]
+                memory.append(row.sequence, *sampled[row.sequence])
+        memory.save(plan)
+        return sampled
 
     def _scores(self, plan: StepPlan) -> dict[SequenceId, tuple[TokenLogprobs, ...]]:
         parts = [(plan.rows[part.row].sequence, part) for part in plan.scored]

@@ -113,6 +113,22 @@ def test_failures_break_no_stream_and_change_no_token(tmp_path: Path) -> None:
     assert figures["gap_p99_s"] >= figures["gap_p50_s"] > 0
 
 
+@pytest.mark.parametrize("words", [("--layers", "mixed"), ("--tiny", "qwen3_next")], ids=["simulated", "real"])
+def test_streams_that_go_on_from_checkpoints_outlast_failures(tmp_path: Path, words: tuple[str, str]) -> None:
+    plan = [
+        Fault(Kind.WORKER_KILLED, "worker-1", 3),
+        Fault(Kind.MANAGER_KILLED, "kvmanager", 3),
+        Fault(Kind.NONE, "", 2),
+    ]
+    (tmp_path / "plan.json").write_text(written(plan))
+    sizes = ["--streams", "8", "--tokens", "60", "--kv-blocks", "300"]
+    figures, _ = run_benchmark("faults", "--replay", str(tmp_path / "plan.json"), *sizes, *words)
+    assert figures["streams"] == 24
+    assert figures["tokens_cached"] > 0
+    for name in ("streams_broken", "tokens_differing", "blocks_leaked"):
+        assert figures[name] == 0, name
+
+
 # A router without memory may end streams that need some, with that reason: no test depends on how many.
 ROWS = [
     Fault(Kind.REDIS_OVERWRITTEN, "", 2),

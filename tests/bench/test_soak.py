@@ -32,6 +32,15 @@ def test_seconds_of_a_plan_break_no_stream_change_no_token_and_leave_no_block(tm
     assert "uss_mib_per_hour_high" not in figures
 
 
+def test_a_soak_of_a_model_with_windows_and_states_goes_on_from_checkpoints(tmp_path: Path) -> None:
+    plan = [Fault(Kind.WORKER_KILLED, "worker-0", after_s=1.0), Fault(Kind.MANAGER_KILLED, "kvmanager", after_s=1.5)]
+    (tmp_path / "plan.json").write_text(written(plan))
+    words = ["--minutes", "0.2", "--calm-minutes", "0", "--plan", str(tmp_path / "plan.json"), "--layers", "mixed"]
+    figures, _ = run_benchmark("soak", *words, "--kv-blocks", "600", "--clients", "6", "--simulate", "base=2ms")
+    _nothing_is_wrong(figures)
+    assert figures["tokens_cached"] > 0
+
+
 def test_a_soak_with_tls_between_the_services_asks_every_service_as_its_operator(tmp_path: Path) -> None:
     """The manager gets large calls on its own port, and says who leads; the routers tell of their workers."""
     plan = [Fault(Kind.MANAGER_WITHOUT_MEMORY, "kvmanager", after_s=0.5)]

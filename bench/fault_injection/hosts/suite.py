@@ -15,7 +15,7 @@ import grpc
 
 from bench.fault_injection.failure import InjectionFailed, patience
 from bench.fault_injection.hosts.network import Network
-from bench.fault_injection.streams import RETRY, Stream, until_tokens
+from bench.fault_injection.streams import RETRY, SimulatedReference, Stream, until_tokens
 from cli.demo_model import CHECKPOINT
 from common.process.local_redis import find_server
 from common.process.python import module_command
@@ -45,7 +45,7 @@ class Suite:
         """The services write to files in `folder`. `simulate` is what a step of a worker costs."""
         self.network, self._folder, self._simulate = network, folder, simulate
         self._processes: dict[str, asyncio.subprocess.Process] = {}
-        self._tokens = simulated_tokens(CHECKPOINT)
+        self._reference = SimulatedReference(simulated_tokens(CHECKPOINT))
         # A process that crashes says where.
         self._environment = {**os.environ, "QUIRE_POOL_KEY": secrets.token_hex(32), "PYTHONFAULTHANDLER": "1"}
 
@@ -191,7 +191,7 @@ class Suite:
             await asyncio.gather(*tasks)
         broken = [stream.broken for stream in streams if stream.broken]
         assert not broken, broken
-        differing = [stream for stream in streams if stream.differing(self._tokens, tokens)]
+        differing = [stream for stream in streams if stream.differing(self._reference, tokens)]
         assert not differing, differing
 
 

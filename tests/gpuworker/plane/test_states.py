@@ -142,3 +142,10 @@ def test_a_simulated_worker_has_the_blocks_of_a_real_one() -> None:
     assert (plan.num_blocks, plan.max_model_len) == (5 * USUAL_OF_STATES // 16, USUAL_OF_STATES)
     with pytest.raises(InvalidConfig, match="--kv-memory: no layer of the model attends"):
         simulated.assemble(GpuWorkerSettings(**asked, kv_memory=GIB))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_simulated_worker_has_the_checkpoints_of_a_real_one(dtype: str) -> None:
+    asked: dict[str, Any] = {"model": str(checkpoint("qwen3_next")), "simulate": "base=1ms", "dtype": dtype}
+    simulating = simulated.assemble(GpuWorkerSettings(**asked))
+    assert simulating.identity.kv_geometry == assembled("qwen3_next", dtype=dtype).identity.kv_geometry
