@@ -29,6 +29,7 @@ from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.ledger.ledger import Ledger
 
 Figure = tuple[str, float, str]
+_LEAST: Final = "tokens of the shortest prefix that hits once two other prompts began with it"
 _MEMORY, _BLOCK_SIZE = 40 * GIB, 16
 _LENGTHS: Final = {"1k": 1024, "8k": 8192, "64k": 65536}
 _FULL: Final = Reach()
@@ -145,14 +146,15 @@ def _bytes_in_vllm(layers: Sequence[Layers], length: int) -> int:
 
 
 class Pair:
-    """A worker's agent and its ledger, without anything between them, in a pool in which nothing is evicted."""
+    """A worker's agent and its ledger, without anything between them; nothing is evicted unless `blocks` are few."""
 
-    def __init__(self, geometry: KvGeometry, tokens: int) -> None:
+    def __init__(self, geometry: KvGeometry, tokens: int, blocks: int = 0) -> None:
         groups, ids = geometry.groups, itertools.count()
-        blocks = 4 * (sum(group.pages for group in groups) or 1) * tokens // _BLOCK_SIZE
-        self._ledger = Ledger(LedgerConfig(blocks, _BLOCK_SIZE, groups=groups), ManualClock(), lambda: str(next(ids)))
+        blocks = blocks or 4 * (sum(group.pages for group in groups) or 1) * tokens // _BLOCK_SIZE
+        config = LedgerConfig(blocks, _BLOCK_SIZE, window=geometry.window, groups=groups)
+        self._ledger = Ledger(config, ManualClock(), lambda: str(next(ids)))
         self._ledger.rebuild(Inventory())
-        self._agent = LeaseAgent(AgentConfig(blocks, _BLOCK_SIZE, groups=groups))
+        self._agent = LeaseAgent(AgentConfig(blocks, _BLOCK_SIZE, window=geometry.window, groups=groups))
         self._agent.inventory()
         self._agent.attached(0)
         self._ids = itertools.count()
@@ -183,6 +185,7 @@ class Pair:
 def hit_figures(name: str) -> Iterator[Figure]:
     """Yield cached tokens over the best possible: a shared system prompt, and the turns of a chat."""
     geometry = geometry_in_groups(MODELS[name])
+    yield f"least_hit_{name}", least_hit(geometry), _LEAST
     for shared in (240, 2000):
         _, second = itertools.islice(_shared_prompts(geometry, shared), 2)
         yield f"hits_{name}_system_{shared}", second, f"cached tokens of a system prompt of {shared}, over all"
@@ -196,12 +199,24 @@ def hit_figures(name: str) -> Iterator[Figure]:
 def hybrid_hit_figures(name: str) -> Iterator[Figure]:
     """Yield the same of a model whose layers keep states; the best possible is that of full attention."""
     geometry = geometry_with_states(name)
+    yield f"least_hit_{name}", least_hit(geometry), _LEAST
     words = "cached tokens of a system prompt of 240, over all"
     for number, share in enumerate(itertools.islice(_shared_prompts(geometry, 240), 3), 1):
         yield f"hits_{name}_system_240_request_{number}", share, f"{words}, in request {number}"
     _, second = itertools.islice(_shared_prompts(geometry, 240, marked=240), 2)
     yield f"hits_{name}_system_240_marked", second, f"{words}, in request 2, where requests mark its end"
     yield f"resume_share_{name}_chat", _chat(geometry), "cached tokens of eight turns, over those of full attention"
+
+
+def least_hit(geometry: KvGeometry, blocks: int = 0) -> int:
+    """Return the tokens of the shortest prefix that hits once two other prompts began with it; 0 where none does."""
+    for shared in range(1, 2 * _BLOCK_SIZE):
+        pair, prefix = Pair(geometry, 1024, blocks), list(range(2, 2 + shared))
+        tails = ([9000 + number, *[7] * (max(0, _BLOCK_SIZE - shared))] for number in range(3))
+        cached = [pair.serve([*prefix, *tail], 1)[0] for tail in tails]
+        if cached[-1]:
+            return shared
+    return 0
 
 
 def _shared_prompts(geometry: KvGeometry, shared: int, marked: int = 0) -> Iterator[float]:

@@ -118,6 +118,37 @@ class BytePlan:
         """Return the blocks, or the pages, that a sequence of this many tokens holds at once."""
         return blocks_needed(tokens, tokens, self.block_size, self.window, self.groups)
 
+    @property
+    def shortest_hit(self) -> int:
+        """Return the tokens of the shortest prefix that can hit; 0 where none can.
+
+        Whole blocks hit, and the last token of a prompt is computed. So the least is a block of a prompt that is a
+        token longer. Where layers keep states, that prompt leaves a checkpoint there, for which the pool must have
+        pages beside those that the next token binds.
+        """
+        least, states = self.block_size + 1, state_group(self.groups)
+        if self.max_model_len <= least or (self.state_bytes and states is None):
+            return 0
+        return self.block_size if self.num_blocks >= self._pages_of_a_hit else 0
+
+    @property
+    def _pages_of_a_hit(self) -> int:
+        """Pages, or blocks, of the shortest prompt that leaves a block behind which another one can go on."""
+        states, prompt = state_group(self.groups), self.needed(self.block_size + 1)
+        return prompt if states is None else prompt + self.needed(1) + states.pages
+
+    def prefix_line(self, caching: bool) -> str:
+        """Return what a prefix must have to hit, where `caching` says whether prompts may share blocks."""
+        least, states = self.block_size + 1, state_group(self.groups) is not None
+        if not caching:
+            return "prefix cache: none, every prompt is computed whole"
+        if not self.shortest_hit:
+            unit = "pages" if self.groups else "blocks"
+            what = f"a prompt of {least} tokens {'and its checkpoint take' if states else 'takes'}"
+            return f"prefix cache: nothing can hit, {what} {self._pages_of_a_hit} {unit} of {self.num_blocks}"
+        leaves = "leaves a checkpoint behind it" if states else "leaves it"
+        return f"prefix cache: hits from {self.shortest_hit} tokens on, where a prompt of {least} or more {leaves}"
+
     def _of_groups(self) -> Iterator[str]:
         """Yield a line for each group of layers."""
         longest = -(-self.max_model_len // self.block_size)
@@ -134,10 +165,6 @@ class BytePlan:
             return
         layers, pages = _counted(len(group.layers), "layer"), _counted(group.pages, "page")
         yield f"    checkpoints      {layers}, {pages} and {self._state_in_words()}"
-        fewest = group.pages + self.needed(1)
-        if self.num_blocks < fewest:
-            least = f"a checkpoint and a block take {fewest} pages, and there are {self.num_blocks}"
-            yield f"    no prefix can be kept: {least}"
 
     def _state_in_words(self) -> str:
         if not self.block_bytes:

@@ -183,7 +183,8 @@ class ModelPlane(DataPlane):
         return self.model.states is not None and state_group(self.memory.groups) is None
 
     def start_lines(self) -> list[str]:
-        return [*self.memory.lines(), *([] if self.draft is None else [self.draft.in_words()])]
+        # Named: a dataclass with slots is another class than the one that `super()` knows.
+        return [*DataPlane.start_lines(self), *([] if self.draft is None else [self.draft.in_words()])]
 
     @property
     def grammars(self) -> GrammarCompiler | None:

@@ -130,7 +130,7 @@ class DataPlane:
 
     def start_lines(self) -> list[str]:
         """Return the lines about memory that a worker prints before it serves."""
-        return self.memory.lines()
+        return [*self.memory.lines(), self.memory.prefix_line(self.prefix_caching)]
 
     def info(self, attach: Attach) -> pb.WorkerInfo:
         facts = self.facts

@@ -50,7 +50,8 @@ class SimulatedPlane(DataPlane):
         memory = self.memory
         unit = "pages" if memory.groups else "blocks"
         blocks = f"{memory.num_blocks} {unit} of {memory.block_size} slots, as if kept in {memory.kv_dtype}"
-        return [f"simulated steps, {self.settings.simulate}: no weights, no K/V; {blocks}"]
+        steps = f"simulated steps, {self.settings.simulate}: no weights, no K/V; {blocks}"
+        return [steps, memory.prefix_line(self.prefix_caching)]
 
 
 def assemble(settings: GpuWorkerSettings) -> SimulatedPlane:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from bench.lib.kv_groups import Pair, least_hit
+from common.contracts.types import KvGeometry, KvGroup, KvGroupKind
+from gpuworker.memory.byte_plan import BytePlan
 from tests.support.bench_process import run_benchmark
 
 
@@ -37,7 +42,38 @@ def test_hybrids_go_on_from_checkpoints() -> None:
     requests = [figures[f"hits_lfm2_2_6b_system_240_request_{number}"] for number in (1, 2, 3)]
     assert requests == [0, 0, 1], "the second one leaves a checkpoint where it parts from the first"
     assert figures["hits_lfm2_2_6b_system_240_marked"] == 1
+    assert figures["least_hit_lfm2_2_6b"] == 16
     assert figures["resume_share_lfm2_2_6b_chat"] > 0.75
+
+
+FULL, WINDOW = KvGroup(KvGroupKind.FULL, 0, 2, (0,)), KvGroup(KvGroupKind.WINDOW, 40, 3, (1,))
+STATES = KvGroup(KvGroupKind.STATE, 0, 5, (2,))
+
+
+@pytest.mark.parametrize(
+    ("groups", "fewest"),
+    [((), 2), ((FULL, WINDOW), 10), ((FULL, STATES), 11), ((FULL, WINDOW, STATES), 20)],
+    ids=["one", "window", "states", "mixed"],
+)
+def test_the_least_prefix_that_hits_is_the_one_that_a_worker_names_at_its_start(
+    groups: tuple[KvGroup, ...], fewest: int
+) -> None:
+    """A ledger and an agent try each prefix, in pools from two blocks of each group to some pages more."""
+    geometry = replace(KvGeometry(2, 2, 8, 8, "float32"), groups=groups)
+    least = 2 * (sum(group.pages for group in groups if group.kind is not KvGroupKind.STATE) or 1)
+    for pages in range(least, least + 14):
+        plan = BytePlan(
+            *("cpu", 0, 0, 0, 0, 0, 64, pages, 16, "float32", 64, 64, 8),
+            state_bytes=int(STATES in groups),
+            groups=groups,
+        )
+        assert plan.shortest_hit == least_hit(geometry, pages) == (16 if pages >= fewest else 0), pages
+
+
+@pytest.mark.parametrize("length", [16, 17])
+def test_a_prompt_that_comes_again_hits_where_it_has_a_token_more_than_a_block(length: int) -> None:
+    pair = Pair(replace(KvGeometry(2, 2, 8, 8, "float32"), groups=(FULL, STATES)), 1024)
+    assert [pair.serve(list(range(2, 2 + length)), 1)[0] for _ in range(2)] == [0, 16 * (length > 16)]
 
 
 def test_the_engine_runs_both_ways() -> None:

@@ -167,8 +167,26 @@ def test_sequences_need_no_checkpoint() -> None:
     assert (made.needed(16), made.needed(1600), made.sequences_of(1600), made.max_model_len) == (1, 100, 2, 3200)
 
 
-@pytest.mark.parametrize(("num_blocks", "said"), [(199, False), (198, True), (1, True)])
-def test_a_plan_says_that_a_pool_is_too_small_for_a_checkpoint(num_blocks: int, said: bool) -> None:
-    found = [line for line in plan(num_blocks).lines() if "no prefix can be kept" in line]
-    what = f"    no prefix can be kept: a checkpoint and a block take 199 pages, and there are {num_blocks}"
-    assert found == ([what] if said else [])
+@pytest.mark.parametrize(
+    ("num_blocks", "shortest", "said"),
+    [
+        (201, 16, "hits from 16 tokens on, where a prompt of 17 or more leaves a checkpoint behind it"),
+        (200, 0, "nothing can hit, a prompt of 17 tokens and its checkpoint take 201 pages of 200"),
+        (2, 0, "nothing can hit, a prompt of 17 tokens and its checkpoint take 201 pages of 2"),
+    ],
+)
+def test_a_plan_says_which_prefix_can_hit(num_blocks: int, shortest: int, said: str) -> None:
+    """Two pages of the prompt, 198 of its checkpoint, and one that its output may bind."""
+    made = plan(num_blocks)
+    assert (made.shortest_hit, made.prefix_line(caching=True)) == (shortest, f"prefix cache: {said}")
+    assert made.prefix_line(caching=False) == "prefix cache: none, every prompt is computed whole"
+
+
+def test_without_states_a_block_is_the_shortest_hit() -> None:
+    made = replace(plan(2), groups=(), state_bytes=0, max_model_len=18)
+    said = "prefix cache: hits from 16 tokens on, where a prompt of 17 or more leaves it"
+    assert (made.shortest_hit, made.prefix_line(caching=True)) == (16, said)
+    assert replace(made, max_model_len=17).shortest_hit == 0, "a prompt of 17 tokens has no room for an output"
+    assert replace(made, state_bytes=8).shortest_hit == 0, "states without checkpoints"
+    few = replace(made, num_blocks=1)
+    assert few.prefix_line(caching=True) == "prefix cache: nothing can hit, a prompt of 17 tokens takes 2 blocks of 1"

@@ -71,9 +71,14 @@ def test_a_worker_without_checkpoints_computes_every_prompt(options: dict[str, A
 
 
 def test_a_pool_that_holds_no_checkpoint_serves_without_hits() -> None:
-    lines = assembled("qwen3_next", kv_blocks=3).start_lines()
+    lines = assembled("qwen3_next", kv_blocks=5).start_lines()
     assert "    checkpoints      3 layers, 3 pages and 10.5 KiB each, as much as K and V of 42 tokens" in lines
-    assert "    no prefix can be kept: a checkpoint and a block take 4 pages, and there are 3" in lines
+    what = "nothing can hit, a prompt of 17 tokens and its checkpoint take 6 pages of 5"
+    assert lines[-1] == f"prefix cache: {what}"
+    words = "hits from 16 tokens on, where a prompt of 17 or more leaves a checkpoint behind it"
+    assert assembled("qwen3_next", kv_blocks=6).start_lines()[-1] == f"prefix cache: {words}"
+    whole = assembled("qwen3_next", prefix_caching=False).start_lines()
+    assert whole[-1] == "prefix cache: none, every prompt is computed whole"
 
 
 @pytest.mark.parametrize(("free", "most"), [(GIB, 64), (40 * STATE, 10), (STATE, 1)])

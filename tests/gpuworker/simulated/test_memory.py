@@ -167,6 +167,8 @@ def test_layers_that_keep_states_have_checkpoints(tmp_path: Path) -> None:
     groups = (KvGroup(KvGroupKind.FULL, 0, 1, (1,)), KvGroup(KvGroupKind.STATE, 0, 1, (0,)))
     assert made.agent_config().groups == made.identity.kv_geometry.groups == groups
     assert (made.agent_config().prefix_caching, made.keeps_states) == (True, False)
+    words = "hits from 16 tokens on, where a prompt of 17 or more leaves a checkpoint behind it"
+    assert made.start_lines()[1:] == [f"prefix cache: {words}"]
     narrow = plane(tmp_path, kv_blocks=20, dtype="bfloat16").identity.kv_geometry
     assert narrow.groups[-1].pages == 2, "1024 + 512 bytes, and pages of 1024"
 
