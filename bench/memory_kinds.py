@@ -2,11 +2,13 @@
 hits there, and what attending on latents or states costs.
 
     python -m bench.memory_kinds --json
+    python -m bench.memory_kinds --only minimax_m2 --rounds 0 --older TREE    and what groups cost a pool without them
 
 Bytes are counted on two layers of the attention of a published model, with random weights, as the self-test at start
 finds them; they do not depend on the machine. Rates are those of a worker's engine in float32: on a small deepseek_v3,
 with latents and, in turns, with K and V of every head; on a small qwen3_next, whose layers keep states, and in turns
-by transformers' `generate` of the same weights. Capacity and hits are counted (`bench/lib/kv_groups.py`).
+by transformers' `generate` of the same weights. Capacity and hits are counted (`bench/lib/kv_groups.py`). The cost of a
+report, a grant and a token is that of this tree over an older one, in turns (`bench/lib/one_kind.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -24,6 +27,7 @@ from transformers import CONFIG_MAPPING
 from bench.lib.harness import median_interval, parser, progress, report
 from bench.lib.kv_groups import HYBRIDS, MODELS, capacity_figures, hit_figures, hybrid_hit_figures
 from bench.lib.models import data_plane, plane_worker
+from bench.lib.one_kind import one_kind_figures
 from bench.lib.workers import BenchWorker, Run, random_prompts
 from common.contracts.types import KvGeometry
 from gpuworker.attention.backends import make_backend
@@ -215,6 +219,8 @@ def main() -> None:
     named = list(dict.fromkeys([*SHAPES, *MODELS, *HYBRIDS]))
     flags.add_argument("--only", choices=named, nargs="+", default=named, help="some models")
     flags.add_argument("--rounds", type=int, default=7, help="rounds of the rates; 0 takes none")
+    flags.add_argument("--older", type=Path, metavar="TREE", help="a checkout of this project to compare with")
+    flags.add_argument("--older-rounds", type=int, default=5, help="rounds of the comparison, of 21 pairs each")
     args = flags.parse_args()
     found = [figure for name in args.only if name in SHAPES for figure in byte_figures(name, SHAPES[name])]
     for name in args.only:
@@ -222,6 +228,8 @@ def main() -> None:
             found += [*capacity_figures(name), *hit_figures(name)]
         if name in HYBRIDS:
             found += hybrid_hit_figures(name)
+    if args.older is not None:
+        found += one_kind_figures(args.older, args.older_rounds)
     if args.rounds:
         found += [*rate_figures(args.rounds), *hybrid_figures(args.rounds)]
     report(

@@ -126,7 +126,8 @@ class BlockStates:
         return pages
 
     def _pages_of(self, block: BlockId) -> int:
-        return 1 if self.made is None else len(self.made.pages[block])
+        assert self.made is not None
+        return len(self.made.pages[block])
 
     def forget_unheld(self) -> None:
         """Forget the content of every block that no block table has: the prefix cache was reset."""
@@ -165,7 +166,7 @@ class BlockStates:
             if block == TRIMMED:
                 continue
             if not self.holders[block]:
-                self.held += self._pages_of(block)
+                self.held += 1 if self.made is None else self._pages_of(block)
             self.holders[block] += 1
 
     def let_go(self, block_table: Iterable[BlockId], step: int) -> None:
@@ -174,7 +175,7 @@ class BlockStates:
             if block != TRIMMED:
                 self.holders[block] -= 1
                 if not self.holders[block]:
-                    self.held -= self._pages_of(block)
+                    self.held -= 1 if self.made is None else self._pages_of(block)
                 content = self.content.get(block)
                 if content is not None:
                     self.content[block] = content._replace(last_used=step)
@@ -219,12 +220,11 @@ class BlockStates:
         """Raise ProtocolViolation when a grant repeats a block, or names one that a block table or the pool has."""
         if not granted:
             return
-        taken = set(self.pool)
+        taken, holders, made = set(self.pool), self.holders, self.made
         for block in granted:
-            if self._is_held(block) or block in taken:
+            if block in taken or (holders[block] if made is None else self._is_held(made.block_of(block))):
                 raise ProtocolViolation(f"block {block} was granted anew while the worker still holds it")
             taken.add(block)
 
-    def _is_held(self, page: BlockId) -> bool:
-        block = page if self.made is None else self.made.block_of(page)
+    def _is_held(self, block: BlockId | None) -> bool:
         return block is not None and self.holders[block] > 0

@@ -167,7 +167,7 @@ class ReportBuilder:
             reserve=tuple(self._reserve),
             bind=tuple(self._bind),
             seal=tuple(self._seal),
-            trim=tuple(self._trim.items()) or tuple([(each, count) for (each, _), count in self._run_trim.items()]),
+            trim=tuple(self._trim.items()) or self._trimmed_runs(),
             returned=tuple(self._returned),
             preempted=tuple(self._preempted),
             finished=tuple(self._finished),
@@ -179,11 +179,14 @@ class ReportBuilder:
             copied=tuple(self._copied),
             bind_groups=tuple(self._bind_groups),
             bind_pages=tuple(self._bind_pages),
-            trim_groups=tuple([group for _, group in self._run_trim]),
+            trim_groups=tuple([group for _, group in self._run_trim]) if self._run_trim else (),
         )
         self._clear_columns()
         self._told_stalled, self._told_want, self._applied = self.stalled, lease_want, False
         return report
+
+    def _trimmed_runs(self) -> tuple[tuple[SequenceId, int], ...]:
+        return tuple([(each, count) for (each, _), count in self._run_trim.items()]) if self._run_trim else ()
 
     def _reserves_of_a_report(self) -> int:
         """Return how many of the pending reserves fit into one report; at least one."""

@@ -178,7 +178,7 @@ class StepScheduler:
         return drafts[: len(sequence.block_table) * size - start]
 
     def _compose_decodes(self, step: Composition, left: int, urgent: list[tuple[int, int]]) -> int:
-        fill, shift, rows = self.blocks.fill, self.shift, step.rows
+        fill, shift, rows, paged = self.blocks.fill, self.shift, step.rows, self.blocks.made is not None
         for sequence in self.decoding:
             if len(sequence.tokens) + sequence.sampling >= sequence.limit:
                 continue  # its last token is being sampled
@@ -194,7 +194,7 @@ class StepScheduler:
             sequence.sampling += 1
             sequence.in_flight += 1
             blocks = sequence.snapshot or sequence.blocks()
-            if sequence.tables:
+            if paged:
                 self._fill_runs(sequence, index, 1)
                 rows.append(ScheduledRow(sequence.id, start, 1, blocks, True, (), sequence.page_tables()))
             else:
@@ -402,7 +402,7 @@ class StepScheduler:
 
     def _wanted_by_decodes(self, runway_slots: int) -> int:
         """Return how many blocks the decodes will bind within so many slots."""
-        want, shift, round_up = 0, self.shift, self.block_size - 1
+        want, shift, round_up, paged = 0, self.shift, self.block_size - 1, self.blocks.made is not None
         for sequence in self.decoding:
             ahead = runway_slots if sequence.drafter is None else runway_slots + MAX_DRAFTS
             slots, most = sequence.num_computed_tokens + ahead, sequence.limit - 1
@@ -410,5 +410,5 @@ class StepScheduler:
                 slots = most
             missing = ((slots + round_up) >> shift) - len(sequence.block_table)
             if missing > 0:
-                want += _missing_pages(sequence, (slots + round_up) >> shift) if sequence.tables else missing
+                want += _missing_pages(sequence, (slots + round_up) >> shift) if paged else missing
         return want

@@ -491,7 +491,8 @@ def grant_blocks(
     store = state.store
     store.remembered, parent = None, find_fork_parent(state.sequences, sequence)
     match = settled(store.cache, state.config, sequence.block_hashes, sequence.num_tokens, plan.match)
-    plan = replace(plan, match=match)
+    if match is not plan.match:
+        plan = replace(plan, match=match)
     for block in plan.hits:
         store.pool.hold_block(block)
     for run in plan.runs:

@@ -160,11 +160,11 @@ class BlockStore:
         cache.entries[block_hash] = block
         if self.config.groups:
             cache.note_stored(block_hash, blocks.index[block])
+            if blocks.group[block]:
+                above = None  # a run's block does not continue the chain of the first group's
         else:
             cache.number += 1
             cache.events.append(Stored(cache.number, block_hash, blocks.index[block]))
-        if blocks.group[block]:
-            above = None  # a run's block does not continue the chain of the first group's
         ghost = cache.ghosts.pop(block_hash, None)
         self.eviction.note_registered(block, above, ghost[2:] if ghost else NO_MARK)
 

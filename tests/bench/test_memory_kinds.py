@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from bench.lib.kv_groups import Pair, least_hit
+from bench.lib.one_kind import one_kind_figures
 from common.contracts.types import KvGeometry, KvGroup, KvGroupKind
 from gpuworker.memory.byte_plan import BytePlan
 from tests.support.bench_process import run_benchmark
@@ -74,6 +76,24 @@ def test_the_least_prefix_that_hits_is_the_one_that_a_worker_names_at_its_start(
 def test_a_prompt_that_comes_again_hits_where_it_has_a_token_more_than_a_block(length: int) -> None:
     pair = Pair(replace(KvGeometry(2, 2, 8, 8, "float32"), groups=(FULL, STATES)), 1024)
     assert [pair.serve(list(range(2, 2 + length)), 1)[0] for _ in range(2)] == [0, 16 * (length > 16)]
+
+
+def test_a_tree_costs_what_it_costs_and_an_older_one_must_do_the_same_work(tmp_path: Path) -> None:
+    """Against itself the ratio is 1, as far as one round on a busy machine can say."""
+    root = Path(__file__).parents[2]
+    figures = {name: value for name, value, _ in one_kind_figures(root, rounds=1)}
+    assert all(0.5 < figures[f"one_kind_cost_{name}"] < 2 for name in ("report", "grant", "token"))
+    assert all(figures[f"us_a_{name}"] > 0 for name in ("report", "grant", "token"))
+    other = tmp_path / "bench" / "manager_load"
+    other.mkdir(parents=True)
+    for name in ("bench/__init__.py", "bench/manager_load/__init__.py"):
+        (tmp_path / name).touch()
+    theirs = (root / "bench" / "manager_load" / "reporter.py").read_text()
+    (other / "reporter.py").write_text(theirs.replace("_PROMPT: Final = 520", "_PROMPT: Final = 500"))
+    for package in ("common", "gpuworker", "kvmanager", "protos", "bench/lib"):
+        (tmp_path / package).symlink_to(root / package)
+    with pytest.raises(RuntimeError, match="reports, grants and tokens are"):
+        list(one_kind_figures(tmp_path, rounds=1))
 
 
 def test_the_engine_runs_both_ways() -> None:
