@@ -147,10 +147,13 @@ class PoolIdentity:
         mine, others = self.kv_geometry, theirs.kv_geometry
         alike = (mine.values_in_keys, mine.shapes) == (others.values_in_keys, others.shapes)
         shape = "--model" if alike else "--model, or the Quire version"  # older ones keep other things of a model
+        flags = {"dtype": "--dtype or --kv-cache-dtype"}
+        if alike:  # checkpoints of states are a group, which workers without a prefix cache have not
+            flags["groups"] = "--model or --no-prefix-caching"
         for part in fields(KvGeometry):
             ours, other = getattr(mine, part.name), getattr(others, part.name)
             if ours != other:
-                flag = "--dtype or --kv-cache-dtype" if part.name == "dtype" else shape
+                flag = flags.get(part.name, shape)
                 found.append(Mismatch(f"kv_geometry.{part.name}", _in_words(ours), _in_words(other), flag))
         return tuple(found)
 

@@ -14,7 +14,17 @@ from grpc import aio
 from common.checkpoint.fingerprint import model_fingerprint
 from common.contracts.errors import Unavailable
 from common.contracts.lease import Admit, CachedBlock, Inventory, InventorySequence, Report
-from common.contracts.types import BlockHash, BlockId, FinishReason, KvGeometry, MissReason, SequenceId, SequencePhase
+from common.contracts.types import (
+    BlockHash,
+    BlockId,
+    FinishReason,
+    KvGeometry,
+    KvGroup,
+    KvGroupKind,
+    MissReason,
+    SequenceId,
+    SequencePhase,
+)
 from common.rpc.silence import SILENCE_S
 from common.wire.inventory_codec import inventory_chunks
 from common.wire.lease_codec import attach_to_proto
@@ -179,6 +189,7 @@ async def test_a_reset_during_a_rebuild_reaches_the_worker_with_its_first_batch(
     await asyncio.wait([rebuild.serving])
 
 
+STATES = (KvGroup(KvGroupKind.FULL, 0, 1, (1,)), KvGroup(KvGroupKind.STATE, 0, 3, (0,)))
 DIFFERENT = {
     "block_size": (replace(IDENTITY, block_size=32), "16", "32", "--block-size"),
     "model_fingerprint": (replace(IDENTITY, model_fingerprint="other"), "model" * 6, "other", "--model"),
@@ -199,6 +210,12 @@ DIFFERENT = {
         "False",
         "True",
         "--model, or the Quire version",
+    ),
+    "kv_geometry.groups": (
+        replace(IDENTITY, kv_geometry=replace(IDENTITY.kv_geometry, groups=STATES)),
+        "",
+        "full in 1 pages: 1; state in 3 pages: 0",
+        "--model or --no-prefix-caching",
     ),
     "kv_geometry.shapes": (
         replace(IDENTITY, kv_geometry=KvGeometry(2, 2, 8, 8, "float32", shapes="a=2x8+8 b=1x8+8 ab")),

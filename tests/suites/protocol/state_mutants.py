@@ -1,15 +1,57 @@
-"""Simpler rules of pools with checkpoints of states, and the searches that notice them."""
+"""Simpler rules of pools with checkpoints of states, and the searches that notice them.
+
+The specification of memory kinds numbers simpler rules from 56 to 82. Here numbers 56 to 63 are of prompts that are
+begun. What stands for each of the specification's, by its number:
+
+    56      88b, 91: K/V is hit without states, or states are not loaded
+    57      88a: filled slots are skipped, and the states are those of an earlier boundary
+    58      none: K/V is shared up to the boundary alone, so no row finds a slot filled that it computes
+    59      89a: the states behind a chunk that ends at no boundary
+    60      92: what a plan has passed is released; a checkpoint has no roles that could change meanwhile
+    61, 63  none: a checkpoint is a copy, and no step writes states into a page but to save one
+    62      89b, 90: a checkpoint is sealed without pages of its own, or without a save
+    64      64
+    65      65, and 92 of checkpoints
+    66      66a, 66b
+    67-69   67a, 68a, 69a of windows, 67b, 68b, 69b of checkpoints
+    70      none: a state behind the last token that counts wants a row behind it, as drafts would make; I31 looks
+    71      no violation: the seal of a block that is free is ignored, and nothing ever hits; the exact tests of
+            tests/kvmanager/ledger/test_checkpoints.py fail
+    72      72 at the worker, 96 at the manager
+    73      73
+    74      74
+    75      none: nobody awaits a checkpoint, and what is to be saved is not shared (93a, 93b)
+    76, 77  none: a worker whose layers keep states refuses drafts
+    78      78a of windows, 78b of checkpoints
+    79      79a of windows, 79b of checkpoints
+    80      80
+    81      81a, 81b
+    82      none in this model of one worker: tests/kvmanager/sessions/test_handler.py refuses a worker of other groups
+"""
 
 from __future__ import annotations
 
+from gpuworker.scheduling.block_states import BlockStates
+from gpuworker.scheduling.departures import Departures
 from gpuworker.scheduling.group_grants import GroupGrantCheck
 from gpuworker.scheduling.lease_agent import BlockCloser, LeaseAgent
 from gpuworker.scheduling.sequence import Sequence as WorkerSequence
 from gpuworker.scheduling.step_scheduler import StepScheduler
+from kvmanager.cache.block_pool import BlockPool
 from kvmanager.cache.group_match import GroupMatcher
+from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.ledger import block_granter, rebuild
 from kvmanager.ledger.block_store import BlockStore
-from tests.suites.protocol.group_rules import take_any_run
+from tests.suites.protocol.group_rules import (
+    count_no_children_in_runs,
+    free_first_pages_alone,
+    take_any_run,
+    tell_first_pages_alone,
+    tell_of_the_first_group,
+    untell_of_the_first_group,
+    void_by_the_first_page,
+)
+from tests.suites.protocol.manager_rules import EVICTING_AHEAD
 from tests.suites.protocol.mutant import CALM, HASTY, Exhaustive, Mutant, Walks
 from tests.suites.protocol.state_rules import (
     end_with_the_prompt,
@@ -18,6 +60,7 @@ from tests.suites.protocol.state_rules import (
     hit_with_earlier_states,
     hit_without_states,
     keep_what_it_was_to_load,
+    leave_out_checkpoints,
     let_the_source_go,
     load_nothing,
     save_behind_the_chunk,
@@ -28,8 +71,58 @@ from tests.suites.protocol.state_rules import (
     trim_ahead_of_saves,
     wait_for_what_is_hit,
 )
+from tests.suites.protocol.worker_rules import report_the_release_at_once
 
 STATE_MUTANTS = (
+    Mutant(
+        "67b",
+        "an inventory names the first pages of checkpoints alone",
+        ((LeaseAgent, "inventory", tell_first_pages_alone),),
+        Exhaustive("state_break"),
+        ("I2",),
+    ),
+    Mutant(
+        "68b",
+        "a release frees the first page of a checkpoint alone",
+        ((BlockPool, "_free_others", free_first_pages_alone),),
+        Exhaustive("state"),
+        ("I1",),
+    ),
+    Mutant(
+        "69b",
+        "a checkpoint is void when its first page begins a new life, and not when another one does",
+        ((BlockStates, "_void", void_by_the_first_page), *EVICTING_AHEAD),
+        Walks("state_mixed", faults=CALM),
+        ("I4",),
+    ),
+    Mutant(
+        "72",
+        "checkpoints of rows in flight and to come are missing from the inventory",
+        ((LeaseAgent, "inventory", leave_out_checkpoints),),
+        Exhaustive("state_break"),
+        ("I2",),
+    ),
+    Mutant(
+        "74",
+        "a release is reported while a step with a checkpoint of the sequence is in flight",
+        ((Departures, "leave_if_idle", report_the_release_at_once),),
+        Exhaustive("state"),
+        ("I2", "I4"),
+    ),
+    Mutant(
+        "78b",
+        "K/V is evicted under the states behind it",
+        ((BlockStore, "publish_new_block", count_no_children_in_runs),),
+        Exhaustive("state"),
+        ("I1",),
+    ),
+    Mutant(
+        "79b",
+        "the index is told of K/V, whether or not there are states behind it",
+        ((PrefixCache, "note_stored", tell_of_the_first_group), (PrefixCache, "_leaves", untell_of_the_first_group)),
+        Walks("state"),
+        ("I6",),
+    ),
     Mutant(
         "64",
         "a checkpoint that is hit is held until the admission, and not until it is loaded",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from common.contracts.lease import GrantBatch, InventorySequence
+from common.contracts.lease import GrantBatch, Inventory, InventorySequence
 from common.contracts.types import TRIMMED, BlockId, KvGroupKind
 from gpuworker.scheduling.batch_plan import Checkpoint, ScheduledRow
 from gpuworker.scheduling.lease_agent import BlockCloser, LeaseAgent
@@ -20,6 +20,7 @@ from kvmanager.ledger.block_granter import GrantPlan
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.ledger_state import LedgerState
 
+_inventory = LeaseAgent.inventory
 _match, _apply_grant, _seal_runs = GroupMatcher.match, LeaseAgent.apply_grant, BlockCloser._seal_runs
 _trim_runs = BlockCloser._trim_runs
 _note_states, _requeue = StepScheduler._note_states, WorkerSequence.requeue
@@ -28,6 +29,24 @@ _plan_on_hits, _with_checkpoints = block_granter._plan_on_hits, block_granter._w
 
 
 # ---------------------------------------------------------------- the worker
+
+
+def leave_out_checkpoints(agent: LeaseAgent) -> Inventory:
+    """An inventory has the checkpoints that are sealed, and not those of rows in flight or to come."""
+    whole, made = _inventory(agent), agent._blocks.made
+    if made is None:
+        return whole
+    sequences = tuple(replace(each, runs=(*each.runs[:-1], ())) for each in whole.sequences)
+    kept = {each.block for each in whole.cached_blocks}
+    kept |= {block for each in sequences for table in (each.block_table, *each.runs) for block in table}
+    at, groups, pages = 0, list[int](), list[BlockId]()
+    for group in whole.block_groups:
+        block, count = whole.block_pages[at], agent.config.groups[group].pages
+        if block in kept:
+            groups.append(group)
+            pages += whole.block_pages[at : at + count]
+        at += count
+    return replace(whole, sequences=sequences, block_groups=tuple(groups), block_pages=tuple(pages))
 
 
 def let_the_source_go(agent: LeaseAgent, batch: GrantBatch) -> Applied:
