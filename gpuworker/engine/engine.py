@@ -38,6 +38,8 @@ from gpuworker.scheduling.lease_session import LeaseSession
 from gpuworker.scheduling.outcomes import Applied, Completion, SequenceFinished
 
 _NS = 1_000_000_000
+MOST_FAILED: Final = 8
+"""Steps that may fail one after the other. A router tries a request at four workers at most."""
 
 
 # A step between its submission and its result.
@@ -75,6 +77,7 @@ class Engine:
         self._steps, self._sampled, self._scheduled, self._rates = 0, 0, 0, StepRates()
         self._usual = UsualSteps()
         self._drafts = dict[DraftKind, DraftTally]()
+        self._failed = 0  # steps, since one was right
         self._over_at: float | None = None  # when the last step in flight was over, within a turn
         self._outputs, self._load, self._load_taken = GatheredOutputs(), EngineLoad(), 0.0
         self._starts, self._delays = StartWatch(), DelayWatch(channel.away_seconds)
@@ -160,7 +163,13 @@ class Engine:
             self.ended.set_result(None)
 
     def turn(self) -> bool:
-        """Do everything that can be done now; return whether anything was. The engine's thread calls it in a loop."""
+        """Do everything that can be done now; return whether anything was. The engine's thread calls it in a loop.
+
+        Raises EngineFailure once as many steps in a row have failed as requests alone do not explain: a process whose
+        libraries or device are broken may be so for good, and a new one is not.
+        """
+        if self._failed >= MOST_FAILED:
+            raise EngineFailure(f"the last {self._failed} steps failed, and none between them was right")
         worked = self._harvest()
         worked = self._take_commands() or worked
         worked = self._take_lease_events() or worked
@@ -311,6 +320,7 @@ class Engine:
                 self._fail(failure)
                 return True
             self._flights.popleft()
+            self._failed = 0
             self._time(flight, result.seconds)
             if self._flights:
                 self._flights[0].begin(self._clock)
@@ -377,6 +387,7 @@ class Engine:
 
     def _fail(self, failure: EngineFailure) -> None:
         """Handle a failed step, which voids the KV content: end every sequence and begin a new incarnation."""
+        self._failed += 1
         log.error("a step failed; every sequence of this worker ends: %s", failure)
         for flight in self._flights:
             flight.result.exception()  # the steps queued behind it have failed too, or fail at once

@@ -110,6 +110,7 @@ ROWS: dict[str, tuple[Kind | str, ...]] = {
             f"{WORKER}/engine/test_engine.py::"
             "test_a_failed_step_ends_every_sequence_and_the_engine_serves_on_as_a_new_incarnation"
         ),
+        f"{WORKER}/engine/test_engine.py::test_an_engine_whose_steps_all_fail_ends_behind_their_errors",
         (
             f"{WORKER}/runner/test_model_runner.py::"
             "test_a_step_that_cannot_be_laid_out_names_the_sequences_that_fail_alone_and_runs_nothing"

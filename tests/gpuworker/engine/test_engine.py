@@ -20,6 +20,7 @@ from common.contracts.lease import (
     LeaseEvent,
 )
 from common.contracts.types import BlockId, FinishReason, SequenceId
+from gpuworker.engine.engine import MOST_FAILED
 from gpuworker.engine.ports import Delayed, EngineOutputs
 from gpuworker.scheduling.batch_plan import StepNotBuilt, StepPlan, StepResult
 from gpuworker.scheduling.outcomes import AgentConfig
@@ -126,6 +127,36 @@ def test_a_failed_step_ends_every_sequence_and_the_engine_serves_on_as_a_new_inc
         driver.finish()
         assert driver.results[again].tokens == [7, 7]
         driver.assert_all_free()
+
+
+@pytest.mark.parametrize("right", [False, True], ids=["all fail", "one is right"])
+def test_an_engine_whose_steps_all_fail_ends_behind_their_errors(right: bool) -> None:
+    """A library that has once found no memory may fail for good; the supervisor starts another process."""
+    runner, steps = ManualRunner(), 0
+    driver = EngineDriver(runner, CONFIG)
+    driver.engine.start()
+    for number in range(MOST_FAILED):
+        assert not driver.engine.ended.done(), number
+        lost = driver.submit([1, 2, 3], 20)
+        runner.await_submissions(steps := steps + 2)
+        if right and number == MOST_FAILED - 1:
+            runner.step()
+            runner.await_submissions(steps := steps + 1)
+        runner.fail()
+        driver.finish()
+        assert driver.results[lost].message == "the device is gone"
+    if right:
+        again = driver.submit([1, 2, 3], 1)
+        runner.step()
+        driver.finish()
+        assert driver.results[again].tokens == [7]
+        driver.engine.stop()
+        return
+    failure = driver.engine.ended.exception(timeout=PATIENCE)
+    assert isinstance(failure, EngineFailure)
+    assert str(failure) == "the last 8 steps failed, and none between them was right"
+    with pytest.raises(EngineFailure, match="the engine ended early"):
+        driver.engine.stop()
 
 
 class FaultyLayout(ManualRunner):
