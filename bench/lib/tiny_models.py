@@ -61,7 +61,10 @@ class TinyReference:
     def _module(self) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM
 
+        from gpuworker.models.hf.mixers import correct_mixers
+
         module: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self._folder, dtype="float32")
+        correct_mixers(module)  # as workers do: of nemotron_h, transformers' prefills differ from its decodes
         return module
 
     def expected(self, seed: int, prompt: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
