@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.fault_injection.hosts.network import Network
 from bench.fault_injection.hosts.suite import SIMULATED
-from bench.fault_injection.streams import RETRY, Stream, prompts, until_tokens
+from bench.fault_injection.streams import RETRY, SimulatedReference, Stream, prompts, until_tokens
 from cli.certificates.folder import CertificateFolder, Leaf
 from cli.commands import certs
 from cli.demo_model import CHECKPOINT
@@ -146,7 +146,7 @@ class Pool:
     @asynccontextmanager
     async def streams(self, count: int, tokens: int) -> AsyncIterator[None]:
         """Run streams beside what the caller does once all of them have tokens; each token must be the right one."""
-        rng, expected = random.Random(count), simulated_tokens(CHECKPOINT)
+        rng, reference = random.Random(count), SimulatedReference(simulated_tokens(CHECKPOINT))
         streams = [Stream(rng.randrange(1 << 30), prompt) for prompt in prompts(rng, count)]
         async with AsyncClient(self.address("router", 50051), retry=RETRY, ca="") as client:
             tasks = [asyncio.create_task(stream.run(client, tokens)) for stream in streams]
@@ -154,7 +154,7 @@ class Pool:
             yield
             await asyncio.gather(*tasks)
         assert [stream.broken for stream in streams if stream.broken] == []
-        assert [stream.seed for stream in streams if stream.differing(expected, tokens)] == []
+        assert [stream.seed for stream in streams if stream.differing(reference, tokens)] == []
 
 
 def _within(value: str, target: str, source: str) -> str:
