@@ -55,9 +55,9 @@ class AttentionByShape:
         backend, there = self._place(layer)
         return backend.write_and_attend(there, query, key, value)
 
-    def place_of(self, layer: int) -> tuple[int, int]:
-        """Return by which backend a layer attends, and which layer it is there."""
-        return self._places[layer]
+    def place_of(self, layer: int) -> tuple[int, int] | None:
+        """Return by which backend a layer attends, and which layer it is there; None where it keeps no K and V."""
+        return self._places.get(layer)
 
     def _place(self, layer: LayerAttention) -> tuple[AttentionBackend, LayerAttention]:
         backend, index = self._places[layer.kept_at]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpuworker.memory.devices import sent
@@ -42,6 +43,22 @@ class StateStore:
             else:
                 pool.index_copy_(0, rows, part)
 
+    def places(self, size: int, pages: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return where the bytes of a state of `size` bytes lie in memory, in their order: [n, 2] addresses and counts.
+
+        For code that copies outside of Python, on a CPU. Raises ValueError where the pages are too few.
+        """
+        state = torch.empty(size, dtype=torch.uint8, device="meta")
+        found = []
+        for pool, rows, part in self._pieces(state, pages):
+            at = pool.data_ptr() + rows.numpy() * (pool.stride(0) * pool.itemsize)
+            found.append(np.stack((at, np.full(len(at), part.shape[1] * part.itemsize)), axis=1))
+        return np.concatenate(found)
+
+    def bytes_of(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return all memory of pages in the same form."""
+        return self.places(self._room(pages), pages)
+
     def clear(self, pages: Sequence[int]) -> None:
         """Write zeros into pages that may have held states: as numbers of K and V these bytes need not be finite."""
         rows = self._rows(pages, self._pools[0].device)
@@ -60,11 +77,11 @@ class StateStore:
         self, state: torch.Tensor, pages: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Yield a pool [lanes * pages, w], which of its rows hold the next part of a state [r], and this, [r, w]."""
-        room = len(pages) * self._lanes * sum(pool[0].nbytes for pool in self._pools)
+        room = self._room(pages)
         if len(state) > room:
             raise ValueError(f"a state of {len(state)} bytes does not fit into {len(pages)} pages: {room} bytes")
         state = state.view(self._pools[0].dtype)
-        rows = self._rows(pages, state.device)
+        rows = self._rows(pages, self._pools[0].device)
         done = 0
         for pool in self._pools:
             width = pool.shape[1]
@@ -73,6 +90,9 @@ class StateStore:
                 if size := len(some) * pool_part.shape[1]:
                     yield pool_part, some, state[done : done + size].view(len(some), -1)
                     done += size
+
+    def _room(self, pages: Sequence[int]) -> int:
+        return len(pages) * self._lanes * sum(pool[0].nbytes for pool in self._pools)
 
     def _rows(self, pages: Sequence[int], device: torch.device) -> torch.Tensor:
         """Return which rows of a pool the lanes of these pages are, page by page."""

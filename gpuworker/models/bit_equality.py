@@ -56,12 +56,17 @@ def _run(
     lengths = np.array([cut, *[cut[::-1]] * (rows - 1)], dtype=np.int32)  # [rows, steps]
     starts = np.cumsum(lengths, axis=1, dtype=np.int32) - lengths
     logits = []
+    if model.states is not None:
+        model.states.reserve(rows)
     for start, length in zip(starts.T, lengths.T, strict=True):
         # Decodes stand first, as attention requires. Among its kind the first sequence comes last, unlike when alone.
         order = np.array(sorted(range(rows), key=lambda row: (length[row] > 1, row == 0)))
         packed = pack_rows(start[order], length[order], table[order], _BLOCK_SIZE)
         positions, *tables = to_device([packed.positions, *attention_arrays(packed)], device)
-        attention.begin(attention_metadata(packed, tables))
+        metadata = attention_metadata(packed, tables)
+        attention.begin(metadata)
+        if model.states is not None:
+            model.states.begin(metadata, order)
         sequence = torch.from_numpy(order[packed.row_of_token]).to(device)
         keep = (sequence == 0).nonzero()[:, 0]
         token_ids = tokens[sequence, positions.long()]

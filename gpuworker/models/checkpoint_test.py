@@ -22,7 +22,7 @@ from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.layout import checkpoint_pages, page_layout, state_group, with_states
 from gpuworker.memory.state_store import StateStore
 from gpuworker.models.self_test import ReferenceModel, compare_logits, limit_of, rounded_logits
-from gpuworker.models.step_model import RecurrentStates
+from gpuworker.models.step_model import RecurrentStates, StepModel
 
 _BLOCK_SIZE, _SHARED, _BLOCKS = 4, 2, 4
 _LENGTH = _BLOCK_SIZE * _BLOCKS
@@ -30,19 +30,25 @@ _FIRST, _SECOND, _PLACES = 2, 0, 3
 
 
 def with_checkpoints(
-    model: ReferenceModel, backend: Callable[[KvCache], AttentionBackend], geometry: KvGeometry, block_size: int
+    model: ReferenceModel,
+    backend: Callable[[KvCache], AttentionBackend],
+    geometry: KvGeometry,
+    block_size: int,
+    other: StepModel | None = None,
 ) -> KvGeometry:
     """Return the geometry with a group for checkpoints of the model's states, tested; unchanged where it has none.
 
-    Call behind the self-test. Raises Unsupported, with the reason, when sequences do not go on from them.
+    `other` is a model of the same weights that runs instead and is compared with `model`, as in the self-test, behind
+    which this is called. Raises Unsupported, with the reason, when sequences do not go on from checkpoints.
     """
-    if model.states is None:
+    on_cache = other or model
+    if on_cache.states is None:
         return geometry
-    found = with_states(geometry, model.states.layers, model.states.bytes_a_sequence, block_size)
+    found = with_states(geometry, on_cache.states.layers, on_cache.states.bytes_a_sequence, block_size)
     if state_group(found.groups) is None:
         return geometry
     try:
-        _run(model, model.states, backend, found)
+        _run(model, on_cache, on_cache.states, backend, found)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise Unsupported(f"{model.config.model_type} fails the test of its checkpoints: {error!r}") from error
     return found
@@ -50,6 +56,7 @@ def with_checkpoints(
 
 def _run(
     model: ReferenceModel,
+    on_cache: StepModel,
     states: RecurrentStates,
     backend: Callable[[KvCache], AttentionBackend],
     geometry: KvGeometry,
@@ -58,7 +65,7 @@ def _run(
     reference = model.reference_logits(tokens[None])
     if model.kv_dtype != dtype_name(model.dtype):
         reference = rounded_logits(model, tokens[None], reference)
-    trial = _Trial(model, states, backend, geometry, tokens)
+    trial = _Trial(on_cache, states, backend, geometry, tokens)
     shared, found = _BLOCK_SIZE * _SHARED, list[torch.Tensor]()
     trial.step({_FIRST: (0, 3)})
     trial.step({_FIRST: (3, shared)})
@@ -81,7 +88,7 @@ class _Trial:
 
     def __init__(
         self,
-        model: ReferenceModel,
+        model: StepModel,
         states: RecurrentStates,
         backend: Callable[[KvCache], AttentionBackend],
         geometry: KvGeometry,

@@ -27,7 +27,8 @@ from gpuworker.checkpoints.progress import telling_progress
 from gpuworker.checkpoints.weights import Checkpoint
 from gpuworker.memory.devices import CACHE_DTYPES, dtype_name
 from gpuworker.memory.kv_cache import KvCache
-from gpuworker.memory.layout import reach_of, with_groups
+from gpuworker.memory.layout import LayerShape, geometry_of, reach_of, with_groups, with_states
+from gpuworker.models.checkpoint_test import with_checkpoints
 from gpuworker.models.hf.loader import (
     ModelSource,
     context_limit,
@@ -67,11 +68,16 @@ class Weights:
 
 
 def open_native(
-    source: ModelSource, device: torch.device, model_impl: ModelImpl, backend: Backend, block_size: int = 0
+    source: ModelSource,
+    device: torch.device,
+    model_impl: ModelImpl,
+    backend: Backend,
+    block_size: int = 0,
+    checkpoints: bool = False,
 ) -> tuple[LlamaModel, KvGeometry] | None:
     """Return a model that passed its test on the native path, and the shape of its K/V; None: it runs on transformers.
 
-    With a block size its layers may be groups.
+    With a block size its layers may be groups, and with `checkpoints` its states have one of their own.
     Says in the log which path a model takes and why. Raises InvalidConfig when the checkpoint cannot be read, or when
     `model_impl` asks for the native path and the model cannot take it.
     """
@@ -83,7 +89,7 @@ def open_native(
     reason = "that was asked for" if model_impl == "transformers" else why_not_native(config, source, device)
     if reason is None:
         try:
-            opened = _open(directory, config, source, device, backend, block_size)
+            opened = _open(directory, config, source, device, backend, block_size, checkpoints)
         except Unsupported as error:
             reason = str(error)
         else:
@@ -117,6 +123,8 @@ def why_not_native(config: PretrainedConfig, source: ModelSource, device: torch.
     if (reason := why_not_llama(config)) is not None:
         return reason
     if device.type == "cuda":
+        if (spec := llama_spec(config)) is not None and spec.keeping:
+            return f"on CUDA no layer of a {config.model_type} that keeps a state is run natively"
         asked = precision.quantization
         return None if asked in ("none", "auto") else f"on CUDA linears are not quantised at start, to {asked} or else"
     if CACHE_DTYPES[precision.kv_dtype] not in TYPES:
@@ -144,6 +152,7 @@ def _open(
     device: torch.device,
     backend: Backend,
     block_size: int,
+    checkpoints: bool,
 ) -> tuple[LlamaModel, KvGeometry]:
     """Load a model and test it. Raises Unsupported, with the reason, when a test fails."""
     precision = native_precision(source, config, device)
@@ -158,14 +167,28 @@ def _open(
     if isinstance(loaded.model, LlamaCpuModel):
         _log.info("%s: %s", config.model_type, loaded.model.packed.kinds_in_words)
     geometry = _tested(loaded, backend, block_size)
+    checkpoints &= block_size > 0
+    if checkpoints:
+        part = loaded.model.only(tested_layers(loaded.spec))
+        with_checkpoints(loaded.reference, backend, geometry, block_size, part)
     beyond_thresholds(config, lambda tiny, length: _tested(_tiny(tiny, device), backend, block_size, length))
-    windows = loaded.spec.windows
-    widest = 0 if None in windows else max(window or 0 for window in windows)
-    whole = replace(geometry, num_layers=loaded.spec.num_layers, window=widest, groups=())
-    if block_size:
-        reaches = {layer: reach_of(window, None, context_limit(config)) for layer, window in enumerate(windows)}
-        whole = with_groups(whole, reaches, {}, block_size)
+    whole = _geometry(loaded.spec, geometry.dtype, context_limit(config), block_size)
+    states = loaded.model.states
+    if checkpoints and states is not None:
+        whole = with_states(whole, states.layers, states.bytes_a_sequence, block_size)
     return loaded.model, whole
+
+
+def _geometry(spec: LlamaSpec, dtype: str, limit: int, block_size: int) -> KvGeometry:
+    """Return the shape of the K/V of a whole model."""
+    windows = {layer: spec.windows[layer] for layer in spec.attending}
+    widest = 0 if None in windows.values() else max(window or 0 for window in windows.values())
+    shape = LayerShape(spec.num_kv_heads, spec.head_dim, spec.head_dim)
+    whole = geometry_of(dict.fromkeys(windows, shape), dtype, widest)
+    if not block_size:
+        return whole
+    reaches = {layer: reach_of(window, None, limit) for layer, window in windows.items()}
+    return with_groups(whole, reaches, {}, block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@
 #include "llama_embedding.h"
 #include "llama_memory.h"
 #include "llama_rows.h"
+#include "llama_states.h"
 
 namespace quire {
 namespace {
@@ -64,7 +65,7 @@ class Step {
     for (int n = 0; all_kept_ && n < run.num_keep; ++n) all_kept_ = run.keep[n] == n;
   }
 
-  int64_t phases() const { return 4 + model_.num_layers * (11 + kAttendPhases); }
+  int64_t phases() const { return 4 + model_.num_layers * (14 + kAttendPhases); }
 
   // The whole step, as a team.
   void forward(Team& team) {
@@ -77,15 +78,22 @@ class Step {
     for (int n = 0; n < model_.num_layers; ++n) {
       const quire_llama_layer& layer = model_.layers[n];
       const bool last = n + 1 == model_.num_layers;
-      write_cache(me, n, layer, residual);
-      if (last && !run_.num_keep) return;
-      Input attended = attend_layer(me, n, layer);
+      project(me, layer, residual);
+      Mixed mixed{};
+      if (layer.conv) {
+        mixed = layer.delta ? update_states(me, n, layer) : convolve_layer(me, n, layer);
+        if (last && !run_.num_keep) return;
+      } else {
+        write_cache(me, n, layer);
+        if (last && !run_.num_keep) return;
+        mixed = attend_layer(me, n, layer);
+      }
       if (last && !all_kept_) {
-        attended = gather(me, layer, attended);
+        mixed.in = gather(me, layer, mixed);
         residual = scratch_.kept;
         rows = run_.num_keep;
       }
-      multiply(me, layer.output, attended, rows, {residual, model_.hidden, QUIRE_STORE_ADD_F32});
+      multiply(me, layer.output, mixed.in, rows, {residual, model_.hidden, QUIRE_STORE_ADD_F32});
       me.clock.mark(QUIRE_PHASE_OUTPUT);
       if (layer.experts) {
         experts(me, layer, residual, rows);
@@ -104,6 +112,12 @@ class Step {
   struct Member {
     Team& team;
     Clock& clock;
+  };
+
+  // The inputs of the product behind a mixer; or the place for them, while rows are in scratch.wide as floats.
+  struct Mixed {
+    Input in;
+    bool wide;
   };
 
   // How many rows of so many floats a piece has: some microseconds of work.
@@ -131,19 +145,36 @@ class Step {
     });
   }
 
-  // Norms, multiplies by q, k and v, norms and rotates heads, and writes K and V into their slots.
-  void write_cache(Member& me, int n, const quire_llama_layer& layer, const float* residual) {
+  // Norms rows and multiplies them by what the layer mixes.
+  void project(Member& me, const quire_llama_layer& layer, const float* residual) {
     const int64_t rows = step_.num_tokens;
     const Input in = input_at(layer.qkv, rows, scratch_.normed);
-    norm(me, layer.attention_norm, layer.qkv, in, rows, residual);
-    multiply(me, layer.qkv, in, rows, {scratch_.qkv, qkv_width(model_), QUIRE_STORE_F32});
+    if (layer.delta) {
+      const quire_linear& gates = layer.delta->gates;
+      const Input of_gates = input_at(gates, rows, scratch_.of_gates);
+      me.team.phase(rows, rows_of_piece(model_.hidden), [&](int64_t row) {
+        const float* x = residual + row * model_.hidden;
+        norm_row(x, layer.attention_norm, model_.norm_eps, layer.qkv, in, row);
+        norm_row(x, layer.attention_norm, model_.norm_eps, gates, of_gates, row);
+      });
+      me.clock.mark(QUIRE_PHASE_NORM);
+      multiply(me, gates, of_gates, rows, {scratch_.gates, gates.n, QUIRE_STORE_F32});
+    } else {
+      norm(me, layer.attention_norm, layer.qkv, in, rows, residual);
+    }
+    multiply(me, layer.qkv, in, rows, {scratch_.qkv, layer.qkv.n, QUIRE_STORE_F32});
     me.clock.mark(QUIRE_PHASE_QKV);
+  }
+
+  // Norms and rotates heads, and writes K and V into their slots.
+  void write_cache(Member& me, int n, const quire_llama_layer& layer) {
+    const int64_t rows = step_.num_tokens;
     const int64_t heads = model_.num_heads + model_.num_kv_heads;
     if (model_.joint_norm) norm_jointly(me, layer, rows);
     const Input attended = input_at(layer.output, rows, scratch_.attended);
     const LayerPlace place = layer_place(parts_, n);
     const bool pads = is_padded(layer.output);
-    me.team.phase(rows, rows_of_piece(qkv_width(model_)), [&](int64_t row) {
+    me.team.phase(rows, rows_of_piece(layer.qkv.n), [&](int64_t row) {
       for (int64_t head = 0; head < heads; ++head) turn_head(place, layer, row, head);
       if (pads) pad_row(layer.output, attended, row);
     });
@@ -155,60 +186,244 @@ class Step {
     const int64_t queries = static_cast<int64_t>(model_.num_heads) * model_.head_dim;
     const int64_t keys = static_cast<int64_t>(model_.num_kv_heads) * model_.head_dim;
     me.team.phase(rows, rows_of_piece(queries + keys), [&](int64_t token) {
-      float* query = scratch_.qkv + token * qkv_width(model_);
+      float* query = scratch_.qkv + token * layer.qkv.n;
       float* key = query + queries;
       scale_row(query, layer.query_norm, rms_factor(query, queries, model_.norm_eps), queries, query);
       scale_row(key, layer.key_norm, rms_factor(key, keys, model_.norm_eps), keys, key);
     });
   }
 
+  // Floats from one head's query to that of the next: its gate may stand behind it.
+  int64_t query_stride() const { return static_cast<int64_t>(model_.head_dim) * (model_.gated ? 2 : 1); }
+
   // Norms, clips and rotates one head of one token; a key goes on into the cache, and its value with it.
   void turn_head(const LayerPlace& place, const quire_llama_layer& layer, int64_t token, int64_t head) {
-    const int dim = model_.head_dim, half = dim / 2;
-    float* row = scratch_.qkv + token * qkv_width(model_);
-    float* x = row + head * dim;
-    const bool is_key = head >= model_.num_heads;
+    const int dim = model_.head_dim, half = model_.rope_dim / 2;
+    const int64_t key = head - model_.num_heads;
+    const bool is_key = key >= 0;
+    float* row = scratch_.qkv + token * layer.qkv.n;
+    float* x = row + (is_key ? model_.num_heads * query_stride() + key * dim : head * query_stride());
     const float* weight = is_key ? layer.key_norm : layer.query_norm;
     if (weight && !model_.joint_norm) scale_row(x, weight, rms_factor(x, dim, model_.norm_eps), dim, x);
     if (model_.clip > 0.0f) clip_row(x, model_.clip, dim);
-    const float* turn = model_.rope_table + run_.positions[token] * dim;
+    const float* turn = model_.rope_table + run_.positions[token] * model_.rope_dim;
     rotate(x, turn, turn + half, half);
     if (!is_key) return;
     float* value = x + static_cast<int64_t>(model_.num_kv_heads) * dim;
     if (model_.clip > 0.0f) clip_row(value, model_.clip, dim);
     const int32_t slot = place.plan.step.slot_mapping[token];
-    store_slot(place.plan.cache, place.lane, slot, static_cast<int>(head) - model_.num_heads, x, value);
+    store_slot(place.plan.cache, place.lane, slot, static_cast<int>(key), x, value);
   }
 
   // Returns the inputs of the product that follows, in scratch.attended; in the last layer they may still be in `wide`.
-  Input attend_layer(Member& me, int n, const quire_llama_layer& layer) {
+  Mixed attend_layer(Member& me, int n, const quire_llama_layer& layer) {
     const int dim = model_.head_dim;
-    const Input in = input_at(layer.output, step_.num_tokens, scratch_.attended);
-    const quire_rows query{scratch_.qkv, qkv_width(model_), dim, QUIRE_F32};
-    quire_rows out{in.data, in.stride / item_size(layer.output), dim, input_type(layer.output)};
-    const bool by_row = needs_put_row(layer.output);
-    if (by_row) out = {scratch_.wide, layer.output.k, dim, QUIRE_F32};
+    const quire_linear& w = layer.output;
+    const Input in = input_at(w, step_.num_tokens, scratch_.attended);
+    const quire_rows query{scratch_.qkv, layer.qkv.n, query_stride(), QUIRE_F32};
+    quire_rows out{in.data, in.stride / item_size(w), dim, input_type(w)};
+    const bool wide = needs_put_row(w) || model_.gated;
+    if (wide) out = {scratch_.wide, w.k, dim, QUIRE_F32};
     const LayerPlace place = layer_place(parts_, n);
     const quire_layer how{place.lane, layer.window, 0, model_.scale, 0.0f, nullptr};
     attend(me.team, place.plan.cache, how, place.plan, query, out);
-    const bool gathered = n + 1 == model_.num_layers && !all_kept_;
-    if (by_row && !gathered) put_rows(me, layer.output, in, step_.num_tokens);
+    const bool left = wide && is_gathered(n);
+    if (model_.gated) {
+      me.team.phase(step_.num_tokens, rows_of_piece(w.k), [&](int64_t token) {
+        float* x = scratch_.wide + token * w.k;
+        const float* gates = scratch_.qkv + token * layer.qkv.n + dim;
+        for (int64_t head = 0; head < model_.num_heads; ++head) gate_row(x + head * dim, gates + head * query_stride(), dim);
+        if (!left) put_row(w, in, token, x);
+      });
+    } else if (wide && !left) {
+      put_rows(me, w, in, step_.num_tokens);
+    }
     me.clock.mark(QUIRE_PHASE_ATTENTION);
-    return in;
+    return {in, left};
+  }
+
+  bool is_gathered(int n) const { return n + 1 == model_.num_layers && !all_kept_; }
+
+  // The state that a layer keeps of the sequence of a row.
+  float* state_of(const quire_llama_layer& layer, int64_t row) const {
+    char* states = static_cast<char*>(run_.states) + run_.places[row] * run_.state_stride;
+    return reinterpret_cast<float*>(states + layer.state);
+  }
+
+  // Calls body(row, tokens) for rows of a step as a phase: for those of several tokens, or for all.
+  template <typename Body>
+  void rows_phase(Member& me, bool all, Body&& body) {
+    const int64_t first = all ? 0 : step_.num_decodes;
+    me.team.phase(step_.num_rows - first, [&](int64_t n) { body(first + n, tokens_of(step_, first + n)); });
+  }
+
+  // Calls body(row, tokens, token) for all tokens as a phase.
+  template <typename Body>
+  void tokens_phase(Member& me, int64_t floats, Body&& body) {
+    me.team.phase(step_.num_tokens, rows_of_piece(floats), [&](int64_t token) {
+      const int32_t* end = step_.query_start + step_.num_rows + 1;
+      const int64_t row = std::upper_bound(step_.query_start, end, static_cast<int32_t>(token)) - step_.query_start - 1;
+      body(row, tokens_of(step_, row), token);
+    });
+  }
+
+  // A short convolution of B · x, which C multiplies. A row of one token keeps its inputs at once, others when all of
+  // their tokens have read what was kept.
+  Mixed convolve_layer(Member& me, int n, const quire_llama_layer& layer) {
+    const quire_conv& conv = *layer.conv;
+    const quire_linear& w = layer.output;
+    const int64_t size = conv.channels, stride = layer.qkv.n;
+    const Input in = input_at(w, step_.num_tokens, scratch_.attended);
+    const float *first = scratch_.qkv, *by = first + 2 * size;
+    auto keep = [&](int64_t row, const Tokens& tokens) {
+      keep_inputs(conv.width, tokens, first, by, stride, state_of(layer, row), size, size);
+    };
+    const bool by_row = needs_put_row(w), left = by_row && is_gathered(n);
+    tokens_phase(me, stride, [&](int64_t row, const Tokens& tokens, int64_t token) {
+      static thread_local std::vector<float> made;
+      made.resize(size);
+      float* out = left ? scratch_.wide + token * w.k : made.data();
+      const float* gate = first + token * stride + size;
+      const Taps taps = taps_at(conv.width, tokens, token, first, by, stride, state_of(layer, row), size);
+      convolve(conv, 0, size, taps, Gated{gate, out});
+      if (!left) put_row(w, in, token, out);
+      if (row < step_.num_decodes) keep(row, tokens);
+    });
+    rows_phase(me, false, keep);
+    me.clock.mark(QUIRE_PHASE_ROPE);
+    return {in, left};
+  }
+
+  // Writes C · sums.
+  struct Gated {
+    const float* gate;
+    float* out;
+    void operator()(int64_t i, Vec sum) const { (sum * Vec::load(gate + i)).store(out + i); }
+    void operator()(int64_t i, float sum) const { out[i] = sum * gate[i]; }
+  };
+
+  // Writes silu of sums.
+  struct Activated {
+    float* out;
+    void operator()(int64_t i, Vec sum) const { (sum * sigmoid(sum)).store(out + i); }
+    void operator()(int64_t i, float sum) const { out[i] = sum * sigmoid(sum); }
+  };
+
+  // The channels of a key head: its query, its key and the values that go with it.
+  struct Segment {
+    int64_t channel, count, at;  // `at` in a row of qkv
+  };
+  static void segments_of(const quire_delta& delta, int64_t g, Segment (&out)[3]) {
+    const int64_t keys = static_cast<int64_t>(delta.key_heads) * delta.key_dim;
+    const int64_t values = static_cast<int64_t>(delta.value_heads / delta.key_heads) * delta.value_dim;
+    out[0] = {g * delta.key_dim, delta.key_dim, delta.query.first + g * delta.query.step};
+    out[1] = {keys + g * delta.key_dim, delta.key_dim, delta.key.first + g * delta.key.step};
+    out[2] = {2 * keys + g * values, values, delta.value.first + g * delta.value.step};
+  }
+
+  // The convolution of q, k and v, then the gated delta rule, head by head.
+  Mixed update_states(Member& me, int n, const quire_llama_layer& layer) {
+    const quire_linear& w = layer.output;
+    const Input in = input_at(w, step_.num_tokens, scratch_.attended);
+    tokens_phase(me, layer.qkv.n, [&](int64_t row, const Tokens& tokens, int64_t token) {
+      prepare_token(layer, row, tokens, token);
+      if (row < step_.num_decodes) keep_channels(layer, row, tokens);
+    });
+    me.clock.mark(QUIRE_PHASE_ROPE);
+    const quire_delta& delta = *layer.delta;
+    me.team.phase(step_.num_rows * static_cast<int64_t>(delta.value_heads), [&](int64_t piece) {
+      const int64_t row = piece / delta.value_heads, head = piece % delta.value_heads;
+      const Tokens tokens = tokens_of(step_, row);
+      update_head(layer, row, tokens, head);
+      if (!head && row >= step_.num_decodes) keep_channels(layer, row, tokens);
+    });
+    const bool left = is_gathered(n);
+    if (!left) put_rows(me, w, in, step_.num_tokens);
+    me.clock.mark(QUIRE_PHASE_ATTENTION);
+    return {in, left};
+  }
+
+  void prepare_token(const quire_llama_layer& layer, int64_t row, const Tokens& tokens, int64_t token) {
+    const quire_delta& delta = *layer.delta;
+    const quire_conv& conv = *layer.conv;
+    const float* kept = state_of(layer, row);
+    float* mixed = scratch_.mixed + token * conv.channels;
+    float* gates = scratch_.gates + token * delta.gates.n;
+    const float scale = 1.0f / std::sqrt(static_cast<float>(delta.key_dim));
+    const int64_t each = delta.value_heads / delta.key_heads;
+    Segment segments[3];
+    for (int64_t g = 0; g < delta.key_heads; ++g) {
+      segments_of(delta, g, segments);
+      for (const Segment& part : segments) {
+        const Taps taps = taps_at(conv.width, tokens, token, scratch_.qkv + part.at, nullptr, layer.qkv.n,
+                                  kept + part.channel, conv.channels);
+        convolve(conv, part.channel, part.count, taps, Activated{mixed + part.channel});
+      }
+      unit_row(mixed + segments[0].channel, delta.key_dim, scale);
+      unit_row(mixed + segments[1].channel, delta.key_dim, 1.0f);
+      for (int64_t h = 0; h < each; ++h) {
+        float &update = gates[delta.update.first + g * delta.update.step + h];
+        float &decay = gates[delta.decay.first + g * delta.decay.step + h];
+        const float x = decay + delta.decay_bias[g * each + h];
+        const float soft = x > 20.0f ? x : std::log1p(std::exp(x));
+        update = sigmoid(update);
+        decay = std::exp(-delta.decay_rate[g * each + h] * soft);
+      }
+    }
+  }
+
+  void keep_channels(const quire_llama_layer& layer, int64_t row, const Tokens& tokens) {
+    const quire_conv& conv = *layer.conv;
+    Segment segments[3];
+    for (int64_t g = 0; g < layer.delta->key_heads; ++g) {
+      segments_of(*layer.delta, g, segments);
+      for (const Segment& part : segments) {
+        keep_inputs(conv.width, tokens, scratch_.qkv + part.at, nullptr, layer.qkv.n,
+                    state_of(layer, row) + part.channel, conv.channels, part.count);
+      }
+    }
+  }
+
+  // One head of one row; its outputs are normed and gated, in scratch.wide.
+  void update_head(const quire_llama_layer& layer, int64_t row, const Tokens& tokens, int64_t head) {
+    const quire_delta& delta = *layer.delta;
+    const quire_conv& conv = *layer.conv;
+    const int64_t each = delta.value_heads / delta.key_heads, g = head / each, h = head % each;
+    float* state = state_of(layer, row) + conv_bytes(conv) / 4 + head * head_floats(delta);
+    if (tokens.fresh) std::fill(state, state + head_floats(delta), 0.0f);
+    Segment segments[3];
+    segments_of(delta, g, segments);
+    const float* mixed = scratch_.mixed + tokens.begin * conv.channels;
+    const float* gates = scratch_.gates + tokens.begin * delta.gates.n;
+    const DeltaInputs inputs{mixed + segments[0].channel,
+                             mixed + segments[1].channel,
+                             mixed + segments[2].channel + h * delta.value_dim,
+                             conv.channels,
+                             gates + delta.update.first + g * delta.update.step + h,
+                             gates + delta.decay.first + g * delta.decay.step + h,
+                             delta.gates.n};
+    const int64_t stride = layer.output.k;
+    float* out = scratch_.wide + tokens.begin * stride + head * delta.value_dim;
+    delta_head(delta, inputs, tokens.end - tokens.begin, state, out, stride);
+    const float* z = scratch_.qkv + delta.gate.first + g * delta.gate.step + h * delta.value_dim;
+    for (int64_t token = tokens.begin; token < tokens.end; ++token, out += stride) {
+      const float factor = rms_factor(out, delta.value_dim, model_.norm_eps);
+      gate_norm_row(out, delta.norm, factor, z + token * layer.qkv.n, delta.value_dim);
+    }
   }
 
   // Continues with the kept tokens alone: copies their attention outputs and their residual stream.
-  Input gather(Member& me, const quire_llama_layer& layer, const Input& from) {
+  Input gather(Member& me, const quire_llama_layer& layer, const Mixed& from) {
     const quire_linear& w = layer.output;
     const Input in = input_at(w, run_.num_keep, scratch_.attended_kept);
     me.team.phase(run_.num_keep, rows_of_piece(model_.hidden), [&](int64_t row) {
       const int64_t token = run_.keep[row];
       const float* x = scratch_.residual + token * model_.hidden;
       std::copy(x, x + model_.hidden, scratch_.kept + row * model_.hidden);
-      if (needs_put_row(w)) {
+      if (from.wide) {
         put_row(w, in, row, scratch_.wide + token * w.k);
       } else {
-        std::memcpy(row_of(in, row), row_of(from, token), row_elements(w) * item_size(w));
+        std::memcpy(row_of(in, row), row_of(from.in, token), row_elements(w) * item_size(w));
       }
     });
     return in;
@@ -238,6 +453,27 @@ class Step {
     experts_.gate_up(me.team, w, in, rows);
     me.clock.mark(QUIRE_PHASE_GATE_UP);
     experts_.down(me.team, w, rows, residual);
+    me.clock.mark(QUIRE_PHASE_DOWN);
+    if (w.shared.gate_up.memory) shared_expert(me, w, in, residual, rows);
+  }
+
+  // Adds the expert that all rows go through. `normed` has rows of floats.
+  void shared_expert(Member& me, const quire_experts& w, const Input& normed, float* residual, int64_t rows) {
+    const quire_linear &gate_up = w.shared.gate_up, &down = w.shared.down;
+    const Input in = input_at(gate_up, rows, scratch_.of_shared), inner = input_at(down, rows, scratch_.inner);
+    me.team.phase(rows, rows_of_piece(model_.hidden), [&](int64_t row) {
+      const float* x = static_cast<const float*>(row_of(normed, row));
+      put_row(gate_up, in, row, x);
+      scratch_.shares[row] = sigmoid(dot(x, w.shared_gate, model_.hidden));
+    });
+    multiply(me, gate_up, in, rows, {scratch_.wide, down.k, QUIRE_STORE_SILU_F32});
+    me.team.phase(rows, rows_of_piece(down.k), [&](int64_t row) {
+      float* x = scratch_.wide + row * down.k;
+      for (int64_t i = 0; i < down.k; ++i) x[i] *= scratch_.shares[row];
+      put_row(down, inner, row, x);
+    });
+    me.clock.mark(QUIRE_PHASE_GATE_UP);
+    multiply(me, down, inner, rows, {residual, model_.hidden, QUIRE_STORE_ADD_F32});
     me.clock.mark(QUIRE_PHASE_DOWN);
   }
 
@@ -286,10 +522,14 @@ class Step {
   bool all_kept_;
 };
 
-int32_t refusal(const quire_llama& model, const quire_llama_run& run, int64_t tokens) {
-  for (int64_t t = 0; t < tokens; ++t) {
+int32_t refusal(const quire_llama& model, const quire_llama_run& run, const quire_step& step) {
+  for (int64_t t = 0; t < step.num_tokens; ++t) {
     if (run.token_ids[t] < 0 || run.token_ids[t] >= model.vocab) return QUIRE_LLAMA_BAD_TOKEN;
     if (run.positions[t] < 0 || run.positions[t] >= model.num_positions) return QUIRE_LLAMA_BAD_POSITION;
+  }
+  const bool keeps = std::any_of(model.layers, model.layers + model.num_layers, [](auto& layer) { return layer.conv; });
+  for (int64_t row = 0; keeps && row < step.num_rows; ++row) {
+    if (!run.states || run.places[row] < 0 || run.places[row] >= run.num_places) return QUIRE_LLAMA_BAD_PLACE;
   }
   return QUIRE_LLAMA_DONE;
 }
@@ -307,22 +547,38 @@ LlamaScratch lay_out(const quire_llama& model, int64_t tokens, int64_t kept, voi
   auto floats = [&](int64_t count) { return reinterpret_cast<float*>(take(count * sizeof(float))); };
   using Layer = const quire_llama_layer&;
   const int64_t hidden = model.hidden;
-  const size_t widest = most(model, [](Layer layer) {
-    const int64_t attended = needs_put_row(layer.output) ? layer.output.k : 0;
-    return std::max(attended, needs_put_row(layer.down) ? layer.down.k : 0);
+  const size_t widest = most(model, [&](Layer layer) {
+    const bool wide = layer.conv ? layer.delta != nullptr : model.gated;
+    const int64_t attended = wide || needs_put_row(layer.output) ? layer.output.k : 0;
+    const int64_t shared = layer.experts ? layer.experts->shared.down.k : 0;
+    return std::max({attended, shared, needs_put_row(layer.down) ? layer.down.k : 0});
   });
+  const int64_t most_rows = std::max(tokens, kept);
   LlamaScratch out;
   out.residual = floats(tokens * hidden);
   out.kept = floats(kept * hidden);
-  out.qkv = floats(tokens * qkv_width(model));
-  out.wide = floats(tokens * widest);
+  out.qkv = floats(tokens * most(model, [](Layer layer) { return layer.qkv.n; }));
+  out.wide = floats(most_rows * widest);
+  out.mixed = floats(tokens * most(model, [](Layer layer) { return layer.delta ? layer.conv->channels : 0; }));
+  out.gates = floats(tokens * most(model, [](Layer layer) { return layer.delta ? layer.delta->gates.n : 0; }));
+  out.of_gates = take(most(model, [&](Layer layer) {
+    return layer.delta ? input_bytes(layer.delta->gates, tokens) : 0;
+  }));
+  const auto has_shared = [](Layer layer) { return layer.experts && layer.experts->shared.gate_up.memory; };
+  out.shares = floats(most_rows * most(model, has_shared));
+  out.of_shared = take(most(model, [&](Layer layer) {
+    return has_shared(layer) ? input_bytes(layer.experts->shared.gate_up, most_rows) : 0;
+  }));
   out.normed = take(most(model, [&](Layer layer) {
     const quire_linear& mlp = layer.experts ? layer.experts->router : layer.gate_up;
     return std::max(input_bytes(layer.qkv, tokens), input_bytes(mlp, std::max(tokens, kept)));
   }));
   out.attended = take(most(model, [&](Layer layer) { return input_bytes(layer.output, tokens); }));
   out.attended_kept = take(most(model, [&](Layer layer) { return input_bytes(layer.output, kept); }));
-  out.inner = take(most(model, [&](Layer layer) { return input_bytes(layer.down, tokens); }));
+  out.inner = take(most(model, [&](Layer layer) {
+    return std::max(input_bytes(layer.down, tokens),
+                    has_shared(layer) ? input_bytes(layer.experts->shared.down, most_rows) : 0);
+  }));
   out.head = take(input_bytes(model.head, kept));
   out.experts = take(lay_out_experts(model, std::max(tokens, kept), nullptr).bytes);
   out.bytes = used;
@@ -334,9 +590,11 @@ LlamaScratch lay_out(const quire_llama& model, int64_t tokens, int64_t kept, voi
 extern "C" int32_t quire_llama_forward(const quire_llama* model, const quire_parts* parts,
                                        const quire_llama_run* run) {
   const auto& plan = quire::plan_of(parts->plans[0]);
-  const int32_t refused = quire::refusal(*model, *run, plan.step.num_tokens);
+  const int32_t refused = quire::refusal(*model, *run, plan.step);
   if (refused != QUIRE_LLAMA_DONE || !plan.step.num_tokens) return refused;
-  for (int n = 0; n < model->num_layers; ++n) quire::prepare(quire::layer_place(*parts, n).plan, model->layers[n].window);
+  for (int n = 0; n < model->num_layers; ++n) {
+    if (!model->layers[n].conv) quire::prepare(quire::layer_place(*parts, n).plan, model->layers[n].window);
+  }
   quire::Step step(*model, *parts, *run);
   quire::run_team(plan.members, step.phases(), [&](quire::Team& team) { step.forward(team); });
   return QUIRE_LLAMA_DONE;
@@ -345,3 +603,5 @@ extern "C" int32_t quire_llama_forward(const quire_llama* model, const quire_par
 extern "C" size_t quire_llama_scratch(const quire_llama* model, int64_t tokens, int64_t num_keep) {
   return quire::lay_out(*model, tokens, num_keep, nullptr).bytes;
 }
+
+extern "C" size_t quire_llama_state_bytes(const quire_llama_layer* layer) { return quire::state_bytes(*layer); }

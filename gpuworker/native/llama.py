@@ -19,6 +19,7 @@ class Refusal(IntEnum):
     TOKEN = 1
     POSITION = 2
     BLOCK = 3
+    PLACE = 4
 
 
 class ExpertStruct(ctypes.Structure):
@@ -33,7 +34,32 @@ class ExpertsStruct(ctypes.Structure):
     _fields_ = (
         ("router", LinearStruct),
         ("each", ctypes.POINTER(ExpertStruct)),
+        ("shared", ExpertStruct),
+        ("shared_gate", _pointer),
         *((name, _int32) for name in ("count", "top_k", "normalised", "reserved")),
+    )
+
+
+class ConvStruct(ctypes.Structure):
+    """quire_conv."""
+
+    _fields_ = (("weight", _pointer), ("bias", _pointer), ("width", _int32), ("channels", _int32))
+
+
+class SpreadStruct(ctypes.Structure):
+    """quire_spread."""
+
+    _fields_ = (("first", _int32), ("step", _int32))
+
+
+class DeltaStruct(ctypes.Structure):
+    """quire_delta."""
+
+    _fields_ = (
+        ("gates", LinearStruct),
+        *((name, _pointer) for name in ("decay_rate", "decay_bias", "norm")),
+        *((name, SpreadStruct) for name in ("query", "key", "value", "gate", "update", "decay")),
+        *((name, _int32) for name in ("key_heads", "value_heads", "key_dim", "value_dim")),
     )
 
 
@@ -43,7 +69,10 @@ class LlamaLayerStruct(ctypes.Structure):
     _fields_ = (
         *((name, LinearStruct) for name in ("qkv", "output", "gate_up", "down")),
         ("experts", ctypes.POINTER(ExpertsStruct)),
+        ("conv", ctypes.POINTER(ConvStruct)),
+        ("delta", ctypes.POINTER(DeltaStruct)),
         *((name, _pointer) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        ("state", _int64),
         ("window", _int32),
         ("reserved", _int32),
     )
@@ -64,6 +93,8 @@ class LlamaStruct(ctypes.Structure):
         ("rope_table", _pointer),
         ("embedding_type", _int32),
         ("num_positions", _int32),
+        ("rope_dim", _int32),
+        ("gated", _int32),
         ("clip", _float),
         ("joint_norm", _int32),
     )
@@ -79,6 +110,10 @@ class LlamaRunStruct(ctypes.Structure):
         ("beside", _pointer),
         ("beside_of", _pointer),
         ("num_beside", _int64),
+        ("states", _pointer),
+        ("places", _pointer),
+        ("state_stride", _int64),
+        ("num_places", _int64),
     )
 
 
@@ -97,4 +132,6 @@ def bind(library: ctypes.CDLL) -> ctypes.CDLL:
     model, parts, run = map(ctypes.POINTER, (LlamaStruct, PartsStruct, LlamaRunStruct))
     library.quire_llama_scratch.argtypes, library.quire_llama_scratch.restype = [model, _int64, _int64], ctypes.c_size_t
     library.quire_llama_forward.argtypes = [model, parts, run]
+    state_bytes = library.quire_llama_state_bytes
+    state_bytes.argtypes, state_bytes.restype = [ctypes.POINTER(LlamaLayerStruct)], ctypes.c_size_t
     return declared(library)

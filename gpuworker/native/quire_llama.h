@@ -1,5 +1,5 @@
-// The C interface of the forward of a step of a model of the Llama family (Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen3-MoE, OLMoE), in
-// one call and one parallel region.
+// The C interface of the forward of a step of a model of the Llama family (Llama, Qwen2, Qwen3, Mistral, Mixtral, Qwen3-MoE, OLMoE),
+// or of one with layers that keep a state (LFM2, Qwen3-Next, Qwen3.5), in one call and one parallel region.
 //
 // The residual stream is float32; the input of a product has that product's type. All work but attention is done row by
 // row, so a row's numbers do not depend on other rows of the step; for attention see `begin` in attention.h.
@@ -21,16 +21,45 @@ typedef struct {
 typedef struct {
   quire_linear router;       // [count, hidden], of kind QUIRE_LINEAR_F32
   const quire_expert *each;  // [count]
+  quire_expert shared;       // what each row goes through besides; without memory there is none
+  const float *shared_gate;  // [hidden]: its output is multiplied by the sigmoid of the row's product with this
   int32_t count, top_k;
   int32_t normalised;        // weights are a softmax over the chosen experts; 0: over all
   int32_t reserved;
 } quire_experts;
 
+// A convolution of each channel over the tokens of a sequence, of which it keeps the last `width` - 1 inputs.
 typedef struct {
-  quire_linear qkv, output, gate_up, down;  // qkv: q, k, v one below the other; gate_up is paired
+  const float *weight;  // [width, channels], for the oldest input first
+  const float *bias;    // [channels], or null
+  int32_t width, channels;
+} quire_conv;
+
+// Where the numbers of key head g begin in a row: at first + g · step.
+typedef struct {
+  int32_t first, step;
+} quire_spread;
+
+// The gated delta rule. Behind the convolution and SiLU, head h of a token has k, q [key_dim] of unit length and v
+// [value_dim]. Its state S [key_dim, value_dim] becomes d S + k ⊗ u (v - d Sᵀk), and o = Sᵀq / √key_dim is normed, and
+// gated by silu(z). u is the sigmoid of a number, d = exp(-rate · softplus(a + bias)) of another one.
+typedef struct {
+  quire_linear gates;        // [2 · value_heads, hidden], of kind QUIRE_LINEAR_F32
+  const float *decay_rate, *decay_bias;  // [value_heads]
+  const float *norm;         // [value_dim]
+  quire_spread query, key, value, gate;  // in a row of qkv: q, k of one head, v, z of value_heads / key_heads heads
+  quire_spread update, decay;            // in a row of gates: of as many heads each
+  int32_t key_heads, value_heads, key_dim, value_dim;
+} quire_delta;
+
+typedef struct {
+  quire_linear qkv, output, gate_up, down;  // qkv: q, k, v one below the other, or what `conv` says; gate_up is paired
   const quire_experts *experts;             // null, or what runs in place of gate_up and down
+  const quire_conv *conv;    // null: the layer attends. Without `delta` qkv gives B, C, x: C · conv(B · x) goes on
+  const quire_delta *delta;  // null, or what runs behind a convolution of q, k and v of all heads
   const float *attention_norm, *mlp_norm;   // [hidden]
   const float *query_norm, *key_norm;       // [head_dim], or null: queries and keys are not normed; see joint_norm
+  int64_t state;                            // bytes before its state in a row of states
   int32_t window;                           // positions that a query sees; 0: all
   int32_t reserved;
 } quire_llama_layer;
@@ -43,8 +72,10 @@ typedef struct {
   quire_linear head;         // [vocab, hidden]
   const void *embedding;     // [vocab, hidden] of embedding_type, or null: its rows are those of a packed weight
   quire_linear rows;         // that weight, [vocab, hidden]; without memory it is `head`
-  const float *rope_table;  // [num_positions, 2, head_dim / 2], cosines then sines
+  const float *rope_table;  // [num_positions, 2, rope_dim / 2], cosines then sines
   int32_t embedding_type, num_positions;
+  int32_t rope_dim;    // the first numbers of a head, which are rotated
+  int32_t gated;       // qkv has a gate [head_dim] behind each head's query: its sigmoid multiplies what is attended
   float clip;          // queries, keys and values are brought into [-clip, clip] before rope; 0: they are not
   int32_t joint_norm;  // all query heads are normed as one row, and all key heads: weights [heads · head_dim]
 } quire_llama;
@@ -53,8 +84,8 @@ typedef struct {
 enum quire_llama_phase {
   QUIRE_PHASE_NORM,
   QUIRE_PHASE_QKV,
-  QUIRE_PHASE_ROPE,  // and the cache write
-  QUIRE_PHASE_ATTENTION,
+  QUIRE_PHASE_ROPE,  // and the cache write, or a convolution
+  QUIRE_PHASE_ATTENTION,  // or the delta rule
   QUIRE_PHASE_OUTPUT,
   QUIRE_PHASE_GATE_UP,  // with experts: their choice, and the gathering of rows too
   QUIRE_PHASE_DOWN,     // with experts: the sum of outputs too
@@ -73,25 +104,36 @@ typedef struct {
   void (*beside)(void *of, int64_t piece);  // called for pieces 0 .. num_beside - 1 by the team, before all else
   void *beside_of;
   int64_t num_beside;
+  void *states;                          // [num_places, state_stride] bytes, aligned to 64; null in a model without
+  const int32_t *places;                 // [R]: whose states each row goes on with; from position 0 on it begins without
+  int64_t state_stride, num_places;
 } quire_llama_run;
 
 // The plans of a step, and where the K and V of each layer lie. Where layers are groups, those that one table serves have
-// a plan: layer n attends by plans[part[n]], and is layer lane[n] of its cache. Without `part` layer n is layer n of the
-// only plan.
+// a plan: layer n attends by plans[part[n]], and is layer lane[n] of its cache; of a layer that does not attend neither is
+// read. Without `part` layer n is layer n of the only plan.
 typedef struct {
   quire_attention *const *plans;
   const int32_t *part, *lane;  // [num_layers], or null
   int32_t num_plans, reserved;
 } quire_parts;
 
-enum quire_llama_refusal { QUIRE_LLAMA_DONE = 0, QUIRE_LLAMA_BAD_TOKEN = 1, QUIRE_LLAMA_BAD_POSITION = 2 };
+enum quire_llama_refusal {
+  QUIRE_LLAMA_DONE = 0,
+  QUIRE_LLAMA_BAD_TOKEN = 1,
+  QUIRE_LLAMA_BAD_POSITION = 2,
+  QUIRE_LLAMA_BAD_PLACE = 4  // beside those of whole_step.h
+};
+
+// Bytes of the state that a layer keeps of a sequence, a multiple of 64; 0 for one that attends. `conv` and `delta` count.
+QUIRE_API size_t quire_llama_state_bytes(const quire_llama_layer *layer);
 
 // Bytes of scratch for steps of up to so many tokens, of which up to num_keep are kept.
 QUIRE_API size_t quire_llama_scratch(const quire_llama *model, int64_t tokens, int64_t num_keep);
 
 // Computes the step for which all plans were begun, on as many threads: writes K and V, and the logits (or the hidden
-// states) of the kept tokens. Refuses a token outside of the vocabulary, and a position that `rope_table` lacks, before
-// any computation.
+// states) of the kept tokens. Refuses a token outside of the vocabulary, a position that `rope_table` lacks, and a place
+// beyond the states, before any computation.
 QUIRE_API int32_t quire_llama_forward(const quire_llama *model, const quire_parts *parts, const quire_llama_run *run);
 
 #ifdef __cplusplus

@@ -2,7 +2,19 @@
 
 #include <cstring>
 
+#include "threads.h"
+
 namespace {
+
+void move(const quire_move* moves, int64_t count, int32_t threads) {
+  if (!count) return;
+  quire::run_team(threads, 1, [&](quire::Team& team) {
+    team.phase(count, [&](int64_t n) {
+      const quire_move& each = moves[n];
+      each.from ? std::memcpy(each.to, each.from, each.bytes) : std::memset(each.to, 0, each.bytes);
+    });
+  });
+}
 
 int64_t bytes_of(int32_t type) { return type == QUIRE_F32 ? 4 : type == QUIRE_I8 ? 1 : 2; }
 
@@ -59,6 +71,7 @@ extern "C" int64_t quire_sample_row_bytes(void) { return sizeof(quire_sample_row
 
 extern "C" int32_t quire_run_step(void* argument) {
   quire_whole_step& whole = *static_cast<quire_whole_step*>(argument);
+  move(whole.before, whole.num_before, whole.threads);
   if (!within_cache(whole)) return QUIRE_STEP_BAD_BLOCK;
   quire_copy_blocks(whole.cache, whole.copies, whole.num_copies);
   if (!whole.num_rows) return 0;
@@ -75,6 +88,7 @@ extern "C" int32_t quire_run_step(void* argument) {
   }
   const int32_t status = quire_llama_forward(whole.model, &whole.parts, &run);
   if (status) return status;
+  move(whole.behind, whole.num_behind, whole.threads);
   if (whole.score.count) quire_score_tokens(&whole.score);
   return whole.sample.count ? quire_sample_tokens(&whole.sample) : 0;
 }

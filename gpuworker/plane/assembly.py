@@ -219,9 +219,8 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     options = BackendOptions(deterministic=settings.deterministic)
     backend = partial(make_backend, "auto", options=options)
     in_graphs = settings.cuda_graphs and device.type == "cuda"
-    model, geometry = _open(source, device, settings.model_impl, backend, settings.block_size, in_graphs)
-    if isinstance(model, TransformersModel) and settings.prefix_caching and pooling is None:
-        geometry = with_checkpoints(model, backend, geometry, settings.block_size)
+    checkpoints = settings.prefix_caching and pooling is None
+    model, geometry = _open(source, device, settings.model_impl, backend, settings.block_size, in_graphs, checkpoints)
     _tell_of_windows(model, geometry, in_graphs)
     if settings.speculation != "none":
         refuse_unequal_drafts(settings.speculation, model, pooling)
@@ -320,12 +319,14 @@ def _open(
     backend: BackendFactory,
     block_size: int = 0,
     in_graphs: bool = False,
+    checkpoints: bool = False,
 ) -> tuple[TransformersModel | LlamaModel, KvGeometry]:
     """Return the model, tested, on the path that it can take, and the shape of its K/V.
 
-    Its layers may be groups where a block size is given; not those of a model that is to run in CUDA graphs.
+    Its layers may be groups where a block size is given; not those of a model that is to run in CUDA graphs. With
+    `checkpoints` its states have pages.
     """
-    native = open_native(source, device, model_impl, backend, 0 if in_graphs else block_size)
+    native = open_native(source, device, model_impl, backend, 0 if in_graphs else block_size, checkpoints)
     if native is not None:
         return native
     model = load_model(source, device)
@@ -336,6 +337,8 @@ def _open(
         model.config,
         lambda tiny, length: self_test(tiny_model(tiny, device), backend, length=length, block_size=block_size),
     )
+    if checkpoints:
+        geometry = with_checkpoints(model, backend, geometry, block_size)
     return model, geometry
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from common.contracts.types import TRIMMED, BlockId, KvGroup, SamplingParams, SequenceId
+from common.contracts.types import TRIMMED, BlockId, KvGroup, KvGroupKind, SamplingParams, SequenceId
 from gpuworker.attention.interface import AttentionBackend, Int32Array
 from gpuworker.attention.step_inputs import StagedStep, StepInputs, pack_pages, pack_rows
 from gpuworker.engine.ports import MaskLateness
@@ -203,7 +203,10 @@ class ModelRunner:
         """What ends with the runner, such as a draft model."""
         threads = limits.threads or default_threads()
         self.executor = executor(ExecutorParts(model, cache, attention, self._tokens, self._failures, threads))
-        self._frames = DecodeFrames(cache.block_size, self._parts) if self.executor.repeats and pooler is None else None
+        repeats = self.executor.repeats and pooler is None
+        if self._has_states:  # what was trimmed must be written over: it may become a checkpoint
+            repeats &= all(group.kind is KvGroupKind.FULL for group in attending_groups(groups))
+        self._frames = DecodeFrames(cache.block_size, self._parts) if repeats else None
 
     def constrain(self, grammars: GrammarCompiler, foresee: bool = False) -> None:
         """Accept sequences with constraints too, which `grammars` compiles. Call once, before the first sequence.
@@ -314,7 +317,11 @@ class ModelRunner:
         frame = frames.take(plan.rows, sequences)
         if frame is not None:
             frame.result = _begun()
-            return RunnerStep(plan.step, self._generation, (), frame.work, sequences, frame.result, frame=frame)
+            step = RunnerStep(plan.step, self._generation, (), frame.work, sequences, frame.result, frame=frame)
+            if not self._has_states:
+                return step
+            self._batch.indices_of(plan.rows)  # rows may have taken pages of checkpoints
+            return replace(step, cleared=self._batch.take_reused())
         step = self._lay_out(plan)
         if step.work.point.masks is not None:
             return step

@@ -20,11 +20,13 @@ import torch
 from common.contracts.errors import EngineFailure
 from gpuworker.attention.native_backend import CacheStruct, StepStruct
 from gpuworker.attention.native_parts import NativeParts
+from gpuworker.memory.layout import state_group
+from gpuworker.memory.state_store import StateStore
 from gpuworker.memory.token_table import TokenTable
-from gpuworker.models.llama.cpu_model import DescribedRun, LlamaCpuModel
+from gpuworker.models.llama.cpu_model import DescribedRun, LlamaCpuModel, PlacedStates
 from gpuworker.native.llama import LlamaRunStruct, LlamaStruct, PartsStruct, Refusal
 from gpuworker.native.step_queue import StepQueue, address_of
-from gpuworker.runner.executor import ExecutorParts, Failures, RunnerStep
+from gpuworker.runner.executor import ExecutorParts, Failures, PlacedCheckpoint, RunnerStep
 from gpuworker.sampling.native_sampler import NativeSample, SampleCall
 from gpuworker.sampling.rows import SampledTokens
 from gpuworker.sampling.scoring import NativeScores, ScoreCall
@@ -54,6 +56,8 @@ class WholeStep(ctypes.Structure):
         ("sample", SampleCall),
         ("score", ScoreCall),
         *((name, _int32) for name in ("num_copies", "num_rows", "threads", "deterministic")),
+        *((name, _pointer) for name in ("before", "behind")),
+        *((name, ctypes.c_int64) for name in ("num_before", "num_behind")),
     )
 
 
@@ -67,6 +71,43 @@ class _Described:
     run: DescribedRun | None = None
     sample: NativeSample | None = None
     scores: NativeScores | None = None
+    moves: tuple[_Moves, ...] = ()
+
+    def move(self, before: _Moves, behind: _Moves) -> None:
+        """Let bytes move before the step and behind it."""
+        self.moves = before, behind = np.ascontiguousarray(before), np.ascontiguousarray(behind)
+        self.whole.before, self.whole.num_before = before.ctypes.data, len(before)
+        self.whole.behind, self.whole.num_behind = behind.ctypes.data, len(behind)
+
+
+_Moves = npt.NDArray[np.int64]
+"""quire_move: [n, 3], to, from and bytes; from 0 writes zeros."""
+_NO_MOVES: _Moves = np.empty((0, 3), dtype=np.int64)
+
+
+class _Checkpoints:
+    """Describes what moves between the places of sequences and pages."""
+
+    def __init__(self, states: PlacedStates, store: StateStore) -> None:
+        self._states, self._store = states, store
+
+    def clears(self, step: RunnerStep) -> _Moves:
+        """Return the moves that zero pages which held states."""
+        return np.insert(self._store.bytes_of(step.cleared), 1, 0, axis=1) if step.cleared else _NO_MOVES
+
+    def before(self, step: RunnerStep) -> _Moves:
+        """Return the moves before a step: those, and what loads checkpoints."""
+        return np.concatenate([self.clears(step), *(self._moves(each, to_pages=False) for each in step.loads)])
+
+    def behind(self, step: RunnerStep) -> _Moves:
+        """Return those behind it: checkpoints are saved."""
+        return np.concatenate([self._moves(each, to_pages=True) for each in step.saves]) if step.saves else _NO_MOVES
+
+    def _moves(self, checkpoint: PlacedCheckpoint, to_pages: bool) -> _Moves:
+        state = self._states.kept[checkpoint.batch_index]
+        at, count = self._store.places(len(state), checkpoint.pages).T
+        own = state.data_ptr() + np.cumsum(count) - count
+        return np.stack((at, own, count) if to_pages else (own, at, count), axis=1)
 
 
 class StepTimes(NamedTuple):
@@ -85,10 +126,18 @@ class NativeExecutor:
     repeats = True
 
     def __init__(
-        self, model: LlamaCpuModel, attention: NativeParts, tokens: TokenTable, failures: Failures, threads: int
+        self,
+        model: LlamaCpuModel,
+        attention: NativeParts,
+        tokens: TokenTable,
+        failures: Failures,
+        threads: int,
+        store: StateStore | None = None,
     ) -> None:
+        """`store` copies states into pages, where the cache has checkpoints of them."""
         self._model, self._attention, self._tokens, self._failures = model, attention, tokens, failures
         self._threads = threads
+        self._checkpoints = None if store is None or model.states is None else _Checkpoints(model.states, store)
         library = model.packed.library
         self._call, self._queue = address_of(library.quire_run_step), StepQueue(library)
         self._collector = SerialThread("quire-collector", _single_threaded)
@@ -99,15 +148,27 @@ class NativeExecutor:
 
     def submit(self, step: RunnerStep) -> None:
         if self._failures.failed(step.generation):
-            self._collector.put(lambda: self._refuse(step))
+            described = self._clear(step) if step.cleared else None
+            number = 0 if described is None else self._queue.put(self._call, ctypes.addressof(described.whole))
+            self._collector.put(lambda: self._refuse(step, number, described))
             return
         described = self._described(step)
+        if self._checkpoints is not None:
+            described.move(self._checkpoints.before(step), self._checkpoints.behind(step))
         number = self._queue.put(self._call, ctypes.addressof(described.whole))
         self._collector.put(lambda: self._collect(number, step, described))
 
     def close(self) -> None:
         self._collector.close()  # it waits for all queued steps
         self._queue.close()
+
+    def _clear(self, step: RunnerStep) -> _Described:
+        """Describe what is left of a step behind one that failed: later ones rely on pages that were cleared."""
+        assert self._checkpoints is not None, "no page held states"
+        whole = WholeStep(cache=ctypes.pointer(self._attention.cache), threads=self._threads)
+        described = _Described(whole, np.empty((0, 2), dtype=np.int32))
+        described.move(self._checkpoints.clears(step), _NO_MOVES)
+        return described
 
     def _described(self, step: RunnerStep) -> _Described:
         """Return a step as it is described already, if it runs on the arrays of an earlier one."""
@@ -137,7 +198,8 @@ class NativeExecutor:
             return _Described(whole, copies)
         token_ids = torch.empty(len(inputs.take), dtype=torch.int64)
         describe = self._model.describe if work.pooling is None else self._model.describe_hidden
-        run = describe(token_ids, inputs.positions, inputs.keep)
+        places = None if self._model.states is None else work.staged.batch_index
+        run = describe(token_ids, inputs.positions, inputs.keep, places)
         whole.take = _Take(self._tokens.flat.data_ptr(), inputs.take.data_ptr(), token_ids.data_ptr(), len(token_ids))
         whole.steps, whole.run = self._attention.steps(inputs.metadata), run.run
         whole.num_rows = inputs.metadata.num_rows
@@ -157,7 +219,10 @@ class NativeExecutor:
 
     # ------------------------------------------------------------ the collector's thread
 
-    def _refuse(self, step: RunnerStep) -> None:
+    def _refuse(self, step: RunnerStep, number: int = 0, described: _Described | None = None) -> None:
+        """Fail a step behind one that failed, when its pages are cleared."""
+        if described is not None:
+            self._queue.wait(number)
         try:
             self._failures.refuse(step.generation)
         except EngineFailure as failure:
@@ -213,4 +278,5 @@ def native_executor(parts: ExecutorParts) -> NativeExecutor:
         raise TypeError(f"{type(model).__name__} has no native call")
     attention = NativeParts(parts.attention, model.packed.struct.num_layers)
     model.extend_rope(parts.tokens.width)
-    return NativeExecutor(model, attention, parts.tokens, parts.failures, parts.threads)
+    store = StateStore(parts.cache) if state_group(parts.cache.geometry.groups) is not None else None
+    return NativeExecutor(model, attention, parts.tokens, parts.failures, parts.threads, store)

@@ -67,6 +67,21 @@ _STATES: dict[str, Any] = {
     "state_size": 8,
     "time_step_rank": 8,
 }
+_DELTA: dict[str, Any] = {
+    **_SHAPE,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+_SHARED_EXPERT: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 _COMMON: dict[str, Any] = {"initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
 
 # The kinds that Quire serves and, below, those that it must refuse.
@@ -115,21 +130,11 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Layers that keep a state, beside one that attends: gated delta rule with experts, short convolutions, state spaces
     # whose chunks transformers goes on with, and state spaces whose chunks it does not.
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        {
-            **_SHAPE,
-            "num_hidden_layers": 4,
-            "head_dim": 16,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 8,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-        },
+    "qwen3_next": ("Qwen3NextConfig", {**_DELTA, **_SHARED_EXPERT}),
+    "qwen3_5_text": ("Qwen3_5TextConfig", _DELTA),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeTextConfig",
+        {name: size for name, size in _DELTA.items() if name != "intermediate_size"} | _SHARED_EXPERT,
     ),
     "lfm2": ("Lfm2Config", {**_SHAPE, "layer_types": ["conv", "full_attention", "conv"]}),
     "minimax": (

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 
 from common.contracts.errors import EngineFailure
-from gpuworker.attention.interface import AttentionBackend
+from gpuworker.attention.interface import AttentionBackend, AttentionMetadata, Int32Array
 from gpuworker.attention.native_parts import NativeParts
 from gpuworker.memory.devices import dtype_name
 from gpuworker.models.hf.loader import context_limit
@@ -33,7 +34,23 @@ class DescribedRun:
     out: torch.Tensor
     """Logits, or hidden states."""
     spent: ctypes.Array[ctypes.c_double]
-    kept: tuple[torch.Tensor, ...]
+    kept: tuple[Any, ...]
+
+
+class PlacedStates:
+    """Implements `gpuworker.models.step_model.RecurrentStates`: llama_states.h has what the bytes of a place are."""
+
+    def __init__(self, layers: frozenset[int], bytes_a_sequence: int) -> None:
+        self.layers, self.bytes_a_sequence = layers, bytes_a_sequence
+        self.places: Int32Array = np.empty(0, dtype=np.int32)
+        """Those of the rows of the step that was announced, [R]."""
+        self.reserve(0)
+
+    def reserve(self, places: int) -> None:
+        self.kept = torch.zeros((places, self.bytes_a_sequence), dtype=torch.uint8)
+
+    def begin(self, step: AttentionMetadata, places: Int32Array) -> None:
+        self.places = places
 
 
 class LlamaCpuModel:
@@ -43,8 +60,6 @@ class LlamaCpuModel:
     a step under its name in `PHASES`.
     """
 
-    states = None  # all of its layers attend
-
     def __init__(
         self, config: PretrainedConfig, packed: PackedModel, kv_dtype: str, rope: torch.Tensor | None = None
     ) -> None:
@@ -52,6 +67,9 @@ class LlamaCpuModel:
         self.config, self.packed, self.kv_dtype = config, packed, kv_dtype
         self.device, self.dtype = torch.device("cpu"), packed.dtype
         self.seconds: dict[str, float] | None = None
+        self.states: PlacedStates | None = None
+        if packed.state_bytes:
+            self.states = PlacedStates(packed.spec.keeping, packed.state_bytes)
         self._scratch, self._logits = torch.empty(0, dtype=torch.uint8), torch.empty(0, packed.spec.vocab_size)
         if rope is None:
             self.extend_rope(_FIRST_POSITIONS)
@@ -98,14 +116,18 @@ class LlamaCpuModel:
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: AttentionBackend
     ) -> torch.Tensor:
         """Implement `StepModel`. The next forward overwrites the result."""
-        return self._forward(self.describe(token_ids.contiguous(), positions.contiguous(), keep.contiguous()), sink)
+        inputs = token_ids.contiguous(), positions.contiguous(), keep.contiguous()
+        return self._forward(self.describe(*inputs, self._places()), sink)
 
     def hidden_states(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, sink: AttentionBackend
     ) -> torch.Tensor:
         """Implement `EmbeddingModel`."""
-        described = self.describe_hidden(token_ids.contiguous(), positions.contiguous(), keep.contiguous())
-        return self._forward(described, sink)
+        inputs = token_ids.contiguous(), positions.contiguous(), keep.contiguous()
+        return self._forward(self.describe_hidden(*inputs, self._places()), sink)
+
+    def _places(self) -> Int32Array | None:
+        return None if self.states is None else self.states.places
 
     def _forward(self, described: DescribedRun, sink: AttentionBackend) -> torch.Tensor:
         try:
@@ -117,20 +139,39 @@ class LlamaCpuModel:
         self.add_up(described)
         return described.out[: described.run.num_keep]
 
-    def describe(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> DescribedRun:
-        """Return a forward of contiguous tensors for the library, on memory that later ones use too."""
-        self.reserve(len(token_ids), len(keep))
-        return self._describe(token_ids, positions, keep, self._logits, logits=self._logits.data_ptr())
+    def describe(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, places: Int32Array | None = None
+    ) -> DescribedRun:
+        """Return a forward of contiguous tensors for the library, on memory that later ones use too.
 
-    def describe_hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> DescribedRun:
+        `places` [R] has where each row keeps its states, for a model that has some.
+        """
+        self.reserve(len(token_ids), len(keep))
+        return self._describe(token_ids, positions, keep, places, self._logits, logits=self._logits.data_ptr())
+
+    def describe_hidden(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, places: Int32Array | None = None
+    ) -> DescribedRun:
         """Return a forward to hidden states, which are on memory of their own: later steps may run before a reader."""
         self._reserve_scratch(len(token_ids), len(keep))
         out = torch.empty(len(keep), self.hidden_size)
-        return self._describe(token_ids, positions, keep, out, hidden=out.data_ptr())
+        return self._describe(token_ids, positions, keep, places, out, hidden=out.data_ptr())
 
     def _describe(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, out: torch.Tensor, **results: int
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        keep: torch.Tensor,
+        places: Int32Array | None,
+        out: torch.Tensor,
+        **results: int,
     ) -> DescribedRun:
+        states = None if self.states is None else self.states.kept
+        if states is not None:
+            assert places is not None, "a step of a model that keeps states says where"
+            places = np.ascontiguousarray(places, dtype=np.int32)
+            results |= {"states": states.data_ptr(), "places": places.ctypes.data}
+            results |= {"state_stride": states.shape[1], "num_places": len(states)}
         spent = (ctypes.c_double * len(PHASES))()
         run = LlamaRunStruct(
             token_ids=token_ids.data_ptr(),
@@ -141,7 +182,7 @@ class LlamaCpuModel:
             num_keep=len(keep),
             **results,
         )
-        return DescribedRun(run, out, spent, (token_ids, positions, keep, self._scratch))
+        return DescribedRun(run, out, spent, (token_ids, positions, keep, self._scratch, states, places))
 
     def again(self, done: DescribedRun) -> bool:
         """Prepare a run that is over for another step; False where phases are timed and were not, or were and are not.

@@ -14,11 +14,11 @@ import torch
 from gpuworker.models.llama.spec import LlamaSpec
 from gpuworker.models.llama.weights import (
     EMBEDDING,
-    FINAL_NORM,
     HEAD,
     FusedLinear,
     LayerTensors,
     TensorOf,
+    final_norm,
     layer_tensors,
 )
 
@@ -76,7 +76,7 @@ def fused_weights(spec: LlamaSpec, tensor_of: TensorOf, dtype: torch.dtype, devi
 
     embedding = joined(EMBEDDING)
     layers = tuple(_layer(layer_tensors(spec, index), joined) for index in range(spec.num_layers))
-    return GpuWeights(embedding, layers, joined(FINAL_NORM), embedding if spec.tied else joined(HEAD))
+    return GpuWeights(embedding, layers, joined(final_norm(spec)), embedding if spec.tied else joined(HEAD))
 
 
 def _layer(names: LayerTensors, joined: Callable[..., torch.Tensor]) -> GpuLayer:

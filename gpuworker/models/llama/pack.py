@@ -16,17 +16,26 @@ import torch
 
 from gpuworker.checkpoints.progress import counted
 from gpuworker.models.llama.linears import LinearReader, LinearWeight, in_words
-from gpuworker.models.llama.spec import ExpertsSpec, LlamaSpec
+from gpuworker.models.llama.spec import ATTENTION, DELTA, DeltaSpec, ExpertsSpec, LlamaSpec
 from gpuworker.models.llama.weights import (
     EMBEDDING,
-    FINAL_NORM,
     FusedLinear,
     LayerTensors,
+    final_norm,
     head_tensors,
     layer_tensors,
 )
 from gpuworker.native.linear import Arena, Kind, LinearStruct, PackedLinear, Rows
-from gpuworker.native.llama import ExpertsStruct, ExpertStruct, LlamaLayerStruct, LlamaStruct, bind
+from gpuworker.native.llama import (
+    ConvStruct,
+    DeltaStruct,
+    ExpertsStruct,
+    ExpertStruct,
+    LlamaLayerStruct,
+    LlamaStruct,
+    SpreadStruct,
+    bind,
+)
 
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # quire_type
 Holder = LlamaLayerStruct | ExpertStruct | LlamaStruct
@@ -51,11 +60,18 @@ class PackedModel:
             scale=spec.scale,
             clip=spec.clip or 0.0,
             joint_norm=spec.joint_norm,
+            rope_dim=spec.rotary_dim or spec.head_dim,
+            gated=spec.gated,
             layers=self.layers,
         )
         self._experts: list[ExpertsStruct] = []
+        self._mixers: list[ConvStruct | DeltaStruct] = []
         if spec.experts is not None:
             self._describe(spec.experts)
+        for layer in spec.keeping:
+            self._describe_state(self.layers[layer], spec.kind(layer))
+        self.state_bytes = self._place_states()
+        """Bytes of the states of one sequence, in all layers."""
         self.arena = Arena()
         self._kept: list[torch.Tensor] = []
 
@@ -66,6 +82,24 @@ class PackedModel:
             self._experts.append(ExpertsStruct(each=each, count=experts.count, **options))
             layer.experts = ctypes.pointer(self._experts[-1])
 
+    def _describe_state(self, layer: LlamaLayerStruct, kind: str) -> None:
+        spec, delta = self.spec, self.spec.delta if kind == DELTA else None
+        conv = ConvStruct(width=spec.taps, channels=spec.hidden_size if delta is None else delta.channels)
+        self._mixers.append(conv)
+        layer.conv = ctypes.pointer(conv)
+        if delta is not None:
+            found = _delta_struct(delta)
+            self._mixers.append(found)
+            layer.delta = ctypes.pointer(found)
+
+    def _place_states(self) -> int:
+        """Give the state of each layer its place in those of a sequence; return the bytes of all."""
+        used = 0
+        for layer in self.layers:
+            layer.state = used
+            used += int(self.library.quire_llama_state_bytes(layer))
+        return used
+
     def linears(self) -> Iterator[tuple[FusedLinear, Holder]]:
         """Yield all linears in the order in which a step runs them, and the structure that each is a field of."""
         for index, layer in enumerate(self.layers):
@@ -74,6 +108,9 @@ class PackedModel:
             mlps: Sequence[Holder] = layer.experts[0].each[: len(tensors.mlps)] if tensors.router else (layer,)
             for mlp, holder in zip(tensors.mlps, mlps, strict=True):
                 yield from ((linear, holder) for linear in (mlp.gate_up, mlp.down))
+            if tensors.shared is not None:
+                shared = layer.experts[0].shared
+                yield from ((linear, shared) for linear in (tensors.shared.gate_up, tensors.shared.down))
         yield head_tensors(self.spec), self.struct
 
     @property
@@ -101,6 +138,8 @@ class PackedModel:
         part.struct = LlamaStruct.from_buffer_copy(self.struct)
         part.layers = (LlamaLayerStruct * len(layers))(*(self.layers[layer] for layer in layers))
         part.struct.layers, part.struct.num_layers = part.layers, len(layers)
+        part.spec = self.spec.only(layers)
+        part.state_bytes = part._place_states()
         return part
 
 
@@ -118,7 +157,9 @@ def pack_model(library: ctypes.CDLL, spec: LlamaSpec, reader: LinearReader) -> P
         _fill_norms(packed, layer_tensors(spec, index), layer, reader)
         layer.window = spec.windows[index] or 0
         _fill_router(packed, layer_tensors(spec, index), layer, reader)
-    packed.struct.final_norm = _norm(packed, FINAL_NORM, spec.hidden_size, reader)
+        if spec.kind(index) != ATTENTION:
+            _fill_mixer(packed, layer_tensors(spec, index), layer, reader)
+    packed.struct.final_norm = _norm(packed, final_norm(spec), spec.hidden_size, reader)
     if not _rows_are_in_head(packed, reader):
         _fill_rows(packed, reader)
     return packed
@@ -163,12 +204,69 @@ def _fill_norms(packed: PackedModel, tensors: LayerTensors, layer: LlamaLayerStr
 
 
 def _fill_router(packed: PackedModel, tensors: LayerTensors, layer: LlamaLayerStruct, reader: LinearReader) -> None:
-    """Pack a layer's router. It is never quantised: it decides between experts, and is a small part of a layer."""
+    """Pack a layer's router, and the gate of its shared expert. They are never quantised: they decide between experts,
+    and are a small part of a layer."""
+    hidden = packed.spec.hidden_size
     if tensors.router is not None:
-        rows = Rows(reader.tensor(tensors.router, (len(tensors.mlps), packed.spec.hidden_size)))
-        layer.experts[0].router = PackedLinear([rows], Kind.F32, library=packed.library, arena=packed.arena).struct
+        layer.experts[0].router = _whole(packed, [reader.tensor(tensors.router, (len(tensors.mlps), hidden))])
+    if tensors.shared_gate is not None:
+        layer.experts[0].shared_gate = _floats(packed, reader.tensor(tensors.shared_gate, (1, hidden)))
+
+
+def _fill_mixer(packed: PackedModel, tensors: LayerTensors, layer: LlamaLayerStruct, reader: LinearReader) -> None:
+    """Fill in the convolution and the delta rule of a layer that keeps a state."""
+    conv, delta = layer.conv[0], packed.spec.delta
+    assert tensors.conv is not None
+    weight = reader.tensor(tensors.conv, (conv.channels, 1, conv.width))
+    conv.weight = _floats(packed, weight[:, 0].T.contiguous())
+    if tensors.conv_bias is not None:
+        conv.bias = _floats(packed, reader.tensor(tensors.conv_bias, (conv.channels,)))
+    if tensors.gates is None:
+        return
+    assert delta is not None
+    assert tensors.decay_rate is not None
+    assert tensors.decay_bias is not None
+    assert tensors.state_norm is not None
+    found, gates = layer.delta[0], tensors.gates
+    shapes = ((size, gates.inputs) for size in gates.sizes)
+    found.gates = _whole(packed, [reader.tensor(*each) for each in zip(gates.weights, shapes, strict=True)])
+    heads = (delta.value_heads,)
+    found.decay_rate = _floats(packed, reader.tensor(tensors.decay_rate, heads).float().exp())
+    found.decay_bias = _floats(packed, reader.tensor(tensors.decay_bias, heads))
+    found.norm = _floats(packed, reader.tensor(tensors.state_norm, (delta.value_dim,)))
+
+
+def _whole(packed: PackedModel, weights: Sequence[torch.Tensor]) -> LinearStruct:
+    """Pack a small linear in float32."""
+    return PackedLinear(list(map(Rows, weights)), Kind.F32, library=packed.library, arena=packed.arena).struct
+
+
+def _delta_struct(delta: DeltaSpec) -> DeltaStruct:
+    """Describe where the numbers of each head stand in the outputs of its linears."""
+    each = delta.value_heads // delta.key_heads
+    values = each * delta.value_dim
+    if delta.interleaved:
+        step, first = 2 * (delta.key_dim + values), 2 * delta.key_dim
+        spreads = [(0, step), (delta.key_dim, step), (first, step), (first + values, step)]
+        spreads += [(0, 2 * each), (each, 2 * each)]
+    else:
+        dim = delta.key_dim
+        spreads = [(0, dim), (delta.keys, dim), (2 * delta.keys, values), (delta.channels, values)]
+        spreads += [(0, each), (delta.value_heads, each)]
+    names = ("query", "key", "value", "gate", "update", "decay")
+    found = {name: SpreadStruct(*spread) for name, spread in zip(names, spreads, strict=True)}
+    sizes = {name: getattr(delta, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim")}
+    return DeltaStruct(**found, **sizes)
 
 
 def _norm(packed: PackedModel, name: str | None, size: int, reader: LinearReader) -> int | None:
-    """Copy a norm as float32; return its address."""
-    return None if name is None else packed.keep(reader.tensor(name, (size,)).to(torch.float32, copy=True))
+    """Copy the weights of a norm as float32; return their address."""
+    if name is None:
+        return None
+    stored = reader.tensor(name, (size,)).float()
+    return _floats(packed, 1.0 + stored if packed.spec.centred else stored)
+
+
+def _floats(packed: PackedModel, tensor: torch.Tensor) -> int:
+    """Copy a tensor as float32; return its address."""
+    return packed.keep(tensor.to(torch.float32, copy=True).contiguous())

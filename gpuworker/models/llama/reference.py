@@ -4,9 +4,9 @@ transformers runs them, except where the configuration is plain (`plain_config`)
 compare with transformers, and plain torch runs them. The import of transformers' models would take longer than the
 whole start of a small model.
 
-Layers differ in their window and in whether they have experts. So the first two and the first of each other kind stand
-for all. They use the weights that the native model multiplies by: on pages of the files, or dequantised where the model
-holds integers.
+Layers differ in their window, in what mixes their tokens, and in whether they have experts. So the first two and the
+first of each other kind stand for all. They use the weights that the native model multiplies by: on pages of the files,
+or dequantised where the model holds integers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from gpuworker.models.llama.plain_config import PlainConfig
 from gpuworker.models.llama.spec import LlamaSpec, llama_spec
 from gpuworker.models.llama.weights import (
     EMBEDDING,
-    FINAL_NORM,
     HEAD,
     FusedLinear,
     TensorOf,
+    final_norm,
     head_tensors,
     layer_tensors,
 )
@@ -44,7 +44,7 @@ WeightsOf = Callable[[FusedLinear], Sequence[torch.Tensor]]
 
 def tested_layers(spec: LlamaSpec) -> tuple[int, ...]:
     """Return the layers that the test runs: the first two, and the first of each kind."""
-    kinds = [(window, spec.has_experts(layer)) for layer, window in enumerate(spec.windows)]
+    kinds = [(window, spec.has_experts(layer), spec.kind(layer)) for layer, window in enumerate(spec.windows)]
     return tuple(sorted({*range(min(2, spec.num_layers)), *map(kinds.index, kinds)}))
 
 
@@ -105,7 +105,7 @@ def _tensors(
     spec: LlamaSpec, spec_of_part: LlamaSpec, layers: Sequence[int], tensor_of: TensorOf, weights_of: WeightsOf
 ) -> Mapping[str, torch.Tensor]:
     """Return the tensors of a model of some of the layers, by their names in that model."""
-    tensors = {EMBEDDING: tensor_of(EMBEDDING), FINAL_NORM: tensor_of(FINAL_NORM)}
+    tensors = {name: tensor_of(name) for name in (EMBEDDING, final_norm(spec))}
     tensors[HEAD] = weights_of(head_tensors(spec))[0]
     for number, layer in enumerate(layers):
         here, there = layer_tensors(spec_of_part, number), layer_tensors(spec, layer)
@@ -124,7 +124,7 @@ def _part_of(config: PretrainedConfig, spec: LlamaSpec, layers: Sequence[int]) -
     part.num_hidden_layers, part.tie_word_embeddings = len(layers), False
     if getattr(config, "layer_types", None):
         part.layer_types = [config.layer_types[layer] for layer in layers]
-    if spec.experts is not None and spec.experts.family == "qwen3_moe":
+    if hasattr(part, "decoder_sparse_step"):
         part.decoder_sparse_step = 1
         part.mlp_only_layers = [number for number, layer in enumerate(layers) if not spec.has_experts(layer)]
     return part

@@ -1,27 +1,48 @@
 """The sizes and options of a model of the Llama family, read from its configuration for the native path.
 
 Llama, Qwen2, Qwen3 and Mistral are one network with a few options. Mixtral, Qwen3-MoE and OLMoE have experts in place
-of the MLP of all or some layers. A configuration with any other option is refused, and its model runs on transformers:
-slower, but right.
+of the MLP of all or some layers. In LFM2, Qwen3-Next and Qwen3.5 some layers keep a state in place of K and V: a short
+convolution, or a gated delta rule. A configuration with any other option is refused, and its model runs on
+transformers: slower, but right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-FAMILY = ("llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen3", "qwen3_moe")
+ATTENTION, CONV, DELTA = "full_attention", "conv", "linear_attention"
+_QWEN_HYBRIDS: Final = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+# The kinds of layers of families in which some keep a state.
+_HYBRIDS: Final[Mapping[str, str]] = {"lfm2": CONV, **dict.fromkeys(_QWEN_HYBRIDS, DELTA)}
+FAMILY = ("llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen3", "qwen3_moe", *_HYBRIDS)
 _NO_WINDOW = ("llama", "olmoe")
 _ONE_WINDOW = ("mistral", "mixtral", "qwen3_moe")  # the same in every layer
 # Scalings whose angle depends on a token's position alone. "longrope" and "dynamic" look at the longest sequence.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _ACTIVATIONS = ("silu", "swish")
+_MOST_TAPS: Final = 8  # of a convolution, kMostTaps of llama_states.h
+# What the configurations of hybrids declare: entries that are read here, or that no logit depends on. A version of
+# transformers that declares more may compute more.
+_DECLARED: Final = frozenset(
+    {
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+        *("num_key_value_heads", "hidden_act", "max_position_embeddings", "rms_norm_eps", "norm_eps", "layer_types"),
+        *("tie_word_embeddings", "rope_parameters", "attention_bias", "conv_bias", "conv_L_cache", "full_attn_idxs"),
+        *("block_multiple_of", "block_ffn_dim_multiplier", "block_auto_adjust_ff_dim", "linear_conv_kernel_dim"),
+        *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+        *("decoder_sparse_step", "mlp_only_layers", "num_experts", "num_experts_per_tok", "norm_topk_prob"),
+        *("moe_intermediate_size", "shared_expert_intermediate_size"),
+        *("initializer_range", "use_cache", "attention_dropout", "output_router_logits", "router_aux_loss_coef"),
+        *("pad_token_id", "bos_token_id", "eos_token_id", "base_config_key", "ignore_keys_at_rope_validation"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +50,8 @@ class ExpertsSpec:
     """The experts of a model: each token goes through `top_k` of `count` MLPs, in the layers that `layers` marks.
 
     The weights of a token's experts are a softmax: over those experts where they are `normalised`, else over all.
-    `family` says how a checkpoint names the tensors: "mixtral", "olmoe" or "qwen3_moe".
+    `family` says how a checkpoint names the tensors: "mixtral", "olmoe" or "qwen3_moe". `shared_size` is that of the
+    MLP that each token goes through besides, behind a gate; 0: there is none.
     """
 
     family: str
@@ -38,6 +60,35 @@ class ExpertsSpec:
     intermediate_size: int
     normalised: bool
     layers: tuple[bool, ...]
+    shared_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """The layers with a gated delta rule. Each key head serves `value_heads / key_heads` value heads.
+
+    `interleaved`: the rows of their linears are in the order of key heads, and else q, k, v and so on.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    interleaved: bool
+
+    @property
+    def keys(self) -> int:
+        """Numbers of a token's queries, or of its keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: q, k and v of all heads."""
+        return 2 * self.keys + self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +98,11 @@ class LlamaSpec:
     `scale` multiplies attention scores. `qkv_bias` and `o_bias` are of the attention's linears, `mlp_bias` of all three
     of the MLP; `qk_norm`: queries and keys are normed before rope, head by head, or where it is `joint` all heads of
     a token as one row; `clip` (None: no clipping) then bounds queries, keys and values; `tied`: the rows of the
-    embedding are the weights of the last linear.
+    embedding are the weights of the last linear. `names` says how a checkpoint names its tensors: "llama" or "lfm2".
+
+    `kinds` are those of layers where some keep a state, ATTENTION, CONV or DELTA. Those of CONV convolve `taps` inputs,
+    and so do those of DELTA before their rule. `rotary_dim`: rope rotates so many numbers of a head (None: all);
+    `gated`: what is attended is multiplied by the sigmoid of a gate; `centred`: weights of norms are stored less 1.
     """
 
     num_layers: int
@@ -68,6 +123,14 @@ class LlamaSpec:
     experts: ExpertsSpec | None = None
     joint_norm: bool = False
     clip: float | None = None
+    names: str = "llama"
+    kinds: tuple[str, ...] = ()
+    taps: int = 0
+    conv_bias: bool = False
+    delta: DeltaSpec | None = None
+    rotary_dim: int | None = None
+    gated: bool = False
+    centred: bool = False
 
     @property
     def query_norm_size(self) -> int:
@@ -78,6 +141,20 @@ class LlamaSpec:
     def key_norm_size(self) -> int:
         return self.num_kv_heads * self.head_dim if self.joint_norm else self.head_dim
 
+    def kind(self, layer: int) -> str:
+        """Return what mixes the tokens of a layer."""
+        return self.kinds[layer] if self.kinds else ATTENTION
+
+    @property
+    def attending(self) -> tuple[int, ...]:
+        """The layers that keep K and V."""
+        return tuple(layer for layer in range(self.num_layers) if self.kind(layer) == ATTENTION)
+
+    @property
+    def keeping(self) -> frozenset[int]:
+        """The layers that keep a state."""
+        return frozenset(range(self.num_layers)).difference(self.attending)
+
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts in place of its MLP."""
         return self.experts is not None and self.experts.layers[layer]
@@ -87,7 +164,8 @@ class LlamaSpec:
         windows = tuple(self.windows[layer] for layer in layers)
         marks = tuple(self.has_experts(layer) for layer in layers)
         experts = None if self.experts is None else replace(self.experts, layers=marks)
-        return replace(self, num_layers=len(layers), windows=windows, experts=experts)
+        kinds = tuple(self.kinds[layer] for layer in layers) if self.kinds else ()
+        return replace(self, num_layers=len(layers), windows=windows, experts=experts, kinds=kinds)
 
 
 def why_not_llama(config: PretrainedConfig) -> str | None:
@@ -95,18 +173,19 @@ def why_not_llama(config: PretrainedConfig) -> str | None:
     kind = config.model_type
     if kind not in FAMILY:
         return f"{kind} is not of the Llama family ({', '.join(FAMILY)})"
-    if (reason := _why_not_layers(config)) is not None:
+    if differing := getattr(config, "per_layer_attributes", None):
+        return f"its layers differ in {', '.join(sorted(differing))}"
+    reason = _why_not_hybrid(config) if kind in _HYBRIDS else _why_not_layers(config)
+    if reason is not None:
         return reason
-    if config.hidden_act not in _ACTIVATIONS:
-        return f"its activation is {config.hidden_act}, not silu"
+    if (activation := getattr(config, "hidden_act", "silu")) not in _ACTIVATIONS:
+        return f"its activation is {activation}, not silu"
     if (experts := _experts(config)) is not None and not 0 < experts.top_k <= experts.count:
         return f"a token goes through {experts.top_k} of its {experts.count} experts"
     return _why_not_olmoe(config) or _why_not_rope(config)
 
 
 def _why_not_layers(config: PretrainedConfig) -> str | None:
-    if differing := getattr(config, "per_layer_attributes", None):
-        return f"its layers differ in {', '.join(sorted(differing))}"
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds and config.model_type in _ONE_WINDOW:
         return f"a {config.model_type} that names the kinds of its layers"
@@ -115,10 +194,33 @@ def _why_not_layers(config: PretrainedConfig) -> str | None:
     return None
 
 
+def _why_not_hybrid(config: PretrainedConfig) -> str | None:
+    """Return why the layers of a family with states cannot run natively."""
+    from transformers import PretrainedConfig as Base
+
+    kind, state = config.model_type, _HYBRIDS[config.model_type]
+    declared = type(config).__dataclass_fields__.keys() - Base.__dataclass_fields__.keys()
+    if unknown := sorted(declared - _DECLARED):
+        return f"its configuration has {', '.join(unknown)}, which the native path does not know"
+    kinds = tuple(config.layer_types or ())
+    if len(kinds) != config.num_hidden_layers or set(kinds) - {ATTENTION, state} or ATTENTION not in kinds:
+        return f"its {config.num_hidden_layers} layers are of kinds {', '.join(sorted(set(kinds)))}"
+    taps = config.conv_L_cache if kind == "lfm2" else config.linear_conv_kernel_dim
+    if not 2 <= taps <= _MOST_TAPS:
+        return f"it convolves {taps} tokens, not 2 to {_MOST_TAPS}"
+    if kind == "lfm2":
+        return None
+    if config.linear_num_value_heads % config.linear_num_key_heads:
+        return f"{config.linear_num_key_heads} key heads do not divide {config.linear_num_value_heads} value heads"
+    return None
+
+
 def llama_spec(config: PretrainedConfig) -> LlamaSpec | None:
     """Return the description of a model of the family; None when `why_not_llama` has a reason."""
     if why_not_llama(config) is not None:
         return None
+    if config.model_type in _HYBRIDS:
+        return _hybrid_spec(config)
     kind, bias = config.model_type, bool(getattr(config, "attention_bias", False))
     head_dim = _head_dim(config)
     return LlamaSpec(
@@ -143,16 +245,69 @@ def llama_spec(config: PretrainedConfig) -> LlamaSpec | None:
     )
 
 
+def _hybrid_spec(config: PretrainedConfig) -> LlamaSpec:
+    layers, head_dim, is_lfm2 = config.num_hidden_layers, _head_dim(config), config.model_type == "lfm2"
+    bias = not is_lfm2 and config.attention_bias
+    return LlamaSpec(
+        num_layers=layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=_inner_of_lfm2(config) if is_lfm2 else getattr(config, "intermediate_size", 0),
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        vocab_size=config.vocab_size,
+        norm_eps=config.norm_eps if is_lfm2 else config.rms_norm_eps,
+        scale=head_dim**-0.5,
+        windows=(None,) * layers,
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=False,
+        tied=config.tie_word_embeddings,
+        experts=_experts(config),
+        names="lfm2" if is_lfm2 else "llama",
+        kinds=tuple(config.layer_types),
+        taps=config.conv_L_cache if is_lfm2 else config.linear_conv_kernel_dim,
+        conv_bias=is_lfm2 and config.conv_bias,
+        delta=None if is_lfm2 else _delta(config),
+        rotary_dim=_rotary_dim(config),
+        gated=not is_lfm2,
+        centred=not is_lfm2,
+    )
+
+
+def _inner_of_lfm2(config: PretrainedConfig) -> int:
+    """Return the width of an MLP: two thirds of what is named, times a factor, rounded up to a multiple."""
+    size: int = config.intermediate_size
+    if not config.block_auto_adjust_ff_dim:
+        return size
+    size = int(2 * size / 3)
+    if config.block_ffn_dim_multiplier is None:
+        return size
+    multiple: int = config.block_multiple_of
+    return -(-int(config.block_ffn_dim_multiplier * size) // multiple) * multiple
+
+
+def _delta(config: PretrainedConfig) -> DeltaSpec:
+    return DeltaSpec(
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+        interleaved=config.model_type == "qwen3_next",
+    )
+
+
 def rope_table(config: PretrainedConfig, length: int) -> torch.Tensor:
-    """Return float32 [length, 2, head_dim / 2]: cosines, then sines, of positions 0 .. length - 1.
+    """Return float32 [length, 2, rotary_dim / 2]: cosines, then sines, of positions 0 .. length - 1.
 
     Where rope is scaled, transformers' own module makes it, attention factors included. The rotation takes element i of
-    a head with element i + head_dim / 2.
+    a head with element i + rotary_dim / 2.
     """
     with torch.device("cpu"), torch.inference_mode():
         positions = torch.arange(length)
         if config.rope_parameters["rope_type"] == "default":
-            base, dim = config.rope_parameters["rope_theta"], _head_dim(config)
+            base, dim = config.rope_parameters["rope_theta"], _rotary_dim(config)
             inverse = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
             angles = positions[:, None].float() * inverse
             cos, sin = angles.cos(), angles.sin()
@@ -184,8 +339,17 @@ def _why_not_rope(config: PretrainedConfig) -> str | None:
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     if (kind := parameters.get("rope_type")) not in _STATIC_ROPE:
         return f"its rotary embedding is of kind {kind}"
+    if config.model_type in _QWEN_HYBRIDS:
+        dim = _rotary_dim(config)
+        return None if 0 < dim <= _head_dim(config) and dim % 2 == 0 else f"it rotates {dim} numbers of each head"
     partial = parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
     return None if partial in (None, 1.0) else f"it rotates only {partial} of each head"
+
+
+def _rotary_dim(config: PretrainedConfig) -> int:
+    """Return how many numbers of a head rope rotates."""
+    partial = config.rope_parameters.get("partial_rotary_factor", 1.0) if config.model_type in _QWEN_HYBRIDS else 1.0
+    return int(_head_dim(config) * partial)
 
 
 def _head_dim(config: PretrainedConfig) -> int:
@@ -212,11 +376,15 @@ def _experts(config: PretrainedConfig) -> ExpertsSpec | None:
     if kind == "olmoe":
         sizes = (config.num_experts, config.num_experts_per_tok, config.intermediate_size)
         return ExpertsSpec(kind, *sizes, config.norm_topk_prob, (True,) * count)
-    if kind != "qwen3_moe":
+    if kind == "qwen3_5_moe_text":
+        sizes = (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size)
+        return ExpertsSpec("qwen3_moe", *sizes, True, (True,) * count, config.shared_expert_intermediate_size)
+    if kind not in ("qwen3_moe", "qwen3_next"):
         return None
     step, without = config.decoder_sparse_step, config.mlp_only_layers
     layers = tuple(
         config.num_experts > 0 and layer not in without and (layer + 1) % step == 0 for layer in range(count)
     )
     sizes = (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size)
-    return ExpertsSpec(kind, *sizes, config.norm_topk_prob, layers) if any(layers) else None
+    shared = config.shared_expert_intermediate_size if kind == "qwen3_next" else 0
+    return ExpertsSpec("qwen3_moe", *sizes, config.norm_topk_prob, layers, shared) if any(layers) else None

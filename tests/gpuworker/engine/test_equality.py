@@ -20,7 +20,9 @@ from tests.support.gpuworker.engine_harness import EngineDriver
 
 COUNT = 12
 SLOTS = 2048
-NATIVE = ("llama", "qwen3", "mistral", "mixtral", "qwen3_moe", "olmoe") if native.best() is not None else ()
+STATES = ("lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Some layers keep a state in place of K and V."""
+NATIVE = ("llama", "qwen3", "mistral", "mixtral", "qwen3_moe", "olmoe", *STATES) if native.best() is not None else ()
 GROUPED = ("gemma2", "gpt_oss", "llama4_text")
 """Layers with a window, or with chunks, stand beside layers that see everything."""
 HOSTED = ("llama", "qwen3", "mistral", "gpt2", "qwen3_next", "lfm2", "mamba2", *GROUPED)
@@ -85,7 +87,7 @@ def test_tokens_equal_transformers(kind: str, model_impl: ModelImpl, block_size:
 
 
 @pytest.mark.parametrize(
-    ("kind", "model_impl"), [case for case in CASES if case[0] in ("llama", "qwen3_moe", "qwen3_next", "mamba2")]
+    ("kind", "model_impl"), [case for case in CASES if case[0] in ("llama", "qwen3_moe", "mamba2", *STATES)]
 )
 def test_preempted_sequences_keep_their_tokens(kind: str, model_impl: ModelImpl) -> None:
     asked = [[*prompts()[1][:9], 20 + index] for index in range(6)]
@@ -96,12 +98,18 @@ def test_preempted_sequences_keep_their_tokens(kind: str, model_impl: ModelImpl)
         engine.assert_all_free()
 
 
-@pytest.mark.parametrize("kind", ["llama", "lfm2", "qwen3_next", "mamba2"])
-def test_forks_have_the_tokens_of_their_prompt(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "model_impl"),
+    [
+        *((kind, "transformers") for kind in ("llama", "lfm2", "qwen3_next", "mamba2")),
+        *((kind, "native") for kind in STATES if kind in NATIVE),
+    ],
+)
+def test_forks_have_the_tokens_of_their_prompt(kind: str, model_impl: ModelImpl) -> None:
     """Those of a model that keeps states share no block with the sequence that they fork from: they compute all."""
     prompt = prompts()[-1]
     wanted = hf_greedy(checkpoint(kind), prompt, COUNT)
-    with driver(kind, "transformers", 4) as engine:
+    with driver(kind, model_impl, 4) as engine:
         first = engine.submit(prompt, COUNT)
         forks = [engine.submit(prompt, COUNT, fork_of=first) for _ in range(3)]
         engine.finish()
@@ -156,8 +164,8 @@ def test_groups_run_long_prompts_where_one_group_would_not_fit(kind: str, model_
         engine.assert_all_free()
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
-def test_prompts_go_on_from_checkpoints_of_states(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "model_impl"), [case for case in CASES if case[0] in STATES])
+def test_prompts_go_on_from_checkpoints_of_states(kind: str, model_impl: ModelImpl) -> None:
     """One is left before each prompt's last token; where another prompt parts from it within, the first one to do so
     leaves one there."""
     folder, first = checkpoint(kind), prompts()[-1]
@@ -165,7 +173,7 @@ def test_prompts_go_on_from_checkpoints_of_states(kind: str) -> None:
     second, parted = [*first, *output, 7, 8, 9], [*first[:50], 20, 21, 22]
     asked = [second, second, parted, [*first[:50], 30, 31]]
     wanted = [hf_greedy(folder, each, COUNT) for each in asked]
-    with driver(kind, "transformers", 4) as engine:
+    with driver(kind, model_impl, 4) as engine:
         assert engine.run([first], COUNT) == [output]
         found = [engine.run([each], COUNT)[0] for each in asked]
         assert found == wanted
