@@ -34,6 +34,7 @@ SHAPES = {
     "gpt_oss": KvGeometry(3, 2, 16, 16, "float32"),
     "llama4_text": KvGeometry(3, 2, 16, 16, "float32"),
     "qwen3_next": KvGeometry(1, 2, 16, 16, "float32", shapes="a=2x16+16 ---a"),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), KvGeometry(1, 2, 16, 16, "float32", shapes="a=2x16+16 ---a")),
     "minimax": KvGeometry(1, 2, 16, 16, "float32", shapes="a=2x16+16 -a"),
     "lfm2": KvGeometry(1, 2, 16, 16, "float32", shapes="a=2x16+16 -a"),
     "falcon_h1": KvGeometry(3, 2, 16, 16, "float32"),

@@ -15,6 +15,7 @@ from common.contracts.limits import MAX_WORKER_BLOCKS
 from common.contracts.types import KvGroupKind
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import GIB, in_words
+from gpuworker.native import library as native
 from gpuworker.plane import memory
 from gpuworker.plane.assembly import ModelPlane, assemble
 from gpuworker.simulated import plane as simulated
@@ -35,7 +36,13 @@ def threads() -> Iterator[None]:
 
 
 def assembled(kind: str = "lfm2", **options: Any) -> ModelPlane:
-    settings = {"kv_blocks": 64, "threads": 1, "device": "cpu", "dtype": "float32"} | options
+    settings = {
+        "kv_blocks": 64,
+        "threads": 1,
+        "device": "cpu",
+        "dtype": "float32",
+        "model_impl": "transformers",
+    } | options
     plane = assemble(GpuWorkerSettings(model=str(checkpoint(kind)), **settings))
     plane.runner.close()
     return plane
@@ -53,18 +60,26 @@ def test_states_take_memory_beside_the_blocks() -> None:
     assert not [line for line in without.lines() if "states" in line]
 
 
+@pytest.mark.skipif(native.best() is None, reason="the native library was not built")
+def test_native_states_have_a_column_less() -> None:
+    """A convolution of width 3 reads two inputs of those before; a convolution begins at a multiple of 64 bytes."""
+    assert assembled(max_num_seqs=5, model_impl="native").memory.state_bytes == STATE * 2 // 3
+
+
+@pytest.mark.parametrize("model_impl", ["transformers", "auto"])
 @pytest.mark.parametrize("kind", ["lfm2", "llama"])
-def test_prompts_go_on_from_checkpoints(kind: str) -> None:
-    plane = assembled(kind)
+def test_prompts_go_on_from_checkpoints(kind: str, model_impl: str) -> None:
+    plane = assembled(kind, model_impl=model_impl)
     config, attach = plane.agent_config(), plane.attach("w0", "")
     assert (config.prefix_caching, config.keeps_states, attach.prefix_caching) == (True, False, True)
     assert [group.kind for group in config.groups] == ([KvGroupKind.FULL, KvGroupKind.STATE] if kind == "lfm2" else [])
     assert config.groups == attach.identity.kv_geometry.groups
 
 
+@pytest.mark.parametrize("model_impl", ["transformers", "auto"])
 @pytest.mark.parametrize("options", [{"prefix_caching": False}, {"pooling": "last"}])
-def test_a_worker_without_checkpoints_computes_every_prompt(options: dict[str, Any]) -> None:
-    plane = assembled(**options)
+def test_a_worker_without_checkpoints_computes_every_prompt(options: dict[str, Any], model_impl: str) -> None:
+    plane = assembled(model_impl=model_impl, **options)
     config, attach = plane.agent_config(), plane.attach("w0", "")
     assert (config.prefix_caching, config.keeps_states, attach.prefix_caching) == (False, True, False)
     assert config.groups == attach.identity.kv_geometry.groups == ()
@@ -100,10 +115,11 @@ def test_more_sequences_than_have_room_are_refused_with_the_numbers(monkeypatch:
         assembled(max_num_seqs=2000, max_model_len=16)
 
 
+@pytest.mark.parametrize("model_impl", ["transformers", "auto"])
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
-def test_drafts_are_refused(kind: str) -> None:
+def test_drafts_are_refused(kind: str, model_impl: str) -> None:
     with pytest.raises(InvalidConfig, match=r"--speculative: is ngram, and its layers keep states.*leave it out"):
-        assembled(kind, speculative="ngram")
+        assembled(kind, speculative="ngram", model_impl=model_impl)
 
 
 def test_it_is_no_draft_model(tmp_path: Path) -> None:

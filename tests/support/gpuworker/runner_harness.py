@@ -71,11 +71,14 @@ def queued_on(
         "native",
         lambda cache: make_backend("auto", cache),
         block_size if grouped else 0,
+        checkpoints=grouped,
     )
     assert opened is not None
     model, geometry = opened
     cache = _filled_cache(geometry, block_size, grouped)
     limits = RunnerLimits(8, max_model_len, threads=1)
+    if model.states is not None:
+        model.states.reserve(limits.max_num_seqs)
     return ModelRunner(model, cache, make_backend("auto", cache), limits, native_executor, eos)
 
 
