@@ -23,7 +23,8 @@ _WORD = torch.int64
 class StateStore:
     """Writes and reads checkpoints in the pages of a cache. Used by the thread that runs steps; it never waits.
 
-    States are their bytes, [n] uint8, contiguous; they are whole words of 8 bytes.
+    States are their bytes, [n] uint8, contiguous; they are whole words of 8 bytes. Every method raises ValueError for a
+    page that the cache does not have.
     """
 
     def __init__(self, cache: KvCache) -> None:
@@ -96,5 +97,7 @@ class StateStore:
 
     def _rows(self, pages: Sequence[int], device: torch.device) -> torch.Tensor:
         """Return which rows of a pool the lanes of these pages are, page by page."""
+        if outside := [page for page in pages if not 0 <= page < self._num_pages]:
+            raise ValueError(f"pages {outside} of a checkpoint are not among the {self._num_pages} of the cache")
         first = np.arange(self._lanes, dtype=np.int64) * self._num_pages
         return sent(torch.from_numpy((np.array(pages, dtype=np.int64)[:, None] + first).ravel()), device)

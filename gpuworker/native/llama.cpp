@@ -232,7 +232,9 @@ class Step {
       me.team.phase(step_.num_tokens, rows_of_piece(w.k), [&](int64_t token) {
         float* x = scratch_.wide + token * w.k;
         const float* gates = scratch_.qkv + token * layer.qkv.n + dim;
-        for (int64_t head = 0; head < model_.num_heads; ++head) gate_row(x + head * dim, gates + head * query_stride(), dim);
+        for (int64_t head = 0; head < model_.num_heads; ++head) {
+          gate_row(x + head * dim, gates + head * query_stride(), dim);
+        }
         if (!left) put_row(w, in, token, x);
       });
     } else if (wide && !left) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 
 import pytest
@@ -55,6 +56,8 @@ def test_two_states_in_pages_of_their_own_are_kept(
         found = torch.zeros(size, dtype=torch.uint8)
         store.load(pages_of, found)
         assert torch.equal(found, wanted)
+        places = store.places(size, pages_of).tolist()
+        assert b"".join(ctypes.string_at(at, length) for at, length in places) == bytes(wanted.tolist())
     store.clear(ones)
     keys_of_ones = [] if cache.lanes is None else [cache.lanes.keys[:, ones], cache.lanes.values[:, ones]]
     assert all(not each.view(torch.uint8).any() for each in map(torch.Tensor.contiguous, keys_of_ones))
@@ -99,6 +102,16 @@ def test_too_few_pages_are_refused() -> None:
         store.save(states(56, 0), [4])
     with pytest.raises(ValueError, match="does not fit"):
         store.load([4], states(56, 0))
+
+
+@pytest.mark.parametrize("page", [-1, 4])
+def test_a_page_that_the_cache_does_not_have_is_refused(page: int) -> None:
+    made = geometry(1, LayerShape(1, 4, 4), "float32", 64, 4)
+    store, state = StateStore(KvCache(made, 4, 4, CPU)), states(64, 0)
+    calls = (lambda: store.save(state, [page]), lambda: store.load([page], state), lambda: store.clear([page]))
+    for call in (*calls, lambda: store.places(64, [page]), lambda: store.bytes_of([page])):
+        with pytest.raises(ValueError, match=r"pages \[-?\d\] of a checkpoint are not among the 4 of the cache"):
+            call()
 
 
 def test_pages_of_another_block_size_are_counted_anew() -> None:

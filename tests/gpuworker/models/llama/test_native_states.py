@@ -36,7 +36,7 @@ from gpuworker.native import library as native
 from gpuworker.native.library import levels_here, load
 from gpuworker.runner.model_runner import ModelRunner
 from gpuworker.runner.native_executor import NativeExecutor
-from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan
+from gpuworker.scheduling.batch_plan import Checkpoint, ScheduledRow, StepNotBuilt, StepPlan
 from tests.gpuworker.models.test_checkpoints import Steps
 from tests.support.gpuworker.full_forward import greedy_tokens, random_prompt
 from tests.support.gpuworker.runner_harness import CPU, queued_on
@@ -401,6 +401,20 @@ def test_pages_that_were_not_cleared_change_tokens(monkeypatch: pytest.MonkeyPat
     """So the test above would see it."""
     monkeypatch.setattr(StateStore, "bytes_of", lambda *_: np.empty((0, 2), dtype=np.int64))
     assert tokens_in_bfloat16("qwen3_5", had_states=True) != tokens_in_bfloat16("qwen3_5", had_states=False)
+
+
+@pytest.mark.parametrize("page", [-1, 10**6])
+def test_a_page_that_the_cache_does_not_have_is_refused(page: int) -> None:
+    runner, steps = queued("lfm2", 4)
+    line = steps.add(random_prompt(8), 2)
+    try:
+        with pytest.raises(StepNotBuilt, match="not among the 512 of the cache"):
+            steps.step((line, 0, 8), save=[Checkpoint(line.sequence, (BlockId(page),))])
+        steps.step((line, 0, 8))
+        steps.take()
+    finally:
+        runner.close()
+    assert line.output == greedy_tokens(module_of("lfm2"), line.prompt, 1)
 
 
 def test_pages_are_cleared_behind_a_step_that_failed() -> None:
