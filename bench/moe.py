@@ -1,9 +1,11 @@
-"""A mixture of experts on the native path, through transformers, and with --peers in other engines.
+"""Experts, or layers that keep states, on the native path, through transformers, and with --peers in other engines.
 
     python -m bench.moe --peers DIR --json
+    python -m bench.moe --family lfm2
 
 The shape is Mixtral's, made small: 8 experts of which a token takes 2; or Qwen3-MoE's: 4 of 32. Both have 150 million
-parameters. Steps of both paths take turns on the same random weights: decodes of 1, 8 and 32 sequences after 128
+parameters. Those of models that keep states are LFM2-350M's, with 16 layers, and Qwen3.5's of 0.2 billion parameters;
+no peer runs them. Steps of both paths take turns on the same random weights: decodes of 1, 8 and 32 sequences after 128
 tokens, and a prefill. A ratio is the median time through transformers over that of the native path. The peers then run
 workloads beside Quire's services on a checkpoint of the same shape, as in `bench.peers`: ratio_W4_bf16 is Quire's
 tokens a second over those of the fastest peer.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -34,8 +36,34 @@ from gpuworker.attention.step_inputs import attention_arrays, attention_metadata
 from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.choose import open_native
 from gpuworker.models.hf.loader import ModelSource, load_model
+from gpuworker.models.self_test import self_test
 
+_STATES: Final[Mapping[str, Mapping[str, object]]] = {
+    "lfm2": {
+        "model_type": "lfm2",
+        "vocab_size": 65536,
+        "hidden_size": 1024,
+        "intermediate_size": 6656,
+        "num_hidden_layers": 16,
+        "full_attn_idxs": [1, 4, 7, 10, 12, 14],
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 8,
+        "full_attention_interval": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
+}
 TINY: Final = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
+_FAMILIES: Final = {**MIXTURES, **_STATES}
 CPU: Final = torch.device("cpu")
 _BLOCK_SIZE: Final = 16
 _BEFORE: Final = 128  # tokens of a sequence before its decode
@@ -60,13 +88,16 @@ class Shape:
 def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads)
-    shape = {**MIXTURES[options.family], **(TINY if options.tiny else {})}
+    shape = {**_FAMILIES[options.family], **(TINY if options.tiny else {})}
+    if options.peers is not None and options.family in _STATES:
+        raise SystemExit(f"--peers: no peer runs {options.family}; leave it out, or take another family")
     against = None if options.peers is None else peers.read_arguments(_words(options))
     with checkpoint(options.model, shape) as (folder, load_format):
         source = ModelSource(str(folder), options.dtype, load_format, quantization=options.quantization)
         found = open_native(source, CPU, "native", lambda cache: make_backend("auto", cache))
         assert found is not None  # "native" raises where the model cannot take the path
         hosted = load_model(source, CPU)
+        self_test(hosted, lambda cache: make_backend("auto", cache))  # it shows which states layers keep
     columns = {}
     for step in _steps(options.prefill):
         turns = [_step(model, found[1], step) for model in (found[0], hosted)]
@@ -82,7 +113,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     flags = parser(__doc__)
-    flags.add_argument("--family", choices=list(MIXTURES), default="mixtral", help="the shape of the random one")
+    flags.add_argument("--family", choices=list(_FAMILIES), default="mixtral", help="the shape of the random one")
     flags.add_argument("--model", help="a checkpoint with experts, in place of the random one")
     flags.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     flags.add_argument("--quantization", choices=("none", "int8", "int4", "w8a8"), default="none")
@@ -129,8 +160,14 @@ def _step(model: Any, geometry: KvGeometry, shape: Shape) -> Run:
     token_ids = torch.randint(model.vocab_size, (len(positions),), generator=draw)
     keep = torch.arange(shape.tokens - 1, len(positions), shape.tokens)
 
+    places = np.arange(shape.rows, dtype=np.int32)
+    if model.states is not None and len(model.states.kept) < shape.rows:
+        model.states.reserve(shape.rows)
+
     def run() -> object:
         attention.begin(metadata)
+        if model.states is not None:
+            model.states.begin(metadata, places)
         return model.forward(token_ids, positions, keep, attention)
 
     return run

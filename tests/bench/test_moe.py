@@ -1,4 +1,4 @@
-"""The benchmark of experts: it runs both paths on one tiny model, and its ratios are those of its times."""
+"""The benchmark of experts and states: it runs both paths on one tiny model, and its ratios are those of its times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.support.bench_process import run_benchmark
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "lfm2", "qwen3_5"])
 def test_both_paths_are_timed_for_each_kind_of_step(family: str) -> None:
     figures, _ = run_benchmark(
         "moe", "--tiny", "--family", family, "--repeats", "3", "--threads", "1", "--prefill", "64"

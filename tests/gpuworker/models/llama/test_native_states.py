@@ -7,6 +7,7 @@ import functools
 import random
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from common.contracts.errors import EngineFailure
 from common.contracts.types import BlockId, KvGeometry
-from gpuworker.attention.backends import make_backend
 from gpuworker.attention.by_shape import AttentionByShape
 from gpuworker.attention.native_backend import NativeAttention
 from gpuworker.attention.step_inputs import attention_arrays, attention_metadata, pack_rows, to_device
 from gpuworker.memory.kv_cache import KvCache
+from gpuworker.memory.layout import with_states
 from gpuworker.memory.state_store import StateStore
 from gpuworker.models.bit_equality import refuse_unequal_bits
-from gpuworker.models.choose import open_native
-from gpuworker.models.hf.loader import ModelSource
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.models.llama.linears import LinearReader
 from gpuworker.models.llama.pack import pack_model
@@ -321,23 +320,17 @@ def test_a_place_beyond_the_states_fails_the_step(place: int, monkeypatch: pytes
 # ---------------------------------------------------------------- checkpoints of states, in queued steps
 
 
-def queued(name: str, block_size: int, kv_dtype: str = "auto") -> tuple[ModelRunner, Steps]:
-    opened = open_native(
-        ModelSource(str(directory(name)), dtype="float32", kv_cache_dtype=kv_dtype),
-        CPU,
-        "native",
-        functools.partial(make_backend, "auto"),
-        block_size,
-        checkpoints=True,
-    )
-    assert opened is not None
+def queued(name: str, block_size: int, kv_dtype: str = "float32") -> tuple[ModelRunner, Steps]:
     runner = queued_on(directory(name), block_size, 96, grouped=True, kv_cache_dtype=kv_dtype)
     assert isinstance(runner.executor, NativeExecutor)
-    return runner, Steps(runner, opened[1].groups, block_size)
+    spec, states = spec_of(name), runner.executor._model.states
+    assert states is not None
+    geometry = replace(geometry_of(spec), dtype=kv_dtype)
+    groups = with_states(geometry, spec.keeping, states.bytes_a_sequence, block_size).groups
+    return runner, Steps(runner, groups, block_size)
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
-@pytest.mark.parametrize("name", EVERY_FAMILY)
+@pytest.mark.parametrize(("name", "block_size"), [*((name, 4) for name in EVERY_FAMILY), ("lfm2", 16)])
 def test_sequences_go_on_from_checkpoints_with_the_tokens_of_transformers(name: str, block_size: int) -> None:
     """One is saved behind a chunk of a prompt, one behind a decode whose sequence has left when it is loaded."""
     runner, steps = queued(name, block_size)
@@ -408,8 +401,9 @@ def test_a_page_that_the_cache_does_not_have_is_refused(page: int) -> None:
     runner, steps = queued("lfm2", 4)
     line = steps.add(random_prompt(8), 2)
     try:
+        pages = (*steps.checkpoint(line).pages[1:], BlockId(page))
         with pytest.raises(StepNotBuilt, match="not among the 512 of the cache"):
-            steps.step((line, 0, 8), save=[Checkpoint(line.sequence, (BlockId(page),))])
+            steps.step((line, 0, 8), save=[Checkpoint(line.sequence, pages)])
         steps.step((line, 0, 8))
         steps.take()
     finally:
