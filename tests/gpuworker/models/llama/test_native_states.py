@@ -26,6 +26,8 @@ from gpuworker.memory.kv_cache import KvCache
 from gpuworker.memory.layout import with_states
 from gpuworker.memory.state_store import StateStore
 from gpuworker.models.bit_equality import refuse_unequal_bits
+from gpuworker.models.choose import why_not_native
+from gpuworker.models.hf.loader import ModelSource
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
 from gpuworker.models.llama.linears import LinearReader
 from gpuworker.models.llama.pack import pack_model
@@ -468,6 +470,14 @@ def test_an_option_that_is_not_known_is_refused(name: str, change: dict[str, Any
     for field, value in change.items():
         setattr(config, field, value)
     assert why_not_llama(config) == why
+
+
+@pytest.mark.parametrize("name", EVERY_FAMILY)
+def test_they_run_natively_on_cpus_alone(name: str) -> None:
+    config, source = module_of(name).config, ModelSource("", dtype="float32")
+    assert why_not_native(config, source, CPU) is None
+    why = f"on CUDA no layer of a {config.model_type} that keeps a state is run natively"
+    assert why_not_native(config, source, torch.device("cuda")) == why
 
 
 @pytest.mark.parametrize("name", EVERY_FAMILY)
