@@ -94,6 +94,7 @@ class BytePlan:
     graphs: int = 0
     window: int = 0
     state_bytes: int = 0  # of one sequence, for layers that keep a state in place of K and V
+    drafted_states: int = 0  # of a step: each draft has states of its own
     groups: tuple[KvGroup, ...] = ()  # where there are some, blocks above are pages
 
     @property
@@ -102,8 +103,8 @@ class BytePlan:
 
     @property
     def states(self) -> int:
-        """Bytes of the states of as many sequences as run."""
-        return self.max_num_seqs * self.state_bytes
+        """Bytes of the states of as many sequences as run, and of the drafts of a step."""
+        return (self.max_num_seqs + self.drafted_states) * self.state_bytes
 
     @property
     def left(self) -> int:
@@ -174,9 +175,10 @@ class BytePlan:
         return f"{in_words(self.state_bytes)} each, as much as K and V of {tokens} tokens"
 
     def _of_states(self) -> str:
+        kept = f"{self.max_num_seqs} sequences" + (f" and {self.drafted_states} drafts" if self.drafted_states else "")
         if state_group(self.groups):
-            return f"{self.max_num_seqs} sequences, {in_words(self.state_bytes)} each"
-        return f"{self.max_num_seqs} sequences, {self._state_in_words()}; prompts share no blocks"
+            return f"{kept}, {in_words(self.state_bytes)} each"
+        return f"{kept}, {self._state_in_words()}; prompts share no blocks"
 
     def lines(self) -> list[str]:
         unit = "pages" if self.groups else "blocks"

@@ -22,18 +22,23 @@ class RecurrentStates(Protocol):
 
     @property
     def kept(self) -> torch.Tensor:
-        """The states as bytes, a row a place, [places, bytes_a_sequence]; `reserve` makes it."""
+        """The states as bytes, a row a place and a draft, [places + drafts, bytes_a_sequence]; `reserve` makes it."""
         ...
 
-    def reserve(self, places: int) -> None:
-        """Allocate the states of so many sequences, in place of those before."""
+    def reserve(self, places: int, drafts: int = 0) -> None:
+        """Allocate the states of so many sequences, and of drafts in one step, in place of those before."""
         ...
 
     def begin(self, step: AttentionMetadata, places: Int32Array) -> None:
         """Announce the step of the next forward, whose row r is of the sequence at places[r].
 
-        A row from position 0 on begins without a state, any other goes on with what its last step left.
+        A row from position 0 on begins without a state, any other goes on with what its last step left. A row behind
+        one of the same place is of a draft: it goes on from that one, and the place stays as it is.
         """
+        ...
+
+    def accept(self, place: int, drafts: int) -> None:
+        """Make the states behind so many drafts, one at least, of the last step those of their place."""
         ...
 
 

@@ -29,6 +29,7 @@ from gpuworker.memory.layout import pools_of, state_group
 from gpuworker.models.bit_equality import refuse_unequal_bits
 from gpuworker.models.checkpoint_test import with_checkpoints
 from gpuworker.models.choose import LlamaModel, open_native
+from gpuworker.models.draft_test import refuse_wrong_states
 from gpuworker.models.hf.loader import ModelSource, context_limit, load_model
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.llama.cpu_model import LlamaCpuModel
@@ -82,7 +83,7 @@ def load_draft(settings: GpuWorkerSettings, source: ModelSource, open_model: Ope
     except Unsupported as error:
         raise InvalidConfig(FieldViolation(FLAG, f"{error}; take another one, or leave it out")) from error
     if model.states is not None:
-        what = "its layers keep states, which a refused draft would have changed; take another one, or leave it out"
+        what = "its layers keep states, which a refused guess would have changed; take another one, or leave it out"
         raise InvalidConfig(FieldViolation(FLAG, what))
     return LoadedDraft(model, geometry, directory)
 
@@ -146,11 +147,25 @@ def refuse_unequal_drafts(kind: str, model: TransformersModel | LlamaModel, pool
         raise InvalidConfig(FieldViolation("--speculative", f"is {kind}, and {why}; leave it out"))
 
 
+def _check_drafts(
+    settings: GpuWorkerSettings,
+    model: TransformersModel | LlamaModel,
+    geometry: KvGeometry,
+    pooling: Pooling | None,
+    backend: BackendFactory,
+) -> None:
+    if settings.speculation == "none":
+        return
+    refuse_unequal_drafts(settings.speculation, model, pooling)
+    if isinstance(model, TransformersModel):
+        refuse_wrong_states(model, backend, geometry)
+
+
 def _why_not(model: TransformersModel | LlamaModel, pooling: Pooling | None) -> str:
     if pooling is not None:
         return "the workers embed prompts: no token is sampled that could be guessed"
-    if model.states is not None:
-        return "its layers keep states, which a refused draft would have changed"
+    if model.states is not None and not isinstance(model, TransformersModel):
+        return "its layers keep states, of which the native path keeps none for drafts; use --model-impl transformers"
     if model.device.type != "cpu":
         return f"the device is {model.device}, on which drafts have never been verified; use --device cpu"
     if isinstance(model, LlamaCpuModel) or model.dtype == torch.float32:
@@ -219,15 +234,15 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     options = BackendOptions(deterministic=settings.deterministic)
     backend = partial(make_backend, "auto", options=options)
     in_graphs = settings.cuda_graphs and device.type == "cuda"
-    checkpoints = settings.prefix_caching and pooling is None
-    model, geometry = _open(source, device, settings.model_impl, backend, settings.block_size, in_graphs, checkpoints)
+    model, geometry = _open(source, device, settings.model_impl, backend, settings.block_size, in_graphs)
+    _check_drafts(settings, model, geometry, pooling, backend)
+    if isinstance(model, TransformersModel) and settings.prefix_caching and pooling is None:
+        geometry = with_checkpoints(model, backend, geometry, settings.block_size)
     _tell_of_windows(model, geometry, in_graphs)
-    if settings.speculation != "none":
-        refuse_unequal_drafts(settings.speculation, model, pooling)
     draft = load_draft(settings, source, lambda of: _open(of, device, settings.model_impl, backend))
     arithmetic = _fixed_arithmetic(model, geometry, backend) if settings.deterministic else ANY_ARITHMETIC
     usual = _MAX_NUM_SEQS.get(device.type, _MAX_NUM_SEQS_ELSEWHERE)
-    max_num_seqs = settings.num_seqs(most_sequences(model, usual))
+    max_num_seqs = settings.num_seqs(most_sequences(model, usual, _drafts(settings)))
     limit, positions = context_limit(model.config), getattr(model.config, "max_position_embeddings", None) or 0
     if limit < positions:
         _log.warning("longrope: running up to its original length of %d positions, not %d", limit, positions)
@@ -279,7 +294,7 @@ def _reserve_states(model: TransformersModel | LlamaModel, memory: BytePlan) -> 
     if model.states is None:
         return
     try:
-        model.states.reserve(memory.max_num_seqs)
+        model.states.reserve(memory.max_num_seqs, memory.drafted_states)
     except (MemoryError, OSError, RuntimeError) as error:
         first = str(error).strip().partition("\n")[0][:_MOST_CHARACTERS]
         what = f"{in_words(memory.states)} for states cannot be had on {memory.device}: {first}; lower it"

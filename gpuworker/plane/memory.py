@@ -62,7 +62,7 @@ class MemoryOptions:
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     cuda_graphs: bool = False
-    drafts: int = 0  # of a step at most, each with a row of logits
+    drafts: int = 0  # of a step at most, each with a row of logits, and with states where layers keep some
     pooled_tokens: int = 0  # of a step, whose hidden states are pooled; 0: rows are sampled
     usual_len: int | None = None  # of a sequence, where `max_model_len` is None and the model runs any
 
@@ -89,7 +89,7 @@ def plan_memory(
     block = bytes_per_block(geometry, options.block_size)
     free = free_bytes(device) - (mapped_weight_bytes() if device.type == "cpu" else 0)
     state = 0 if model.states is None else model.states.bytes_a_sequence
-    room = _room(device, free, options) - activations - graphs - table - seqs * state
+    room = _room(device, free, options) - activations - graphs - table - (seqs + options.drafts) * state
     num_blocks = _num_blocks(device, room, block, sized)
     if options.kv_blocks is None:
         num_blocks = min(num_blocks, _MOST // (options.block_size * _shares(geometry)))
@@ -110,6 +110,7 @@ def plan_memory(
         graphs=graphs,
         window=geometry.window,
         state_bytes=state,
+        drafted_states=options.drafts if state else 0,
         groups=geometry.groups,
     )
     _refuse_too_many_states(plan, room)
@@ -156,6 +157,8 @@ def plan_draft(
         model_limit=model_limit,
         max_model_len=length,
         window=geometry.window,
+        state_bytes=0,
+        drafted_states=0,
         groups=(),
     )
 
@@ -197,19 +200,24 @@ def _num_blocks(device: torch.device, room: int, block: int, options: MemoryOpti
     return max(0, min(_CPU_KV_BYTES, int(_CPU_KV_FRACTION * room))) // block
 
 
-def most_sequences(model: TransformersModel | LlamaModel, usual: int) -> int:
-    """Return how many sequences run at most where no option says it: the usual number, or fewer of large states."""
+def most_sequences(model: TransformersModel | LlamaModel, usual: int, drafts: int = 0) -> int:
+    """Return how many sequences run at most where no option says it: the usual number, or fewer of large states.
+
+    Each of the drafts of a step has states too.
+    """
     if model.states is None:
         return usual
     fit = int(_STATES_FRACTION * free_bytes(model.device)) // max(1, model.states.bytes_a_sequence)
-    return max(1, min(usual, fit))
+    return max(1, min(usual, fit - drafts))
 
 
 def _refuse_too_many_states(plan: BytePlan, room: int) -> None:
     if plan.states and room < plan.block_bytes:
+        drafts = f" and {plan.drafted_states} drafts" if plan.drafted_states else ""
         what = (
-            f"{plan.max_num_seqs} sequences keep states of {in_words(plan.state_bytes)} each, {in_words(plan.states)}"
-            f" in all, and {in_words(max(0, room + plan.states))} may be taken on {plan.device}; lower it"
+            f"{plan.max_num_seqs} sequences{drafts} keep states of {in_words(plan.state_bytes)} each,"
+            f" {in_words(plan.states)} in all, and {in_words(max(0, room + plan.states))} may be taken on"
+            f" {plan.device}; lower it{', or leave out --speculative' if drafts else ''}"
         )
         raise InvalidConfig(FieldViolation("--max-num-seqs", what))
 

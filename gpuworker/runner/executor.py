@@ -39,6 +39,13 @@ class PlacedCheckpoint(NamedTuple):
     pages: tuple[BlockId, ...]
 
 
+class AcceptedDrafts(NamedTuple):
+    """How many drafts of a sequence were right in the step before, one at least; its layers keep states."""
+
+    batch_index: int
+    drafts: int
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerStep:
     """A plan as arrays, for the S sequences that sample; the engine waits for `result`."""
@@ -53,6 +60,8 @@ class RunnerStep:
     """Of the sequences that draft: they stand in `sequences` once more for each draft."""
     frame: DecodeFrame | None = None
     """Of a step whose arrays are written over once it is over."""
+    accepted: tuple[AcceptedDrafts, ...] = ()
+    """Of the step before, whether the sequences have rows in this one or not."""
     loads: tuple[PlacedCheckpoint, ...] = ()
     saves: tuple[PlacedCheckpoint, ...] = ()
     cleared: tuple[BlockId, ...] = ()

@@ -24,7 +24,14 @@ from gpuworker.memory.layout import attending_groups, page_layout, state_group
 from gpuworker.memory.token_table import TokenTable
 from gpuworker.models.step_model import StepModel
 from gpuworker.runner.decode_frames import SPARE_BLOCKS, DecodeFrames, only_decodes
-from gpuworker.runner.executor import ExecutorFactory, ExecutorParts, Failures, PlacedCheckpoint, RunnerStep
+from gpuworker.runner.executor import (
+    AcceptedDrafts,
+    ExecutorFactory,
+    ExecutorParts,
+    Failures,
+    PlacedCheckpoint,
+    RunnerStep,
+)
 from gpuworker.runner.launcher import LaidOutStep
 from gpuworker.runner.pooling import Pooler
 from gpuworker.sampling.rows import SampledRow
@@ -199,6 +206,8 @@ class ModelRunner:
         """Whether native steps follow the constraints of new sequences themselves; `constrain` sets it."""
         self._foresees = False
         self._followers: dict[SequenceId, Follower] = {}
+        # Of a model with states: the sequences that drafted in the last step, and its result.
+        self._drafted: dict[SequenceId, Future[StepResult]] = {}
         self.also_closed: list[Callable[[], None]] = []
         """What ends with the runner, such as a draft model."""
         threads = limits.threads or default_threads()
@@ -258,6 +267,7 @@ class ModelRunner:
     def remove(self, sequence: SequenceId) -> None:
         """Implement `StepRunner`; an unknown sequence is ignored."""
         left = self._batch.remove(sequence)
+        self._drafted.pop(sequence, None)
         self._prompts.remove(sequence)
         if self._followers.pop(sequence, None) is None and self._masks is not None and left is not None and left.masked:
             self._masks.remove(sequence)
@@ -275,12 +285,22 @@ class ModelRunner:
             raise self._blame(plan, error) from error
         try:
             self._write_drafts(plan)
-            self.executor.submit(step)
+            self.executor.submit(replace(step, accepted=self._accepted()) if self._drafted else step)
+            self._drafted = dict.fromkeys(step.drafts, step.result) if self._model.states is not None else {}
         except Exception as error:
             if (masks := step.work.point.masks) is not None:
                 masks.failed()
             raise StepNotBuilt((), f"a step could not be submitted: {error!r}") from error
         return step.result
+
+    def _accepted(self) -> tuple[AcceptedDrafts, ...]:
+        """Return how many drafts of the last step were right; it is over, because a step with drafts is alone."""
+        right = {
+            sequence: len(result.result().sampled[sequence]) - 1
+            for sequence, result in self._drafted.items()
+            if result.exception() is None
+        }
+        return tuple([AcceptedDrafts(self._batch[sequence].index, count) for sequence, count in right.items() if count])
 
     def _write_drafts(self, plan: StepPlan) -> None:
         """Put drafts where the step reads tokens; its samples take their place."""

@@ -65,7 +65,7 @@ class ThreadExecutor:
 
     def __init__(self, launcher: StepLauncher, parts: ExecutorParts) -> None:
         self._launcher, self._cache, self._tokens, self._failures = launcher, parts.cache, parts.tokens, parts.failures
-        self._checkpoints = _checkpoints_of(parts)
+        self._states, self._checkpoints = parts.model.states, _checkpoints_of(parts)
         device = parts.tokens.flat.device
         self._thread = SerialThread("quire-runner", lambda: _computing(parts.threads, device))
         self._collector = SerialThread("quire-collector")
@@ -103,7 +103,7 @@ class ThreadExecutor:
             self._failures.fail(step, error)
 
     def _launch(self, step: RunnerStep) -> _Launched:
-        """Copy blocks, load states, launch the step and save states.
+        """Copy blocks, let states follow the drafts that were right, load some, launch the step and save some.
 
         Pages are cleared even behind a failed step: later ones rely on it.
         """
@@ -113,6 +113,9 @@ class ThreadExecutor:
         begun = time.perf_counter()
         if step.copies:
             self._cache.copy_blocks(step.copies)
+        if self._states is not None:
+            for place, drafts in step.accepted:
+                self._states.accept(place, drafts)
         if self._checkpoints is not None:
             self._checkpoints.load(step.loads)
         if not len(step.work.staged.batch_index):

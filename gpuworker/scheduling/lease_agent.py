@@ -218,9 +218,7 @@ class LeaseAgent:
                 self._deliver(sequence, row, result, tokens)
                 if drafted:
                     right = sequence.advance(end, len(result.sampled[sequence_id]) - 1)
-                    self._blocks.fill_up(blocks, end, end + right, shift)
-                    for table in sequence.tables[1:]:
-                        self._blocks.fill_up(table.blocks(), end, end + right, shift)
+                    self._fill_up(sequence, blocks, end, end + right)
                     end, tally = end + right, DraftTally(len(drafted), right)
                     drafts = added(drafts, {sequence.draft_kind: tally})
             elif end == sequence.limit and not sequence.ended:
@@ -231,6 +229,13 @@ class LeaseAgent:
                 self._departures.leave_if_idle(sequence, planned)
         self._report.computed(plan)
         return self._departures.completion(tokens, plan.scheduled_tokens, scored, drafts)
+
+    def _fill_up(self, sequence: Sequence, blocks: tuple[BlockId, ...], start: int, end: int) -> None:
+        """Count slots as filled that right drafts wrote, in every group that keeps K and V."""
+        self._blocks.fill_up(blocks, start, end, self._block_shift)
+        for table in sequence.tables[1:]:
+            if not table.checkpoints:
+                self._blocks.fill_up(table.blocks(), start, end, self._block_shift)
 
     def _score(self, plan: StepPlan) -> tuple[SequenceId, ...]:
         """Count the scored positions of a step, and return the sequences that still want them."""

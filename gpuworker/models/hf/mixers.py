@@ -8,6 +8,13 @@ is a `_Call`, which gathers the states of these rows and puts back what the mixe
 Each running sequence has a place, the index by which the runner knows it; a row from position 0 on begins without a
 state. A step begins or goes on with the states at these places alone; what copies them to pages and back
 (`gpuworker/memory/state_store.py`) sees the bytes of a place.
+
+Of drafts only the right ones may change a state. A row of a draft goes on from the row before it, in a call behind that
+one's, and leaves its states apart. Those behind the last right draft become those of the place, before the next step:
+
+    place 2 has states behind "a b"; a step computes c, and the drafts d, x
+        c: reads place 2, writes place 2      d: reads place 2, writes row 0      x: reads row 0, writes row 1
+    d is right and x is not: place 2 = row 0
 """
 
 from __future__ import annotations
@@ -16,10 +23,11 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -48,9 +56,21 @@ class _Part:
     """Rows of a step for which a mixer is called once: B rows of L tokens."""
 
     tokens: torch.Tensor | None  # [B * L], index into the step's tokens; None: all of them, in their order
-    places: torch.Tensor  # [B]
+    before: torch.Tensor | None  # [B], where the states are that the rows go on with; None: they begin
+    places: torch.Tensor  # [B], where they leave theirs
     shape: tuple[int, int]  # B, L
-    goes_on: bool
+    of_drafts: bool = False
+
+
+class _Row(NamedTuple):
+    """Where a row of a step finds its states and leaves them, and how many rows of its sequence are before it."""
+
+    before: int
+    place: int
+    depth: int
+
+
+_NO_PART: Final = _Part(None, None, torch.empty(0), (0, 0))
 
 
 class MixerStates:
@@ -64,7 +84,9 @@ class MixerStates:
         self.parts: Sequence[_Part] | None = None
         """Those of the step that runs; None: modules run as transformers has them, without a state."""
         self.kept = torch.empty((0, 0), dtype=torch.uint8)
-        """The states as bytes, a row a place, [places, bytes_a_sequence]; `reserve` makes it."""
+        """The states as bytes, a row a place and a draft, [places + drafts, bytes_a_sequence]; `reserve` makes it."""
+        self._places = 0
+        self._drafted: dict[int, list[int]] = {}  # place -> the rows of `kept` of its drafts in the last step
         self.learning = self.comparing = False
         self.token_by_token = False
         """Whether a row of several tokens that goes on with a state is computed one token at a time."""
@@ -107,19 +129,50 @@ class MixerStates:
         finally:
             self.comparing = False
 
-    def reserve(self, places: int) -> None:
-        """Allocate the states of so many sequences, in place of those before. Call after `learn`."""
+    def reserve(self, places: int, drafts: int = 0) -> None:
+        """Allocate the states of so many sequences, and of drafts in one step, in place of those before.
+
+        Call after `learn`.
+        """
         device = next((each.device for mixer in self._mixers for each in mixer.kinds.values()), None)
-        self.kept = torch.zeros((places, self.bytes_a_sequence), dtype=torch.uint8, device=device)
+        self.kept = torch.zeros((places + drafts, self.bytes_a_sequence), dtype=torch.uint8, device=device)
+        self._places, self._drafted = places, {}
         first = 0
         for mixer in self._mixers:
             mixer.lie_in(self.kept[:, first : first + mixer.bytes_a_sequence])
             first += mixer.bytes_a_sequence
 
     def begin(self, step: AttentionMetadata, places: Int32Array) -> None:
-        """Plan a step whose row r is of the sequence at places[r]."""
+        """Plan a step whose row r is of the sequence at places[r]; a row behind one of the same place is of a draft.
+
+        Raises ValueError for more drafts than were reserved.
+        """
         start = step.context_len - np.diff(step.query_start)
-        self.parts = _parts(step.query_start, start, places, step.device.query_start.device, self.token_by_token)
+        rows = self._rows(places.tolist())
+        self.parts = _parts(step.query_start, start, rows, step.device.query_start.device, self.token_by_token)
+
+    def accept(self, place: int, drafts: int) -> None:
+        """Make the states behind so many drafts, one at least, of the last step those of their place."""
+        self.kept[place].copy_(self.kept[self._drafted[place][drafts - 1]])
+
+    def _rows(self, places: list[int]) -> list[_Row]:
+        rows, drafted, following = dict[int, _Row](), dict[int, list[int]](), self._places
+        found = []
+        for place in places:
+            last = rows.get(place)
+            if last is None:
+                row = _Row(place, place, 0)
+            else:
+                row = _Row(last.place, following, last.depth + 1)
+                drafted.setdefault(place, []).append(following)
+                following += 1
+            rows[place] = row
+            found.append(row)
+        if following > len(self.kept):
+            asked, most = following - self._places, len(self.kept) - self._places
+            raise ValueError(f"a step has {asked} drafts of sequences with states; {most} were reserved")
+        self._drafted = drafted
+        return found
 
     def end(self) -> None:
         """Forget the step."""
@@ -154,24 +207,35 @@ def _time_step_limit(config: Any, found: Any) -> tuple[Any, str]:
 
 
 def _parts(
-    query_start: Int32Array, start: Int32Array, places: Int32Array, device: torch.device, token_by_token: bool
+    query_start: Int32Array, start: Int32Array, found: Sequence[_Row], device: torch.device, token_by_token: bool
 ) -> list[_Part]:
-    """Return the calls for a step's rows: one for those of each length that go on, one for those that begin."""
-    rows: dict[tuple[int, bool], list[int]] = {}
+    """Return the calls for a step's rows, in order: one for those of each length that go on, one for those that begin.
+
+    Drafts come behind the rows that they go on from, in calls of their own.
+    """
+    rows: dict[tuple[int, int, bool], list[int]] = {}
     for row, (count, first) in enumerate(zip(np.diff(query_start).tolist(), start.tolist(), strict=True)):
-        rows.setdefault((count, first > 0), []).append(row)
-    found = []
-    for (count, goes_on), some in rows.items():
+        rows.setdefault((found[row].depth, count, first > 0), []).append(row)
+    parts = []
+    for (depth, count, goes_on), some in sorted(rows.items()):
+        places = [found[row].place for row in some]
+        before = [found[row].before for row in some] if goes_on else None
         at_once = 1 if goes_on and token_by_token else count
         for done in range(0, count, at_once):
             tokens = query_start[some][:, None] + np.arange(done, done + at_once)
-            found.append(_part(tokens, places[some], goes_on, len(tokens.flat) == query_start[-1], device))
-    return found
+            part = _part(tokens, before, places, len(tokens.flat) == query_start[-1], device)
+            parts.append(replace(part, of_drafts=depth > 0))
+            before = places if goes_on else None
+    return parts
 
 
-def _part(tokens: Any, places: Any, goes_on: bool, is_all: bool, device: torch.device) -> _Part:
-    at, of = (torch.from_numpy(each.astype(np.int64)).to(device) for each in (tokens.ravel(), places))
-    return _Part(None if is_all else at, of, tokens.shape, goes_on)
+def _part(tokens: Any, before: list[int] | None, places: list[int], is_all: bool, device: torch.device) -> _Part:
+    at = None if is_all else torch.from_numpy(tokens.ravel().astype(np.int64)).to(device)
+    return _Part(at, None if before is None else _index(before, device), _index(places, device), tokens.shape)
+
+
+def _index(places: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(places, dtype=torch.int64).to(device)
 
 
 def _keeps_state(module: nn.Module) -> bool:
@@ -224,17 +288,21 @@ class _Mixer:
             self.kinds = {piece: made.detach().clone() for piece, made in call.made.items()}
             return result
         out: Any = None
-        for part in parts:
-            call = _Call(self.kept, part.places if part.goes_on else None)
-            result = self._called(
-                self._forward,
-                cut(hidden, part.tokens, part.shape, hidden.shape[1]),
-                {name: cut(value, part.tokens, part.shape, hidden.shape[1]) for name, value in options.items()},
-                call,
-            )
-            call.put_back(self.kept, part.places)
-            out = _put(result, out, part, hidden.shape[1])
-        return out
+        with _Products(self._module, hidden) if any(part.of_drafts for part in parts) else nullcontext() as products:
+            for part in parts:
+                call, own = _Call(self.kept, part.before), cut(hidden, part.tokens, part.shape, hidden.shape[1])
+                if products is not None:
+                    products.begin(part, own)
+                result = self._called(
+                    self._forward,
+                    own,
+                    {name: cut(value, part.tokens, part.shape, hidden.shape[1]) for name, value in options.items()},
+                    call,
+                )
+                call.put_back(self.kept, part.places)
+                if products is None or not products.end(result):
+                    out = _put(result, out, part, hidden.shape[1])
+        return out if products is None else products.put_rest(out)
 
     def _options(self, bound: inspect.BoundArguments) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the hidden states and the other arguments. Masks of padding, and what describes packed rows, go."""
@@ -330,6 +398,72 @@ def _put(result: Any, out: Any, part: _Part, tokens: int) -> Any:
         out = result.new_empty((1, tokens, *result.shape[2:]))
     out[0, part.tokens] = result.flatten(0, 1)
     return out
+
+
+class _Products:
+    """Within it a mixer's linear layers read their weights once in a step, and not in the call for each draft.
+
+    Those that multiply the mixer's hidden states do so for all tokens when they are first called. The one that gives
+    the result is left out of the calls for drafts, and multiplies what all of these hand to it.
+    """
+
+    def __init__(self, module: nn.Module, hidden: torch.Tensor) -> None:
+        self._hidden = hidden
+        linears = [each for each in module.modules() if hasattr(each, "in_features") and "forward" not in vars(each)]
+        self._forwards = {each: each.forward for each in linears}
+        self._products: dict[nn.Module, torch.Tensor] = {}
+        self._results: dict[nn.Module, torch.Tensor] = {}  # of the call that runs
+        self._last: nn.Module | None = None
+        self._part, self._of_part = _NO_PART, hidden
+        self._rest: list[tuple[_Part, torch.Tensor]] = []
+
+    def __enter__(self) -> _Products:
+        for linear in self._forwards:
+            setattr(linear, "forward", partial(self._product, linear))  # noqa: B010
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for linear in self._forwards:
+            del linear.forward
+
+    def begin(self, part: _Part, hidden: torch.Tensor) -> None:
+        """Announce a call of the mixer for a part, and its hidden states."""
+        self._part, self._of_part, self._results = part, hidden, {}
+
+    def end(self, result: Any) -> bool:
+        """Return whether the result of a call is to be multiplied yet; `put_rest` does it."""
+        found: Any = result[0] if isinstance(result, tuple) else result
+        if self._last is None:
+            self._last = next((linear for linear, made in self._results.items() if made is found), None)
+            return False
+        made = self._results.get(self._last)
+        if made is None or made is not found or not self._part.of_drafts:
+            return False
+        self._rest.append((self._part, made))
+        return True
+
+    def put_rest(self, out: Any) -> Any:
+        """Return the results [1, T, ...] with those of drafts, which were left out."""
+        if self._rest and self._last is not None:
+            given = torch.cat([each.flatten(0, 1) for _, each in self._rest])
+            counts = [part.shape[0] * part.shape[1] for part, _ in self._rest]
+            made = self._forwards[self._last](given[None])[0].split(counts)
+            whole = out[0] if isinstance(out, tuple) else out
+            for (part, _), each in zip(self._rest, made, strict=True):
+                whole[0, part.tokens] = each
+        return out
+
+    def _product(self, linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if linear is self._last and self._part.of_drafts:
+            made = x
+        elif x is self._of_part:
+            if linear not in self._products:
+                self._products[linear] = self._forwards[linear](self._hidden)
+            made = cut(self._products[linear], self._part.tokens, self._part.shape, self._hidden.shape[1])
+        else:
+            made = self._forwards[linear](x)
+        self._results[linear] = made
+        return made
 
 
 class _Call:

@@ -80,8 +80,7 @@ def engine(
         threads=1,
         device="cpu",
         speculative=speculative,
-        draft_model=str(nearly(kind)) if speculative == "draft" else None,
-        **options,
+        **({"draft_model": str(nearly(kind)) if speculative == "draft" else None} | options),
     )
     plane = assemble(settings)
     return EngineDriver(plane.runner, replace(plane.agent_config(), draft_prices=NO_PRICES))
@@ -168,6 +167,58 @@ def test_models_with_windows_keep_their_tokens(kind: str, speculative: str) -> N
     with engine(speculative, "transformers", options, kind=kind) as drafting:
         same(run(drafting, GREEDY, partly_right(wanted)), wanted, bits=False)
         assert drafting.engine.load().accepted_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "lfm2", "zamba2", "mamba2"])
+@pytest.mark.parametrize("sampling", [GREEDY, ADJUSTED], ids=["greedy", "adjusted"])
+def test_models_that_keep_states_keep_their_tokens(kind: str, sampling: SamplingParams) -> None:
+    """In chunked prefills, from checkpoints, and over preemptions; of mamba2 there are no checkpoints."""
+    options: dict[str, Any] = {"dtype": "float32"}
+    short = [[*prompts()[1][:9], 20 + number] for number in range(6)]
+    with engine("none", "transformers", options, kind=kind) as plain:
+        wanted, of_short = run(plain, sampling, [()] * 5), run(plain, sampling, [()] * 6, short)
+    with engine("ngram", "transformers", options, kind=kind) as drafting:
+        same(run(drafting, sampling, partly_right(wanted)), wanted, bits=False)
+        load = drafting.engine.load()
+        assert 0 < load.accepted_tokens < load.drafted_tokens
+        cached = run(drafting, sampling, partly_right(wanted))
+        same(cached, wanted, bits=False)
+        assert any(result.cached_tokens for result in cached) == (kind != "mamba2")
+    with engine("ngram", "transformers", options, num_blocks=30, kind=kind) as drafting:
+        often_wrong = [[6 if at % 4 == 3 else token for at, token in enumerate(each.tokens)] for each in of_short]
+        found = run(drafting, sampling, often_wrong, short)
+        same(found, of_short, bits=False)
+        assert sum(result.usage.accepted_draft_tokens for result in found) > 0
+        assert sum(result.preemptions for result in found) > 0
+
+
+def test_a_draft_model_without_states_guesses_for_a_model_with_some() -> None:
+    """It knows nothing: a bias makes both models say a token."""
+    sampling = SamplingParams(temperature=0.0, logprobs=0, logit_bias=((30, 9.0),))
+    options: dict[str, Any] = {"dtype": "float32"}
+    with engine("none", "transformers", options, kind="qwen3_next") as plain:
+        wanted = run(plain, sampling, [()] * 5)
+    with engine("draft", "transformers", options | {"draft_model": str(checkpoint("llama"))}, kind="qwen3_next") as one:
+        same(run(one, sampling, [()] * 5), wanted, bits=False)
+        drafted, accepted = model_drafts(one)
+        assert 0 < accepted < drafted
+
+
+def test_forks_of_a_model_that_keeps_states_draft_each_for_itself() -> None:
+    prompt, found = [*prompts()[2], 40], list[list[list[int]]]()
+    for speculative in ("none", "ngram"):
+        with engine(speculative, "transformers", {"dtype": "float32"}, kind="lfm2") as driver:
+            predictions = found[0] if found else [(), ()]
+            first = driver.submit(prompt, COUNT, RANDOM, prediction=predictions[0])
+            other = driver.submit(
+                prompt, COUNT, replace(RANDOM, seed=99), fork_of=first, prediction=[*predictions[1][:9], 6, 6]
+            )
+            driver.finish()
+            driver.assert_all_free()
+            found.append([driver.results[each].tokens for each in (first, other)])
+            accepted = [driver.results[each].usage.accepted_draft_tokens for each in (first, other)]
+            assert (min(accepted) > 0) == (speculative != "none")
+    assert found[0] == found[1]
 
 
 def test_the_ngrams_of_a_text_that_repeats_itself_are_guessed() -> None:

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from common.checkpoint.context import USUAL_OF_STATES
-from common.contracts.errors import InvalidConfig
+from common.contracts.errors import InvalidConfig, Unsupported
 from common.contracts.limits import MAX_WORKER_BLOCKS
 from common.contracts.types import KvGroupKind
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import GIB, in_words
-from gpuworker.native import library as native
+from gpuworker.models.hf.mixers import MixerStates
 from gpuworker.plane import memory
-from gpuworker.plane.assembly import ModelPlane, assemble
+from gpuworker.plane.assembly import ModelPlane, assemble, refuse_unequal_drafts
+from gpuworker.scheduling.drafting import MAX_STEP_DRAFTS
 from gpuworker.simulated import plane as simulated
 from tests.support.checkpoints import checkpoint
 
@@ -115,11 +116,43 @@ def test_more_sequences_than_have_room_are_refused_with_the_numbers(monkeypatch:
         assembled(max_num_seqs=2000, max_model_len=16)
 
 
-@pytest.mark.parametrize("model_impl", ["transformers", "auto"])
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
-def test_drafts_are_refused(kind: str, model_impl: str) -> None:
-    with pytest.raises(InvalidConfig, match=r"--speculative: is ngram, and its layers keep states.*leave it out"):
-        assembled(kind, speculative="ngram", model_impl=model_impl)
+def test_each_draft_of_a_step_has_states_of_its_own() -> None:
+    plan = assembled(max_num_seqs=5, speculative="ngram").memory
+    assert (plan.drafted_states, plan.states) == (MAX_STEP_DRAFTS, (5 + MAX_STEP_DRAFTS) * STATE)
+    assert plan.left == plan.free - plan.activations - plan.token_table - plan.states - plan.kv
+    assert "  states         55.5 KiB  5 sequences and 32 drafts, 1.5 KiB each" in plan.lines()
+    assert assembled("llama", speculative="ngram").memory.drafted_states == 0
+
+
+def test_fewer_sequences_run_beside_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plane = assembled()
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 4 * 40 * STATE)
+    assert [memory.most_sequences(plane.model, 64, drafts) for drafts in (0, 32, 64)] == [40, 8, 1]
+
+
+def test_drafts_whose_states_have_no_room_are_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_estimate", lambda *_: 0)
+    monkeypatch.setattr(memory, "mapped_weight_bytes", lambda: 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 30 * STATE)
+    what = r"--max-num-seqs: 1 sequences and 32 drafts keep states of 1\.5 KiB each, .* leave out --speculative"
+    with pytest.raises(InvalidConfig, match=what):
+        assembled(max_num_seqs=1, max_model_len=16, speculative="ngram")
+
+
+def test_drafts_are_refused_where_the_native_path_keeps_states() -> None:
+    class Native:
+        states, device, dtype = object(), torch.device("cpu"), torch.float32
+
+    native: Any = Native()
+    with pytest.raises(InvalidConfig, match=r"--speculative: is ngram, and its layers keep states, .*transformers"):
+        refuse_unequal_drafts("ngram", native, None)
+
+
+def test_states_that_follow_refused_drafts_are_found_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MixerStates, "accept", lambda *_: None)
+    assembled("qwen3_next")
+    with pytest.raises(Unsupported, match=r"qwen3_next cannot be served with drafts"):
+        assembled("qwen3_next", speculative="ngram")
 
 
 def test_it_is_no_draft_model(tmp_path: Path) -> None:

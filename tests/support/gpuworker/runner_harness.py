@@ -24,6 +24,7 @@ from gpuworker.runner.model_runner import ModelRunner, RunnerLimits
 from gpuworker.runner.native_executor import native_executor
 from gpuworker.runner.thread_executor import thread_executor
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepPlan, StepResult
+from gpuworker.scheduling.drafting import MAX_STEP_DRAFTS
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
@@ -52,7 +53,7 @@ def runner_on(
     cache = _filled_cache(geometry, block_size, grouped)
     limits = RunnerLimits(8, max_model_len, threads=1)
     if model.states is not None:
-        model.states.reserve(limits.max_num_seqs)
+        model.states.reserve(limits.max_num_seqs, MAX_STEP_DRAFTS)
     return ModelRunner(model, cache, make_backend("auto", cache), limits, thread_executor(), eos)
 
 
