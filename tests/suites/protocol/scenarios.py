@@ -126,6 +126,7 @@ TINY: dict[str, Scenario] = {
     "state": Scenario(ONE_TURN, 9, groups=STATE, budget=6, max_num_seqs=1, max_faults=1, faults={"cancel": 1}),
     "state_together": Scenario(TWO_SHARERS, 13, groups=STATE, budget=6),
     "state_tight": Scenario(LONGER_TURN, 7, groups=STATE, budget=8, max_num_seqs=1, max_faults=1, faults={"cancel": 1}),
+    "state_drafts": Scenario(DRAFTING[:1], 7, groups=STATE, budget=6, max_faults=1, faults={"cancel": 1}),
     "state_break": Scenario(
         (Request((0, 1, 0), 2),), 7, groups=STATE, max_faults=2, faults={"stream_break": 1, "reset": 1}
     ),
@@ -229,10 +230,7 @@ def in_any_groups(seed: int) -> Scenario:
     states = (KvGroup(_STATE, 0, rng.randint(1, 9), ()),) * (rng.random() < 0.5)
     groups = (KvGroup(_FULL, 0, rng.randint(1, 3), ()), *runs[: rng.randint(0 if states else 1, 3)], *states)
     kept = RetainedBlocks(rng.randrange(3), rng.randint(3, 6), rng.choice((0, 80)), 60.0)
-    requests = tuple(
-        replace(each, retention=(kept,) if rng.random() < 0.2 else (), drafts=each.drafts and not states)
-        for each in some
-    )
+    requests = tuple(replace(each, retention=(kept,) if rng.random() < 0.2 else ()) for each in some)
     least = max(
         blocks_needed(len(each.prompt), len(each.prompt) + each.max_tokens, size, 0, groups) for each in requests
     )
@@ -305,6 +303,7 @@ LARGE: dict[str, Scenario] = {
     "state_mixed": Scenario(_MIXED, 22, groups=STATE, budget=6, runway_slots=4, runway_reach=8),
     "state_tight": Scenario(_CONTINUED, 10, groups=STATE, budget=4),
     "state_forks": Scenario(_FORKS, 22, groups=STATE, budget=4),
+    "state_drafts": Scenario(_DRAFTING, 18, groups=STATE, budget=12, with_index=True, runway_slots=4),
     "state_priorities": Scenario(_PRIORITIES, 12, groups=STATE, budget=6, max_num_seqs=3),
     "state_tenants": Scenario(_TENANTS, 13, groups=STATE, budget=6, max_num_seqs=3),
     "state_window": Scenario(_CONTINUED, 30, groups=STATE_WINDOW, budget=5, max_num_seqs=2, with_index=True),

@@ -189,6 +189,8 @@ class WorkerSide(State):
         output = len(nodes) - len(request.prompt) + 1
         samples = [request.draw(node, output + place) for place, node in enumerate(behind)]
         counting = samples[: verified(row.drafts, samples)]
+        if self.keeps_states:  # before the next step it follows the drafts that were right
+            self.states[row.sequence] = behind[len(counting) - 1]
         for token in counting:
             nodes.append(content.child(nodes[-1], token))
         return tuple(counting)
