@@ -8,6 +8,8 @@ One stream quotes and edits texts of its prompt, on SmolLM2 (`make smollm2`), up
 goes on from questions over the demo model's facts. A batch of 32 streams of a random model samples at temperature 1:
 there is nothing to guess. Streams of a random target have the target's first layer as draft model: `--faint` sets how
 often that is right, and the work of both is that of their shapes (`bench/lib/draft_pair.py`).
+One stream of a random model of which three of four layers keep states repeats its prompt (`--only states`,
+`bench/lib/copying_hybrid.py`), in float32 on transformers' code.
 
 Both kinds of decoding take turns in one process. Drafts have the bits of plain decoding, so tokens must be equal. A
 copy is timed from its first token on: what comes before is the prompt, which both compute alike. Figures are medians
@@ -20,7 +22,7 @@ import argparse
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -30,6 +32,8 @@ from typing import Any, Final
 from tokenizers import Tokenizer
 
 from bench.lib.copied_texts import chats
+from bench.lib.copying_hybrid import SHAPES as COPYING_SHAPES
+from bench.lib.copying_hybrid import begun_texts, write_copying_hybrid
 from bench.lib.draft_pair import SHAPES, write_pair, write_wrong
 from bench.lib.harness import parser, progress, report
 from bench.lib.models import data_plane, plane_worker
@@ -62,6 +66,9 @@ _NOTES: Final = {
     "draft_accepted_share": "guesses of the draft model that were right, of all, with one stream",
     "draft_tokens_a_step": "output tokens of a step with it, one stream",
     "draft_guess_share": "time of a step of the draft model, over a step of the target",
+    "speedup_states": "tokens a second of one stream that copies, of a model with states, over plain decoding",
+    "states_accepted_share": "drafts that were right, of all in these copies",
+    "states_tokens_a_step": "output tokens of a step in them",
     "plain_copy": "tokens a second of plain decoding, one stream, from the first token on",
     "drafted_random": "drafts in the runs without a pattern",
 }
@@ -179,6 +186,23 @@ def figures_of(rounds: Sequence[Sequence[Copied]]) -> dict[str, float]:
     }
 
 
+def with_states(stack: ExitStack, args: argparse.Namespace) -> dict[str, float]:
+    """Measure one stream that copies, of a model whose layers keep states."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-bench-states-")))
+    write_copying_hybrid(folder, args.faint, COPYING_SHAPES[args.target])
+    both, rounds = pair(stack, str(folder), args, dtype="float32", device="cpu"), list[list[Copied]]()
+    for turn in range(-1, args.rounds):  # the first one warms up
+        rounds.append([_copied(both, prompt, f"{turn}.{number}") for number, prompt in enumerate(begun_texts(2))])
+        progress(f"copies of a model with states, round {turn + 1} of {args.rounds}", end=True)
+    load = both.drafting.engine.load()
+    return {
+        "speedup_states": figures_of(rounds[1:])["speedup_copy"],
+        "states_accepted_share": load.accepted_tokens / max(1, load.drafted_tokens),
+        "states_tokens_a_step": load.tokens_sampled / max(1, load.steps),
+        "differing_states": both.differing,
+    }
+
+
 def with_a_draft_model(stack: ExitStack, args: argparse.Namespace) -> dict[str, float]:
     """Measure streams of a random target whose first layer guesses, and one with a draft model that knows nothing."""
     shape = SHAPES[args.target]
@@ -236,21 +260,29 @@ def without_a_pattern(stack: ExitStack, args: argparse.Namespace) -> dict[str, f
     return {"slowdown_random": statistics.median(ratios), "drafted_random": drafted, "differing_random": both.differing}
 
 
+_PARTS: Final[Mapping[str, Callable[[ExitStack, argparse.Namespace], dict[str, float]]]] = {
+    "copy": copies,
+    "states": with_states,
+    "draft": with_a_draft_model,
+    "random": without_a_pattern,
+}
+
+
 def main() -> None:
     flags: argparse.ArgumentParser = parser(__doc__)
     flags.add_argument("--copy", default="smollm2", choices=["smollm2", "demo"], help="the model that copies")
-    flags.add_argument("--only", choices=["copy", "draft", "random"], help="one of the parts")
+    flags.add_argument("--only", choices=list(_PARTS), help="one of the parts")
     flags.add_argument(
-        "--faint", type=float, default=0.01, help="weight of the layers that the draft model lacks: less is likelier"
+        "--faint", type=float, default=0.01, help="weight of the layers that guesses lack: less is likelier"
     )
-    flags.add_argument("--target", default="medium", choices=list(SHAPES), help="shape of the draft model's target")
+    flags.add_argument("--target", default="medium", choices=list(SHAPES), help="shape of random targets")
     flags.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     flags.add_argument("--threads", type=int, default=1, help="threads of the engine")
     flags.add_argument("--rounds", type=int, default=3)
     args = flags.parse_args()
     figures: dict[str, float] = {}
     try:
-        for part, measure in (("copy", copies), ("draft", with_a_draft_model), ("random", without_a_pattern)):
+        for part, measure in _PARTS.items():
             if args.only in (None, part):
                 with ExitStack() as stack:
                     figures |= measure(stack, args)

@@ -28,6 +28,13 @@ def test_streams_with_a_draft_model_have_the_tokens_of_plain_decoding() -> None:
     assert 0 <= figures["draft_accepted_share"] <= 1
 
 
+def test_copies_of_a_model_with_states_have_the_tokens_of_plain_decoding() -> None:
+    figures, _ = run_benchmark("speculative", "--only", "states", "--rounds", "1", "--target", "small")
+    assert figures["tokens_differing"] == 0
+    assert figures["speedup_states"] > 0
+    assert 0 <= figures["states_accepted_share"] <= 1
+
+
 def test_a_ratio_is_that_of_all_prompts_of_a_round() -> None:
     """The median over the rounds; of a prompt alone, the median of its ratios."""
     quick = [Copied(11, (2.0, 1.0), (4.0, 3.0)), Copied(11, (4.0, 1.0), (5.0, 2.0))]
