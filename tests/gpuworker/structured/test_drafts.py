@@ -239,7 +239,9 @@ SAMPLINGS = [
 KINDS = ["ngram", "draft"]
 
 
-def engine(speculative: str, impl: Any, options: dict[str, Any], num_blocks: int = 512) -> EngineDriver:
+def engine(
+    speculative: str, impl: Any, options: dict[str, Any], num_blocks: int = 512, kind: str = "llama"
+) -> EngineDriver:
     """Return an engine on a tiny checkpoint that drafts whenever it has a guess, or never.
 
     Native steps follow a constraint themselves if it has been compiled: with the option `followed`.
@@ -247,7 +249,7 @@ def engine(speculative: str, impl: Any, options: dict[str, Any], num_blocks: int
     options = dict(options)
     followed = options.pop("followed", False)
     settings = GpuWorkerSettings(
-        model=str(checkpoint("llama")),
+        model=str(checkpoint(kind)),
         model_impl=impl,
         block_size=4,
         kv_blocks=num_blocks,
@@ -321,6 +323,18 @@ def test_preempted_sequences_keep_their_outputs(impl: str, options: dict[str, An
         same(found, wanted, impl == "native")
         assert sum(result.preemptions for result in found) > 0
         assert sum(result.usage.accepted_draft_tokens for result in found) > 0
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
+def test_models_that_keep_states_keep_their_outputs(kind: str) -> None:
+    options = {"dtype": "float32"}
+    with engine("none", "transformers", options, kind=kind) as plain:
+        wanted = run(plain, [()] * len(SAMPLINGS))
+    with engine("ngram", "transformers", options, kind=kind) as drafting:
+        found = run(drafting, [(*result.tokens[:9], 6, *result.tokens[10:]) for result in wanted])
+        same(found, wanted, bits=False)
+        load = drafting.engine.load()
+        assert 0 < load.accepted_tokens < load.drafted_tokens
 
 
 @pytest.mark.parametrize(("impl", "options"), PATHS)
