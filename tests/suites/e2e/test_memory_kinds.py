@@ -1,4 +1,4 @@
-"""Latents, index keys, shared K/V and layers of several shapes behind all services: no token changes."""
+"""Latents, index keys, states, shared K/V and layers of several shapes behind all services: no token changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gemma4(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32", "gemma4"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32", "gemma4", "lfm2"])
 async def test_preemptions_hits_drafts_and_a_new_manager_change_no_token(kind: str, tmp_path: Path) -> None:
     folder = gemma4(tmp_path / "gemma4") if kind == "gemma4" else checkpoint(kind)
     # gemma4 has windows, and a block of each of its two groups takes a page.
