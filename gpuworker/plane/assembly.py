@@ -234,10 +234,9 @@ def assemble(settings: GpuWorkerSettings) -> ModelPlane:
     options = BackendOptions(deterministic=settings.deterministic)
     backend = partial(make_backend, "auto", options=options)
     in_graphs = settings.cuda_graphs and device.type == "cuda"
-    model, geometry = _open(source, device, settings.model_impl, backend, settings.block_size, in_graphs)
+    checkpoints = settings.prefix_caching and pooling is None
+    model, geometry = _open(source, device, settings.model_impl, backend, settings.block_size, in_graphs, checkpoints)
     _check_drafts(settings, model, geometry, pooling, backend)
-    if isinstance(model, TransformersModel) and settings.prefix_caching and pooling is None:
-        geometry = with_checkpoints(model, backend, geometry, settings.block_size)
     _tell_of_windows(model, geometry, in_graphs)
     draft = load_draft(settings, source, lambda of: _open(of, device, settings.model_impl, backend))
     arithmetic = _fixed_arithmetic(model, geometry, backend) if settings.deterministic else ANY_ARITHMETIC

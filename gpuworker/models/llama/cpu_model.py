@@ -38,7 +38,10 @@ class DescribedRun:
 
 
 class PlacedStates:
-    """Implements `gpuworker.models.step_model.RecurrentStates`: llama_states.h has what the bytes of a place are."""
+    """Implements `gpuworker.models.step_model.RecurrentStates`: llama_states.h has what the bytes of a place are.
+
+    Drafts have none: such a worker refuses --speculative.
+    """
 
     def __init__(self, layers: frozenset[int], bytes_a_sequence: int) -> None:
         self.layers, self.bytes_a_sequence = layers, bytes_a_sequence
@@ -46,11 +49,15 @@ class PlacedStates:
         """Those of the rows of the step that was announced, [R]."""
         self.reserve(0)
 
-    def reserve(self, places: int) -> None:
+    def reserve(self, places: int, drafts: int = 0) -> None:
+        assert not drafts, "the native path keeps no states of drafts"
         self.kept = torch.zeros((places, self.bytes_a_sequence), dtype=torch.uint8)
 
     def begin(self, step: AttentionMetadata, places: Int32Array) -> None:
         self.places = places
+
+    def accept(self, place: int, drafts: int) -> None:
+        raise AssertionError(f"the native path keeps no states of drafts; {drafts} were right at place {place}")
 
 
 class LlamaCpuModel:

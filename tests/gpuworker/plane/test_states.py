@@ -16,6 +16,7 @@ from common.contracts.types import KvGroupKind
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.memory.byte_plan import GIB, in_words
 from gpuworker.models.hf.mixers import MixerStates
+from gpuworker.native import library as native
 from gpuworker.plane import memory
 from gpuworker.plane.assembly import ModelPlane, assemble, refuse_unequal_drafts
 from gpuworker.scheduling.drafting import MAX_STEP_DRAFTS
@@ -114,6 +115,12 @@ def test_more_sequences_than_have_room_are_refused_with_the_numbers(monkeypatch:
     what = r"--max-num-seqs: 2000 sequences keep states of 1\.5 KiB each, 2\.9 MiB in all, and .* may be taken on cpu"
     with pytest.raises(InvalidConfig, match=what):
         assembled(max_num_seqs=2000, max_model_len=16)
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
+def test_drafts_are_refused_on_the_native_path(kind: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"--speculative: is ngram, and its layers keep states.*leave it out"):
+        assembled(kind, speculative="ngram", model_impl="auto")
 
 
 def test_each_draft_of_a_step_has_states_of_its_own() -> None:
