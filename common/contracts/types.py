@@ -160,6 +160,7 @@ class ShortfallReason(StrEnum):
     BLOCKS = "too few blocks"
     PLACES = "no place in the batch"
     BEHIND = "behind another sequence"
+    CHECKPOINT = "for a checkpoint of another sequence"
 
 
 # Before the name of a candidate of a short-fall that is a tenant; the others are requests.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from common.contracts.types import FinishReason, SequenceId, SequencePhase
-from gpuworker.scheduling.block_states import BlockStates
+from gpuworker.scheduling.block_states import BlockStates, Content
 from gpuworker.scheduling.draft_tally import DraftTallies
 from gpuworker.scheduling.drafting import DraftModel
+from gpuworker.scheduling.group_table import Tail
 from gpuworker.scheduling.outcomes import Completion, SequenceFinished
 from gpuworker.scheduling.partial_copies import PartialCopies
 from gpuworker.scheduling.report_builder import ReportBuilder
@@ -112,6 +113,8 @@ class Departures:
             self.end(sequence, FinishCause(FinishReason.CANCELLED))
         self._partial_copies.left(sequence.id)
         if sequence.block_table:
+            if sequence.tail is not None and sequence.tail.saved:
+                self._seal_tail(sequence.tail, sequence, step)
             self._blocks.let_go(sequence.held_blocks(), step)
             self._forgotten.append(sequence.id)
         if sequence.phase is SequencePhase.DRAINING_FINISH:
@@ -120,6 +123,12 @@ class Departures:
         sequence.requeue()
         self._preempted.append(sequence.id)
         self._report.preempted(sequence.id, len(sequence.tokens))
+
+    def _seal_tail(self, tail: Tail, sequence: Sequence, step: int) -> None:
+        """Seal the states behind the last full block of a sequence that leaves: others may go on from there."""
+        block_hash, group = sequence.block_hashes[tail.place], len(sequence.tables) - 1
+        self._blocks.content[tail.block] = Content(block_hash, None, tail.place, step, group)
+        self._report.seal(tail.block, block_hash)
 
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.id]

@@ -1,4 +1,4 @@
-"""A sequence's blocks in one group of layers, as pages, where the pool has groups."""
+"""A sequence's blocks in one group of layers, as pages, where the pool has groups; and the tail of its states."""
 
 from __future__ import annotations
 
@@ -63,3 +63,32 @@ class GroupTable:
         twin = GroupTable(self.size, self.checkpoints)
         twin.pages, twin.trimmed, twin._snapshot = self.pages.copy(), self.trimmed, self._snapshot
         return twin
+
+    def pop_tail(self, place: int) -> BlockId | None:
+        """Take out the block at a place behind all checkpoints, if there is one, and return it."""
+        if len(self) <= place or self.block(place) == TRIMMED:
+            return None
+        self._snapshot = None
+        return self.pages.pop()
+
+
+class Tail:
+    """A block for the states behind the last full block of a sequence that decodes: each one overwrites the one before.
+
+    `place` is that of the block behind which planned steps leave them; at first, that of the last known token. They are
+    `saved` once that step has completed. The block is sealed when the sequence leaves.
+    """
+
+    __slots__ = ("pages", "place", "saved")
+
+    def __init__(self, pages: tuple[BlockId, ...], place: int) -> None:
+        self.pages, self.place, self.saved = pages, place, False
+
+    @property
+    def block(self) -> BlockId:
+        """The block's name: its first page."""
+        return self.pages[0]
+
+    def move(self, place: int) -> None:
+        """Note that a planned step leaves the states behind another block."""
+        self.place, self.saved = place, False

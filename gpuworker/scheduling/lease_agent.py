@@ -42,7 +42,7 @@ from gpuworker.scheduling.departures import Departures
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTally, added
 from gpuworker.scheduling.drafting import NO_PRICES, DraftPrices
 from gpuworker.scheduling.group_grants import check_groups, fresh_blocks, leading_empty
-from gpuworker.scheduling.group_table import GroupTable
+from gpuworker.scheduling.group_table import GroupTable, Tail
 from gpuworker.scheduling.outcomes import AgentConfig, Applied, Completion, Counts
 from gpuworker.scheduling.partial_copies import PartialCopies
 from gpuworker.scheduling.report_builder import ReportBuilder, SessionState
@@ -413,6 +413,8 @@ class BlockCloser:
                 self._seal(row.blocks[index], sequence, index, step)
                 if row.tables:
                     self._seal_runs(row, sequence, index, step)
+            if sequence.tail is not None:
+                self._note_saved(sequence.tail, sequence, row.start + row.length)
         if self._window:
             self._trim(sequence, end, step)
         elif row.tables:
@@ -437,6 +439,11 @@ class BlockCloser:
                 self._blocks.fill[block] = self._block_size
             self._blocks.content[block] = Content(block_hash, None, index, step, group)
             self._report.seal(block, block_hash)
+
+    def _note_saved(self, tail: Tail, sequence: Sequence, end: int) -> None:
+        """Note that the states behind a row that ends at a position are in the tail, if these are accepted tokens."""
+        if end == (tail.place + 1) << self._shift <= len(sequence.tokens):
+            tail.saved, self._blocks.fill[tail.block] = True, self._block_size
 
     def _trim_runs(self, sequence: Sequence, next_position: int, step: int) -> None:
         """Do what `_trim` does in every group behind the first."""
@@ -587,6 +594,7 @@ class GrantApplier:
         if sequence.checkpoints is not None and admit.n_shared:
             sequence.loads = self._pages_of(sequence.checkpoints.block(admit.n_shared - 1))
         self._blocks.hold([block for table in sequence.tables[1:] for block in table.blocks()])
+        self._take_tail(sequence)
         if empty := leading_empty(admit.block_table):
             sequence.trimmed = empty
             sequence.skip(empty * self._block_size, self._block_size)
@@ -603,6 +611,13 @@ class GrantApplier:
                 table.append((block,))
             else:
                 table.append([TRIMMED] * table.size if block == TRIMMED else self._pages_of(block))
+
+    def _take_tail(self, sequence: Sequence) -> None:
+        """Take the block at the place of the last known token out of the checkpoints: no chunk ends there."""
+        place = (len(sequence.tokens) - 1) // self._block_size
+        block = sequence.checkpoints.pop_tail(place) if sequence.checkpoints is not None else None
+        if block is not None:
+            sequence.tail = Tail(self._pages_of(block), place)
 
     def _pages_of(self, block: BlockId) -> tuple[BlockId, ...]:
         assert self._blocks.made is not None
@@ -698,5 +713,4 @@ MAX_STEPS_IN_FLIGHT = 2
 
 def _inventory_of(sequence: Sequence) -> InventorySequence:
     table, count = sequence.blocks(), sequence.preemptions
-    runs = tuple([tuple(each.blocks()) for each in sequence.tables[1:]])
-    return InventorySequence(sequence.reserve(), sequence.phase, sequence.arrival, table, count, runs)
+    return InventorySequence(sequence.reserve(), sequence.phase, sequence.arrival, table, count, sequence.runs())

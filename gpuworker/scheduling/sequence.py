@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from common.contracts.hashing import PARTIAL_HASHES, block_hash_of, little_endian_int32, next_digest, partial_hashes
 from common.contracts.lease import Reserve, RetainedBlocks
 from common.contracts.types import (
+    TRIMMED,
     BlockHash,
     BlockId,
     FinishReason,
@@ -18,7 +19,7 @@ from common.contracts.types import (
 )
 from gpuworker.scheduling.draft_tally import DraftKind, DraftTallies, DraftTally, added, total
 from gpuworker.scheduling.drafting import Drafter, NewDrafter, Outlook, Speculation
-from gpuworker.scheduling.group_table import GroupTable
+from gpuworker.scheduling.group_table import GroupTable, Tail
 from gpuworker.scheduling.stopping import FinishCause, StopRule
 
 
@@ -68,7 +69,8 @@ class Sequence:
     are tokens that a constraint forces to follow `tokens`. `draft_kind` is that of the last guesses. A sequence that
     `leaves` is in no later plan, and takes the tokens of steps in flight until it ends. Where the pool has groups,
     `tables` has the pages of each group's blocks, and `block_table` the first group's blocks; `checkpoints` is the
-    table of states, if there is one. The next row begins with the states in the pages of `loads`.
+    table of states, if there is one. The next row begins with the states in the pages of `loads`. The `tail` keeps
+    those behind the last full block, if the grant had pages for it.
     """
 
     __slots__ = (
@@ -108,6 +110,7 @@ class Sequence:
         "snapshot",
         "stopping",
         "tables",
+        "tail",
         "tokens",
         "trimmed",
         "whole",
@@ -127,6 +130,7 @@ class Sequence:
         self.tables = tuple([GroupTable(each.pages, each.kind is KvGroupKind.STATE) for each in groups])
         self.checkpoints = next((table for table in self.tables if table.checkpoints), None)
         self.loads: tuple[BlockId, ...] | None = None
+        self.tail: Tail | None = None
         # Begins at its first token, whatever blocks hold: layers keep a state.
         self.whole = whole
         # Unique within the worker's incarnation.
@@ -235,7 +239,7 @@ class Sequence:
         self.phase = SequencePhase.WAITING
         self.recompute_below = max(self.recompute_below, self.num_computed_tokens)
         self.block_table, self.snapshot, self.num_computed_tokens = [], None, 0
-        self.loads = None
+        self.loads = self.tail = None
         for table in self.tables:
             table.empty()
         self.preemptions += 1
@@ -276,9 +280,21 @@ class Sequence:
         return min([len(table) for table in self.tables if not table.checkpoints])
 
     def held_blocks(self) -> list[BlockId]:
-        """Return the places of all tables, trimmed ones included."""
+        """Return the places of all tables, trimmed ones included, and the tail."""
         runs = [block for table in self.tables[1:] for block in table.blocks()]
+        if self.tail is not None:
+            runs.append(self.tail.block)
         return [*self.block_table, *runs] if runs else self.block_table
+
+    def runs(self) -> tuple[tuple[BlockId, ...], ...]:
+        """Return the blocks of all tables behind the first one; the tail stands at its place in that of checkpoints."""
+        found = []
+        for table in self.tables[1:]:
+            blocks = table.blocks()
+            if table.checkpoints and self.tail is not None:
+                blocks = [*blocks, *[TRIMMED] * (self.tail.place - len(blocks)), self.tail.block]
+            found.append(tuple(blocks))
+        return tuple(found)
 
     def accept(self, token: int, block_size: int) -> FinishCause | None:
         """Add a sampled token, and a block hash when it fills a block; return how it ends the sequence, or None."""

@@ -196,6 +196,8 @@ class StepScheduler:
             blocks = sequence.snapshot or sequence.blocks()
             if paged:
                 self._fill_runs(sequence, index, 1)
+                if sequence.tail is not None:
+                    self._note_tail(sequence, step)
                 rows.append(ScheduledRow(sequence.id, start, 1, blocks, True, (), sequence.page_tables()))
             else:
                 rows.append(ScheduledRow(sequence.id, start, 1, blocks, True))
@@ -332,6 +334,15 @@ class StepScheduler:
         if not rest and table.next_checkpoint(place - 1) == place - 1:
             assert self.blocks.made is not None
             step.saves.append(Checkpoint(sequence.id, self.blocks.made.pages[table.block(place - 1)]))
+        elif sequence.tail is not None:
+            self._note_tail(sequence, step)
+
+    def _note_tail(self, sequence: Sequence, step: Composition) -> None:
+        """Let a planned row leave its states in the tail, if it ends a block behind all of the prompt's checkpoints."""
+        tail, (place, rest) = sequence.tail, divmod(sequence.num_computed_tokens, self.block_size)
+        if tail is not None and not rest and place > tail.place:
+            tail.move(place - 1)
+            step.saves.append(Checkpoint(sequence.id, tail.pages))
 
     def _kept_for_decodes(self, slots: int) -> int:
         """Return how many blocks of the pool a prompt leaves to decodes: a part of those that they bind so soon."""

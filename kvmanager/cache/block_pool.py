@@ -8,7 +8,8 @@ from common.contracts.errors import ProtocolViolation
 from common.contracts.types import BlockId
 from kvmanager.cache.eviction.interface import EvictionOrder
 from kvmanager.cache.retention import Retention
-from kvmanager.contracts.block import CACHED, FREE, IN_USE, LEASED, PART, Blocks
+from kvmanager.cache.state_tree import StateTree
+from kvmanager.contracts.block import CACHED, FREE, IN_USE, LEASED, PART, Blocks, hash_in
 
 
 class FreeBlocks(deque[BlockId]):
@@ -21,10 +22,16 @@ class BlockPool:
     `cached_others` are the further pages of cached blocks.
     """
 
-    __slots__ = ("blocks", "cached", "cached_others", "free", "leased", "marks", "others", "pinned", "retention")
+    __slots__ = (
+        "blocks", "cached", "cached_others", "early", "free", "leased", "marks", "others", "pinned", "retention",
+        "states",
+    )  # fmt: skip
 
-    def __init__(self, blocks: Blocks, cached: EvictionOrder, retention: Retention) -> None:
+    def __init__(
+        self, blocks: Blocks, cached: EvictionOrder, retention: Retention, states: StateTree | None = None
+    ) -> None:
         """Make a pool of blocks that are all free; `cached` is empty, and `retention` follows it."""
+        self.states, self.early = states, ""
         self.blocks = blocks
         # Both are empty while nobody uses retention, which then costs nothing else.
         self.retention, self.marks, self.pinned = retention, retention.marks, retention.pinned
@@ -117,6 +124,10 @@ class BlockPool:
             blocks.state[block] = IN_USE
         elif blocks.hash[block] is not None:
             self.cached.note_used(block)
+        if self.states is not None and blocks.group[block] == self.states.group:
+            key = blocks.hash[block]
+            if key is not None:
+                self.states.note_taken(hash_in(key))
         blocks.refs[block] += 1
 
     def drop_block(self, block: BlockId) -> bool:
@@ -126,7 +137,8 @@ class BlockPool:
         blocks.refs[block] = left
         if left:
             return False
-        if blocks.hash[block] is None:
+        key = blocks.hash[block]
+        if key is None:
             blocks.state[block] = FREE
             self.free.append(block)
             if self.others:
@@ -138,11 +150,25 @@ class BlockPool:
             self.cached_others += blocks.pages_of(block) - 1
         if self.marks or self.pinned:
             self.retention.note_cached(block)
+        if self.states is not None:
+            if blocks.group[block] == self.states.group:
+                self.states.note_cached(hash_in(key), block)
+            elif not blocks.group[block] and not blocks.children[block]:
+                self.states.note_end(block)
         return False
 
     def uncache_block(self) -> BlockId:
-        """Free the cached block that is next in the order of eviction; the caller forgets its hash."""
-        block = self.retention.pop_block() if self.marks or self.pinned else self.cached.pop_block()
+        """Free the cached block that is next in the order of eviction; the caller forgets its hash.
+
+        `early` says why it leaves before all others, where a pool has checkpoints; it is empty if it does not.
+        """
+        early = self.states.first_to_leave(self.retention.keeps) if self.states is not None else None
+        if early is not None:
+            block, self.early = early
+            self.retention.pop_early(block)
+        else:
+            self.early = ""
+            block = self.retention.pop_block() if self.marks or self.pinned else self.cached.pop_block()
         self.blocks.state[block] = FREE
         self.free.append(block)
         if self.others:

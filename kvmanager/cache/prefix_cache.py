@@ -27,7 +27,8 @@ from typing import NamedTuple
 from common.contracts.errors import ProtocolViolation
 from common.contracts.types import BlockHash, BlockId, MissReason, SequenceId
 from kvmanager.cache.eviction.interface import NO_MARK, Mark
-from kvmanager.contracts.block import ROOT, Blocks, hash_in, key_of
+from kvmanager.cache.state_tree import StateTree
+from kvmanager.contracts.block import ROOT, Blocks, group_in, hash_in, key_of
 from kvmanager.contracts.index_events import Cleared, IndexEvent, IndexSnapshot, Removed, Stored
 
 _WIDTH = len(BlockHash(bytes(16)))
@@ -163,14 +164,17 @@ class PrefixCache:
 
     __slots__ = (
         "_blocks", "_ghost_limit", "_linked", "_runs", "ambiguous", "copies", "entries", "events", "ghosts", "number",
-        "partials", "pending", "watched",
+        "partials", "pending", "states", "watched",
     )  # fmt: skip
 
-    def __init__(self, blocks: Blocks, ghost_limit: int, linked: bool = True, runs: int = 0) -> None:
+    def __init__(
+        self, blocks: Blocks, ghost_limit: int, linked: bool = True, runs: int = 0, states: StateTree | None = None
+    ) -> None:
         """With `linked`, a hash is registered only while its parent is; else no block has children.
 
-        `runs` counts the groups behind the first one.
+        `runs` counts the groups behind the first one, `states` has the checkpoints of one of them.
         """
+        self.states = states
         self._blocks, self._linked, self._runs = blocks, linked, range(1, runs + 1)
         self._ghost_limit = ghost_limit
         # The first copy of each registered hash, and all copies of those that have several.
@@ -384,6 +388,8 @@ class PrefixCache:
             self._drop_copy(block, block_hash)
             return depth
         del self.entries[block_hash]
+        if self.states is not None and group_in(block_hash) == self.states.group:
+            self.states.remove(hash_in(block_hash))
         self.partials.forget(block_hash)
         blocks.children[block] = 0
         parent = blocks.parent[block]
@@ -419,6 +425,8 @@ class PrefixCache:
                 blocks.hash[block] = None
         self.entries.clear()
         self.partials.clear()
+        if self.states is not None:
+            self.states.clear()
         self.copies.clear()
         self.ghosts.clear()
         self.ambiguous.clear()
@@ -430,6 +438,8 @@ class PrefixCache:
         """Start again; the caller clears the blocks. The membership is cleared; event numbers and ghosts are kept."""
         self.pending.clear()
         self.partials.clear()
+        if self.states is not None:
+            self.states.clear()
         self.ambiguous.clear()
         self.copies.clear()
         self.watched = frozenset()

@@ -28,67 +28,73 @@ from common.contracts.lease import DEFAULT_RETENTION_PRIORITY, MAX_RETENTION_PRI
 from common.contracts.types import TRIMMED, BlockHash, BlockId
 from kvmanager.cache.eviction.interface import EvictionOrder
 from kvmanager.cache.retention_terms import Fate, Mark, Term, merged, renew, segments
-from kvmanager.contracts.block import Blocks, BlockState
+from kvmanager.contracts.block import Blocks, BlockState, group_in
 from kvmanager.contracts.ledger_config import RetentionLimits
 from kvmanager.contracts.sequence import Sequence
+
+_SPARE: Final = 64
+"""Stale items that a heap may have beside as many as there are current ones."""
 
 
 # How many cached blocks each tenant retains, and which tenant retains the most.
 class Holdings:
-    """The retained blocks of each tenant, the first released first. Each method takes O(1), however many tenants
-    there are.
+    """The retained blocks of each tenant, the first released first. Where the pool has groups, counts are of pages.
+
+    Each method takes O(log n) for n changes of tenants that still hold something.
     """
 
-    __slots__ = ("_by_count", "_by_tenant", "_top", "total")
+    __slots__ = ("_by_tenant", "_counts", "_heap", "_stamp", "total")
 
     def __init__(self) -> None:
-        self._by_tenant: dict[str, OrderedDict[BlockId, None]] = {}
-        # The tenants that retain so many blocks, and the largest number among them; 0: nothing is retained.
-        self._by_count: dict[int, dict[str, None]] = {}
-        self._top = self.total = 0
+        self._by_tenant: dict[str, OrderedDict[BlockId, int]] = {}
+        # What each tenant retains, and since which change; and the same as (-count, change, tenant), some of it stale.
+        self._counts: dict[str, tuple[int, int]] = {}
+        self._heap: list[tuple[int, int, str]] = []
+        self._stamp = self.total = 0
 
     def clear(self) -> None:
         self._by_tenant.clear()
-        self._by_count.clear()
-        self._top = self.total = 0
+        self._counts.clear()
+        self._heap.clear()
+        self.total = 0
 
     def count(self, tenant: str) -> int:
-        return len(self._by_tenant.get(tenant, ()))
+        return self._counts.get(tenant, (0, 0))[0]
 
     def first(self, tenant: str) -> BlockId:
         """Return the block of a tenant that was released first. The tenant retains one."""
         return next(iter(self._by_tenant[tenant]))
 
     def largest(self, tenant: str) -> str:
-        """Return who retains the most: of equals this tenant, or the one that has had so many for the longest time."""
-        equals = self._by_count[self._top]
-        return tenant if tenant in equals else next(iter(equals))
+        """Return who retains the most: of equals this tenant, or the one that has had so much for the longest time."""
+        heap = self._heap
+        while self._counts.get(heap[0][2]) != (-heap[0][0], heap[0][1]):
+            heapq.heappop(heap)
+        return tenant if self.count(tenant) == -heap[0][0] else heap[0][2]
 
-    def add(self, tenant: str, block: BlockId) -> None:
-        mine = self._by_tenant.setdefault(tenant, OrderedDict())
-        mine[block] = None
-        self.total += 1
-        self._move(tenant, len(mine) - 1, len(mine))
+    def add(self, tenant: str, block: BlockId, pages: int = 1) -> None:
+        self._by_tenant.setdefault(tenant, OrderedDict())[block] = pages
+        self._change(tenant, pages)
 
     def remove(self, tenant: str, block: BlockId) -> None:
         mine = self._by_tenant[tenant]
-        del mine[block]
+        pages = mine.pop(block)
         if not mine:
             del self._by_tenant[tenant]
-        self.total -= 1
-        self._move(tenant, len(mine) + 1, len(mine))
+        self._change(tenant, -pages)
 
-    def _move(self, tenant: str, before: int, after: int) -> None:
-        """Note that a tenant retains one block more, or one less. So the largest number changes by one at most."""
-        if before:
-            equals = self._by_count[before]
-            del equals[tenant]
-            if not equals:
-                del self._by_count[before]
-        if after:
-            self._by_count.setdefault(after, {})[tenant] = None
-        if after > self._top or (before == self._top and before not in self._by_count):
-            self._top = after
+    def _change(self, tenant: str, pages: int) -> None:
+        self.total += pages
+        self._stamp += 1
+        count = self.count(tenant) + pages
+        if not count:
+            del self._counts[tenant]
+            return
+        self._counts[tenant] = count, self._stamp
+        heapq.heappush(self._heap, (-count, self._stamp, tenant))
+        if len(self._heap) > 2 * len(self._counts) + _SPARE:
+            self._heap = [(-count, stamp, each) for each, (count, stamp) in self._counts.items()]
+            heapq.heapify(self._heap)
 
 
 _USUAL: Final = DEFAULT_RETENTION_PRIORITY
@@ -96,8 +102,6 @@ PINNED_PRIORITY: Final = MAX_RETENTION_PRIORITY + 1
 """Of blocks that an operator pinned: no request can give it."""
 _A_STEP: Final = 1024
 """Contents that one step pins or unpins: some 5 to 10 microseconds each where they are cached."""
-_SPARE: Final = 64
-"""Stale items that a heap may have beside as many as there are held blocks."""
 
 
 class Held:
@@ -126,8 +130,8 @@ class Retention:
     """
 
     __slots__ = (
-        "_blocks", "_clock", "_due", "_early", "_entries", "_holdings", "_late", "_limits", "_order", "_stamp",
-        "evicted", "held", "marks", "pinned", "pinned_cached",
+        "_block_pages", "_blocks", "_clock", "_due", "_early", "_entries", "_holdings", "_late", "_limits", "_order",
+        "_pinned_pages", "_stamp", "evicted", "held", "marks", "pinned", "pinned_cached",
     )  # fmt: skip
 
     def __init__(
@@ -137,7 +141,10 @@ class Retention:
         order: EvictionOrder,
         clock: Clock,
         limits: RetentionLimits,
+        block_pages: tuple[int, ...] = (1,),
     ) -> None:
+        """`block_pages` are those of a block of each group."""
+        self._block_pages, self._pinned_pages = block_pages, 0
         self._blocks, self._entries, self._clock = blocks, entries, clock
         self._limits, self._holdings = limits, Holdings()
         self.marks: dict[BlockHash, Mark] = {}
@@ -236,25 +243,28 @@ class Retention:
         self._compact()
 
     def _retain(self, block: BlockId, tenant: str) -> None:
-        """Count a retained block, and let the first one go of who retains too many."""
-        holdings, limits, fate = self._holdings, self._limits, Fate.BEYOND
-        holdings.add(tenant, block)
-        if holdings.count(tenant) <= limits.most_blocks:
-            if holdings.total <= self._most_of_all:
-                return
-            tenant, fate = holdings.largest(tenant), Fate.CROWDED
-        self._fall_back(tenant, fate)
+        """Count a retained block, and let the first ones go of who retains too many."""
+        holdings, limits, pages = self._holdings, self._limits, self._blocks.pages_of(block)
+        holdings.add(tenant, block, pages)
+        if pages > limits.most_blocks:
+            self._let_fall(block, tenant, Fate.BEYOND)
+        while holdings.count(tenant) > limits.most_blocks:
+            self._fall_back(tenant, Fate.BEYOND)
+        while holdings.total > self._most_of_all:
+            self._fall_back(holdings.largest(tenant), Fate.CROWDED)
 
     @property
     def _most_of_all(self) -> int:
         """The blocks that requests of all tenants may retain: those that pins leave, whether cached or not."""
-        return max(0, self._limits.most_of_all - len(self.pinned))
+        return max(0, self._limits.most_of_all - self._pinned_pages)
 
     def _fall_back(self, tenant: str, fate: Fate) -> None:
         """Let the retained block of a tenant go back that was released first."""
-        first = self._holdings.first(tenant)
-        self.marks[self.held[first].hash] = Mark((), tenant, fate)
-        self._let_go(first)
+        self._let_fall(self._holdings.first(tenant), tenant, fate)
+
+    def _let_fall(self, block: BlockId, tenant: str, fate: Fate) -> None:
+        self.marks[self.held[block].hash] = Mark((), tenant, fate)
+        self._let_go(block)
 
     def note_taken(self, block: BlockId) -> None:
         """Let a cached block go that is used again. It stays marked if a request retained it."""
@@ -304,6 +314,18 @@ class Retention:
         self._note(block)
         return block
 
+    def pop_early(self, block: BlockId) -> None:
+        """Let a cached leaf go that is not kept, before all others."""
+        if block not in self.held:
+            self._order.withhold_block(block)
+        self._order.pop_withheld(block)
+        self._note(block)
+
+    def keeps(self, block: BlockId) -> bool:
+        """Return whether a cached block leaves after the usual order: it is retained or pinned."""
+        held = self.held.get(block)
+        return held is not None and held.priority > _USUAL
+
     def count_retained(self, tenant: str | None = None) -> int:
         """Return how many cached blocks are retained, of one tenant or of all."""
         return self._holdings.total if tenant is None else self._holdings.count(tenant)
@@ -324,6 +346,7 @@ class Retention:
             gone = [each for each in step if each not in wanted]
             for block_hash in gone:
                 del pinned[block_hash]
+                self._pinned_pages -= self._block_pages[group_in(block_hash)]
                 self._unpin(block_hash, unpinned)
             kept += len(step) - len(gone)
             yield
@@ -333,6 +356,7 @@ class Retention:
                 if mark is None:
                     mark = marks[tenant] = Mark(((PINNED_PRIORITY, math.inf),), tenant)
                 pinned[block_hash] = mark
+                self._pinned_pages += self._block_pages[group_in(block_hash)]
                 if block_hash in entries:
                     self.hold_pinned(block_hash)
             if number % _A_STEP == 0:

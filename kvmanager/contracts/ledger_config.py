@@ -39,6 +39,8 @@ class LedgerOptions:
     `bench.preemption` found the defaults to be best. A sequence that was preempted `max_preemptions` times is preempted
     again for higher priorities alone (0: there is no bound).
     With `chunked_grants`, the next sequence may begin with half of its prompt's blocks, of `first_part` slots at least.
+    A sequence waits for another one's checkpoint if that saves it more than `least_saved` tokens. The tails of all that
+    run take `tail_share` of the pool at most.
     With `backfill`, sequences pass one that lacks blocks, for a bounded time. After `in_turn` admissions by priority,
     one that has waited for `max_wait` seconds is next (0: priority alone decides).
     Of one tenant, at most `retention_share` of the blocks are retained, of all tenants together at most half, each for
@@ -55,6 +57,8 @@ class LedgerOptions:
     max_preemptions: int = 4
     chunked_grants: bool = True
     first_part: int = 256
+    least_saved: int = 64
+    tail_share: float = 0.125
     backfill: bool = True
     max_wait: float = DEFAULT_MAX_WAIT
     in_turn: int = IN_TURN
@@ -102,6 +106,16 @@ class LedgerConfig(LedgerOptions):
             max_num_seqs=attach.max_num_seqs,
             **chosen,
         )
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether the last group has checkpoints of states."""
+        return any(group.kind is KvGroupKind.STATE for group in self.groups)
+
+    @property
+    def block_pages(self) -> tuple[int, ...]:
+        """The pages of a block of each group."""
+        return tuple([group.pages for group in self.groups]) or (1,)
 
     def admission_blocks(self, num_tokens: int) -> int:
         """Return the blocks with which a sequence of so many tokens is admitted.
@@ -154,10 +168,7 @@ class LedgerConfig(LedgerOptions):
 
     @property
     def retention_limits(self) -> RetentionLimits:
-        # Retention counts blocks, whatever their pages; no request retains checkpoints.
-        kinds = [group.pages for group in self.groups if group.kind is not KvGroupKind.STATE]
-        blocks = self.num_blocks // max(kinds, default=1)
-        share, everybody = int(self.retention_share * blocks), int(MOST_RETAINED * blocks)
+        share, everybody = int(self.retention_share * self.num_blocks), int(MOST_RETAINED * self.num_blocks)
         return RetentionLimits(share, self.max_retention, everybody)
 
     @property

@@ -14,14 +14,16 @@ class Run:
     """The blocks of a sequence in a group behind the first one, `group` by its number; `trimmed` places have none.
 
     A run of checkpoints has no block at most places: the sequence binds none, and the manager says where it takes some.
+    Those at `asked` places are never superseded. The last block may be the tail, whose place its seal tells.
     """
 
-    __slots__ = ("checkpoints", "group", "pages", "table", "trimmed")
+    __slots__ = ("asked", "checkpoints", "group", "pages", "table", "trimmed")
 
     def __init__(self, group: int, pages: int, checkpoints: bool = False) -> None:
         self.group, self.pages, self.checkpoints = group, pages, checkpoints
         self.table: list[BlockId] = []
         self.trimmed = 0
+        self.asked: frozenset[int] = frozenset()
 
     def own_pages(self, n_shared: int) -> int:
         """Return the pages that the sequence holds here beside those that it shares or has released."""
@@ -33,8 +35,12 @@ class Run:
         """Return the pages that the sequence may still bind here."""
         return 0 if self.checkpoints else self.pages * (max_blocks - len(self.table))
 
+    def move_tail(self, place: int) -> None:
+        """Move the last block to a place behind its own."""
+        self.table[-1:] = [*[TRIMMED] * (place + 1 - len(self.table)), self.table[-1]]
+
     def empty(self) -> None:
-        self.table, self.trimmed = [], 0
+        self.table, self.trimmed, self.asked = [], 0, frozenset()
 
 
 class Sequence:
@@ -51,11 +57,13 @@ class Sequence:
     its first admission: blocks of the sequence that it was forked from are its own. `forks` names those that were
     forked from it and wait for their admission. `outranked` counts the admissions of higher priorities before it joined
     the queue. Where the pool has groups, `block_table` is that of the first one, whose blocks have `block_pages` pages,
-    and `runs` has those of the others.
+    and `runs` has those of the others. A sequence has `awaited` a checkpoint if it waits or has waited for one since it
+    joined the queue. One that `has_tail` was given one with its block table.
     """
 
     __slots__ = (
         "arrival",
+        "awaited",
         "block_hashes",
         "block_pages",
         "block_table",
@@ -67,6 +75,7 @@ class Sequence:
         "fork_of",
         "forks",
         "gave_up",
+        "has_tail",
         "id",
         "max_blocks",
         "max_len",
@@ -123,7 +132,7 @@ class Sequence:
         self.trimmed = 0
         self.computed = self.started_at = 0
         self.preemptions = self.outranked = 0
-        self.recompute = self.by_age = self.gave_up = False
+        self.recompute = self.by_age = self.gave_up = self.awaited = self.has_tail = False
 
     @property
     def name(self) -> str:

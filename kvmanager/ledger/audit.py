@@ -8,7 +8,7 @@ from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import DEFAULT_RETENTION_PRIORITY
 from common.contracts.types import TRIMMED, SequencePhase
 from kvmanager.cache.retention import PINNED_PRIORITY
-from kvmanager.contracts.block import ROOT, BlockState, key_of
+from kvmanager.contracts.block import ROOT, BlockState, group_in, hash_in, key_of
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.sequence_table import SequenceTable
@@ -25,6 +25,7 @@ def audit(state: LedgerState) -> None:
     _states(state.store)
     _references(state.store, state.sequences)
     _prefix_map(state.store)
+    _states_of_layers(state.store)
     _pending(state.store)
     _remembered(state.store, state.sequences)
     _sequences(state.store, state.sequences)
@@ -142,6 +143,16 @@ def _prefix_map(store: BlockStore) -> None:
             _check(held or not any(in_use), "a child is in use whose parent is not")
 
 
+def _states_of_layers(store: BlockStore) -> None:
+    """Check that the tree of checkpoints has those that are registered, and knows which of them nobody holds."""
+    if store.states is None:
+        return
+    entries, states = store.cache.entries, store.blocks.state
+    found = {hash_in(key): entries[key] for key in entries if group_in(key) == store.states.group}
+    cached = {state: block for state, block in found.items() if states[block] is BlockState.CACHED}
+    _check((store.states.known, store.states.cached) == (set(found), cached), "the tree of checkpoints is another one")
+
+
 def _pending(store: BlockStore) -> None:
     """Check that a pending block is in a block table, not registered, and named by its own hash."""
     blocks = store.blocks
@@ -186,7 +197,7 @@ def _sequences(store: BlockStore, sequences: SequenceTable) -> None:
     )
     waiting = {each.id for each in sequences.live.values() if each.phase is SequencePhase.WAITING}
     _check(
-        set(sequences.queue) == waiting and len(sequences.queue) == len(waiting),
+        {*sequences.queue, *sequences.planned.awaited} == waiting and sequences.waiting == len(waiting),
         "the queue is not the waiting sequences",
     )
     if store.config.grants_parts:
@@ -227,16 +238,16 @@ def _retention(store: BlockStore) -> None:
     marks = {block: retention.pinned.get(each) or retention.marks.get(each) for block, each in contents.items()}
     marked = {block for block, mark in marks.items() if mark is not None and mark.terms}
     _check(set(retention.held) == marked, "the held blocks are not the marked ones of the cached blocks")
-    raised = Counter(
-        each.mark.tenant
-        for each in retention.held.values()
-        if DEFAULT_RETENTION_PRIORITY < each.priority < PINNED_PRIORITY
-    )
+    raised: Counter[str] = Counter()
+    for block, each in retention.held.items():
+        if DEFAULT_RETENTION_PRIORITY < each.priority < PINNED_PRIORITY:
+            raised[each.mark.tenant] += blocks.pages_of(block)
     for tenant, count in raised.items():
         _check(retention.count_retained(tenant) == count, f"the retained blocks of {tenant!r} are miscounted")
         _check(count <= store.config.retention_limits.most_blocks, f"{tenant!r} retains {count} blocks")
     _check(retention.count_retained() == raised.total(), "the retained blocks are miscounted")
-    most = max(0, store.config.retention_limits.most_of_all - len(retention.pinned))
+    pins = sum(store.config.block_pages[group_in(key)] for key in retention.pinned)
+    most = max(0, store.config.retention_limits.most_of_all - pins)
     _check(retention.count_retained() <= most, "too many blocks are retained")
     pinned = {block for block, each in contents.items() if each in retention.pinned}
     _check(retention.pinned_cached == len(pinned), "the cached blocks that are pinned are miscounted")

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import Final
 
-from common.contracts.lease import DEFAULT_RETENTION_PRIORITY, PARTIAL_REASON, RETENTION_REASON, Admit, Copy
+from common.contracts.lease import PARTIAL_REASON, RETENTION_REASON, Admit, Copy
 from common.contracts.turns import BY_AGE
 from common.contracts.types import (
     TENANT_CANDIDATE,
@@ -26,7 +26,7 @@ from kvmanager.cache.window_match import match_in_window, settled
 from kvmanager.contracts.block import CACHED
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence
-from kvmanager.ledger import backfill, chunked_grants, evicting, grant_order
+from kvmanager.ledger import backfill, checkpoints, chunked_grants, evicting, grant_order
 from kvmanager.ledger.backfill import Growth, Reservation
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.ledger_state import LedgerState
@@ -38,8 +38,6 @@ from kvmanager.ledger.shares import TenantShares
 _PASSES: Final = "passes one that lacks blocks"
 _REQUESTS: Final = 8
 """Requests that the record of a wait names at most."""
-_CHECKPOINTS: Final = 6
-"""Checkpoints that one admission gives at most: a request of Anthropic's Messages API marks four places."""
 _TENANTS: Final = 4
 """Tenants that the record of a wait names at most."""
 
@@ -50,7 +48,8 @@ class GrantPlan:
 
     `left` blocks are available then. Its block table begins with `unread` empty places, for hits that left its window:
     see `grant_blocks`. Where the pool has groups, `fresh` counts pages, and a table of each group gets `fresh_blocks`.
-    At the places of `checkpoints` the sequence is to leave its states.
+    At the places of `checkpoints` the sequence is to leave its states; those at `asked` ones are never superseded. With
+    a `tail` it gets one block more, for the states behind its last full block.
     """
 
     hits: list[BlockId]
@@ -61,6 +60,8 @@ class GrantPlan:
     runs: tuple[RunHits, ...] = ()
     fresh_blocks: tuple[int, ...] = ()
     checkpoints: tuple[int, ...] = ()
+    asked: frozenset[int] = frozenset()
+    tail: bool = False
 
     @property
     def shared(self) -> int:
@@ -92,6 +93,8 @@ def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[C
         if sequences.admitted >= count_places(state, sequence):
             admission.blocked_by = "places"
             break
+        if _waits_for_states(state, sequence):
+            continue
         plan = plan_admission(state, sequence)
         if plan is None and state.give_up_copy_sources():
             plan = plan_admission(state, sequence)
@@ -101,6 +104,21 @@ def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[C
         grant_order.count_turn(state.admission, turn)
         _admit_sequence(state, sequence, plan, copies, admits, fresh)
     return copies, admits
+
+
+def _waits_for_states(state: LedgerState, sequence: Sequence) -> bool:
+    """Let a sequence leave the queue for a planned checkpoint, if that saves it enough; return whether it does."""
+    place = checkpoints.find_planned(state, sequence)
+    if place is None or not checkpoints.is_worth_waiting(
+        state.config, place, len(find_match(state.store, sequence).hits)
+    ):
+        return False
+    needed = _count_fresh_blocks(state, sequence)
+    sequence.awaited = True
+    state.sequences.queue.remove_sequence(sequence)
+    owner = state.sequences.live[state.sequences.planned.wait(sequence.id, sequence.block_hashes[place])]
+    _record_wait(state, sequence, (ShortfallReason.CHECKPOINT.value, owner.name), (needed, needed))
+    return True
 
 
 def _admit_sequence(
@@ -386,28 +404,24 @@ def _plan_on_hits(state: LedgerState, sequence: Sequence, found: RememberedMatch
         slack = max(config.stall_pages * grows, config.watermark_blocks)
     missing = pages + slack - (state.store.pool.available - cached)
     plan = GrantPlan(hits, pages, found.match, slack - missing, 0, runs, tuple(fresh))
-    return (_with_checkpoints(config, sequence, plan, found.sealed) if states and missing <= 0 else plan), missing
+    if states and missing <= 0:
+        plan = _with_checkpoints(config, sequence, plan, found.sealed)
+    return plan, missing
 
 
 def _with_checkpoints(config: LedgerConfig, sequence: Sequence, plan: GrantPlan, sealed: int) -> GrantPlan:
-    """Return a plan with checkpoints, as far as pages are left over.
+    """Return a plan with the checkpoints that the sequence is to leave."""
+    places, asked = checkpoints.choose_places(config, sequence, plan.shared, plan.left, sealed)
+    taken = config.groups[-1].pages * len(places)
+    return replace(plan, fresh=plan.fresh + taken, left=plan.left - taken, checkpoints=places, asked=asked)
 
-    One stands at the last boundary before the prompt's last token, where the next turn of a chat goes on. Another one
-    stands where K and V of others end: they share what is before it, and no state was there. Others stand where ranges
-    of its retention end, such as up to a mark `cache_control`; a router says so of the first message of a chat, with
-    the priority of all other blocks.
-    """
-    size = next(run.pages for run in sequence.runs if run.checkpoints)
-    last = min(config.hits_of(sequence.num_tokens), len(sequence.block_hashes))
-    if not config.prefix_caching or not sequence.cacheable:
+
+def _with_tail(state: LedgerState, sequence: Sequence, plan: GrantPlan) -> GrantPlan:
+    """Return a plan with a tail, if the sequence gets one."""
+    if not checkpoints.gives_tail(state, sequence, plan.fresh, plan.left):
         return plan
-    marked = [each.end for each in sequence.retention if each.priority >= DEFAULT_RETENTION_PRIORITY]
-    boundaries = dict.fromkeys((last, min(sealed, last), *marked))
-    wanted = [boundary for boundary in boundaries if plan.shared < boundary <= last][:_CHECKPOINTS]
-    room = (plan.left - config.stall_pages) // size
-    places = sorted(boundary - 1 for boundary in wanted[: max(0, room)])
-    taken = size * len(places)
-    return replace(plan, fresh=plan.fresh + taken, left=plan.left - taken, checkpoints=tuple(places))
+    size = state.config.groups[-1].pages
+    return replace(plan, fresh=plan.fresh + size, left=plan.left - size, tail=True)
 
 
 def _count_slack(state: LedgerState, sequence: Sequence, blocks: int) -> int:
@@ -490,6 +504,8 @@ def grant_blocks(
     """
     store = state.store
     store.remembered, parent = None, find_fork_parent(state.sequences, sequence)
+    if store.states is not None:
+        plan = _with_tail(state, sequence, plan)
     match = settled(store.cache, state.config, sequence.block_hashes, sequence.num_tokens, plan.match)
     if match is not plan.match:
         plan = replace(plan, match=match)
@@ -511,6 +527,7 @@ def grant_blocks(
         _fill_tables(store, sequence, plan)
     else:
         store.append_fresh_blocks(plan.fresh, sequence)
+    state.sequences.planned.plan([sequence.block_hashes[place] for place in plan.checkpoints], sequence.id)
     state.sequences.start_sequence(sequence, state.worker.steps)
     return Admit(
         sequence.id,
@@ -532,8 +549,12 @@ def _fill_tables(store: BlockStore, sequence: Sequence, plan: GrantPlan) -> None
     for run, hits, count in zip(sequence.runs, plan.runs, others, strict=True):
         run.table, run.trimmed = [*[TRIMMED] * hits.unread, *hits.blocks], hits.unread
         if run.checkpoints:
+            run.asked = plan.asked
             for place in plan.checkpoints:
                 store.append_checkpoint(place, sequence, run)
+            sequence.has_tail = plan.tail
+            if plan.tail:
+                store.append_checkpoint(len(sequence.block_table) - 1, sequence, run)
         else:
             store.append_fresh_run(count, sequence, run)
 
@@ -652,13 +673,14 @@ def record_grant(
         "fresh_blocks": float(plan.fresh),
         "evicted": float(evicted),
         "available": float(state.store.pool.available),
-        "waiting": float(len(state.sequences.queue)),
+        "waiting": float(state.sequences.waiting),
         "waited_seconds": waited,
         **({"lacking_blocks": float(lacking)} if lacking else {}),
         **({"passes": 1.0} if passes else {}),
         **({"passed_by": float(passed_by)} if passed_by and waited else {}),
         **({"partial_tokens": float(part.slots)} if part is not None else {}),
         **({"checkpoints": float(len(plan.checkpoints))} if plan.checkpoints else {}),
+        **({"tails": 1.0} if plan.tail else {}),
     }
     chosen = f"{hits} shared and {plan.fresh} fresh blocks"
     if state.config.groups:
@@ -674,17 +696,29 @@ def record_waits(state: LedgerState, head: Sequence) -> None:
     holders, head_needed = _holders(state.sequences), _count_fresh_blocks(state, head)
     for sequence in waiting:
         needed = head_needed if sequence is head else _count_fresh_blocks(state, sequence)
-        figures = {
-            "needed": float(needed),
-            "head_needed": float(head_needed),
-            "available": float(state.store.pool.available),
-            "num_blocks": float(state.config.num_blocks),
-            "running": float(state.sequences.admitted),
-            "waiting": float(len(state.sequences.queue)),
-        }
         reason, first = _reason(state, sequence, head)
-        kind = DecisionKind.SHORTFALL
-        state.decisions.record(kind, "waits", sequence, (reason.value,), figures, holders, beneficiary=first)
+        _record_wait(state, sequence, (reason.value, first), (needed, head_needed), holders)
+
+
+def _record_wait(
+    state: LedgerState,
+    sequence: Sequence,
+    why: tuple[str, str],
+    needed: tuple[int, int],
+    holders: tuple[Candidate, ...] = (),
+) -> None:
+    """Record that a sequence waits: the reason and whom it waits for, the blocks that it and the next one need."""
+    (reason, first), (own, of_next) = why, needed
+    figures = {
+        "needed": float(own),
+        "head_needed": float(of_next),
+        "available": float(state.store.pool.available),
+        "num_blocks": float(state.config.num_blocks),
+        "running": float(state.sequences.admitted),
+        "waiting": float(state.sequences.waiting),
+    }
+    kind = DecisionKind.SHORTFALL
+    state.decisions.record(kind, "waits", sequence, (reason,), figures, holders, beneficiary=first)
 
 
 def _reason(state: LedgerState, sequence: Sequence, head: Sequence) -> tuple[ShortfallReason, str]:

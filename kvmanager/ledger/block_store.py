@@ -18,8 +18,9 @@ from kvmanager.cache.eviction.choice import order_of
 from kvmanager.cache.eviction.interface import NO_MARK
 from kvmanager.cache.prefix_cache import PrefixCache, RememberedMatch
 from kvmanager.cache.retention import Retention
+from kvmanager.cache.state_tree import StateTree
 from kvmanager.cache.window_match import deciding_hashes
-from kvmanager.contracts.block import CACHED, ROOT, Blocks, key_of
+from kvmanager.contracts.block import CACHED, ROOT, Blocks, hash_in, key_of
 from kvmanager.contracts.index_events import Stored
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Run, Sequence
@@ -31,15 +32,20 @@ class BlockStore:
     `remembered` is the match of the sequence that was tried last and lacked blocks.
     """
 
-    __slots__ = ("blocks", "cache", "config", "eviction", "pool", "remembered", "retention")
+    __slots__ = ("blocks", "cache", "config", "eviction", "pool", "remembered", "retention", "states")
 
     def __init__(self, config: LedgerConfig, clock: Clock) -> None:
         self.config = config
         self.blocks = Blocks(config.num_blocks)
         linked = not config.window
-        self.cache = PrefixCache(self.blocks, config.ghosts or 4 * config.num_blocks, linked, len(config.groups[1:]))
+        # The checkpoints of states, where the last group has some.
+        self.states = StateTree(len(config.groups) - 1, self.blocks) if config.keeps_states else None
+        ghosts, runs = config.ghosts or 4 * config.num_blocks, len(config.groups[1:])
+        self.cache = PrefixCache(self.blocks, ghosts, linked, runs, self.states)
         self.eviction = order_of(config.eviction, self.blocks, self.cache.entries, linked)
-        self.retention = Retention(self.blocks, self.cache.entries, self.eviction, clock, config.retention_limits)
+        self.retention = Retention(
+            self.blocks, self.cache.entries, self.eviction, clock, config.retention_limits, config.block_pages
+        )
         self.empty()
 
     def empty(self) -> None:
@@ -47,9 +53,20 @@ class BlockStore:
         self.eviction.empty()
         self.retention.clear()
         self.blocks.clear()
-        self.pool = BlockPool(self.blocks, self.eviction, self.retention)
+        self.pool = BlockPool(self.blocks, self.eviction, self.retention, self.states)
         self.cache.rebase()
         self.remembered: RememberedMatch | None = None
+
+    def is_checkpoint(self, block: BlockId) -> bool:
+        """Return whether a block has states, and no K/V."""
+        return self.states is not None and self.blocks.group[block] == self.states.group
+
+    def note_end_before(self, block: BlockId) -> None:
+        """Let the block before one that was evicted go next, if it is the end of a chain without a checkpoint now."""
+        parent = self.blocks.parent[block]
+        above = self.cache.entries.get(parent) if self.states is not None and parent else None
+        if self.states is not None and above is not None and not self.blocks.children[above]:
+            self.states.note_end(above, next_to_leave=True)
 
     # ------------------------------------------------------------ block tables
 
@@ -144,8 +161,13 @@ class BlockStore:
 
     # ------------------------------------------------------------ content
 
-    def publish_new_block(self, block: BlockId, block_hash: BlockHash, parent: BlockHash) -> None:
-        """Do what `publish_block` does with a hash that no block has: nearly each seal is one."""
+    def publish_new_block(
+        self, block: BlockId, block_hash: BlockHash, parent: BlockHash, before: BlockId | None = None
+    ) -> None:
+        """Do what `publish_block` does with a hash that no block has: nearly each seal is one.
+
+        A checkpoint goes on from the one of the block `before`.
+        """
         cache, blocks, above = self.cache, self.blocks, None
         if blocks.pending[block] is not None:
             cache.forget_pending(block)
@@ -161,7 +183,7 @@ class BlockStore:
         if self.config.groups:
             cache.note_stored(block_hash, blocks.index[block])
             if blocks.group[block]:
-                above = None  # a run's block does not continue the chain of the first group's
+                above = before  # a run's block does not continue the chain of the first group's
         else:
             cache.number += 1
             cache.events.append(Stored(cache.number, block_hash, blocks.index[block]))
@@ -178,6 +200,8 @@ class BlockStore:
         if first != block and self.blocks.state[first] is CACHED:
             cache.forget_block(first)
             pool.replace_cached_block(first, block)
+            if self.states is not None and self.is_checkpoint(block):
+                self.states.note_held(hash_in(block_hash))
 
     # ------------------------------------------------------------ remembered matches
 

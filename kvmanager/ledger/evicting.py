@@ -26,11 +26,13 @@ def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | Non
         return 0
     name, totals = beneficiary.name if beneficiary else "", state.totals
     retained, pinned = totals.retained_evictions, totals.pinned_evictions
-    evicted, fates, free = list[Candidate](), dict[Fate, list[str]](), state.store.pool.free
+    evicted, fates, free = list[Candidate](), dict[str, list[str]](), state.store.pool.free
     while len(free) < count and len(evicted) < _NAMED:
         evicted.append(evict_next(state, name))
         if (found := state.store.retention.evicted) is not None:
-            fates.setdefault(found.fate, []).append(evicted[-1].name)
+            fates.setdefault(found.fate.value, []).append(evicted[-1].name)
+        if state.store.pool.early:
+            fates.setdefault(state.store.pool.early, []).append(evicted[-1].name)
     missing = len(evicted)
     while len(free) < count:
         _uncache_block(state, name)
@@ -42,7 +44,7 @@ def evict_until_free(state: LedgerState, count: int, beneficiary: Sequence | Non
         figures["retained"] = float(retained)
     if pinned := totals.pinned_evictions - pinned:
         figures["pinned"] = float(pinned)
-    reasons += tuple(f"{', '.join(names)}: {fate.value}" for fate, names in fates.items())
+    reasons += tuple(f"{', '.join(names)}: {fate}" for fate, names in fates.items())
     named = ", ".join(each.name for each in evicted) + (" and more" if missing > _NAMED else "")
     state.decisions.record(DecisionKind.EVICTION, named, beneficiary, reasons, figures, tuple(evicted))
     return missing
@@ -106,4 +108,6 @@ def _uncache_block(state: LedgerState, beneficiary: str) -> tuple[BlockId, int]:
         state.totals.retained_evictions += evicted.fate is Fate.RETAINED
         state.totals.pinned_evictions += evicted.fate is Fate.PINNED
     state.totals.evictions += 1
-    return block, state.store.cache.forget_block(block, beneficiary, pool.cached.mark_of(block), fate)
+    depth = state.store.cache.forget_block(block, beneficiary, pool.cached.mark_of(block), fate)
+    state.store.note_end_before(block)
+    return block, depth

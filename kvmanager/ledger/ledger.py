@@ -278,9 +278,9 @@ class Ledger:
 
     def pool_counts(self) -> PoolCounts:
         state, sequences = self.state, self.state.sequences
-        pool, retention, waiting = state.store.pool, state.store.retention, len(sequences.queue)
+        pool, retention, waiting = state.store.pool, state.store.retention, sequences.waiting
         retention.expire_terms()
-        capacity = 1 if state.admission.blocked_by == "capacity" and waiting else 0
+        capacity = 1 if state.admission.blocked_by == "capacity" and sequences.queue else 0
         return PoolCounts(
             state.config.num_blocks, len(pool.free), pool.leased, pool.in_use, pool.cached_pages, 0, sequences.running,
             waiting, len(sequences.preempting), state.worker.last_sent_target or 0, waiting - capacity, capacity,

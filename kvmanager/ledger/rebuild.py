@@ -14,7 +14,7 @@ from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import CachedBlocks, Inventory, InventorySequence
 from common.contracts.types import TRIMMED, BlockHash, BlockId, SequencePhase
 from kvmanager.cache.eviction.restored import order_after_rebuild
-from kvmanager.contracts.block import ROOT, BlockState, hash_in, key_of
+from kvmanager.contracts.block import ROOT, BlockState, group_in, hash_in, key_of
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Run, Sequence
 from kvmanager.ledger.block_store import BlockStore
@@ -53,11 +53,8 @@ def load_inventory(state: LedgerState, inventory: Inventory) -> Iterator[None]:
         for run in sequence.runs:
             _restore_content_of_run(state.store, sequence, run)
     yield from _restore_order(state.store, cached, entries)
-    pinned = list(state.store.retention.pinned)
-    for first in range(0, len(pinned), STEP_BLOCKS):
-        for block_hash in pinned[first : first + STEP_BLOCKS]:
-            state.store.retention.hold_pinned(block_hash)
-        yield
+    yield from _restore_states(state.store)
+    yield from _restore_pins(state.store)
     _free_parts(state.store)
     yield from _restore_free(state.store)
     # The worker keeps its present runway until its first report.
@@ -113,6 +110,43 @@ def _restore_cached_blocks(state: LedgerState, entries: CachedBlocks, first: int
         cached.append(block)
     if cache.ghosts:
         cache.forget_ghosts(hashes[step])
+
+
+def _restore_pins(store: BlockStore) -> Iterator[None]:
+    """Hold the cached blocks of pinned contents."""
+    pinned = list(store.retention.pinned)
+    for first in range(0, len(pinned), STEP_BLOCKS):
+        for block_hash in pinned[first : first + STEP_BLOCKS]:
+            store.retention.hold_pinned(block_hash)
+        yield
+
+
+def _restore_states(store: BlockStore) -> Iterator[None]:
+    """Enter the registered checkpoints behind the last ones of their chains; which of them were tails is not known."""
+    blocks, entries, states = store.blocks, store.cache.entries, store.states
+    if states is None:
+        return
+    keys = [key for key in entries if group_in(key) == states.group]
+    found = sorted((blocks.index[entries[key]], hash_in(key), entries[key]) for key in keys)
+    # The last checkpoint up to each block of a chain that was followed.
+    last: dict[BlockHash, BlockHash | None] = {ROOT: None}
+    for number, (_, state, block) in enumerate(found):
+        passed, at = list[BlockHash](), blocks.parent[entries[state]] or ROOT
+        while at not in last:
+            passed.append(at)
+            at = blocks.parent[entries[at]] or ROOT
+        above = last[at]
+        last.update(dict.fromkeys(passed, above))
+        last[state] = state
+        states.add(state, above)
+        if blocks.state[block] is BlockState.CACHED:
+            states.note_cached(state, block)
+        if number % STEP_BLOCKS == 0:
+            yield
+    for key, block in entries.items():
+        if not group_in(key) and blocks.state[block] is BlockState.CACHED and not blocks.children[block]:
+            states.note_end(block)
+    yield
 
 
 def _restore_order(store: BlockStore, cached: list[BlockId], entries: CachedBlocks) -> Iterator[None]:

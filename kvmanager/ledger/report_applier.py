@@ -10,7 +10,7 @@ from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import Report, Reserve
 from common.contracts.types import TRIMMED, BlockHash, BlockId, FinishReason, KvGroupKind, SequenceId, SequencePhase
 from kvmanager.contracts.block import IN_USE, key_of
-from kvmanager.contracts.sequence import Sequence
+from kvmanager.contracts.sequence import Run, Sequence
 from kvmanager.ledger.ledger_state import LedgerState
 
 _WAITING, _RUNNING = SequencePhase.WAITING, SequencePhase.RUNNING
@@ -150,7 +150,7 @@ def requeue_preempted(state: LedgerState, preempted: Iterable[tuple[SequenceId, 
         release_block_table(state, sequence)
         sequence.num_tokens = num_tokens
         sequence.fork_of = None  # after its first own token, its tokens differ from its parent's
-        sequence.recompute, sequence.computed = True, 0
+        sequence.recompute, sequence.awaited, sequence.computed = True, False, 0
         sequence.preemptions += 1
         sequence.queued_at = state.clock.monotonic()
         state.totals.preemptions += 1
@@ -164,7 +164,8 @@ def finish_sequences(state: LedgerState, finished: Iterable[tuple[SequenceId, Fi
         if sequence is None:
             continue
         if sequence.phase is SequencePhase.WAITING:
-            state.sequences.queue.remove_sequence(sequence)
+            if not state.sequences.planned.stop_waiting(sequence_id):
+                state.sequences.queue.remove_sequence(sequence)
         else:
             release_block_table(state, sequence)
         state.sequences.forget_sequence(sequence)
@@ -187,14 +188,15 @@ def release_block_table(state: LedgerState, sequence: Sequence) -> None:
     state.sequences.preempting.discard(sequence.id)
     state.sequences.admitted -= 1
     if sequence.retention and state.config.prefix_caching:
-        for table in (*(run.table for run in sequence.runs if not run.checkpoints), sequence.block_table):
+        for table in (*(run.table for run in sequence.runs), sequence.block_table):
             state.store.retention.mark_blocks(sequence, table)
     state.release_copy_source(sequence)
     state.store.release_blocks(sequence.held_blocks())
     sequence.block_table = []
     for run in sequence.runs:
+        _end_planned(state, sequence, run, len(run.table))
         run.empty()
-    sequence.trimmed = sequence.n_shared = 0
+    sequence.trimmed, sequence.n_shared, sequence.has_tail = 0, 0, False
     state.sequences.leave_blocks_to_forks(sequence)
 
 
@@ -253,19 +255,19 @@ def seal_in_groups(state: LedgerState, seals: Iterable[tuple[BlockId, BlockHash]
     store, blocks = state.store, state.store.blocks
     for block, block_hash in seals:
         store.pool.check_block(block)
-        group, parent = blocks.group[block], None
-        if blocks.state[block] is IN_USE and blocks.hash[block] is None:
-            parent = state.parent_of(block)
+        group = blocks.group[block]
+        is_tail = store.is_checkpoint(block) and _follow_tail(state, block, block_hash)
+        parent = _parent_to_seal(state, block, block_hash)
         key, expected = key_of(block_hash, group), blocks.pending[block]
-        if group and parent is not None and parent != block_hash:
-            raise ProtocolViolation(f"block {block} was sealed with another hash than its prompt's")
         if parent is None or not state.may_publish(block, key, parent):
             state.totals.ignored_seals += 1
             continue
         if expected is not None and expected != key:
             raise ProtocolViolation(f"block {block} was sealed with another hash than its prompt's")
-        publish = store.publish_block if key in store.cache.entries else store.publish_new_block
-        publish(block, key, parent)
+        if key in store.cache.entries:
+            store.publish_block(block, key, parent)
+        else:
+            store.publish_new_block(block, key, parent, _enter_checkpoint(state, block, block_hash, is_tail))
         if group:
             continue
         if block in blocks.awaited:
@@ -273,6 +275,58 @@ def seal_in_groups(state: LedgerState, seals: Iterable[tuple[BlockId, BlockHash]
         owner = state.sequences.live.get(blocks.owner[block])
         if owner is not None and blocks.index[block] == len(owner.block_hashes):
             owner.block_hashes.append(block_hash)
+
+
+def _parent_to_seal(state: LedgerState, block: BlockId, block_hash: BlockHash) -> BlockHash | None:
+    """Return the hash before a block that is about to be sealed; None: it is not known, or the block is sealed.
+
+    Raises ProtocolViolation if a block of a run has not the content of its place.
+    """
+    blocks = state.store.blocks
+    if blocks.state[block] is not IN_USE or blocks.hash[block] is not None:
+        return None
+    parent = state.parent_of(block)
+    if not blocks.group[block] or parent in (None, block_hash):
+        return parent
+    owner = state.sequences.live.get(blocks.owner[block])
+    known = owner.block_hashes if owner is not None else []
+    lacks = owner is not None and len(known) < len(owner.block_table)
+    if lacks and state.store.is_checkpoint(block) and block_hash not in known:
+        return None  # a tail behind a block whose own seal was ignored
+    raise ProtocolViolation(f"block {block} was sealed with another hash than its prompt's")
+
+
+def _follow_tail(state: LedgerState, block: BlockId, block_hash: BlockHash) -> bool:
+    """Move the tail of a sequence to the place of the content that it is sealed with; return whether it was one."""
+    blocks = state.store.blocks
+    owner, place = state.sequences.live.get(blocks.owner[block]), blocks.index[block]
+    run = owner.runs[blocks.group[block] - 1] if owner is not None else None
+    if owner is None or run is None or blocks.hash[block] is not None or run.table[-1:] != [block]:
+        return False
+    hashes = owner.block_hashes[: len(owner.block_table)]
+    there = next((at for at in range(len(hashes) - 1, place, -1) if hashes[at] == block_hash), None)
+    if there is None:
+        return False
+    run.move_tail(there)
+    blocks.index[block], blocks.parent[block] = there, block_hash
+    return True
+
+
+def _enter_checkpoint(state: LedgerState, block: BlockId, block_hash: BlockHash, is_tail: bool) -> BlockId | None:
+    """Enter a checkpoint that is about to be registered behind the last one of its chain, and return that one's block.
+
+    None: there is none, or the block is no checkpoint.
+    """
+    store, place = state.store, state.store.blocks.index[block]
+    if store.states is None or not store.is_checkpoint(block):
+        return None
+    owner = state.sequences.live.get(store.blocks.owner[block])
+    before = owner.block_hashes[:place] if owner is not None else []
+    above = next((each for each in reversed(before) if each in store.states), None)
+    asked = owner is not None and place in owner.runs[store.states.group - 1].asked
+    state.sequences.end_planned(block_hash)
+    store.states.add(block_hash, above, asked, is_tail)
+    return None if above is None else store.cache.entries[key_of(above, store.states.group)]
 
 
 def trim_runs(state: LedgerState, report: Report) -> None:
@@ -287,13 +341,22 @@ def trim_runs(state: LedgerState, report: Report) -> None:
         if run is None or count > len(run.table):
             raise ProtocolViolation(f"{count} blocks of sequence {sequence_id} were trimmed in group {group}")
         held = sequence.own_blocks
-        if sequence.retention and state.config.prefix_caching and not run.checkpoints:
+        if sequence.retention and state.config.prefix_caching:
             state.store.retention.mark_blocks(sequence, run.table, run.trimmed, count)
+        _end_planned(state, sequence, run, count)
         state.store.release_blocks([block for block in run.table[run.trimmed : count] if block != TRIMMED])
         run.table[run.trimmed : count] = [TRIMMED] * (count - run.trimmed)
         run.trimmed = max(run.trimmed, count)
         if sequence.phase is SequencePhase.RUNNING:
             state.sequences.count_tenant_use(sequence, 0, sequence.own_blocks - held)
+
+
+def _end_planned(state: LedgerState, sequence: Sequence, run: Run, count: int) -> None:
+    """Let nobody wait any more for what the sequence was to leave at the next places of a run, up to so many."""
+    if run.checkpoints:
+        for place in range(run.trimmed, min(count, len(sequence.block_hashes))):
+            if run.table[place] != TRIMMED:
+                state.sequences.end_planned(sequence.block_hashes[place], sequence.id)
 
 
 def _with(column: str) -> Callable[[Report], Report | None]:

@@ -13,8 +13,9 @@ from common.contracts.errors import ProtocolViolation
 from common.contracts.hashing import PARTIAL_HASHES, PARTIAL_PARTS
 from common.contracts.lease import Reserve
 from common.contracts.limits import MAX_WORKER_SEQUENCES
-from common.contracts.types import KvGroup, SequenceId, SequencePhase
+from common.contracts.types import BlockHash, KvGroup, SequenceId, SequencePhase
 from kvmanager.contracts.sequence import Sequence
+from kvmanager.ledger.planned_states import PlannedStates
 
 
 class SequenceTable:
@@ -24,19 +25,20 @@ class SequenceTable:
     that running sequences may still bind. `partial` is the last sequence that began with a part of its blocks.
     `stalled` are those that the worker named last: they lack a block. `copying` are those whose copy was not reported,
     the first first, and whether they still hold its source. `tenants` are those with a live sequence. Where the pool
-    has `groups`, blocks that are bound or held are counted in pages.
+    has `groups`, blocks that are bound or held are counted in pages, and sequences that wait for a checkpoint are in
+    `planned`, not in the queue.
     """
 
     __slots__ = (
-        "admitted", "block_size", "copying", "groups", "growth", "live", "next_arrival", "partial", "preempting",
-        "queue", "running", "stalled", "tenants",
+        "admitted", "block_size", "copying", "groups", "growth", "live", "next_arrival", "partial", "planned",
+        "preempting", "queue", "running", "stalled", "tenants",
     )  # fmt: skip
 
     def __init__(self, block_size: int, groups: Items[KvGroup] = ()) -> None:
         self.block_size, self.groups = block_size, groups
         self.live: dict[SequenceId, Sequence] = {}
         self.tenants: dict[str, TenantUse] = {}
-        self.queue = WaitingQueue()
+        self.queue, self.planned = WaitingQueue(), PlannedStates()
         self.preempting: set[SequenceId] = set()
         self.copying: dict[SequenceId, bool] = {}
         self.stalled: tuple[SequenceId, ...] = ()
@@ -107,6 +109,16 @@ class SequenceTable:
         sequence.phase = phase
         if phase is SequencePhase.DRAINING_PREEMPT:
             self.preempting.add(sequence.id)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences without a block table."""
+        return len(self.queue) + len(self.planned.awaited)
+
+    def end_planned(self, state: BlockHash, owner: SequenceId | None = None) -> None:
+        """Forget a planned checkpoint, as `PlannedStates.end` does, and queue those again that have waited for it."""
+        for each in self.planned.end(state, owner):
+            self.queue.add_sequence(self.live[each])
 
     def count_tenant_use(self, sequence: Sequence, running: int, blocks: int) -> None:
         """Count what a tenant's running sequences hold more than before."""

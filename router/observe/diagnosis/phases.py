@@ -162,6 +162,9 @@ def _blocks_words(history: RequestHistory, outcome: Outcome) -> str:
     if first.reason == ShortfallReason.BEHIND:
         head = f"{first.head or 'another request'}, which goes first and needs {count(first.head_needed, unit)}"
         return f"it waited {at} behind {head}; {first.available} of {first.num_blocks} {unit}s were free or cached"
+    if first.reason == ShortfallReason.CHECKPOINT:
+        other = first.head or "another request"
+        return f"it waited {at} while {other} computed what both begin with, to go on from its checkpoint"
     return f"it waited {at} for {count(first.needed, unit)}, and {_holders_words(first, unit)}"
 
 

@@ -83,7 +83,8 @@ def _option(option: Option) -> str:
 
 
 def _short(shortfall: Shortfall, unit: str) -> str:
-    behind = f" behind {shortfall.head}" if shortfall.reason == ShortfallReason.BEHIND and shortfall.head else ""
+    others = (ShortfallReason.BEHIND, ShortfallReason.CHECKPOINT)
+    behind = f" behind {shortfall.head}" if shortfall.reason in others and shortfall.head else ""
     room = f"needs {count(shortfall.needed, unit)}, {shortfall.available} of {shortfall.num_blocks} are free or cached"
     return f"waits{behind} ({shortfall.reason}): it {room}"
 

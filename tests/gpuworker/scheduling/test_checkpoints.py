@@ -15,7 +15,7 @@ from common.contracts.types import TRIMMED, BlockId, KvGroup, KvGroupKind, Seque
 from gpuworker.scheduling.batch_plan import Checkpoint, StepPlan
 from gpuworker.scheduling.outcomes import Applied
 from tests.suites.protocol.agent_copies import agent_key
-from tests.support.gpuworker.agent_harness import Driver, blocks, keys, report_of
+from tests.support.gpuworker.agent_harness import EOS, Driver, blocks, keys, report_of
 
 GROUPS = (KvGroup(KvGroupKind.FULL, 0, 1, ()), KvGroup(KvGroupKind.STATE, 0, 3, ()))
 FIRST, SECOND, THIRD = keys(range(12), 4)
@@ -230,6 +230,105 @@ def test_a_reset_does_not_take_a_checkpoint_from_a_sequence_that_is_to_load_it()
     assert worker.plan().loads == states(1, 3, 4, 5)
 
 
+# ---------------------------------------------------------------- the tail
+
+
+def decoding(max_tokens: int = 12) -> Driver:
+    """Return a worker with a sequence of nine tokens, a checkpoint behind its second block, and a tail of pages 6 to 8.
+
+    Two steps have run: position 9 is computed next.
+    """
+    worker = Driver(num_blocks=40, groups=GROUPS, lease_target=4)
+    worker.lease([20, 21, 22, 23])
+    worker.submit(0, range(9), max_tokens)
+    granted(worker, admission(0, [0, 1, 2], [TRIMMED, 3, 6], [4, 5, 7, 8]))
+    worker.step()
+    worker.step()
+    report_of(worker)
+    return worker
+
+
+TAIL = states(0, 6, 7, 8)
+
+
+def test_each_full_block_of_a_decode_leaves_its_states_in_the_tail() -> None:
+    worker = decoding()
+    plans = []
+    for _ in range(8):
+        plans.append(worker.plan())
+        worker.complete(plans[-1])
+    assert [plan.rows[0].start for plan in plans if plan.saves] == [11, 15]
+    assert [plan.saves for plan in plans if plan.saves] == [TAIL, TAIL]
+    assert [each.block for each in worker.agent.inventory().cached_blocks] == [0, 1, 2, 20, 3], "it is not sealed"
+    worker.agent.check_invariants()
+
+
+@pytest.mark.parametrize("how", ["preempt", "cancel"])
+def test_a_sequence_that_leaves_seals_the_states_behind_its_last_full_block(how: str) -> None:
+    worker = decoding()
+    for _ in range(4):
+        worker.step()
+    if how == "preempt":
+        worker.preempt(0)
+    else:
+        worker.agent.cancel_sequence(SequenceId(0))
+    (*_, tail) = report_of(worker).seal
+    assert tail == (6, keys([*range(9), 50, 50, 50], 4)[2])
+    assert worker.agent.inventory().cached_blocks[-1].block == 6
+    worker.agent.check_invariants()
+    worker.lease([6, 7, 8])
+
+
+def test_a_tail_is_not_sealed_that_no_block_was_saved_in() -> None:
+    worker = decoding()
+    worker.step()
+    worker.agent.cancel_sequence(SequenceId(0))
+    assert report_of(worker).seal == ()
+    worker.lease([6, 7, 8])
+
+
+def test_a_tail_is_not_sealed_while_a_step_overwrites_it_for_tokens_that_are_not_accepted() -> None:
+    """Position 15 is planned with a token that turns out to end the sequence: the states of block 2 are gone then."""
+    worker = decoding()
+    for _ in range(5):
+        worker.step()
+    first, second = worker.plan(), worker.plan()
+    assert (first.saves, second.saves, second.rows[0].start) == ((), TAIL, 15)
+    worker.complete(first, EOS)
+    assert report_of(worker).finished == ()
+    worker.complete(second)
+    report = report_of(worker)
+    assert (len(report.finished), report.seal[-1]) == (1, (6, keys([*range(9), *[50] * 6, EOS], 4)[3]))
+
+
+def test_the_tail_of_a_prompt_that_ends_with_a_block_has_its_states_at_once() -> None:
+    worker = Driver(num_blocks=40, groups=GROUPS)
+    worker.submit(0, range(12))
+    granted(worker, admission(0, [0, 1, 2], [TRIMMED, 3, 6], [4, 5, 7, 8]))
+    assert [plan.saves for plan in (worker.plan(), worker.plan())] == [states(0, 3, 4, 5), TAIL]
+
+
+def test_an_inventory_has_the_tail_behind_the_checkpoints() -> None:
+    worker = decoding()
+    assert worker.agent.inventory().sequences[0].runs == ((TRIMMED, TRIMMED, 6),)
+    worker.agent.attached(4)
+    for _ in range(7):
+        worker.step()
+    assert worker.agent.inventory().sequences[0].runs == ((TRIMMED, TRIMMED, TRIMMED, 6),)
+
+
+def test_a_sequence_goes_on_from_a_tail() -> None:
+    worker = decoding()
+    for _ in range(4):
+        worker.step()
+    worker.agent.cancel_sequence(SequenceId(0))
+    report_of(worker)
+    worker.submit(1, [*range(9), 50, 50, 50, 7])
+    granted(worker, admission(1, [0, 1, 2, 30], [TRIMMED, TRIMMED, 6], [], shared=3))
+    plan = worker.plan()
+    assert (parts(plan), plan.loads) == ([(12, 1)], states(1, 6, 7, 8))
+
+
 # ---------------------------------------------------------------- growth
 
 
@@ -270,8 +369,8 @@ BAD: list[tuple[Admit, str]] = [
         "behind place 1, and block 2 before that, which is not full",
     ),
     (
-        admission(1, [0, 1, 10, 11], [TRIMMED, 3, TRIMMED, 12], [13, 14], shared=2),
-        "place 3, which its 13 tokens do not p",
+        admission(1, [0, 1, 10, 11, 15], [TRIMMED, 3, TRIMMED, TRIMMED, 12], [13, 14], shared=2),
+        "place 4, which its 13 tokens do not p",
     ),
     (admission(1, [0, 1, 10], [TRIMMED, 3, 4], [13, 14], shared=2), "grants page 4 anew, and shares block 3 of it"),
     (admission(1, [0, 1, 10], [TRIMMED, 3, 12], [13, 10], shared=2), "block 10 was granted anew while"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TypeVar
 
 from common.contracts.types import SequenceId
@@ -108,6 +109,7 @@ def _copy_sequence(old: Sequence) -> Sequence:
     twin.block_table = old.block_table.copy()
     twin.tables = tuple([table.copy() for table in old.tables])
     twin.checkpoints = next((table for table in twin.tables if table.checkpoints), None)
+    twin.tail = copy(old.tail)
     if isinstance(old.drafter, Guesser):
         twin.drafter = old.drafter.copy()
     return twin
@@ -166,4 +168,5 @@ def _sequence_key(sequence: Sequence) -> tuple[object, ...]:
         sequence.preemptions,
         sequence.leaves,
         sequence.loads,
+        sequence.tail and (sequence.tail.pages, sequence.tail.place, sequence.tail.saved),
     )

@@ -44,6 +44,8 @@ def ledger_key(ledger: Ledger) -> tuple[object, ...]:
         state.worker.resets.key(),
         tuple(state.sequences.copying.items()),
         tuple(sorted(state.store.cache.partials.first.items())),
+        state.store.states.key() if state.store.states is not None else None,
+        state.sequences.planned.key(),
         _partial_key(state) if state.config.grants_parts else None,
         _age_key(state) if state.config.max_wait else None,
     )
@@ -67,10 +69,14 @@ def _copy_state(old: LedgerState) -> LedgerState:
 def _copy_store(old: BlockStore, clock: Clock) -> BlockStore:
     new = BlockStore.__new__(BlockStore)
     new.config, new.blocks = old.config, _copy_blocks(old.blocks)
+    new.states = old.states.copy(new.blocks) if old.states is not None else None
     new.cache = _copy_cache(old.cache, new.blocks)
+    new.cache.states = new.states
     new.eviction = _copy_order(old, new)
     # No model retains or pins blocks, so there are no marks to copy.
-    new.retention = Retention(new.blocks, new.cache.entries, new.eviction, clock, old.config.retention_limits)
+    new.retention = Retention(
+        new.blocks, new.cache.entries, new.eviction, clock, old.config.retention_limits, old.config.block_pages
+    )
     new.pool = _copy_pool(old.pool, new)
     new.remembered = None
     return new
@@ -81,6 +87,7 @@ def _copy_sequences(old: SequenceTable) -> SequenceTable:
     new.live = {key: _copy_sequence(sequence) for key, sequence in old.live.items()}
     new.tenants, new.copying, new.preempting = old.tenants.copy(), old.copying.copy(), old.preempting.copy()
     new.queue, new.stalled, new.partial = _copy_queue(old.queue), old.stalled, old.partial
+    new.planned = old.planned.copy()
     new.running, new.admitted, new.growth = old.running, old.admitted, old.growth
     new.next_arrival = old.next_arrival
     return new
@@ -106,6 +113,7 @@ def _copy_pool(old: BlockPool, store: BlockStore) -> BlockPool:
     new.retention = store.retention
     new.marks, new.pinned = store.retention.marks, store.retention.pinned
     new.free, new.leased = old.free.copy(), old.leased
+    new.states, new.early = store.states, old.early
     new.others, new.cached_others = store.blocks.others, old.cached_others
     return new
 
@@ -156,7 +164,7 @@ def _copy_sequence(old: Sequence) -> Sequence:
 
 def _copy_run(old: Run) -> Run:
     new = Run(old.group, old.pages, old.checkpoints)
-    new.table, new.trimmed = old.table.copy(), old.trimmed
+    new.table, new.trimmed, new.asked = old.table.copy(), old.trimmed, old.asked
     return new
 
 
@@ -193,4 +201,5 @@ def _sequence_key(each: Sequence) -> tuple[object, ...]:
         each.id, each.num_tokens, each.max_blocks, each.priority, each.tenant, tuple(each.block_hashes), each.cacheable,
         each.fork_of, each.phase.value, tuple(each.block_table), each.n_shared, each.trimmed, each.recompute,
         each.copy_source, each.computed, each.preemptions, tuple([tuple(run.table) for run in each.runs]),
+        each.awaited, each.has_tail,
     )  # fmt: skip

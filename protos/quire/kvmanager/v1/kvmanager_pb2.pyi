@@ -1127,7 +1127,7 @@ class Pool(_message.Message):
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupUse]:
         """Where the pool has groups: what each of them holds. All numbers of blocks above are then numbers of pages, but for
-        retained and pinned blocks, evictions and prefix statistics.
+        pinned blocks, evictions and prefix statistics.
         """
 
     def __init__(

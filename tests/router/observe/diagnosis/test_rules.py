@@ -116,6 +116,16 @@ def test_a_wait_behind_the_head_of_the_queue_names_the_head() -> None:
     )
 
 
+def test_a_wait_for_a_checkpoint_names_whose_it_is() -> None:
+    slow = replace(CALM, before=seconds(blocks=1.8, prefill=0.1))
+    found = asked(slow, routed(), short(ShortfallReason.CHECKPOINT, head="twin"), granted(1.8))
+    assert found.verdict.sentence == (
+        "95 % of the 1.9 s to the first token: it waited at w0 while twin computed what both begin with, to go on from "
+        "its checkpoint."
+    )
+    assert any("waits behind twin (for a checkpoint of another sequence)" in each.sentence for each in found.steps)
+
+
 def test_a_wait_for_blocks_without_the_managers_record_is_not_known() -> None:
     slow = replace(CALM, before=seconds(blocks=1.8, prefill=0.1))
     found = asked(slow, routed(), unread=("the KV manager: no answer",))
@@ -675,9 +685,7 @@ def histories(draw: st.DrawFn) -> list[Decision]:
     grants = [granted(draw(st.floats(0.0, 10.0)), number=n) for n in range(draw(st.integers(0, 2)))]
     placements = [routed(*draw(st.permutations(HIT))), replace(routed(kind=DecisionKind.MIGRATION), time_ns=6_000)]
     records = [*grants, *placements[: outcome.placements]]
-    records += [short(draw(st.sampled_from([ShortfallReason.BLOCKS, ShortfallReason.BEHIND])))] * draw(
-        st.integers(0, 1)
-    )
+    records += [short(draw(st.sampled_from(list(ShortfallReason))))] * draw(st.integers(0, 1))
     records += [preempted()] * outcome.preemptions + [queued()] * outcome.queued
     return [*records, ended(replace(outcome, admissions=len(grants)))]
 
