@@ -46,7 +46,7 @@ async def test_streams_outlive_a_worker_and_a_manager(tmp_path: Path) -> None:
 
 
 async def test_a_chat_goes_on_from_checkpoints_also_behind_a_new_manager(tmp_path: Path) -> None:
-    """Each turn goes on where the prompt before ended; so it does at a manager that knows the inventory alone."""
+    """Each turn goes on behind the last answer; so it does at a manager that knows the inventory alone."""
     folder, answer = checkpoint("qwen3_next"), 12
     flags = ("--dtype", "float32", "--kv-blocks", "400", "--max-model-len", "160", "--max-num-seqs", "6")
     options = StackOptions(model=folder, block_size=4, worker_flags=flags)
@@ -56,7 +56,7 @@ async def test_a_chat_goes_on_from_checkpoints_also_behind_a_new_manager(tmp_pat
             outcome = await suite.generate(greedy(prompt, answer))
             tokens.append((outcome.tokens, hf_greedy(folder, prompt, answer)))
             assert cached_tokens(outcome) == before
-            before = (len(prompt) - 1) // 4 * 4
+            before = (len(prompt) + answer - 1) // 4 * 4
             prompt = [*prompt, *outcome.tokens, 7 + turn, 8]
             await suite.until_all_free(1)
             if turn == 1:
@@ -85,3 +85,16 @@ async def test_the_second_chat_with_one_system_prompt_goes_on_behind_it(tmp_path
             assert (await suite.generate(alone)).tokens == outcome.tokens
             assert (cached_tokens(outcome) > len(system)) == bool(number)
             await suite.until_all_free(1)
+
+
+async def test_prompts_that_come_at_once_go_on_from_the_checkpoint_of_the_first(tmp_path: Path) -> None:
+    """Whoever is admitted first computes the prompt. The others wait for its checkpoint, or come when it is there."""
+    folder, prompt = checkpoint("qwen3_next"), [3 + n % 40 for n in range(101)]
+    flags = ("--dtype", "float32", "--kv-blocks", "900", "--max-model-len", "160", "--max-num-seqs", "6")
+    options = StackOptions(model=folder, block_size=4, worker_flags=(*flags, "--max-num-batched-tokens", "16"))
+    async with running_suite(tmp_path, options) as suite:
+        outcomes = await asyncio.gather(*(suite.generate(greedy([*prompt, n], 8)) for n in (7, 7, 7, 7)))
+        assert sorted(map(cached_tokens, outcomes)) == [0, 100, 100, 100]
+        wanted = hf_greedy(folder, [*prompt, 7], 8)
+        assert all(outcome.tokens == wanted for outcome in outcomes)
+        await suite.until_all_free(1)

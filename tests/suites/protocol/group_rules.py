@@ -88,9 +88,11 @@ def evict_parents_first(sequence: Sequence) -> Iterator[BlockId]:
     yield from sorted(every, key=lambda block: block in runs)
 
 
-def count_no_children_in_runs(store: BlockStore, block: BlockId, key: BlockHash, parent: BlockHash) -> None:
+def count_no_children_in_runs(
+    store: BlockStore, block: BlockId, key: BlockHash, parent: BlockHash, before: BlockId | None = None
+) -> None:
     """A block of a run has no parent, so a full block may be evicted under it."""
-    _publish_new(store, block, key, parent)
+    _publish_new(store, block, key, parent, before)
     if store.blocks.group[block]:
         store.blocks.children[store.cache.entries[parent]] -= 1
 

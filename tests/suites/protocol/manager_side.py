@@ -29,6 +29,8 @@ class ManagerSide(State):
             max_preemptions=self.scenario.max_preemptions,
             chunked_grants=self.scenario.first_part > 0,
             first_part=self.scenario.first_part,
+            least_saved=self.scenario.least_saved,
+            tail_share=self.scenario.tail_share,
             max_wait=self.scenario.max_wait,
             in_turn=self.scenario.in_turn,
         )

@@ -59,9 +59,10 @@ class Scenario:
     """Sizes and requests of one world. `faults` bounds each kind; `max_faults` all of them together.
 
     `partly`: parts of cached blocks are reused, although blocks are small. `first_part`: prompts begin with so many
-    slots of their blocks and get the others later; 0: with all. `admissions`: those of one batch at most, where a
-    report is answered; None: any number. `max_wait`: after so many seconds a sequence is old, and after `in_turn`
-    admissions by priority one that is old comes next; the clock stands still but for the fault "age".
+    slots of their blocks and get the others later; 0: with all. `least_saved`: a checkpoint that saves more tokens is
+    waited for. `tail_share`: the part of the pool that tails take at most. `admissions`: those of one batch at most,
+    where a report is answered; None: any number. `max_wait`: after so many seconds a sequence is old, and after
+    `in_turn` admissions by priority one that is old comes next; the clock stands still but for the fault "age".
     Where the pool has `groups`, `num_blocks` counts pages.
     """
 
@@ -78,6 +79,8 @@ class Scenario:
     max_preemptions: int = 4
     partly: bool = False
     first_part: int = 0
+    least_saved: int = 64
+    tail_share: float = 0.125
     admissions: int | None = None
     max_wait: float = 0.0
     in_turn: int = 1

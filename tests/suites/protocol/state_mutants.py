@@ -14,14 +14,14 @@ begun. What stands for each of the specification's, by its number:
     65      65, and 92 of checkpoints
     66      66a, 66b
     67-69   67a, 68a, 69a of windows, 67b, 68b, 69b of checkpoints
-    70      none: a state behind the last token that counts wants a row behind it, as drafts would make; I31 looks
+    70      none: a row of one token is planned behind the result of the row before the last one; I31 looks
     71      no violation: the seal of a block that is free is ignored, and nothing ever hits; the exact tests of
             tests/kvmanager/ledger/test_checkpoints.py fail
     72      72 at the worker, 96 at the manager
     73      73
     74      74
-    75      none: nobody awaits a checkpoint, and what is to be saved is not shared (93a, 93b)
-    76, 77  none: a worker whose layers keep states refuses drafts
+    75      75
+    76, 77  none: no message tells of drafts; tests/gpuworker/runner/test_drafted_states.py finds both
     78      78a of windows, 78b of checkpoints
     79      79a of windows, 79b of checkpoints
     80      80
@@ -40,8 +40,9 @@ from gpuworker.scheduling.step_scheduler import StepScheduler
 from kvmanager.cache.block_pool import BlockPool
 from kvmanager.cache.group_match import GroupMatcher
 from kvmanager.cache.prefix_cache import PrefixCache
-from kvmanager.ledger import block_granter, rebuild
+from kvmanager.ledger import block_granter, rebuild, report_applier
 from kvmanager.ledger.block_store import BlockStore
+from kvmanager.ledger.sequence_table import SequenceTable
 from tests.suites.protocol.group_rules import (
     count_no_children_in_runs,
     free_first_pages_alone,
@@ -54,7 +55,7 @@ from tests.suites.protocol.group_rules import (
 from tests.suites.protocol.manager_rules import EVICTING_AHEAD
 from tests.suites.protocol.mutant import CALM, HASTY, Exhaustive, Mutant, Walks
 from tests.suites.protocol.state_rules import (
-    end_with_the_prompt,
+    follow_nothing,
     forget_what_is_to_be_saved,
     go_on_past_checkpoints,
     hit_with_earlier_states,
@@ -70,6 +71,7 @@ from tests.suites.protocol.state_rules import (
     share_with_forks,
     trim_ahead_of_saves,
     wait_for_what_is_hit,
+    wake_nobody,
 )
 from tests.suites.protocol.worker_rules import report_the_release_at_once
 
@@ -229,10 +231,17 @@ STATE_MUTANTS = (
         ("I2",),
     ),
     Mutant(
+        "75",
+        "a sequence waits on when the one has left whose checkpoint it waits for",
+        ((SequenceTable, "end_planned", wake_nobody),),
+        Walks("state_chats", faults=CALM),
+        ("I1",),
+    ),
+    Mutant(
         "97",
-        "a checkpoint stands at the last full block of a prompt, even if that has its last token",
-        ((block_granter, "_with_checkpoints", end_with_the_prompt),),
-        Exhaustive("state_together"),
+        "a tail is what was granted, wherever its sequence has left its states",
+        ((report_applier, "_follow_tail", follow_nothing),),
+        Walks("state_tails", faults=CALM),
         ("I2",),
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from common.contracts.lease import GrantBatch, Inventory, InventorySequence
-from common.contracts.types import TRIMMED, BlockId, KvGroupKind
+from common.contracts.types import TRIMMED, BlockHash, BlockId, KvGroupKind, SequenceId
 from gpuworker.scheduling.batch_plan import Checkpoint, ScheduledRow
 from gpuworker.scheduling.lease_agent import BlockCloser, LeaseAgent
 from gpuworker.scheduling.outcomes import Applied
@@ -13,19 +13,19 @@ from gpuworker.scheduling.sequence import Sequence as WorkerSequence
 from gpuworker.scheduling.step_scheduler import Composition, StepScheduler
 from kvmanager.cache.group_match import GroupMatch, GroupMatcher
 from kvmanager.cache.prefix_cache import RememberedMatch, RunHits
-from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Run, Sequence
 from kvmanager.ledger import block_granter, rebuild
 from kvmanager.ledger.block_granter import GrantPlan
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.ledger_state import LedgerState
+from kvmanager.ledger.sequence_table import SequenceTable
 
 _inventory = LeaseAgent.inventory
 _match, _apply_grant, _seal_runs = GroupMatcher.match, LeaseAgent.apply_grant, BlockCloser._seal_runs
 _trim_runs = BlockCloser._trim_runs
 _note_states, _requeue = StepScheduler._note_states, WorkerSequence.requeue
 _append_run_block, _restore_tables = BlockStore.append_run_block, rebuild._restore_tables
-_plan_on_hits, _with_checkpoints = block_granter._plan_on_hits, block_granter._with_checkpoints
+_plan_on_hits = block_granter._plan_on_hits
 
 
 # ---------------------------------------------------------------- the worker
@@ -137,12 +137,14 @@ def wait_for_what_is_hit(state: LedgerState, sequence: Sequence, found: Remember
     return _plan_on_hits(state, sequence, found)
 
 
-def end_with_the_prompt(config: LedgerConfig, sequence: Sequence, plan: GrantPlan, sealed: int) -> GrantPlan:
-    """A checkpoint stands at the last full block of a prompt, even if that has the last token."""
-    found = _with_checkpoints(config, sequence, plan, sealed)
-    if not found.checkpoints or sequence.num_tokens % config.block_size:
-        return found
-    return replace(found, checkpoints=(*found.checkpoints[:-1], found.checkpoints[-1] + 1))
+def wake_nobody(sequences: SequenceTable, state: BlockHash, owner: SequenceId | None = None) -> None:
+    """Who waits for a checkpoint is forgotten with it."""
+    sequences.planned.end(state, owner)
+
+
+def follow_nothing(_state: LedgerState, _block: BlockId, _block_hash: BlockHash) -> bool:
+    """A tail stays where it was granted."""
+    return False
 
 
 def share_what_is_to_be_saved(store: BlockStore, block: BlockId, sequence: Sequence, run: Run) -> None:
