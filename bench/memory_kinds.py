@@ -28,6 +28,7 @@ from bench.lib.harness import median_interval, parser, progress, report
 from bench.lib.kv_groups import HYBRIDS, MODELS, capacity_figures, hit_figures, hybrid_hit_figures
 from bench.lib.models import data_plane, plane_worker
 from bench.lib.one_kind import one_kind_figures
+from bench.lib.state_traces import trace_figures
 from bench.lib.workers import BenchWorker, Run, random_prompts
 from common.contracts.types import KvGeometry
 from gpuworker.attention.backends import make_backend
@@ -214,9 +215,13 @@ def hybrid_figures(rounds: int) -> Iterator[tuple[str, float, str]]:
             yield f"hosted_hybrid_{rows}", median, words
 
 
+_TRACES = "traces"
+"""Of models whose layers keep states; they take minutes."""
+
+
 def main() -> None:
     flags = parser(__doc__)
-    named = list(dict.fromkeys([*SHAPES, *MODELS, *HYBRIDS]))
+    named = list(dict.fromkeys([*SHAPES, *MODELS, *HYBRIDS, _TRACES]))
     flags.add_argument("--only", choices=named, nargs="+", default=named, help="some models")
     flags.add_argument("--rounds", type=int, default=7, help="rounds of the rates; 0 takes none")
     flags.add_argument("--older", type=Path, metavar="TREE", help="a checkout of this project to compare with")
@@ -228,6 +233,8 @@ def main() -> None:
             found += [*capacity_figures(name), *hit_figures(name)]
         if name in HYBRIDS:
             found += hybrid_hit_figures(name)
+    if _TRACES in args.only:
+        found += trace_figures()
     if args.older is not None:
         found += one_kind_figures(args.older, args.older_rounds)
     if args.rounds:

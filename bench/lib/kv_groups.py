@@ -146,11 +146,11 @@ def _bytes_in_vllm(layers: Sequence[Layers], length: int) -> int:
 
 
 class Pair:
-    """A worker's agent and its ledger, without anything between them; nothing is evicted unless `blocks` are few."""
+    """A worker's agent and its ledger, without anything between them."""
 
-    def __init__(self, geometry: KvGeometry, tokens: int, blocks: int = 0) -> None:
+    def __init__(self, geometry: KvGeometry, blocks: int) -> None:
+        """The pool has so many blocks, or pages."""
         groups, ids = geometry.groups, itertools.count()
-        blocks = blocks or 4 * (sum(group.pages for group in groups) or 1) * tokens // _BLOCK_SIZE
         config = LedgerConfig(blocks, _BLOCK_SIZE, window=geometry.window, groups=groups)
         self._ledger = Ledger(config, ManualClock(), lambda: str(next(ids)))
         self._ledger.rebuild(Inventory())
@@ -159,15 +159,28 @@ class Pair:
         self._agent.attached(0)
         self._ids = itertools.count()
 
-    def serve(self, prompt: Sequence[int], output: int, marked: int = 0) -> tuple[int, list[int]]:
-        """Serve a request alone; return its cached tokens, and prompt and output. It retains `marked` tokens."""
-        digests = block_digests(bytes(32), prompt, _BLOCK_SIZE)
-        hashes, last = tuple(map(block_hash_of, digests)), digests[-1] if digests else bytes(32)
-        number, length = SequenceId(next(self._ids)), len(prompt) + output
-        marks = (RetainedTokens(0, marked, 60, 300.0).blocks(_BLOCK_SIZE),) if marked else ()
-        stop = StopRule(output)
-        new = NewSequence(number, "", tuple(prompt), hashes, last, length, stop, retention=marks)
-        self._agent.submit_sequence(new)
+    @classmethod
+    def without_want(cls, geometry: KvGeometry, tokens: int) -> Pair:
+        """Return a pair with a pool in which nothing is evicted while it has served no more than so many tokens."""
+        return cls(geometry, 4 * (sum(group.pages for group in geometry.groups) or 1) * tokens // _BLOCK_SIZE)
+
+    def present(self, prompt: Sequence[int]) -> int:
+        """Return how many of a prompt's leading tokens have K and V, in blocks that may be hits."""
+        hashes = tuple(map(block_hash_of, block_digests(bytes(32), prompt[:-1], _BLOCK_SIZE)))
+        return self._ledger.leading_blocks(hashes) * _BLOCK_SIZE
+
+    def serve(self, prompt: Sequence[int], output: Sequence[int], marked: int = 0, priority: int = 60) -> int:
+        """Serve a request alone, and return its cached tokens. Its first `marked` tokens have a priority of retention.
+
+        `output` are the tokens that it samples, the last of which is not computed.
+        """
+        return self.serve_together([prompt], output, marked, priority)
+
+    def serve_together(
+        self, prompts: Sequence[Sequence[int]], output: Sequence[int], marked: int = 0, priority: int = 60
+    ) -> int:
+        """Serve requests that come at once, and sample the same; return their cached tokens, all together."""
+        sampled = {self._submit(prompt, len(output), marked, priority): iter(output) for prompt in prompts}
         cached = 0
         while self._agent.has_work:
             if (said := self._agent.take_report()) is not None:
@@ -175,11 +188,20 @@ class Pair:
                 if (batch := self._ledger.schedule()) is not None:
                     cached += sum(admit.cached_tokens for admit in self._agent.apply_grant(batch).admitted)
             if (plan := self._agent.plan()) is not None:
-                sampled = {row.sequence: (1,) for row in plan.rows if row.samples}
-                self._agent.complete(StepResult(plan.step, sampled))
+                tokens = {row.sequence: (next(sampled[row.sequence]),) for row in plan.rows if row.samples}
+                self._agent.complete(StepResult(plan.step, tokens))
         if (said := self._agent.take_report()) is not None:
             self._ledger.apply_report(said)
-        return cached, [*prompt, *[1] * output]
+        return cached
+
+    def _submit(self, prompt: Sequence[int], output: int, marked: int, priority: int) -> SequenceId:
+        digests = block_digests(bytes(32), prompt, _BLOCK_SIZE)
+        hashes, last = tuple(map(block_hash_of, digests)), digests[-1] if digests else bytes(32)
+        number, length = SequenceId(next(self._ids)), len(prompt) + output
+        marks = (RetainedTokens(0, marked, priority, 300.0).blocks(_BLOCK_SIZE),) if marked else ()
+        stop = StopRule(output)
+        self._agent.submit_sequence(NewSequence(number, "", tuple(prompt), hashes, last, length, stop, retention=marks))
+        return number
 
 
 def hit_figures(name: str) -> Iterator[Figure]:
@@ -200,20 +222,34 @@ def hybrid_hit_figures(name: str) -> Iterator[Figure]:
     """Yield the same of a model whose layers keep states; the best possible is that of full attention."""
     geometry = geometry_with_states(name)
     yield f"least_hit_{name}", least_hit(geometry), _LEAST
-    words = "cached tokens of a system prompt of 240, over all"
-    for number, share in enumerate(itertools.islice(_shared_prompts(geometry, 240), 3), 1):
-        yield f"hits_{name}_system_240_request_{number}", share, f"{words}, in request {number}"
-    _, second = itertools.islice(_shared_prompts(geometry, 240, marked=240), 2)
-    yield f"hits_{name}_system_240_marked", second, f"{words}, in request 2, where requests mark its end"
+    for shared in (240, 2000):
+        words = f"cached tokens of a system prompt of {shared}, over all"
+        for number, share in enumerate(itertools.islice(_shared_prompts(geometry, shared), 3), 1):
+            yield f"hits_{name}_system_{shared}_request_{number}", share, f"{words}, in request {number}"
+        _, second = itertools.islice(_shared_prompts(geometry, shared, marked=shared), 2)
+        yield f"hits_{name}_system_{shared}_marked", second, f"{words}, in request 2, where requests mark its end"
     yield f"resume_share_{name}_chat", _chat(geometry), "cached tokens of eight turns, over those of full attention"
+    yield (
+        f"burst_prefix_{name}",
+        _burst(geometry),
+        "tokens computed of 16 prompts at once with 768 alike, over the least",
+    )
+
+
+def _burst(geometry: KvGeometry) -> float:
+    pair, prefix, own = Pair.without_want(geometry, 32 * 1024), list(range(2, 770)), 64
+    prompts = [[*prefix, *range(1000 + 100 * number, 1000 + 100 * number + own)] for number in range(16)]
+    cached = pair.serve_together(prompts, [1] * 20, len(prefix))
+    return (len(prompts) * (len(prefix) + own) - cached) / (len(prefix) + len(prompts) * own)
 
 
 def least_hit(geometry: KvGeometry, blocks: int = 0) -> int:
     """Return the tokens of the shortest prefix that hits once two other prompts began with it; 0 where none does."""
     for shared in range(1, 2 * _BLOCK_SIZE):
-        pair, prefix = Pair(geometry, 1024, blocks), list(range(2, 2 + shared))
+        pair = Pair(geometry, blocks) if blocks else Pair.without_want(geometry, 1024)
+        prefix = list(range(2, 2 + shared))
         tails = ([9000 + number, *[7] * (max(0, _BLOCK_SIZE - shared))] for number in range(3))
-        cached = [pair.serve([*prefix, *tail], 1)[0] for tail in tails]
+        cached = [pair.serve([*prefix, *tail], [1]) for tail in tails]
         if cached[-1]:
             return shared
     return 0
@@ -221,17 +257,17 @@ def least_hit(geometry: KvGeometry, blocks: int = 0) -> int:
 
 def _shared_prompts(geometry: KvGeometry, shared: int, marked: int = 0) -> Iterator[float]:
     """Yield how much of a system prompt is cached in each of many requests; they retain `marked` tokens."""
-    pair, system = Pair(geometry, 16 * 1024), list(range(2, 2 + shared))
+    pair, system = Pair.without_want(geometry, 16 * 1024), list(range(2, 2 + shared))
     for number in itertools.count():
-        cached, _ = pair.serve([*system, *range(9000 + 500 * number, 9100 + 500 * number)], 40, marked)
+        cached = pair.serve([*system, *range(9000 + 500 * number, 9100 + 500 * number)], [1] * 40, marked)
         yield cached / (shared // _BLOCK_SIZE * _BLOCK_SIZE)
 
 
 def _chat(geometry: KvGeometry) -> float:
-    pair, history, got, best = Pair(geometry, 16 * 1024), list(range(2, 302)), 0, 0
+    pair, history, got, best = Pair.without_want(geometry, 16 * 1024), list(range(2, 302)), 0, 0
     for turn in range(8):
-        cached, history = pair.serve(history, 200)
-        got += cached
-        best += 0 if not turn else (len(history) - 200 - 50 - 1) // _BLOCK_SIZE * _BLOCK_SIZE
+        got += pair.serve(history, [1] * 200)
+        best += 0 if not turn else (len(history) - 50 - 1) // _BLOCK_SIZE * _BLOCK_SIZE
+        history += [1] * 200
         history += range(10_000 + 50 * turn, 10_050 + 50 * turn)
     return got / best
