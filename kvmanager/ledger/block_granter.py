@@ -70,9 +70,10 @@ class GrantPlan:
 
 
 def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[Copy], list[Admit]]:
-    """Admit the next sequence while it fits, `most` sequences at once."""
+    """Admit the next sequence while it fits, `most` at once. One that begins to wait for states counts too."""
     copies: list[Copy] = []
     admits: list[Admit] = []
+    waits = 0
     sequences, admission = state.sequences, state.admission
     admission.blocked_by = ""
     if not sequences.queue:
@@ -82,7 +83,7 @@ def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[C
         return copies, admits
     fresh, part = set[BlockId](), sequences.find_begun_prompt()
     while sequences.queue:
-        if len(admits) == most:
+        if len(admits) + waits == most:
             admission.blocked_by = "batch"
             break
         turn = grant_order.next_turn(state)
@@ -93,7 +94,8 @@ def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[C
         if sequences.admitted >= count_places(state, sequence):
             admission.blocked_by = "places"
             break
-        if _waits_for_states(state, sequence):
+        if state.store.states is not None and _waits_for_states(state, sequence):
+            waits += 1
             continue
         plan = plan_admission(state, sequence)
         if plan is None and state.give_up_copy_sources():

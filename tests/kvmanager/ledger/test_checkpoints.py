@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.contracts.errors import ProtocolViolation
-from common.contracts.lease import Admit, CachedBlock, Inventory, InventorySequence, Reserve, RetainedBlocks
+from common.contracts.lease import Admit, CachedBlock, Inventory, InventorySequence, Report, Reserve, RetainedBlocks
 from common.contracts.types import (
     TRIMMED,
     BlockId,
@@ -359,6 +359,16 @@ def test_it_waits_no_longer_than_the_checkpoint_is_planned(columns: dict[str, An
     # A preempted sequence has the older place; it leaves the checkpoint now, for which the other waits no second time.
     assert [(each.sequence, each.n_shared) for each in batch.admit][-1:] == [(2, 0)]
     ledger.check_invariants()
+
+
+def test_those_that_begin_to_wait_count_to_what_one_batch_admits() -> None:
+    """Each of them costs a look at its whole prompt, and other workers wait for their grants meanwhile."""
+    ledger = with_states(200)
+    ledger.apply_report(Report(0, reserve=tuple(asked(number, LONGER) for number in range(1, 8))))
+    batches = [ledger.schedule(3) for _ in range(3)]
+    assert [each and len(each.admit) for each in batches] == [1, None, None]
+    assert len(ledger.state.sequences.planned.awaited) == 6
+    assert not ledger.has_more
 
 
 def test_one_that_waits_can_leave() -> None:
