@@ -130,7 +130,10 @@ def test_what_cannot_take_the_native_path_on_cuda_is_said_before_weights_are_rea
     int4 = why_not_native(make_case("llama").config, replace(source, quantization="int4"), cuda)
     assert int4 == "on CUDA linears are not quantised at start, to int4 or else"
     other = why_not_native(GPT2Config(), source, cuda)
-    assert other == "gpt2 is not of the Llama family (llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe)"
+    families = (
+        "llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe, lfm2, qwen3_next, qwen3_5_text, qwen3_5_moe_text"
+    )
+    assert other == f"gpt2 is not of the Llama family ({families})"
 
 
 def test_the_ledger_keeps_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
