@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.contracts.types import Decision, DecisionKind, SequenceId, SequencePhase
+from common.contracts.types import Decision, DecisionKind, SequenceId, SequencePhase, ShortfallReason
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger.ledger import Ledger
 
@@ -61,11 +61,16 @@ class OrderCheck:
             if not before.begun.by_age:
                 raise OrderBroken(f"{before.begun.name} is old, and a higher priority takes its turn")
             self._in_turn = 0
-        for grant in decisions:
-            if grant.kind is DecisionKind.GRANT:
-                sequence = next(each for each in before.waiting if each.name == grant.request_id)
-                self._check(sequence, bool(dict(grant.figures).get("passes")))
+        for each in decisions:
+            if each.kind is DecisionKind.GRANT:
+                sequence = self._find(each)
+                self._check(sequence, bool(dict(each.figures).get("passes")))
                 before.waiting.remove(sequence)
+            elif ShortfallReason.CHECKPOINT in each.reasons:
+                before.waiting.remove(self._find(each))  # others pass it while it waits
+
+    def _find(self, decision: Decision) -> Sequence:
+        return next(each for each in self._before.waiting if each.name == decision.request_id)
 
     def _check(self, sequence: Sequence, passes: bool) -> None:
         before, begun = self._before, self._before.begun
