@@ -154,7 +154,7 @@ def byte_figures(name: str, shape: Shape) -> Iterator[tuple[str, float, str]]:
 def _plane(shape: Mapping[str, object] = _SMALL) -> ModelPlane:
     slots = _ROWS * (_PROMPT_TOKENS + _OUTPUT_TOKENS + 2 * _BLOCK_SIZE)
     options = {"device": "cpu", "dtype": "float32", "kv_blocks": slots // _BLOCK_SIZE, "block_size": _BLOCK_SIZE}
-    return data_plane(None, shape, max_num_seqs=_ROWS, prefix_caching=False, **options)
+    return data_plane(None, shape, model_impl="transformers", max_num_seqs=_ROWS, prefix_caching=False, **options)
 
 
 def _rates(worker: BenchWorker, seed: int) -> tuple[float, float]:

@@ -190,7 +190,8 @@ def with_states(stack: ExitStack, args: argparse.Namespace) -> dict[str, float]:
     """Measure one stream that copies, of a model whose layers keep states."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-bench-states-")))
     write_copying_hybrid(folder, args.faint, COPYING_SHAPES[args.target])
-    both, rounds = pair(stack, str(folder), args, dtype="float32", device="cpu"), list[list[Copied]]()
+    hosted = {"dtype": "float32", "device": "cpu", "model_impl": "transformers"}
+    both, rounds = pair(stack, str(folder), args, **hosted), list[list[Copied]]()
     for turn in range(-1, args.rounds):  # the first one warms up
         rounds.append([_copied(both, prompt, f"{turn}.{number}") for number, prompt in enumerate(begun_texts(2))])
         progress(f"copies of a model with states, round {turn + 1} of {args.rounds}", end=True)
