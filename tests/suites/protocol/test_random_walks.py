@@ -45,12 +45,12 @@ def test_a_manager_that_evicts_ahead_and_grants_in_another_order_does_no_harm() 
     for patch in patches:
         patch.start()
     try:
-        walk_many("mixed", first_seed=0, walks=20)
-        walk_many("tight", first_seed=0, walks=20)
-        walk_many("compound_mixed", first_seed=0, walks=20)
-        walk_many("three", first_seed=0, walks=20)
-        walk_many("state_mixed", first_seed=0, walks=20)
-        walk_many("state_window_mixed", first_seed=0, walks=20)
+        walk_many("mixed", first_seed=0, walks=8)
+        walk_many("tight", first_seed=0, walks=8)
+        walk_many("compound_mixed", first_seed=0, walks=8)
+        walk_many("three", first_seed=0, walks=8)
+        walk_many("state_mixed", first_seed=0, walks=8)
+        walk_many("state_window_mixed", first_seed=0, walks=8)
     finally:
         for patch in patches:
             patch.stop()
@@ -61,7 +61,7 @@ def test_a_manager_that_evicts_ahead_and_grants_in_another_order_does_no_harm() 
 @pytest.mark.parametrize("name", ["mixed", "tight", "compound_mixed", "three", "three_tenants", "state_tight"])
 def test_walks_under_other_policies_of_eviction(policy: str, name: str) -> None:
     with mock.patch.object(World, "eviction", policy):
-        walk_many(name, first_seed=0, walks=15)
+        walk_many(name, first_seed=0, walks=6)
 
 
 @pytest.mark.exhaustive
