@@ -132,6 +132,8 @@ _SHARED = (
 )
 # The tests of these share nothing, and each takes long.
 _EACH_ALONE = "cli/suite/test_ports.py cli/test_folders.py suites/models suites/protocol suites/triton_interpreted"
+# The expressions of `make test` and `make test-rest`.
+_TEST, _TEST_REST = "not clients and not rest", "clients or rest"
 _ONLY_WHEN_NAMED = ("exhaustive", "frameworks", "fuzz", "prometheus")
 
 
@@ -183,7 +185,23 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if config.getoption("fast") and _needs(collection_path) else None
+    if config.getoption("fast") and _needs(collection_path):
+        return True
+    return _is_of_the_other_part(collection_path, config.option.markexpr) or None
+
+
+def _is_of_the_other_part(path: Path, expression: str) -> bool:
+    """Tell whether `make test` or `make test-rest` runs no test of a file or a folder, which then is not imported.
+
+    Each process of tests imports what it collects, and the files of either part take it some seconds.
+    """
+    of_rest = any(need in ("clients", "rest") for need in _needs(path))
+    if expression == _TEST:
+        return of_rest
+    if expression != _TEST_REST or of_rest or not path.name.startswith("test_"):
+        return False
+    # A test on a level of native code may be of the rest by its parameters.
+    return not _within(path, "gpuworker") and "mark.rest" not in path.read_text()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
