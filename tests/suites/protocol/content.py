@@ -91,6 +91,20 @@ def as_part(node: int, part: int) -> int:
     return part << 32 | node
 
 
+@cache
+def _key_of(slots: tuple[int, ...], part: int) -> BlockHash | None:
+    """Return the key of the block whose slots these are, as a part of its place."""
+    nodes = [slot - as_part(NOTHING, part) for slot in slots]
+    node = nodes[-1]
+    if not NOTHING < node < len(_parents) or _depths[node] % len(nodes):
+        return None
+    for index in range(len(nodes) - 1, -1, -1):
+        if nodes[index] != node:
+            return None
+        node = _parents[node]
+    return key(nodes[-1], len(nodes))
+
+
 def parent_key(of: BlockHash, block_size: int) -> BlockHash | None:
     """Return the key of the block before the one that `of` stands for; None for a first block."""
     before = ancestor(_nodes_of_keys[of], block_size)
@@ -116,23 +130,13 @@ class Device:
 
         Where the pool has groups, return it for a page, as a part of its place.
         """
-        slots = [slot - as_part(NOTHING, part) for slot in self.slots[block]]
-        node = slots[-1]
-        if not 0 <= node < len(_parents):
-            return None
-        if node == NOTHING or _depths[node] % self.block_size:
-            return None
-        for index in range(self.block_size - 1, -1, -1):
-            if slots[index] != node:
-                return None
-            node = _parents[node]
-        return key(slots[-1], self.block_size)
+        return _key_of(tuple(self.slots[block]), part)
 
     def state_in(self, page: BlockId, part: int) -> int | None:
         """Return the node behind whose token a page holds its part of the states; None: it holds no states."""
-        held = set(self.slots[page])
-        node = held.pop() - as_part(NOTHING, part)
-        return node if not held and NOTHING < node < len(_parents) else None
+        slots = self.slots[page]
+        node = slots[0] - as_part(NOTHING, part)
+        return node if NOTHING < node < len(_parents) and slots.count(slots[0]) == len(slots) else None
 
     def clone(self) -> Device:
         twin = Device(0, self.block_size)

@@ -104,7 +104,8 @@ class State:
     states: dict[SequenceId, int]
     # The copy of a part of a block that a sequence was granted last and that has not run, and the session of the grant.
     copying: dict[SequenceId, tuple[Copy, int]]
-    # Whether the last event may have changed the worker, and the managers; hashes of their parts of the key, if known.
+    # Whether an event since the last check may have changed the worker, and the managers; hashes of their parts of the
+    # key, if known.
     worker_touched: bool
     managers_touched: bool
     worker_hash: int | None

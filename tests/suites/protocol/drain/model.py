@@ -25,6 +25,8 @@ from tests.suites.protocol.scenario import Request, Scenario
 
 Event = tuple[str, int]
 FAULTS = ("crash", "lose_manager", "leave")
+OF_WORKER = frozenset({"plan", "complete", "down", "attach", "crash", "lose_manager"})
+"""Events that may change the worker of their number, or its manager; the others change neither worker."""
 PEACE_ROUNDS = 200
 # Seconds between two chances of the mover.
 _BEAT_S = 0.11
@@ -160,6 +162,9 @@ class DrainWorld:
         name, argument = event
         if name in FAULTS:
             self.faults_left[name] -= 1
+        if name in OF_WORKER:
+            worker = self.workers[argument]
+            worker.worker_touched = worker.managers_touched = True
         getattr(self, name)(argument)
         self.loop.settle()
 
