@@ -232,8 +232,10 @@ test-hosts: $(STAMP) ## Run each service in a network namespace; lose, delay and
 test-arm: $(STAMP) ## Run the tests of the kernels on an emulated ARM processor (root on Debian; 40 minutes)
 	$(BIN)/python -m tests.support.emulated $(ARGS)
 
-search: $(STAMP) ## Search the lease protocol's model at length (7 minutes), and print which mutant each search kills
-	$(PYTEST) -m exhaustive tests/suites/protocol
+search: $(STAMP) ## Run the longer versions of tests (searches of the protocol's model, kernels for every chip; 30 minutes); print which mutant each search kills
+	$(PYTEST) -m exhaustive tests
+	TRITON_INTERPRET=1 $(PYTEST) -m exhaustive tests/suites/triton_interpreted
+	$(BIN)/python -m pytest -m exhaustive tests/suites/triton_compiled
 	$(BIN)/python -m tests.suites.protocol.mutants
 	$(BIN)/python -m tests.suites.protocol.drain.mutants
 

@@ -98,9 +98,10 @@ def assert_quiet(ledger: Ledger) -> None:
 
 @pytest.mark.rest
 @pytest.mark.timeout(900)
-def test_soak_of_100_000_operations_over_100_blocks() -> None:
-    life = Life(100, 4, seed=21)
-    for number in range(100_000):
+@pytest.mark.parametrize("operations", [20_000, pytest.param(100_000, marks=pytest.mark.exhaustive)])
+def test_a_soak_over_100_blocks(operations: int) -> None:
+    life, share = Life(100, 4, seed=21), operations / 100_000
+    for number in range(operations):
         life.operate()
         if number % 50 == 0:
             life.ledger.check_invariants()
@@ -110,11 +111,11 @@ def test_soak_of_100_000_operations_over_100_blocks() -> None:
     totals = life.ledger.pool_counts().totals
     life.settle()
     assert_quiet(life.ledger)
-    assert min(life.seen.values()) > 1000
-    assert totals.preemptions > 100
-    assert totals.evictions > 1000
-    assert totals.prefix_hit_blocks > 1000
-    assert totals.recompute_hit_blocks > 100
+    assert min(life.seen.values()) > 1000 * share
+    assert totals.preemptions > 100 * share
+    assert totals.evictions > 1000 * share
+    assert totals.prefix_hit_blocks > 1000 * share
+    assert totals.recompute_hit_blocks > 100 * share
     assert totals.ignored_seals == 0
 
 

@@ -22,8 +22,8 @@ class Search(Protocol):
 
     def run(self) -> Found: ...
 
-    def shortened(self) -> Search:
-        """Return the same search, about as long as it needs to kill."""
+    def up_to(self, found: Found) -> Search:
+        """Return the part of this search that was needed to find what it found, without what came before."""
         ...
 
 
@@ -37,9 +37,8 @@ class Exhaustive:
     def run(self) -> Found:
         return exhaust(TINY[self.scenario], self.max_states, peace_every=5)
 
-    def shortened(self) -> Exhaustive:
-        """Return the same search, about as long as it needs to kill."""
-        return replace(self, max_states=4_000)
+    def up_to(self, found: Found) -> Exhaustive:
+        return replace(self, max_states=found.states)
 
     def __str__(self) -> str:
         return f"exhaustive: {self.scenario}"
@@ -47,7 +46,7 @@ class Exhaustive:
 
 @dataclass(frozen=True, slots=True)
 class Walks:
-    """Random walks through a larger world, from one seed on."""
+    """Random walks through a larger world, from one seed on: a mutant's search begins with the walk that kills it."""
 
     scenario: str
     first_seed: int = 0
@@ -55,9 +54,8 @@ class Walks:
     faults: tuple[str, ...] = tuple(ALL_FAULTS)
     pace: Pace = STEADY
 
-    def shortened(self) -> Walks:
-        """Return the same search, about as long as it needs to kill."""
-        return replace(self, walks=50)
+    def up_to(self, found: Found) -> Walks:
+        return self if found.seed is None else replace(self, first_seed=found.seed, walks=1)
 
     @property
     def world(self) -> Scenario:

@@ -129,7 +129,7 @@ STATE_MUTANTS = (
         "64",
         "a checkpoint that is hit is held until the admission, and not until it is loaded",
         ((LeaseAgent, "apply_grant", let_the_source_go),),
-        Walks("state_tenants", first_seed=100, faults=CALM, pace=HASTY),
+        Walks("state_tenants", first_seed=105, faults=CALM, pace=HASTY),
         ("I28",),
     ),
     Mutant(
@@ -192,7 +192,7 @@ STATE_MUTANTS = (
         "92",
         "a checkpoint is released ahead of the step that saves it",
         ((BlockCloser, "_trim_runs", trim_ahead_of_saves),),
-        Walks("state_mixed", faults=CALM),
+        Walks("state_mixed", first_seed=268, faults=CALM),
         ("I2", "I4", "I26"),
     ),
     Mutant(
@@ -213,7 +213,7 @@ STATE_MUTANTS = (
         "94",
         "a preempted sequence begins with the states that its former grant named",
         ((WorkerSequence, "requeue", keep_what_it_was_to_load),),
-        Walks("state_tenants", faults=CALM, pace=HASTY),
+        Walks("state_tenants", first_seed=115, faults=CALM, pace=HASTY),
         ("I28",),
     ),
     Mutant(
@@ -234,7 +234,7 @@ STATE_MUTANTS = (
         "75",
         "a sequence waits on when the one has left whose checkpoint it waits for",
         ((SequenceTable, "end_planned", wake_nobody),),
-        Walks("state_chats", faults=CALM),
+        Walks("state_chats", first_seed=5, faults=CALM),
         ("I1",),
     ),
     Mutant(

@@ -15,7 +15,7 @@ from tests.suites.protocol.world import World
 pytestmark = pytest.mark.usefixtures("worlds_without_cycles")
 
 POLICIES = ("lru", "frequency", "utility")
-MORE_SHAPES = tuple(range(first, first + 150) for first in range(45, 345, 150))
+MORE_SHAPES = tuple(range(first, first + 60) for first in range(45, 165, 60))
 PACES = (Pace(150, 0.03), Pace(250, 0.06), Pace(350, 0.1))
 
 
@@ -25,7 +25,7 @@ def walk_many(name: str, first_seed: int, walks: int) -> None:
         assert found.violation is None, f"seed {found.seed}, {pace}: {found.violation}\n{found.trace}"
 
 
-@pytest.mark.parametrize(("first_seed", "walks"), [(0, 6), pytest.param(6, 18, marks=pytest.mark.rest)])
+@pytest.mark.parametrize(("first_seed", "walks"), [(0, 4), pytest.param(4, 6, marks=pytest.mark.rest)])
 @pytest.mark.parametrize("name", LARGE)
 def test_walks_violate_nothing_and_end_in_peace(name: str, first_seed: int, walks: int) -> None:
     walk_many(name, first_seed, walks)
@@ -45,12 +45,12 @@ def test_a_manager_that_evicts_ahead_and_grants_in_another_order_does_no_harm() 
     for patch in patches:
         patch.start()
     try:
-        walk_many("mixed", first_seed=0, walks=8)
-        walk_many("tight", first_seed=0, walks=8)
-        walk_many("compound_mixed", first_seed=0, walks=8)
-        walk_many("three", first_seed=0, walks=8)
-        walk_many("state_mixed", first_seed=0, walks=8)
-        walk_many("state_window_mixed", first_seed=0, walks=8)
+        walk_many("mixed", first_seed=0, walks=3)
+        walk_many("tight", first_seed=0, walks=3)
+        walk_many("compound_mixed", first_seed=0, walks=3)
+        walk_many("three", first_seed=0, walks=3)
+        walk_many("state_mixed", first_seed=0, walks=3)
+        walk_many("state_window_mixed", first_seed=0, walks=3)
     finally:
         for patch in patches:
             patch.stop()
@@ -61,7 +61,7 @@ def test_a_manager_that_evicts_ahead_and_grants_in_another_order_does_no_harm() 
 @pytest.mark.parametrize("name", ["mixed", "tight", "compound_mixed", "three", "three_tenants", "state_tight"])
 def test_walks_under_other_policies_of_eviction(policy: str, name: str) -> None:
     with mock.patch.object(World, "eviction", policy):
-        walk_many(name, first_seed=0, walks=6)
+        walk_many(name, first_seed=0, walks=2)
 
 
 @pytest.mark.exhaustive

@@ -131,8 +131,8 @@ class AllMoves:
     def run(self) -> Found:
         return exhaust(DRAINS[self.scenario], self.max_states)
 
-    def shortened(self) -> AllMoves:
-        return replace(self, max_states=200)
+    def up_to(self, found: Found) -> AllMoves:
+        return replace(self, max_states=found.states)
 
     def __str__(self) -> str:
         return f"moves: {self.scenario}"
@@ -140,14 +140,15 @@ class AllMoves:
 
 @dataclass(frozen=True, slots=True)
 class MoveWalks:
-    """Random walks through a larger world, from seed 0 on."""
+    """Random walks through a larger world, from one seed on."""
 
     scenario: str
     walks: int = 100
+    first_seed: int = 0
 
     def run(self) -> Found:
         steps, found = 0, Found()
-        for seed in range(self.walks):
+        for seed in range(self.first_seed, self.first_seed + self.walks):
             found = walk(CROWDS[self.scenario], seed)
             steps += found.steps
             if found.violation is not None:
@@ -155,8 +156,8 @@ class MoveWalks:
         found.steps = found.states = steps
         return found
 
-    def shortened(self) -> MoveWalks:
-        return replace(self, walks=10)
+    def up_to(self, found: Found) -> MoveWalks:
+        return self if found.seed is None else replace(self, first_seed=found.seed, walks=1)
 
     def __str__(self) -> str:
         return f"move walks: {self.scenario}"
