@@ -5,20 +5,28 @@ Run in a process of their own (`pytest tests/suites/triton_compiled`): compiling
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from tests.suites.triton_compiled.compiling import CHIPS
-from tests.suites.triton_compiled.workloads import WORKLOADS, Attention, ExpertLayer, Results
+from tests.suites.triton_compiled.workloads import WORKLOADS, Attention, ExpertLayer, Results, is_quick
 
 WAIT_SECONDS = 500  # the first test of a chip waits for nearly all kernels of the chips before it
 
 
-@pytest.fixture(params=CHIPS, ids="sm_{}".format)
-def chip(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+def on_chips(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Run a test for every chip and each of these workloads."""
+    names = list(names)
+    pairs = [
+        pytest.param(chip, name, id=f"sm_{chip}-{name}", marks=() if is_quick(chip, name) else pytest.mark.exhaustive)
+        for chip in CHIPS
+        for name in names
+    ]
+    return pytest.mark.parametrize(("chip", "name"), pairs)
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@on_chips(WORKLOADS)
 def test_nothing_spills_and_all_fits(results: Results, chip: int, name: str) -> None:
     for found in results[chip, name].result(WAIT_SECONDS):
         assert found.stack_bytes == 0, found
@@ -27,15 +35,13 @@ def test_nothing_spills_and_all_fits(results: Results, chip: int, name: str) -> 
         assert found.registers * found.warps * 32 <= 65536, found
 
 
-@pytest.mark.parametrize("name", [name for name, workload in WORKLOADS.items() if isinstance(workload, Attention)])
+@on_chips(name for name, workload in WORKLOADS.items() if isinstance(workload, Attention))
 def test_a_layer_writes_attends_twice_and_merges(results: Results, chip: int, name: str) -> None:
     kernels = [found.kernel for found in results[chip, name].result(WAIT_SECONDS)]
     assert kernels == ["write_kv_kernel", "attend_kernel", "attend_kernel", "merge_kernel"]
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "mistral, large blocks", "llama, int8", "llama, fp8", "gemma2 9b", "gpt-oss"]
-)
+@on_chips(["llama", "mistral, large blocks", "llama, int8", "llama, fp8", "gemma2 9b", "gpt-oss"])
 def test_products_run_on_the_units_of_the_chip_behind_loads_ahead(results: Results, chip: int, name: str) -> None:
     prefill, decode = results[chip, name].result(WAIT_SECONDS)[1:3]
     assert prefill.matrix_unit == {80: "mma", 90: "wgmma", 100: "tcgen05"}[chip]
@@ -44,7 +50,7 @@ def test_products_run_on_the_units_of_the_chip_behind_loads_ahead(results: Resul
     assert decode.loads_ahead
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, int8", "llama, fp8", "qwen2 0.5b, float16", "gpt-oss"])
+@on_chips(["llama", "llama, int8", "llama, fp8", "qwen2 0.5b, float16", "gpt-oss"])
 def test_two_programs_at_least_decode_on_a_multiprocessor(results: Results, chip: int, name: str) -> None:
     """And with two tiles ahead in each, loads outlast what a program computes."""
     decode = results[chip, name].result(WAIT_SECONDS)[2]
@@ -52,13 +58,13 @@ def test_two_programs_at_least_decode_on_a_multiprocessor(results: Results, chip
     assert 2 * decode.registers * decode.warps * 32 <= 65536
 
 
-@pytest.mark.parametrize("name", [name for name, workload in WORKLOADS.items() if isinstance(workload, ExpertLayer)])
+@on_chips(name for name, workload in WORKLOADS.items() if isinstance(workload, ExpertLayer))
 def test_experts_are_chosen_grouped_multiplied_and_added_up(results: Results, chip: int, name: str) -> None:
     kernels = [found.kernel for found in results[chip, name].result(WAIT_SECONDS)]
     assert kernels == ["choose_kernel", "group_kernel", *2 * ["expert_product_kernel"], "add_up_kernel"]
 
 
-@pytest.mark.parametrize("name", ["mixtral 8x7b, a prefill", "mixtral 8x7b, a decode", "qwen3 30b a3b, float16"])
+@on_chips(["mixtral 8x7b, a prefill", "mixtral 8x7b, a decode", "qwen3 30b a3b, float16"])
 def test_products_by_expert_run_on_the_units_of_the_chip(results: Results, chip: int, name: str) -> None:
     gate_up, down = results[chip, name].result(WAIT_SECONDS)[2:4]
     prefill = {80: "mma", 90: "wgmma", 100: "tcgen05"}[chip]

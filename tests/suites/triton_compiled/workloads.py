@@ -145,7 +145,21 @@ WORKLOADS: dict[str, Workload] = {
     "experts in float32": ExpertLayer(512, 8, 2, 1024, 3072, torch.float32),
 }
 
+ON_EVERY_CHIP = frozenset(
+    {
+        *("llama", "llama, int8", "llama, fp8", "gemma2 9b", "gpt-oss", "deepseek v3, latents"),
+        *("mixtral 8x7b, a decode", "mixtral 8x7b, a prefill"),
+    }
+)
+"""Of each kind one, and of the largest kind all types. `.ci/run` compiles the others for one chip each, in turn."""
+
 Results = dict[tuple[int, str], "Future[list[Compiled]]"]
+
+
+def is_quick(chip: int, name: str) -> bool:
+    """Tell whether `.ci/run` compiles a workload for a chip; `make search` compiles every one for every chip."""
+    chips = list(CHIPS)
+    return name in ON_EVERY_CHIP or chips[list(WORKLOADS).index(name) % len(chips)] == chip
 
 
 def compiled(chip: int, name: str) -> list[Compiled]:
