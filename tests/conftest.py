@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
@@ -210,6 +211,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(need)
         if any(isinstance(value, str) and value in _middle_levels() for value in _parameters(item).values()):
             item.add_marker("rest")
+            # .ci/run runs half of the tests of each of these levels, of each level other ones.
+            if zlib.crc32(item.nodeid.encode()) % 2:
+                item.add_marker("exhaustive")
     unwanted = [name for name in _ONLY_WHEN_NAMED if name not in config.option.markexpr]
     if config.getoption("fast"):
         unwanted += ["plots", "rest", "searches"]

@@ -194,6 +194,13 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3Config", _LATENTS),
     "deepseek_v32": ("DeepseekV32Config", {**_LATENTS, "index_topk": 9, "index_n_heads": 16, "index_head_dim": 16}),
 }
+REPRESENTATIVES = frozenset(
+    {
+        *("llama", "gpt2", "mistral", "gemma2", "llama4_text", "mixtral", "deepseek_v3"),
+        *("qwen3_next", "lfm2", "minimax", "zaya", "mamba2"),
+    }
+)
+"""Of each kind of layers and of memory one: `.ci/run` tries these with blocks of every size, the others of one size."""
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": (
         "FalconConfig",

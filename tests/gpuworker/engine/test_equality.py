@@ -15,7 +15,7 @@ from common.settings.options import ModelImpl
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.native import library as native
 from gpuworker.plane.assembly import assemble
-from tests.support.checkpoints import WINDOW, checkpoint, hf_greedy
+from tests.support.checkpoints import REPRESENTATIVES, WINDOW, checkpoint, hf_greedy
 from tests.support.gpuworker.engine_harness import EngineDriver
 
 COUNT = 12
@@ -74,8 +74,14 @@ def prompts() -> list[list[int]]:
     return [*([rng.randrange(6, 264) for _ in range(n)] for n in lengths), *(shared + tail for tail in tails)]
 
 
-@pytest.mark.parametrize(("kind", "model_impl"), CASES)
-@pytest.mark.parametrize("block_size", [4, 16, 64, 256])
+CASES_AND_BLOCKS = [
+    pytest.param(kind, impl, size, marks=() if kind in REPRESENTATIVES or size == 16 else pytest.mark.exhaustive)
+    for kind, impl in CASES
+    for size in (4, 16, 64, 256)
+]
+
+
+@pytest.mark.parametrize(("kind", "model_impl", "block_size"), CASES_AND_BLOCKS)
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["cached", "uncached"])
 def test_tokens_equal_transformers(kind: str, model_impl: ModelImpl, block_size: int, prefix_caching: bool) -> None:
     wanted = [hf_greedy(checkpoint(kind), prompt, COUNT) for prompt in prompts()]

@@ -21,7 +21,7 @@ from gpuworker.sampling.native_sampler import RowFollower
 from gpuworker.sampling.rows import SampledRow
 from gpuworker.sampling.sampler import SamplingBatch
 from gpuworker.scheduling.batch_plan import ScheduledRow, StepNotBuilt, StepPlan
-from tests.support.checkpoints import EOS, SERVED, VOCAB_SIZE, checkpoint, hf_greedy
+from tests.support.checkpoints import EOS, REPRESENTATIVES, SERVED, VOCAB_SIZE, checkpoint, hf_greedy
 from tests.support.gpuworker.runner_harness import GREEDY, Driver, queued_on, runner_on, transformers_model
 
 A, B = SequenceId(1), SequenceId(2)
@@ -63,8 +63,14 @@ def prefill(sequence: SequenceId, start: int, length: int, blocks: Sequence[int]
 # ---------------------------------------------------------------- greedy output equals generate
 
 
-@pytest.mark.parametrize("block_size", [4, 16, 64, 256])
-@pytest.mark.parametrize("kind", SERVED)
+KINDS_AND_BLOCKS = [
+    pytest.param(kind, size, marks=() if kind in REPRESENTATIVES or size == 16 else pytest.mark.exhaustive)
+    for kind in SERVED
+    for size in (4, 16, 64, 256)
+]
+
+
+@pytest.mark.parametrize(("kind", "block_size"), KINDS_AND_BLOCKS)
 def test_greedy_output_of_a_mixed_batch_equals_generate(kind: str, block_size: int) -> None:
     runner = runner_on(transformers_model(checkpoint(kind)), block_size)
     driver = Driver(runner, block_size)
@@ -90,7 +96,9 @@ def test_greedy_output_of_queued_steps_equals_generate(kind: str, block_size: in
     assert [stream.output for stream in streams] == [hf_greedy(checkpoint(kind), p, count) for p, count, _ in cases]
 
 
-@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in REPRESENTATIVES else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in SERVED]
+)
 def test_greedy_output_alone_equals_generate(kind: str) -> None:
     runner = runner_on(transformers_model(checkpoint(kind)))
     driver = Driver(runner)
