@@ -7,7 +7,10 @@ import pytest
 from tests.support.bench_process import run_benchmark
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "lfm2", "qwen3_5"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_moe", "lfm2", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("mixtral", "qwen3_5"))],
+)
 def test_both_paths_are_timed_for_each_kind_of_step(family: str) -> None:
     figures, _ = run_benchmark(
         "moe", "--tiny", "--family", family, "--repeats", "3", "--threads", "1", "--prefill", "64"

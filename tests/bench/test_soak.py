@@ -11,6 +11,7 @@ from tests.support.bench_process import run_benchmark
 
 
 def test_seconds_of_a_plan_break_no_stream_change_no_token_and_leave_no_block(tmp_path: Path) -> None:
+    """The model has windows and states: what goes on behind a failure goes on from checkpoints."""
     plan = [
         Fault(Kind.WORKER_DRAINED, "worker-1", after_s=1.0),
         Fault(Kind.MANAGER_KILLED, "kvmanager", after_s=1.5),
@@ -20,8 +21,10 @@ def test_seconds_of_a_plan_break_no_stream_change_no_token_and_leave_no_block(tm
     ]
     (tmp_path / "plan.json").write_text(written(plan))
     words = ["--minutes", "0.35", "--calm-minutes", "0.05", "--plan", str(tmp_path / "plan.json")]
-    figures, lines = run_benchmark("soak", *words, "--clients", "6", "--simulate", "base=2ms")
+    sizes = ("--layers", "mixed", "--kv-blocks", "600", "--clients", "6", "--simulate", "base=2ms")
+    figures, lines = run_benchmark("soak", *words, *sizes)
     _nothing_is_wrong(figures)
+    assert figures["tokens_cached"] > 0
     assert read(next(line for line in lines if line.startswith("plan: ")).removeprefix("plan: ")) == plan
     kinds = {line.split()[0] for line in lines if line.startswith("  ") and ": " in line}
     assert {"good", "message", "message_streamed", "cancelled", "bad"} <= kinds
@@ -30,15 +33,6 @@ def test_seconds_of_a_plan_break_no_stream_change_no_token_and_leave_no_block(tm
         assert figures[f"fds_{name}"] > 0
     assert figures["memory_flat"] == OPEN, "seconds show nothing of memory"
     assert "uss_mib_per_hour_high" not in figures
-
-
-def test_a_soak_of_a_model_with_windows_and_states_goes_on_from_checkpoints(tmp_path: Path) -> None:
-    plan = [Fault(Kind.WORKER_KILLED, "worker-0", after_s=1.0), Fault(Kind.MANAGER_KILLED, "kvmanager", after_s=1.5)]
-    (tmp_path / "plan.json").write_text(written(plan))
-    words = ["--minutes", "0.2", "--calm-minutes", "0", "--plan", str(tmp_path / "plan.json"), "--layers", "mixed"]
-    figures, _ = run_benchmark("soak", *words, "--kv-blocks", "600", "--clients", "6", "--simulate", "base=2ms")
-    _nothing_is_wrong(figures)
-    assert figures["tokens_cached"] > 0
 
 
 def test_a_soak_with_tls_between_the_services_asks_every_service_as_its_operator(tmp_path: Path) -> None:
