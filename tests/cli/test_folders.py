@@ -63,17 +63,22 @@ def calls(nobody: str) -> dict[str, tuple[list[str], int, str]]:
     }
 
 
-@pytest.fixture(params=["hostile names", pytest.param("above a clone", marks=pytest.mark.rest)])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    if request.param == "hostile names":
-        return hostile_folder(tmp_path / "hostile")
-    (tmp_path / "quire").symlink_to(ROOT)
-    return tmp_path
-
-
-def test_each_command_imports_nothing_of_the_current_folder(folder: Path, tmp_path: Path) -> None:
+def test_each_command_imports_nothing_of_a_folder_of_hostile_names(tmp_path: Path) -> None:
     wanted = calls(f"127.0.0.1:{free_ports(1)[0]}")
     assert set(COMMANDS) <= set(wanted), "every command is tried"
+    check(wanted, hostile_folder(tmp_path / "hostile"))
+
+
+@pytest.mark.rest
+def test_programs_import_nothing_of_the_folder_above_a_clone(tmp_path: Path) -> None:
+    """There `quire` is a folder. What imports it is the start of a program, whatever the command is."""
+    (tmp_path / "quire").symlink_to(ROOT)
+    names = ("generate", "bench", "doctor", "version", *SERVICES)
+    check({name: call for name, call in calls(f"127.0.0.1:{free_ports(1)[0]}").items() if name in names}, tmp_path)
+
+
+def check(wanted: dict[str, tuple[list[str], int, str]], folder: Path) -> None:
+    """Make calls in a folder, two at once; each ends with its status and its words."""
     ports = ("PORT", "GRPC_PORT", "ADMIN_PORT", "ADMIN_HTTP_PORT", "MANAGER_PORT", "WORKER_PORT")
     free = {f"QUIRE_SERVE_{name}": str(port) for name, port in zip(ports, free_ports(len(ports)), strict=True)}
 
