@@ -209,10 +209,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for need in _needs(item.path):
             item.add_marker(need)
-        if any(isinstance(value, str) and value in _middle_levels() for value in _parameters(item).values()):
+        values = _parameters(item).values()
+        if levels := [value for value in values if isinstance(value, str) and value in _middle_levels()]:
             item.add_marker("rest")
-            # .ci/run runs half of the tests of each of these levels, of each level other ones.
-            if zlib.crc32(item.nodeid.encode()) % 2:
+            if levels != [_level_of(item, levels[0])]:
                 item.add_marker("exhaustive")
     unwanted = [name for name in _ONLY_WHEN_NAMED if name not in config.option.markexpr]
     if config.getoption("fast"):
@@ -226,9 +226,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @functools.cache
-def _middle_levels() -> frozenset[str]:
+def _middle_levels() -> tuple[str, ...]:
     """Return the levels of native code between the plainest one and the best one of this processor."""
-    return frozenset(levels_here()[1:-1])
+    return levels_here()[1:-1]
+
+
+def _level_of(item: pytest.Item, level: str) -> str:
+    """Return at which of these levels `make test-rest` runs a test: each test at one, about as many at each."""
+    without_level = item.nodeid.replace(level, "").encode()
+    return _middle_levels()[zlib.crc32(without_level) % len(_middle_levels())]
 
 
 def _parameters(item: pytest.Item) -> dict[str, object]:

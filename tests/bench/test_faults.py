@@ -163,8 +163,8 @@ def test_what_a_service_lacks_breaks_no_stream_and_changes_no_token(tmp_path: Pa
     if plan is JUMPS and compiler() is None:
         pytest.skip("a clock that jumps needs a C compiler: none of cc, gcc and clang is on PATH, or this is not Linux")
     (tmp_path / "plan.json").write_text(written(plan))
-    # Streams that outlast the failure, which lasts for 2 s and some more.
-    words = ["--replay", str(tmp_path / "plan.json"), "--streams", "6", "--tokens", "600"]
+    # Streams that take 3.2 s, and so outlast the failure, which lasts for 2 s and some more.
+    words = ["--replay", str(tmp_path / "plan.json"), "--streams", "6", "--tokens", "400"]
     figures, _ = run_benchmark("faults", *words)
     assert figures["streams"] == 6 * len(plan)
     assert figures["faults_injected"] == len(plan)

@@ -9,18 +9,22 @@ import pytest
 
 from bench.lib.decision_records import bytes_of, records_of
 from bench.lib.request_spans import SERVICES
-from bench.tracing import COMPARED, NOTES, Measured, Pairs, figures_of
+from bench.tracing import ALL, COMPARED, NOTES, Measured, Pairs, figures_of
 from common.contracts.types import DecisionKind
 from common.decisions.ring import record_bytes
 from tests.support.bench_process import run_benchmark
 
 
-def test_a_small_run_has_every_figure() -> None:
+@pytest.mark.parametrize(
+    "compared",
+    [pytest.param((ALL,), id="one suite"), pytest.param((*COMPARED,), id="all", marks=pytest.mark.exhaustive)],
+)
+def test_a_small_run_has_every_figure(compared: tuple[str, ...]) -> None:
     words = ("--pairs", "2", "--requests", "8", "--output", "8", "--settle-s", "0")
-    figures, _ = run_benchmark("tracing", *words)
-    compared = itertools.product(("overhead", "cpu"), COMPARED, ("lower", "upper"))
-    intervals = {"_".join(words) for words in compared}
-    assert set(figures) == {*NOTES, *intervals}
+    figures, _ = run_benchmark("tracing", *words, "--compare", *compared)
+    left_out = {f"{what}_{each}" for what in ("overhead", "cpu", "steps") for each in COMPARED if each not in compared}
+    bounds = itertools.product(("overhead", "cpu"), compared, ("lower", "upper"))
+    assert set(figures) == {*NOTES, *("_".join(words) for words in bounds)} - left_out
     assert figures["pairs"] == 2
     assert (
         min(

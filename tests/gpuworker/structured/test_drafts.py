@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -297,13 +298,24 @@ def same(found: Sequence[Result], wanted: Sequence[Result], bits: bool) -> None:
             assert one.logprobs == other.logprobs
 
 
+def run_plain(impl: str, options: dict[str, Any]) -> Sequence[Result]:
+    """Return the outputs of an engine that drafts nothing; all that drafts is compared with one run of it."""
+    return _run_plain(impl, tuple(options.items()))
+
+
+@functools.cache
+def _run_plain(impl: str, options: tuple[tuple[str, Any], ...]) -> list[Result]:
+    with engine("none", impl, dict(options)) as plain:
+        found = run(plain, ())
+        assert plain.engine.load().drafted_tokens == 0
+    return found
+
+
 @pytest.mark.parametrize(("impl", "options"), PATHS)
 @pytest.mark.parametrize("speculative", KINDS)
 def test_no_output_changes(impl: str, options: dict[str, Any], speculative: str) -> None:
     """With what the grammars force alone, with right and wrong predictions, and with blocks of an earlier run."""
-    with engine("none", impl, options) as plain:
-        wanted = run(plain, ())
-        assert plain.engine.load().drafted_tokens == 0
+    wanted = run_plain(impl, options)
     partly_right = [[9 if n % 6 == 5 else token for n, token in enumerate(each.tokens)] for each in wanted]
     with engine(speculative, impl, options) as drafting:
         same(run(drafting, ()), wanted, impl == "native")
@@ -316,8 +328,7 @@ def test_no_output_changes(impl: str, options: dict[str, Any], speculative: str)
 @pytest.mark.parametrize(("impl", "options"), PATHS)
 @pytest.mark.parametrize("speculative", KINDS)
 def test_preempted_sequences_keep_their_outputs(impl: str, options: dict[str, Any], speculative: str) -> None:
-    with engine("none", impl, options) as plain:
-        wanted = run(plain, ())
+    wanted = run_plain(impl, options)
     with engine(speculative, impl, options, num_blocks=36) as drafting:
         found = run(drafting, ())
         same(found, wanted, impl == "native")

@@ -54,7 +54,10 @@ def drawn(grammars: GrammarCompiler, constraint: Constraint, seed: int) -> tuple
     return followed, TOKENIZER.decode_bytes(output)
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 150), pytest.param(150, 1_850, marks=pytest.mark.rest)])
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [(0, 150), pytest.param(150, 450, marks=pytest.mark.rest), pytest.param(600, 1_400, marks=pytest.mark.exhaustive)],
+)
 def test_what_is_let_pass_ends_in_valid_documents(grammars: GrammarCompiler, first: int, count: int) -> None:
     seen = Counter[str]()
     for seed in range(first, first + count):
@@ -75,7 +78,10 @@ def test_what_is_let_pass_ends_in_valid_documents(grammars: GrammarCompiler, fir
     assert seen["refused"] < count / 2, seen
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 100), pytest.param(100, 900, marks=pytest.mark.rest)])
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [(0, 100), pytest.param(100, 300, marks=pytest.mark.rest), pytest.param(400, 600, marks=pytest.mark.exhaustive)],
+)
 def test_a_schema_that_need_not_be_enforced_is_refused_only_if_it_contradicts_itself(first: int, count: int) -> None:
     refused = Counter[str]()
     for seed in range(first, first + count):

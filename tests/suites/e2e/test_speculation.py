@@ -31,10 +31,14 @@ COUNT, LONG, WORKERS = 48, 120, 2
 ANSWERED = questions(4)[1]
 
 
-SPECULATION = {"ngram": ("--speculative", "ngram"), "draft": ("--draft-model", str(CHECKPOINT))}
+# An engine tries both kinds in tests/gpuworker/engine.
+SPECULATION = [
+    pytest.param(("--speculative", "ngram"), id="ngram", marks=pytest.mark.exhaustive),
+    pytest.param(("--draft-model", str(CHECKPOINT)), id="draft"),
+]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=SPECULATION.values(), ids=list(SPECULATION))
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=SPECULATION)
 async def suite(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suite]:
     flags = ("--kv-blocks", "1024", "--dtype", "float32", *request.param, "--deterministic")
     options = StackOptions(model=CHECKPOINT, workers=WORKERS, worker_flags=flags)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("worlds_without_cycles")
 ENOUGH = 100_000
 """More states than a small world has."""
 
-FIRST = 2_500
+FIRST = 1_500
 """States of a wider world that the quick search expands."""
 
 QUICK = (
