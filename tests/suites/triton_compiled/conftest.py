@@ -19,7 +19,7 @@ def results(request: pytest.FixtureRequest) -> Iterator[Results]:
             "kernels that are interpreted cannot be compiled: run tests/suites/triton_compiled by themselves"
         )
     each = (item.callspec.params for item in request.session.items if isinstance(item, pytest.Function))
-    wanted = dict.fromkeys((int(params["chip"]), str(params["name"])) for params in each)
+    wanted = dict.fromkeys((int(str(params["chip"])), str(params["name"])) for params in each)
     workers = min(4, len(os.sched_getaffinity(0)))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         yield {pair: pool.submit(compiled, *pair) for pair in wanted}
