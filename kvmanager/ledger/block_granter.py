@@ -2,71 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import replace
 
-from common.contracts.lease import PARTIAL_REASON, RETENTION_REASON, Admit, Copy
-from common.contracts.turns import BY_AGE
-from common.contracts.types import (
-    TENANT_CANDIDATE,
-    TRIMMED,
-    BlockHash,
-    BlockId,
-    Candidate,
-    DecisionKind,
-    MissReason,
-    SequencePhase,
-    ShortfallReason,
-)
-from kvmanager.cache.group_match import GroupMatcher
-from kvmanager.cache.prefix_cache import PrefixMatch, RememberedMatch, RunHits
-from kvmanager.cache.window_match import match_in_window, settled
-from kvmanager.contracts.block import CACHED
-from kvmanager.contracts.ledger_config import LedgerConfig
+from common.contracts.lease import Admit, Copy
+from common.contracts.types import TRIMMED, BlockId, ShortfallReason
+from kvmanager.cache.window_match import settled
 from kvmanager.contracts.sequence import Sequence
-from kvmanager.ledger import backfill, checkpoints, chunked_grants, evicting, grant_order
+from kvmanager.ledger import backfill, checkpoints, chunked_grants, evicting, grant_order, grant_plan, grant_records
 from kvmanager.ledger.backfill import Growth, Reservation
 from kvmanager.ledger.block_store import BlockStore
+from kvmanager.ledger.grant_plan import GrantPlan
 from kvmanager.ledger.ledger_state import LedgerState
-from kvmanager.ledger.partial_copy import PartialCopy, learn, partial_copy
-from kvmanager.ledger.preemption import Shortage
-from kvmanager.ledger.sequence_table import SequenceTable
+from kvmanager.ledger.partial_copy import PartialCopy, learn
 from kvmanager.ledger.shares import TenantShares
-
-_PASSES: Final = "passes one that lacks blocks"
-_REQUESTS: Final = 8
-"""Requests that the record of a wait names at most."""
-_TENANTS: Final = 4
-"""Tenants that the record of a wait names at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class GrantPlan:
-    """How a sequence would be admitted: the blocks that it shares, how many it gets, and why there are no more hits.
-
-    `left` blocks are available then. Its block table begins with `unread` empty places, for hits that left its window:
-    see `grant_blocks`. Where the pool has groups, `fresh` counts pages, and a table of each group gets `fresh_blocks`.
-    At the places of `checkpoints` the sequence is to leave its states; those at `asked` ones are never superseded. With
-    a `tail` it gets one block more, for the states behind its last full block.
-    """
-
-    hits: list[BlockId]
-    fresh: int
-    match: PrefixMatch
-    left: int = 0
-    unread: int = 0
-    runs: tuple[RunHits, ...] = ()
-    fresh_blocks: tuple[int, ...] = ()
-    checkpoints: tuple[int, ...] = ()
-    asked: frozenset[int] = frozenset()
-    tail: bool = False
-
-    @property
-    def shared(self) -> int:
-        """Blocks that the sequence does not compute: hits, and those before them that it does not read."""
-        return self.unread + len(self.hits)
 
 
 def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[Copy], list[Admit]]:
@@ -97,9 +45,9 @@ def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[C
         if state.store.states is not None and _waits_for_states(state, sequence):
             waits += 1
             continue
-        plan = plan_admission(state, sequence)
+        plan = grant_plan.plan_admission(state, sequence)
         if plan is None and state.give_up_copy_sources():
-            plan = plan_admission(state, sequence)
+            plan = grant_plan.plan_admission(state, sequence)
         if plan is None:
             admission.blocked_by = "capacity"
             break
@@ -112,14 +60,14 @@ def _waits_for_states(state: LedgerState, sequence: Sequence) -> bool:
     """Let a sequence leave the queue for a planned checkpoint, if that saves it enough; return whether it does."""
     place = checkpoints.find_planned(state, sequence)
     if place is None or not checkpoints.is_worth_waiting(
-        state.config, place, len(find_match(state.store, sequence).hits)
+        state.config, place, len(grant_plan.find_match(state.store, sequence).hits)
     ):
         return False
-    needed = _count_fresh_blocks(state, sequence)
+    needed = grant_plan.count_fresh_blocks(state, sequence)
     sequence.awaited = True
     state.sequences.queue.remove_sequence(sequence)
     owner = state.sequences.live[state.sequences.planned.wait(sequence.id, sequence.block_hashes[place])]
-    _record_wait(state, sequence, (ShortfallReason.CHECKPOINT.value, owner.name), (needed, needed))
+    grant_records.record_wait(state, sequence, (ShortfallReason.CHECKPOINT.value, owner.name), (needed, needed))
     return True
 
 
@@ -133,12 +81,13 @@ def _admit_sequence(
     passes: bool = False,
 ) -> None:
     """Admit one sequence; it may pass the next one. `fresh` are the blocks that this batch grants."""
-    source, size, shared = find_fork_source(state, sequence, plan, fresh), state.config.block_size, plan.shared
-    part = find_partial_source(state.store, sequence, plan) if source is None else None
+    size, shared = state.config.block_size, plan.shared
+    source = grant_plan.find_fork_source(state, sequence, plan, fresh)
+    part = grant_plan.find_partial_source(state.store, sequence, plan) if source is None else None
     admits.append(grant_blocks(state, sequence, plan, passes, part))
     fresh.update(sequence.block_table[shared:])
     if source is not None:
-        length = fork_copy_length(sequence.num_tokens, size)
+        length = grant_plan.fork_copy_length(sequence.num_tokens, size)
         copies.append(Copy(source, sequence.block_table[shared], length))
     elif part is not None:
         copies.append(Copy(part.source, sequence.block_table[shared], shared * size + part.slots))
@@ -155,7 +104,7 @@ def begin_prompt(state: LedgerState, copies: list[Copy], admits: list[Admit]) ->
         return
     turn = grant_order.next_turn(state)
     sequence = turn.sequence
-    plan, missing = _plan_with_match(state, sequence, find_match(state.store, sequence))
+    plan, missing = grant_plan.plan_with_match(state, sequence, grant_plan.find_match(state.store, sequence))
     free = plan.fresh - missing
     if (
         sequence.gave_up
@@ -211,7 +160,7 @@ def backfill_sequences(state: LedgerState, copies: list[Copy], admits: list[Admi
     growth = backfill.growth_beside(head, state.sequences.live.values(), now, config.block_size)
     for sequence in candidates:
         if kept.admits(sequence, now) and _may_pass(state, sequence, growth):
-            plan, missing = _plan_with_match(state, sequence, find_match(state.store, sequence))
+            plan, missing = grant_plan.plan_with_match(state, sequence, grant_plan.find_match(state.store, sequence))
             if missing <= 0:
                 # An earlier admission may have been by age: this one is not.
                 sequence.by_age = False
@@ -223,8 +172,8 @@ def backfill_sequences(state: LedgerState, copies: list[Copy], admits: list[Admi
 def make_reservation(state: LedgerState, head: Sequence, old: Reservation | None) -> Reservation:
     """Look when the next sequence will have its blocks."""
     config, now, size = state.config, state.worker.steps, state.config.block_size
-    missing = count_missing_blocks(state, head) - state.store.pool.leased
-    hits = frozenset(() if head.block_table else find_match(state.store, head).hits)
+    missing = grant_plan.count_missing_blocks(state, head) - state.store.pool.leased
+    hits = frozenset(() if head.block_table else grant_plan.find_match(state.store, head).hits)
     runs = [each for each in backfill.running(state.sequences.live.values()) if each is not head]
     holders = backfill.holders_of(runs, state.store.blocks.refs, hits, now, size)
     found = backfill.reserved(holders, missing, size, config.runway_slots)
@@ -248,7 +197,7 @@ def explain_waits(state: LedgerState) -> None:
     if state.sequences.queue.unexplained and state.admission.blocked_by not in ("deferred", "batch"):
         head = state.sequences.find_begun_prompt() if state.admission.blocked_by == "prompt" else None
         head = head or grant_order.next_turn(state).sequence
-        record_waits(state, head)
+        grant_records.record_waits(state, head)
 
 
 def count_places(state: LedgerState, sequence: Sequence) -> int:
@@ -260,228 +209,6 @@ def count_places(state: LedgerState, sequence: Sequence) -> int:
     if len(tenants) > 1 and TenantShares(config, tenants).load_of(sequence.tenant) >= 1.0:
         return config.max_num_seqs - config.spare_places
     return config.max_num_seqs
-
-
-# ------------------------------------------------------------ hits
-
-
-def match_prefix(
-    store: BlockStore, block_hashes: Items[BlockHash], num_tokens: int, cacheable: bool
-) -> tuple[list[BlockId], PrefixMatch]:
-    """Return the registered or pending blocks of a prompt's full blocks, and the match that they give.
-
-        block_hashes   | 0 | 1 | 2 | 3 | 4 | 5 |  + the tokens behind the last full block
-        found          | x | x | x |   |                                hits: blocks 0, 1, 2
-        with a window  |   |   | x | x |                                hits: 2, 3; the match counts 4
-
-    Where every layer has a window, the match has more hits than there are blocks: the others left the window. The block
-    of the last token is never a hit, because that token's logits must be computed.
-    """
-    config, cache = store.config, store.cache
-    if not config.prefix_caching or not cacheable:
-        return [], PrefixMatch(0, MissReason.DISABLED)
-    full = min(num_tokens // config.block_size, len(block_hashes))
-    if config.groups:
-        found = GroupMatcher(cache, store.blocks, config, block_hashes, num_tokens).match()
-        return found.hits, found.match
-    if config.window:
-        return match_in_window(cache, config, block_hashes, num_tokens, full)
-    present = cache.find_longest_prefix(block_hashes, full)
-    match = cache.explain_match(block_hashes, num_tokens, config.block_size, len(present))
-    return present[: match.hit_blocks], match
-
-
-def find_fork_parent(sequences: SequenceTable, sequence: Sequence) -> Sequence | None:
-    """Return the sequence that this one was forked from while that one holds a block table to share."""
-    if sequence.fork_of is None or sequence.computes_all:
-        return None
-    parent = sequences.live.get(sequence.fork_of)
-    if parent is None or parent.phase is SequencePhase.WAITING or parent.computes_all:
-        return None
-    return parent
-
-
-def plan_admission(state: LedgerState, sequence: Sequence) -> GrantPlan | None:
-    """Return how the sequence would be admitted; None when there are not enough blocks for all of it."""
-    if not state.store.pool.available:
-        return None
-    plan, missing = _plan_or_remember(state, sequence)
-    return None if missing > 0 else plan
-
-
-def count_missing_blocks(state: LedgerState, sequence: Sequence) -> int:
-    """Return how many blocks are missing for the prompt of a sequence; 0 or less when there are enough."""
-    if sequence.block_table:
-        return chunked_grants.missing_blocks(state, sequence)
-    return _plan_or_remember(state, sequence)[1]
-
-
-def measure_shortage(state: LedgerState, sequence: Sequence) -> Shortage:
-    """Return what a sequence lacks that waits for blocks."""
-    plan, missing = _plan_or_remember(state, sequence)
-    if state.config.groups:
-        hits = frozenset((*plan.hits, *(block for run in plan.runs for block in run.blocks)))
-        return Shortage(missing, plan.left + missing, hits)
-    return Shortage(missing, _count_slack(state, sequence, plan.shared + plan.fresh), frozenset(plan.hits))
-
-
-def _plan_or_remember(state: LedgerState, sequence: Sequence) -> tuple[GrantPlan, int]:
-    """Return how the sequence would be admitted, and how many blocks are missing for that; remember a match."""
-    found = find_match(state.store, sequence)
-    plan, missing = _plan_with_match(state, sequence, found)
-    if missing > 0 and found is not state.store.remembered:
-        state.store.remember_match(sequence, found)
-    return plan, missing
-
-
-def _count_fresh_blocks(state: LedgerState, sequence: Sequence) -> int:
-    if sequence.phase is SequencePhase.RUNNING:
-        return sequence.lacking(state.config.block_size)
-    return _plan_with_match(state, sequence, find_match(state.store, sequence))[0].fresh
-
-
-def find_match(store: BlockStore, sequence: Sequence) -> RememberedMatch:
-    return store.recall_match(sequence) or _match_anew(store, sequence)
-
-
-def _plan_with_match(state: LedgerState, sequence: Sequence, found: RememberedMatch) -> tuple[GrantPlan, int]:
-    config, available = state.config, state.store.pool.available
-    if config.groups:
-        return _plan_in_groups(state, sequence, found)
-    hits, cached_hits, unread = found.hits, found.cached_hits, found.unread
-    parent = find_fork_parent(state.sequences, sequence)
-    if parent is not None:
-        shared = _find_shared_blocks(parent, config.hits_of(sequence.num_tokens))
-        if len(shared) > unread + len(hits):
-            hits, cached_hits, unread = shared, 0, 0
-    needed = _count_wanted_blocks(state.config, sequence, unread, len(hits))
-    fresh = needed - unread - len(hits)
-    slack = _count_slack(state, sequence, needed)
-    missing = fresh + slack - (available - cached_hits)
-    return GrantPlan(hits, fresh, found.match, slack - missing, unread), missing
-
-
-def _plan_in_groups(state: LedgerState, sequence: Sequence, found: RememberedMatch) -> tuple[GrantPlan, int]:
-    """Return how a sequence would be admitted where the pool has groups.
-
-    A checkpoint that is a hit takes pages beside what the sequence computes on. Where both do not fit, the sequence
-    computes all: else it would wait for pages that only its own hit holds.
-    """
-    plan, missing = _plan_on_hits(state, sequence, found)
-    if missing > 0 and found.hits and any(run.checkpoints for run in sequence.runs):
-        without = replace(found, hits=[], runs=_no_hits(state.config), cached_hits=0)
-        other, lacking = _plan_on_hits(state, sequence, without)
-        if lacking <= 0:
-            return replace(other, match=PrefixMatch(0, MissReason.UNRESUMABLE, len(found.hits))), lacking
-    return plan, missing
-
-
-def _no_hits(config: LedgerConfig) -> tuple[RunHits, ...]:
-    return tuple([RunHits(0, []) for _ in config.groups[1:]])
-
-
-def _plan_on_hits(state: LedgerState, sequence: Sequence, found: RememberedMatch) -> tuple[GrantPlan, int]:
-    config, parent = state.config, find_fork_parent(state.sequences, sequence)
-    hits, runs, cached = found.hits, found.runs, found.cached_hits
-    states = any(run.checkpoints for run in sequence.runs)
-    if parent is not None and not states and not any(run.trimmed for run in parent.runs):
-        most = min(config.hits_of(sequence.num_tokens), *(len(run.table) for run in parent.runs))
-        shared = parent.block_table[:most]
-        if len(shared) > len(hits):
-            hits, cached = shared, 0
-            runs = tuple([RunHits(0, run.table[: len(shared)]) for run in parent.runs])
-    whole, shares = -(-sequence.num_tokens // config.block_size), len(hits)
-    fresh = [whole - shares]
-    for number, run in enumerate(runs):
-        if sequence.runs[number].checkpoints:
-            fresh.append(0)
-            continue
-        most = max(config.held_run(number, whole), len(run.blocks) + 1)
-        fresh.append(min(whole, run.unread + most) - shares)
-    pages = sum(group.pages * count for group, count in zip(config.groups, fresh, strict=True))
-    # What `_count_slack` does: a run may grow although the first table is whole.
-    tables = zip(fresh, (False, *(run.checkpoints for run in sequence.runs)), strict=True)
-    slack, grows = 0, any(shares + count < sequence.max_blocks for count, sparse in tables if not sparse)
-    if state.sequences.running:
-        slack = max(config.stall_pages * grows, config.watermark_blocks)
-    missing = pages + slack - (state.store.pool.available - cached)
-    plan = GrantPlan(hits, pages, found.match, slack - missing, 0, runs, tuple(fresh))
-    if states and missing <= 0:
-        plan = _with_checkpoints(config, sequence, plan, found.sealed)
-    return plan, missing
-
-
-def _with_checkpoints(config: LedgerConfig, sequence: Sequence, plan: GrantPlan, sealed: int) -> GrantPlan:
-    """Return a plan with the checkpoints that the sequence is to leave."""
-    places, asked = checkpoints.choose_places(config, sequence, plan.shared, plan.left, sealed)
-    taken = config.groups[-1].pages * len(places)
-    return replace(plan, fresh=plan.fresh + taken, left=plan.left - taken, checkpoints=places, asked=asked)
-
-
-def _with_tail(state: LedgerState, sequence: Sequence, plan: GrantPlan) -> GrantPlan:
-    """Return a plan with a tail, if the sequence gets one."""
-    if not checkpoints.gives_tail(state, sequence, plan.fresh, plan.left):
-        return plan
-    size = state.config.groups[-1].pages
-    return replace(plan, fresh=plan.fresh + size, left=plan.left - size, tail=True)
-
-
-def _count_slack(state: LedgerState, sequence: Sequence, blocks: int) -> int:
-    """Return how many blocks an admission with so many leaves to the growth of those that run and its own."""
-    return max(int(blocks < sequence.max_blocks), state.config.watermark_blocks) if state.sequences.running else 0
-
-
-def _count_wanted_blocks(config: LedgerConfig, sequence: Sequence, unread: int, hits: int) -> int:
-    """Return the places with which a sequence is admitted, `unread` empty ones and `hits` blocks included."""
-    if config.holds_whole(sequence.preemptions):
-        return sequence.max_blocks
-    whole = -(-sequence.num_tokens // config.block_size)
-    # A fork may share more than its window; its partial last block comes after that.
-    return min(whole, unread + max(config.admission_blocks(sequence.num_tokens), hits + 1))
-
-
-def _match_anew(store: BlockStore, sequence: Sequence) -> RememberedMatch:
-    if store.config.groups:
-        return _match_groups(store, sequence)
-    hits, match = match_prefix(store, sequence.block_hashes, sequence.num_tokens, sequence.takes_hits)
-    states = store.blocks.state
-    cached_hits = [states[block] for block in hits].count(CACHED)
-    unread = match.hit_blocks - len(hits)
-    return RememberedMatch(sequence.id, sequence.num_tokens, hits, match, cached_hits, unread)
-
-
-def _match_groups(store: BlockStore, sequence: Sequence) -> RememberedMatch:
-    config, blocks = store.config, store.blocks
-    if not config.prefix_caching or not sequence.takes_hits:
-        disabled, runs = PrefixMatch(0, MissReason.DISABLED), _no_hits(config)
-        return RememberedMatch(sequence.id, sequence.num_tokens, [], disabled, 0, 0, runs)
-    found = GroupMatcher(store.cache, blocks, config, sequence.block_hashes, sequence.num_tokens).match()
-    every = (*found.hits, *(block for run in found.runs for block in run.blocks))
-    cached = sum(blocks.pages_of(block) for block in every if blocks.state[block] is CACHED)
-    return RememberedMatch(
-        sequence.id, sequence.num_tokens, found.hits, found.match, cached, 0, found.runs, found.sealed
-    )
-
-
-def find_fork_source(state: LedgerState, sequence: Sequence, plan: GrantPlan, fresh: set[BlockId]) -> BlockId | None:
-    """Return the block whose slots a fork's partial last block copies; None when there is nothing to copy.
-
-    A block that this same batch grants holds nothing yet, because the worker copies before it admits.
-    """
-    config = state.config
-    parent = find_fork_parent(state.sequences, sequence)
-    index = config.hits_of(sequence.num_tokens)
-    if config.groups:
-        return None  # a fork computes the tokens of the partial block itself
-    if parent is None or plan.shared != index or not fork_copy_length(sequence.num_tokens, config.block_size):
-        return None
-    source = _find_copied_block(parent, index)
-    return None if source in fresh else source
-
-
-def find_partial_source(store: BlockStore, sequence: Sequence, plan: GrantPlan) -> PartialCopy | None:
-    """Return the part of a cached block that is copied behind the hits; None when there is nothing to copy."""
-    return partial_copy(store, sequence, plan.hits, plan.left)
 
 
 # ------------------------------------------------------------ the grant
@@ -505,9 +232,9 @@ def grant_blocks(
     Hits, and the block of which a part is copied, are referenced before anything is evicted for the fresh blocks.
     """
     store = state.store
-    store.remembered, parent = None, find_fork_parent(state.sequences, sequence)
+    store.remembered, parent = None, grant_plan.find_fork_parent(state.sequences, sequence)
     if store.states is not None:
-        plan = _with_tail(state, sequence, plan)
+        plan = grant_plan.add_tail(state, sequence, plan)
     match = settled(store.cache, state.config, sequence.block_hashes, sequence.num_tokens, plan.match)
     if match is not plan.match:
         plan = replace(plan, match=match)
@@ -538,7 +265,7 @@ def grant_blocks(
         cached_tokens=plan.shared * state.config.block_size + (part.slots if part is not None else 0),
         miss_reason=plan.match.miss_reason,
         diverged_at=plan.match.diverged_at,
-        decision_id=record_grant(state, sequence, plan, evicted, passes, part),
+        decision_id=grant_records.record_grant(state, sequence, plan, evicted, passes, part),
         runs=tuple([tuple(run.table) for run in sequence.runs]) if sequence.runs else (),
         pages=_further_pages(store, sequence) if store.blocks.others else (),
     )
@@ -584,171 +311,3 @@ def lease_free_blocks(store: BlockStore, target: int) -> list[BlockId]:
     pool = store.pool
     spare = len(pool.free) - store.config.watermark_blocks
     return [pool.lease_block() for _ in range(min(target - pool.leased, spare))]
-
-
-# ------------------------------------------------------------ forks
-#
-# Copy-on-write for sequences of one prompt: full blocks are shared, the partial last block is copied, never shared. A
-# fork computes its last known token itself, for the logits. So a copy covers num_tokens - 1 slots. If the copy held the
-# last token too, nothing would be left to compute, and the fork would wait for ever.
-def _find_shared_blocks(parent: Sequence, limit: int) -> list[BlockId]:
-    """Return up to `limit` leading blocks of the parent's block table. The caller checks that they are full."""
-    shared = parent.block_table[:limit]
-    return shared[: shared.index(TRIMMED)] if TRIMMED in shared else shared
-
-
-def fork_copy_length(num_tokens: int, block_size: int) -> int:
-    """Return how many leading tokens of the fork the copy covers: 0 when its last block holds only the last token."""
-    return num_tokens - 1 if (num_tokens - 1) % block_size else 0
-
-
-def _find_copied_block(parent: Sequence, index: int) -> BlockId | None:
-    """Return the parent's block at the place of the fork's partial block; None when it has none or trimmed it."""
-    if index >= len(parent.block_table) or parent.block_table[index] == TRIMMED:
-        return None
-    return parent.block_table[index]
-
-
-# ------------------------------------------------------------ records
-
-
-def _await(store: BlockStore, hits: list[BlockId]) -> int:
-    """Leave hits on blocks that are not sealed to be counted once they are; return how many there are."""
-    unsealed = [block for block in hits if store.blocks.hash[block] is None]
-    for block in unsealed:
-        store.blocks.awaited[block] = store.blocks.awaited.get(block, 0) + 1
-    return len(unsealed)
-
-
-_MISSES: Final = {
-    MissReason.DIVERGED_AT: "never seen from block {} on",
-    MissReason.UNRESUMABLE: "K and V of {} blocks are there, and no checkpoint of states, or no room for it",
-}
-
-
-def _reasons(
-    sequence: Sequence, plan: GrantPlan, passes: bool, part: PartialCopy | None, lacking: int
-) -> tuple[str, ...]:
-    """Return in words why there are no more hits, and what else is special about a grant that lacks so many blocks."""
-    match = plan.match
-    reasons = [match.miss_reason.value]
-    if (where := _MISSES.get(match.miss_reason)) is not None:
-        reasons.append(where.format(match.diverged_at))
-    if plan.unread:
-        reasons.append(f"the first {plan.unread} of the shared blocks left the window and are not needed")
-    if part is not None:
-        reasons.append(f"{PARTIAL_REASON}{part.slots} slots are copied from block {part.source}")
-    if match.retention:
-        reasons.append(f"{RETENTION_REASON}{match.retention}")
-    if passes:
-        reasons.append(_PASSES)
-    elif sequence.by_age:
-        reasons.append(BY_AGE)
-    if lacking:
-        reasons.append(f"begins with a part of its prompt's blocks, and gets {lacking} others as they come free")
-    if sequence.computes_all:
-        reasons.append("computes all its tokens")
-    if sequence.recompute:
-        reasons.append("computed again after a preemption")
-    return tuple(reasons)
-
-
-def record_grant(
-    state: LedgerState, sequence: Sequence, plan: GrantPlan, evicted: int, passes: bool, part: PartialCopy | None
-) -> str:
-    """Count an admission, record it, and return the id of the record."""
-    match, hits = plan.match, plan.shared
-    awaited = _await(state.store, plan.hits[: match.hit_blocks]) if not sequence.recompute else 0
-    asked = sequence.takes_hits and state.config.prefix_caching
-    queried = min(sequence.num_tokens // state.config.block_size, len(sequence.block_hashes)) if asked else 0
-    state.totals.count_admission(queried, match.hit_blocks - awaited, match.miss_reason.value, sequence.recompute)
-    lacking = sequence.lacking(state.config.block_size) if sequence.id == state.sequences.partial else 0
-    state.totals.chunked_grants += bool(lacking)
-    if part is not None and not sequence.recompute:
-        state.totals.partial_hits += 1
-        state.totals.partial_hit_tokens += part.slots
-    reasons = _reasons(sequence, plan, passes, part, lacking)
-    passed_by, waited = state.sequences.queue.count_admission(sequence), state.clock.monotonic() - sequence.queued_at
-    figures = {
-        "num_tokens": float(sequence.num_tokens),
-        "hit_blocks": float(hits),
-        "fresh_blocks": float(plan.fresh),
-        "evicted": float(evicted),
-        "available": float(state.store.pool.available),
-        "waiting": float(state.sequences.waiting),
-        "waited_seconds": waited,
-        **({"lacking_blocks": float(lacking)} if lacking else {}),
-        **({"passes": 1.0} if passes else {}),
-        **({"passed_by": float(passed_by)} if passed_by and waited else {}),
-        **({"partial_tokens": float(part.slots)} if part is not None else {}),
-        **({"checkpoints": float(len(plan.checkpoints))} if plan.checkpoints else {}),
-        **({"tails": 1.0} if plan.tail else {}),
-    }
-    chosen = f"{hits} shared and {plan.fresh} fresh blocks"
-    if state.config.groups:
-        chosen = f"{hits} shared blocks and {plan.fresh} fresh pages"
-    kind = DecisionKind.GRANT
-    return state.decisions.record(kind, chosen, sequence, reasons, figures, beneficiary=match.evicted_for)
-
-
-def record_waits(state: LedgerState, head: Sequence) -> None:
-    """Record why the sequences that have joined the queue wait, once for each wait; `head` is admitted next."""
-    waiting = [state.sequences.live[each] for each in state.sequences.queue.unexplained]
-    state.sequences.queue.unexplained.clear()
-    holders, head_needed = _holders(state.sequences), _count_fresh_blocks(state, head)
-    for sequence in waiting:
-        needed = head_needed if sequence is head else _count_fresh_blocks(state, sequence)
-        reason, first = _reason(state, sequence, head)
-        _record_wait(state, sequence, (reason.value, first), (needed, head_needed), holders)
-
-
-def _record_wait(
-    state: LedgerState,
-    sequence: Sequence,
-    why: tuple[str, str],
-    needed: tuple[int, int],
-    holders: tuple[Candidate, ...] = (),
-) -> None:
-    """Record that a sequence waits: the reason and whom it waits for, the blocks that it and the next one need."""
-    (reason, first), (own, of_next) = why, needed
-    figures = {
-        "needed": float(own),
-        "head_needed": float(of_next),
-        "available": float(state.store.pool.available),
-        "num_blocks": float(state.config.num_blocks),
-        "running": float(state.sequences.admitted),
-        "waiting": float(state.sequences.waiting),
-    }
-    kind = DecisionKind.SHORTFALL
-    state.decisions.record(kind, "waits", sequence, (reason,), figures, holders, beneficiary=first)
-
-
-def _reason(state: LedgerState, sequence: Sequence, head: Sequence) -> tuple[ShortfallReason, str]:
-    """Return why a sequence waits, and the name of the one that goes first, unless it is this one."""
-    if sequence is not head:
-        return ShortfallReason.BEHIND, head.name
-    return (ShortfallReason.PLACES if state.admission.blocked_by == "places" else ShortfallReason.BLOCKS), ""
-
-
-def _holders(sequences: SequenceTable) -> tuple[Candidate, ...]:
-    """Return the tenants and the requests that hold the most blocks; a shared block counts for its first sequence."""
-    blocks: dict[str, int] = {}
-    counts: dict[str, int] = {}
-    requests: dict[str, int] = {}
-    for each in sequences.live.values():
-        if each.phase is SequencePhase.WAITING:
-            continue
-        held = each.own_blocks
-        blocks[each.tenant] = blocks.get(each.tenant, 0) + held
-        counts[each.tenant] = counts.get(each.tenant, 0) + 1
-        requests[each.name] = requests.get(each.name, 0) + held
-    tenants = heapq.nlargest(_TENANTS, blocks, key=lambda tenant: (blocks[tenant], tenant))
-    greatest = heapq.nlargest(_REQUESTS, requests, key=lambda name: (requests[name], name))
-    return (
-        *(_tenant(each, blocks[each], counts[each]) for each in tenants),
-        *(Candidate(each, terms=(("blocks", float(requests[each])),)) for each in greatest),
-    )
-
-
-def _tenant(name: str, blocks: int, sequences: int) -> Candidate:
-    return Candidate(f"{TENANT_CANDIDATE}{name}", terms=(("blocks", float(blocks)), ("sequences", float(sequences))))

@@ -22,6 +22,7 @@ from kvmanager.ledger import (
     chunked_grants,
     evicting,
     grant_order,
+    grant_plan,
     preemption,
     rebuild,
     report_applier,
@@ -135,7 +136,7 @@ class Ledger:
 
     def _shortage(self, sequence: Sequence) -> Shortage:
         """Return what a waiting sequence lacks, where those that run get their runway first."""
-        short = block_granter.measure_shortage(self.state, sequence)
+        short = grant_plan.measure_shortage(self.state, sequence)
         due = max(0, self._runway_terms()[0].want - self.state.store.pool.leased)
         return Shortage(short.missing + due, short.slack + due, short.hits)
 
@@ -244,7 +245,7 @@ class Ledger:
         """Return the hits that a prompt of `num_tokens` tokens would have now, and why there are no more."""
         cacheable = bool(block_hashes) or num_tokens < self.state.config.block_size
         cache, config = self.state.store.cache, self.state.config
-        _, match = block_granter.match_prefix(self.state.store, block_hashes, num_tokens, cacheable)
+        _, match = grant_plan.match_prefix(self.state.store, block_hashes, num_tokens, cacheable)
         return settled(cache, config, block_hashes, num_tokens, match)
 
     def leading_blocks(self, block_hashes: Items[BlockHash], first: int = 0, end: int | None = None) -> int:

@@ -16,7 +16,7 @@ from common.contracts.lease import CachedBlock, Inventory, InventorySequence, Re
 from common.contracts.types import TRIMMED, BlockHash, BlockId, MissReason, SequencePhase
 from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.contracts.block import ROOT, Blocks
-from kvmanager.ledger.block_granter import match_prefix
+from kvmanager.ledger.grant_plan import match_prefix
 from kvmanager.ledger.ledger import Ledger
 from tests.support.kvmanager.ledgers import (
     admit,

@@ -9,7 +9,7 @@ from gpuworker.scheduling.partial_copies import PartialCopies
 from gpuworker.scheduling.sequence import Sequence
 from kvmanager.cache.prefix_cache import PartialIndex, PrefixCache
 from kvmanager.contracts.ledger_config import LedgerConfig
-from kvmanager.ledger import block_granter, report_applier
+from kvmanager.ledger import block_granter, grant_plan, report_applier
 from kvmanager.ledger.ledger_state import LedgerState
 from tests.suites.protocol.manager_rules import (
     admit_whole_prompts,
@@ -94,8 +94,8 @@ CONTENT_MUTANTS = (
         "41",
         "the source of a copy was chosen before the sequence waited, and is evicted or used again",
         (
-            (block_granter, "plan_admission", choose_the_source_early),
-            (block_granter, "find_partial_source", take_the_early_source),
+            (grant_plan, "plan_admission", choose_the_source_early),
+            (grant_plan, "find_partial_source", take_the_early_source),
         ),
         Walks("partial", first_seed=9, faults=CALM),
         ("I1", "I3"),

@@ -10,7 +10,7 @@ from gpuworker.scheduling.step_scheduler import StepScheduler
 from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.contracts import epochs
 from kvmanager.contracts.ledger_config import LedgerConfig
-from kvmanager.ledger import block_granter, chunked_grants, grant_order, preemption, rebuild, report_applier
+from kvmanager.ledger import block_granter, chunked_grants, grant_order, grant_plan, preemption, rebuild, report_applier
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.preemption import Exposure
 from kvmanager.ledger.registry import WorkerRegistry
@@ -201,7 +201,7 @@ LEASE_MUTANTS = (
     Mutant(
         "19",
         "a fork's copy covers the last known token",
-        ((GrantApplier, "_uncover_last_known", nothing), (block_granter, "fork_copy_length", copy_all_known)),
+        ((GrantApplier, "_uncover_last_known", nothing), (grant_plan, "fork_copy_length", copy_all_known)),
         Exhaustive("fork"),
         ("I10",),
     ),

@@ -14,10 +14,10 @@ from kvmanager.cache.eviction.restored import order_after_rebuild
 from kvmanager.cache.prefix_cache import PrefixCache
 from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence as ManagerSequence
-from kvmanager.ledger import block_granter, chunked_grants, evicting, preemption, rebuild, report_applier
-from kvmanager.ledger.block_granter import GrantPlan
+from kvmanager.ledger import block_granter, chunked_grants, evicting, grant_plan, preemption, rebuild, report_applier
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.grant_order import Turn, next_turn
+from kvmanager.ledger.grant_plan import GrantPlan
 from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.partial_copy import PartialCopy, partial_copy
 from kvmanager.ledger.preemption import Exposure
@@ -29,8 +29,8 @@ _register, _complete, _deepest_run = PrefixCache.register_block, WorkerRegistry.
 _live_stalled = SequenceTable.find_stalled
 _comes_first, _lease_want = chunked_grants.comes_first, chunked_grants.lease_want
 _order_preemption, _entitled_victims = preemption.order_preemption, preemption.entitled_victims
-_admit_sequences, _plan_admission = block_granter.admit_sequences, block_granter.plan_admission
-_find_partial_source, _grant_blocks = block_granter.find_partial_source, block_granter.grant_blocks
+_admit_sequences, _plan_admission = block_granter.admit_sequences, grant_plan.plan_admission
+_find_partial_source, _grant_blocks = grant_plan.find_partial_source, block_granter.grant_blocks
 _evict_until_free, _release_block_table = evicting.evict_until_free, report_applier.release_block_table
 _load_inventory = rebuild.load_inventory
 
@@ -74,7 +74,7 @@ def choose_the_source_early(state: LedgerState, sequence: ManagerSequence) -> Gr
     """
     found: Any = sequence.traceparent
     if not isinstance(found, PartialCopy):
-        hits = block_granter.find_match(state.store, sequence).hits
+        hits = grant_plan.find_match(state.store, sequence).hits
         sequence.traceparent = partial_copy(state.store, sequence, hits, spare=1) or ""  # type: ignore[assignment]
     return _plan_admission(state, sequence)
 

@@ -40,7 +40,7 @@ from gpuworker.scheduling.step_scheduler import StepScheduler
 from kvmanager.cache.block_pool import BlockPool
 from kvmanager.cache.group_match import GroupMatcher
 from kvmanager.cache.prefix_cache import PrefixCache
-from kvmanager.ledger import block_granter, rebuild, report_applier
+from kvmanager.ledger import grant_plan, rebuild, report_applier
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.sequence_table import SequenceTable
 from tests.suites.protocol.group_rules import (
@@ -135,7 +135,7 @@ STATE_MUTANTS = (
     Mutant(
         "73",
         "a sequence waits for a checkpoint that does not fit beside its own blocks",
-        ((block_granter, "_plan_in_groups", wait_for_what_is_hit),),
+        ((grant_plan, "_plan_in_groups", wait_for_what_is_hit),),
         Exhaustive("state_tight"),
         ("I10",),
     ),
@@ -219,7 +219,7 @@ STATE_MUTANTS = (
     Mutant(
         "95",
         "a fork shares what its parent has computed",
-        ((block_granter, "_plan_in_groups", share_with_forks),),
+        ((grant_plan, "_plan_in_groups", share_with_forks),),
         Walks("state_forks", faults=CALM),
         ("I2",),
     ),

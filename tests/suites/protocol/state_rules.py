@@ -14,9 +14,9 @@ from gpuworker.scheduling.step_scheduler import Composition, StepScheduler
 from kvmanager.cache.group_match import GroupMatch, GroupMatcher
 from kvmanager.cache.prefix_cache import RememberedMatch, RunHits
 from kvmanager.contracts.sequence import Run, Sequence
-from kvmanager.ledger import block_granter, rebuild
-from kvmanager.ledger.block_granter import GrantPlan
+from kvmanager.ledger import grant_plan, rebuild
 from kvmanager.ledger.block_store import BlockStore
+from kvmanager.ledger.grant_plan import GrantPlan
 from kvmanager.ledger.ledger_state import LedgerState
 from kvmanager.ledger.sequence_table import SequenceTable
 
@@ -25,7 +25,7 @@ _match, _apply_grant, _seal_runs = GroupMatcher.match, LeaseAgent.apply_grant, B
 _trim_runs = BlockCloser._trim_runs
 _note_states, _requeue = StepScheduler._note_states, WorkerSequence.requeue
 _append_run_block, _restore_tables = BlockStore.append_run_block, rebuild._restore_tables
-_plan_on_hits = block_granter._plan_on_hits
+_plan_on_hits = grant_plan._plan_on_hits
 
 
 # ---------------------------------------------------------------- the worker
@@ -156,7 +156,7 @@ def share_what_is_to_be_saved(store: BlockStore, block: BlockId, sequence: Seque
 
 def share_with_forks(state: LedgerState, sequence: Sequence, found: RememberedMatch) -> tuple[GrantPlan, int]:
     """A fork shares the K/V of its parent, whether or not it has states to go on from."""
-    parent = block_granter.find_fork_parent(state.sequences, sequence)
+    parent = grant_plan.find_fork_parent(state.sequences, sequence)
     if parent is not None:
         shared = parent.block_table[: state.config.hits_of(sequence.num_tokens)]
         if len(shared) > len(found.hits):

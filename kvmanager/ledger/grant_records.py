@@ -1,0 +1,172 @@
+"""The records of grants and waits: what was granted and why there are no more hits, and why a sequence waits."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Final
+
+from common.contracts.lease import PARTIAL_REASON, RETENTION_REASON
+from common.contracts.turns import BY_AGE
+from common.contracts.types import (
+    TENANT_CANDIDATE,
+    BlockId,
+    Candidate,
+    DecisionKind,
+    MissReason,
+    SequencePhase,
+    ShortfallReason,
+)
+from kvmanager.contracts.sequence import Sequence
+from kvmanager.ledger.block_store import BlockStore
+from kvmanager.ledger.grant_plan import GrantPlan, count_fresh_blocks
+from kvmanager.ledger.ledger_state import LedgerState
+from kvmanager.ledger.partial_copy import PartialCopy
+from kvmanager.ledger.sequence_table import SequenceTable
+
+_PASSES: Final = "passes one that lacks blocks"
+_REQUESTS: Final = 8
+"""Requests that the record of a wait names at most."""
+_TENANTS: Final = 4
+"""Tenants that the record of a wait names at most."""
+
+
+def _await(store: BlockStore, hits: list[BlockId]) -> int:
+    """Leave hits on blocks that are not sealed to be counted once they are; return how many there are."""
+    unsealed = [block for block in hits if store.blocks.hash[block] is None]
+    for block in unsealed:
+        store.blocks.awaited[block] = store.blocks.awaited.get(block, 0) + 1
+    return len(unsealed)
+
+
+_MISSES: Final = {
+    MissReason.DIVERGED_AT: "never seen from block {} on",
+    MissReason.UNRESUMABLE: "K and V of {} blocks are there, and no checkpoint of states, or no room for it",
+}
+
+
+def _reasons(
+    sequence: Sequence, plan: GrantPlan, passes: bool, part: PartialCopy | None, lacking: int
+) -> tuple[str, ...]:
+    """Return in words why there are no more hits, and what else is special about a grant that lacks so many blocks."""
+    match = plan.match
+    reasons = [match.miss_reason.value]
+    if (where := _MISSES.get(match.miss_reason)) is not None:
+        reasons.append(where.format(match.diverged_at))
+    if plan.unread:
+        reasons.append(f"the first {plan.unread} of the shared blocks left the window and are not needed")
+    if part is not None:
+        reasons.append(f"{PARTIAL_REASON}{part.slots} slots are copied from block {part.source}")
+    if match.retention:
+        reasons.append(f"{RETENTION_REASON}{match.retention}")
+    if passes:
+        reasons.append(_PASSES)
+    elif sequence.by_age:
+        reasons.append(BY_AGE)
+    if lacking:
+        reasons.append(f"begins with a part of its prompt's blocks, and gets {lacking} others as they come free")
+    if sequence.computes_all:
+        reasons.append("computes all its tokens")
+    if sequence.recompute:
+        reasons.append("computed again after a preemption")
+    return tuple(reasons)
+
+
+def record_grant(
+    state: LedgerState, sequence: Sequence, plan: GrantPlan, evicted: int, passes: bool, part: PartialCopy | None
+) -> str:
+    """Count an admission, record it, and return the id of the record."""
+    match, hits = plan.match, plan.shared
+    awaited = _await(state.store, plan.hits[: match.hit_blocks]) if not sequence.recompute else 0
+    asked = sequence.takes_hits and state.config.prefix_caching
+    queried = min(sequence.num_tokens // state.config.block_size, len(sequence.block_hashes)) if asked else 0
+    state.totals.count_admission(queried, match.hit_blocks - awaited, match.miss_reason.value, sequence.recompute)
+    lacking = sequence.lacking(state.config.block_size) if sequence.id == state.sequences.partial else 0
+    state.totals.chunked_grants += bool(lacking)
+    if part is not None and not sequence.recompute:
+        state.totals.partial_hits += 1
+        state.totals.partial_hit_tokens += part.slots
+    reasons = _reasons(sequence, plan, passes, part, lacking)
+    passed_by, waited = state.sequences.queue.count_admission(sequence), state.clock.monotonic() - sequence.queued_at
+    figures = {
+        "num_tokens": float(sequence.num_tokens),
+        "hit_blocks": float(hits),
+        "fresh_blocks": float(plan.fresh),
+        "evicted": float(evicted),
+        "available": float(state.store.pool.available),
+        "waiting": float(state.sequences.waiting),
+        "waited_seconds": waited,
+        **({"lacking_blocks": float(lacking)} if lacking else {}),
+        **({"passes": 1.0} if passes else {}),
+        **({"passed_by": float(passed_by)} if passed_by and waited else {}),
+        **({"partial_tokens": float(part.slots)} if part is not None else {}),
+        **({"checkpoints": float(len(plan.checkpoints))} if plan.checkpoints else {}),
+        **({"tails": 1.0} if plan.tail else {}),
+    }
+    chosen = f"{hits} shared and {plan.fresh} fresh blocks"
+    if state.config.groups:
+        chosen = f"{hits} shared blocks and {plan.fresh} fresh pages"
+    kind = DecisionKind.GRANT
+    return state.decisions.record(kind, chosen, sequence, reasons, figures, beneficiary=match.evicted_for)
+
+
+def record_waits(state: LedgerState, head: Sequence) -> None:
+    """Record why the sequences that have joined the queue wait, once for each wait; `head` is admitted next."""
+    waiting = [state.sequences.live[each] for each in state.sequences.queue.unexplained]
+    state.sequences.queue.unexplained.clear()
+    holders, head_needed = _holders(state.sequences), count_fresh_blocks(state, head)
+    for sequence in waiting:
+        needed = head_needed if sequence is head else count_fresh_blocks(state, sequence)
+        reason, first = _reason(state, sequence, head)
+        record_wait(state, sequence, (reason.value, first), (needed, head_needed), holders)
+
+
+def record_wait(
+    state: LedgerState,
+    sequence: Sequence,
+    why: tuple[str, str],
+    needed: tuple[int, int],
+    holders: tuple[Candidate, ...] = (),
+) -> None:
+    """Record that a sequence waits: the reason and whom it waits for, the blocks that it and the next one need."""
+    (reason, first), (own, of_next) = why, needed
+    figures = {
+        "needed": float(own),
+        "head_needed": float(of_next),
+        "available": float(state.store.pool.available),
+        "num_blocks": float(state.config.num_blocks),
+        "running": float(state.sequences.admitted),
+        "waiting": float(state.sequences.waiting),
+    }
+    kind = DecisionKind.SHORTFALL
+    state.decisions.record(kind, "waits", sequence, (reason,), figures, holders, beneficiary=first)
+
+
+def _reason(state: LedgerState, sequence: Sequence, head: Sequence) -> tuple[ShortfallReason, str]:
+    """Return why a sequence waits, and the name of the one that goes first, unless it is this one."""
+    if sequence is not head:
+        return ShortfallReason.BEHIND, head.name
+    return (ShortfallReason.PLACES if state.admission.blocked_by == "places" else ShortfallReason.BLOCKS), ""
+
+
+def _holders(sequences: SequenceTable) -> tuple[Candidate, ...]:
+    """Return the tenants and the requests that hold the most blocks; a shared block counts for its first sequence."""
+    blocks: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    requests: dict[str, int] = {}
+    for each in sequences.live.values():
+        if each.phase is SequencePhase.WAITING:
+            continue
+        held = each.own_blocks
+        blocks[each.tenant] = blocks.get(each.tenant, 0) + held
+        counts[each.tenant] = counts.get(each.tenant, 0) + 1
+        requests[each.name] = requests.get(each.name, 0) + held
+    tenants = heapq.nlargest(_TENANTS, blocks, key=lambda tenant: (blocks[tenant], tenant))
+    greatest = heapq.nlargest(_REQUESTS, requests, key=lambda name: (requests[name], name))
+    return (
+        *(_tenant(each, blocks[each], counts[each]) for each in tenants),
+        *(Candidate(each, terms=(("blocks", float(requests[each])),)) for each in greatest),
+    )
+
+
+def _tenant(name: str, blocks: int, sequences: int) -> Candidate:
+    return Candidate(f"{TENANT_CANDIDATE}{name}", terms=(("blocks", float(blocks)), ("sequences", float(sequences))))
