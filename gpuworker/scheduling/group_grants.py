@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
+from functools import partial
 
 from common.contracts.errors import ProtocolViolation
 from common.contracts.lease import Admit, GrantBatch, unread_blocks
@@ -49,7 +50,7 @@ class GroupGrantCheck:
     def check(self, admit: Admit, sequence: Sequence | None) -> None:
         """Raise ProtocolViolation when an admission names no block, one of another group, or one that lacks slots."""
         runs, shared = admit.runs, admit.n_shared
-        if len(runs) != len(self._groups) - 1 or any(not shared <= len(run) <= len(admit.block_table) for run in runs):
+        if len(runs) != len(self._groups) - 1 or not all(map(partial(self._fits, admit), self._groups[1:], runs)):
             lengths = ", ".join(str(len(run)) for run in runs)
             what = f"runs of {lengths or 'no'} blocks beside a table of {len(admit.block_table)}, {shared} shared"
             raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")
@@ -60,6 +61,11 @@ class GroupGrantCheck:
             self._check_group(admit, block, 0)
         for group, run in enumerate(runs, start=1):
             self._check_run(admit, sequence, group, run)
+
+    @staticmethod
+    def _fits(admit: Admit, group: KvGroup, run: tuple[BlockId, ...]) -> bool:
+        """Return whether a run has all shared places, and none behind the table but checkpoints of a begun prompt."""
+        return admit.n_shared <= len(run) and (group.kind is KvGroupKind.STATE or len(run) <= len(admit.block_table))
 
     def _check_run(self, admit: Admit, sequence: Sequence | None, group: int, run: tuple[BlockId, ...]) -> None:
         """Check the shared places of a run: it may lack those alone that no token reads, all at its beginning."""

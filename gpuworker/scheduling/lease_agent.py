@@ -57,8 +57,8 @@ class LeaseAgent:
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
         self._partly = config.block_size >= config.min_partial_block and not config.slides
-        # Where layers have windows, each prompt is granted in parts, and decodes come first in a step alone.
-        self._kept_slots = 0 if config.slides else config.runway_slots
+        # Where every layer has a window, each prompt begins with that, and decodes come first in a step alone.
+        self._kept_slots = 0 if config.window else config.runway_slots
         self._block_shift = config.block_size.bit_length() - 1
         self._blocks = BlockStates(config.num_blocks, not config.window, config.block_pages)
         self._scheduler = StepScheduler(

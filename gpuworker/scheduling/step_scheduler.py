@@ -227,9 +227,8 @@ class StepScheduler:
         """Return how many tokens of a prompt a step could compute: for the others there are no blocks, or no scores."""
         known, there = len(sequence.tokens), sequence.covered
         if there << self.shift < known:
-            there += max(0, len(self.blocks.pool) - self._kept_for_decodes(kept_slots)) // self._lacks_at(
-                sequence, there
-            )
+            kept = self._kept_for_others(sequence, kept_slots) if there == len(sequence.block_table) else 0
+            there += max(0, len(self.blocks.pool) - kept) // self._lacks_at(sequence, there)
         wanted = min(known, there << self.shift) - sequence.num_computed_tokens
         if sequence.score_until:
             wanted = min(wanted, _room_to_score(sequence, self.max_scored_tokens))
@@ -290,20 +289,21 @@ class StepScheduler:
     def _take(self, sequence: Sequence, room: int, step: Composition) -> int:
         """Write up to `room` unfilled positions in a row from `num_computed_tokens` on; return how many.
 
-        A prompt that was granted in part may find no block. It is stalled only if no step of it is to be run or in
-        flight: where all layers have a window, such a step lets blocks go that left it.
+        A prompt that was granted in part may find no block, and leaves some to others behind its own table. It is
+        stalled only if no step of it is to be run or in flight: where layers have windows, such a step lets blocks go
+        that left them.
         """
         start, end = sequence.num_computed_tokens, min(sequence.num_computed_tokens + room, len(sequence.tokens))
         if sequence.checkpoints is not None:
             end = min(end, self._next_checkpoint(sequence, start, end))
         fill, row, size, alone = self.blocks.fill, sequence.block_table, self.block_size, not sequence.in_flight
-        kept = self._kept_for_decodes(step.kept_slots) if len(row) * size < end else 0
+        kept = self._kept_for_others(sequence, step.kept_slots) if len(row) * size < end else 0
         covered = sequence.covered if sequence.tables else len(row)
         while sequence.num_computed_tokens < end:
             index, offset = sequence.num_computed_tokens >> self.shift, sequence.num_computed_tokens & (size - 1)
             stalls = alone and sequence.num_computed_tokens == start
             if index == covered:
-                if not self._bind(sequence, step, stalls, kept):
+                if not self._bind(sequence, step, stalls, kept if index == len(row) else 0):
                     break
                 covered += 1
             if fill[row[index]] > offset:
@@ -344,9 +344,19 @@ class StepScheduler:
             tail.move(place - 1)
             step.saves.append(Checkpoint(sequence.id, tail.pages))
 
-    def _kept_for_decodes(self, slots: int) -> int:
-        """Return how many blocks of the pool a prompt leaves to decodes: a part of those that they bind so soon."""
-        return -(-self._wanted_by_decodes(slots) // RUNWAY_UNDER_PRESSURE) if slots else 0
+    def _kept_for_others(self, sequence: Sequence, slots: int) -> int:
+        """Return how many blocks of the pool a prompt that was granted in part leaves to others.
+
+        To decodes it leaves a part of those that they bind so soon. Where the pool has groups, it leaves a place to
+        each prompt whose windows go on, because that has the first group's blocks there.
+        """
+        if not slots:
+            return 0
+        kept = -(-self._wanted_by_decodes(slots) // RUNWAY_UNDER_PRESSURE)
+        if sequence.tables:
+            behind = [(each, each.covered) for each in self.prefilling if each is not sequence]
+            kept += sum([self._lacks_at(each, at) for each, at in behind if at < len(each.block_table)])
+        return kept
 
     def _fill_runs(self, sequence: Sequence, index: int, slots: int) -> None:
         """Count slots of a place as filled in every group behind the first: the blocks of a place fill together."""
@@ -360,10 +370,13 @@ class StepScheduler:
             return 1
         return sum([table.size for table in sequence.tables if len(table) <= index and not table.checkpoints])
 
-    def _bind_place(self, sequence: Sequence, step: Composition) -> bool:
-        """Take a block from the pool for each table that lacks one at the first place that is not covered, or none."""
+    def _bind_place(self, sequence: Sequence, step: Composition, kept: int) -> bool:
+        """Take a block from the pool for each table that lacks one at the first place that is not covered, or none.
+
+        So many pages stay in the pool.
+        """
         index = sequence.covered
-        if len(self.blocks.pool) < self._lacks_at(sequence, index):
+        if len(self.blocks.pool) - kept < self._lacks_at(sequence, index):
             return False
         for group, table in enumerate(sequence.tables):
             if len(table) <= index and not table.checkpoints:
@@ -376,7 +389,7 @@ class StepScheduler:
 
     def _bind(self, sequence: Sequence, step: Composition, stalls: bool = True, kept: int = 0) -> bool:
         if sequence.tables:
-            bound = self._bind_place(sequence, step)
+            bound = self._bind_place(sequence, step, kept)
             if stalls and not bound:
                 step.stalled.append(sequence.id)
             return bound

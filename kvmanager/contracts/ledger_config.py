@@ -143,7 +143,7 @@ class LedgerConfig(LedgerOptions):
     @property
     def grants_parts(self) -> bool:
         """Whether a prompt may begin before all its blocks are free. With windows alone, each one does anyway."""
-        return self.chunked_grants and not self.slides and self.runway != "max"
+        return self.chunked_grants and not self.window and self.runway != "max"
 
     def hits_of(self, num_tokens: int) -> int:
         """Return how many leading full blocks of a sequence may be shared: not the one that holds its last token."""
@@ -158,7 +158,9 @@ class LedgerConfig(LedgerOptions):
     def copies_parts(self) -> bool:
         """Whether a part of a cached block is copied for a prompt that diverges inside that block.
 
-        Not where layers have windows: a sequence may lack the blocks before the one that it continues.
+        Not where the pool has groups: each of them would need a copy, of several pages. Nor where every layer has a
+        window: a block is little beside what a prompt computes behind its hits there. Behind a checkpoint of states no
+        part of a block could be continued.
         """
         return self.prefix_caching and not self.slides
 

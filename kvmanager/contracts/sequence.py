@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from common.contracts.lease import Reserve, blocks_needed
+from common.contracts.lease import Reserve, blocks_needed, held_blocks
 from common.contracts.types import TRIMMED, BlockHash, BlockId, KvGroup, KvGroupKind, SequenceId, SequencePhase
 from kvmanager.contracts.block import Blocks
 
@@ -13,14 +13,15 @@ from kvmanager.contracts.block import Blocks
 class Run:
     """The blocks of a sequence in a group behind the first one, `group` by its number; `trimmed` places have none.
 
+    Once the sequence has computed what it holds here, it goes on with `most` blocks at once.
     A run of checkpoints has no block at most places: the sequence binds none, and the manager says where it takes some.
     Those at `asked` places are never superseded. The last block may be the tail, whose place its seal tells.
     """
 
-    __slots__ = ("asked", "checkpoints", "group", "pages", "table", "trimmed")
+    __slots__ = ("asked", "checkpoints", "group", "most", "pages", "table", "trimmed")
 
-    def __init__(self, group: int, pages: int, checkpoints: bool = False) -> None:
-        self.group, self.pages, self.checkpoints = group, pages, checkpoints
+    def __init__(self, group: int, pages: int, checkpoints: bool = False, most: int = 0) -> None:
+        self.group, self.pages, self.checkpoints, self.most = group, pages, checkpoints, most
         self.table: list[BlockId] = []
         self.trimmed = 0
         self.asked: frozenset[int] = frozenset()
@@ -35,6 +36,15 @@ class Run:
         """Return the pages that the sequence may still bind here."""
         return 0 if self.checkpoints else self.pages * (max_blocks - len(self.table))
 
+    @property
+    def held(self) -> int:
+        """Return how many places are not trimmed."""
+        return len(self.table) - self.trimmed
+
+    def net_growth(self, max_blocks: int) -> int:
+        """Return how many blocks more than now the sequence may come to hold here at once."""
+        return 0 if self.checkpoints else max(0, min(max_blocks - len(self.table), self.most - self.held))
+
     def move_tail(self, place: int) -> None:
         """Move the last block to a place behind its own."""
         self.table[-1:] = [*[TRIMMED] * (place + 1 - len(self.table)), self.table[-1]]
@@ -46,6 +56,7 @@ class Run:
 class Sequence:
     """A sequence of `num_tokens` tokens whose block table may grow to `max_blocks` places, trimmed ones included.
 
+    It never needs more than `most_held` blocks, or pages, at once. Where no layer has a window, that is `max_blocks`.
     `block_hashes` has the hashes of the full blocks and grows as blocks are sealed. `cacheable` is False when the
     client asked that nothing of the sequence be cached; `computes_all` is that of `Reserve`. `computed` is the length
     that the worker reported last, for records and traces. `recompute` is set by a preemption: the next admission is
@@ -79,6 +90,7 @@ class Sequence:
         "id",
         "max_blocks",
         "max_len",
+        "most_held",
         "n_shared",
         "num_tokens",
         "outranked",
@@ -101,12 +113,22 @@ class Sequence:
     )  # fmt: skip
 
     def __init__(
-        self, reserve: Reserve, arrival: int, block_size: int, queued_at: float, groups: Items[KvGroup] = ()
+        self,
+        reserve: Reserve,
+        arrival: int,
+        block_size: int,
+        queued_at: float,
+        groups: Items[KvGroup] = (),
+        window: int = 0,
     ) -> None:
+        """`groups` and `window` are those of the pool."""
         self.id: SequenceId = reserve.sequence
         self.num_tokens = reserve.num_tokens
         self.max_len = reserve.max_len
         self.max_blocks = blocks_needed(reserve.num_tokens, reserve.max_len, block_size)
+        self.most_held = self.max_blocks
+        if groups or window:
+            self.most_held = blocks_needed(reserve.num_tokens, reserve.max_len, block_size, window, groups)
         self.priority = reserve.priority
         self.block_hashes: list[BlockHash] = list(reserve.block_hashes)
         self.cacheable = bool(reserve.block_hashes) or reserve.num_tokens < block_size
@@ -126,7 +148,16 @@ class Sequence:
         self.forks: set[SequenceId] = set()
         self.block_pages = groups[0].pages if groups else 1
         self.runs = tuple(
-            [Run(number, group.pages, group.kind is KvGroupKind.STATE) for number, group in enumerate(groups) if number]
+            [
+                Run(
+                    number,
+                    group.pages,
+                    group.kind is KvGroupKind.STATE,
+                    held_blocks(group, self.max_blocks, block_size),
+                )
+                for number, group in enumerate(groups)
+                if number
+            ]
         )
         self.n_shared = 0
         self.trimmed = 0
@@ -155,6 +186,14 @@ class Sequence:
             runs = sum([run.growth(self.max_blocks) for run in self.runs])
             return self.block_pages * growth + runs
         return growth
+
+    @property
+    def net_growth(self) -> int:
+        """Blocks more than now that the sequence may come to hold in its block table at once."""
+        growth = self.max_blocks - len(self.block_table)
+        if self.runs or self.most_held == self.max_blocks:
+            return growth
+        return max(0, min(growth, self.most_held - len(self.block_table) + self.trimmed))
 
     @property
     def own_blocks(self) -> int:

@@ -58,10 +58,8 @@ def admit_sequences(state: LedgerState, most: int | None = None) -> tuple[list[C
 
 def _waits_for_states(state: LedgerState, sequence: Sequence) -> bool:
     """Let a sequence leave the queue for a planned checkpoint, if that saves it enough; return whether it does."""
-    place = checkpoints.find_planned(state, sequence)
-    if place is None or not checkpoints.is_worth_waiting(
-        state.config, place, len(grant_plan.find_match(state.store, sequence).hits)
-    ):
+    place = _find_awaited_place(state, sequence)
+    if place is None:
         return False
     needed = grant_plan.count_fresh_blocks(state, sequence)
     sequence.awaited = True
@@ -69,6 +67,20 @@ def _waits_for_states(state: LedgerState, sequence: Sequence) -> bool:
     owner = state.sequences.live[state.sequences.planned.wait(sequence.id, sequence.block_hashes[place])]
     grant_records.record_wait(state, sequence, (ShortfallReason.CHECKPOINT.value, owner.name), (needed, needed))
     return True
+
+
+def _find_awaited_place(state: LedgerState, sequence: Sequence) -> int | None:
+    """Return the place of the planned checkpoint for which a sequence is to wait; None: it waits for none."""
+    place = checkpoints.find_planned(state, sequence)
+    if place is None:
+        return None
+    hits = len(grant_plan.find_match(state.store, sequence).hits)
+    return place if checkpoints.is_worth_waiting(state.config, place, hits) else None
+
+
+def _is_to_wait(state: LedgerState, sequence: Sequence) -> bool:
+    """Return whether a sequence that could pass is to wait for a planned checkpoint once it has its turn."""
+    return state.store.states is not None and _find_awaited_place(state, sequence) is not None
 
 
 def _admit_sequence(
@@ -104,20 +116,22 @@ def begin_prompt(state: LedgerState, copies: list[Copy], admits: list[Admit]) ->
         return
     turn = grant_order.next_turn(state)
     sequence = turn.sequence
-    plan, missing = grant_plan.plan_with_match(state, sequence, grant_plan.find_match(state.store, sequence))
+    found = grant_plan.find_match(state.store, sequence)
+    plan, missing = grant_plan.plan_with_match(state, sequence, found)
     free = plan.fresh - missing
     if (
         sequence.gave_up
         or config.holds_whole(sequence.preemptions)
-        or not chunked_grants.is_enough(config, free, plan.fresh)
+        or grant_plan.plan_part(config, sequence, plan, free, found.sealed) is None
     ):
         return
     until = _promise_blocks(state, sequence).until
-    part = chunked_grants.first_part(state, sequence, plan.fresh, free, until)
-    if part:
+    most = chunked_grants.most_of_part(state, sequence, free, until)
+    part = grant_plan.plan_part(config, sequence, plan, most, found.sealed)
+    if part is not None:
         grant_order.count_turn(state.admission, turn)
         state.sequences.partial, state.admission.blocked_by = sequence.id, "prompt"
-        _admit_sequence(state, sequence, replace(plan, fresh=part, left=0), copies, admits, set())
+        _admit_sequence(state, sequence, part, copies, admits, set())
         sequence.queued_at = state.clock.monotonic()  # it waits on, for the others
 
 
@@ -140,7 +154,7 @@ def backfill_sequences(state: LedgerState, copies: list[Copy], admits: list[Admi
     """Add to a batch those that pass the next sequence, which lacks blocks."""
     config, now = state.config, state.worker.steps
     head = _find_awaited(state)
-    if head is None or not config.backfill or config.slides:
+    if head is None or not config.backfill:
         return
     kept = state.admission.reservation_of(head)
     if kept is not None and kept.is_over(now):
@@ -159,34 +173,56 @@ def backfill_sequences(state: LedgerState, copies: list[Copy], admits: list[Admi
     fresh = {block for admit in admits for block in admit.block_table[admit.n_shared :]}
     growth = backfill.growth_beside(head, state.sequences.live.values(), now, config.block_size)
     for sequence in candidates:
-        if kept.admits(sequence, now) and _may_pass(state, sequence, growth):
+        if kept.admits(sequence, now) and _may_pass(state, sequence, growth) and not _is_to_wait(state, sequence):
             plan, missing = grant_plan.plan_with_match(state, sequence, grant_plan.find_match(state.store, sequence))
             if missing <= 0:
+                extra = 0
+                if config.keeps_states:
+                    plan, extra = _bound_states(state, sequence, plan, kept, growth)
                 # An earlier admission may have been by age: this one is not.
                 sequence.by_age = False
                 _admit_sequence(state, sequence, plan, copies, admits, fresh, passes=True)
                 growth.add_sequence(sequence, now)
-                kept.count_passed(sequence, now)
+                kept.count_passed(sequence, now, extra)
+
+
+def _bound_states(
+    state: LedgerState, sequence: Sequence, plan: GrantPlan, kept: Reservation, growth: Growth
+) -> tuple[GrantPlan, int]:
+    """Return the plan of one that passes, and the pages of its checkpoints, which keep the promise too or are left out.
+
+    It gets no tail: that would stay until its end.
+    """
+    extra = state.config.groups[-1].pages * len(plan.checkpoints)
+    if extra and not (kept.admits(sequence, state.worker.steps, extra) and _may_pass(state, sequence, growth, extra)):
+        plan, extra = replace(plan, fresh=plan.fresh - extra, checkpoints=(), asked=frozenset()), 0
+    return replace(plan, left=0), extra
 
 
 def make_reservation(state: LedgerState, head: Sequence, old: Reservation | None) -> Reservation:
     """Look when the next sequence will have its blocks."""
     config, now, size = state.config, state.worker.steps, state.config.block_size
     missing = grant_plan.count_missing_blocks(state, head) - state.store.pool.leased
-    hits = frozenset(() if head.block_table else grant_plan.find_match(state.store, head).hits)
+    hits = frozenset[BlockId]()
+    if not head.block_table:
+        found = grant_plan.find_match(state.store, head)
+        hits = frozenset(grant_plan.every_hit(found.hits, found.runs))
     runs = [each for each in backfill.running(state.sequences.live.values()) if each is not head]
     holders = backfill.holders_of(runs, state.store.blocks.refs, hits, now, size)
-    found = backfill.reserved(holders, missing, size, config.runway_slots)
-    growth = head.max_blocks - config.admission_blocks(head.num_tokens)
-    return backfill.renewed(old, head, growth, found, now, state.store.pool.in_use)
+    promised = backfill.reserved(holders, missing, size, config.runway_slots)
+    growth = head.most_held - config.admission_blocks(head.num_tokens)
+    return backfill.renewed(old, head, growth, promised, now, state.store.pool.in_use)
 
 
-def _may_pass(state: LedgerState, sequence: Sequence, growth: Growth) -> bool:
-    """Return whether a sequence has a place, leaves its tenant within its share, and does not empty the pool."""
+def _may_pass(state: LedgerState, sequence: Sequence, growth: Growth, extra: int = 0) -> bool:
+    """Return whether a sequence has a place, leaves its tenant within its share, and does not empty the pool.
+
+    It holds `extra` blocks beside those of its tokens.
+    """
     sequences, config = state.sequences, state.config
     if sequences.admitted >= config.max_num_seqs:
         return False
-    blocks = sequence.max_blocks
+    blocks = sequence.most_held + extra
     if len(sequences.tenants) > 1 and TenantShares(config, sequences.tenants).load_of(sequence.tenant, 1, blocks) > 1.0:
         return False
     return growth.fits_blocks(backfill.steps_of(sequence), state.store.pool.available - blocks)

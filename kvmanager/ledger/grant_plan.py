@@ -5,8 +5,10 @@ Nothing changes here. `block_granter.py` carries a plan out.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
+from functools import partial
 
 from common.contracts.types import TRIMMED, BlockHash, BlockId, MissReason, SequencePhase
 from kvmanager.cache.group_match import GroupMatcher
@@ -105,8 +107,7 @@ def measure_shortage(state: LedgerState, sequence: Sequence) -> Shortage:
     """Return what a sequence lacks that waits for blocks."""
     plan, missing = _plan_or_remember(state, sequence)
     if state.config.groups:
-        hits = frozenset((*plan.hits, *(block for run in plan.runs for block in run.blocks)))
-        return Shortage(missing, plan.left + missing, hits)
+        return Shortage(missing, plan.left + missing, frozenset(every_hit(plan.hits, plan.runs)))
     return Shortage(missing, _count_slack(state, sequence, plan.shared + plan.fresh), frozenset(plan.hits))
 
 
@@ -121,8 +122,13 @@ def _plan_or_remember(state: LedgerState, sequence: Sequence) -> tuple[GrantPlan
 
 def count_fresh_blocks(state: LedgerState, sequence: Sequence) -> int:
     if sequence.phase is SequencePhase.RUNNING:
-        return sequence.lacking(state.config.block_size)
+        return chunked_grants.count_lacking(state.config, sequence)
     return plan_with_match(state, sequence, find_match(state.store, sequence))[0].fresh
+
+
+def every_hit(hits: Items[BlockId], runs: Items[RunHits]) -> list[BlockId]:
+    """Return the hits of all groups."""
+    return [*hits, *(block for run in runs for block in run.blocks)]
 
 
 def find_match(store: BlockStore, sequence: Sequence) -> RememberedMatch:
@@ -183,7 +189,7 @@ def _plan_on_hits(state: LedgerState, sequence: Sequence, found: RememberedMatch
             continue
         most = max(config.held_run(number, whole), len(run.blocks) + 1)
         fresh.append(min(whole, run.unread + most) - shares)
-    pages = sum(group.pages * count for group, count in zip(config.groups, fresh, strict=True))
+    pages = _count_pages(config, tuple(fresh))
     # What `_count_slack` does: a run may grow although the first table is whole.
     tables = zip(fresh, (False, *(run.checkpoints for run in sequence.runs)), strict=True)
     slack, grows = 0, any(shares + count < sequence.max_blocks for count, sparse in tables if not sparse)
@@ -209,6 +215,65 @@ def add_tail(state: LedgerState, sequence: Sequence, plan: GrantPlan) -> GrantPl
         return plan
     size = state.config.groups[-1].pages
     return replace(plan, fresh=plan.fresh + size, left=plan.left - size, tail=True)
+
+
+def plan_part(config: LedgerConfig, sequence: Sequence, plan: GrantPlan, most: int, sealed: int) -> GrantPlan | None:
+    """Return the plan of a part that takes at most so many free blocks, or pages; None: too few to begin with.
+
+    Where layers keep states, a part has as many checkpoints as leave it enough to begin with, that of the prompt's end
+    first. They are held until they are saved, so the pool must have room for them beside the whole sequence.
+    """
+    if not config.groups:
+        return replace(plan, fresh=most, left=0) if chunked_grants.is_enough(config, most, plan.fresh) else None
+    whole, spare = plan.fresh_blocks[0], _pages_beside(config, sequence)
+    for number in range(_count_checkpoints(config, sequence, plan, min(most, spare), sealed), -1, -1):
+        taken = config.groups[-1].pages * number
+        places = _count_places(config, plan, most - taken)
+        if chunked_grants.is_enough(config, places, whole):
+            return _part_of(config, sequence, plan, places, taken, sealed)
+    return None
+
+
+def _pages_beside(config: LedgerConfig, sequence: Sequence) -> int:
+    """Return how many pages of the pool may be checkpoints while a sequence holds all that it ever holds at once."""
+    return config.num_blocks - sequence.most_held
+
+
+def _count_checkpoints(config: LedgerConfig, sequence: Sequence, plan: GrantPlan, pages: int, sealed: int) -> int:
+    """Return how many checkpoints a sequence is to leave where so many pages are left for them."""
+    if not config.keeps_states:
+        return 0
+    return len(checkpoints.choose_places(config, sequence, plan.shared, config.stall_pages + pages, sealed)[0])
+
+
+def _part_of(
+    config: LedgerConfig, sequence: Sequence, plan: GrantPlan, places: int, taken: int, sealed: int
+) -> GrantPlan:
+    """Return a plan of so many places behind the shared ones, and of checkpoints that take so many pages."""
+    chosen: tuple[int, ...] = ()
+    asked = frozenset[int]()
+    if taken:
+        left = config.stall_pages + taken
+        chosen, asked = checkpoints.choose_places(config, sequence, plan.shared, left, sealed)
+    fresh = tuple([min(places, count) for count in plan.fresh_blocks])
+    pages = _count_pages(config, fresh) + taken
+    return replace(plan, fresh=pages, fresh_blocks=fresh, left=0, checkpoints=chosen, asked=asked)
+
+
+def _count_places(config: LedgerConfig, plan: GrantPlan, pages: int) -> int:
+    """Return how many places behind the shared ones get their blocks in every group from so many pages."""
+    whole = range(plan.fresh_blocks[0] + 1)
+    cost = partial(_count_pages_of_places, config, plan.fresh_blocks)
+    return max(0, bisect_right(whole, pages, key=cost) - 1)
+
+
+def _count_pages_of_places(config: LedgerConfig, fresh: tuple[int, ...], places: int) -> int:
+    return _count_pages(config, tuple([min(places, count) for count in fresh]))
+
+
+def _count_pages(config: LedgerConfig, blocks: tuple[int, ...]) -> int:
+    """Return the pages of so many blocks of each group."""
+    return sum(group.pages * count for group, count in zip(config.groups, blocks, strict=True))
 
 
 def _count_slack(state: LedgerState, sequence: Sequence, blocks: int) -> int:
@@ -241,8 +306,7 @@ def _match_groups(store: BlockStore, sequence: Sequence) -> RememberedMatch:
         disabled, runs = PrefixMatch(0, MissReason.DISABLED), _no_hits(config)
         return RememberedMatch(sequence.id, sequence.num_tokens, [], disabled, 0, 0, runs)
     found = GroupMatcher(store.cache, blocks, config, sequence.block_hashes, sequence.num_tokens).match()
-    every = (*found.hits, *(block for run in found.runs for block in run.blocks))
-    cached = sum(blocks.pages_of(block) for block in every if blocks.state[block] is CACHED)
+    cached = sum(blocks.pages_of(block) for block in every_hit(found.hits, found.runs) if blocks.state[block] is CACHED)
     return RememberedMatch(
         sequence.id, sequence.num_tokens, found.hits, found.match, cached, 0, found.runs, found.sealed
     )

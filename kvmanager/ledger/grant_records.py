@@ -17,6 +17,7 @@ from common.contracts.types import (
     ShortfallReason,
 )
 from kvmanager.contracts.sequence import Sequence
+from kvmanager.ledger import chunked_grants
 from kvmanager.ledger.block_store import BlockStore
 from kvmanager.ledger.grant_plan import GrantPlan, count_fresh_blocks
 from kvmanager.ledger.ledger_state import LedgerState
@@ -63,7 +64,8 @@ def _reasons(
     elif sequence.by_age:
         reasons.append(BY_AGE)
     if lacking:
-        reasons.append(f"begins with a part of its prompt's blocks, and gets {lacking} others as they come free")
+        others = f"{lacking} pages more" if sequence.runs else f"{lacking} others"
+        reasons.append(f"begins with a part of its prompt's blocks, and gets {others} as they come free")
     if sequence.computes_all:
         reasons.append("computes all its tokens")
     if sequence.recompute:
@@ -80,7 +82,7 @@ def record_grant(
     asked = sequence.takes_hits and state.config.prefix_caching
     queried = min(sequence.num_tokens // state.config.block_size, len(sequence.block_hashes)) if asked else 0
     state.totals.count_admission(queried, match.hit_blocks - awaited, match.miss_reason.value, sequence.recompute)
-    lacking = sequence.lacking(state.config.block_size) if sequence.id == state.sequences.partial else 0
+    lacking = chunked_grants.count_lacking(state.config, sequence) if sequence.id == state.sequences.partial else 0
     state.totals.chunked_grants += bool(lacking)
     if part is not None and not sequence.recompute:
         state.totals.partial_hits += 1

@@ -153,7 +153,8 @@ class Ledger:
         state = self.state
         stalled = len(state.sequences.find_stalled())
         if (begun := state.sequences.find_begun_prompt()) is not None:
-            want = min(max(chunked_grants.left_to_others(state, begun), stalled), state.sequences.growth)
+            stalls = stalled * state.config.stall_pages
+            want = min(max(chunked_grants.left_to_others(state, begun), stalls), state.sequences.growth)
             return runway.RunwayTerms(want, want), stalled
         growth, pressed = state.sequences.growth, state.admission.blocked_by == "capacity"
         return runway.runway_terms(
@@ -163,7 +164,8 @@ class Ledger:
     def _terms_of_begun(self, begun: Sequence) -> runway.RunwayTerms:
         """Return the bounds of the lease pool with what a begun prompt may take now."""
         stalled, growth = len(self.state.sequences.find_stalled()), self.state.sequences.growth
-        want = min(max(chunked_grants.lease_want(self.state, begun), stalled), growth)
+        stalls = stalled * self.state.config.stall_pages
+        want = min(max(chunked_grants.lease_want(self.state, begun), stalls), growth)
         return runway.RunwayTerms(want, want)
 
     # ------------------------------------------------------------ work that stands still

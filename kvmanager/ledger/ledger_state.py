@@ -47,7 +47,7 @@ class LedgerState:
         self._begin()
 
     def _begin(self) -> None:
-        self.sequences = SequenceTable(self.config.block_size, self.config.groups)
+        self.sequences = SequenceTable(self.config.block_size, self.config.groups, self.config.window)
         self.admission = Admission()
         self.worker = WorkerView()
 
@@ -106,14 +106,18 @@ class LedgerState:
         return bool(table) and blocks.hash[table[index - 1]] == parent
 
     def _stands_beside(self, block: BlockId, block_hash: BlockHash) -> bool:
-        """Return whether a sequence that holds a block of a run holds the first group's block of that content too."""
+        """Return whether a sequence that holds a block of a run holds the first group's block of that content too.
+
+        A checkpoint may stand behind the last block of a table that lacks some: then it was not left yet.
+        """
         blocks, live = self.store.blocks, self.sequences.live
         group, index = blocks.group[block], blocks.index[block]
         owner = live.get(blocks.owner[block])
         holder = owner if owner is not None and owner.holds(block, group, index) else None
         if holder is None:
             holder = next((each for each in live.values() if each.holds(block, group, index)), None)
-        return holder is not None and blocks.hash[holder.block_table[index]] == block_hash
+        beside = holder.block_table[index : index + 1] if holder is not None else []
+        return bool(beside) and blocks.hash[beside[0]] == block_hash
 
     def parent_of(self, block: BlockId) -> BlockHash | None:
         """Return the hash of the block before this one (ROOT for a first block); None while it is not known.

@@ -339,7 +339,7 @@ def _restore_tables(state: LedgerState, sequence: Sequence, entry: InventorySequ
         raise ProtocolViolation(f"sequence {sequence.id} has a table of the first group without some of its blocks")
     sequence.block_table = list(entry.block_table)
     for run, table in zip(sequence.runs, entry.runs, strict=True):
-        if len(table) > len(entry.block_table):
+        if len(table) > len(entry.block_table) and not run.checkpoints:
             what = f"a run of {len(table)} blocks beside a table of {len(entry.block_table)}"
             raise ProtocolViolation(f"sequence {sequence.id} has {what}")
         run.trimmed, run.table = _restore_table(state, sequence, table, run.group, run.pages), list(table)

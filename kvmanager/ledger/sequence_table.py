@@ -26,16 +26,16 @@ class SequenceTable:
     `stalled` are those that the worker named last: they lack a block. `copying` are those whose copy was not reported,
     the first first, and whether they still hold its source. `tenants` are those with a live sequence. Where the pool
     has `groups`, blocks that are bound or held are counted in pages, and sequences that wait for a checkpoint are in
-    `planned`, not in the queue.
+    `planned`, not in the queue. `window` is that of a pool of which every layer has one.
     """
 
     __slots__ = (
         "admitted", "block_size", "copying", "groups", "growth", "live", "next_arrival", "partial", "planned",
-        "preempting", "queue", "running", "stalled", "tenants",
+        "preempting", "queue", "running", "stalled", "tenants", "window",
     )  # fmt: skip
 
-    def __init__(self, block_size: int, groups: Items[KvGroup] = ()) -> None:
-        self.block_size, self.groups = block_size, groups
+    def __init__(self, block_size: int, groups: Items[KvGroup] = (), window: int = 0) -> None:
+        self.block_size, self.groups, self.window = block_size, groups, window
         self.live: dict[SequenceId, Sequence] = {}
         self.tenants: dict[str, TenantUse] = {}
         self.queue, self.planned = WaitingQueue(), PlannedStates()
@@ -58,7 +58,7 @@ class SequenceTable:
         _check_partial_hashes(reserve, self.block_size)
         if len(self.live) >= MAX_WORKER_SEQUENCES:
             raise ProtocolViolation(f"the worker has more than {MAX_WORKER_SEQUENCES} sequences at once")
-        sequence = Sequence(reserve, arrival, self.block_size, queued_at, self.groups)
+        sequence = Sequence(reserve, arrival, self.block_size, queued_at, self.groups, self.window)
         self.next_arrival = max(self.next_arrival, arrival + 1)
         self.live[sequence.id] = sequence
         if sequence.retention and sequence.fork_of in self.live:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.contracts.types import Decision, DecisionKind, SequenceId, SequencePhase, ShortfallReason
+from common.contracts.lease import held_blocks
+from common.contracts.types import TRIMMED, Decision, DecisionKind, SequenceId, SequencePhase, ShortfallReason
+from kvmanager.contracts.ledger_config import LedgerConfig
 from kvmanager.contracts.sequence import Sequence
 from kvmanager.ledger.ledger import Ledger
 
@@ -106,7 +108,7 @@ class OrderCheck:
             raise OrderBroken(f"{sequence.name} was admitted before {name}; the turn by age: {turn_by_age}")
 
     def _lacks(self, sequence: Sequence) -> int:
-        return sequence.lacking(self._state.config.block_size)
+        return count_lacking(self._state.config, sequence)
 
     def _is_old(self, sequence: Sequence) -> bool:
         longest = self._state.config.max_wait
@@ -115,3 +117,16 @@ class OrderCheck:
 
 def _by_arrival(sequence: Sequence) -> tuple[int, int]:
     return (sequence.arrival, sequence.id)
+
+
+def count_lacking(config: LedgerConfig, sequence: Sequence) -> int:
+    """Return the blocks, or pages, between what a prompt holds and what it holds at once when it is computed."""
+    places = sequence.lacking(config.block_size)
+    if not config.groups or not places:
+        return places
+    whole, pages = len(sequence.block_table) + places, config.groups[0].pages * places
+    for group, run in zip(config.groups[1:], sequence.runs, strict=True):
+        held = sum(block != TRIMMED for block in run.table)
+        most = held_blocks(group, sequence.max_blocks, config.block_size)
+        pages += 0 if run.checkpoints else group.pages * max(0, min(whole, most) - held)
+    return pages

@@ -324,7 +324,7 @@ LEASE_MUTANTS = (
     Mutant(
         "53",
         "a prompt that lacks blocks always leaves one in the pool",
-        ((StepScheduler, "_kept_for_decodes", always_keep_a_block),),
+        ((StepScheduler, "_kept_for_others", always_keep_a_block),),
         Exhaustive("parts"),
         ("I10",),
     ),

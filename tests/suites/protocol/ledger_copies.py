@@ -83,7 +83,7 @@ def _copy_store(old: BlockStore, clock: Clock) -> BlockStore:
 
 
 def _copy_sequences(old: SequenceTable) -> SequenceTable:
-    new = SequenceTable(old.block_size, old.groups)
+    new = SequenceTable(old.block_size, old.groups, old.window)
     new.live = {key: _copy_sequence(sequence) for key, sequence in old.live.items()}
     new.tenants, new.copying, new.preempting = old.tenants.copy(), old.copying.copy(), old.preempting.copy()
     new.queue, new.stalled, new.partial = _copy_queue(old.queue), old.stalled, old.partial
@@ -163,7 +163,7 @@ def _copy_sequence(old: Sequence) -> Sequence:
 
 
 def _copy_run(old: Run) -> Run:
-    new = Run(old.group, old.pages, old.checkpoints)
+    new = Run(old.group, old.pages, old.checkpoints, old.most)
     new.table, new.trimmed, new.asked = old.table.copy(), old.trimmed, old.asked
     return new
 

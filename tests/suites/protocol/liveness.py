@@ -304,16 +304,17 @@ class Liveness:
 
     first_seed: int = 0
     episodes: int = 400
+    in_groups: bool = False
 
     def up_to(self, found: Found) -> Liveness:
         return self if found.seed is None else replace(self, first_seed=found.seed, episodes=1)
 
     def run(self) -> Found:
-        found = Found()
+        found, episode_of = Found(), episode_in_groups if self.in_groups else episode
         for seed in range(self.first_seed, self.first_seed + self.episodes):
             found.states, found.seed = found.states + 1, seed
             try:
-                found.steps += Run(episode(seed)).to_its_end().rounds
+                found.steps += Run(episode_of(seed)).to_its_end().rounds
             except Hang as hang:
                 found.violation = Violation("I10", str(hang))
             except OrderBroken as broken:
@@ -325,7 +326,7 @@ class Liveness:
         return found
 
     def __str__(self) -> str:
-        return "liveness"
+        return "liveness in groups" if self.in_groups else "liveness"
 
 
 def main() -> None:

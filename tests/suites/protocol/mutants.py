@@ -14,6 +14,7 @@ from tests.suites.protocol.content_mutants import CONTENT_MUTANTS
 from tests.suites.protocol.group_mutants import GROUP_MUTANTS
 from tests.suites.protocol.lease_mutants import LEASE_MUTANTS
 from tests.suites.protocol.mutant import Mutant
+from tests.suites.protocol.part_mutants import PART_MUTANTS
 from tests.suites.protocol.state_mutants import STATE_MUTANTS
 
 
@@ -21,7 +22,7 @@ def _number(mutant: Mutant) -> tuple[int, str]:
     return int(mutant.name.rstrip("ab")), mutant.name
 
 
-MUTANTS = tuple(sorted((*LEASE_MUTANTS, *CONTENT_MUTANTS, *GROUP_MUTANTS, *STATE_MUTANTS), key=_number))
+MUTANTS = tuple(sorted((*LEASE_MUTANTS, *CONTENT_MUTANTS, *GROUP_MUTANTS, *STATE_MUTANTS, *PART_MUTANTS), key=_number))
 
 
 def print_table(mutants: tuple[Mutant, ...]) -> None:

@@ -53,6 +53,7 @@ CHUNK = (KvGroup(_FULL, 0, 1, ()), KvGroup(_CHUNK, 4, 1, ()))
 COMPOUND = (KvGroup(_FULL, 0, 2, ()), KvGroup(_WINDOW, 5, 3, ()))
 THREE = (KvGroup(_FULL, 0, 1, ()), KvGroup(_WINDOW, 3, 2, ()), KvGroup(_CHUNK, 6, 1, ()))
 STATE = (KvGroup(_FULL, 0, 1, ()), KvGroup(_STATE, 0, 3, ()))
+STATE_OF_A_PAGE = (KvGroup(_FULL, 0, 1, ()), KvGroup(_STATE, 0, 1, ()))
 STATE_WINDOW = (KvGroup(_FULL, 0, 2, ()), KvGroup(_WINDOW, 4, 1, ()), KvGroup(_STATE, 0, 2, ()))
 
 IN_GROUPS = (Request((0, 1, 0, 1, 1, 0, 0), 1), Request((0, 1, 0, 1, 1, 1), 2))
@@ -136,6 +137,14 @@ TINY: dict[str, Scenario] = {
     "state_window": Scenario(
         IN_GROUPS, 18, groups=STATE_WINDOW, budget=8, max_num_seqs=1, max_faults=1, faults={"cancel": 1}
     ),
+    "parts_window": Scenario(BEGINNING, 9, groups=WINDOW_FULL, first_part=4, max_faults=1, faults={"cancel": 1}),
+    "parts_window_break": Scenario(
+        BEGINNING, 9, groups=WINDOW_FULL, first_part=4, max_faults=1, faults={"stream_break": 1}
+    ),
+    "parts_state": Scenario(BEGINNING, 5, groups=STATE_OF_A_PAGE, first_part=4, max_faults=1, faults={"cancel": 1}),
+    "parts_state_break": Scenario(
+        BEGINNING, 5, groups=STATE_OF_A_PAGE, first_part=4, max_faults=1, faults={"stream_break": 1}
+    ),
     "index_groups": Scenario(
         (Request((0, 1, 0, 0), 1),),
         6,
@@ -215,6 +224,12 @@ _BEGINNING = (
 )
 """The long prompts are most of a pool of ten blocks, and those that run beside them grow."""
 
+_IN_PARTS = tuple(
+    Request((n % 2, *SHARED, *SHARED, *SHARED)[: 19 if n % 4 == 3 else 1 + n % 2], 2 + n % 3, priority=int(n == 10))
+    for n in range(16)
+)
+"""Each fourth prompt takes most of a pool, and those between are short and end soon."""
+
 _OUTRANKED = tuple(
     replace(each, priority=(0, 0, 1, 0, 2)[number % 5], fork_of=None) for number, each in enumerate(_BEGINNING)
 )
@@ -250,6 +265,7 @@ def in_any_groups(seed: int) -> Scenario:
         with_index=rng.random() < 0.5,
         max_faults=12,
         faults=ALL_FAULTS | RESETS,
+        first_part=rng.choice((0, size, 3 * size)),
     )
 
 
@@ -314,5 +330,10 @@ LARGE: dict[str, Scenario] = {
     "state_window_mixed": Scenario(_MIXED, 32, groups=STATE_WINDOW, budget=4),
     "state_chats": Scenario(_CHATS, 11, groups=STATE, least_saved=2, budget=3, max_num_seqs=3),
     "state_wide_blocks": Scenario(_MIXED, 12, block_size=4, groups=STATE, budget=5, with_index=True),
+    "parts_window": Scenario(_IN_PARTS, 17, groups=WINDOW_FULL, budget=5, first_part=4, with_index=True),
+    "parts_three": Scenario(_IN_PARTS, 30, groups=THREE, budget=5, first_part=4),
+    "parts_three_aged": Scenario(_OUTRANKED, 24, groups=THREE, budget=5, first_part=2, max_wait=1.0, in_turn=2),
+    "parts_state": Scenario(_IN_PARTS, 15, groups=STATE, least_saved=2, budget=5, first_part=4, with_index=True),
+    "parts_state_window": Scenario(_IN_PARTS, 30, groups=STATE_WINDOW, least_saved=2, budget=5, first_part=4),
     "window_wide_blocks": Scenario(_CONTINUED, 6, block_size=4, window=3, budget=6, max_num_seqs=2, with_index=True),
 }

@@ -127,7 +127,7 @@ def reuse_ids(world: World) -> SequenceId:
     return next(SequenceId(n) for n in range(99) if n not in world.agent._sequences)
 
 
-def always_keep_a_block(_scheduler: StepScheduler, _slots: int) -> int:
+def always_keep_a_block(_scheduler: StepScheduler, _sequence: WorkerSequence, _slots: int) -> int:
     """A prompt leaves a block to decodes, whether or not there are any."""
     return 1
 
