@@ -2,6 +2,9 @@
 
 The real ledger and lease agent run, steps take what `Machine.costs` says, and figures are exact for a seed. Requests
 state either the length at which they end, or 1,024 tokens of which most use a part.
+
+The pools of `GROUPED` have groups of layers as Gemma 3 27B has. There the huge prompt is compared without grants in
+parts and without backfilling too: with neither, with each alone, and with both.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from statistics import median
 from typing import Final
 
 from common.contracts.clock import ManualClock
-from common.contracts.lease import Inventory
-from common.contracts.types import SequenceId
+from common.contracts.lease import Inventory, held_blocks
+from common.contracts.types import KvGroup, KvGroupKind, SequenceId
 from gpuworker.scheduling.batch_plan import StepPlan, StepResult
 from gpuworker.scheduling.lease_agent import LeaseAgent
 from gpuworker.scheduling.outcomes import AgentConfig
@@ -33,7 +36,10 @@ _TOKEN, _LAST = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A worker and its chats: `cap` bounds the prompt tokens of a step beside others, `huge_at` is in seconds."""
+    """A worker and its chats: `cap` bounds the prompt tokens of a step beside others, `huge_at` is in seconds.
+
+    Where the pool has `groups`, `blocks` are pages.
+    """
 
     costs: StepCosts
     blocks: int
@@ -43,6 +49,16 @@ class Machine:
     per_second: float
     seconds: float
     huge_at: float
+    groups: tuple[KvGroup, ...] = ()
+
+    @property
+    def huge(self) -> int:
+        """The tokens of a prompt that takes four fifths of the pool."""
+        most = self.blocks * 4 // 5
+        if not self.groups:
+            return most * BLOCK_SIZE
+        windows = sum(each.pages * held_blocks(each, most, BLOCK_SIZE) for each in self.groups[1:])
+        return (most - windows) // self.groups[0].pages * BLOCK_SIZE
 
 
 _FAST: Final = StepCosts(base=0.008, decode=20e-6, prefill=40e-6)
@@ -50,6 +66,11 @@ MACHINES: Final = {
     "gpu": Machine(_FAST, 2048, 96, 2048, 0, 15.0, 40.0, 18.0),
     "gpu_capped": Machine(_FAST, 2048, 96, 2048, 256, 15.0, 40.0, 18.0),
     "cpu": Machine(StepCosts(base=0.05, decode=1e-3, prefill=1e-3), 2048, 128, 512, 0, 1.6, 300.0, 130.0),
+}
+_GEMMA: Final = (KvGroup(KvGroupKind.FULL, 0, 5, ()), KvGroup(KvGroupKind.WINDOW, 1024, 26, ()))
+GROUPED: Final = {
+    "gemma": Machine(_FAST, 16_384, 96, 2048, 0, 8.0, 40.0, 15.0, _GEMMA),
+    "gemma_capped": Machine(_FAST, 16_384, 96, 2048, 256, 8.0, 40.0, 15.0, _GEMMA),
 }
 
 
@@ -83,14 +104,26 @@ class Run:
 class Server:
     """One worker and its ledger."""
 
-    def __init__(self, machine: Machine, *, chunked: bool) -> None:
+    def __init__(self, machine: Machine, *, chunked: bool, backfill: bool = True) -> None:
         self.machine, self.run, self.now = machine, Run(), 0.0
         ids, self.clock = itertools.count(1), ManualClock()
-        config = LedgerConfig(machine.blocks, BLOCK_SIZE, max_num_seqs=machine.slots, chunked_grants=chunked)
+        config = LedgerConfig(
+            machine.blocks,
+            BLOCK_SIZE,
+            max_num_seqs=machine.slots,
+            groups=machine.groups,
+            chunked_grants=chunked,
+            backfill=backfill,
+        )
         self.ledger = Ledger(config, self.clock, lambda: f"d{next(ids)}")
         self.agent = LeaseAgent(
             AgentConfig(
-                machine.blocks, BLOCK_SIZE, machine.budget, long_prefill_cap=machine.cap, max_num_seqs=machine.slots
+                machine.blocks,
+                BLOCK_SIZE,
+                machine.budget,
+                long_prefill_cap=machine.cap,
+                max_num_seqs=machine.slots,
+                groups=machine.groups,
             )
         )
         self.ledger.rebuild(Inventory())
@@ -151,17 +184,26 @@ def workload(machine: Machine, seed: int, *, exact: bool) -> tuple[list[Arrival]
         prompt, output = round(rng.lognormvariate(5.0, 0.7)), round(rng.lognormvariate(5.0, 1.0))
         output = min(MOST, max(16, output))
         found.append(Arrival(at, min(2000, max(16, prompt)), output, output if exact else MOST))
-    huge = Arrival(machine.huge_at, machine.blocks * BLOCK_SIZE * 4 // 5, 64, 64)
+    huge = Arrival(machine.huge_at, machine.huge, 64, 64)
     arrivals = sorted([*found, huge], key=lambda each: each.at)
     return arrivals, arrivals.index(huge) + 1
 
 
+_GRANTS: Final = {"whole": (False, True), "chunked": (True, True)}
+_GROUPED_GRANTS: Final = {"off": (False, False), "parts": (True, False), "backfill": (False, True), "on": (True, True)}
+
+
 def compare(machine: Machine, seed: int, *, exact: bool) -> dict[str, float]:
-    """Return the figures of both grants; those behind came while the huge one waited for its first token, whole."""
+    """Return the figures of each way to grant; those behind came while the huge one waited for its first token, by the
+    first way.
+    """
     arrivals, huge = workload(machine, seed, exact=exact)
-    start, figures = machine.huge_at, dict[str, float]()
-    runs = {name: Server(machine, chunked=name == "chunked").serve(arrivals) for name in ("whole", "chunked")}
-    until = runs["whole"].first[huge]
+    start, figures, ways = machine.huge_at, dict[str, float](), _GROUPED_GRANTS if machine.groups else _GRANTS
+    runs = {
+        name: Server(machine, chunked=chunked, backfill=backfill).serve(arrivals)
+        for name, (chunked, backfill) in ways.items()
+    }
+    until = next(iter(runs.values())).first[huge]
     behind = [n for n, each in enumerate(arrivals, 1) if start <= each.at < until and n != huge]
     end = until + (until - start)
     for name, run in runs.items():
@@ -179,7 +221,8 @@ def compare(machine: Machine, seed: int, *, exact: bool) -> dict[str, float]:
 def figures_of(seeds: int) -> dict[str, float]:
     """Return the medians over the seeds, for each machine and both ways to state a length."""
     found: dict[str, float] = {}
-    for machine, stated in itertools.product(MACHINES, ("exact", "generous")):
-        runs = [compare(MACHINES[machine], seed, exact=stated == "exact") for seed in range(seeds)]
+    machines = MACHINES | GROUPED
+    for machine, stated in itertools.product(machines, ("exact", "generous")):
+        runs = [compare(machines[machine], seed, exact=stated == "exact") for seed in range(seeds)]
         found |= {f"long_{machine}_{stated}_{key}": median(run[key] for run in runs) for key in runs[0]}
     return found

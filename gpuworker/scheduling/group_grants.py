@@ -85,9 +85,12 @@ class GroupGrantCheck:
             self._check_places(admit, sequence, run)
 
     def _check_places(self, admit: Admit, sequence: Sequence, run: tuple[BlockId, ...]) -> None:
-        """Check that each checkpoint to be left ends a chunk of known tokens; at the last one's place is the tail."""
+        """Check that each checkpoint to be left ends a chunk of known tokens; at the last one's place is the tail.
+
+        A prompt that begins with a part of its blocks has no tail.
+        """
         last = (len(sequence.tokens) - 1) // self._block_size
-        for place in range(last + 1, len(run)):
+        for place in range(last + (last < len(admit.block_table)), len(run)):
             if run[place] != TRIMMED:
                 what = f"a checkpoint at place {place}, which its {len(sequence.tokens)} tokens do not pass"
                 raise ProtocolViolation(f"sequence {admit.sequence} was granted {what}")

@@ -17,6 +17,7 @@ Why nobody waits for ever, while messages arrive and steps run:
   Those that are spared hold all blocks that they may ever need, so they are not stalled.
 * If the begun prompt runs alone, all other blocks are free, cached or leased to it. Then the next waiting sequence is
   admitted, or preempts the begun prompt, which frees the whole pool; or else the begun prompt gets all that it lacks.
+  Its checkpoints of states fit into the pool beside all that it ever holds at once.
 * If none runs, the whole pool is free or cached. The next waiting sequence fits into it, or it was refused on arrival.
 * A preemption for a waiting sequence frees what that lacks at the time. Others may come first all the same: an arrival,
   an old sequence, another tenant. Each of these is an admission, so something runs.

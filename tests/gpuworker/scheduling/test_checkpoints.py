@@ -354,7 +354,7 @@ BAD: list[tuple[Admit, str]] = [
     (admission(1, [0, 1, 10, 11], [TRIMMED, 3, 12], [13, 14, 15], shared=2), "2 further pages, with 3 of them"),
     (
         admission(1, [0, 1, 10], [TRIMMED, 3, 12, 15], [13, 14, 16, 17], shared=2),
-        "runs of 4 blocks beside a table of 3",
+        "place 3, which its 13 tokens do not pass",
     ),
     (admission(1, [0, 1, 10], [TRIMMED], [], shared=2), "runs of 1 blocks beside a table of 3, 2 shared"),
     (

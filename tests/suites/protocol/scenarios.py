@@ -138,10 +138,6 @@ TINY: dict[str, Scenario] = {
         IN_GROUPS, 18, groups=STATE_WINDOW, budget=8, max_num_seqs=1, max_faults=1, faults={"cancel": 1}
     ),
     "parts_window": Scenario(BEGINNING, 9, groups=WINDOW_FULL, first_part=4, max_faults=1, faults={"cancel": 1}),
-    "parts_window_break": Scenario(
-        BEGINNING, 9, groups=WINDOW_FULL, first_part=4, max_faults=1, faults={"stream_break": 1}
-    ),
-    "parts_state": Scenario(BEGINNING, 5, groups=STATE_OF_A_PAGE, first_part=4, max_faults=1, faults={"cancel": 1}),
     "parts_state_break": Scenario(
         BEGINNING, 5, groups=STATE_OF_A_PAGE, first_part=4, max_faults=1, faults={"stream_break": 1}
     ),

@@ -9,6 +9,7 @@ from dataclasses import asdict
 import pytest
 
 from tests.suites.protocol.liveness import Episode, Run, episode, episode_in_groups
+from tests.suites.protocol.promises import keep_promises
 
 pytestmark = pytest.mark.usefixtures("worlds_without_cycles")
 
@@ -35,7 +36,24 @@ def test_episodes_end_and_cover_what_hung_before() -> None:
 
 def test_episodes_in_groups_end() -> None:
     covered = serve(range(40), episode_in_groups)
-    assert all(covered[name] > 5 for name in ("by_age", "preemptions")), covered
+    assert all(covered[name] > 5 for name in ("by_age", "preemptions", "chunked_grants", "passed")), covered
+
+
+def keep(seeds: range) -> Counter[str]:
+    covered = Counter[str]()
+    for seed in seeds:
+        covered.update(asdict(keep_promises(seed)))
+    return covered
+
+
+def test_promises_are_kept_where_others_pass_in_groups() -> None:
+    covered = keep(range(30))
+    assert all(covered[name] > 5 for name in ("chunked_grants", "passed")), covered
+
+
+@pytest.mark.rest
+def test_many_more_promises_are_kept() -> None:
+    keep(range(30, 300))
 
 
 @pytest.mark.rest
