@@ -3,6 +3,7 @@
 A huge prompt that is granted whole, and in parts, is compared by `bench/lib/long_prompts.py`.
 
     python -m bench.fairness --json
+    python -m bench.fairness --groups --seeds 3 --json    and a huge prompt beside chats on the pages of Gemma 3 27B
 
 The real ledger and lease agent run. Steps follow each other, each of the same 8 ms; no model runs, nothing is timed,
 and the figures are exact for a seed. Each scenario runs by the rule alone (`_before`: in turn, by priority) and with
@@ -224,7 +225,11 @@ def main() -> None:
         "--seconds", type=float, default=60.0, help="of requests, in virtual time; twice that for priorities"
     )
     flags.add_argument("--rate", type=float, default=35.0, help="mixed requests a second beside the huge one")
+    flags.add_argument("--groups", action="store_true", help="a huge prompt where layers are groups, and nothing else")
     args = flags.parse_args()
+    if args.groups:
+        report("fairness", long_prompts.figures_of(args.seeds, long_prompts.GROUPED), {}, args.json)
+        return
     figures: dict[str, float] = {}
     for name, fair in (("before", False), ("after", True)):
         runs = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -28,6 +29,15 @@ def test_a_huge_prompt_is_earlier_in_parts_and_nobody_pays() -> None:
     assert found["behind_p50_s_chunked"] <= found["behind_p50_s_whole"]
     assert found["tokens_per_s_chunked"] >= found["tokens_per_s_whole"]
     assert found["preemptions_chunked"] <= found["preemptions_whole"]
+
+
+def test_in_groups_a_huge_prompt_is_earlier_in_parts_and_others_pass_it() -> None:
+    machine = replace(long_prompts.GROUPED["gemma_capped"], blocks=8192, per_second=6.0, seconds=6.0, huge_at=2.0)
+    assert machine.huge == (8192 * 4 // 5 - 26 * 66) // 5 * 16
+    found = long_prompts.compare(machine, 0, exact=True)
+    assert found["ttft_s_parts"] < 0.95 * found["ttft_s_off"]
+    assert found["behind_p50_s_on"] < 0.9 * found["behind_p50_s_off"]
+    assert found["tokens_per_s_on"] > found["tokens_per_s_off"]
 
 
 def test_the_earliest_deadline_goes_first_and_a_hopeless_one_takes_no_place() -> None:
