@@ -183,7 +183,8 @@ def _outranked_words(history: RequestHistory, outcome: Outcome) -> str:
 def _stalled_words(history: RequestHistory, outcome: Outcome) -> str:
     lacking = history.grants[0].lacking if history.grants else 0
     if lacking:
-        began = f"it began with a part of its prompt's blocks, and waited at {_worker(outcome)} for the other {lacking}"
+        others = f"{lacking} pages more" if history.unit == "page" else f"the other {lacking}"
+        began = f"it began with a part of its prompt's blocks, and waited at {_worker(outcome)} for {others}"
     else:
         lacks = "which had no block for its next tokens: the KV manager had none free, or answered late"
         began = f"it ran at {_worker(outcome)}, {lacks}"

@@ -183,6 +183,8 @@ def test_a_begun_prompt_that_lacks_blocks_says_so() -> None:
         "other 60; 3 sequences of tenant blue with 60 blocks held them (the most: r7)."
     )
     assert (found.cause, found.advice.anchor) == (Cause.STALLED, "quireblocksshort")
+    in_pages = asked(replace(slow, counts_pages=True), routed(), short(), part).verdict
+    assert "a part of its prompt's blocks, and waited at w0 for 60 pages more; 3 sequences" in in_pages.sentence
     runs = replace(CALM, before=seconds(prefill=0.1), after=seconds(decode=0.5, stalled=3.0))
     assert asked(runs, routed(), granted(0.0)).verdict.sentence == (
         "83 % of its 3.6 s: it ran at w0, which had no block for its next tokens: the KV manager had none free, or "
