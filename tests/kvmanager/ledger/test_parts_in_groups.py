@@ -257,6 +257,26 @@ def test_one_that_ends_in_time_passes_and_the_pages_of_its_checkpoint_count() ->
     assert "tails" not in dict(record.figures), "it would hold that until its end"
 
 
+@pytest.mark.parametrize(("pages", "checkpoints"), [(61, None), (62, 0), (63, 0), (64, 1)])
+def test_who_passes_leaves_out_a_checkpoint_that_the_next_one_would_lack(pages: int, checkpoints: int | None) -> None:
+    """It outlasts the first one. Beside 42 pages and 5 of slack, it takes 15, and its checkpoint 2."""
+    ledger = beside_one(pages, tokens=31, chunked_grants=False)
+    assert admit(ledger, asked(2, HUGE, 60)) == ()
+    granted = admit(ledger, asked(3, prompt(9, start=900), 12))
+    found = [sum(block != TRIMMED for block in each.runs[1]) for each in granted]
+    assert found == ([] if checkpoints is None else [checkpoints])
+
+
+@pytest.mark.parametrize("least_saved", [4, 64])
+def test_one_that_is_to_wait_for_a_planned_checkpoint_does_not_pass(least_saved: int) -> None:
+    ledger = beside_one(48, max_len=30, chunked_grants=False, least_saved=least_saved)
+    assert admit(ledger, asked(2, HUGE, 60)) == ()
+    waiting = asked(3, prompt(9, start=900), 12)
+    ledger.state.sequences.planned.plan(waiting.block_hashes[1:2], SequenceId(1))
+    assert len(admit(ledger, waiting)) == (least_saved == 64)
+    assert (SequenceId(3) in ledger.state.sequences.queue) == (least_saved == 4)
+
+
 def test_where_every_layer_has_a_window_a_small_one_passes_too() -> None:
     """A window of 8 takes four blocks. Of six, the first one holds two, and the next one lacks one."""
     ledger = make_ledger(6, SIZE, window=8, watermark=0.0)
