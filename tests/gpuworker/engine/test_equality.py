@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
+from cli.suite import embedded
 from cli.suite.embedded import EmbeddedChannel
 from common.contracts.lease import window_blocks
 from common.contracts.types import SequenceId
@@ -15,6 +17,7 @@ from common.settings.options import ModelImpl
 from gpuworker.config import GpuWorkerSettings
 from gpuworker.native import library as native
 from gpuworker.plane.assembly import assemble
+from kvmanager.contracts.ledger_config import LedgerOptions
 from tests.support.checkpoints import WINDOW, checkpoint, hf_greedy
 from tests.support.gpuworker.engine_harness import EngineDriver
 
@@ -186,6 +189,23 @@ def test_groups_run_long_prompts_where_one_group_would_not_fit(kind: str, model_
         assert engine.run([prompts()[-1]], COUNT) == [output]
         assert engine.run([second, second], COUNT) == [wanted, wanted]
         assert engine.results[SequenceId(2)].usage.cached_tokens == 88
+        engine.assert_all_free()
+
+
+@pytest.mark.parametrize(("kind", "pages"), [("gpt_oss", 44), ("qwen3_next", 36)])
+def test_prompts_that_begin_with_a_part_in_groups_keep_their_tokens(
+    kind: str, pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short ones run to their ends, while long ones begin and get their other pages, or are passed."""
+    monkeypatch.setattr(embedded, "LedgerOptions", partial(LedgerOptions, first_part=8))
+    long, other = prompts()[-1], prompts()[-2][::-1]
+    asked = [prompts()[1], prompts()[2], long, [9, 8, 7], other, [*prompts()[1], 5], long]
+    wanted = [hf_greedy(checkpoint(kind), each, COUNT) for each in asked]
+    with driver(kind, "transformers", 4, num_blocks=pages, max_model_len=96) as engine:
+        assert engine.run(asked, COUNT) == wanted
+        assert isinstance(engine.channel, EmbeddedChannel)
+        assert engine.channel.ledger is not None
+        assert engine.channel.ledger.pool_counts().totals.chunked_grants > 0
         engine.assert_all_free()
 
 
