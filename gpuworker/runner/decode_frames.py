@@ -41,16 +41,16 @@ class _Pages:
         self._known = [row.tables[group] for row in rows]
 
     def add(self, part: Part, table: Int32Array, slots: Int32Array) -> None:
-        """Take in the table [R, columns] and the slots [R] of a part, of whose layers each has a lane."""
+        """Take in the table [R, columns] and the slots [R] of a part; layers may share their lanes."""
         self._parts.append((part, table, slots))
 
     def move_to(self, rows: Sequence[ScheduledRow], mask: int, shift: int) -> None:
         """Write what rows add to their tables, and their slots; what was trimmed stays, because nobody reads it."""
         tables = [row.tables[self._group] for row in rows]
         for part, _, slots in self._parts:
-            pages, page = part.pages, part.page
+            pages, page, shares, share = part.pages, part.page, part.shares, part.share
             slots[:] = [
-                table[(row.start >> shift) * pages + page] << shift | row.start & mask
+                table[(row.start >> shift) * pages + page] * shares + share << shift | row.start & mask
                 for row, table in zip(rows, tables, strict=True)
             ]
         for index, table in enumerate(tables):
@@ -64,7 +64,8 @@ class _Pages:
         for part, table, _ in self._parts:
             end = min(len(pages) // part.pages, table.shape[1])
             begin = min(first // part.pages, end)
-            table[index, begin:end] = pages[begin * part.pages + part.page : end * part.pages : part.pages]
+            its = pages[begin * part.pages + part.page : end * part.pages : part.pages]
+            table[index, begin:end] = [page * part.shares + part.share for page in its] if part.shares > 1 else its
         self._known[index] = pages
 
 

@@ -102,8 +102,12 @@ def test_a_moved_frame_has_the_numbers_of_a_new_layout(drawn: list[Rows]) -> Non
         assert numbers(frame.work, rows) == numbers(laid_out(rows), rows)
 
 
-# The one part of the first group, and the parts of a group whose blocks are two pages.
-PARTS = Part(0, 0, 1, 0, 0, 1, {0: (0,)}), Part(1, 0, 2, 0, 0, 1, {1: (0,)}), Part(1, 1, 2, 0, 0, 1, {2: (0,)})
+# The one part of the first group, and the parts of a group whose blocks are two pages; two layers share a lane of the
+# second one.
+PARTS = (
+    *(Part(0, 0, 1, 0, 0, 1, {0: (0,)}), Part(1, 0, 2, 0, 0, 1, {1: (0,)}), Part(1, 1, 2, 0, 0, 1, {2: (0,)})),
+    *(Part(1, 1, 2, 1, 0, 2, {3: (1,)}), Part(1, 1, 2, 1, 1, 2, {4: (1,)})),
+)
 
 
 def with_tables(rows: Rows) -> Rows:
